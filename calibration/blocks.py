@@ -71,7 +71,7 @@ def removing(hooks: Iterable[RemovableHandle]) -> Iterator[None]:
 
 
 def all_arguments(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Returns the arguments of a call, those by name last: a linear layer may be called as `layer(input=x)`."""
+    """Returns the arguments of a call, keyword arguments last: a linear layer may be called as `layer(input=x)`."""
     return (*args, *kwargs.values())
 
 

@@ -4,8 +4,8 @@ The range is always a power of two, [0, 2^exponent), cut into a power of two of 
 beyond it doubles the range as often as is needed, and each doubling adds neighbouring bins in pairs: the bin of x
 is floor(x / width), and floor(floor(a) / 2) = floor(a / 2), so every value is where it would be had the final
 range been known from the start. Batches can come in any order and any size and the counts are the same integers.
-The price is that the largest value may sit just above the middle of the range, so that of 4096 bins at least 2048
-are in use.
+The price is that the largest value may sit just above the middle of the range, so at least 2048 of 4096 bins are
+in use.
 
 Zeros are counted apart. They are exact in every format, and a rectified or padded tensor has so many of them that
 one bin for them and for its smallest values would say nothing about either.

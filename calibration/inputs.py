@@ -42,7 +42,7 @@ class Inputs:
         calls: the arguments of each.
 
     Attributes:
-        about: their sources, in a few words; empty where those are not known.
+        about: their sources, in a few words; empty where the sources are not known.
         own_text: whether the model wrote texts of them itself, whose likelihood then means nothing.
     """
 

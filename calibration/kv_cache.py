@@ -22,8 +22,8 @@ Latent attention (MLA) caches one vector a token for all heads, instead of keys 
     hidden ── kv_a_proj_with_mqa ─┬─ latent [kv_lora_rank] ─ kv_a_layernorm ──┬─▶ cache   expanded to keys and values
                                   └─ rotary key [qk_rope_head_dim] ─ RoPE ────┘           when they are read
 
-A server scales the whole row by one `k_scale` before it rounds it to FP8 (vLLM's `concat_and_cache_mla`). So the scale
-that a checkpoint needs is that of the normed latent vector and of the rotary key, and no scale of expanded keys: for
+A server scales the whole row by one `k_scale` before it rounds it to FP8 (vLLM's `concat_and_cache_mla`). So a
+checkpoint needs the scale of the normed latent vector and of the rotary key, and no scale of expanded keys: for
 random weights of DeepSeek-V3 these are ten times smaller, and two thirds of the latent values would saturate.
 
 Every latent attention of transformers names its norm `kv_a_layernorm` and puts the rotary key at the end of each

@@ -9,7 +9,7 @@ The format decides which magnitudes are watched:
 
 one scale a tensor     `fp8`: the values themselves.
 a global scale   `nvfp4`: block scales are found at run time, and calibration sets the scale of those scales.
-                       So the largest magnitude of each block is watched, and the grid is that of the block scales
+                       So the largest magnitude of each block is watched, and the grid is the block scales' own
                        (E4M3).
 
 Other formats find all their scales at run time and have nothing to observe (`Format.is_static`).

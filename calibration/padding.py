@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_flatten, tree_map
 
-# What the names of the ids and of their mask begin with: an encoder-decoder has both of each side.
+# Prefixes of the names of the ids and of their mask: an encoder-decoder has both of each side.
 _SIDES = ("", "decoder_")
 _IDS, _MASK = "input_ids", "attention_mask"
 
@@ -75,7 +75,7 @@ def _shown_tokens(call: Mapping[str, Any], side: str) -> torch.Tensor | None:
         return None
     if ids.dim() != 2 or mask.shape != ids.shape:
         return None
-    # A mask of packed texts numbers them from 1: no number is above that of the tokens.
+    # A mask of packed texts numbers them from 1: no number is above the number of tokens.
     low, high = (float(value) for value in mask.float().aminmax()) if mask.numel() else (0.0, 0.0)
     if not 0 <= low <= high <= mask.shape[1]:
         raise ValueError(

@@ -188,7 +188,7 @@ def home_of_states(nbytes: int, device: torch.device | None) -> torch.device | N
 
 
 def free_memory(device: torch.device) -> int:
-    """Returns the bytes of a GPU that are free, those included that PyTorch holds and does not use."""
+    """Returns the free bytes of a GPU, including bytes that PyTorch holds and does not use."""
     unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return torch.cuda.mem_get_info(device)[0] + unused
 

@@ -50,7 +50,7 @@ class Prefetcher:
     def steps(
         self, steps: Sequence[Step], tensors_of: Callable[[Step], Sequence[torch.Tensor]]
     ) -> Iterator[tuple[Step, list[torch.Tensor]]]:
-        """Yields each step with its tensors on the device, while those of the next step are copied; then closes."""
+        """Yields each step with its tensors on the device, while the next step's tensors are copied; then closes."""
         try:
             waiting = [self.fetch(tensors_of(step)) for step in steps[:1]]
             for following, step in enumerate(steps, 1):

@@ -13,7 +13,7 @@ Public functions take `device=` and `progress=` and make a session of them:
 
 Below them a function takes the session. It runs models `placed(model, session.device)`, reports its progress with
 `session.report("solve", done, total)`, and keeps a finished step with `session.store.put(...)`; a session without a
-listener or a store ignores these calls. Functions on tensors, and those that move them, take a device.
+listener or a store ignores these calls. Functions that compute with tensors or move them take a device.
 
 A finished step is some tensors and a JSON-ready record under a name: a solved block, the calibration text, an
 evaluation. `quant.execution.store.DirectoryStore` keeps steps in a directory; the `Store` here keeps nothing. Callers
@@ -185,7 +185,7 @@ class Session:
 
     @property
     def rank(self) -> int:
-        """The number of this process among those that share the work."""
+        """The number of this process among the processes that share the work."""
         return rank_and_world()[0]
 
     @property

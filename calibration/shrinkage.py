@@ -62,8 +62,8 @@ class MomentSpread:
     def shrinkage(self) -> torch.Tensor:
         """Returns λ in 0..1, float32 scalar.
 
-        One piece has no spread. Then λ is that of independent tokens with independent channels, columns / (columns +
-        tokens).
+        One piece has no spread. Then λ is the value for independent tokens with independent channels, columns /
+        (columns + tokens).
         """
         products, weighted, squares = self.sums
         evenness = self.squared_tokens / self.tokens**2

@@ -262,7 +262,7 @@ def _block_products(x: torch.Tensor, width: int) -> torch.Tensor:
 
 
 def _add_symmetric(total: torch.Tensor, x: torch.Tensor, width: int = 512) -> None:
-    """Computes `total += xᵀ x`: of several blocks, only those on and above the diagonal."""
+    """Computes `total += xᵀ x`: of several blocks, only blocks on and above the diagonal."""
     if has_pairs(x):
         # The whole product is added at once, as where several ranks add up theirs.
         total += columns_product(x, x)

@@ -67,7 +67,7 @@ def put_file(temporary: Path, path: Path) -> None:
 
 @contextmanager
 def temporary_directory(path: Path) -> Iterator[Path]:
-    """Makes a directory next to `path`, to be renamed to it or deleted at the end; those of dead processes go first."""
+    """Makes a directory next to `path`, to be renamed to it or deleted at the end; dead processes' go first."""
     with _temporary(path, lambda directory: directory.mkdir(mode=0o700)) as directory:
         yield directory
 
@@ -100,7 +100,7 @@ def _temporary(path: Path, make: Callable[[Path], None]) -> Iterator[Path]:
 def claimed(path: Path) -> Iterator[None]:
     """Claims `path` while open: no other process can, and this one may claim it again.
 
-    The lock is that of a file beside `path`, and ends with the process: a file that a dead process left is no obstacle.
+    The lock is on a file beside `path`, and ends with the process: a file that a dead process left is no obstacle.
 
     Raises:
         OSError: another process has it; the message says which.

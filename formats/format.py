@@ -7,7 +7,7 @@ axis: `(1, 16)` is NVFP4's run of sixteen inputs, `(128, 128)` DeepSeek's square
 `(0, 0)` the whole matrix. Leading axes (the experts of a fused MoE parameter) are independent matrices.
 
 The same descriptor serves activations `[..., tokens, in]`: a row is then a token, so `fp8_token` is the format
-of one scale a token, and `fp8_group` that of DeepSeek's 1×128 groups.
+of one scale a token, and `fp8_group` the format of DeepSeek's 1×128 groups.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ def _matrix(shape: Sequence[int]) -> tuple[int, int]:
 
 
 # `fp8_channel` and `fp8_token`, and `int8` and `int8_token`, differ only in name: the rows of a weight are output
-# channels, those of an input tokens.
+# channels, the rows of an input tokens.
 _ALL = (
     Format("nvfp4", E2M1, E4M3, (1, 16), global_scale=True),
     Format("mxfp4", E2M1, E8M0, (1, 32)),

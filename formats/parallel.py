@@ -64,7 +64,7 @@ def run_parts(work: Callable[[int, int], object], bounds: Sequence[tuple[int, in
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """Limits PyTorch to one thread while open, in this thread of Python's and in those that start now."""
+    """Limits PyTorch to one thread while open, in this thread of Python's and in threads that start now."""
     before = torch.get_num_threads()
     if before == 1:
         yield

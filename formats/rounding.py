@@ -1,7 +1,7 @@
 """`encode` and `round_to` round to a number's grid: to nearest, ties to even, saturating. They are the oracle.
 
 For a float format the grid around a value with exponent e is a ruler of step 2^(e - mantissa), where e is
-the value's own exponent, but never below that of the smallest normal. Dividing by the step (a power of
+the value's own exponent, but never below the smallest normal's. Dividing by the step (a power of
 two, so the division is exact) and rounding to an integer q places the value on the ruler, and then
 
     code = (e - e_min) · 2^mantissa + q

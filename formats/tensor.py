@@ -30,7 +30,7 @@ from quant.formats.scaling import SCALE_RULES, ScaleRule, finite_or_nan, global_
 
 Record = TypeVar("Record")
 
-# Elements worked on at a time: what a CPU's cache holds, and enough to keep a GPU busy.
+# Elements worked on at a time: few enough for a CPU's cache, and enough to keep a GPU busy.
 _CHUNK_ELEMENTS, _GPU_CHUNK_ELEMENTS = 1 << 18, 1 << 24
 # Elements that are worth a thread of their own.
 _PART_ELEMENTS = 1 << 20
@@ -287,7 +287,7 @@ def round_with_scale(
 ) -> torch.Tensor:
     """Returns `quantize_with_scale(…).dequantize(dtype)` without making codes: the weight of a deployed model.
 
-    Arguments are those of `quantize_with_scale`; the result has the shape of `weight`.
+    Arguments are the same as for `quantize_with_scale`; the result has the shape of `weight`.
     """
     rows, columns = weight.shape[-2:]
     block_rows, block_columns = format.block_shape(weight.shape)

@@ -32,7 +32,7 @@ def rows_of(solver: str, *, on_gpu: bool, parameters: int | None = None) -> int:
     Args:
         solver: the solver; empty for none.
         on_gpu: whether a GPU does the work.
-        parameters: the size of the model; None for that of a large one.
+        parameters: the size of the model; None counts as large.
     """
     parts = solver.split("+")
     if not on_gpu or not {"gptq", "kfac"} & set(parts):

@@ -147,7 +147,7 @@ def _by_name(layers: Iterable[Layer], model: nn.Module | None) -> dict[str, str]
 
 
 def _one_input(names: tuple[str, str, str], parent: str, module: nn.Module | None) -> tuple[str, ...]:
-    """Returns those of q, k and v that read one input, by their module's name, class and forward."""
+    """Returns the names among q, k and v that read one input, by their module's name, class and forward."""
     kind, required = "", set[str]()
     if module is not None:
         kind = type(module).__name__

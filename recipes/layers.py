@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 _CONV1D_NAMES = ("c_attn", "q_attn", "c_fc", "c_proj")
 
-# Names of heads: any part of a path, and the first part only, because deeper in a model those words mean other things.
+# Names of heads: any part of a path, and the first part only, because deeper in a model these words mean other things.
 _HEADS = {"lm_head", "score", "classifier", "classification_head", "qa_outputs", "class_labels_classifier"} | {
     "bbox_predictor", "box_predictor", "class_predictor", "class_embed", "bbox_embed", "distillation_classifier"
 }  # fmt: skip
@@ -143,8 +143,8 @@ def _kept_parameter(path: str, name: str) -> str | None:
 def _held_again(model: nn.Module) -> set[int]:
     """Returns the ids of modules that a model holds in several places, of which only one would get a quantized layer.
 
-    These are the children of several modules, and what lies inside of a module of several blocks: a block is quantized
-    after those before it, and would find layers that are quantized already. In a block or a model that itself has two
+    These are the children of several modules, and the submodules of a module of several blocks: a block is quantized
+    after the previous ones, and would find layers that are quantized already. In a block or a model that itself has two
     names (`llm` and `wrapper.llm`), layers are replaced for both.
     """
     held = Counter(id(child) for module in model.modules() for child in module._modules.values())

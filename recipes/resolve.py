@@ -5,7 +5,7 @@ The last of these that applies to a layer decides:
     1. the recipe's own weight, activation and solver, for every linear and every fused-expert weight;
     2. the house rules: embeddings, heads, routers, norms, vision and audio towers and their projectors stay in 16 bit;
        a tower that holds most of the weights, or has an encoder of texts for a neighbour, is the model and not a tower;
-       so do convolutions, unless they hold most of the weights, and those that no FP8 kernel runs; a router is in no
+       so do convolutions, unless they hold most of the weights, and any that no FP8 kernel runs; a router is in no
        fusion group, because no runtime merges it with the layers that read the same input;
     3. the recipe's rules, in the order of the file; one with a format for an embedding matches no linear layer;
     4. `--exclude`, which is a rule too. `--include` is none: it leaves a layer as the rules say, or in 16 bit. But its
@@ -126,7 +126,7 @@ def _kept_convs(layers: Sequence[Layer], recipe: Recipe, only: Sequence[str]) ->
     """Returns the reasons for convolutions that stay in 16 bit, by layer name.
 
     `--include` with a glob that matches only convolutions quantizes them nevertheless. ModelOpt quantizes every
-    convolution to INT8, the first one too. To FP8 it quantizes those that TensorRT has a kernel for (its
+    convolution to INT8, the first one too. To FP8 it quantizes convolutions that TensorRT has a kernel for (its
     `onnx/quantization/fp8.py`), and so leaves out first convolutions and depthwise ones.
     """
     # Shares of the weights decide what a model is: a network of convolutions, or one with a convolution in front.
@@ -257,7 +257,7 @@ def _without_routers(layers: list[LayerPlan]) -> list[LayerPlan]:
     """Takes routers out of their fusion groups: they share the input of experts, but no runtime merges them."""
     renamed = {}
     for name, members in groups_of(layers).items():
-        # Routers are known by their reason: their kind is that of any linear layer.
+        # Routers are known by their reason: their kind is the same as any linear layer's.
         left = [member.name for member in members if member.weight is not None or member.reason != ROUTER]
         if len(left) < len(members):
             renamed[name] = {member: group_name(left) if len(left) > 1 else None for member in left}

@@ -69,7 +69,7 @@ class Watched:
 def watching(model: nn.Module, layers: Sequence[Layer]) -> Iterator[Watched]:
     """Watches the forward pass that runs inside, without gradients and in evaluation mode.
 
-    The result is filled in at the end. If the pass raises, it holds the layers that were called before, without those
+    The result is filled in at the end. If the pass raises, it holds the layers that were called before, without layers
     of the module that was called last, which may have called only some of them, and without layers that share an input
     with these.
 

@@ -34,7 +34,7 @@ METHODS = {
 }
 """The method of each part in one line, which `quant solvers` shows."""
 TRANSFORMS = ("awq", "smoothquant")
-# Steps that take a number, and what it is if none is given: largest block, rank, optimizer steps.
+# Steps that take a number, with its default: largest block, rank, optimizer steps.
 STEPS = {"rotation": 128, "lowrank": 32, "autoround": 200}
 ROUNDINGS = tuple(name for name in METHODS if name not in (*TRANSFORMS, *STEPS))
 MERGE = "merge"

@@ -157,7 +157,7 @@ _PARTS = {
     "rank": "a low-rank branch (rank)",
 }
 
-# What the model files of vLLM and SGLang merge (`packed_modules_mapping`), and TensorRT-LLM's likewise.
+# Projections that the model files of vLLM and SGLang merge (`packed_modules_mapping`), and TensorRT-LLM's likewise.
 _FUSED = (("q_proj", "k_proj", "v_proj"), ("query", "key", "value"), ("gate_proj", "up_proj"), ("w1", "w3"))
 
 _LINEAR = (LayerKind.LINEAR,)

@@ -10,12 +10,12 @@ again in the backward pass (checkpointing), so that memory holds the hidden stat
 one block. Blocks of a model that the device cannot hold are copied there for as long as they run; on a CPU, 16-bit
 weights of a block are widened for the pass, because 16-bit products are slow on most.
 
-Experts of one projection share one A, over all their tokens: the gradient behind an expert is that of the stream, times
-the token's routing weight, whichever expert it is, and few tokens reach each. Of thousands of experts, A of their own
-would not fit either.
+Experts of one projection share one A, over all their tokens: the gradient behind an expert is the gradient of the
+stream, times the token's routing weight, whichever expert it is, and few tokens reach each. Of thousands of experts, A
+of their own would not fit either.
 
-Gradients of few tokens are far larger than all others, and would dominate A: those beyond `CLIP` medians are scaled
-down to that. A is shrunk towards its diagonal by the spread between rows, as second moments of inputs are.
+Gradients of few tokens are far larger than all others, and would dominate A: gradients beyond `CLIP` medians are
+scaled down to that. A is shrunk towards its diagonal by the spread between rows, as second moments of inputs are.
 
 As a factor of the loss, A takes gradients to be independent of inputs, which they are not: tokens before one that the
 model is sure of have next to no gradient, and errors at them cost nothing, however large their inputs are. In the
@@ -228,7 +228,7 @@ def _over_ranks(total: MomentSum, exchange: Exchange) -> LayerStats | None:
 
 @contextmanager
 def _frozen(model: nn.Module) -> Iterator[None]:
-    """Turns off the gradients of parameters while open: only those of outputs are computed."""
+    """Turns off the gradients of parameters while open: only gradients of outputs are computed."""
     learned = [parameter for parameter in model.parameters() if parameter.requires_grad]
     for parameter in learned:
         parameter.requires_grad_(False)
@@ -281,7 +281,7 @@ class _Pass:
         with removing(handles), self._watched_experts(), self._checkpointed():
             joined = self._joined(batches)
             for index, batch in enumerate(joined):
-                # Each batch has labels of its own, those of other ranks included.
+                # Each batch has labels of its own, other ranks' batches too.
                 generator = torch.Generator(self.device).manual_seed(self.session.seed * 1_000_003 + number_of(index))
                 self.forward_runs = True
                 output, gradient_of = self._forward(batch.to(self.device))
@@ -290,7 +290,7 @@ class _Pass:
                     raise ValueError("its output does not depend on its layers")
                 for draw in range(draws):
                     gradient = gradient_of(generator)
-                    # Only hooks read the gradients; requesting those of the first layers runs all layers after them.
+                    # Only hooks read the gradients; to reach the first layers, all layers after them run.
                     torch.autograd.grad(output, self.leaves, gradient, retain_graph=draw + 1 < draws, allow_unused=True)
                     self.pending.clear()
                 self.leaves.clear()

@@ -73,7 +73,7 @@ class Logits:
         return self.capped(self.head(hidden))
 
     def capped(self, logits: torch.Tensor) -> torch.Tensor:
-        """Returns what the head gave, after the model's soft cap if it has one."""
+        """Returns the head's output after the model's soft cap, if it has one."""
         return logits if self.cap is None else torch.tanh(logits / self.cap) * self.cap
 
     def _before_head(self, rows: torch.Tensor) -> torch.Tensor:

@@ -106,7 +106,7 @@ class Stream:
         """Fills `original` and `token_gains` from passes of the original model, batch by batch, while open."""
 
         def keep(point: Point, hidden: torch.Tensor) -> None:
-            # A clone: what is added in place later would change it.
+            # A clone: later additions in place would change it.
             self.original.setdefault(point, []).append(hidden.clone())
 
         def gain_of(norm: str, gain: torch.Tensor) -> Callable[..., None]:
@@ -141,7 +141,7 @@ class Stream:
         if writer is None or any(point not in self.current for point, _ in writer.terms):
             return None
         terms = [(self.current[point], self.original[point][batch], factor) for point, factor in writer.terms]
-        # A reshape, not a view: Whisper's encoder transposes what its convolutions give, so rows are not contiguous.
+        # A reshape, not a view: Whisper's encoder transposes its convolutions' outputs, so rows are not contiguous.
         errors = [factor * (original.to(now).reshape_as(now) - now) for now, original, factor in terms]
         error = torch.stack(errors).sum(0) / writer.factor
         if writer.gain is None:
@@ -230,7 +230,7 @@ def find_writers(
             order = torch.randperm(flat.numel(), generator=torch.Generator().manual_seed(0), device="cpu")
             chosen.append(order[:_SAMPLE].to(flat.device))
         if flat.shape == shape[0]:
-            # Clones: what is added in place later would change them.
+            # Clones: later additions in place would change them.
             values.append((point, flat.clone(), clock))
 
     def before(name: str) -> Callable[..., None]:
@@ -334,7 +334,7 @@ class _Search:
             if terms is None:
                 continue
             stream, factor, share = terms
-            # An output that comes later is not there yet, and counts as that of the original model.
+            # An output that comes later is not there yet, and counts as equal to the original model's.
             if state.time < self.began[name]:
                 return Writer(((stream, 1.0), (self._outermost(state, name), share)), factor)
             return Writer(((stream, 1.0),), factor)

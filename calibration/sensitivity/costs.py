@@ -1,8 +1,8 @@
 """Costs of a choice of formats: bytes exactly, seconds from a table of kernel times or a roofline.
 
 Bits and bytes come from `LayerPlan`, the one place that counts them: codes, block scales, global scales and pads.
-Effective bits are bytes over weights, taken over all layers that an allocator may choose for, those that it leaves
-in 16 bit included; embeddings, norms and an output head that no format is offered for are outside.
+Effective bits are bytes over weights, taken over all layers that an allocator may choose for, including layers
+that it leaves in 16 bit; embeddings, norms and an output head that no format is offered for are outside.
 
 A model that is served takes more memory than its weights:
 

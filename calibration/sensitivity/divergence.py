@@ -361,7 +361,7 @@ def last_hidden(result: Any) -> torch.Tensor:
 
 
 def _kl(p: torch.Tensor, d: torch.Tensor) -> torch.Tensor:
-    """Returns KL of distributions to those whose logits are larger by `d`, float32 `[positions]`.
+    """Returns KL from each distribution to the one whose logits are larger by `d`, float32 `[positions]`.
 
     Args:
         p: float32 `[positions, vocabulary]`; its sums, which a softmax over a large vocabulary gives to 2⁻¹⁵ only, are

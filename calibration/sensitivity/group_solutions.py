@@ -253,7 +253,7 @@ class _Work:
             statistics = inputs.of(group)
             weight = torch.cat([w.to(task.device).float() for w in self.weights.values()])
             divisor = torch.ones_like(statistics.amax)
-            # Transforms follow each other: each sees the weight and the input that those before have scaled.
+            # Transforms follow each other: each sees the weight and the input that earlier transforms have scaled.
             for transform in self.pipeline.transforms:
                 formats = candidate.weight_format, candidate.activation
                 divisor = divisor * transform(weight * divisor, statistics.divided(divisor), *formats, None)

@@ -64,7 +64,7 @@ class TokenProducts:
             if change is not None:
                 # (∂L/∂Y · (W_q − W)) · x_q
                 product = product + vecdot((call.gradient.to(change.dtype) @ change).to(x.dtype), x)
-            # The branch of the new format comes, that of the present one goes.
+            # The branch of the new format is added, the branch of the present format subtracted.
             for each, rounded, sign in ((candidate, x, 1), (now, x_now, -1)):
                 unrounded = switchable.weights.branch_output(layer, each, call.x, rounded)
                 if unrounded is not None:

@@ -146,7 +146,7 @@ def corrected_weight(
         drift: mean of (r - x) xᵀ, `[in, in]`; None for no such term.
         factor: the factor of the second moment.
         residual: mean of s xᵀ, `[out, in]`, with s the error that the output makes up for; None for no such term.
-        parts: rows whose products are taken apart from those of others.
+        parts: rows whose products are computed apart from other rows' products.
     """
     if drift is None and residual is None:
         return weight

@@ -51,9 +51,9 @@ _LAZY = 128
 # Columns solved together where scales are fixed beforehand.
 _FIXED_WIDTH = 32
 
-# Solves the blocks of a window; the arguments are those of `_solve_window` after the first.
+# Solves the blocks of a window; takes the arguments of `_solve_window` after the first.
 _SolveWindow = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor | None, int, bool], Tensor]
-# Solves one block: (what it should be [k, n], its first column, U [k, k]) -> values, errors e [k, n], scales [n].
+# Solves one block: (its target [k, n], its first column, U [k, k]) -> values, errors e [k, n], scales [n].
 _SolveBlock = Callable[[Tensor, int, Tensor], tuple[Tensor, Tensor, Tensor | None]]
 
 
@@ -159,7 +159,7 @@ def gptq(
         drift, residual: the weight is corrected for them; see `corrected_weight`.
         sweeps: rounds of coordinate descent afterwards.
         shortlist: how many scales of a block to try with feedback.
-        parts: rows whose products are taken apart from those of others, as `solve_by_rows` gives them.
+        parts: rows whose products are computed apart from other rows' products, as `solve_by_rows` gives them.
     """
     weight = corrected_weight(weight.float(), drift, factor, residual, parts)
     fixed = fixed_scales(weight, format, global_scale, factor)
@@ -190,7 +190,7 @@ def gptq_together(
     """Rounds several weights of one shape, each against its own quadratic loss, in the launches of one.
 
     Args:
-        weights: `[out, in]` each, corrected for what earlier layers got wrong.
+        weights: `[out, in]` each, corrected for the errors of earlier layers.
         factors: a factor for each, with the inputs in their own order.
         format: a format whose scales are searched in the loop.
         global_scales: float32 `[weights]`.
@@ -226,7 +226,7 @@ class FixedScales:
 
 
 def fixed_scales(weight: Tensor, format: Format, global_scale: Tensor | None, factor: Factor) -> FixedScales | None:
-    """Returns the scales of `weight` `[out, in]`; None where the loop chooses those of blocks within a row."""
+    """Returns the scales of `weight` `[out, in]`; None where the loop chooses the scales of blocks within a row."""
     if format.block[0] == 1 and 0 < format.block[1] <= _LAZY:
         return None
     scale = choose_scale(weight, format, "mse", weight.abs().amax(), global_scale)
@@ -355,7 +355,7 @@ def _steps_of(scale: Tensor, weight: Tensor, format: Format, order: Tensor | Non
 
 
 def _width(format: Format) -> int:
-    """Returns how many columns are solved together: those that share a scale, where that is chosen in the loop."""
+    """Returns how many columns are solved together: all that share a scale, where the scale is chosen in the loop."""
     rows, columns = format.block
     return columns if rows == 1 and 0 < columns <= _LAZY else _FIXED_WIDTH
 
@@ -415,7 +415,7 @@ def _descend(
 ) -> None:
     """Sweeps once by block coordinate descent, in place: each block is solved again with the others fixed.
 
-    The tensors are those of `_feed_back`.
+    The tensors are the same as in `_feed_back`.
     """
     moment, residual = SplitMatrix(factor.moment), SplitMatrix(target - values)
     inverses, uppers = block_factors(diagonal_blocks(factor.moment, width))

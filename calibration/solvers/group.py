@@ -76,10 +76,10 @@ def solve_matrices(
     """Yields the solutions of matrices of one shape that share nothing, such as experts.
 
     A GPU solves several small ones in the launches of one. Products of several matrices may add up in another order
-    than those of one.
+    than products of one.
 
     Args:
-        matrices: `[out, in]` each; only those that are solved together are in memory.
+        matrices: `[out, in]` each; only matrices that are solved together are in memory.
         stats: the statistics of each.
         format, solver, stored: as for `solve_group`.
         name: the name of the layer, for errors.

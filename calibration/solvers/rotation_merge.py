@@ -278,8 +278,8 @@ def _rotate(module: nn.Module, block: int, *, inputs: bool, gain: torch.Tensor |
     # y R for y = x Wᵀ is x (Rᵀ W)ᵀ: rows of W are rotated. An embedding's rows are y already, so its columns are.
     along_rows = not inputs and not isinstance(module, nn.Embedding)
     turned = hadamard_transform(wide.mT, block).mT if along_rows else hadamard_transform(wide, block)
-    # A new tensor: whoever holds the old one, to restore it after an error, still has the original values. Its strides
-    # stay those of the old one, because products round differently over another layout.
+    # A new tensor: whoever holds the old one, to restore it after an error, still has the original values. It keeps the
+    # strides of the old one, because products round differently over another layout.
     weight.data = torch.empty_like(weight).copy_(turned)
     bias = getattr(module, "bias", None)
     if isinstance(bias, nn.Parameter) and not inputs:

@@ -32,7 +32,7 @@ Document = tuple[torch.Tensor, bool]
 
 
 def read_documents(items: Iterable[Any], tokenizer: Any | None, name: str, column: str | None) -> Iterator[Document]:
-    """Yields the documents in `items`, in order; those without a token are left out.
+    """Yields the documents in `items`, in order; documents without a token are left out.
 
     Args:
         items: documents in a form that the module docstring lists.

@@ -166,7 +166,7 @@ def _content(value: Any, record_name: str) -> bytes:
 
 
 def _texts_of(record: Mapping[str, Any], corpus: Corpus, name: str) -> tuple[str, ...]:
-    """Returns the texts of a record: of the columns that were named, or else of those with usual names."""
+    """Returns the texts of a record: of the columns that were named, or else of columns with usual names."""
     named = corpus.column.split(",") if corpus.column else None
     if named is None:
         # {"translation": {"en": …, "de": …}}

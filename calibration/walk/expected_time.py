@@ -3,7 +3,7 @@
 A plan that works from data has two stages that take long. *Writing text* runs the model once a token, for up to 64 rows
 at a time: each step multiplies by every weight, and spends some extra time on each layer. *Solving* runs the
 calibration tokens through each block a few times, adds up second moments of its inputs, and rounds. The device's speed
-at products and at rounding is measured (`Speed`); what a layer takes whatever its size is a constant.
+at products and at rounding is measured (`Speed`); the time that any layer takes, whatever its size, is a constant.
 
 Seconds that were told and taken, with 8 rows of 256 tokens of SmolLM2-135M, processor time of one core of an AMD EPYC,
 two to eight blocks: `gptq` 8.1 and 8.5, `kfac` 18.4 and 18.6, `awq:merge+gptq` 7.1 and 7.4, `gptq` to FP8 7.2 and 9.6,

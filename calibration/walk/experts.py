@@ -68,7 +68,7 @@ class FusedExperts:
         input_scales: static scales of their inputs, by name.
         scratch: the scratch that takes their codes, where these are large.
         stored: dtype of the model.
-        outputs: second moments of gradients, of which those at the projections' outputs are taken out.
+        outputs: second moments of gradients; the moments at the projections' outputs are removed from it.
     """
 
     def __init__(

@@ -64,7 +64,7 @@ def promote(layer: LayerPlan, error: float, limit: float, ladder: Sequence[Forma
     position = ladder.index(layer.weight) + 1
     if position == len(ladder):
         return _explain(layer, f"{finding}, but it is the last format in its list")
-    # Score and cost were those of the format before, so they are dropped with it.
+    # Score and cost belong to the previous format, so they are dropped with it.
     following = ladder[position]
     activation = layer.activation
     if following is None:

@@ -58,7 +58,7 @@ def block_bytes(
     scales = any(get_pipeline(layer.solver).transforms for layer in linear)
     # The phases follow each other and free their memory, so the largest counts.
     phases = (
-        8 * weights if scales else 0,  # a copy in float64, in which `scaling` looks for what absorbs a scale
+        8 * weights if scales else 0,  # a copy in float64, in which `scaling` looks for modules that absorb a scale
         4 * _SQUARES * _widest(linear),
         codes + together + 2 * one_expert * 4 + 4 * _SQUARES * _widest(experts),
     )

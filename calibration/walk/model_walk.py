@@ -63,7 +63,7 @@ class ModelWalk:
         outputs: second moments of the gradients at outputs, for solvers that look at them.
         done: layers that are finished.
         block_name: the block that is worked on; "" for the model itself.
-        experts: what puts the experts of that block back into their files.
+        experts: an exit stack that puts the experts of that block back into their files.
     """
 
     model: nn.Module

@@ -8,8 +8,9 @@ by one rank (`Exchange.sum_in_order`). All ranks get the sum. This is for a laye
 *By owners.* The inputs themselves go to the rank that will solve the layer, which adds them up by itself. This is for
 experts: there are many, each gets few tokens, and each is solved by one rank.
 
-A second moment of 7168 inputs is 205 MB, and a layer of DeepSeek-V3 has 256 experts with two each. So those of experts
-are made for a few at a time (`slices_that_fit`), from inputs that take less memory, and dropped when these are solved.
+A second moment of 7168 inputs is 205 MB, and a layer of DeepSeek-V3 has 256 experts with two each. So the
+moments of a few experts are made at a time (`slices_that_fit`), from inputs that take less memory, and dropped when
+these experts are solved.
 """
 
 from __future__ import annotations

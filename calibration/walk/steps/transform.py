@@ -75,9 +75,9 @@ def _scale_group(block: Block, group: Group, fold: Fold | None) -> None:
 def fix_input_scale(block: Block, group: Group) -> None:
     """Sets the static scale of a group's inputs, where their format has one.
 
-    A solver that looks at outputs takes the scale within an octave above that of the observer at which rounded inputs
+    A solver that looks at outputs takes the scale within an octave above the observer's scale at which rounded inputs
     err least behind the weights. FP8's steps double from one power of two to the next, so that a larger scale is as
-    fine, but other values fall on its grid: those of loud channels that hardly change from token to token, whose error
+    fine, but other values fall on its grid: values of loud channels that hardly change from token to token, whose error
     would be the same at every token.
     """
     group.fix_input_scale(block.settings.observer, block.stored)
