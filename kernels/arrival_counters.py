@@ -48,7 +48,7 @@ def reserve(x: torch.Tensor) -> None:
     """Makes the table of buffers of the GPU that `x` is on, or zeros it again; nothing on other devices.
 
     A server calls it for weights that arrive, while none of its kernels runs. It is zeroed again because a server that
-    sleeps may give the table's memory away with that of its weights.
+    sleeps may give away the table's memory together with its weights'.
     """
     if not x.is_cuda:
         return

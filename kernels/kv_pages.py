@@ -8,7 +8,7 @@ A page holds 16, 32 or 64 tokens of one KV head of one layer:
     fp8_token    dim + 4, E4M3                                           one a token and head, measured on writing
     nvfp4        dim / 2 + dim / 16, E2M1 and E4M3 block scales          one a KV head, as for fp8
 
-Codes and the scales of FP8 are equal to those of `quant.formats`, bit for bit. NVFP4 picks each block's scale among
+Codes and the scales of FP8 equal the results of `quant.formats`, bit for bit. NVFP4 picks each block's scale among
 eight neighbours by squared error (`block_scales`). NaN and infinity are kept as in `quant.formats.scaling`. Where no
 scale was calibrated, the first tokens set it, with room for values sixteen times as large: E4M3, of elements or of
 block scales, spans 17 binades, so that costs little.

@@ -1,4 +1,4 @@
-"""Tables hold the best measured launch for each shape: those shipped with the package, and those of `quant tune`.
+"""Tables hold the best measured launch for each shape: shipped tables, and tables that `quant tune` writes.
 
 A table is a JSON file for one GPU: key "format|layout|tokens|out|in", value a `Choice` with its time. The name of the
 file that `quant tune` writes holds the versions of Triton and of this package, so an update of either starts a new
@@ -65,7 +65,7 @@ def key(format: Format, tokens: int, shape: tuple[int, int], prepacked: bool) ->
 
 @lru_cache(maxsize=8)
 def _table(gpu: str) -> dict[str, Choice]:
-    """Returns shipped entries, and those measured here on top."""
+    """Returns shipped entries, and entries measured here on top."""
     entries: dict[str, Choice] = {}
     for path in (_SHIPPED / f"{gpu}.json", cache_file(gpu)):
         if path.exists():

@@ -1,7 +1,7 @@
 """Weights are laid out for Hopper's kernels when a model is loaded, and restored bit for bit when it is saved.
 
 On Hopper a warpgroup multiplies 64 rows of W by 16 columns at a time, and its threads hold W in registers in a fixed
-pattern. NVFP4 codes are stored here in exactly the order in which those threads need them: a thread reads 16 bytes,
+pattern. NVFP4 codes are stored here in exactly the order in which these threads need them: a thread reads 16 bytes,
 its share of a tile of 64 × 64, and no thread exchanges data with another.
 
     row    = 64·tile + 16·warp + 2·g + b          thread = (warp, g, q): g, q = 0..7, 0..3
@@ -59,12 +59,12 @@ _BASE = 105
 
 
 def prefers_prepacked(codes: torch.Tensor) -> bool:
-    """Returns whether the kernels for the GPU of `codes` are fastest with weights in this layout: those for Hopper."""
+    """Returns whether the kernels for the GPU of `codes` are fastest with weights in this layout, as on Hopper."""
     return codes.is_cuda and has_triton() and current(codes.device.index or 0).has_wgmma
 
 
 def is_prepacked(weight: BlockScaledTensor) -> bool:
-    """Returns whether the codes are in a layout of this module, not in that of a checkpoint."""
+    """Returns whether the codes are in a layout of this module, not in a checkpoint's."""
     return weight.codes.dtype is torch.int32 or _is_widened(weight)
 
 

@@ -1,4 +1,4 @@
-"""A `Choice` says how a matmul is cut into tiles; this file lists those worth trying and guesses one without measuring.
+"""A `Choice` says how a matmul is cut into tiles; this file lists choices to measure and guesses one without measuring.
 
 There are four ways to multiply by a quantized weight:
 
@@ -352,7 +352,7 @@ def deal(tiles: int, programs: int, steps: int) -> tuple[int, int, int, int]:
 
     Returns:
         Programs that have work, tiles that are dealt out whole, tiles of the last round that are cut, and parts of
-        each of those. They are cut where each program of that round would have less than half a tile. Equal shares of
+        each cut tile. Tiles are cut where each program of that round would have less than half a tile. Equal shares of
         all tiles would be slower, because programs at different columns share nothing in L2.
     """
     rounds, left = divmod(tiles, programs)

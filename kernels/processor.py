@@ -19,7 +19,7 @@ _ROOT = Path("/")
 # cgroup v1 has no word for "no limit": it shows the largest multiple of a page.
 _NO_LIMIT = 1 << 60
 # How threads wait for each other, by the variable that says it: they sleep, after 5,000 polls where the OpenMP is
-# libgomp. Those take less than a tenth of a millisecond; libgomp's own number is 300,000.
+# libgomp. The polls take less than a tenth of a millisecond; libgomp's own number is 300,000.
 _WAITING = {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "5000"}
 
 
@@ -107,7 +107,7 @@ def _memory_groups(root: Path) -> Iterator[tuple[Path, int]]:
 def _page_cache(group: Path) -> int:
     """Returns the bytes of files that a control group holds and the kernel may drop.
 
-    Version 1 counts those of the groups within apart.
+    In version 1 a plain number leaves out the groups within, and `total_` includes them.
     """
     sizes = dict(line.split() for line in _lines(group / "memory.stat"))
     kinds = ("inactive_file", "active_file")

@@ -207,7 +207,7 @@ def _attention(
         out, lse = reference(q, k, v, **options._asdict())
         return out, lse if with_lse else lse.new_empty(0)
     out, lse = _fake_attention(q, k, v, *arguments)
-    # Kernels take contiguous operands; a view such as that of `transpose(1, 2)` is copied here.
+    # Kernels take contiguous operands; a view, such as from `transpose(1, 2)`, is copied here.
     q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
     if hopper:
         from quant.kernels.hopper import sm90_dense_attention as kernel

@@ -206,7 +206,7 @@ class PagedKVCache:
             self._lengths[sequence][layer] = start + k.shape[2]
 
     def reserve(self, sequences: Sequence[int], room: int) -> None:
-        """Gives sequences pages for `room` tokens each, including those that are written.
+        """Gives sequences pages for `room` tokens each, including tokens that are already written.
 
         Raises:
             ValueError: an unknown sequence, or no page is left.

@@ -195,7 +195,7 @@ def _key_means(work: AttentionInputs) -> torch.Tensor:
     key = _rotated_by_position(work.k, work.rope).float()
     if work.options.cu_seqlens_k is None:
         return key.mean(2)
-    # Packed sequences: a mean for each; `max(1, …)` for those without tokens.
+    # Packed sequences: a mean for each; `max(1, …)` for sequences without tokens.
     return torch.stack([key[0, :, a:b].sum(1) / max(1, b - a) for a, b in pairwise(work.options.cu_seqlens_k.tolist())])
 
 

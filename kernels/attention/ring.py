@@ -108,7 +108,7 @@ class _Message:
         return sum(_rounded_up(math.prod(shape) * dtype.itemsize) for dtype, shape in self.parts)
 
     def views(self, buffer: torch.Tensor) -> list[torch.Tensor]:
-        """Returns the parts of K, then those of V, in `buffer`."""
+        """Returns the parts of K, then the parts of V, in `buffer`."""
         views, start = [], 0
         for dtype, shape in self.parts:
             nbytes = math.prod(shape) * dtype.itemsize

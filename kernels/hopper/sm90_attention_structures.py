@@ -1,7 +1,7 @@
 """The constants and arguments of Hopper's attention kernel: its tiles, its register layouts, and its named structures.
 
-`Kind` is a compile-time constant of every function of `sm90_dense_attention.py`; the named tuples hold what they get at
-run time. A wgmma leaves thread (warp, g, q) of a warpgroup
+`Kind` is a compile-time constant of every function of `sm90_dense_attention.py`; the named tuples hold the functions'
+arguments at run time. A wgmma leaves thread (warp, g, q) of a warpgroup
 
     rows 16·warp + g and 16·warp + g + 8, columns 8·i + 2·q and 8·i + 2·q + 1      g = 0..7, q = 0..3, i: octets
 

@@ -49,8 +49,8 @@ the owner of a piece sees all parts, or the last part sees that the owner has go
 Codes in the checkpoint's order (`STORED_FORMATS`) can take the place of words; `sm90_decode_codes.py` decodes
 them. They take more bytes and more instructions than words, so wide tiles are best from fewer tokens on.
 
-With experts, x is sorted by expert, and a tile is 128 rows of one expert, whose weights, scales and bias follow those
-of the experts before it. The number of tiles is known only on the GPU, where each program counts them; all are dealt
+With experts, x is sorted by expert, and a tile is 128 rows of one expert, whose weights, scales and bias follow the
+previous expert's. The number of tiles is known only on the GPU, where each program counts them; all are dealt
 out whole.
 
 Gluon has no interpreter: tests/kernels/hopper/test_sm90_codes_gemm_many.py reads the PTX and runs the index arithmetic
@@ -133,7 +133,7 @@ class Constants:
 
     Attributes:
         form: a format whose codes are in the order of a checkpoint, or "words".
-        groups: the number of groups of warps that multiply, which share no barrier but those of the slots.
+        groups: the number of groups of warps that multiply, which share only the barriers of the slots.
         halves: the number of runs of 128 rows of W in a tile; a group has its share of each.
         wide, tail: tokens of the two accumulators of a half; the tail may be 0.
         stages, depth: slots of the ring, and tiles of 64 columns of a slot.
@@ -358,7 +358,7 @@ def _send(
         _stage(high, scale, row_scale, out, staging.y.index(first + 1), n + rows, constants)
         if constants.tail:
             _stage(high_tail, scale, row_scale, out, staging.y_tail.index(first + 1), n + rows, constants)
-    # What threads wrote becomes visible to TMA, then one of them starts the copies.
+    # The threads' writes become visible to TMA, then one thread starts the copies.
     fence_async_shared()
     barrier()
     for half in gl.static_range(halves):
@@ -767,8 +767,8 @@ def grouped_tiles(
 ) -> PrefillTiles:
     """Returns a tile for half as much again as an expert gets on average, as tall as leaves one for every SM.
 
-    An expert with more tokens than that gets one more tile, which is rare. `shape` is that of one expert's weight, and
-    `format` that of codes in the order of a checkpoint.
+    An expert with more tokens than that gets one more tile, which is rare. `shape` is the shape of one expert's weight,
+    and `format` the format of codes in the order of a checkpoint.
 
     With the smallest tile of words, two groups of warps decode in turn. If W has few columns, the ends of tiles take a
     good part of the time: a second program on each SM multiplies meanwhile.

@@ -7,7 +7,7 @@ The instruction needs columns 2q, 2q + 1, 2q + 8 and 2q + 9 of two rows in a thr
     column = 16·s + 8·a + 2·q + h        one read holds both h
 
 The instruction calls row (b, g) of a warp 8·b + g, as with prepacked NVFP4: two neighbours of a row of y are in one
-thread. The rows of a read are neighbours in shared memory, and the swizzle puts those into different banks. Nothing is
+thread. The rows of a read are neighbours in shared memory, and the swizzle puts them into different banks. Nothing is
 exchanged between threads, and the weight stays as it is, because the kernels for few tokens read it in this order too.
 
     E4M3, E5M2   exponent and mantissa move to their places in a bfloat16, which is then 2^120 or 2^112 too small; one

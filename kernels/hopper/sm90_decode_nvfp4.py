@@ -120,7 +120,7 @@ def decode(words, scales, warps: gl.constexpr):
 def decode_to_e4m3(words, scales, warps: gl.constexpr):
     """Decodes as `decode`, to E4M3 with one rounding; columns are in the order of `sm90_e4m3_rows.py`.
 
-    Values are those of W times 2^-3, without the global scale. Below 2^-6, a 1/57,000 of the largest value that can be,
+    Values are W times 2^-3, without the global scale. Below 2^-6, a 1/57,000 of the largest possible value,
     E4M3 has no relative precision.
     """
     low, high = gl.split(scales)

@@ -51,7 +51,7 @@ def _scale(bits, rule: gl.constexpr):
     """Returns the scale of blocks whose largest magnitude has these bits, and the factor from values to codes."""
     if rule == "power_of_two":
         # The power of two at or above amax / 448: with amax = m · 2^e it is 2^(e - 8) where m <= 1.75, else 2^(e - 7).
-        # A mantissa beyond that of 1.75 carries into the exponent. At least 2^-126, whose reciprocal is finite.
+        # A mantissa above 1.75 carries into the exponent. At least 2^-126, whose reciprocal is finite.
         exponent = gl.maximum(((bits + 0x1FFFFF) >> 23) - 8, 1)
         exponent = gl.where(bits == 0, 127, exponent)
         # NaN and infinity become NaN.
@@ -211,7 +211,7 @@ def tile_options(tiling: Tiling) -> dict[str, Any]:
     lanes = _bits([0, 8], lanes_across) + _bits([tiling.rows, 0], tiling.lanes_down)
     warps = _bits([rows, 0], tiling.warps_down) + _bits([0, columns], tiling.warps_across)
     rows, columns = rows * tiling.warps_down, columns * tiling.warps_across
-    # A thread has further pieces of what the warps do not cover at once.
+    # Where the warps do not cover the block at once, each thread has further pieces.
     more = _bits([0, columns], BLOCK // columns) + _bits([rows, 0], BLOCK // rows)
     layout, turned = (
         gl.DistributedLinearLayout(piece + more, lanes, warps, [], [BLOCK, BLOCK])

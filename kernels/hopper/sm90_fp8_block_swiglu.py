@@ -4,7 +4,7 @@
                                              ├─▶ d up   = dh · silu(gate)         ─▶ operands of d up
                                              └─▶ d gate = dh · up · silu'(gate)   ─▶ operands of d gate
 
-The operands are those of `sm90_fp8_block_operands.py`; codes of the two gradients lie side by side, so that one product
+Operands are as in `sm90_fp8_block_operands.py`; codes of the two gradients lie side by side, so that one product
 sums over the columns of both. The weight gradient of the next layer multiplies by codes_t of h: written here, where
 gate and up are read anyway, they need not be kept from the forward pass on. Three tiles in registers and all results
 would be too many for a thread. So TMA copies the three into shared memory, which all computations read in turn, and a
@@ -112,7 +112,7 @@ def sm90_fp8_block_swiglu_gradients(
         up: `[R, C]`, of the same dtype.
         rule: the rule of `RULES`.
         columns: whether to write `codes_t` and `scale_t` of the gradients; else they are empty.
-        product: whether to write those of silu(gate) · up.
+        product: whether to write `codes_t` and `scale_t` of silu(gate) · up.
     """
     (R, C), number = dh.shape, gl.bfloat16 if dh.dtype is torch.bfloat16 else gl.float16
     # Side by side, so that one product sums over the columns of both.

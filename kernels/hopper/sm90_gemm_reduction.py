@@ -8,7 +8,7 @@
     then          set its bit in the counter: all parts had arrived ──▶ add up its pieces
                                               some had not          ──▶ leave them to the last part to arrive
 
-The order of every sum is that of the parts, so results are the same in every run.
+Every sum adds the parts in their order, so results are the same in every run.
 """
 
 from __future__ import annotations

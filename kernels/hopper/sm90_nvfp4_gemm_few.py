@@ -28,7 +28,7 @@ arrive, which adds the sums in the order of the programs. Results are the same i
 
 With `overlap`, a program starts while the previous kernel still runs ("programmatic dependent launch"): it fetches its
 first words, and waits for that kernel before it reads x or writes. So a kernel that lets its successor start early must
-not write weights; this kernel and those with `kernels/portable/dependent_launch.py` do not.
+not write weights; this kernel and the kernels with `kernels/portable/dependent_launch.py` do not.
 
 Tails: TMA reads zeros beyond the ends, and zeros multiply whatever the other side holds. Gluon has no interpreter:
 tests/kernels/test_layout.py repeats the arithmetic in PyTorch, tests/kernels/hopper/test_sm90_nvfp4_gemm_few.py reads
@@ -421,7 +421,7 @@ def prepare_gemm_few(
 def registers(tiles: GluonTiles) -> dict[str, int]:
     """Returns how many registers a thread gets, so that `tiles.resident` programs fit on an SM.
 
-    Triton adds three idle warps to the fetcher. Those registers that the fetching warps do not need go to the ones
+    Triton adds three idle warps to the fetcher. Registers that the fetching warps do not need go to the warps
     that multiply.
     """
     threads = 32 * (tiles.warps + 4) * tiles.resident

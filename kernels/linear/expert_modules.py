@@ -81,7 +81,7 @@ class QuantExperts(QuantizedModule, ExpertStack):
     def grouped(self, x: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
         """Maps `[tokens, in]`, sorted by expert, to `[tokens, out]`.
 
-        Rows of expert e are those from `offsets[e]` on.
+        Rows of expert e begin at `offsets[e]`.
         """
         self._settle(x)
         y = grouped_linear(x, self.stored_weight, offsets, self.input_scale, self.activation_format)

@@ -85,7 +85,7 @@ def sort_by_expert(index: torch.Tensor, experts: int) -> tuple[torch.Tensor, tor
     The host does not wait.
 
     Args:
-        index: expert of each token and slot, `[tokens, k]`; those from `experts` on come last, beyond all offsets.
+        index: expert of each token and slot, `[tokens, k]`; numbers from `experts` on come last, beyond all offsets.
         experts: the number of experts.
     """
     # Stable: the slots of an expert stay in the order of tokens, so sums have the same order at every call.

@@ -168,7 +168,7 @@ def prefill_linear(
 
     codes, scale = sm90_decode_nvfp4.prepacked_to_e4m3(weight)
     rows = casts.quantize(x, activation, scale=input_scale)
-    # Requantized rows of W have a scale each, so those of x must be per row too, perhaps the same one for all rows.
+    # Requantized rows of W have a scale each, so scales of x must be per row too, perhaps the same one for all rows.
     sx = rows.scale.reshape(-1, 1).expand(x.shape[0], 1).contiguous()
     bias = None if bias is None else bias.to(x.dtype)
     return torch._scaled_mm(rows.codes, codes.t(), sx, scale[None], bias, out_dtype=x.dtype, use_fast_accum=True)

@@ -155,7 +155,7 @@ class _Linear(torch.autograd.Function):
 
 
 def is_traced() -> bool:
-    """Returns whether torch.compile, or a mode such as that of fake tensors, records the ops that run."""
+    """Returns whether torch.compile, or a mode, such as for fake tensors, records the ops that run."""
     return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
 
 

@@ -65,7 +65,7 @@ class ReferenceProduct:
 
 
 def dense_view(weight: BlockScaledTensor, codes: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Returns a dequantized weight for `codes`, a view or copy of a layer's codes; it is kept like those."""
+    """Returns a dequantized weight for `codes`, a view or copy of a layer's codes; kept as for the layer's own."""
     dense = _cache.get(weight, dtype, codes)
     return weight.dequantize(dtype) if dense is None else dense
 

@@ -73,7 +73,7 @@ class QuantizedModule(nn.Module):
         self.weight_shape = weight.shape
         exact = (weight.codes, weight.scale, weight.global_scale, input_scale)
         buffers = {**dict(zip(_EXACT, exact, strict=True)), **parts}
-        # Those that are None come last: torch.export counts a module's buffers with them and names without.
+        # Buffers that are None come last: torch.export counts a module's buffers with them and names without.
         for name in sorted(buffers, key=lambda name: buffers[name] is None):
             self.register_buffer(name, buffers[name])
         note_lasting(weight.codes)  # codes of a loaded checkpoint are views of its mapped file
@@ -100,7 +100,7 @@ class QuantizedModule(nn.Module):
         Files are mapped, so that loading reads no codes. The search waits until the weight is read for another reason:
         it arrives at a GPU, is arranged for its first forward, or is written.
         """
-        if self.codes.is_floating_point():  # only those of FP8 may be NaN
+        if self.codes.is_floating_point():  # only codes of FP8 may be NaN
             self._unread = tensor
 
     def _check_codes(self) -> None:
@@ -173,7 +173,7 @@ class QuantizedModule(nn.Module):
     def _store(self, weight: BlockScaledTensor) -> None:
         if weight.codes.is_cuda:
             # The old tensors return to the allocator below, which hands them out again on this stream.
-            # Other streams may still read the memory that is freed here, and will read what this stream has written.
+            # Other streams may still read the memory freed here, and will read tensors that this stream has written.
             torch.cuda.synchronize(weight.codes.device)
         self.codes, self.scale, self.global_scale = weight.codes, weight.scale, weight.global_scale
 

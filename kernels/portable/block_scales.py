@@ -108,7 +108,7 @@ def encode_scale(amax, global_scale, kind: tl.constexpr, largest: tl.constexpr, 
     """Returns block scales by the `max` rule, NaN if amax is not finite: code, and value times the global scale.
 
     `kind` is the stored dtype ("e4m3", "e8m0", or "wide" for float32), `largest` the element's largest value.
-    `dtype` is that of the pointer to the scales: E4M3 is stored as uint8 where Triton has no such type.
+    `dtype` is the type behind the pointer to the scales: E4M3 is stored as uint8 where Triton has no such type.
     """
     if kind == "e4m3":
         unit = largest * global_scale

@@ -2,7 +2,7 @@
 
     x [tokens, in] ─▶ blocks ─▶ amax ─▶ scale (the format's rule, `max` for nearly all) ─▶ x / scale ─▶ codes, scales
 
-The codes equal those of `formats/`, rounded to nearest even against the decoded scale. This file checks the arguments
+The codes equal `formats/`' codes, rounded to nearest even against the decoded scale. This file checks the arguments
 and chooses between two kernels: `nvfp4_rows_to_codes.py` for NVFP4, `rows_to_codes.py` for all others.
 
 A block that holds NaN or infinity gets a scale that is NaN. Under a static scale, which is not the block's own, the

@@ -158,7 +158,7 @@ def codes_gemm_kernel(
     # No row of x beyond the last is read: each would be one more request to the same lines of L2, from every program.
     x_row = x + m.to(tl.int64)[:, None] * x_stride
     row_mask = (m < M)[:, None]
-    # Rows of W beyond the end read the last one: those loads need no mask, and their results are never stored.
+    # Rows of W beyond the end read the last row: these loads need no mask, and their results are never stored.
     code_row = codes + tl.minimum(n, N - 1).to(tl.int64)[:, None] * codes_stride
     acc = tl.zeros((block_n, block_m) if swap else (block_m, block_n), dtype=tl.float32)
     # This part's steps along K; the last part may have fewer.

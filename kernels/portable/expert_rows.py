@@ -139,7 +139,7 @@ def route(x: torch.Tensor, index: torch.Tensor, experts: int) -> tuple[torch.Ten
         experts: the number of experts, at most `MAX_EXPERTS`.
 
     Returns:
-        Rows `[tokens · k, in]`, of which those beyond the last offset are undefined; offsets, int32 `[experts + 1]`;
+        Rows `[tokens · k, in]`, undefined beyond the last offset; offsets, int32 `[experts + 1]`;
         places, int32 `[tokens, k]`, -1 for a slot without a row.
 
     Raises:

@@ -86,7 +86,7 @@ def fixed_scale_solve_kernel(
             errors = rounded - old
         tl.store(values + offset, rounded, valid)
         tl.store(moves + offset, errors, valid)
-        tl.debug_barrier()  # the next block reads what other threads of this program wrote
+        tl.debug_barrier()  # the next block reads values that other threads of this program wrote
 
 
 def solve_fixed_window(

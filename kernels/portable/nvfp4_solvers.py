@@ -136,7 +136,7 @@ def nvfp4_solve_kernel(
         tl.store(values + offset, new, mask=valid[None, :])
         tl.store(scales + scale_offset, new_scale, mask=valid)
         tl.store(moves + offset, move, mask=valid[None, :])
-        tl.debug_barrier()  # the next block reads what other threads of this program wrote
+        tl.debug_barrier()  # the next block reads values that other threads of this program wrote
 
 
 def solve_nvfp4_window(
@@ -225,7 +225,7 @@ def compile_solver(device: torch.device) -> None:
             rows, inputs = 16, 2 * WIDTH
             targets = torch.zeros(inputs, rows, device=device, dtype=torch.float32)
             blocks = torch.ones(2, WIDTH, WIDTH, device=device, dtype=torch.float32)
-            # Triton compiles another kernel for other strides: those of U and of its products are by columns.
+            # Triton compiles another kernel for other strides: U and its products are stored by columns.
             coupling = torch.zeros(inputs, inputs, device=device, dtype=torch.float32).t()
             values, scales = torch.zeros_like(targets), torch.zeros(2, rows, device=device, dtype=torch.float32)
             solve_nvfp4_window(

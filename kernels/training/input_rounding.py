@@ -34,7 +34,7 @@ _SHORT = 32  # inputs of a block whose scale has a gradient
 def round_input(x: torch.Tensor, activation: Format, input_scale: torch.Tensor | None) -> torch.Tensor:
     """Returns an input `[..., in]` as a packed linear rounds it, with straight-through gradients.
 
-    Inputs beyond the range of a static scale have no gradient. The largest of a short block has that of its scale, too.
+    Inputs beyond the range of a static scale have no gradient. The largest of a short block also gets its scale's.
     """
     if runs_eagerly(x):
         return _RoundInput.apply(None, x, input_scale, activation.name)  # type: ignore[no-any-return, no-untyped-call]
@@ -58,7 +58,7 @@ def _round_input(x: torch.Tensor, input_scale: torch.Tensor | None, activation: 
 def _input_gradient(
     gradient: torch.Tensor, x: torch.Tensor, rounded: torch.Tensor, input_scale: torch.Tensor | None, activation: str
 ) -> torch.Tensor:
-    """Returns the gradient of an input, straight through, plus that of the scales of short blocks."""
+    """Returns the gradient of an input, straight through, plus the gradient of the scales of short blocks."""
     format = INPUT_FORMATS[activation]
     if not _follows(format):
         assert input_scale is not None
@@ -90,7 +90,7 @@ def _input_gradient(
 
 
 def _follows(format: Format) -> bool:
-    """Returns whether the scales of an input are those of short blocks, and follow the largest magnitude of each."""
+    """Returns whether the scales of an input belong to short blocks, and follow the largest magnitude of each."""
     rows, columns = format.block
     return rows == 1 and 0 < columns <= _SHORT
 

@@ -292,7 +292,7 @@ def attend_fp8(
     Args:
         q, k, v, scales, causal, softmax_scale: as `fp8_attention` takes them.
         out: output.
-        arch: chooses the tiles, by default that of the operands' GPU.
+        arch: chooses the tiles, by default the architecture of the operands' GPU.
         in_graph: whether the launch is a node that `torch.compile` and AOTInductor see and compile into their output.
     """
     batch, heads, seq_q, dim = q.shape
@@ -325,7 +325,7 @@ def attend(
         q, k, v: E4M3 with scales, or BF16 or FP16 without; v is not laid out.
         out, lse: outputs; None where no log-sum-exp is wanted.
         options: all options of the kernel, and scales `[batch, heads, blocks]`, expanded as needed.
-        arch: chooses the tiles, by default that of the operands' GPU.
+        arch: chooses the tiles, by default the architecture of the operands' GPU.
     """
     if not out.numel():
         return

@@ -147,7 +147,7 @@ def qkv_to_fp8_kernel(
     measure: tl.constexpr,
 ):  # fmt: skip
     """One block of one head; `turns` is H with the signs of each half, and `root` its normalization."""
-    # Heads are numbered through: those of Q, then of K, then of V. Strides are in units of eight elements, which lets
+    # Heads are numbered through: first Q's, then K's, then V's. Strides are in units of eight elements, which lets
     # the compiler know that rows are aligned to 16 bytes.
     block = tl.program_id(0)
     head = tl.program_id(1)

@@ -203,7 +203,7 @@ def paged_attention_kernel(
     row_max = tl.full([block_m], float("-inf"), tl.float32)
     row_sum = tl.zeros([block_m], tl.float32)
     v_ref = 1.0
-    # One sum for each piece; those that the format does not need are never updated.
+    # One sum for each piece; sums that the format does not need are never updated.
     o0 = tl.zeros([width, block_m], tl.float32)
     o1 = o0
     o2 = o0
@@ -366,7 +366,7 @@ def attend_pages(
     overlap = overlap_options(q)
     scales = [x if x is not None else lengths for x in (pages.k_scale, pages.v_scale)]
     blocks = [compilable(x) if x is not None else k for x in (pages.k_blocks, pages.v_blocks)]
-    # The instruction that decodes E4M3 came with the type; those that decode E2M1 are older.
+    # The instruction that decodes E4M3 came with the type; instructions that decode E2M1 are older.
     asm = asm and not (pages.kind == "fp8" and hardware.lacks_e4m3(q))
     paged_attention_kernel[splits * pages.kv_heads * triton.cdiv(new * group, tiles.block_m), batch](
         q, k, v, *scales, *blocks, table, lengths, parts, lses, k.stride(0), blocks[0].stride(0),

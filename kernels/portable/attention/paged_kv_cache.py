@@ -5,7 +5,7 @@
 
 `write_kv_slots` does the same for a server's batch, where each token has a slot of its own.
 
-The codes are equal to those of `quant.kernels.kv_pages.encode_kv`, bit for bit.
+The codes are equal to the codes of `quant.kernels.kv_pages.encode_kv`, bit for bit.
 """
 
 from __future__ import annotations

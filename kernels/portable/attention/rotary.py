@@ -22,7 +22,7 @@ _HEADS = 8
 
 @triton.jit
 def _rotate_heads(source, target, c, s, first, heads, half: tl.constexpr, width: tl.constexpr, block: tl.constexpr):
-    """Rotates `block` heads from `first` on, those below `heads`, by angles of the cosines c and sines s."""
+    """Rotates `block` heads from `first` on, but none beyond `heads`, by angles of the cosines c and sines s."""
     dtype: tl.constexpr = target.dtype.element_ty
     column = tl.arange(0, width)
     head = first + tl.arange(0, block)
@@ -40,7 +40,7 @@ def rotate_kernel(
     q, k, positions, cache, q_out, k_out, q_stride, k_stride, heads, kv_heads,
     half: tl.constexpr, width: tl.constexpr, block: tl.constexpr, overlap: tl.constexpr,
 ):  # fmt: skip
-    """`block` heads of one token: programs of q first, then those of k."""
+    """Rotates `block` heads of one token: programs of q come first, then programs of k."""
     if overlap:
         start_next()
     token = tl.program_id(0).to(tl.int64)
@@ -112,7 +112,7 @@ def store_rows(
 
     Args:
         k, v: `[tokens, heads, dim]`, heads contiguous; tokens beyond the slots are not written.
-        k_cache, v_cache: `[pages, page size, heads, dim]` in the dtype of k, with equal strides, that of `dim` 1.
+        k_cache, v_cache: `[pages, page size, heads, dim]` in the dtype of k, with equal strides, 1 along `dim`.
         slots: `[tokens]`, of an integer dtype: page · page size + offset in the page; negative writes nothing.
     """
     heads, dim = k.shape[1:]

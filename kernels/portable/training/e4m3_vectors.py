@@ -28,7 +28,7 @@ def _scale_and_factor(bits):
     """Returns the scale of vectors whose largest magnitude has these bits, and the factor from values to codes.
 
     The power of two at or above amax / 448: with amax = m · 2^e it is 2^(e - 8) where m <= 1.75, else 2^(e - 7). A
-    mantissa beyond that of 1.75 carries into the exponent. At least 2^-126, whose reciprocal is finite.
+    mantissa above 1.75 carries into the exponent. At least 2^-126, whose reciprocal is finite.
     """
     exponent = tl.maximum(((bits + 0x1FFFFF) >> 23) - 8, 1)
     exponent = tl.where(bits == 0, 127, exponent)
@@ -115,7 +115,7 @@ def e4m3_columns(
         x: the rows of one expert after another.
         offsets: the row after the last of each expert, int32 `[experts]`, multiples of 16.
         is_stack: whether each expert has R / experts rows, and codes are `[experts, C, R / experts]`; otherwise they
-            are `[C, R]`, and those beyond the last offset are not written.
+            are `[C, R]`, and codes beyond the last offset are not written.
         scale: powers of two `[experts, C]`; None measures each column.
     """
     x = x if x.stride(-1) == 1 else x.contiguous()

@@ -4,7 +4,7 @@ A program owns a tile `[block_n, block_k]` of the weight `[N, K]`, and reads it 
 
     w ─▶ scale of its block (the `max` rule, or one that is given) ─▶ w / step ─▶ nearest value of the grid ─▶ · step
 
-The grid is that of any element number, computed as `quant.formats.rounding.round_to` does: the exponent bits of the
+The grid may be any element number's, computed as `quant.formats.rounding.round_to` does: the exponent bits of the
 quotient give the distance of its neighbours, a power of two, and adding and subtracting 1.5 · 2^23 rounds to integers.
 Divisions are correctly rounded, so the result is the oracle's bit for bit. `mask_kernel` is the straight-through
 gradient under a scale that is given: it passes where the weight is within the range of its block. `slope_kernel` sums

@@ -65,8 +65,8 @@ def padded(size: int, multiple: int) -> int:
 def allocate_side_by_side(parts: Sequence[torch.Tensor], rows: bool, columns: bool) -> tuple[list[Operands], Operands]:
     """Returns operands, not filled, of matrices `[R, C]` of one height, each C a multiple of 128.
 
-    Each has `codes_t` and `scale_t` of its own. Their `codes` and `scale` are slices of the second result's, which are
-    those of all columns, one part beside another: one product sums over the columns of all parts.
+    Each has `codes_t` and `scale_t` of its own. Their `codes` and `scale` are slices of the second result's, which hold
+    all columns, one part beside another: one product sums over the columns of all parts.
     """
     whole = allocate(parts[0], False, rows, False, width=sum(part.shape[1] for part in parts))
     operands, first = [], 0
@@ -82,8 +82,8 @@ def allocate_side_by_side(parts: Sequence[torch.Tensor], rows: bool, columns: bo
 def allocate_stacked(parts: Sequence[torch.Tensor], rows: bool, columns: bool) -> tuple[list[Operands], Operands]:
     """Returns operands in squares, not filled, of matrices `[R, C]` of one width, each R a multiple of 128.
 
-    Each has `codes` and `scale` of its own. Their `codes_t` and `scale_t` are slices of the second result's, which are
-    those of all rows, one part after another: one product sums over the rows of all parts.
+    Each has `codes` and `scale` of its own. Their `codes_t` and `scale_t` are slices of the second result's, which hold
+    all rows, one part after another: one product sums over the rows of all parts.
     """
     whole = allocate(parts[0], True, False, columns, height=sum(map(len, parts)))
     operands, first = [], 0

@@ -1,6 +1,6 @@
 """These kernels find the global scale that the weights of fused layers share, while a model trains.
 
-    weights ─▶ largest magnitude of each run ─▶ that of all runs ─▶ / (6 · 448)
+    weights ─▶ largest magnitude of each run ─▶ largest of all runs ─▶ / (6 · 448)
 
 Magnitudes are compared as the bits of float32, which have the same order; NaN is above infinity. There is a launch for
 each weight and one for the scale, where PyTorch's own ops need ten.

@@ -2,8 +2,8 @@
 
     dy [rows, width], both [rows, 2 · width] ─▶ [d gate, d up]
 
-The forward kernel is that of decoding (`decoder_step.py`). Values are rounded where PyTorch's separate operations round
-them; those write the halves apart, and then copy them into one matrix.
+The forward kernel is the decoder's (`decoder_step.py`). Values are rounded where PyTorch's separate operations round
+them; these write the halves apart, and then copy them into one matrix.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ from quant.kernels.portable.expert_rows import weigh_kernel
 def weigh_backward_kernel(
     dy, rows, slots, weights, d_rows, d_weights, count, H, per_token: tl.constexpr, width: tl.constexpr
 ):
-    """One row: its gradient and that of its weight; a row with the slot `count` belongs to no token."""
+    """Computes the gradients of one row and of its weight; a row with the slot `count` belongs to no token."""
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + row)
     has_token = slot < count
