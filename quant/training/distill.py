@@ -69,7 +69,7 @@ def distill(
         teacher = CachedTeacher.open(teacher)
     wants_hidden = hidden > 0
     _check_student(inner_model(student), wants_hidden)
-    # Without logits: those of a whole batch, `[rows · seqlen, vocabulary]` in float32, may take more memory than the
+    # Without logits: a whole batch's, `[rows · seqlen, vocabulary]` in float32, may take more memory than the
     # model. `chunked_kl` applies the head to a slice at a time.
     outputs, states, head = run_to_head(student, inputs, wants_hidden)
     targets: Teacher

@@ -18,7 +18,7 @@ from quant.models.open import Source
 from quant.training.options import DistillOptions
 from quant.training.teacher_cache import CachedTeacher, cache_teacher, is_cached_teacher
 
-_SHARED = 0.99  # of the smaller vocabulary; what a fine-tuned model adds is a token or two
+_SHARED = 0.99  # of the smaller vocabulary; a fine-tuned model adds a token or two
 
 
 @dataclass(frozen=True)

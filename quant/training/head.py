@@ -84,7 +84,7 @@ def run_to_head(
     For a model that is run whole, the inputs are its logits `[rows, seqlen, vocabulary]`, and the map is the identity.
     """
     inner = inner_model(model)
-    # Replicas on other GPUs would share what a replaced head remembers, and its weight.
+    # Replicas on other GPUs would share the state of a replaced head, and its weight.
     is_spread = isinstance(model, nn.DataParallel) and len(model.device_ids) > 1
     head = None if is_spread else output_head(inner)
     arguments = {name: value for name, value in inputs.items() if name not in ("labels", "num_items_in_batch")}
@@ -138,7 +138,7 @@ def _without_head(
 
 @torch.no_grad()
 def _find_tail(products: torch.Tensor, logits: torch.Tensor, config: Any) -> Tail | None:
-    """Returns the tail that turns `products` into `logits`, among those that a config names; None if none does."""
+    """Returns the tail that turns `products` into `logits`, among the tails that a config names; None if none does."""
     if products.shape != logits.shape:
         return None
     logits = logits.to(products.device)

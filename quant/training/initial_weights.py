@@ -8,7 +8,7 @@ rounding to nearest would have made anyway:
     gptq chose 3.0 for a weight of 2.9                              cell [2.5, 3.5]    start 2.9
 
 For a checkpoint, rounding targets are recovered from the original model: its weights, rotated, with rows and columns
-scaled as solvers fold scales into them, less the branch. Those scales are in no file; least squares finds them.
+scaled as solvers fold scales into them, less the branch. These scales are in no file; least squares finds them.
 
 Starts keep a twentieth of half a cell from its ends, so that rounding errors cannot carry them over.
 """
@@ -50,7 +50,7 @@ def starting_weight(packed: BlockScaledTensor, original: torch.Tensor | None, dt
     # A code beyond the grid, which other toolkits write in INT8, has the cell of the last; its value is not changed.
     index = torch.searchsorted(grid, codes.abs().contiguous()).clamp(max=len(grid) - 1)
     gaps = (grid[1:] - grid[:-1]) * (_WITHIN / 2)
-    # From zero a cell reaches as far down as up, and from the last value nowhere: what is beyond has no gradient.
+    # From zero a cell reaches as far down as up, and from the last value nowhere: values beyond it have no gradient.
     below = torch.cat([gaps[:1], gaps])[index]
     above = torch.cat([gaps, gaps.new_zeros(1)])[index] * (codes < element.max)
     sign = torch.where(codes < 0, -1.0, 1.0)

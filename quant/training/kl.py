@@ -8,7 +8,7 @@ tensors. `ChunkedKL` computes a slice's logits, its loss and its gradient
     dL/dz = T / positions · (q − p)
 
 in the forward pass, takes that back through the student's head at once, and forgets the logits. It keeps the gradient
-of the head's input `[positions, hidden]`, and that of the head's parameters (as the fused losses of Liger-Kernel do).
+of the head's input `[positions, hidden]`, and of the head's parameters (as the fused losses of Liger-Kernel do).
 The backward pass multiplies them by a number.
 
 That number has T² / positions and the gradient of the loss. In a slice, 1 / positions would make FP16 zeros of most
@@ -114,7 +114,7 @@ class TopTeacher:
         rest_p = 1 - p.sum(dim=-1)
         rest_p = rest_p.masked_fill(rest_p < _NOTHING, 0)
         q = logq.exp_()
-        # In a sum over the others, not as what is left of 1: that would be rounding where the student is sure.
+        # A sum over the other tokens, not 1 - the sum over `tokens`: that is rounding where the student is sure.
         rest_q = q.scatter(-1, tokens, 0.0).sum(dim=-1).clamp(min=tiny)
         loss = (p * (logp - top_logq).masked_fill(p == 0, 0)).sum(dim=-1) + torch.where(
             rest_p > 0, rest_p * (rest_p.clamp(min=tiny) / rest_q).log(), 0

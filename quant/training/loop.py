@@ -136,7 +136,7 @@ class StoredDtypes:
 
     def restore(self, model: nn.Module) -> None:
         """Casts the model's tensors back; its quantized layers compute in the dtype that the first parameter had."""
-        # `.to` casts every tensor of a layer; those that were wider, such as routers' biases, are put back from here.
+        # `.to` casts every tensor of a layer; tensors that were wider, such as routers' biases, are put back from here.
         wide = {name: tensor.detach() for name, tensor in _tensors(model)}
         for module in model.modules():
             if isinstance(module, Packed):

@@ -81,7 +81,7 @@ class QATLinear(RoundedWeight, nn.Linear):  # type: ignore[misc]
 
 
 class QATConv(RoundedWeight, ConvGeometry, nn.modules.conv._ConvNd):  # type: ignore[misc]
-    """A convolution in training; arguments are those of `QATLinear`, with `weight` in the shape of the original one."""
+    """A convolution in training; arguments are as in `QATLinear`, with `weight` in the shape of the original one."""
 
     def __init__(
         self, weight: nn.Parameter, packed: QuantConv, bias: nn.Parameter | None, scales: str, stored: torch.dtype
@@ -119,7 +119,7 @@ class QATConv(RoundedWeight, ConvGeometry, nn.modules.conv._ConvNd):  # type: ig
 
 
 class QATExperts(RoundedWeight, ExpertStack):
-    """The weights `[experts, out, in]` of one projection in training. Arguments are those of `QATLinear`."""
+    """The weights `[experts, out, in]` of one projection in training. Arguments are as in `QATLinear`."""
 
     runs_grouped = False
 
@@ -170,7 +170,7 @@ class QATExperts(RoundedWeight, ExpertStack):
 
 
 class QATEmbedding(RoundedWeight):
-    """An embedding in training. Arguments are those of `QATLinear`."""
+    """An embedding in training. Arguments are as in `QATLinear`."""
 
     def __init__(self, weight: nn.Parameter, packed: QuantEmbedding, scales: str, stored: torch.dtype) -> None:
         super().__init__(weight, packed.quantized_weight, scales, stored, packed._dtype.dtype)

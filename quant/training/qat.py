@@ -69,8 +69,8 @@ def prepare_qat(
     is quantized already, by `quantize` or from a checkpoint, is the start as it is. Parameters of a 16-bit model stay
     the same objects, so an optimizer made before trains them.
 
-    Training starts at the weights nearest to those before rounding that still round to the same codes. For a model that
-    is quantized already, `original` shows those; without it, training starts at the values of the codes, from where it
+    Training starts at the weights nearest to the original weights that still round to the same codes. For a model that
+    is quantized already, `original` shows these; without it, training starts at the values of the codes, from where it
     takes more steps to get as far.
 
     Args:
@@ -80,7 +80,7 @@ def prepare_qat(
         data, device, progress: options of the calibration, as in `quant.quantize`.
         solver: replaces the recipe's, which rounds to nearest (`rtn`) where it names none.
         include, exclude: as in `quant.quantize`, with a recipe.
-        scales: "recomputed" measures block scales from the weights at each forward, "frozen" keeps those of the start,
+        scales: "recomputed" measures block scales from the weights at each forward, "frozen" keeps the start's,
             "learned" trains them (LSQ). None recomputes scales that `rtn` chose for a 16-bit model, and freezes others.
         track_inputs: forward passes of training in which static input scales grow with the inputs; afterwards, and by
             default, they stay as calibrated. Each process follows its own inputs; DDP sends rank 0's scales to all, and

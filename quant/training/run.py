@@ -165,7 +165,7 @@ def _train(
     dtypes = StoredDtypes(student)
     plan = prepare_qat(student, plan, scales=options.scales, original=inputs.model)
     if device_of(student).type == "cpu":
-        student.float()  # processors multiply FP32 faster, and what is not trained comes back without loss
+        student.float()  # processors multiply FP32 faster, and untrained parameters come back without loss
     train_only_rounded(student)
     rate = default_rate(plan) if options.lr is None else options.lr
     trained = train(

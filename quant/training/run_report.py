@@ -28,7 +28,7 @@ def report_of(
 ) -> Report:
     """Returns the report of a trained checkpoint.
 
-    Sizes before quantization and warnings are those of its start's report.
+    Sizes before quantization and warnings come from its start's report.
 
     Args:
         source: the trained model.

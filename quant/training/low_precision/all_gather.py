@@ -63,7 +63,7 @@ class ShardInFP8(torch.Tensor):
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         plain_args, plain_kwargs = tree_map(_plain, (args, kwargs or {}))
         result = func(*plain_args, **plain_kwargs)
-        # An operation in place gives back what it was called on.
+        # An operation in place returns its own operand.
         if args and isinstance(args[0], ShardInFP8) and result is plain_args[0]:
             return args[0]
         return tree_map(_sharded, result) if func in _KEEPS_CLASS else result

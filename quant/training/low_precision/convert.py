@@ -227,7 +227,7 @@ def to_low_precision_training(
         raise UserError(f"no layer can train in {recipe.name}: {reason}")
     of_attention = attend_in_fp8(model) if attention == "fp8" else None
     _convert_linears({name: linears[name] for name in converted if name in linears}, recipe, chosen, plan)
-    # torchao and Transformer Engine have a module for each matrix; theirs are not those of experts.
+    # torchao and Transformer Engine have a module for each matrix, and no products of experts.
     of_experts = chosen.products() if chosen.products is not None and chosen.name == "native" else None
     in_fp8 = chosen.name != "emulated"
     convert_experts(model, [name for name in experts if name in converted], recipe, of_experts, in_fp8)
@@ -356,7 +356,7 @@ def _reason_of_settings(
 
 
 def _convert_linears(linears: Mapping[str, Any], recipe: TrainingRecipe, backend: Backend, plan: Plan) -> None:
-    """Gives linear layers, by name, the class of low-precision training, and links those that share a scale."""
+    """Gives linear layers, by name, the class of low-precision training, and links layers that share a scale."""
     for name, linear in linears.items():
         # A new module would lose hooks and attributes, and break the ties of whoever holds the old one.
         linear.__class__ = LowPrecisionLinear

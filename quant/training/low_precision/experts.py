@@ -6,7 +6,7 @@ the kind of experts allow that, elsewhere one expert after another. The paramete
 names. A module in eval mode computes as the packed one will.
 
 Each expert's tokens are an operand of their own: blocks along the tokens, in dw, hold tokens of one expert. A short
-last block counts zeros. The static input scale of the deployed experts is that of the largest input of any of them.
+last block counts zeros. The static input scale of the deployed experts belongs to the largest input of any expert.
 """
 
 from __future__ import annotations
@@ -182,7 +182,7 @@ def low_precision_experts_forward(
     stacks: dict[str, LowPrecisionStack] = getattr(self, _STACKS, {})
     inputs = hidden_states, top_k_index, top_k_weights
     if not self.training and stacks:
-        # The value is that of the packed experts, on a GPU from their grouped kernel; the gradient is the recipe's.
+        # The value is the packed experts', on a GPU from their grouped kernel; the gradient is the recipe's.
         with torch.no_grad():
             deployed = {name: stack.deployed() for name, stack in stacks.items()}
             if all(deployed.values()):

@@ -3,7 +3,7 @@
 Between its linear layers the kernels read the result of one product and write operands of the next: silu(gate) · up
 and, in the backward pass, the gradients of gate and up are never written in 16 bit. x is rounded once. Kept for the
 backward pass are gate and up in 16 bit, and the transposed codes of x and of some weights. Products and roundings are
-those of the layers one by one, except that dx, a sum of two products, is rounded once.
+the same as in the layers one by one, except that dx, a sum of two products, is rounded once.
 
 The MLP keeps its class. Its `forward` is ours while its three layers train natively and have no hooks or adapters;
 otherwise it runs as it always did.
@@ -140,7 +140,7 @@ class _GatedMLP(torch.autograd.Function):
             dh, of_gate, of_up, native.rule, for_gate or for_up, for_down
         )
         d_down = native.weight_gradient(d, *transposed[4:], down) if for_down else None
-        # Further scales are those of padding.
+        # Further scales belong to padding.
         for state, scale in zip(ctx.states[:2], both_scale.split(len(gate) // BLOCK), strict=False):
             state.note_gradient(scale)
         gradients = [

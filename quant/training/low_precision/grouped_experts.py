@@ -88,7 +88,7 @@ def takes(module: Any, x: torch.Tensor, recipe: TrainingRecipe) -> bool:
 
 
 def block_of_tokens(recipe: TrainingRecipe) -> int:
-    """Returns the number of rows of which each expert has a multiple: 16 is what a grouped product needs."""
+    """Returns the number of rows of which each expert has a multiple: a grouped product needs 16."""
     formats = (recipe.input, recipe.gradient)
     return math.lcm(16, *(size for format in formats if format is not None for size in format.block if size))
 
@@ -146,7 +146,7 @@ class SpreadRows(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        # Each slot reads its own row, so the sum has the same order at every call, unlike that of `index_add_`.
+        # Each slot reads its own row, so the sum has the same order at every call, unlike a sum by `index_add_`.
         return torch.ops.quant.weigh_rows(dy, *ctx.saved_tensors, None, ctx.tokens, dy.dtype), None, None
 
 
@@ -306,7 +306,7 @@ class _RowProducts:
         ends = torch.arange(1, experts + 1, dtype=torch.int32, device=weight.device) * outputs
         scale = None
         if format.per_tensor:
-            # A larger magnitude has no smaller scale, so the largest scale is that of the largest magnitude.
+            # A larger magnitude has no smaller scale, so the largest scale belongs to the largest magnitude.
             _, of_rows = torch.ops.quant.e4m3_rows(weight.flatten(0, 1))
             scale = of_rows.view(experts, outputs).amax(1, keepdim=True).expand(-1, inputs).contiguous()
         return self._product(dy, torch.ops.quant.e4m3_columns(weight.flatten(0, 1), ends, True, scale), dtype)

@@ -140,7 +140,7 @@ class _MergedProducts(torch.autograd.Function):
         rows = [dy.reshape(-1, dy.shape[-1]) for dy in gradients]
         codes, scale, *transposed = ops.fp8_block_side_by_side(rows, native.rule, for_x, for_w)
         d = [(codes, scale, *t) for t in zip(transposed[::2], transposed[1::2], strict=True)]
-        # Further scales are those of padding.
+        # Further scales belong to padding.
         blocks = [len(weight) // BLOCK for weight in weights]
         own_scales = scale[: sum(blocks)].split(blocks) if for_x else [operands[3] for operands in d]
         for state, each in zip(ctx.states, own_scales, strict=True):

@@ -5,9 +5,9 @@
     backward  dy ─▶ codes, codes_t       dx = codes(dy) · codes_t(w)ᵀ       dw = codes_t(dy) · codes_t(x)ᵀ
 
 Each matrix is read once, for both products that it is in. The transposed codes of x are kept for the backward pass, one
-byte an element where 16-bit training keeps two. Those of w are kept where they take no more memory than that saves, and
-are made again elsewhere. Layers that read the same input (q, k and v) share its operands; those that a runtime merges
-also sum their dx in one product (`merged_layers.py`).
+byte an element where 16-bit training keeps two. The transposed codes of w are kept where they take no more memory than
+that saves, and are made again elsewhere. Layers that read the same input (q, k and v) share its operands; layers that a
+runtime merges also sum their dx in one product (`merged_layers.py`).
 
 `RowProducts` trains it in FP8 rows. A layer is one expert that gets all tokens, so these are the products of
 `grouped_experts.py` with a single group. They need no package, and in eager mode are as fast as torchao's compiled.

@@ -10,7 +10,7 @@ input was not; the layer nearest to the loss whose output gradient was not, beca
 Layers note their inputs and output gradients as they run, with the emulated and the native backend and outside compiled
 graphs.
 
-A loss scaler looks for infinity itself: it finds its scale by steps that overflow, and skips those. So its steps are
+A loss scaler looks for infinity itself: it finds its scale by steps that overflow, and skips these. So its steps are
 left to it, also where a fused optimizer is called and skips them on the GPU. `report.nonfinite()` tells the layer.
 
 The watch is an attribute of its model, so that a copy of the model, and one that is read from a pickle, has its own.
@@ -87,7 +87,7 @@ class GradientWatch:
 
     @classmethod
     def resumed(cls, model: nn.Module) -> None:
-        """Says that the histories of a model are those of its checkpoint."""
+        """Says that the histories of a model come from its checkpoint."""
         if (watch := cls._watches.get(model)) is not None:
             watch._warns_of_resuming = False
 

@@ -8,7 +8,7 @@ Blackwell GPU on any device. The same holds for FP8 with a scale for each row or
 factors. FP8 scales of blocks multiply partial sums; where they are powers of two they are exact in the values too.
 
 Toolkits compute NVFP4's scales in orders of their own, and round differently where a quotient lies near a tie. With
-a = largest magnitude of the tensor, b = that of the block, g = a / 2688 (2688 = 6 · 448):
+a = largest magnitude of the tensor, b = the block's, g = a / 2688 (2688 = 6 · 448):
 
     blockscale            s = E4M3(max(b / (6 g), 2⁻⁹))             x / (s g)
     transformer_engine    e = 2688 / a,  s = E4M3(b · (e · ⅙))      x · (1 / (s · (1 / e)))      s may be 0
@@ -89,7 +89,7 @@ def operand_of(
 ) -> Operand:
     """Rounds `x` along its columns for a product.
 
-    `stochastic` rounds up or down by chance, so that the mean is `x`; the other arguments are those of `round_operand`.
+    `stochastic` rounds up or down by chance, so that the mean is `x`; the other arguments are as in `round_operand`.
     """
     draws = draws_of(x) if stochastic else None
     of_engine = recipe.arithmetic is Arithmetic.TRANSFORMER_ENGINE and not recipe.four_over_six
@@ -172,7 +172,7 @@ def _one_level(
         scale = decode_power_of_two(encode_power_of_two(scale))
         return scale, blocks / scale
     if recipe.power_of_two_scales:
-        # The power of two at or above; log2 in float64, where those of powers of two are exact.
+        # The power of two at or above; log2 in float64, where logarithms of powers of two are exact.
         scale = torch.exp2(torch.ceil(torch.log2(scale.double()))).float()
     elif recipe.arithmetic is Arithmetic.TRANSFORMER_ENGINE:
         # Multiplying by a rounded 448 / b and dividing by a rounded b / 448 differ where a quotient is near a tie.

@@ -1,7 +1,7 @@
 """The packed form of a layer in low-precision training: codes and scales of its weight, static scale of its input.
 
-Nothing is measured again: a weight gets the codes that its forward product multiplies by, and a static input scale is
-that of the largest input of the last steps. A 16×16 scale of NVFP4 training is stored once for each of its 16 rows, and
+Nothing is measured again: a weight gets the codes that its forward product multiplies by, and a static input scale
+fits the largest input of the last steps. A 16×16 scale of NVFP4 training is stored once for each of its 16 rows, and
 is then an ordinary NVFP4 tensor.
 """
 
@@ -70,7 +70,7 @@ def packed_weight(weight: torch.Tensor, state: LowPrecision, amax: torch.Tensor 
             # Transformer Engine scales merged layers each by itself; deployed, they share a scale.
             recorded = [each.low_precision.amax["w"].largest(amax) for each in state.group]
             amax = torch.stack(recorded).amax()
-    # FSDP2 may have shown the layer a BF16 copy: those are the values that were rounded in training.
+    # FSDP2 may have shown the layer a BF16 copy: its values are the ones that were rounded in training.
     seen = weight.detach().to(state.weight_dtype or weight.dtype)
     return _packed(round_operand(seen, recipe.weight, recipe, amax=amax), stored, tuple(weight.shape))
 
@@ -142,7 +142,7 @@ def fingerprint(weight: torch.Tensor, state: LowPrecision) -> tuple[object, ...]
     """Returns facts that distinguish a weight from its earlier values.
 
     The version counter misses changes through `.data`, by which averaged weights are often put in and taken out, and
-    those of FSDP2, which gathers other values into the same memory. So the norm and a sample of values count too.
+    changes by FSDP2, which gathers other values into the same memory. So the norm and a sample of values count too.
     """
     flat = weight.detach().flatten()
     facts = [torch.linalg.vector_norm(flat, dtype=torch.float32).reshape(1), flat[:: max(len(flat) // 256, 1)].float()]

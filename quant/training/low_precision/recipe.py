@@ -6,7 +6,7 @@
 
 Every operand is rounded along the axis that its product sums over, because a block scale must be a factor of a partial
 sum. So x, w and dy are each rounded twice, unless a format has square blocks (weights of `nvfp4` and `fp8_block`) or
-one scale for all (tensorwise): those give the same values in both directions.
+one scale for all (tensorwise): these formats give the same values in both directions.
 
 | recipe | x, w, dy | scales | of the field |
 |---|---|---|---|
@@ -95,7 +95,7 @@ class TrainingRecipe:
 
     @property
     def multiple(self) -> int:
-        """Sizes of a weight must be multiples of this: 16 is what FP8 and FP4 tensor cores load at once."""
+        """Sizes of a weight must be multiples of this: FP8 and FP4 tensor cores load 16 elements at once."""
         # A short last block of 128 is allowed, shorter blocks must be whole.
         blocks = [size for f in (self.input, self.weight, self.gradient) if f is not None for size in f.block if size]
         return max([16, *(size for size in blocks if size < 128)])

@@ -70,7 +70,7 @@ class LowPrecision:
         siblings: the same layer of every expert of a mixture that is a list of modules. A router may send an expert
             no token in training; its input is then scaled as theirs.
         rounds_forward: whether the forward product is rounded; a recipe's schedule turns it off in the end.
-        amax: histories of x, w and dy, by those names. Only those that the recipe or the deployed layer needs grow.
+        amax: histories of x, w and dy, by those names. Only histories that the recipe or the deployed layer needs grow.
         weight_dtype: dtype of the weight in the last forward pass. FSDP2 with `param_dtype=bfloat16` shows the layer a
             rounded copy of the parameter, and the deployed codes must come from that copy.
         largest_input, largest_gradient: scalars, the largest magnitude of x and dy, or of their scales, in the passes
@@ -163,7 +163,7 @@ class LowPrecision:
         """Notes whether dy, or the scales of its blocks, are finite, as `note_input` does.
 
         Raises:
-            UserError: the backward pass is recorded for another one, and its operations would not be those of rounding.
+            UserError: the backward pass is recorded for another one, for which rounded products have no gradients.
         """
         if not torch.compiler.is_compiling():
             if torch.is_grad_enabled():

@@ -8,8 +8,8 @@ common expressions itself, or in replicas of nn.DataParallel.
 Gradient checkpointing runs a part of the model again in the backward pass, and that part must save the same tensors
 both times. A whole block does. But where each layer is a part by itself, the second run finds no results of another
 layer. Each part has its own hooks on saved tensors, and layers share results only under the same hooks. A pass that its
-last layer does not end is over when layers of another input start one, so that of all such passes in a model one keeps
-its tensors.
+last layer does not end is over when layers of another input start one, so that only one of all such passes in a model
+keeps its tensors.
 """
 
 from __future__ import annotations

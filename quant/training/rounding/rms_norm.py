@@ -4,7 +4,7 @@
     x, rstd, weight ────────────────────────────────────────────────▶ codes of y, both directions
 
 The norm keeps its class and computes y as it always did; in a compiled graph y also carries the tensors that it was
-computed from. A linear layer that trains natively makes its operands from those, so that nothing reads the values of y,
+computed from. A linear layer that trains natively makes its operands from these, so that nothing reads the values of y,
 and the compiler leaves them out: it computes rstd with the addition before the norm, and y is never written. The
 gradient goes through y as before. Where something else reads y too, a router or a layer in 16 bit, the compiler writes
 it. Between norm and layer y may be replaced (`y = 2 * y`, `y *= 2`), and then is quantized as any other input; a method

@@ -3,7 +3,7 @@
 Block scales are kept in one of three ways:
 
     recomputed    measured from the weight at each forward, by the `max` rule; fused layers share their global scale
-    frozen        those that the layer started with
+    frozen        the scales that the layer started with
     learned       trained, by the parameter `range_shift` (`learned_scales.py`)
 
 `weight` is an ordinary parameter, so optimizers, DDP, FSDP and gradient checkpointing see an ordinary layer. FSDP2 with
@@ -120,7 +120,7 @@ class RoundedWeight(nn.Module):
 
     @property
     def shift(self) -> nn.Parameter | None:
-        """The parameter of learned scales: this layer's own, or that of the first of the fused layers."""
+        """The parameter of learned scales: this layer's own, or the first fused layer's."""
         if self.range_shift is None and self.scales == "learned":
             return self.fusion.members[0].range_shift
         return self.range_shift
