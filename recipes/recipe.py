@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import dataclasses
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from glob import escape
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -121,6 +122,18 @@ class Recipe:
             fault = "nested too deeply" if isinstance(error, RecursionError) else error
             raise ValueError(f"{path}: not a TOML recipe: {fault}") from None
         return cls.from_dict({"name": path.stem, **fields}, str(path))
+
+
+def as_glob(text: str, names: Collection[str]) -> str:
+    """Returns the glob that a user means by `text`: for the exact name of a layer, one that matches this layer alone.
+
+    As a glob, `heads[0]` would match `heads0`, and not the layer of that name.
+
+    Args:
+        text: a glob over layer names, or a name.
+        names: the names of the layers.
+    """
+    return escape(text) if text in names else text
 
 
 def presets() -> dict[str, Recipe]:

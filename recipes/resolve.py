@@ -26,7 +26,7 @@ from quant.formats.format import Format, cache_format, is_16bit
 from quant.recipes.layer_kind import LayerKind
 from quant.recipes.layers import ROUTER, Layer
 from quant.recipes.plan import LayerPlan, Plan, groups_of
-from quant.recipes.recipe import KEEP, Recipe, Rule, named_format
+from quant.recipes.recipe import KEEP, Recipe, Rule, as_glob, named_format
 from quant.recipes.shared_inputs import group_name
 
 QUANTIZABLE = (LayerKind.LINEAR, LayerKind.EXPERTS, LayerKind.CONV)
@@ -77,6 +77,13 @@ def resolve(
     Raises:
         ValueError: a glob matches no layer, or rules give members of one fusion group different formats.
     """
+    all_names = {layer.name for layer in layers}
+    only = [as_glob(glob, all_names) for glob in only]
+    rules = (
+        dataclasses.replace(rule, match=as_glob(rule.match, all_names), reason=rule.reason or f"rule {rule.match!r}")
+        for rule in recipe.rules
+    )
+    recipe = dataclasses.replace(recipe, rules=tuple(rules))
     for glob in (*(rule.match for rule in recipe.rules), *only):
         if not any(fnmatchcase(layer.name, glob) for layer in layers):
             names = ", ".join(layer.name for layer in layers[:3])
@@ -199,8 +206,7 @@ def _override(choice: Rule, rule: Rule, recipe: Recipe) -> Rule:
         activation = recipe.activation
     else:
         activation = rule.activation or choice.activation or KEEP
-    reason = rule.reason or f"rule {rule.match!r}"
-    return Rule(rule.match, weight, activation, rule.solver or choice.solver, reason)
+    return Rule(rule.match, weight, activation, rule.solver or choice.solver, rule.reason)
 
 
 def obstacle(layer: Layer, weight: Format, activation: Format | None) -> str | None:

@@ -149,6 +149,7 @@ class Command(click.Command):
 
     def _invoke(self, ctx: click.Context) -> Any:
         debug = ctx.params.pop("debug")
+        _check_working_directory(ctx)
         # Not passed on: the commands take the name of the model with its revision in one.
         revision = ctx.params.pop("revision", None)
         out = ctx.params.get("out")
@@ -221,6 +222,15 @@ class _Failure(NamedTuple):
             return cls(message, 2, follows=False)
         # A rank that died breaks the collective calls of all others: their errors are consequences, not causes.
         return cls(explained(error, message), _BUG, follows=_is_broken_connection(message))
+
+
+def _check_working_directory(ctx: click.Context) -> None:
+    """Ends a command whose working directory was deleted: no relative path and no library of torch is found there."""
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        echo("error: the working directory was deleted; change to one that exists, and run the command again", err=True)
+        ctx.exit(2)
 
 
 def _share_processor(*, quiet: bool) -> None:

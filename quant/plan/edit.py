@@ -17,7 +17,7 @@ from quant.formats.format import INPUT_FORMATS, Format, cache_format, parse_form
 from quant.plan.check import check_guard_and_observer, check_solver, layer_problem, sharers_of
 from quant.recipes.layer_kind import LayerKind
 from quant.recipes.plan import LayerPlan, Parts, Plan
-from quant.recipes.recipe import find_preset, presets
+from quant.recipes.recipe import as_glob, find_preset, presets
 from quant.recipes.resolve import QUANTIZABLE
 
 
@@ -149,7 +149,8 @@ def set_guard_and_observer(plan: Plan, guard: str | None = None, observer: str |
 
 
 def _matched(plan: Plan, setting: Setting) -> list[LayerPlan]:
-    named = [layer for layer in plan.layers if fnmatchcase(layer.name, setting.glob)]
+    glob = as_glob(setting.glob, plan.by_name)
+    named = [layer for layer in plan.layers if fnmatchcase(layer.name, glob)]
     if not named:
         names = ", ".join(layer.name for layer in plan.layers[:3])
         names += ", …" if len(plan.layers) > 3 else ""

@@ -418,3 +418,13 @@ def test_a_dry_run_refuses_a_model_without_text_as_the_run_does(tmp_path: Path) 
     shown = CliRunner().invoke(quantize_command, [*options, "nvfp4a16", "--effort", "2", "--json"])
     layers = json.loads(shown.stdout)["layers"]
     assert {layer["solver"] for layer in layers if layer["weight"] == "nvfp4"} == {"mse"}
+
+
+def test_a_deleted_working_directory(tmp_path: Path) -> None:
+    script = "import os, sys; os.mkdir('gone'); os.chdir('gone'); os.rmdir('../gone'); "
+    script += "from quant.cli.main import main; main(['plan', 'show', 'plan.json'])"
+    ended = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, env=os.environ)
+    assert ended.returncode == 2
+    assert ended.stderr == (
+        "error: the working directory was deleted; change to one that exists, and run the command again\n"
+    )

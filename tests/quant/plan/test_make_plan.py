@@ -88,3 +88,11 @@ def test_a_plan_leaves_a_model_as_it_was_that_holds_a_module_twice() -> None:
     assert plan.by_name["model.layers.0.mlp.up_proj"].weight is None
     for name, parameter in model.named_parameters():
         assert parameter is before[name][0] and torch.equal(parameter, before[name][1])
+
+
+def test_an_exact_name_is_no_glob() -> None:
+    shapes = {"up[0].weight": (64, 64), "up0.weight": (64, 64)}
+    plan = make_plan(shapes, "nvfp4a16", exclude=["up[0]"])
+    assert [layer.name for layer in plan.quantized] == ["up0"]
+    assert plan.by_name["up[0]"].reason == "excluded by up[0]"
+    assert [layer.name for layer in make_plan(shapes, "nvfp4a16", include=["up[0]"]).quantized] == ["up[0]"]

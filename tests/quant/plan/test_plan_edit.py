@@ -209,3 +209,11 @@ def test_any_plan_has_its_method(origin: str) -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
     assert "UserError: Plan.set: '*=fp8': the glob matches no layer; this plan has none" in done.stderr
+
+
+def test_an_exact_name_is_no_glob() -> None:
+    """Read as a glob, `up[0]` is another layer's name: `up0`."""
+    plan = quant.make_plan({"up[0].weight": (64, 64), "up0.weight": (64, 64)}, "nvfp4a16")
+    formats = {layer.name: layer.weight and layer.weight.name for layer in plan.set("up[0]", "fp8_channel").layers}
+    assert formats == {"up[0]": "fp8_channel", "up0": "nvfp4"}
+    assert plan.set("up[01]", "keep").by_name["up0"].weight is None
