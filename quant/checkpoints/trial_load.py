@@ -22,7 +22,6 @@ import importlib.util
 import io
 import logging
 import math
-import re
 import sys
 import warnings
 from collections.abc import Collection, Iterator, Mapping
@@ -45,8 +44,6 @@ from quant.recipes.layer_kind import LayerKind
 from quant.recipes.plan import LayerPlan, Plan
 
 _PEER = "compressed_tensors"
-# An expert's tensor: what comes before the number of its block, that number, and the rest.
-_EXPERT = re.compile(r"(\D+\.)(\d+)(\..*\bexperts\.\d+\..+)")
 _DROPPED = (*(f".{part}" for part in RUN_TIME_PARTS), ".input_scale", ".input_global_scale")
 """Suffixes of a layer's tensors that transformers ignores; `runtime_warnings` has the warning for users."""
 
@@ -124,13 +121,8 @@ def trial_load(
     if not loadable or (dist.is_available() and dist.is_initialized()):
         return []
     version = require("transformers", "hf").__version__
-    repeated, left_out = _repeated_experts(tensors, plan)
     # The layout's tensors without their data; an empty tensor stays empty.
-    names = {
-        name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-        for name, tensor in tensors.items()
-        if name not in repeated
-    }
+    names = {name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for name, tensor in tensors.items()}
     try:
         info = _load(directory, type(model), names)
     except Exception as error:  # transformers' own code, which may fail in any way
@@ -142,7 +134,6 @@ def trial_load(
             return []  # it stops at the empty tensors of `StoredNames.stopped`; `runtime_warnings` says so
         return [_failure(error, version, _loads_dequantized(directory, type(model), names))]
     # Tensors of layers that transformers never loads quantized are left out here; their warning comes below.
-    info["missing_keys"] = set(info["missing_keys"]) - left_out
     problems = _misfits(info, plan, tensors, not_linear)
     notes = [_kv_cache_note(version)] if any(name.endswith(KV_SCALES) for name in info["unexpected_keys"]) else []
     if not problems:
@@ -156,31 +147,6 @@ def trial_load(
         f"{finding}; keep those layers in 16 bit with --exclude, or pass --allow-missing to write a checkpoint for "
         "only quant.load and servers"
     )
-
-
-def _repeated_experts(tensors: Mapping[str, torch.Tensor | DeferredTensor], plan: Plan) -> tuple[set[str], set[str]]:
-    """Returns the tensors of experts that are like those of an earlier block, and the layers that they belong to.
-
-    Names and shapes decide whether tensors are read, so one block of a kind is enough. transformers takes 0.3 ms for
-    each tensor: 16 s for all experts of Qwen3-30B-A3B.
-    """
-    experts: dict[tuple[str, str], dict[str, tuple[Any, ...]]] = {}
-    for name, tensor in tensors.items():
-        if match := _EXPERT.fullmatch(name):
-            start, block, rest = match.groups()
-            experts.setdefault((start, block), {})[rest] = tuple(tensor.shape), tensor.dtype
-    kinds: list[tuple[str, dict[str, tuple[Any, ...]]]] = []
-    repeated: set[str] = set()
-    blocks: set[int] = set()
-    for (start, block), parts in experts.items():
-        if (start, parts) in kinds:
-            repeated.update(f"{start}{block}{rest}" for rest in parts)
-            blocks.add(int(block))
-        else:
-            kinds.append((start, parts))
-    names = (layer.name for layer in plan.quantized if layer.kind == LayerKind.EXPERTS)
-    # transformers renames what is around the number of a block, but not the number.
-    return repeated, {name for name in names if int((re.findall(r"\d+", name) or [-1])[0]) in blocks}
 
 
 def _misfits(

@@ -112,33 +112,6 @@ def test_experts_of_one_form_are_decompressed_once(tmp_path: Path, monkeypatch: 
             assert len(calls) >= 3 * 8 * 2 - 1
 
 
-def test_experts_of_later_blocks_are_tried_where_they_differ(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of one form are loaded for one block, and a fault in it is found; all else is loaded for every block."""
-    sizes = {**tiny_models.DECODER, "num_hidden_layers": 4, "num_experts": 8, "num_experts_per_tok": 2}
-    sizes |= {"moe_intermediate_size": 64}
-    model = tiny_models.build("Qwen3Moe", "ForCausalLM", sizes, dtype=torch.bfloat16)
-    done = quant.quantize(model, "nvfp4a16")
-    quant.save(done.model, done.plan, tmp_path / "out")
-    tensors = load_file(tmp_path / "out" / "model.safetensors")
-    loaded, plain = [], module._load
-
-    def load(directory: Path, cls: type, names: dict[str, torch.Tensor]) -> dict[str, object]:
-        loaded.append({name for name in names if ".experts." in name})
-        return plain(directory, cls, names)
-
-    monkeypatch.setattr(module, "_load", load)
-    assert module.trial_load(tmp_path / "out", model, done.plan, tensors) == []
-    assert loaded[0] == {name for name in tensors if name.startswith("model.layers.0.mlp.experts.")}
-    for block in (0, 2):  # a block in which an expert is missing is of another kind
-        name = f"model.layers.{block}.mlp.experts.3.down_proj.weight_packed"
-        fewer = {each: tensor for each, tensor in tensors.items() if each != name}
-        assert module.trial_load(tmp_path / "out", model, done.plan, fewer, allow_missing=True) != []
-        assert {int(each.split(".")[2]) for each in loaded[-1]} == ({0, 1} if block == 0 else {0, 2})
-    fewer = {name: t for name, t in tensors.items() if name != "model.layers.3.self_attn.q_proj.weight_packed"}
-    with pytest.raises(UserError, match=r"model\.layers\.3\.self_attn\.q_proj"):
-        module.trial_load(tmp_path / "out", model, done.plan, fewer)
-
-
 def granite() -> torch.nn.Module:
     sizes = {**tiny_models.DECODER, "num_local_experts": 4, "num_experts_per_tok": 2}
     return tiny_models.build("GraniteMoe", "ForCausalLM", sizes, dtype=torch.bfloat16)  # type: ignore[no-any-return]
