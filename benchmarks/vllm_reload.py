@@ -4,7 +4,8 @@
     python benchmarks/vllm_reload.py --only "nvfp4 cache"
 
 Each small model with random weights is written twice, A and B. An engine (in a process of its own, all at once)
-continues eight prompts together and one alone by 24 tokens, under CUDA graphs, and again after each of:
+generates 24 tokens after each of eight prompts in one batch, and after one prompt alone, under CUDA graphs. It does so
+again after each of these:
 
     sleep 1           weights to the CPU and back
     sleep 2           all memory given away, weights loaded anew

@@ -39,13 +39,18 @@ def names_registered(functions: Mapping[str, Callable[..., Any]], masks: Mapping
 @contextmanager
 def implementations_kept(model: nn.Module) -> Iterator[list[tuple[Any, str]]]:
     """Yields every config of a transformers model with its attention's name, and restores the names afterwards."""
-    held = {id(each): each for module in model.modules() for each in configs_of(getattr(module, "config", None))}
-    before = [(config, config._attn_implementation) for config in held.values()]
+    before = [(config, config._attn_implementation) for config in model_configs(model)]
     try:
         yield before
     finally:
         for config, name in before:
             config._attn_implementation_internal = name  # the property would set the configs inside it, too
+
+
+def model_configs(model: nn.Module) -> list[Any]:
+    """Returns every config of the modules of a transformers model once, the configs inside them included."""
+    held = {id(each): each for module in model.modules() for each in configs_of(getattr(module, "config", None))}
+    return list(held.values())
 
 
 def configs_of(config: Any) -> Iterator[Any]:

@@ -9,7 +9,7 @@ widened when a model is called with them.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -40,7 +40,6 @@ def prepared(
     learned = [t for t in tensors.values() if t.requires_grad]
     copied = {id(t) for model in away for t in (*model.parameters(), *model.buffers())}  # widened on their way
     configs: list[Any] = [getattr(model, "config", None) for model in models]
-    cached = [config for config in configs if getattr(config, "use_cache", None)]
     shared: dict[Any, list[torch.Tensor]] = {}
     for t in tensors.values():
         if dtype is not None and t.dtype in NARROW and id(t) not in copied:
@@ -54,9 +53,8 @@ def prepared(
             _replace_data(same, dtype)
         for t in learned:
             t.requires_grad_(False)
-        for config in cached:
-            config.use_cache = False
         with ExitStack() as stack:
+            stack.enter_context(without_cache(configs))
             for model in models:
                 stack.enter_context(evaluating(model))
             if dtype is not None:
@@ -70,8 +68,23 @@ def prepared(
             _replace_data(same, before)
         for t in learned:
             t.requires_grad_(True)
-        for config in cached:
-            config.use_cache = True
+
+
+@contextmanager
+def without_cache(configs: Iterable[Any]) -> Iterator[None]:
+    """Keeps transformers models from caching keys and values of earlier tokens while open.
+
+    Args:
+        configs: the models' configs; objects that say nothing about a cache are left alone.
+    """
+    before = [(config, config.use_cache) for config in configs if getattr(config, "use_cache", None)]
+    try:
+        for config, _ in before:
+            config.use_cache = False
+        yield
+    finally:
+        for config, use_cache in before:
+            config.use_cache = use_cache
 
 
 @contextmanager

@@ -291,17 +291,3 @@ def _weight_of(model: nn.Module, layer: LayerPlan) -> torch.Tensor:
     if layer.kind == LayerKind.EXPERTS:
         return expert_matrices(model, layer.name)  # type: ignore[no-any-return]
     return weight_of(model, layer.name).data
-
-
-@contextmanager
-def without_cache(model: nn.Module) -> Iterator[None]:
-    """Keeps a transformers model from caching keys and values of earlier tokens while open."""
-    config: Any = getattr(model, "config", None)
-    use_cache = getattr(config, "use_cache", None)
-    if use_cache:
-        config.use_cache = False
-    try:
-        yield
-    finally:
-        if use_cache:
-            config.use_cache = use_cache

@@ -33,6 +33,7 @@ import torch
 from torch import nn
 
 from quant.calibration.blocks import output_of
+from quant.calibration.evaluating import without_cache
 from quant.calibration.outputs.stream import find_writers
 from quant.calibration.prefetch import Prefetcher
 from quant.calibration.session import Session
@@ -42,7 +43,7 @@ from quant.calibration.walk.block import Block
 from quant.calibration.walk.chain import BlockStore, States
 from quant.calibration.walk.group import Group, Settings
 from quant.calibration.walk.memory import reporting_block
-from quant.calibration.walk.model_walk import Apply, ModelWalk, without_cache
+from quant.calibration.walk.model_walk import Apply, ModelWalk
 from quant.calibration.walk.not_finite import reporting_bad_tensor
 from quant.calibration.walk.steps.observe import observe, observe_and_sum
 from quant.calibration.walk.steps.reconstruct import reconstruct
@@ -87,7 +88,7 @@ def solve_sequentially(
     session = session or Session()
     scales = {name: scale.to(session.device) for name, scale in (input_scales or {}).items()}
     walk = ModelWalk(model, plan, rows, apply, session, settings or Settings(), scales, store or BlockStore())
-    with torch.no_grad(), without_cache(model), reporting_bad_tensor(model), walk.experts:
+    with torch.no_grad(), without_cache([getattr(model, "config", None)]), reporting_bad_tensor(model), walk.experts:
         walk.merge_rotations()
         walk.measure_outputs()
         chains, captured = walk.find_chains()

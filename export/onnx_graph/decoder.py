@@ -28,7 +28,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from quant.calibration.attention_names import configs_of, implementations_kept, names_registered
+from quant.calibration.attention_names import implementations_kept, model_configs, names_registered
+from quant.calibration.evaluating import without_cache
 from quant.calibration.kv_cache import AttentionScales
 from quant.export.onnx_graph.attention import attend
 from quant.export.onnx_graph.limits import check_attention
@@ -149,25 +150,15 @@ class Keys(NamedTuple):
 def attending(model: nn.Module, attention: Attention, *, masked: bool) -> Iterator[None]:
     """Replaces every attention of a transformers `model` by `attention` while open, and keeps no cache."""
     masks = {_NAME: _key_mask} if masked else {}
-    with cache_unused(model), implementations_kept(model) as configs, names_registered({_NAME: attention}, masks):
+    with (
+        without_cache(model_configs(model)),
+        implementations_kept(model) as configs,
+        names_registered({_NAME: attention}, masks),
+    ):
         # Encoder and decoder of one model may have configs of their own.
         for config, _ in configs:
             config._attn_implementation_internal = _NAME
         yield
-
-
-@contextmanager
-def cache_unused(model: nn.Module) -> Iterator[None]:
-    """Makes a transformers model return no KV cache while open: a graph has tensors alone as outputs."""
-    held = {id(each): each for module in model.modules() for each in configs_of(getattr(module, "config", None))}
-    using = [config for config in held.values() if getattr(config, "use_cache", False)]
-    try:
-        for config in using:
-            config.use_cache = False
-        yield
-    finally:
-        for config in using:
-            config.use_cache = True
 
 
 def _key_mask(

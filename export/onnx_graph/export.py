@@ -22,6 +22,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from quant.calibration.attention_names import model_configs
+from quant.calibration.evaluating import without_cache
 from quant.calibration.kv_cache import AttentionScales
 from quant.export.onnx_graph import limits
 from quant.export.onnx_graph.decoder import (
@@ -30,7 +32,6 @@ from quant.export.onnx_graph.decoder import (
     Graph,
     GraphInput,
     attending,
-    cache_unused,
     model_inputs,
     operand_scales,
 )
@@ -114,7 +115,7 @@ def write_onnx(
         )
     with quiet():
         if inputs is not None:
-            with cache_unused(model):
+            with without_cache(model_configs(model)):
                 exported = trace(model, _arguments(model, inputs), inputs, dimension_ranges(inputs, shapes))
             program = translate(exported, inputs, None, "")
         elif genai:

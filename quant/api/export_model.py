@@ -163,7 +163,6 @@ def export_model(
     graph |= {"genai": genai, "kv_cache": kv_cache, "allow_fallback": allow_fallback}
     sampling = {"calib": data, "calib_samples": calib_samples, "seqlen": seqlen}
     _check_options(to, {**build, **graph, **sampling, "inputs": inputs})
-    tokens = data if isinstance(data, torch.Tensor) else None
     rows = Rows(() if isinstance(data, torch.Tensor | None) else _several(data), calib_samples, seqlen)
     check_sources(rows.sources, "--calib")
     with ExitStack() as stack:
@@ -192,7 +191,7 @@ def export_model(
         progress = stack.enter_context(listener.stages())
         formats = _formats_to_measure(to, loaded, plan, attention, kv_cache)
         session = Session(progress=progress)
-        calibration = rows if tokens is None else tokens
+        calibration = data if isinstance(data, torch.Tensor) else rows
         scales = _measured_scales(formats, directory, loaded, plan, calibration, session, listener)
         job = ExportJob(
             kind=to, directory=directory, model=loaded, plan=plan, out=path, overwrite=overwrite, inputs=graph_inputs,

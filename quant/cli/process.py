@@ -26,9 +26,11 @@ from quant.errors import printable
 def _end_without_collection() -> None:
     """Freezes all objects: otherwise Python looks for garbage among those of torch and transformers, for a second.
 
-    Triton 3.9 reports every object of its own that is not collected as a leak, in hundreds of lines.
+    Triton 3.9, whose classes are made by nanobind, reports each of its objects that is not collected as a leak, in
+    hundreds of lines.
     """
-    if "triton._C.libtriton" not in sys.modules:
+    triton = sys.modules.get("triton._C.libtriton")
+    if triton is None or type(triton.ir.builder).__module__ != "nanobind":
         gc.freeze()
 
 

@@ -52,27 +52,26 @@ def user_linear_backend(quantization: str) -> str:
 
 def user_attention_backends() -> set[str]:
     """Returns the names in `--attention-backend`; empty if it was left out, or if vLLM is not loading a model."""
-    from vllm.config import get_current_vllm_config_or_none
-
-    attention = getattr(get_current_vllm_config_or_none(), "attention_config", None)
+    attention = _config_part("attention_config")
     named = [getattr(attention, "backend", None), *(getattr(attention, "backend_per_kind", None) or {}).values()]
     return {str(getattr(backend, "name", backend)) for backend in named if backend is not None}
 
 
 def tensor_parallel_size() -> int:
     """Returns on how many GPUs vLLM spreads the layers of the model that it is loading."""
-    from vllm.config import get_current_vllm_config_or_none
-
-    parallel = getattr(get_current_vllm_config_or_none(), "parallel_config", None)
-    return int(getattr(parallel, "tensor_parallel_size", 1))
+    return int(getattr(_config_part("parallel_config"), "tensor_parallel_size", 1))
 
 
 def loads_placeholders() -> bool:
     """Returns whether vLLM makes weights up, for others to be loaded into their memory (`--load-format dummy`)."""
+    return getattr(_config_part("load_config"), "load_format", None) == "dummy"
+
+
+def _config_part(name: str) -> Any:
+    """Returns a part of the config of the model that vLLM is loading; None if it loads none."""
     from vllm.config import get_current_vllm_config_or_none
 
-    load = getattr(get_current_vllm_config_or_none(), "load_config", None)
-    return getattr(load, "load_format", None) == "dummy"
+    return getattr(get_current_vllm_config_or_none(), name, None)
 
 
 def is_free_to_choose(quantization: str, class_name: str) -> bool:

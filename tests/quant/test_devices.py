@@ -25,11 +25,12 @@ import quant
 from quant.allocation.allocate import score
 from quant.calibration import placement
 from quant.calibration.blocks import block_names, capture, equal_but_hidden
+from quant.calibration.evaluating import without_cache
 from quant.calibration.placement import find_device, placed
 from quant.calibration.session import Session
 from quant.calibration.walk.chain import BlockStore
 from quant.calibration.walk.group import Settings
-from quant.calibration.walk.model_walk import ModelWalk, without_cache
+from quant.calibration.walk.model_walk import ModelWalk
 from quant.evaluation.evaluate import evaluate
 from quant.execution.mixed_text import mixed_text
 from quant.kernels.linear.expert_modules import QuantExperts
@@ -356,7 +357,7 @@ def test_calls_of_blocks_are_found_without_their_weights(
             super().__init__(modules, copies, *args)
 
     monkeypatch.setattr(placement, "DeviceCopies", Recording)
-    with torch.no_grad(), without_cache(model):
+    with torch.no_grad(), without_cache([model.config]):
         chains, (chain,) = walk.find_chains()
         matrices = {tuple(t.shape) for t in copied} - {(256, 128)}  # the embedding of `base`
         with walk._placed() as run:
