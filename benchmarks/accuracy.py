@@ -19,7 +19,8 @@ All methods that need data get the same calibration rows: by default the package
 those of the tokens file. There are as many rows of the mixture as `quantize` gives `gptq` for this model and device,
 and for `kfac` as many as it gives `kfac` (128 and 512 for SmolLM2 on a GPU), unless `--calibration-rows` says how many;
 rows of peers that end in `, rows of kfac` get the same. `--texts FILE` keeps the rows of all texts in a file, and takes
-them from it where it exists. No method was chosen by the last two texts.
+them from it where it exists; with that file, `--resume` goes on where a run was cut short. No method was chosen by the
+last two texts.
 
 Rows are named `SETTING TOOLKIT CONFIGURATION`; `--list` shows those that this machine has packages for. `--only GLOB`
 chooses among them, and `--only bars` takes those of the tables in docs/benchmarks.md. Solvers come from the registry,
@@ -34,6 +35,7 @@ from __future__ import annotations
 import copy
 import gc
 import importlib.util
+import json
 import math
 import resource
 import sys
@@ -496,13 +498,15 @@ def _parse_checkpoints(options: Sequence[str]) -> dict[str, Path]:
 @click.option("--modelopt-cpu", is_flag=True, help="On a CPU, replace ModelOpt's GPU kernels by our roundings.")
 @click.option("--list", "list_only", is_flag=True, help="Print the names of the rows and stop.")
 @click.option("--json", "json_path", type=click.Path(path_type=Path), help="Also write the table here.")
+@click.option("--resume", is_flag=True, help="Keep the rows that --json has from the same --texts, and measure the "
+              "others.")  # fmt: skip
 @click.option("--plot", "plot_path", type=click.Path(path_type=Path), help="Also draw it here: .png or .svg.")
 @click.option("--worker", is_flag=True, hidden=True, help="Measure the rows that standard input names.")
 def main(
     model: str, tokens: Path, calib: str, more: tuple[str, ...], rows: int, calibration_rows: int | None,
     texts: Path | None, device: str | None, threads: int | None, jobs: int, only: tuple[str, ...],
     solvers: tuple[str, ...], checkpoints: tuple[str, ...], modelopt_cpu: bool, list_only: bool,
-    json_path: Path | None, plot_path: Path | None, worker: bool,
+    json_path: Path | None, resume: bool, plot_path: Path | None, worker: bool,
 ) -> None:  # fmt: skip
     if threads:
         torch.set_num_threads(threads)
@@ -532,7 +536,12 @@ def main(
     about = f"methods that need data got {_made_of(settings.texts)}."
     if jobs > 1:
         about += f" {jobs} rows were measured at a time, so their seconds are too long."
-    table: list[dict[str, Any]] = []
+    table = measured_rows(json_path, texts, about) if resume else []
+    done = {(row["setting"], row["configuration"]) for row in table}
+    names = [name for name in names if (SETTINGS[name.split()[0]].title, name.split(maxsplit=1)[1]) not in done]
+    if not names:
+        click.echo(f"{json_path} has every row already")
+        return
     base: float | None = None
     gpus = visible_gpus() if device == "cuda" else []
     longest_first = sorted(names, key=expected_seconds, reverse=True)
@@ -549,6 +558,23 @@ def main(
     show(TITLE, header, table, [protocol, *notes])
     if plot_path:
         plot(plot_path, table)
+
+
+def measured_rows(json_path: Path | None, texts: Path | None, about: str) -> list[dict[str, Any]]:
+    """The rows that an earlier run with the same rows of text wrote, without those that failed.
+
+    Raises:
+        click.UsageError: the options do not name both files, or the table is of other text.
+    """
+    if json_path is None or texts is None:
+        raise click.UsageError("--resume needs --json, for the rows of the earlier run, and --texts, for its text")
+    if not json_path.exists():
+        return []
+    written = json.loads(json_path.read_text(encoding="utf-8"))
+    made_of = about.partition(".")[0]
+    if not any(made_of in note for note in written["notes"]):
+        raise click.UsageError(f"{json_path}: its rows are of other text than {texts}; leave out --resume")
+    return [row for row in written["rows"] if loss_of(row) is not None]
 
 
 def _made_of(texts: Path) -> str:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import sys
+from pathlib import Path
 from typing import Any
 
+import click
+import pytest
 from samples import ROOT
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 from _accuracy_rows import AS_KFAC, BARS, BEST_PEERS, KFAC_ROWS, ROWS, SETTINGS, chosen, expected_seconds
 from _accuracy_tables import DOMAINS, HEADLINE, LANGUAGES, RATIOS, TABLES, Measured, headline, loss_table, ratio_table
 from _peers import llmcompressor_configurations, modelopt_configurations, torchao_configurations
+from accuracy import measured_rows
 
 PEERS = [*modelopt_configurations(), *llmcompressor_configurations(), *torchao_configurations()]
 PEERS += [f"{setting} ModelOpt auto_quantize" for setting in ("mixed", "mixeda16")]
@@ -62,3 +67,23 @@ def test_ratios_are_to_the_best_peer_on_as_many_rows_or_fewer() -> None:
     assert headline(measured) == [("NVFP4 weights and inputs", ours, peer)]
     title = "languages that the mixture does not hold"
     assert ["`awq:merge+kfac`, 512 rows", *["0.100"] * 4] in loss_table(title, measured)
+
+
+def test_a_run_goes_on_where_it_was_cut_short(tmp_path: Path) -> None:
+    rows = [
+        {"setting": "NVFP4 W4A4", "configuration": "Blockscale rtn", "KL": 0.4},
+        {
+            "setting": "NVFP4 W4A4",
+            "configuration": "ModelOpt GPTQ",
+            "KL": None,
+            "extra at run time": "failed",
+        },
+    ]
+    table, texts, about = tmp_path / "table.json", tmp_path / "texts.safetensors", "methods got 128 rows. 16 at a time"
+    assert measured_rows(table, texts, about) == []
+    table.write_text(json.dumps({"rows": rows, "notes": ["smollm2 on cuda: methods got 128 rows. 12 at a time"]}))
+    assert measured_rows(table, texts, about) == rows[:1]
+    with pytest.raises(click.UsageError, match="of other text"):
+        measured_rows(table, texts, "methods got 32 rows. 16 at a time")
+    with pytest.raises(click.UsageError, match="--texts"):
+        measured_rows(table, None, about)
