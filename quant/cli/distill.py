@@ -30,12 +30,14 @@ from quant.training.options import DistillOptions
 @click.option("--seqlen", default=512, show_default=True, help="Tokens per row.")
 @click.option("--samples", default=512, show_default=True, type=click.IntRange(1),
               help="Rows of training text at most; used again as often as the steps need them.")  # fmt: skip
-@click.option("--lr", type=click.FloatRange(0, min_open=True), help="Peak learning rate.  [default: 1e-4, or "
-              "6e-5 where only weights are rounded]")  # fmt: skip
+@click.option("--lr", type=click.FloatRange(0, min_open=True), help="Peak learning rate.  [default: 1e-4, "
+              "6e-5 where only weights are rounded, 1e-3 for norms]")  # fmt: skip
 @click.option("--temperature", default=1.0, show_default=True, type=click.FloatRange(0, min_open=True),
               help="Divides the logits of teacher and student.")  # fmt: skip
 @click.option("--hidden", default=0.0, show_default=True, type=click.FloatRange(0),
               help="Weight of the distance of hidden states.")  # fmt: skip
+@click.option("--train", type=click.Choice(["weights", "norms"]), default="weights", show_default=True,
+              help="Train all quantized weights, or those of norms alone, with all codes as they are.")  # fmt: skip
 @click.option("--scales", type=click.Choice(["frozen", "learned"]), default="frozen", show_default=True,
               help="Whether the block scales are trained.")  # fmt: skip
 @click.option("--eval", "eval_texts", multiple=True, type=click.Path(path_type=Path),

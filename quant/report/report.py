@@ -115,6 +115,7 @@ class Distillation(JsonData):
         scales: "frozen" or "learned".
         losses: mean loss of each tenth of the steps.
         before: figures of the start on the evaluation texts, where there are any.
+        train: "weights", those that are quantized; or "norms", the weights of norms alone.
     """
 
     start: str
@@ -127,6 +128,7 @@ class Distillation(JsonData):
     scales: str
     losses: tuple[float, ...]
     before: Evaluation | None = None
+    train: str = "weights"
 
 
 @dataclass

@@ -108,7 +108,8 @@ def _figures(texts: Sequence[Evaluation]) -> list[tuple[str, str]]:
 
 def _distillation(trained: Distillation, now: Evaluation | None) -> str:
     """Returns how the model was trained, and KL before and after on each text."""
-    lines = [f"{trained.steps} steps of {trained.batch} × {trained.seqlen} tokens, from {trained.start}"]
+    steps = f"{trained.steps} steps of {trained.batch} × {trained.seqlen} tokens"
+    lines = [f"{steps}{', of norms alone' if trained.train == 'norms' else ''}, from {trained.start}"]
     # Both evaluations are on the same texts in the same order.
     for old, new in zip(trained.before.texts if trained.before else (), now.texts if now else (), strict=True):
         if old.kl is not None and new.kl is not None:

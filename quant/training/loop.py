@@ -111,9 +111,29 @@ def train(
     return Trained(losses, seconds, replayed)
 
 
-def default_rate(plan: Plan) -> float:
-    """Returns a peak learning rate that did well in benchmarks/training.py; smaller for weight-only rounding."""
+def default_rate(plan: Plan, train: str = "weights") -> float:
+    """Returns a peak learning rate that did well.
+
+    Weights were measured by benchmarks/training.py (smaller for weight-only rounding), norms in docs/solvers.md.
+    """
+    if train == "norms":
+        return 1e-3
     return 1e-4 if any(layer.activation is not None for layer in plan.layers) else 6e-5
+
+
+def train_only_norms(model: nn.Module) -> None:
+    """Trains only the weights and biases of norms, in float32: of every module whose weight is a vector.
+
+    Raises:
+        UserError: the model has none.
+    """
+    norms = [module for module in model.modules() if getattr(getattr(module, "weight", None), "ndim", 0) == 1]
+    if not norms:
+        raise UserError(f"{type(model).__name__}: no norm has a weight to train; train the quantized weights instead")
+    model.requires_grad_(False)
+    for norm in norms:
+        # Steps of a thousandth would be lost between two numbers of BF16.
+        norm.float().requires_grad_(True)
 
 
 def train_only_rounded(model: nn.Module) -> None:

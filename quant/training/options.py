@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from quant.errors import UserError
+
 
 @dataclass(frozen=True)
 class DistillOptions:
@@ -17,10 +19,12 @@ class DistillOptions:
         seqlen: tokens of a row.
         steps: optimizer steps.
         batch_size: rows of a step.
-        lr: peak learning rate of AdamW; None is 1e-4, or 6e-5 where only weights are rounded.
+        lr: peak learning rate of AdamW; None is 1e-4, or 6e-5 where only weights are rounded, and 1e-3 for norms.
         temperature: divides the logits of teacher and student.
         hidden: weight of the distance of hidden states in the loss.
-        scales: "frozen" or "learned" block scales.
+        train: "weights", all that are quantized; or "norms", which stays near the start: the weights of norms alone,
+            with all codes and scales as they are.
+        scales: "frozen" or "learned" block scales; norms are trained with frozen ones.
         eval_texts: texts that both checkpoints are measured on, before and after training.
         eval_samples: rows of each of them.
         cache_teacher: file to which the teacher's likeliest tokens are written first. The student is trained on the
@@ -37,9 +41,16 @@ class DistillOptions:
     lr: float | None = None
     temperature: float = 1.0
     hidden: float = 0.0
+    train: str = "weights"
     scales: str = "frozen"
     eval_texts: tuple[str | Path, ...] = ()
     eval_samples: int = 16
     cache_teacher: str | Path | None = None
     top: int = 64
     seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.train not in ("weights", "norms"):
+            raise UserError(f"train is {self.train!r}; expected 'weights' or 'norms'")
+        if self.train == "norms" and self.scales != "frozen":
+            raise UserError(f"scales={self.scales!r}: norms are trained with the codes and scales as they are")

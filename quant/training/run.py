@@ -35,7 +35,15 @@ from quant.report.report import Distillation, Report
 from quant.runtime.attention import quantized_attention
 from quant.training.distill import distill
 from quant.training.distill_inputs import DistillInputs, check_cache, check_tokenizers, prepare_distill_inputs
-from quant.training.loop import Hyperparameters, StoredDtypes, Trained, default_rate, train, train_only_rounded
+from quant.training.loop import (
+    Hyperparameters,
+    StoredDtypes,
+    Trained,
+    default_rate,
+    train,
+    train_only_norms,
+    train_only_rounded,
+)
 from quant.training.options import DistillOptions
 from quant.training.qat import convert_qat, prepare_qat
 from quant.training.run_report import losses_by_tenth, report_of
@@ -109,7 +117,7 @@ def distill_checkpoint(
         record = Distillation(
             start=str(directory), teacher=teacher, data=inputs.data, steps=options.steps, batch=options.batch_size,
             seqlen=inputs.rows.shape[1], rate=rate, scales=options.scales, losses=losses_by_tenth(trained.losses),
-            before=before,
+            before=before, train=options.train,
         )  # fmt: skip
         source.model = student
         report = report_of(source, plan, record, after, checkpoint, session)
@@ -155,7 +163,7 @@ def _measure(
 def _train(
     student: nn.Module, plan: Plan, inputs: DistillInputs, options: DistillOptions, progress: StageProgress
 ) -> tuple[Plan, float, Trained]:
-    """Trains the quantized weights of `student`, which is quantized again afterwards.
+    """Trains the quantized weights of `student`, or its norms; it is quantized again afterwards.
 
     Returns:
         The plan of the trained model, the peak learning rate, and the losses and seconds of the steps.
@@ -163,11 +171,13 @@ def _train(
     # Noted before `prepare_qat` makes float32 of weights: the written checkpoint has the dtypes of the one it started
     # from.
     dtypes = StoredDtypes(student)
-    plan = prepare_qat(student, plan, scales=options.scales, original=inputs.model)
+    only_norms = options.train == "norms"
+    # The original's weights that were rounded are a start for weights that are trained.
+    plan = prepare_qat(student, plan, scales=options.scales, original=None if only_norms else inputs.model)
     if device_of(student).type == "cpu":
         student.float()  # processors multiply FP32 faster, and untrained parameters come back without loss
-    train_only_rounded(student)
-    rate = default_rate(plan) if options.lr is None else options.lr
+    (train_only_norms if only_norms else train_only_rounded)(student)
+    rate = default_rate(plan, options.train) if options.lr is None else options.lr
     trained = train(
         student.train(),
         partial(distill, student, inputs.teacher, temperature=options.temperature, hidden=options.hidden),

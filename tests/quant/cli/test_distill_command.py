@@ -99,6 +99,32 @@ def test_python_writes_the_files_of_the_command(made: Path, tmp_path: Path) -> N
     assert by_command == by_python
 
 
+def test_norms_are_trained_with_all_codes_as_they_are(made: Path, tmp_path: Path) -> None:
+    out, text = tmp_path / "out", made / "rows.safetensors"
+    result = run(
+        distill_command, made / "ptq", "--teacher", made / "model", "--data", text, "--eval", text,
+        "--eval-samples", 8, "--train", "norms", "--out", out, *OPTIONS[:-4], "--lr", 1e-2, "--device", "cpu",
+    )  # fmt: skip
+    assert result.exit_code == 0, result.output
+    start, trained = (load_file(folder / "model.safetensors") for folder in (made / "ptq", out))
+    changed = {name for name in trained if not torch.equal(start[name], trained[name])}
+    assert changed == {name for name in start if "norm" in name} and start.keys() == trained.keys()
+    assert {trained[name].dtype for name in changed} == {torch.bfloat16}
+    record = quant.Report.load(out / "report.json").distillation
+    assert record is not None and record.train == "norms" and record.before is not None and record.before.kl is not None
+    rows = quant.token_rows(text, None, samples=8, seqlen=24)
+    kl = quant.evaluate(quant.load(out), rows, quant.open_model(made / "model").model).kl
+    assert kl is not None and kl < 0.95 * record.before.kl
+    assert "12 steps of 4 × 24 tokens, of norms alone" in result.output
+
+
+def test_norms_are_trained_with_frozen_scales() -> None:
+    with pytest.raises(quant.UserError, match="norms are trained with the codes and scales as they are"):
+        quant.DistillOptions(train="norms", scales="learned")
+    with pytest.raises(quant.UserError, match="train is 'biases'; expected 'weights' or 'norms'"):
+        quant.DistillOptions(train="biases")
+
+
 def test_what_training_made_worse_is_told(made: Path, tmp_path: Path) -> None:
     text = made / "rows.safetensors"
     result = run(
