@@ -152,7 +152,12 @@ class StoredDtypes:
 
     def __init__(self, model: nn.Module) -> None:
         self._compute = next((parameter.dtype for parameter in model.parameters()), torch.float32)
-        self._by_name = {name: tensor.dtype for name, tensor in _tensors(model)}
+        # Codes and scales keep their dtype, and a GPU may hold them as integers of another layout than afterwards.
+        self._by_name = {
+            name: tensor.dtype
+            for name, tensor in _tensors(model)
+            if tensor.is_floating_point() and tensor.dtype.itemsize > 1
+        }
 
     def restore(self, model: nn.Module) -> None:
         """Casts the model's tensors back; its quantized layers compute in the dtype that the first parameter had."""

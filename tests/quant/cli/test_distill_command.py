@@ -14,14 +14,18 @@ import torch
 from click.testing import CliRunner
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from torch import nn
 
 import quant
 from quant.cli.distill import distill_command
 from quant.cli.quantize import quantize_command
 from quant.evaluation.loss_text import loss_text
+from quant.kernels.layout import prepack, prepack_refusal
+from quant.kernels.linear.modules import QuantLinear
 from quant.training import distill_inputs
 from quant.training import run as training_run
 from quant.training.distill_inputs import check_tokenizers
+from quant.training.loop import StoredDtypes
 
 pytest.importorskip("transformers")
 
@@ -116,6 +120,55 @@ def test_norms_are_trained_with_all_codes_as_they_are(made: Path, tmp_path: Path
     kl = quant.evaluate(quant.load(out), rows, quant.open_model(made / "model").model).kl
     assert kl is not None and kl < 0.95 * record.before.kl
     assert "12 steps of 4 × 24 tokens, of norms alone" in result.output
+
+
+def test_codes_in_a_layout_of_a_gpu_are_not_cast() -> None:
+    """On a Hopper GPU a model is loaded with codes in int32, and holds them in uint8 after training."""
+    model = nn.Sequential(nn.Linear(64, 128), nn.LayerNorm(128), nn.Linear(128, 64))
+    model = quant.quantize(model, "nvfp4a16", solver="rtn").model
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, QuantLinear)}
+    stored = {name: layer.quantized_weight for name, layer in layers.items()}
+    assert not any(prepack_refusal(weight) for weight in stored.values())
+    for name, layer in layers.items():
+        layer.take(prepack(stored[name]))
+    dtypes = StoredDtypes(model)
+    for name, layer in layers.items():
+        layer.take(stored[name])
+    dtypes.restore(model.double())
+    for name, layer in layers.items():
+        assert layer.codes.dtype is torch.uint8 and torch.equal(layer.codes, stored[name].codes)
+        assert torch.equal(layer.scale.view(torch.uint8), stored[name].scale.view(torch.uint8))
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("train", ["weights", "norms"])
+@pytest.mark.parametrize("format", ["nvfp4a16", "nvfp4", "mxfp6a16"])
+def test_training_on_a_gpu(format: str, train: str, tmp_path: Path) -> None:
+    """Where a GPU holds codes in a layout of its own, the written checkpoint has them as any other."""
+    tiny_models.llama(dtype=torch.bfloat16, hidden_size=64, intermediate_size=128, gain=2.0).save_pretrained(
+        tmp_path / "model"
+    )
+    rows = torch.randint(0, 64, (8, 24), generator=torch.Generator().manual_seed(7))
+    save_file({"rows": rows}, tmp_path / "rows.safetensors")
+    text = tmp_path / "rows.safetensors"
+    result = run(
+        quantize_command, tmp_path / "model", "--format", format, "--solver", "rtn", "--calib", text,
+        "--calib-samples", 8, "--seqlen", 24, "--out", tmp_path / "ptq",
+    )  # fmt: skip
+    assert result.exit_code == 0, result.output
+    result = run(
+        distill_command, tmp_path / "ptq", "--teacher", tmp_path / "model", "--data", text, "--eval", text,
+        "--eval-samples", 8, "--train", train, "--out", tmp_path / "out", *OPTIONS[:-4], "--lr", 1e-3,
+        "--device", "cuda",
+    )  # fmt: skip
+    assert result.exit_code == 0, result.output
+    figures = quant.Report.load(tmp_path / "out" / "report.json").evaluation
+    assert figures is not None
+    original = quant.open_model(tmp_path / "model").model
+    kl = quant.evaluate(quant.load(tmp_path / "out"), rows, original).kl  # on the CPU
+    assert kl == pytest.approx(figures.kl, rel=0.05)
+    assert quant.verify(tmp_path / "out").findings == ()
 
 
 def test_norms_are_trained_with_frozen_scales() -> None:
