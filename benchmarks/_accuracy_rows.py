@@ -43,6 +43,8 @@ SETTINGS = {
 }
 BUDGET = 4.8
 
+# No default: a head that shares the embedding's weight, as SmolLM2's does, gets one of its own.
+LEARNED_ROTATION = "awq:merge+rotation:learned+kfac"
 # Our rows of the tables in docs/benchmarks.md: `--only bars` measures these and the rows of `PEER_BARS`.
 BARS = (
     "nvfp4a16 Blockscale gptq", "nvfp4a16 Blockscale local_hessian", "nvfp4a16 Blockscale rotation:64+gptq",
@@ -51,6 +53,7 @@ BARS = (
     f"nvfp4 Blockscale {solver_of(3, 'nvfp4')}", f"four_over_six Blockscale {solver_of(2, 'nvfp4')}",
     f"four_over_six Blockscale {solver_of(3, 'nvfp4')}", "nvfp4 Blockscale awq+lowrank:32+gptq",
     "nvfp4 Blockscale awq+lowrank:32+kfac", "fp8 Blockscale gptq", f"fp8 Blockscale {solver_of(3, 'fp8')}",
+    f"fp8 Blockscale {LEARNED_ROTATION}", f"fp8_channel Blockscale {LEARNED_ROTATION}",
     "fp8_channel Blockscale gptq", f"fp8_channel Blockscale {solver_of(3, 'fp8_token')}", "mxfp8 Blockscale gptq",
     "mxfp8 Blockscale rtn", "fp8 Blockscale rtn", "fp8_channel Blockscale rtn", "int4a16_g64 Blockscale gptq",
     "mixed Blockscale awq:merge+gptq", f"mixed Blockscale {solver_of(3, 'nvfp4')}", "mixeda16 Blockscale gptq",

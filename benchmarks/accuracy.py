@@ -49,7 +49,7 @@ from typing import Any
 
 import click
 import torch
-from _accuracy_rows import AS_KFAC, BEST_PEERS, BUDGET, SETTINGS, TEXTS, chosen, expected_seconds
+from _accuracy_rows import AS_KFAC, BEST_PEERS, BUDGET, LEARNED_ROTATION, SETTINGS, TEXTS, chosen, expected_seconds
 from _peers import (
     Outcome,
     Run,
@@ -213,6 +213,8 @@ def all_configurations(
                 )
             continue
         wide = [*our_solvers(), *solvers] if key.startswith("nvfp4") else [*SIMPLE, solver_of(3, setting.activation)]
+        if key in ("fp8", "fp8_channel"):
+            wide = (*SIMPLE, solver_of(3, setting.activation), LEARNED_ROTATION, *solvers)
         if setting.activation == "nvfp4_four_over_six":
             wide = (solver_of(2, "nvfp4"), solver_of(3, "nvfp4"), "awq+lowrank:32+kfac", *solvers)
         for solver in dict.fromkeys(wide):

@@ -3,8 +3,9 @@
     scaling + rotation + lowrank + rounding + autoround        awq+gptq, rotation:64+gptq, awq+lowrank:16+gptq
 
 A name lists the parts, each with a number if it takes one; `calibration.solvers.solver` implements them. `:merge` after
-a scaling or a rotation leaves it out where no neighbouring module can absorb it. Plans hold names, so a plan can be
-checked without importing a solver.
+a scaling or a rotation leaves it out where no neighbouring module can absorb it; `rotation:learned` is a merged
+rotation of the residual stream that is learned from calibration data. Plans hold names, so a plan can be checked
+without importing a solver.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ METHODS = {
     "gptq_plain": "gptq without the error of the residual stream",
     "awq": "scales input channels by the power of their magnitudes that leaves the smallest output error",
     "smoothquant": "moves half of each channel's range from inputs to weights",
-    "rotation": "turns inputs by a block Hadamard, at run time or merged into the modules around",
+    "rotation": "turns inputs by a block Hadamard, at run time or merged, or the residual stream as learned for FP8",
     "lowrank": "a low-rank branch in 16 bit in parallel to the weight, as in SVDQuant",
     "autoround": "learns rounding and scales of a finished block, for the block's output",
 }
@@ -37,7 +38,7 @@ TRANSFORMS = ("awq", "smoothquant")
 # Steps that take a number, with its default: largest block, rank, optimizer steps.
 STEPS = {"rotation": 128, "lowrank": 32, "autoround": 200}
 ROUNDINGS = tuple(name for name in METHODS if name not in (*TRANSFORMS, *STEPS))
-MERGE = "merge"
+MERGE, LEARNED = "merge", "learned"
 OBSERVERS = ("absmax", "percentile", "mse", "entropy")
 DEFAULT_OBSERVER = "absmax"
 """Static activation scales from the largest magnitude that calibration has seen."""
@@ -55,6 +56,7 @@ class SolverSpec:
         rank: the rank of the 16-bit branch; 0 for none.
         rounding: key of the solver that gives codes and scales.
         autoround: optimizer steps of the block-wise reconstruction; 0 for none.
+        learns_rotation: whether the rotation of the residual stream is learned; else it is of Hadamard blocks.
     """
 
     name: str
@@ -64,6 +66,7 @@ class SolverSpec:
     rank: int
     rounding: str
     autoround: int
+    learns_rotation: bool = False
 
     @property
     def merges_rotations(self) -> bool:
@@ -96,15 +99,16 @@ def parse_solver(
         if key not in order:
             raise ValueError(
                 f"unknown solver {key!r}; known solvers: {', '.join(roundings)}; joined to them by '+', before: "
-                f"{', '.join(f'{transform}[:{MERGE}]' for transform in transforms)}, rotation[:block] or "
-                f"rotation:{MERGE}, lowrank[:rank]; after: autoround[:steps]{did_you_mean(key, order)}"
+                f"{', '.join(f'{transform}[:{MERGE}]' for transform in transforms)}, rotation[:block], "
+                f"rotation:{MERGE} or rotation:{LEARNED}, lowrank[:rank]; after: autoround[:steps]"
+                f"{did_you_mean(key, order)}"
             )
         if order[key] < last or key in numbers or (order[key] == last == 3):
             raise ValueError(
                 f"solver {name!r}: {key!r} comes too late; the order is scaling+rotation+lowrank+rounding+autoround"
             )
         last = order[key]
-        if number == MERGE and key in merging:
+        if (number == MERGE and key in merging) or part == f"rotation:{LEARNED}":
             merged.add(key)
         elif number and (key not in STEPS or not number.isdecimal() or int(number) < 1):
             raise ValueError(f"solver {name!r}: {part!r}; only {', '.join(STEPS)} take a number, a whole one from 1")
@@ -119,6 +123,7 @@ def parse_solver(
         rank=numbers.get("lowrank", 0),
         rounding=next((key for key in numbers if key in roundings), implied),
         autoround=numbers.get("autoround", 0),
+        learns_rotation=f"rotation:{LEARNED}" in name.split("+"),
     )
 
 

@@ -6,9 +6,10 @@
     scaling + rotation + lowrank + rounding + autoround        awq+gptq, rotation:64+gptq, awq+lowrank:16+gptq
 
 `rotation:64` rotates the inputs in blocks of up to 64 at run time; `rotation:merge` rotates only where the modules
-around can absorb the rotation (see `rotation_merge`), and `awq:merge` scales only where they can absorb the scale (see
-`fold`). Every part may be left out: a transform without a rounding is
-followed by `mse`, a rotation, branch or reconstruction by `gptq`.
+around can absorb the rotation (see `rotations.merge`), `rotation:learned` rotates the residual stream by a matrix that
+is learned for FP8 (see `rotations.learn`), and `awq:merge` scales only where they can absorb the scale (see `fold`).
+Every part may be left out: a transform without a rounding is followed by `mse`, a rotation, branch or reconstruction by
+`gptq`.
 """
 
 from __future__ import annotations
@@ -162,8 +163,21 @@ def supports(solver: Solver, format: Format) -> bool:
 
 def check_solvers(plan: Plan) -> None:
     """Raises ValueError, with the layer's name and the way out, where a planned solver does not know its format."""
+    specs = {layer.name: get_pipeline(layer.solver).spec for layer in plan.quantized}
+    learned = [name for name, spec in specs.items() if spec.learns_rotation]
     for layer in plan.quantized:
         pipeline = get_pipeline(layer.solver)
+        number = layer.weight_format.element
+        if layer.name in learned and (number.is_integer or number.bits != 8):
+            raise ValueError(
+                f"{layer.name}: a rotation is learned for FP8, whose errors are a share of each value, and makes "
+                f"{layer.weight_format} worse; take rotation:merge, or none"
+            )
+        if learned and specs[layer.name].merges_rotations and not specs[layer.name].learns_rotation:
+            raise ValueError(
+                f"{layer.name}: {layer.solver} would rotate the residual stream again, which {learned[0]} has rotated "
+                "as learned; take one of the two for all layers"
+            )
         if not supports(pipeline.rounding, layer.weight_format):
             supporting = [name for name, solver in SOLVERS.items() if supports(solver, layer.weight_format)]
             raise ValueError(

@@ -30,11 +30,13 @@ from quant.calibration.placement import device_of
 from quant.calibration.session import Session
 from quant.calibration.solvers.base import Solver
 from quant.calibration.solvers.group import solve_group
+from quant.calibration.solvers.rotations.learn import STEPS
 from quant.calibration.solvers.solver import Pipeline, get_pipeline, supports
 from quant.calibration.statistics import LayerStats
 from quant.calibration.texts.generate import ROWS_AT_ONCE
 from quant.calibration.texts.mixture import PIECE
 from quant.calibration.walk.group import Settings
+from quant.calibration.walk.steps.learn_rotation import LEARNING_ROWS
 from quant.formats.format import Format
 from quant.recipes.layer_kind import LayerKind
 from quant.recipes.plan import LayerPlan, Plan, groups_of
@@ -99,14 +101,28 @@ def expected_time(
         _GroupWork(model, members, (rows, seqlen), device.type == "cuda") for members in groups_of(layers).values()
     ]
     solving = sum(len(group.members) * group.of_each + group.rounding(speed) for group in groups)
+    learning = _learning_operations(plan, min(rows, LEARNING_ROWS) * seqlen)
     # Speeds are measured where they are needed: a measurement takes a tenth of a second.
     for work, operations_a_second in (
-        (sum(group.of_passes for group in groups), speed.of_linear),
-        (sum(group.of_solver for group in groups), speed.of_product),
+        (sum(group.of_passes for group in groups) + learning[0], speed.of_linear),
+        (sum(group.of_solver for group in groups) + learning[1], speed.of_product),
         (sum(group.elements for group in groups), speed.of_elements),
     ):
         solving += work / operations_a_second() if work else 0.0
     return ExpectedTime(writing, solving)
+
+
+def _learning_operations(plan: Plan, tokens: int) -> tuple[float, float]:
+    """Returns the operations in which a rotation of the residual stream is learned: of passes, and of products."""
+    learned = [layer for layer in plan.quantized if get_pipeline(layer.solver).spec.learns_rotation]
+    width = next((layer.shape[-1] for layer in plan.layers if layer.kind == LayerKind.EMBEDDING), 0)
+    if not learned:
+        return 0.0, 0.0
+    # Most groups as wide as the stream read it; of attention's output projection that is an overestimate.
+    inputs = sum(members[0].shape[-1] == width for members in groups_of(learned).values())
+    # Two passes forward and one backward, and a second moment; each step multiplies two matrices by R.
+    passes = 2 * tokens * (4 * sum(layer.numel for layer in learned) + 3 * inputs * width**2)
+    return passes, float(STEPS * inputs * 2 * 2 * width**3)
 
 
 class _GroupWork:

@@ -32,7 +32,7 @@ from quant.calibration.placement import (
 from quant.calibration.prefetch import value_of
 from quant.calibration.ranks import own_batches
 from quant.calibration.session import Session
-from quant.calibration.solvers.rotation_merge import merge_rotations
+from quant.calibration.solvers.rotations.merge import merge_rotations
 from quant.calibration.solvers.solver import get_pipeline
 from quant.calibration.texts.rows import trial_rows
 from quant.calibration.walk.block import Block, BlockCalls
@@ -42,6 +42,7 @@ from quant.calibration.walk.group import Settings, Solved, gather
 from quant.calibration.walk.handed_on import is_filled
 from quant.calibration.walk.scratch import Scratch
 from quant.calibration.walk.stand_in import weight_of
+from quant.calibration.walk.steps.learn_rotation import merge_learned_rotation
 from quant.recipes.expert_stacks import expert_matrices
 from quant.recipes.layer_kind import LayerKind
 from quant.recipes.plan import LayerPlan, Plan, groups_of
@@ -94,8 +95,13 @@ class ModelWalk:
     def merge_rotations(self) -> None:
         """Merges rotations into the modules around, in the model itself, before the walk."""
         linears = (layer for layer in self.layers if layer.kind == LayerKind.LINEAR)
-        rotated = [layer.name for layer in linears if get_pipeline(layer.solver).spec.merges_rotations]
-        if rotated:
+        merging = [layer for layer in linears if get_pipeline(layer.solver).spec.merges_rotations]
+        learned = [layer for layer in merging if get_pipeline(layer.solver).spec.learns_rotation]
+        rotated = [layer.name for layer in merging if layer not in learned]
+        if learned:
+            device = self._device_of_whole()
+            self.merged = merge_learned_rotation(self.model, self.few, self.batches, learned, device, self.session)
+        elif rotated:
             device = self._device_of_whole()
             blocks = block_names(self.model)
             self.merged = merge_rotations(self.model.to(device), self.few.to(device), blocks, rotated)

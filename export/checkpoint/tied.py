@@ -87,7 +87,9 @@ def clear_flag(fields: dict[str, Any], model: Any, untied: Collection[Any]) -> b
         configs |= {id(model.config), id(text)}
     for config, table in _tables(model.config, fields):
         # T5's flag says whether its outputs are scaled; its readers compare the two tensors.
-        if id(config) in configs and getattr(config, FLAG, False) and not hasattr(config, "scale_decoder_outputs"):
+        # A solver has cleared it in memory where it gave the head a weight of its own; the file is the source's.
+        stated = getattr(config, FLAG, False) or table.get(FLAG, getattr(type(config), FLAG, False))
+        if id(config) in configs and stated and not hasattr(config, "scale_decoder_outputs"):
             changed, table[FLAG] = True, False
     return changed
 

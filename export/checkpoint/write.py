@@ -26,7 +26,7 @@ from quant.kernels.linear.expert_modules import QuantExperts
 from quant.kernels.linear.modules import QuantLinear
 from quant.recipes.expert_stacks import expert_matrices
 from quant.recipes.layer_kind import LayerKind
-from quant.recipes.plan import Parts, Plan
+from quant.recipes.plan import LayerPlan, Parts, Plan
 
 SHARD_BYTES = 5 * 1000**3
 # One thread writes a file and one hashes it, and SHA-256 is slower than the disk: several files are hashed in parallel.
@@ -141,16 +141,17 @@ def _one_of(make: Callable[[], Mapping[str, torch.Tensor]], name: str) -> torch.
 
 
 def plan_of_model(model: nn.Module, plan: Plan) -> Plan:
-    """Returns `plan` with the present parts and shapes of the model's layers.
+    """Returns `plan` with the present parts, shapes and ties of the model's layers.
 
-    These are the run-time parts of quantized linears (input scale, rotation, branch), and the sizes of embeddings and
-    heads in 16 bit, which change where tokens are added (`resize_token_embeddings`).
+    These are the run-time parts of quantized linears (input scale, rotation, branch); of embeddings and heads in 16 bit
+    the sizes, which change where tokens are added (`resize_token_embeddings`), and whether they still share a weight,
+    which a learned rotation ends.
     """
     layers = []
     for layer in plan.layers:
         if layer.weight is None and layer.kind in (LayerKind.EMBEDDING, LayerKind.HEAD) and not layer.transposed:
             with suppress(AttributeError):  # the module is gone, or is another one
-                layers.append(replace(layer, shape=tuple(model.get_parameter(layer.tensor_name).shape)))
+                layers.append(_as_in(model, plan, layer))
     for layer in plan.quantized:
         if layer.kind not in (LayerKind.EXPERTS, LayerKind.EMBEDDING):
             try:
@@ -166,6 +167,20 @@ def plan_of_model(model: nn.Module, plan: Plan) -> Plan:
             if isinstance(module, QuantLinear):
                 layers.append(replace(layer, parts=Parts.of(module.parts)))
     return plan.replace_layers(layers)
+
+
+def _as_in(model: nn.Module, plan: Plan, layer: LayerPlan) -> LayerPlan:
+    """Returns an embedding or a head in 16 bit as the model has it.
+
+    Raises:
+        AttributeError: the model has no such parameter.
+    """
+    parameter = model.get_parameter(layer.tensor_name)
+    layer = replace(layer, shape=tuple(parameter.shape))
+    owner = plan.by_name.get(layer.tied_to or "")
+    if owner is None or owner.weight is not None or hold_same_values(parameter, model.get_parameter(owner.tensor_name)):
+        return layer
+    return replace(layer, tied_to=None, reason=f"{layer.reason}; no longer shares the weight of {layer.tied_to}")
 
 
 def layer_weights(name: str, weight: BlockScaledTensor) -> dict[str, BlockScaledTensor]:

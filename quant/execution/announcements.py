@@ -5,8 +5,10 @@ from __future__ import annotations
 from quant.calibration.listener import Listener
 from quant.calibration.placement import describe
 from quant.calibration.session import Session
+from quant.errors import megabytes
 from quant.models.open import Source
 from quant.recipes.plan import Plan
+from quant.recipes.solver_names import parse_solver
 
 
 def announce_device(listener: Listener, session: Session) -> None:
@@ -20,6 +22,16 @@ def announce_source(listener: Listener, source: Source) -> None:
     if source.quantization is not None:
         dtype = str(source.dtype).removeprefix("torch.")
         listener.message(f"the source is quantized ({source.quantization}); its weights are dequantized to {dtype}")
+
+
+def announce_untied_head(listener: Listener, plan: Plan) -> None:
+    """Says what the weight takes that a learned rotation gives to a head which has shared the embedding's."""
+    heads = [layer for layer in plan.layers if layer.weight is None and layer.tied_to is not None]
+    if heads and any(parse_solver(layer.solver).learns_rotation for layer in plan.quantized):
+        listener.message(
+            f"{heads[0].name} shares the weight of {heads[0].tied_to}; a learned rotation gives it one of its own, "
+            f"which takes {megabytes(sum(2 * head.numel for head in heads))} more in 16 bit"
+        )
 
 
 def announce_effort(listener: Listener, plan: Plan) -> None:

@@ -25,6 +25,7 @@ from quant.kernels.linear.oracle import kept_weights
 from quant.kernels.linear.quantized_module import QuantizedModule
 from quant.models.files import SourceKind
 from quant.models.open import open_model
+from quant.recipes.solver_names import parse_solver
 from quant.run.job import Decision, Job, SolvedModel
 from quant.runtime.attention import quantized_attention
 
@@ -140,7 +141,7 @@ def _compare(
     errors, continuation = {}, None
     with torch.no_grad(), prepared(models, torch.float32, job.session):
         # A merged scale or rotation changes the outputs of other layers too, which then say nothing of an error.
-        if not any(":merge" in layer.solver for layer in solved.plan.quantized):
+        if not any(parse_solver(layer.solver).merged for layer in solved.plan.quantized):
             errors = output_errors(*models, rows[0, :_COMPARED], [layer.name for layer in solved.plan.quantized])
         if job.source.is_causal_lm and quick:
             continuation = continuations(*models, rows[0, :_PROMPT].tolist(), decode, tokens=_ADDED)

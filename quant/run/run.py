@@ -17,6 +17,7 @@ from quant.calibration.listener import SILENT, Listener
 from quant.calibration.ranks import leave, rank_and_world, wait_for_all
 from quant.calibration.solvers.gptq import Gptq, compile_ahead
 from quant.calibration.solvers.solver import get_pipeline
+from quant.execution.announcements import announce_untied_head
 from quant.report.report import Report
 from quant.run.data import announce_time, read_data, verification_data
 from quant.run.decide import decide
@@ -56,6 +57,7 @@ def _compute(job: Job, decision: Decision) -> tuple[Decision, SolvedModel, Measu
     texts = verification_data(job, decision)
     baseline = baseline_of(job, decision, texts)
     announce_time(job, decision)
+    announce_untied_head(job.listener, decision.plan)
     with job.stages() as (staged, progress):
         decision = read_data(staged, decision)
         solved = solve(staged, decision, progress)

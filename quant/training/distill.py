@@ -27,12 +27,12 @@ from quant.calibration.evaluating import evaluating
 from quant.calibration.placement import device_of
 from quant.errors import UserError
 from quant.plan.callers_model import inner_model
+from quant.recipes.solver_names import parse_solver
 from quant.training.head import LogitHead, run_to_head
 from quant.training.kl import LogitTeacher, Teacher, chunked_kl
 from quant.training.rounding.rounded_weight import plan_in_training
 from quant.training.teacher_cache import CachedTeacher
 
-_MERGED = "rotation:merge"  # a solver
 _TINY = torch.finfo(torch.float32).tiny
 AnyTeacher = nn.Module | CachedTeacher | str | os.PathLike[str]
 
@@ -182,9 +182,11 @@ def _check_student(model: nn.Module, wants_hidden: bool) -> None:
             "its own loss"
         )
     plan = plan_in_training(model)
-    if wants_hidden and plan is not None and any(_MERGED in each.solver for each in plan.layers):
+    merged = [each.solver for each in plan.quantized if parse_solver(each.solver).merges_rotations] if plan else []
+    if wants_hidden and merged:
         raise UserError(
-            f"hidden: {_MERGED} rotated the student's hidden states, and the teacher's are as they were; pass hidden=0"
+            f"hidden: {merged[0]} rotated the student's hidden states, and the teacher's are as they were; pass "
+            "hidden=0"
         )
 
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from quant.api.quantize import quantize
 from quant.calibration.blocks import capture
-from quant.calibration.solvers.rotation_merge import find_residual, merge_head_rotation, merge_residual_rotation
+from quant.calibration.solvers.rotations.merge import find_residual, merge_head_rotation, merge_residual_rotation
 from quant.kernels.hadamard import hadamard_transform
 from quant.kernels.linear.modules import QuantLinear
 

@@ -12,7 +12,7 @@ from slow_cases import quick_cases
 from torch import nn
 
 from quant.api.quantize import quantize
-from quant.calibration.solvers import rotation_merge
+from quant.calibration.solvers.rotations import merge as rotation_merge
 from quant.calibration.walk import sequential
 from quant.execution import solve_blocks, solve_weights
 from quant.execution.solve_weights import apply_plan
@@ -157,6 +157,14 @@ def test_a_rotation_that_is_stopped_leaves_the_model_whole(monkeypatch: pytest.M
     monkeypatch.setattr(rotation_merge, "_merge_in_block", stop)
     model = tiny_models.llama(tie_word_embeddings=False, gain=2.0)
     checked(model, lambda m: quantize(m, "nvfp4", IDS, solver="rotation:merge+gptq"))
+
+
+def test_a_learned_rotation_that_is_stopped_ties_the_head_again(failing: Callable[[int], None]) -> None:
+    failing(3)
+    model = tiny_models.llama(tie_word_embeddings=True, gain=2.0)
+    checked(model, lambda m: quantize(m, "fp8", IDS, solver="rotation:learned+gptq"))
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert model.all_tied_weights_keys == {"lm_head.weight": "model.embed_tokens.weight"}
 
 
 def test_apply_plan_and_training_leave_the_model_whole(failing: Callable[[int], None]) -> None:

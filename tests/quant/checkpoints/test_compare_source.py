@@ -94,7 +94,7 @@ def test_a_source_in_one_file_is_refused_with_the_way_out(name: str, pair: tuple
     assert "leave out --source, which checks the checkpoint alone" in result.stderr
 
 
-@pytest.mark.parametrize("solver", ["gptq", "awq+gptq", "rotation:merge+rtn", "awq:merge+rtn"])
+@pytest.mark.parametrize("solver", ["gptq", "awq+gptq", "rotation:merge+rtn", "rotation:learned+rtn", "awq:merge+rtn"])
 def test_tensors_that_a_solver_changes_are_explained(tmp_path: Path, solver: str) -> None:
     """The run itself stops at a difference that nothing explains; here it ends, and the report has the reasons."""
     model = tmp_path / "model"

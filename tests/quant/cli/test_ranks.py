@@ -20,16 +20,18 @@ from typing import Any
 import pytest
 import tiny_models
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from quant.calibration import fast_matmul, ranks, statistics
 from quant.calibration.ranks import Exchange, gathered, number_of, own_batches
 from quant.calibration.solvers import factor, rows
+from quant.checkpoints.load import load
 from quant.cli.evaluate import evaluate_command
 from quant.cli.quantize import quantize_command
 from quant.cli.ranks import launch, watch
 from quant.execution import store as store_module
 from quant.execution.store import partial_path
+from quant.models.open import open_model
 
 ROWS, SEQLEN = 16, 32  # four batches of the walk
 _SECONDS = 120
@@ -156,6 +158,20 @@ def test_ranks_measure_gradients_together(home: Path, tmp_path: Path) -> None:
     layers = json.loads((tmp_path / "out" / "plan.json").read_text())["layers"]
     reasons = [layer["reason"] for layer in layers if layer["weight"]]
     assert reasons and not any("as by gptq" in reason for reason in reasons)
+
+
+def test_ranks_rotate_by_one_matrix(home: Path, tmp_path: Path) -> None:
+    """The fifth of five ranks has no rows to learn from. Blocks that were rotated otherwise would not fit together."""
+    run(options(home, "llama", tmp_path / "out", "--format=fp8", "--solver=rotation:learned+gptq"), 5, tmp_path / "log")
+    layers = json.loads((tmp_path / "out" / "plan.json").read_text())["layers"]
+    rotated = [layer["name"] for layer in layers if "rotated with the residual stream, as learned" in layer["reason"]]
+    assert len(rotated) == 2 * 7
+    rows = load_file(home / "rows.safetensors")["input_ids"]
+    original = open_model(home / "llama").model
+    assert original is not None
+    with torch.no_grad():
+        expected, ours = (model(rows).logits.float() for model in (original, load(tmp_path / "out")))
+    assert float((ours - expected).norm() / expected.norm()) < 0.1
 
 
 def test_ranks_without_rows_and_evaluation(home: Path, tmp_path: Path) -> None:

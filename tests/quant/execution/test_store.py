@@ -86,6 +86,7 @@ CASES = [
     ("llama/sharded", "nvfp4", "awq+gptq"),
     ("llama/wide", "int4a16", "lowrank:8+gptq"),
     ("llama", "fp8_channel", "rotation:merge+mse"),
+    ("llama", "fp8", "rotation:learned+gptq"),
     ("qwen3_moe", "nvfp4", "gptq"),
     ("qwen3_moe/sharded", "nvfp4", "mse"),
     ("mixtral", "fp8", "rtn"),

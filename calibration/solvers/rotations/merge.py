@@ -25,6 +25,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from quant.calibration.attention_names import text_config
 from quant.calibration.blocks import Call, all_arguments, capture, in_float64, output_of, removing
 from quant.calibration.solvers.fold import modules_in_order
 from quant.calibration.solvers.rotation import rotation_block
@@ -36,6 +37,9 @@ _TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-5, torch.float16: 2e-2, tor
 _PASSES = {"to", "clone", "contiguous", "float", "type_as", "detach", "dropout", "mul", "div", "__mul__", "__rmul__"}
 _PASSES |= {"__getitem__", "view", "reshape", "truediv", "__truediv__"}
 _ADDS = {"add", "__add__", "__radd__"}
+
+Turn = Callable[[torch.Tensor], torch.Tensor]
+"""Rotates vectors along the last dimension of a float64 tensor."""
 
 
 @dataclass(frozen=True)
@@ -102,18 +106,23 @@ def _merge_in_block(model: nn.Module, owner: str, call: Call, name: str) -> int:
             continue
         size = merge_head_rotation(block, call, producer, reader)
         if size:
-            _rotate(model.get_submodule(f"{owner}.{producer}"), size, inputs=False)
-            _rotate(model.get_submodule(name), size, inputs=True)
+            _rotate(model.get_submodule(f"{owner}.{producer}"), _hadamard(size), inputs=False)
+            _rotate(model.get_submodule(name), _hadamard(size), inputs=True)
             return size
     return 0
 
 
-def merge_residual_rotation(model: nn.Module, run: Callable[[nn.Module], Any]) -> Residual:
+def merge_residual_rotation(
+    model: nn.Module, run: Callable[[nn.Module], Any], rotation: torch.Tensor | None = None
+) -> Residual:
     """Rotates the residual stream, in place, at no cost at run time.
 
     Args:
         model: changed: norm weights become 1, writers and readers are rotated.
         run: calls the model on any valid input, without a cache, and gives its output.
+        rotation: R, orthonormal, float64 `[width, width]`, with which a stream x becomes R x. A head that shares the
+            embedding's weight then gets a weight of its own. None rotates blocks by a Hadamard matrix, and refuses
+            such a head.
 
     Returns:
         The stream that was rotated.
@@ -124,24 +133,52 @@ def merge_residual_rotation(model: nn.Module, run: Callable[[nn.Module], Any]) -
     """
     with torch.no_grad():
         residual = find_residual(model, run)
-        # Writer and reader of one weight would need H W and W H at once.
-        if residual.tied:
+        # Writer and reader of one weight would need R W and W Rᵀ at once.
+        if residual.tied and rotation is None:
             raise ValueError(
                 f"{residual.tied[0]} shares its weight with the embedding, and after a rotation the two differ"
             )
-        block = rotation_block(residual.width)
+        turn = _hadamard(rotation_block(residual.width)) if rotation is None else _by_matrix(rotation)
         before = output_of(run(model)).clone()
         # Norms too, whose weights become 1.
         touched = [*residual.writers, *residual.readers, *(n for names in residual.readers.values() for n in names)]
         with _restored_on_error(model, touched):
+            for name in residual.tied:
+                module: Any = model.get_submodule(name)
+                module.weight = nn.Parameter(module.weight.detach().clone(), module.weight.requires_grad)
             for norm, readers in residual.readers.items():
-                gain = _take_gain(model.get_submodule(norm), norm)
+                gain, neutral = gain_of(model.get_submodule(norm), norm)
+                # The module then multiplies by exactly 1.
+                model.get_parameter(f"{norm}.weight").fill_(neutral)
                 for name in readers:
-                    _rotate(model.get_submodule(name), block, inputs=True, gain=gain)
+                    _rotate(model.get_submodule(name), turn, inputs=True, gain=gain)
             for name in residual.writers:
-                _rotate(model.get_submodule(name), block, inputs=False)
+                _rotate(model.get_submodule(name), turn, inputs=False)
             _check_unchanged(before, output_of(run(model)), "rotating the residual stream")
+    if residual.tied:
+        _keep_untied(model, residual.tied)
     return residual
+
+
+def _keep_untied(model: Any, names: Sequence[str]) -> None:
+    """Tells a model of transformers that layers have weights of their own, or `tie_weights` would undo that."""
+    for prefix, module in model.named_modules():
+        own = {f"{name}.weight".removeprefix(f"{prefix}." if prefix else "") for name in names}
+        if own & (ties := getattr(module, "all_tied_weights_keys", {})).keys():
+            # A new dictionary: whoever restores the model after an error has the old one.
+            module.all_tied_weights_keys = {name: source for name, source in ties.items() if name not in own}
+    config = getattr(model, "config", None)
+    for each in (config, text_config(config)):
+        if getattr(each, "tie_word_embeddings", False):
+            each.tie_word_embeddings = False  # type: ignore[union-attr]
+
+
+def _hadamard(block: int) -> Turn:
+    return lambda x: hadamard_transform(x, block)
+
+
+def _by_matrix(rotation: torch.Tensor) -> Turn:
+    return lambda x: x @ rotation.to(x.device).mT
 
 
 def find_residual(model: nn.Module, run: Callable[[nn.Module], Any]) -> Residual:
@@ -245,8 +282,8 @@ def _is_norm(module: nn.Module, width: int) -> bool:
     return isinstance(weight, nn.Parameter) and weight.shape == (width,)
 
 
-def _take_gain(module: nn.Module, name: str) -> torch.Tensor:
-    """Returns the factors of an RMS norm, float64, which it then no longer applies.
+def gain_of(module: nn.Module, name: str) -> tuple[torch.Tensor, float]:
+    """Returns the factors of an RMS norm, float64 `[width]`, and the weight with which it would multiply by 1.
 
     Raises:
         ValueError: the module does something else than divide by the root mean square and multiply by its weight,
@@ -263,13 +300,11 @@ def _take_gain(module: nn.Module, name: str) -> torch.Tensor:
         # Gemma's norms multiply by 1 + weight.
         gain = weight.double() + offset
         if float((y - plain * gain).norm()) <= near * float(y.norm()):
-            # The module then multiplies by exactly 1, whichever way it counts.
-            weight.fill_(1 - offset)
-            return gain
+            return gain, 1.0 - offset
     raise ValueError(f"{name}: not an RMS norm (it has a mean or a bias), so its input cannot be rotated")
 
 
-def _rotate(module: nn.Module, block: int, *, inputs: bool, gain: torch.Tensor | None = None) -> None:
+def _rotate(module: nn.Module, turn: Turn, *, inputs: bool, gain: torch.Tensor | None = None) -> None:
     """Rotates a module's inputs, or its outputs, in float64; `gain` multiplies its input channels before."""
     weight = module.weight
     assert isinstance(weight, nn.Parameter)
@@ -277,25 +312,27 @@ def _rotate(module: nn.Module, block: int, *, inputs: bool, gain: torch.Tensor |
     wide = weight.double() if gain is None else weight.double() * gain
     # y R for y = x Wᵀ is x (Rᵀ W)ᵀ: rows of W are rotated. An embedding's rows are y already, so its columns are.
     along_rows = not inputs and not isinstance(module, nn.Embedding)
-    turned = hadamard_transform(wide.mT, block).mT if along_rows else hadamard_transform(wide, block)
+    turned = turn(wide.mT).mT if along_rows else turn(wide)
     # A new tensor: whoever holds the old one, to restore it after an error, still has the original values. It keeps the
     # strides of the old one, because products round differently over another layout.
     weight.data = torch.empty_like(weight).copy_(turned)
     bias = getattr(module, "bias", None)
     if isinstance(bias, nn.Parameter) and not inputs:
         # A bias is added to the output, so it is rotated with it; rotating inputs does not change it.
-        bias.copy_(hadamard_transform(bias.double(), block))
+        bias.copy_(turn(bias.double()))
 
 
 @contextmanager
 def _restored_on_error(model: nn.Module, names: Sequence[str]) -> Iterator[None]:
     """Restores the parameters of the modules `names` if an error is raised."""
     modules = [model.get_submodule(name) for name in dict.fromkeys(names)]
-    originals = [(p, p.detach().clone()) for module in modules for p in module.parameters(recurse=False)]
+    originals = [(m, n, p, p.detach().clone()) for m in modules for n, p in m._parameters.items() if p is not None]
     try:
         yield
     except BaseException:
-        for parameter, old in originals:
+        for module, name, parameter, old in originals:
+            # A head that got a weight of its own shares the embedding's again.
+            setattr(module, name, parameter)
             parameter.copy_(old)
         raise
 
@@ -326,8 +363,8 @@ def merge_head_rotation(block: nn.Module, call: Call, producer: str, reader: str
         while size >= 16:
             try:
                 with _restored_on_error(block, [producer, reader]):
-                    _rotate(first, size, inputs=False)
-                    _rotate(second, size, inputs=True)
+                    _rotate(first, _hadamard(size), inputs=False)
+                    _rotate(second, _hadamard(size), inputs=True)
                     after = output_of(block(*call.args, **call.kwargs))
                     _check_unchanged(before, after, f"rotating {producer} and {reader}")
                 return size
