@@ -187,6 +187,13 @@ class SwitchableModel:
         """Returns the candidate that is chosen for a group."""
         return self.candidates[self.choice.get(group, KEPT.name)]
 
+    def use(self, solutions: Mapping[Key, GroupSolution]) -> None:
+        """Takes the groups that another solver has solved from `solutions` from now on."""
+        self.solutions = self.weights.solutions = solutions
+        self._input_scales.clear()
+        self.weights.clear_dense()
+        self.forget_inputs()
+
     @contextmanager
     def caching(self, cache: CallCache) -> Iterator[None]:
         """Writes calls of layers to `cache`, or takes them from it, while open."""

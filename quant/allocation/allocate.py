@@ -5,7 +5,8 @@
     measure    the joint loss of that choice, with all groups quantized together
     correct    one backward pass at the quantized model gives the gain of each change there; the best few are made,
                measured again, and kept if they did gain
-    search     changes and exchanges near that, each measured, until none helps `quant.allocation.search`
+    search     changes and exchanges near that, each measured, until none helps `quant.allocation.search`, or in a
+               model that the plan's solver has solved `quant.allocation.where_solved`
 
 Scores are estimates that add up. They ignore that errors of different groups cancel or amplify each other, and that the
 loss does not grow in proportion to the error. So a limit on the loss is never checked by the sum: `--max-kl` searches
@@ -42,6 +43,7 @@ from quant.allocation.options import DEFAULT_FORMATS, OptionArguments, Options, 
 from quant.allocation.real_solver import RealSolver
 from quant.allocation.record import AllocationRecord, Chosen, Uniform, Verified
 from quant.allocation.space import Space
+from quant.allocation.where_solved import better_where_solved, can_measure_where_solved
 from quant.calibration.blocks import stored_dtype
 from quant.calibration.evaluating import evaluating, prepared
 from quant.calibration.listener import Progress
@@ -157,7 +159,11 @@ def allocate(
         expected=len(space.candidates) + effort.rounds + (5 if goal.has_limit else 0)
         + effort.probes(texts.searched.device),
     )  # fmt: skip
-    loop = Loop(problem, space, bench, goal, effort)
+    where_solved = not goal.has_limit and can_measure_where_solved(
+        space, settings.solver, rows, texts.searched.device, effort
+    )
+    # A solved model is searched instead.
+    loop = Loop(problem, space, bench, goal, replace(effort, measurements=0) if where_solved else effort)
     # Layers are switchable only inside; afterwards the model has its own modules again.
     with switchable.ready():
         best = loop.run()
@@ -170,7 +176,11 @@ def allocate(
 
     # So far groups were rounded by a stand-in or solved one by one. The plan's solver decides in the end.
     if scoring.solver != settings.solver or scoring.solutions:
-        decision = decision.solved(RealSolver(model, loop, plan_of, rows, settings.dtype, session), goal)
+        real = RealSolver(model, loop, plan_of, rows, settings.dtype, session)
+        if where_solved:
+            loop.effort = effort
+            decision = decision._replace(best=better_where_solved(real, decision.best))
+        decision = decision.solved(real, goal)
     seconds = time.perf_counter() - started
     record = AllocationRecord(
         goal.budget, _chosen(decision.best, loop), curve, decision.uniform, tuple(loop.rounds), seconds,

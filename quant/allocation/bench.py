@@ -39,6 +39,7 @@ class Effort:
         search_rows: rows for the local search.
         measurements: the number of measurements of the local search; None for 500 on a GPU, where they take seconds,
             and none on a CPU.
+        solved_rows: rows on which single changes are measured in a solved model.
         rounds: rounds of corrections.
         solves: quantizations with a solver that works from data.
         points: points of the Pareto curve.
@@ -48,6 +49,7 @@ class Effort:
     check_rows: int = 8
     search_rows: int = 8
     measurements: int | None = None
+    solved_rows: int = 32
     rounds: int = 2
     solves: int = 3
     points: int = 17

@@ -201,7 +201,7 @@ class Loop:
                 else measured < present.measured
             )
             if ratio <= 1 and better:
-                self._explain(present, choice, measured)
+                self._explain(present.choice, choice, present.measured, measured)
                 present, gains = MeasuredChoice(choice, measured), None
             else:
                 # Linear gains were extrapolated too far: the same gains hold for a shorter step.
@@ -227,8 +227,19 @@ class Loop:
         ratio = self._ratio_of(choice, measured) if self.goal.has_limit else 0.0
         if ratio > 1 or measured >= present.measured:
             return present
-        self._explain(present, choice, measured)
+        self._explain(present.choice, choice, present.measured, measured)
         return MeasuredChoice(choice, measured)
+
+    def change(self, present: MeasuredChoice, choice: np.ndarray, before: float, after: float) -> MeasuredChoice:
+        """Returns another choice, measured here, that was found better in another way.
+
+        Args:
+            present: the choice so far.
+            choice: the better one.
+            before, after: losses of both, by that way.
+        """
+        self._explain(present.choice, choice, before, after, " in a solved model")
+        return MeasuredChoice(choice, self._note(choice, present.measured * after / before))
 
     def _against_uniform(self, present: MeasuredChoice) -> MeasuredChoice:
         """Returns one format for all groups where that is within the budgets and measured to be better.
@@ -287,10 +298,12 @@ class Loop:
             return None, math.nan
         return choice, present.measured + local.total(SCORE, choice)
 
-    def _explain(self, present: MeasuredChoice, choice: np.ndarray, measured: float) -> None:
+    def _explain(
+        self, present: np.ndarray, choice: np.ndarray, before: float, after: float, measured_where: str = ""
+    ) -> None:
         names = self.problem.candidates
-        for group, old, new in zip(self.problem.groups, present.choice, choice, strict=True):
+        for group, old, new in zip(self.problem.groups, present, choice, strict=True):
             if old != new:
                 self.corrected[group] = (
-                    f"changed from {names[old]} after measuring: joint loss {present.measured:.4g} → {measured:.4g}"
+                    f"changed from {names[old]} after measuring{measured_where}: joint loss {before:.4g} → {after:.4g}"
                 )

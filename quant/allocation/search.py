@@ -68,6 +68,14 @@ class Search:
             present = self._start(choice)
         return choice
 
+    def gains(self, choice: np.ndarray) -> np.ndarray:
+        """Returns the measured change of the loss by each change of one group of `choice`, `[G, F]`.
+
+        Infinite where it was not measured: for formats that a group cannot take, and, if measurements are fewer than
+        twice the changes, for those that scores find least promising.
+        """
+        return self._flips(choice, self._start(choice))
+
     def loss_of(self, choice: np.ndarray) -> float:
         """Returns the loss of a choice that the search has measured."""
         return self.losses[key_of(choice)]

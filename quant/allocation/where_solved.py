@@ -1,0 +1,125 @@
+"""`better_where_solved` chooses formats for a budget by measuring in a model that the solver has solved as a whole.
+
+A solver such as GPTQ lets each layer make up for errors of the layers before it. Solved one by one, groups show errors
+that the whole model no longer has, of queries and keys above all, and a choice by these gains little more than one at
+random. So the whole model is solved once, in the smallest formats, and the loss of every single change is measured
+there:
+
+    solve      all groups in their smallest format, without the correction of the residual stream, which fits one
+               choice of formats exactly and misleads once another is measured
+    measure    the joint loss with one group in another format, on rows that this solution was not made from
+    choose     the best choice within the budget by these differences, if it measures better there than the present one
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from quant.allocation.bench import Effort
+from quant.allocation.loop import MeasuredChoice
+from quant.allocation.real_solver import RealSolver
+from quant.allocation.search import Search
+from quant.allocation.space import Space
+from quant.calibration.sensitivity.baseline import Baseline
+from quant.calibration.sensitivity.group_solutions import GroupSolution, Key
+from quant.calibration.sensitivity.knapsack import KnapsackProblem, solve
+from quant.calibration.sensitivity.switchable_model import SwitchableModel
+from quant.calibration.session import Session
+from quant.calibration.solvers.gptq import Gptq
+from quant.calibration.solvers.solver import get_pipeline
+from quant.execution.solve import solve_plan
+from quant.kernels.linear.modules import QuantLinear
+from quant.recipes.layer_kind import LayerKind
+
+_SOLVER = "gptq_plain"
+_LEAST_ROWS = 4
+
+
+def can_measure_where_solved(
+    space: Space, solver: str, rows: torch.Tensor, device: torch.device, effort: Effort
+) -> bool:
+    """Returns whether `better_where_solved` applies.
+
+    It measures hundreds of times, for which a GPU is fast enough, and it replaces linear layers one by one, so that
+    the solver may do nothing but round: scales and rotations are partly in the modules before.
+    """
+    pipeline = get_pipeline(solver)
+    layers = [layer for members in space.groups.values() for layer in members]
+    return (
+        effort.probes(device) > 0
+        and isinstance(pipeline.rounding, Gptq)
+        and not pipeline.transforms
+        and not pipeline.reshapes
+        and not any(candidate.rank for candidate in space.candidates.values())
+        and all(layer.kind == LayerKind.LINEAR for layer in layers)
+        and _measured_rows(len(rows), effort) >= _LEAST_ROWS
+    )
+
+
+def better_where_solved(real: RealSolver, present: MeasuredChoice) -> MeasuredChoice:
+    """Returns a choice that measures better in a solved model, or `present` if there is none.
+
+    Args:
+        real: the solver of the plan, with the model, the calibration rows and the budget.
+        present: a choice within the budget.
+    """
+    loop, bench, space = real.loop, real.loop.bench, real.loop.space
+    # Every n-th row is measured on, as rows of a mixture are of many kinds in turn.
+    every = len(real.rows) // _measured_rows(len(real.rows), loop.effort)
+    is_measured = torch.arange(len(real.rows), device=real.rows.device) % every == 0
+    problem, limits = loop.problem, space.limits(loop.goal)
+    base = np.where(problem.allowed, problem.costs["bytes"], np.inf).argmin(axis=1)
+    solutions = _solutions(real, base, real.rows[~is_measured])
+    # A search spends half of its measurements on single changes, after one of the present choice.
+    flips = int(problem.allowed.sum()) - len(base)
+    count = min(2 * flips + 1, loop.effort.probes(bench.searched.device))
+    with _solved(bench.switchable, solutions), bench.switchable.ready():
+        rows = real.rows[is_measured].to(bench.searched.device)
+        baseline = Baseline(bench.switchable, bench.divergence, rows)
+        search = Search(problem, limits, baseline, space.named, count, bench.probe)
+        gains = KnapsackProblem(problem.groups, problem.candidates, search.gains(base), problem.costs)
+        choice = solve(gains, limits)
+        before, after = (baseline.loss(space.named(each)) for each in (present.choice, choice))
+    if after >= before:
+        return present
+    with bench.switchable.ready():
+        return loop.change(present, choice, before, after)
+
+
+def _measured_rows(rows: int, effort: Effort) -> int:
+    # A quarter of few rows; the others solve.
+    return min(effort.solved_rows, rows // 4)
+
+
+def _solutions(real: RealSolver, choice: np.ndarray, rows: torch.Tensor) -> dict[Key, GroupSolution]:
+    """Returns the groups of a choice as the plan's solver solves them in the whole model."""
+    plan, space = real.plan_of(choice), real.loop.space
+    plan = plan.replace_layers(replace(layer, solver=_SOLVER) for layer in plan.quantized)
+    model = solve_plan(copy.deepcopy(real.model), plan, rows, Session(real.session.device)).model
+    solutions: dict[Key, GroupSolution] = {}
+    for group, candidate in space.named(choice).items():
+        layers = {member.name: model.get_submodule(member.name) for member in space.groups[group]}
+        quantized = {name: layer for name, layer in layers.items() if isinstance(layer, QuantLinear)}
+        if quantized:
+            # Layers of a group share their input, and its scale.
+            scale = next(iter(quantized.values())).input_scale
+            weights = {name: layer.quantized_weight for name, layer in quantized.items()}
+            solutions[group, candidate] = GroupSolution(weights, input_scale=scale)
+    return solutions
+
+
+@contextmanager
+def _solved(switchable: SwitchableModel, solutions: dict[Key, GroupSolution]) -> Iterator[None]:
+    """Uses other solutions for some groups while open."""
+    before = switchable.solutions
+    switchable.use({**before, **solutions})
+    try:
+        yield
+    finally:
+        switchable.use(before)
