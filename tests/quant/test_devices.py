@@ -26,11 +26,13 @@ from quant.allocation.allocate import score
 from quant.calibration import placement
 from quant.calibration.blocks import block_names, capture, equal_but_hidden
 from quant.calibration.evaluating import without_cache
+from quant.calibration.outputs.gradients import OutputMoments
 from quant.calibration.placement import find_device, placed
 from quant.calibration.session import Session
 from quant.calibration.walk.chain import BlockStore
 from quant.calibration.walk.group import Settings
 from quant.calibration.walk.model_walk import ModelWalk
+from quant.calibration.walk.steps import learn_rotation
 from quant.evaluation.evaluate import evaluate
 from quant.execution.mixed_text import mixed_text
 from quant.kernels.linear.expert_modules import QuantExperts
@@ -122,6 +124,7 @@ CASES += [
     for solver in (*QUICK_SOLVERS, *SLOW_SOLVERS)
     for format in formats_for(solver)
 ]
+CASES += [pytest.param("cuda", "awq:merge+rotation:learned+kfac", "fp8", marks=pytest.mark.gpu)]
 
 
 @pytest.mark.parametrize(("name", "solver", "format"), CASES)
@@ -133,6 +136,17 @@ def test_every_solver(name: str, solver: str, format: str) -> None:
     assert [m.weight for m in found.plan.layers] == [m.weight for m in wanted.plan.layers]
     for here, there in zip(wanted.layers, found.layers, strict=True):
         assert (there.relative_error or 0.0) == pytest.approx(here.relative_error or 0.0, rel=0.2, abs=1e-3), here.name
+
+
+@pytest.mark.slow
+def test_a_learned_rotation(where: None, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The matrix is learned on the device, and multiplies there what the device has no room for."""
+    solver, no_gradients = "rotation:learned+rtn", OutputMoments(missing={"all": "the second device has none"})
+    monkeypatch.setattr(learn_rotation, "output_moments", lambda *args, **options: no_gradients)
+    wanted, found = (quant.quantize(base(), "fp8", ROWS, solver=solver, device=each) for each in (None, device))
+    check_home(found.model)
+    check_as_good(found.model, wanted.model, base())
+    assert all("as learned" in layer.reason for layer in found.plan.quantized if "q_proj" in layer.name)
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,8 @@
 
 **Residual stream.** Embeddings and output projections add into it, norms read it. With R orthonormal, every writer
 gives y R instead of y. Once the weight of an RMS norm has moved into the layers that read it, the norm of x R is the
-norm of x times R, and these layers get W R for W. The model's output is the same, and the stream has no outlier
-channels (QuaRot's R1).
+norm of x times R, and these layers get W R for W. The model's output is the same. With blocks of Hadamard matrices the
+stream has no outlier channels (QuaRot's R1); `learn` finds a matrix for FP8.
 
 **Within heads.** Attention mixes tokens, not the channels of a value. Rotating a value projection's rows, block by
 block within each head, is undone by the columns of the output projection (R2).
@@ -178,7 +178,8 @@ def _hadamard(block: int) -> Turn:
 
 
 def _by_matrix(rotation: torch.Tensor) -> Turn:
-    return lambda x: x @ rotation.to(x.device).mT
+    # Where the matrix is, which may be a GPU that has no room for the model.
+    return lambda x: (x.to(rotation.device) @ rotation.mT).to(x.device)
 
 
 def find_residual(model: nn.Module, run: Callable[[nn.Module], Any]) -> Residual:

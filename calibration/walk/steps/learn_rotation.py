@@ -97,6 +97,7 @@ def merge_learned_rotation(
         _check_memory(readers, session)
     try:
         rotation = finished.tensors["rotation"] if finished else _learned(model, readers, batches, session)
+        rotation = rotation.to(session.device or home)
         residual = merge_residual_rotation(model.to(device), lambda m: m(few.to(device)), rotation)
     except ValueError as error:
         return _left_out(layers, error)
@@ -149,7 +150,7 @@ def _learned(
     every = max(sum(gathered(sum(map(len, batches)))) // LEARNING_ROWS, 1)
     rotation = learned_rotation(*_measure(model, readers, batches[::every], session))
     # GPUs of several kinds may round differently.
-    return from_first(rotation.cpu).to(rotation.device)
+    return from_first(rotation.cpu)
 
 
 def _measure(
