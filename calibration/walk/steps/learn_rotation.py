@@ -18,7 +18,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -147,7 +146,8 @@ def _learned(
     model: nn.Module, readers: Sequence[_Reader], batches: Sequence[torch.Tensor], session: Session
 ) -> torch.Tensor:
     """Returns the rotation `[width, width]`, float64, the same on all ranks."""
-    every = max(sum(gathered(sum(map(len, batches)))) // LEARNING_ROWS, 1)
+    rows = sum(len(batch) if isinstance(batch, torch.Tensor) else 1 for batch in batches)
+    every = max(sum(gathered(rows)) // LEARNING_ROWS, 1)
     rotation = learned_rotation(*_measure(model, readers, batches[::every], session))
     # GPUs of several kinds may round differently.
     return from_first(rotation.cpu)
@@ -163,43 +163,49 @@ def _measure(
     device = session.device or device_of(model)
     width = len(readers[0].gain)
     moments = torch.zeros(len(readers), width, width, dtype=torch.float32, device=device)
-    hooks = []
-    for moment, reader in zip(moments, readers, strict=True):
-        add = partial(_add, moment, outputs.token_weights.get(reader.name, []), [])
-        hooks.append(model.get_submodule(reader.norm).register_forward_hook(add, with_kwargs=True))
+    sums = [
+        _InputMoment(moment, outputs.token_weights.get(reader.name, []))
+        for moment, reader in zip(moments, readers, strict=True)
+    ]
+    hooks = [
+        model.get_submodule(reader.norm).register_forward_hook(each, with_kwargs=True)
+        for each, reader in zip(sums, readers, strict=True)
+    ]
     with removing(hooks), placed(model, session.device) as there, fast_matmul():
         for batch in batches:
             model(batch.to(there))
     exchange = Exchange(device)
-    for moment in moments:
-        rank, own = session.rank, moment.clone()
-        moment.zero_()
-        for _, (part,) in exchange.in_order([(rank, [own])]):
-            moment += part
-    moments /= sum(gathered(sum(batch.numel() for batch in batches)))
-    weights = torch.stack([_weights_moment(model, reader, outputs, device) for reader in readers])
+    for each, moment in zip(sums, moments, strict=True):
+        parts = [part for _, (part,) in exchange.in_order([(session.rank, [moment.clone()])])]
+        torch.sum(torch.stack(parts), 0, out=moment)
+        moment /= sum(gathered(each.tokens))
+    weights = torch.empty_like(moments)
+    for weight, reader in zip(weights, readers, strict=True):
+        weight.copy_(_weights_moment(model, reader, outputs, device))
     if not outputs.moments:
         # The energy of outputs is tr(M H).
         weights /= (moments * weights).sum((1, 2), keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
     return moments, weights
 
 
-def _add(
-    moment: torch.Tensor,
-    token_weights: Sequence[torch.Tensor],
-    seen: list[None],
-    module: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-    result: Any,
-) -> None:
-    """Adds the second moment of a norm's output, without its weights, of one batch."""
-    x = all_arguments(args, kwargs)[0].float().flatten(0, -2)
-    x = x * x.square().mean(-1, keepdim=True).clamp(min=torch.finfo(x.dtype).tiny).rsqrt()
-    if token_weights:
-        x = x * token_weights[len(seen)].to(x)[:, None]
-        seen.append(None)
-    moment += columns_product(x, x)
+class _InputMoment:
+    """A forward hook of a norm, which adds up the second moment of its output without its weights.
+
+    Args:
+        total: float32 `[width, width]`, to which it is added.
+        token_weights: weights of the tokens of each batch; none where all count alike.
+    """
+
+    def __init__(self, total: torch.Tensor, token_weights: Sequence[torch.Tensor]) -> None:
+        self.total, self.token_weights, self.batches, self.tokens = total, token_weights, 0, 0
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
+        x = all_arguments(args, kwargs)[0].float().flatten(0, -2)
+        x = x * x.square().mean(-1, keepdim=True).clamp(min=torch.finfo(x.dtype).tiny).rsqrt()
+        if self.token_weights:
+            x = x * self.token_weights[self.batches].to(x)[:, None]
+        self.total += columns_product(x, x)
+        self.batches, self.tokens = self.batches + 1, self.tokens + len(x)
 
 
 def _weights_moment(model: nn.Module, reader: _Reader, outputs: OutputMoments, device: torch.device) -> torch.Tensor:
