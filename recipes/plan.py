@@ -308,7 +308,7 @@ class Plan:
         `plan.set("*.mlp.*", "fp8").set("*.layers.0.*", "16bit")` makes two changes; `quant.edit_plan` takes many.
 
         Args:
-            glob: over whole names of layers, case-sensitive; `*` crosses dots.
+            glob: over layer names, as in `quant.recipes.recipe.matched`.
             format: `FORMAT[:SOLVER][@INPUT]`, such as "fp8_channel:gptq@fp8_token"; "16bit" for no format.
             whole_groups: extends the change to the fusion groups of the layers that match.
 

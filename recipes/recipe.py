@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import dataclasses
 import tomllib
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
-from glob import escape
+from fnmatch import fnmatchcase
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ class Rule:
     """One exception.
 
     Attributes:
-        match: glob over layer names, case-sensitive; `*` crosses dots.
+        match: glob over layer names, as in `matched`.
         weight: format name, or "keep" for 16 bit (or "16bit", "bf16", "fp16"); None leaves the format of earlier rules.
         activation: the same for the input.
         solver: the same for the solver.
@@ -124,16 +124,24 @@ class Recipe:
         return cls.from_dict({"name": path.stem, **fields}, str(path))
 
 
-def as_glob(text: str, names: Collection[str]) -> str:
-    """Returns the glob that a user means by `text`: for the exact name of a layer, one that matches this layer alone.
+def matched(globs: str | Iterable[str], names: Collection[str]) -> dict[str, None]:
+    """Returns the names that a glob matches, in their order and without values: a set that keeps the order.
 
-    As a glob, `heads[0]` would match `heads0`, and not the layer of that name.
+    This is the one meaning of globs: in recipes, plans, budgets, low-precision training and prediction heads. A glob is
+    over whole names and case-sensitive, and `*` crosses dots. One that is the exact name of a layer means that layer
+    alone: as a glob, `heads[0]` would match `heads0`, and not the layer of that name.
 
     Args:
-        text: a glob over layer names, or a name.
-        names: the names of the layers.
+        globs: a glob, or several, of which one has to match.
+        names: the names of all layers that the user may mean.
     """
-    return escape(text) if text in names else text
+    globs = [globs] if isinstance(globs, str) else list(globs)
+    ordered = dict.fromkeys(names)
+    exact = {glob for glob in globs if glob in ordered}
+    patterns = [glob for glob in globs if glob not in exact]
+    return dict.fromkeys(
+        name for name in ordered if name in exact or any(fnmatchcase(name, pattern) for pattern in patterns)
+    )
 
 
 def presets() -> dict[str, Recipe]:

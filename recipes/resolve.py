@@ -19,14 +19,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Collection, Mapping, Sequence
-from fnmatch import fnmatchcase
+from collections.abc import Iterable, Mapping, Sequence, Set
 
 from quant.formats.format import Format, cache_format, is_16bit
 from quant.recipes.layer_kind import LayerKind
 from quant.recipes.layers import ROUTER, Layer
 from quant.recipes.plan import LayerPlan, Plan, groups_of
-from quant.recipes.recipe import KEEP, Recipe, Rule, as_glob, named_format
+from quant.recipes.recipe import KEEP, Recipe, Rule, matched, named_format
 from quant.recipes.shared_inputs import group_name
 
 QUANTIZABLE = (LayerKind.LINEAR, LayerKind.EXPERTS, LayerKind.CONV)
@@ -77,25 +76,21 @@ def resolve(
     Raises:
         ValueError: a glob matches no layer, or rules give members of one fusion group different formats.
     """
-    all_names = {layer.name for layer in layers}
-    only = [as_glob(glob, all_names) for glob in only]
-    rules = (
-        dataclasses.replace(rule, match=as_glob(rule.match, all_names), reason=rule.reason or f"rule {rule.match!r}")
-        for rule in recipe.rules
-    )
-    recipe = dataclasses.replace(recipe, rules=tuple(rules))
-    for glob in (*(rule.match for rule in recipe.rules), *only):
-        if not any(fnmatchcase(layer.name, glob) for layer in layers):
-            names = ", ".join(layer.name for layer in layers[:3])
-            raise ValueError(f"glob {glob!r} matches no layer; this model's layers are called {names}, …")
-    quantizable = [layer.name for layer in layers if layer.kind in QUANTIZABLE]
+    names = [layer.name for layer in layers]
+    globs = {glob: matched(glob, names).keys() for glob in (*(rule.match for rule in recipe.rules), *only)}
+    for glob, its_names in globs.items():
+        if not its_names:
+            examples = ", ".join(names[:3])
+            raise ValueError(f"glob {glob!r} matches no layer; this model's layers are called {examples}, …")
+    included = {glob: globs[glob] for glob in only}
+    house = {**_kept_convs(layers, recipe, included.values()), **_house_rules(layers, included.values())}
+    quantizable = {layer.name for layer in layers if layer.kind in QUANTIZABLE}
     # A rule whose glob matches a quantizable layer is broad: it does not mean the embeddings that it also matches.
-    broad = {r.match for r in recipe.rules if any(fnmatchcase(name, r.match) for name in quantizable)}
-    narrow = [glob for glob in only if not any(fnmatchcase(name, glob) for name in quantizable)]
-    house = {**_kept_convs(layers, recipe, only), **_house_rules(layers, only)}
+    broad = {glob for glob, its_names in globs.items() if its_names & quantizable}
+    choices = [_choice(layer, recipe, globs, included, broad, house) for layer in layers]
     # Order matters: a shared weight that stays in 16 bit, and a router that leaves its group, decide which groups are
     # still whole.
-    planned = _keep_shared([_plan_layer(layer, recipe, only, narrow, broad, house) for layer in layers])
+    planned = _keep_shared([_plan_layer(layer, choice, recipe) for layer, choice in zip(layers, choices, strict=True)])
     planned = _keep_whole_groups(_without_routers(planned))
     plan = Plan(
         layers=tuple(planned),
@@ -108,39 +103,48 @@ def resolve(
     return plan
 
 
-def _house_rules(layers: Sequence[Layer], only: Sequence[str]) -> dict[str, str]:
+def _house_rules(layers: Sequence[Layer], included: Iterable[Set[str]]) -> dict[str, str]:
     """Returns the reasons for layers that their names keep in 16 bit, by layer name.
 
     A tower is small compared with the language model, or it is the model: CLIP pairs it with an encoder of texts.
     `--include` with a glob that matches only the tower's layers includes them.
+
+    Args:
+        layers: all layers of the model.
+        included: the names that each glob of `--include` matches.
     """
     is_pair = any(_TEXT_ENCODER in layer.name for layer in layers)
     reasons: dict[str, str] = {}
     sizes = {layer.name: math.prod(layer.shape) for layer in layers if layer.kind in QUANTIZABLE}
     for reason, globs in _KEPT_NAMES.items():
-        inside = {layer.name for layer in layers if any(fnmatchcase(layer.name, glob) for glob in globs)}
+        inside = set(matched(globs, [layer.name for layer in layers]))
         # A router stays in 16 bit whatever its share of the weights; towers, only where they are the smaller part.
         if reason != ROUTER:
             if is_pair or 2 * sum(size for name, size in sizes.items() if name in inside) > sum(sizes.values()):
                 continue
-            matched = [{name for name in sizes if fnmatchcase(name, glob)} for glob in only]
-            inside -= set().union(*(names for names in matched if names <= inside))
+            requested = [names & sizes.keys() for names in included]
+            inside = inside.difference(*(names for names in requested if names <= inside))
         reasons |= dict.fromkeys(inside, reason)
     return reasons
 
 
-def _kept_convs(layers: Sequence[Layer], recipe: Recipe, only: Sequence[str]) -> dict[str, str]:
+def _kept_convs(layers: Sequence[Layer], recipe: Recipe, included: Iterable[Set[str]]) -> dict[str, str]:
     """Returns the reasons for convolutions that stay in 16 bit, by layer name.
 
     `--include` with a glob that matches only convolutions quantizes them nevertheless. ModelOpt quantizes every
     convolution to INT8, the first one too. To FP8 it quantizes convolutions that TensorRT has a kernel for (its
     `onnx/quantization/fp8.py`), and so leaves out first convolutions and depthwise ones.
+
+    Args:
+        layers: all layers of the model.
+        recipe: the recipe, whose own formats count here.
+        included: the names that each glob of `--include` matches.
     """
     # Shares of the weights decide what a model is: a network of convolutions, or one with a convolution in front.
     sizes = {layer.name: math.prod(layer.shape) for layer in layers if layer.kind in QUANTIZABLE}
     convs = {layer.name: layer for layer in layers if layer.kind == LayerKind.CONV}
-    matched = [{name for name in sizes if fnmatchcase(name, glob)} for glob in only]
-    requested = set().union(*(names for names in matched if names <= convs.keys()))
+    its_names = [names & sizes.keys() for names in included]
+    requested = set[str]().union(*(names for names in its_names if names <= convs.keys()))
     if 2 * sum(sizes[name] for name in convs) < sum(sizes.values()):
         return {name: _FEW_CONVS for name in convs if name not in requested}
     weight, activation = named_format(recipe.weight, recipe.name), named_format(recipe.activation, recipe.name)
@@ -154,16 +158,27 @@ def _has_fp8_kernel(conv: Layer) -> bool:
     return min(out, inputs) >= 16 and out % 16 == inputs % 16 and math.prod(kernel) <= 32
 
 
-def _plan_layer(
+def _choice(
     layer: Layer,
     recipe: Recipe,
-    only: Sequence[str],
-    narrow: Sequence[str],
-    broad: Collection[str],
+    globs: Mapping[str, Set[str]],
+    included: Mapping[str, Set[str]],
+    broad: Set[str],
     house: Mapping[str, str],
-) -> LayerPlan:
+) -> Rule:
+    """Returns the formats, the solver and the reason that the recipe has for a layer.
+
+    Args:
+        layer: the layer, whose shape does not count yet.
+        recipe: the rules.
+        globs: the names that each glob matches.
+        included: the same of the globs of `--include` only; empty if it is not given.
+        broad: globs that match quantizable layers.
+        house: reasons for layers that the house rules keep in 16 bit, by layer name.
+    """
     choice = Rule("*", recipe.weight, recipe.activation, recipe.solver, f"recipe {recipe.name}")
-    included_by = next((glob for glob in narrow if fnmatchcase(layer.name, glob)), None)
+    by = [glob for glob, names in included.items() if layer.name in names]
+    included_by = next((glob for glob in by if glob not in broad), None)
     if layer.kind in (LayerKind.EMBEDDING, LayerKind.HEAD) and included_by is not None:
         choice = dataclasses.replace(choice, reason=f"included by {included_by}")
     elif layer.kind not in QUANTIZABLE:
@@ -173,10 +188,15 @@ def _plan_layer(
     for rule in recipe.rules:
         # An embedding is quantized only by a rule of its own, never as one of many that a glob happens to match.
         meant = layer.kind != LayerKind.EMBEDDING or rule.match not in broad or is_16bit(rule.weight)
-        if meant and fnmatchcase(layer.name, rule.match):
+        if meant and layer.name in globs[rule.match]:
             choice = _override(choice, rule, recipe)
-    if only and not is_16bit(choice.weight) and not any(fnmatchcase(layer.name, glob) for glob in only):
+    if included and not by and not is_16bit(choice.weight):
         choice = Rule("*", KEEP, KEEP, choice.solver, "matches no glob of include")
+    return choice
+
+
+def _plan_layer(layer: Layer, choice: Rule, recipe: Recipe) -> LayerPlan:
+    """Returns the plan of a layer, in 16 bit where the chosen format does not fit it."""
     weight, activation = named_format(choice.weight, recipe.name), named_format(choice.activation, recipe.name)
     if layer.kind == LayerKind.EMBEDDING:
         activation = None  # its input is a number of a row
@@ -206,7 +226,7 @@ def _override(choice: Rule, rule: Rule, recipe: Recipe) -> Rule:
         activation = recipe.activation
     else:
         activation = rule.activation or choice.activation or KEEP
-    return Rule(rule.match, weight, activation, rule.solver or choice.solver, rule.reason)
+    return Rule(rule.match, weight, activation, rule.solver or choice.solver, rule.reason or f"rule {rule.match!r}")
 
 
 def obstacle(layer: Layer, weight: Format, activation: Format | None) -> str | None:

@@ -6,9 +6,8 @@ runtime that has none of them, a constraint that leaves a group without a choice
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-from fnmatch import fnmatchcase
 
 import torch
 from torch import nn
@@ -22,7 +21,7 @@ from quant.errors import UserError
 from quant.plan.make import make_plan
 from quant.recipes.layer_kind import LayerKind
 from quant.recipes.plan import LayerPlan, Plan, groups_of
-from quant.recipes.recipe import KEEP, Recipe
+from quant.recipes.recipe import KEEP, Recipe, matched
 from quant.recipes.targets import TARGETS, Target, get_target
 
 
@@ -51,7 +50,7 @@ def make_space(model: nn.Module, goal: Goal, options: Options) -> Space:
     for runtime in runtimes:
         _check_runtime(runtime, allowed, candidates)
     for constraint in options.constraints:
-        _constrain(constraint, groups, allowed, by_name)
+        _constrain(constraint, matched(constraint.match, base.by_name), groups, allowed, by_name)
     fixed_layers = [layer for layer in base.layers if layer.name not in quantized]
     # By identity, since tied weights are one tensor under several names.
     planned = {id(p) for layer in base.layers for p in _parameters_of(model, layer)}
@@ -143,15 +142,16 @@ def _check_runtime(
 
 def _constrain(
     constraint: Constraint,
+    names: Collection[str],
     groups: Mapping[str, Sequence[LayerPlan]],
     allowed: dict[str, list[Candidate]],
     candidates: Mapping[str, Candidate],
 ) -> None:
-    """Removes the formats from `allowed` that a constraint rules out."""
+    """Removes the formats from `allowed` that a constraint rules out for the layers of these names."""
     option = f"{constraint.kind.option} {constraint.match}={constraint.format}"
     if constraint.format not in candidates:
         raise UserError(f"{option}: {constraint.format!r} is none of the formats {', '.join(candidates)}")
-    meant = [g for g, members in groups.items() if any(fnmatchcase(m.name, constraint.match) for m in members)]
+    meant = [group for group, members in groups.items() if any(layer.name in names for layer in members)]
     if not meant:
         raise UserError(f"{option}: no layer that a format is chosen for matches {constraint.match!r}")
     named = candidates[constraint.format]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ from quant.plan.check import Problem, places_of, read_plan, validate
 from quant.plan.diff import Change, diff, totals
 from quant.plan.edit import edit, parse_setting, set_guard_and_observer, set_kv_cache
 from quant.recipes.plan import PLAN_FILE, Plan
-from quant.recipes.recipe import as_glob
+from quant.recipes.recipe import matched
 from quant.recipes.targets import TARGETS, get_target
 
 # Fields of a whole plan that `diff` compares: key, label, and how the absence of a value reads.
@@ -47,8 +46,7 @@ def plan_group() -> None:
 def show_command(plan_file: Path, globs: tuple[str, ...], sort: str, everything: bool, as_json: bool) -> None:
     """Show the format, the reason and the cost of every layer."""
     plan = Plan.load(_file_of(plan_file))
-    meant = [as_glob(glob, plan.by_name) for glob in globs]
-    layers = [m for m in plan.layers if not globs or any(fnmatchcase(m.name, glob) for glob in meant)]
+    layers = [plan.by_name[name] for name in matched(globs or "*", plan.by_name)]
     if globs and not layers:
         raise ValueError(f"--match {', '.join(globs)}: no layer of {plan_file} matches")
     if sort != "model":

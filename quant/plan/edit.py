@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from fnmatch import fnmatchcase
 from functools import cache
 
 from quant.errors import UserError, counted, listed
@@ -17,7 +16,7 @@ from quant.formats.format import INPUT_FORMATS, Format, cache_format, parse_form
 from quant.plan.check import check_guard_and_observer, check_solver, layer_problem, sharers_of
 from quant.recipes.layer_kind import LayerKind
 from quant.recipes.plan import LayerPlan, Parts, Plan
-from quant.recipes.recipe import as_glob, find_preset, presets
+from quant.recipes.recipe import find_preset, matched, presets
 from quant.recipes.resolve import QUANTIZABLE
 
 
@@ -27,7 +26,7 @@ class Setting:
 
     Attributes:
         text: the text as the user wrote it.
-        glob: over layer names, case-sensitive; `*` crosses dots.
+        glob: over layer names, as in `quant.recipes.recipe.matched`.
         weight: weight format; None for 16 bit.
         solver: None leaves the layer's.
         activation: input format; None for 16 bit.
@@ -89,13 +88,13 @@ def edit(plan: Plan, settings: Sequence[Setting], *, whole_groups: bool = False)
     """
     changes: dict[str, Setting] = {}
     for setting in settings:
-        matched = _matched(plan, setting)
+        chosen = _chosen(plan, setting)
         if whole_groups:
-            names = {layer.name for layer in matched}
-            groups = {layer.group for layer in matched if layer.group is not None}
-            matched = [m for m in plan.layers if m.name in names or m.group in groups]
+            names = {layer.name for layer in chosen}
+            groups = {layer.group for layer in chosen if layer.group is not None}
+            chosen = [m for m in plan.layers if m.name in names or m.group in groups]
         # A later setting replaces an earlier one for the same layer, as rules of a recipe do.
-        changes.update(dict.fromkeys((layer.name for layer in matched), setting))
+        changes.update(dict.fromkeys((layer.name for layer in chosen), setting))
     # A plan that quantizes no inputs is weight-only by intent, and an edit does not change that.
     inputs_too = any(layer.activation is not None for layer in plan.quantized)
     edited = plan.replace_layers(_set(plan.by_name[name], setting, inputs_too) for name, setting in changes.items())
@@ -148,29 +147,29 @@ def set_guard_and_observer(plan: Plan, guard: str | None = None, observer: str |
     return plan
 
 
-def _matched(plan: Plan, setting: Setting) -> list[LayerPlan]:
-    glob = as_glob(setting.glob, plan.by_name)
-    named = [layer for layer in plan.layers if fnmatchcase(layer.name, glob)]
+def _chosen(plan: Plan, setting: Setting) -> list[LayerPlan]:
+    """Returns the layers that a setting changes; UserError if there is none."""
+    named = [plan.by_name[name] for name in matched(setting.glob, plan.by_name)]
     if not named:
         names = ", ".join(layer.name for layer in plan.layers[:3])
         names += ", …" if len(plan.layers) > 3 else ""
         layers = f"this plan's are called {names}" if names else "this plan has none"
         raise UserError(f"--set {setting.text!r}: the glob matches no layer; {layers}")
-    matched = [layer for layer in named if layer.kind in QUANTIZABLE]
+    chosen = [layer for layer in named if layer.kind in QUANTIZABLE]
     # `*` over a model with both is meant for its linear layers, unless convolutions are quantized already.
-    if any(layer.kind != LayerKind.CONV for layer in matched):
-        matched = [layer for layer in matched if layer.kind != LayerKind.CONV or layer.weight is not None]
-    if not matched:
+    if any(layer.kind != LayerKind.CONV for layer in chosen):
+        chosen = [layer for layer in chosen if layer.kind != LayerKind.CONV or layer.weight is not None]
+    if not chosen:
         # A head or an embedding is quantized only by its own name, never as one of many that a glob happens to match.
         by_name = (LayerKind.HEAD, LayerKind.EMBEDDING)
-        matched = [layer for layer in named if layer.kind in by_name or setting.weight is None]
-    if not matched:
+        chosen = [layer for layer in named if layer.kind in by_name or setting.weight is None]
+    if not chosen:
         kinds = ", ".join(sorted({layer.kind for layer in named}))
         raise UserError(
             f"--set {setting.text!r}: matches only layers of kind {kinds} ({listed(layer.name for layer in named)}); "
             "formats are for linear layers, fused experts, convolutions, output heads and embeddings"
         )
-    return matched
+    return chosen
 
 
 def _set(layer: LayerPlan, setting: Setting, inputs_too: bool) -> LayerPlan:

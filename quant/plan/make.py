@@ -9,7 +9,6 @@ import inspect
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -28,7 +27,7 @@ from quant.recipes.fusion_groups import group_unseen, patterns, without_group
 from quant.recipes.layer_kind import LayerKind
 from quant.recipes.layers import Layer, find_layers, layers_of_state_dict
 from quant.recipes.plan import ODD_INPUTS, LayerPlan, Plan
-from quant.recipes.recipe import KEEP, Recipe, Rule, get_recipe
+from quant.recipes.recipe import KEEP, Recipe, Rule, get_recipe, matched
 from quant.recipes.resolve import resolve
 from quant.recipes.shared_inputs import Watched, group_experts, watching
 
@@ -48,7 +47,7 @@ def make_plan(
 
     Args:
         model: a module, or the shapes of a bare state dict by tensor name.
-        recipe: a preset's name or a recipe.
+        recipe: a recipe or its name, as in `quantize`.
         include, exclude, solver, run: as in `quantize`.
         effort: chooses the solver where neither `solver` nor the recipe names one; at most 1 for a bare state dict. The
             default rounds to nearest, unlike in `quantize`, because a plan by itself has no calibration data.
@@ -169,11 +168,11 @@ def _why_none(plan: Plan, include: Sequence[str]) -> str:
         plan: the plan that quantizes nothing.
         include: globs of the requested layers.
     """
-    matched = [layer for layer in plan.layers if any(fnmatchcase(layer.name, glob) for glob in include)]
-    names = {layer.name for layer in matched}
+    names = matched(include, plan.by_name)
+    included = [plan.by_name[name] for name in names]
     never = (LayerKind.NORM, LayerKind.EMBEDDING)
     other_layers = [layer for layer in plan.layers if layer.name not in names and layer.kind not in never]
-    reasons = [(reason, count, part) for part in (matched, other_layers) for reason, count in _reasons(part)]
+    reasons = [(reason, count, part) for part in (included, other_layers) for reason, count in _reasons(part)]
     listed = "; ".join(
         f"{counted(count, 'layer')}, {next(layer.name for layer in part if layer.reason == reason)} first: {reason}"
         for reason, count, part in reasons[:4]

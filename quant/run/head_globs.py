@@ -6,9 +6,8 @@ Their weights lie in the files of the model and in none of its modules, so no ca
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from fnmatch import fnmatchcase
 
 import torch
 from torch import nn
@@ -22,6 +21,7 @@ from quant.plan.head_plan import plan_heads
 from quant.plan.prediction_heads import attach_head_layer
 from quant.recipes.layer_kind import LayerKind
 from quant.recipes.plan import Plan
+from quant.recipes.recipe import matched
 from quant.run.request import Request
 
 
@@ -45,21 +45,17 @@ def split_globs(request: Request, source: Source) -> Globs:
     if source.model is None or source.directory is None or not include:
         return Globs(include, exclude, {})
     names = [layer.name for layer in source.layers]
-    for_heads = [glob for glob in include if not _matched(glob, names)]
+    for_heads = [glob for glob in include if not matched(glob, names)]
     if not for_heads:
         return Globs(include, exclude, {})
-    heads = head_weights(
-        source.model, source.directory, lambda name: any(fnmatchcase(name, glob) for glob in for_heads)
-    )
+    # Name by name, an exact name is still a glob, which may match other heads too: only all names tell them apart.
+    weights = head_weights(source.model, source.directory, lambda name: bool(matched(for_heads, (name,))))
+    heads = matched(for_heads, weights)
     # A glob that matches nothing at all goes on to `make_plan`, which refuses it.
-    include = [glob for glob in include if glob not in for_heads or not _matched(glob, heads)]
-    excluded = {name for glob in exclude for name in _matched(glob, heads)}
-    exclude = [glob for glob in exclude if _matched(glob, names) or not _matched(glob, heads)]
-    return Globs(include, exclude, {name: weight for name, weight in heads.items() if name not in excluded})
-
-
-def _matched(glob: str, names: Iterable[str]) -> list[str]:
-    return [name for name in names if fnmatchcase(name, glob)]
+    include = [glob for glob in include if glob not in for_heads or not matched(glob, heads)]
+    excluded = matched(exclude, heads)
+    exclude = [glob for glob in exclude if matched(glob, names) or not matched(glob, heads)]
+    return Globs(include, exclude, {name: weights[name] for name in heads if name not in excluded})
 
 
 def refuse_heads(request: Request, source: Source) -> None:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -19,6 +18,7 @@ from quant.plan.make import make_plan
 from quant.recipes.layer_kind import LayerKind
 from quant.recipes.layers import find_layers
 from quant.recipes.plan import Plan, groups_of
+from quant.recipes.recipe import matched
 from quant.training.fp8_attention import attend_in_16bit, attend_in_fp8, check_attention
 from quant.training.low_precision.all_gather import check_gather_in_fp8, gather_in_16bit, gather_in_fp8
 from quant.training.low_precision.backends import Backend, choose_backend, is_too_small
@@ -211,9 +211,10 @@ def to_low_precision_training(
     check_attention(model, attention)
     if all_gather_fp8:
         check_gather_in_fp8(model, recipe)
-    reasons = _reasons_to_keep(model, recipe, include, exclude)
+    by_globs = _reasons_of_globs(model, include, exclude)
+    reasons = _reasons_to_keep(model, recipe, by_globs, takes_head=bool(include))
     linears: dict[str, Any] = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
-    experts = _experts(model, recipe, (include, exclude), reasons)
+    experts = _experts(model, recipe, by_globs, reasons)
     # Planned as it will be deployed: a layer that no runtime would take, or whose merged sibling stays in 16 bit, would
     # be trained in a format in vain.
     candidates = [name for name in (*linears, *experts) if name not in reasons]
@@ -309,19 +310,42 @@ def _check_model(model: nn.Module) -> None:
         raise UserError(f"{meta} is on the meta device and has no values; load the weights first")
 
 
+def _reasons_of_globs(model: nn.Module, include: Sequence[str], exclude: Sequence[str]) -> dict[str, str]:
+    """Returns which layers the caller leaves in 16 bit, and by which argument, by name."""
+    names = [*(name for name, module in model.named_modules() if _is_linear(module)), *_names_of_experts(model)]
+    excluded, included = matched(exclude, names), matched(include or "*", names)
+    return {name: "not included" for name in names if name not in included} | dict.fromkeys(excluded, "excluded")
+
+
+def _is_linear(module: nn.Module) -> bool:
+    return isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"  # GPT-2's transposed linear
+
+
+def _names_of_experts(model: nn.Module) -> list[str]:
+    """Returns the names of the parameters of fused experts."""
+    return [layer.name for layer in find_layers(model) if layer.kind == LayerKind.EXPERTS]
+
+
 def _reasons_to_keep(
-    model: nn.Module, recipe: TrainingRecipe, include: Sequence[str], exclude: Sequence[str]
+    model: nn.Module, recipe: TrainingRecipe, by_globs: Mapping[str, str], *, takes_head: bool
 ) -> dict[str, str]:
-    """Returns why linear layers stay in 16 bit, by name; the plan has reasons for others."""
+    """Returns why linear layers stay in 16 bit, by name; the plan has reasons for others.
+
+    Args:
+        model: the model.
+        recipe: names the blocks at the ends that stay in 16 bit, and the sizes that a layer may have.
+        by_globs: the caller's reasons by the names of layers.
+        takes_head: whether the output head is converted as any other layer.
+    """
     # transformers knows the head by its purpose, whatever the name.
     embeddings = getattr(model, "get_output_embeddings", None)
     head = embeddings() if callable(embeddings) else None
     ends = _blocks_at_the_ends(model, recipe)
     reasons: dict[str, str] = {}
     for name, module in model.named_modules():
-        if not isinstance(module, nn.Linear) and type(module).__name__ != "Conv1D":  # GPT-2's transposed linear
+        if not _is_linear(module):
             continue
-        reason = _reason_of_settings(name, include, exclude, lambda name: any(name.startswith(f"{b}.") for b in ends))
+        reason = by_globs.get(name) or _reason_at_the_ends(name, recipe, ends)
         if "weight" not in module._parameters:  # of a norm of weights, a parametrization, pruning
             reasons[name] = reason or "its weight is computed from other parameters"
             continue
@@ -329,10 +353,8 @@ def _reasons_to_keep(
         size = next((size for size in module.weight.shape if size % recipe.multiple), None)
         if type(module) is not nn.Linear:
             reason = f"a {type(module).__name__} computes in a way of its own"
-        elif reason == _AT_THE_ENDS:
-            reason = f"{recipe.name} keeps the first {recipe.first_layers} and last {recipe.last_layers} blocks"
         # `include` lifts the rule for the head: whoever names layers means them.
-        elif reason is None and module is head and not include:
+        elif reason is None and module is head and not takes_head:
             reason = "the output head, whose gradients are the most sensitive; name it in include to convert it"
         elif reason is None and size is not None:
             reason = f"{list(module.weight.shape)}: {recipe.name} needs sizes that are multiples of {recipe.multiple}"
@@ -341,18 +363,11 @@ def _reasons_to_keep(
     return reasons
 
 
-_AT_THE_ENDS = "at the ends"
-
-
-def _reason_of_settings(
-    name: str, include: Sequence[str], exclude: Sequence[str], is_at_the_ends: Callable[[str], bool]
-) -> str | None:
-    """Returns why the caller or the recipe leaves a layer in 16 bit; None if neither does."""
-    if any(fnmatchcase(name, glob) for glob in exclude):
-        return "excluded"
-    if include and not any(fnmatchcase(name, glob) for glob in include):
-        return "not included"
-    return _AT_THE_ENDS if is_at_the_ends(name) else None
+def _reason_at_the_ends(name: str, recipe: TrainingRecipe, ends: Sequence[str]) -> str | None:
+    """Returns why a layer in one of the blocks `ends` stays in 16 bit; None if it is in another block."""
+    if not any(name.startswith(f"{block}.") for block in ends):
+        return None
+    return f"{recipe.name} keeps the first {recipe.first_layers} and last {recipe.last_layers} blocks"
 
 
 def _convert_linears(linears: Mapping[str, Any], recipe: TrainingRecipe, backend: Backend, plan: Plan) -> None:
@@ -373,15 +388,13 @@ def _convert_linears(linears: Mapping[str, Any], recipe: TrainingRecipe, backend
 
 
 def _experts(
-    model: nn.Module, recipe: TrainingRecipe, globs: tuple[Sequence[str], Sequence[str]], reasons: dict[str, str]
+    model: nn.Module, recipe: TrainingRecipe, by_globs: Mapping[str, str], reasons: dict[str, str]
 ) -> list[str]:
     """Returns the names of the parameters of fused experts; reasons to keep some in 16 bit go into `reasons`."""
     ends = _blocks_at_the_ends(model, recipe)
-    names = [layer.name for layer in find_layers(model) if layer.kind == LayerKind.EXPERTS]
+    names = _names_of_experts(model)
     for name in names:
-        reason = _reason_of_settings(name, *globs, lambda name: any(name.startswith(f"{b}.") for b in ends))
-        if reason == _AT_THE_ENDS:
-            reason = f"{recipe.name} keeps the first {recipe.first_layers} and last {recipe.last_layers} blocks"
+        reason = by_globs.get(name) or _reason_at_the_ends(name, recipe, ends)
         if (reason := reason or experts_refusal(model, name, recipe)) is not None:
             reasons[name] = reason
     return names

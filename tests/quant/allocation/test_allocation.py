@@ -22,6 +22,8 @@ from quant.allocation.allocate import Allocation, allocate
 from quant.allocation.bench import Bench, Effort
 from quant.allocation.goal import Constraint, ConstraintKind, Goal
 from quant.allocation.held_out import HeldOut
+from quant.allocation.make_space import make_space
+from quant.allocation.options import Options
 from quant.allocation.record import AllocationRecord, Budget, BudgetKind, Verified
 from quant.api.quantize import quantize
 from quant.calibration.sensitivity import divergence
@@ -483,6 +485,17 @@ def test_bad_requests() -> None:
         _allocate(Goal(bits=6.0), constraints=[Constraint(ConstraintKind.PIN, "*", "mxfp8")])
     with pytest.raises(UserError, match="no layer that a format is chosen for matches"):
         _allocate(Goal(bits=6.0), constraints=[Constraint(ConstraintKind.PIN, "*.nothing", "fp8")])
+
+
+def test_a_constraint_on_an_exact_name_is_no_glob() -> None:
+    """Read as a glob, `up[0]` is another layer's name: `up0`."""
+    model = nn.Sequential()
+    for name in ("up[0]", "up0"):
+        model.add_module(name, nn.Linear(64, 64))
+    pin = Constraint(ConstraintKind.PIN, "up[0]", "fp8")
+    space = make_space(model, Goal(bits=6.0), Options(formats="nvfp4,fp8", constraints=(pin,)))
+    allowed = {space.groups[group][0].name: {c.name for c in choices} for group, choices in space.allowed.items()}
+    assert allowed == {"up[0]": {"fp8"}, "up0": {"nvfp4", "fp8", "keep"}}
 
 
 @pytest.fixture

@@ -16,7 +16,10 @@ from safetensors.torch import load_file, save_file
 import quant
 from quant.checkpoints.verify import verify
 from quant.cli.quantize import quantize_command
+from quant.models.open import open_model
 from quant.plan.prediction_heads import BlocksBeforeHeads, attach_head_layer, head_layers
+from quant.run.head_globs import split_globs
+from quant.run.request import Request
 
 transformers = pytest.importorskip("transformers", reason="the extra hf")
 pytest.importorskip("compressed_tensors", reason="the extra test")
@@ -143,6 +146,20 @@ def test_a_glob_for_nothing_that_can_be_quantized_is_refused(tmp_path: Path) -> 
         arguments = [str(tmp_path / "model"), "--format", "nvfp4a16", "--include", glob, "--dry-run"]
         result = CliRunner().invoke(quantize_command, arguments)
         assert result.exit_code == 2 and message in " ".join(result.output.split()), result.output
+
+
+def test_an_exact_name_is_no_glob(tmp_path: Path) -> None:
+    """Read as a glob, `mtp.fc[0]` is another head's name: `mtp.fc0`."""
+    model, head, _ = qwen3_next()
+    with_head(tmp_path / "model", (model, head, {f"mtp.fc{n}.weight": torch.randn(64, 128) for n in ("[0]", "0", "1")}))
+    source = open_model(tmp_path / "model")
+    for include, exclude, heads in (
+        (["mtp.fc[0]"], [], {"mtp.fc[0]"}),
+        (["mtp.fc*"], ["mtp.fc[0]"], {"mtp.fc0", "mtp.fc1"}),
+        (["mtp.fc[01]"], [], {"mtp.fc0", "mtp.fc1"}),
+    ):
+        globs = split_globs(Request(tmp_path / "model", "nvfp4a16", include=include, exclude=exclude), source)
+        assert (globs.include, globs.exclude, globs.heads.keys()) == ([], [], heads)
 
 
 def test_exclude_keeps_a_part_of_a_head_in_16_bit(tmp_path: Path) -> None:

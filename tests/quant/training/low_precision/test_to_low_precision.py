@@ -43,6 +43,25 @@ def test_a_head_that_is_named_trains_too() -> None:
     assert report.in_16bit["model.layers.0.self_attn.q_proj"] == "not included"
 
 
+def test_an_exact_name_is_no_glob() -> None:
+    """Read as a glob, `up[0]` is another layer's name: `up0`."""
+    for globs, converted in (
+        ({"include": ["up[0]"]}, {"up[0]"}), ({"exclude": "up[0]"}, {"up0", "up1"}),
+        ({"include": ["up[01]"], "exclude": ["up1"]}, {"up0"}),
+    ):  # fmt: skip
+        model = nn.Sequential()
+        for name in ("up[0]", "up0", "up1"):
+            model.add_module(name, nn.Linear(64, 64))
+        assert {*quant.to_low_precision_training(model, "mxfp8", **globs).converted} == converted
+
+
+def test_layers_at_the_ends_are_kept_for_that_reason_whatever_computes_their_weight() -> None:
+    model = tiny_models.llama(num_hidden_layers=2)
+    nn.utils.parametrizations.weight_norm(model.get_submodule("model.layers.0.mlp.up_proj"))
+    report = quant.to_low_precision_training(model, replace(RECIPES["mxfp8"], first_layers=1))
+    assert report.in_16bit["model.layers.0.mlp.up_proj"] == "mxfp8 keeps the first 1 and last 0 blocks"
+
+
 def test_a_fusion_group_trains_whole_or_not_at_all() -> None:
     model = tiny_models.llama()
     report = quant.to_low_precision_training(model, "nvfp4", exclude=["*.k_proj"])
