@@ -16,7 +16,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from quant.formats.format import Format, cache_format, parse_format
+from quant.formats.format import FORMATS, INPUT_FORMATS, Format, cache_format, get_format, is_16bit, parse_format
 from quant.formats.json_files import check_depth
 from quant.formats.known_names import known_names
 from quant.recipes.solver_names import DEFAULT_OBSERVER
@@ -155,25 +155,49 @@ def presets() -> dict[str, Recipe]:
 
 
 def get_recipe(name: str) -> Recipe:
-    """Returns the preset called `name`, or the recipe in a file whose name ends in `.toml`.
+    """Returns the recipe of a name as in `find_preset`, or of a file whose name ends in `.toml`.
 
     Raises:
         ValueError: unknown name, the message lists the known ones; or a file that cannot be read.
     """
     if name.endswith(".toml"):
         return Recipe.load(name)
-    recipes = presets()
-    if name not in recipes:
-        raise ValueError(f"unknown format {name!r}; {known_names(name, recipes, 'formats')}")
-    return recipes[name]
+    stem, plus, branch = name.partition("+")
+    if plus and branch and find_preset(stem):
+        raise ValueError(f"format {name!r}: give the format {stem}, and the solver {branch}")
+    if is_16bit(name):
+        raise ValueError(f"format {name!r} leaves all layers in 16 bit; it is for single layers, in plans and recipes")
+    if (recipe := find_preset(name)) is not None:
+        return recipe
+    if name in INPUT_FORMATS:
+        example = f"{name}@16bit" if name in FORMATS else f"nvfp4@{name}"
+        raise ValueError(f"format {name!r} is for weights or inputs alone; write WEIGHT@INPUT, such as {example}")
+    raise ValueError(f"unknown format {name!r}; {known_names(name, presets(), 'formats', more=FURTHER_NAMES)}")
+
+
+FURTHER_NAMES = ", any of them with a16 at its end, or WEIGHT@INPUT such as nvfp4@fp8"
+"""The names of formats beside those of presets, for messages."""
 
 
 def find_preset(name: str) -> Recipe | None:
-    """Returns the preset of a name, with inputs in 16 bit for `PRESETa16` such as fp8a16; None for other names."""
+    """Returns the formats of weights and inputs that a name stands for; None for an unknown one.
+
+    Args:
+        name: a preset; `PRESETa16` such as fp8a16, which leaves its inputs in 16 bit; or `WEIGHT@INPUT` such as
+            nvfp4@fp8 and fp8@16bit.
+
+    Raises:
+        ValueError: an unknown format before or after `@`.
+    """
+    weight, at, activation = name.partition("@")
+    if at:
+        inputs = parse_format(activation)
+        return Recipe(name, get_format(weight).name, KEEP if inputs is None else inputs.name)
     recipes = presets()
     # Some presets end in a16 themselves (nvfp4a16), so whole names go first.
-    if name not in recipes and (before := recipes.get(name.removesuffix("a16"))):
-        return dataclasses.replace(before, activation=KEEP)
+    before = recipes.get(name.removesuffix("a16"))
+    if name not in recipes and before is not None and before.activation != KEEP:
+        return dataclasses.replace(before, name=name, activation=KEEP, description="")
     return recipes.get(name)
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from quant.formats.format import Format, get_format, is_16bit, parse_format
 from quant.formats.known_names import known_names
 from quant.recipes.plan import LayerPlan, Parts
-from quant.recipes.recipe import KEEP, find_preset, presets
+from quant.recipes.recipe import FURTHER_NAMES, KEEP, find_preset, presets
 from quant.recipes.solver_names import with_branch
 
 
@@ -87,14 +87,8 @@ def _parse(name: str) -> Candidate:
         if rank == branch or not rank.isdecimal() or int(rank) < 1:
             raise ValueError(f"format {name!r}: after '+' comes lowrank:RANK, such as {stem}+lowrank:32")
         return replace(_parse(stem), name=name, rank=int(rank))
-    if "@" in name:  # nvfp4@fp8
-        weight, activation = name.split("@", 1)
-        return Candidate(name, get_format(weight), parse_format(activation))
     recipe = find_preset(name)
     if recipe is None:
-        more = (
-            ", any of them with a16 at its end, or WEIGHT@INPUT such as nvfp4@fp8; "
-            "with +lowrank:RANK after it, a branch in 16 bit"
-        )
+        more = f"{FURTHER_NAMES}; with +lowrank:RANK after it, a branch in 16 bit"
         raise ValueError(f"unknown format {name!r}; {known_names(name, presets(), 'formats', more=more)}")
     return Candidate(name, get_format(recipe.weight), parse_format(recipe.activation))

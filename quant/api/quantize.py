@@ -58,7 +58,8 @@ def quantize(
     Args:
         model: any module; a transformers model needs nothing else. Wrappers of torch.compile, DDP and DataParallel are
             looked through: the result has the model inside. Adapters are to be merged before.
-        recipe: a preset's name, a recipe, or a finished plan.
+        recipe: a preset's name, which may end in `a16` for inputs in 16 bit (fp8a16); `WEIGHT@INPUT` such as nvfp4@fp8;
+            a recipe, or a finished plan.
         data: calibration token ids, int64 `[rows, seqlen]`, for static activation scales and for solvers that look at
             inputs; for other models their inputs, such as images `[rows, 3, height, width]`, named tensors
             `{"input_features": …, "decoder_input_ids": …}` with a row for each call, or any iterable of calls, such as

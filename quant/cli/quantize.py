@@ -68,7 +68,7 @@ def _help_all(context: click.Context, _: click.Parameter, is_given: bool) -> Non
     "--format",
     "recipe",
     shell_complete=PRESETS,
-    help="Preset: nvfp4, nvfp4a16, mxfp8, fp8, … (`quant formats` lists them).",
+    help="Preset: nvfp4, nvfp4a16, fp8, … (`quant formats` lists them); or WEIGHT@INPUT.",
 )
 @click.option("--recipe", "recipe_file", type=click.Path(path_type=Path), help="Recipe file (TOML).")
 @click.option("--plan", "plan_file", type=click.Path(path_type=Path), help="Plan file, which you may have edited.")

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from samples import BASE
 
+from quant.calibration.sensitivity.candidates import parse_candidates
 from quant.formats.format import FORMATS
 from quant.models.open import open_model
 from quant.plan.make import make_plan
@@ -268,11 +269,44 @@ def test_presets_are_those_of_the_ecosystem() -> None:
     assert all(r.name == name and r.description for name, r in presets().items())
     with pytest.raises(ValueError, match=r"unknown format 'nvfp5'; known formats: fp8, fp8_block, .*nvfp4a16"):
         get_recipe("nvfp5")
-    for name, meant in (("nvfp5", "nvfp4"), ("mxfp6", "mxfp6a16"), ("fp8-block", "fp8_block"), ("NVFP4", "nvfp4")):
+    for name, meant in (("nvfp5", "nvfp4"), ("mxfp6_a16", "mxfp6a16"), ("fp8-block", "fp8_block"), ("NVFP4", "nvfp4")):
         with pytest.raises(ValueError, match=rf"; did you mean {meant}\?$"):
             get_recipe(name)
-    with pytest.raises(ValueError, match=r"int8_static$|, [a-z0-9_]+$"):
+    with pytest.raises(ValueError, match=r"WEIGHT@INPUT such as nvfp4@fp8$"):
         get_recipe("zzz")
+
+
+@pytest.mark.parametrize(
+    ("name", "weight", "activation"),
+    [
+        ("fp8a16", "fp8", KEEP), ("mxfp8a16", "mxfp8", KEEP), ("nvfp4@fp8", "nvfp4", "fp8"),
+        ("int4@16bit", "int4", KEEP), ("int8@keep", "int8", KEEP),
+        ("nvfp4@nvfp4_four_over_six", "nvfp4", "nvfp4_four_over_six"),
+    ],
+)  # fmt: skip
+def test_names_of_candidates_are_recipes(base, name: str, weight: str, activation: str) -> None:
+    recipe = get_recipe(name)
+    assert recipe == Recipe(name, weight, activation)
+    (candidate, _) = parse_candidates(name)
+    layer = make_plan(base, name).by_name["model.layers.0.mlp.up_proj"]
+    assert (layer.weight, layer.activation) == (candidate.weight, candidate.activation)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("nvfp4+lowrank:32", "give the format nvfp4, and the solver lowrank:32"),
+        ("keep", "'keep' leaves all layers in 16 bit; it is for single layers"),
+        ("fp8_token", "write WEIGHT@INPUT, such as fp8_token@16bit"),
+        ("nvfp4_four_over_six", "WEIGHT@INPUT, such as nvfp4@nvfp4_four_over_six"),
+        ("nvfp4a16a16", "unknown format 'nvfp4a16a16'; .*did you mean nvfp4a16"),
+        ("nvfp4@", "unknown format ''"),
+        ("nvfp5@fp8", "unknown format 'nvfp5'; .*did you mean nvfp4"),
+    ],
+)
+def test_other_names_of_formats_say_what_to_write(name: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        get_recipe(name)
 
 
 @pytest.mark.parametrize("preset", PRESETS)
