@@ -199,11 +199,13 @@ def killed(rank: int, at: int, log: Path, arguments: list[str], count: int) -> t
         seen = [0]
 
         def counting(method: Callable[..., None]) -> Callable[..., None]:
-            def counted(*given: Any, **more: Any) -> None:
+            def counted(store: store_module.DirectoryStore, *given: Any, **more: Any) -> None:
                 seen[0] += 1
                 if seen[0] == at:
+                    # Threads of the first rank write steps: without this, they may have finished none yet.
+                    store.flush()
                     os.kill(os.getpid(), signal.SIGKILL)
-                method(*given, **more)
+                method(store, *given, **more)
 
             return counted
 
