@@ -314,7 +314,7 @@ def _goes_on(params: Mapping[str, Any]) -> str:
     Else empty.
     """
     partial, out = (
-        sys.modules.get("quant.execution.store"),
+        sys.modules.get("quant.execution.steps.store"),
         params.get("out"),
     )  # a run that keeps something has loaded it
     if partial is None or out is None or not partial.partial_path(Path(out)).is_dir():

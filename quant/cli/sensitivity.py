@@ -90,8 +90,7 @@ def sensitivity_command(
     from quant.calibration.session import Session
     from quant.checkpoints.runnable import open_original
     from quant.execution.announcements import announce_device, announce_source
-    from quant.execution.sources import Rows, as_rows, check_sources, read_calibration
-    from quant.execution.store import tensor_hash
+    from quant.execution.sources import Rows, as_rows, check_sources, digest_of, read_calibration
     from quant.run.same_on_ranks import check_same
 
     # Before the model writes text, which takes minutes.
@@ -113,7 +112,7 @@ def sensitivity_command(
         data, _ = read_calibration(source, Rows(calib, samples, seqlen, seed), session, listener=terminal)
         rows = as_rows(module, data, "a sensitivity table")
         # Scores are sums over rows that ranks share: different text would add up without an error.
-        check_same({"the calibration text": tensor_hash(rows)}, session, WatchedFiles(source.path).files)
+        check_same({"the calibration text": digest_of(rows)}, session, WatchedFiles(source.path).files)
         if rows.is_floating_point():
             options["run"] = call_on_first_row(rows)
         sensitivity = score(

@@ -31,7 +31,6 @@ from quant.calibration.texts.rows import calibration_rows, token_rows
 from quant.errors import UserError
 from quant.evaluation.checks import run_probe
 from quant.execution.mixed_text import mixed_text
-from quant.execution.store import tensor_hash
 from quant.execution.text_cache import VARIABLE, TextCache
 from quant.models.open import Source
 from quant.plan.make import make_plan, run_on_meta
@@ -375,8 +374,12 @@ def as_rows(model: nn.Module, data: torch.Tensor | Inputs, option: str) -> torch
 def digest_of(rows: torch.Tensor | Inputs) -> str:
     """Returns SHA-256 of the values of rows or calls."""
     if isinstance(rows, torch.Tensor):
-        return tensor_hash(rows)
-    return hashlib.sha256("".join(map(tensor_hash, rows.tensors())).encode()).hexdigest()
+        return _tensor_hash(rows)
+    return hashlib.sha256("".join(map(_tensor_hash, rows.tensors())).encode()).hexdigest()
+
+
+def _tensor_hash(tensor: torch.Tensor) -> str:
+    return hashlib.sha256(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data).hexdigest()
 
 
 def _announce_inputs(listener: Listener, verb: str, name: str, inputs: Inputs) -> None:

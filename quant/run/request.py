@@ -23,7 +23,7 @@ from quant.calibration.sensitivity.candidates import parse_candidates
 from quant.calibration.sensitivity.knapsack import require_scipy
 from quant.errors import UserError, as_option, as_parameter
 from quant.execution.sources import Rows, check_sources, sources_of
-from quant.execution.store import is_finished
+from quant.execution.steps.store import is_finished
 from quant.export.checkpoint.directory import check_apart, check_destination
 from quant.formats.format import is_16bit
 from quant.models.files import find_model

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 from quant.calibration.session import Session
-from quant.execution.store import DirectoryStore
+from quant.execution.steps.store import DirectoryStore
 from quant.extras import versions
 from quant.recipes.plan import Plan
 from quant.run.job import Job

@@ -26,7 +26,7 @@ from torch import nn
 from transformers import AutoConfig, LlamaForCausalLM
 
 from quant.cli.main import COMMANDS
-from quant.execution import store
+from quant.execution.steps import store
 
 _IMPORTED = (
     "accelerate", "compressed_tensors", "datasets", "gguf", "onnx", "onnxruntime", "onnxscript", "quant.api.export",

@@ -29,8 +29,8 @@ from quant.checkpoints.load import load
 from quant.cli.evaluate import evaluate_command
 from quant.cli.quantize import quantize_command
 from quant.cli.ranks import launch, watch
-from quant.execution import store as store_module
-from quant.execution.store import partial_path
+from quant.execution.steps import store as store_module
+from quant.execution.steps.store import partial_path
 from quant.models.open import open_model
 
 ROWS, SEQLEN = 16, 32  # four batches of the walk

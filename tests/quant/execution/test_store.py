@@ -24,12 +24,11 @@ from quant.calibration.texts.mixture import rows_hash
 from quant.calibration.walk import sequential
 from quant.calibration.walk.block import Block
 from quant.calibration.walk.chain import States
-from quant.execution import moved_steps, step_file
-from quant.execution import store as partial_module
 from quant.execution.finished_layers import BlockKeeper
 from quant.execution.sources import tokenizer_if_any
-from quant.execution.step_file import StepFile
-from quant.execution.store import DirectoryStore, partial_path
+from quant.execution.steps import moved_steps, run_record, step_file
+from quant.execution.steps.step_file import StepFile
+from quant.execution.steps.store import DirectoryStore, partial_path
 from quant.models.open import open_model
 from quant.plan.data_needs import lacks_data, with_calibration
 from quant.run import decide_budget as deciding
@@ -204,7 +203,7 @@ def killed_at(number: int, work: Callable[[], None]) -> int:
 
     def watched() -> None:
         step_file.write_tensor_file = counting(step_file.write_tensor_file)  # type: ignore[attr-defined]
-        partial_module.write_atomically = counting(partial_module.write_atomically)  # type: ignore[attr-defined]
+        run_record.write_atomically = counting(run_record.write_atomically)  # type: ignore[attr-defined]
         Path.rename = counting(Path.rename)  # type: ignore[method-assign]
         Path.unlink = counting(Path.unlink)  # type: ignore[method-assign]
         work()

@@ -1,7 +1,7 @@
 """A run of `quantize` keeps finished steps in a partial directory, so that the same command continues after them.
 
     .OUT.partial/
-      run.json                    the dependencies of the run
+      run.json                    the dependencies of the run, see `RunRecord`
       00007-SHA256.safetensors    a finished step, see `StepFile`
       new/                        the checkpoint, while its last files are written
       complete                    stands here from the moment at which `new` is whole
@@ -12,20 +12,17 @@ files of one step, the one with the higher number counts, and a damaged one is i
 The ranks of one run share the directory. The first rank writes the results that all ranks have, and each rank writes
 its own results in files with its number; all read all files.
 
-Files are written by threads while the next step is worked on. Written tensors are then mapped from the file, so that
-the memory of finished steps belongs to the page cache and not to the process. In the end they move into the
+Threads write files while the next step is worked on, see `StepWriter`. Written tensors are then mapped from the file,
+so that the memory of finished steps belongs to the page cache and not to the process. In the end they move into the
 checkpoint's files, see `MovedSteps`.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
 import shutil
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from functools import cached_property
 from pathlib import Path
@@ -35,19 +32,15 @@ import torch
 
 from quant.calibration.ranks import from_first, rank_and_world, wait_for_all
 from quant.calibration.session import Mapped, Step, Store
-from quant.execution.moved_steps import NOTE, MovedSteps
-from quant.execution.step_file import StepFile
+from quant.execution.steps.moved_steps import NOTE, MovedSteps
+from quant.execution.steps.run_record import RUN, WAY_OUT, RunRecord
+from quant.execution.steps.step_file import StepFile
+from quant.execution.steps.step_writer import StepWriter
 from quant.export.checkpoint.directory import COMPLETE, NEW, finish_directory
-from quant.formats.atomic import claimed, write_atomically
-from quant.formats.json_files import read_json
-from quant.formats.memory import trim_heap
+from quant.formats.atomic import claimed
 from quant.models.watched_files import WatchedFiles
-from quant.recipes.json_data import typed
-from quant.recipes.json_text import json_text
 
-_RUN, _STEPS = "run.json", "*.safetensors"
-_IN_FLIGHT = 2  # steps that are written at a time, each by a thread: SHA-256 is slower than a GPU solves
-_WAY_OUT = "give what it was begun with, or pass --restart to begin anew"
+_STEPS = "*.safetensors"
 
 
 class DirectoryStore(Store):
@@ -77,23 +70,20 @@ class DirectoryStore(Store):
         self._holds: dict[str, str] = {}
         self._awaited: list[tuple[str, Mapped]] = []
         self._claim = ExitStack()
-        self._threads = ThreadPoolExecutor(_IN_FLIGHT, thread_name_prefix="writer")
-        self._writing: list[Future[None]] = []
+        self._writer = StepWriter()
         self._lock = threading.Lock()
-        # A guess, 500 MB/s, until the first large step has been timed.
-        self._bytes_per_second = 5e8
         self._hopeless = False
         try:
             if self.rank == 0:
                 self._open(depends, restart)
             self.is_complete = from_first((self.path / COMPLETE).exists)
             """Whether the checkpoint was whole when the run began, and perhaps not yet under its name."""
-            if not (self.path / _RUN).is_file():
+            if not (self.path / RUN).is_file():
                 raise ValueError(
                     f"{self.path}: the first rank keeps its work there, and this one does not see it; give an --out on "
                     "a file system that all machines share"
                 )
-            self._run = _read_run(self.path / _RUN)
+            self._run = RunRecord.read(self.path)
             self._take_in()
         except BaseException:
             self.close()
@@ -109,18 +99,17 @@ class DirectoryStore(Store):
         if restart:
             shutil.rmtree(self.path, ignore_errors=True)
         self.path.mkdir(parents=True, exist_ok=True)
-        # Through JSON and back, so that tuples are lists here as they are in the file.
-        run = {"depends": json.loads(json_text(depends)), "expected": {}}
-        if (self.path / _RUN).is_file():
-            changed = _difference(_read_run(self.path / _RUN)["depends"], run["depends"])
+        run = RunRecord.begin(depends)
+        if (self.path / RUN).is_file():
+            changed = RunRecord.read(self.path).changes(run)
             if not changed:
                 return
             if not (self.path / COMPLETE).exists() or (self.path / NEW).exists():
-                raise ValueError(f"{self.path} holds an unfinished run in which {changed}; {_WAY_OUT}")
+                raise ValueError(f"{self.path} holds an unfinished run in which {changed}; {WAY_OUT}")
         # Steps without a run belong to one that finished, except for its last deletion.
         for file in (*self.path.glob(_STEPS), self.path / COMPLETE):
             file.unlink(missing_ok=True)
-        write_atomically(self.path / _RUN, json_text(run))
+        run.write(self.path)
 
     def _take_in(self) -> None:
         """Reads the names of steps in files that were not seen before."""
@@ -149,7 +138,7 @@ class DirectoryStore(Store):
         """Closes the directory. Its steps stay for the next run, unless the same command would fail again."""
         if kind is not None:
             # Steps in flight are finished work: they are written out even after an error.
-            self._threads.shutdown(wait=True)
+            self._writer.close(unfinished=True)
         self.close()
         if self.rank:
             return
@@ -229,33 +218,13 @@ class DirectoryStore(Store):
                 self._awaited.append((step, then))
             self.refresh()
             return
-        # Bounds the memory of waiting tensors, and raises the error of an earlier write here.
-        while len(self._writing) >= _IN_FLIGHT:
-            self._writing.pop(0).result()
-        own = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
-        devices = {tensor.device for tensor in own.values() if tensor.is_cuda}
-        # A writer thread has a stream of its own: without the events it could copy a tensor before its kernel has run.
-        computed = [torch.cuda.current_stream(device).record_event() for device in devices]
-        start = self._next_start()
 
-        def write() -> None:
-            for event in computed:
-                event.synchronize()
-            started = time.perf_counter()
-            file = self._keep(StepFile.write(start, step, own, record))
-            nbytes = sum(tensor.nbytes for tensor in own.values())
-            # Small files time the file system's latency instead of its bandwidth.
-            if nbytes > 1 << 24:
-                self._bytes_per_second = nbytes / (time.perf_counter() - started)
-            # Drops the originals before their maps take over, so that `trim_heap` finds their memory free.
-            own.clear()
+        def keep(file: StepFile) -> None:
+            self._keep(file)
             if then is not None:
                 then(self._mapped(file))
-            # The heap is locked meanwhile; a run on a GPU has left nothing there.
-            if not devices:
-                trim_heap()
 
-        self._writing.append(self._threads.submit(write))
+        self._writer.put(self._next_start(), step, tensors, record, keep)
 
     def note(self, step: str, record: Any) -> None:
         """Keeps a step that is only a record, which is on the disk when this returns."""
@@ -266,7 +235,7 @@ class DirectoryStore(Store):
         self._number += 1
         return self.path / (f"{self._number:05d}-{self.rank}" if self.rank else f"{self._number:05d}")
 
-    def _keep(self, file: StepFile) -> StepFile:
+    def _keep(self, file: StepFile) -> None:
         """Takes in a file that this rank has written; of two files of a step, the older one is deleted."""
         with self._lock:
             self._seen.add(file.path)
@@ -276,7 +245,6 @@ class DirectoryStore(Store):
             newest = self._steps[file.step] = max(files, key=lambda each: each.path.name)
         for each in files - {newest}:
             each.path.unlink(missing_ok=True)
-        return file
 
     def expect(self, name: str, value: Any) -> None:
         """Notes a dependency of the run that was not known when it began.
@@ -284,13 +252,13 @@ class DirectoryStore(Store):
         Raises:
             ValueError: an earlier run noted something else.
         """
-        expected = self._run["expected"]
+        expected = self._run.expected
         if name not in expected:
             expected[name] = value
             if self.rank == 0:
-                write_atomically(self.path / _RUN, json_text(self._run))
+                self._run.write(self.path)
         elif expected[name] != value:
-            raise ValueError(f"{self.path} holds an unfinished run with another {name}; {_WAY_OUT}")
+            raise ValueError(f"{self.path} holds an unfinished run with another {name}; {WAY_OUT}")
 
     @property
     def holds(self) -> Mapping[str, str]:
@@ -325,12 +293,11 @@ class DirectoryStore(Store):
 
     def seconds_to_write(self, nbytes: int) -> float:
         """Returns the seconds that `nbytes` take to write at the speed that was last measured."""
-        return nbytes / self._bytes_per_second
+        return self._writer.seconds(nbytes)
 
     def flush(self) -> None:
         """Waits until everything is written, by other ranks too where this one waits for it."""
-        while self._writing:
-            self._writing.pop(0).result()
+        self._writer.flush()
         while self._awaited:
             self.refresh()
             # Other ranks may write to a network file system, which has no notification to wait for.
@@ -347,23 +314,8 @@ class DirectoryStore(Store):
 
     def close(self) -> None:
         """Releases the directory; the next run finds it as it is."""
-        self._threads.shutdown(wait=True, cancel_futures=True)
+        self._writer.close(unfinished=False)
         self._claim.close()
-
-
-def _read_run(file: Path) -> dict[str, Any]:
-    """Returns the contents of `run.json`."""
-
-    def make(document: Any) -> dict[str, Any]:
-        run: dict[str, Any] = typed(dict[str, dict[str, Any]], document, "run")
-        if set(run) != {"depends", "expected"}:
-            raise ValueError("it does not say what the run depends on")
-        return run
-
-    try:
-        return read_json(file, "the start of a run", make)
-    except ValueError as error:
-        raise ValueError(f"{error}; pass --restart to begin anew") from None
 
 
 def partial_path(out: Path) -> Path:
@@ -375,22 +327,3 @@ def partial_path(out: Path) -> Path:
 def is_finished(out: Path) -> bool:
     """Returns whether an earlier run to `out` got as far as a whole checkpoint, and not to its own end."""
     return (partial_path(out) / COMPLETE).exists()
-
-
-def tensor_hash(tensor: torch.Tensor) -> str:
-    """Returns SHA-256 of a tensor's values."""
-    return hashlib.sha256(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data).hexdigest()
-
-
-def _difference(old: Any, new: Any, name: str = "") -> str:
-    """Returns the first thing in which two values differ, in words; nothing where they are equal."""
-    if isinstance(old, Mapping) and isinstance(new, Mapping):
-        for key in dict.fromkeys((*old, *new)):
-            if difference := _difference(old.get(key), new.get(key), f"{name} {key}".lstrip()):
-                return difference
-        return ""
-    if old == new:
-        return ""
-    if any(isinstance(value, str) and len(value) > 40 for value in (old, new)):
-        return f"{name} was another"
-    return f"{name} was {old}, and is {new} now"

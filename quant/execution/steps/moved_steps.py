@@ -21,12 +21,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from quant.execution.step_file import is_step_file
+from quant.execution.steps.step_file import is_step_file
 from quant.export.checkpoint.directory import NEW
 from quant.recipes.json_data import JsonData
 
 if TYPE_CHECKING:
-    from quant.execution.store import DirectoryStore
+    from quant.execution.steps.store import DirectoryStore
 
 NOTE = "shard "  # before the name of the checkpoint's file, in the names of steps
 _KEEP_SIZE, _PUNCH_HOLE = 1, 2  # of Linux's falloc.h
