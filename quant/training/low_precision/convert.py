@@ -13,7 +13,7 @@ from torch import nn
 from quant.calibration.blocks import block_names
 from quant.errors import UserError, counted
 from quant.kernels.training.grouped_fp8 import has_grouped_fp8
-from quant.plan.callers_model import inner_model, unwrapped
+from quant.plan.callers_model import inner_model, refuse_opaque_modules, unwrapped
 from quant.plan.make import make_plan
 from quant.recipes.layer_kind import LayerKind
 from quant.recipes.layers import find_layers
@@ -277,6 +277,7 @@ def from_low_precision_training(model: nn.Module) -> None:
 
 
 def _check_model(model: nn.Module) -> None:
+    refuse_opaque_modules(model, "to_low_precision_training")
     for name, layer in trained_layers(model).items():
         raise UserError(
             f"{name}: the model trains in {layer.low_precision.recipe.name} already; call "

@@ -15,6 +15,7 @@ from quant.checkpoints.save import save
 from quant.errors import UserError
 from quant.evaluation.evaluate import evaluate
 from quant.plan.make import make_plan
+from quant.training.low_precision.convert import to_low_precision_training
 from quant.training.qat import prepare_qat
 
 IDS = torch.randint(3, 60, (4, 12), generator=torch.Generator().manual_seed(0))
@@ -68,7 +69,33 @@ def test_a_compiled_module_inside_is_refused() -> None:
         quantize(model, "nvfp4a16", IDS, effort=0)
 
 
-@pytest.mark.parametrize("take", [lambda m: quantize(m, "fp8_channel"), make_plan, lambda m: prepare_qat(m, "int8")])
+TAKERS: list[Callable[[nn.Module], Any]] = [
+    lambda m: quantize(m, "fp8_channel"), lambda m: make_plan(m, "fp8_channel"), lambda m: prepare_qat(m, "int8"),
+    to_low_precision_training,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("take", TAKERS)
+def test_a_module_of_torch_jit_is_refused_and_the_one_that_it_was_made_of_is_taken(take: Any) -> None:
+    inner = nn.Sequential(nn.Linear(64, 64), nn.ReLU())
+    for compiled in (torch.jit.script(inner), torch.jit.trace(inner, torch.zeros(2, 64))):
+        with pytest.raises(UserError, match=r"^1: torch\.jit has compiled it.* takes the module that was scripted"):
+            take(nn.Sequential(nn.Linear(64, 64), compiled))
+    with pytest.raises(UserError, match=r"^the model: torch\.jit has compiled it"):
+        take(torch.jit.script(inner))
+    take(nn.Sequential(nn.Linear(64, 64), inner))
+
+
+@pytest.mark.parametrize("take", TAKERS)
+def test_a_lazy_layer_is_taken_after_the_first_call(take: Any) -> None:
+    model = nn.Sequential(nn.Linear(64, 64), nn.LazyLinear(64)).eval()
+    with pytest.raises(UserError, match=r"^1: a LazyLinear, whose weight has no shape before its first input; call"):
+        take(model)
+    model(torch.zeros(2, 64))
+    take(model)
+
+
+@pytest.mark.parametrize("take", TAKERS[:-1])
 def test_adapters_are_refused_before_they_are_taken_for_weights(take: Callable[[nn.Module], Any]) -> None:
     peft = pytest.importorskip("peft")
     model = peft.get_peft_model(llama(), peft.LoraConfig(r=4, target_modules=["q_proj"]))
