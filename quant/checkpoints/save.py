@@ -196,7 +196,7 @@ def write_model(
             )
         if loading is not None:
             # After the trial, not during it: building a model on the meta device replaces functions of PyTorch.
-            check_read_back(temporary, type(model))
+            check_read_back(temporary, model)
             messages += [*loading.result(), *carried_note(model, names, destination.source)]
         _write_companions(model, tokenizer, temporary, destination.source)
         if finish is not None:

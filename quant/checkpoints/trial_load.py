@@ -31,6 +31,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from quant.checkpoints.open import KV_SCALES, Checkpoint, fill, outline
 from quant.errors import UserError, counted, listed
@@ -209,26 +210,49 @@ def _unread_layers(layers: Collection[LayerPlan], version: str, outcome: str) ->
     return f"{need} quant.load: transformers {version} takes a {noun} in 16 bit only, and {outcome}"
 
 
-def check_read_back(directory: Path, cls: Any) -> None:
+def check_read_back(directory: Path, model: nn.Module) -> None:
     """Reads a checkpoint's names and single numbers as `quant.load` does.
 
     Args:
         directory: the directory with config.json, the plan and the weight files.
-        cls: the class of the model.
+        model: the model in the checkpoint.
 
     Raises:
         UserError: it cannot be read.
     """
+    cls: Any = type(model)
     # The Python files of a model that has its own would run from the directory only if the user trusted them again.
     has_own_code = not cls.__module__.startswith("transformers.") and getattr(cls, "config_class", None) is not None
+    built = outline(directory, cls if has_own_code else None)
     try:
-        opened = Checkpoint(directory, outline(directory, cls if has_own_code else None), meta=True)
-        fill(opened, built=True)
+        fill(Checkpoint(directory, built, meta=True), built=True)
     except ValueError as error:
+        if shared := _shared_here_only(model, built):
+            raise UserError(
+                f"{shared[0]} and {shared[1]} are one object in this model, and two where {cls.__name__} builds it "
+                "again, so that the checkpoint cannot be read back: give each place a copy of its own (copy.deepcopy) "
+                "before you quantize"
+            ) from error
         raise UserError(
             f"{cls.__name__}: the checkpoint could not be read back, because transformers names or joins its tensors "
             f"in an unknown way ({one_line(error)}); keep those layers in 16 bit with --exclude"
         ) from error
+
+
+def _shared_here_only(model: nn.Module, built: nn.Module) -> tuple[str, str] | None:
+    """Returns two names of a module or parameter that `model` has in two places, and `built` does not; None if none."""
+    objects, others = (
+        {**dict(each.named_modules(remove_duplicate=False)), **dict(each.named_parameters(remove_duplicate=False))}
+        for each in (model, built)
+    )
+    first: dict[int, str] = {}
+    for name, each in objects.items():
+        other = first.setdefault(id(each), name)
+        # Activation functions are often one object, and nothing of them is stored.
+        is_stored = isinstance(each, nn.Parameter) or bool([*each.parameters(), *each.buffers()])
+        if other != name and is_stored and others.get(name) is not others.get(other):
+            return other, name
+    return None
 
 
 def _load(directory: Path, cls: Any, tensors: Mapping[str, torch.Tensor], **options: Any) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import re
 import threading
 import warnings
 from pathlib import Path
@@ -39,7 +40,7 @@ def rename(directory: Path, old: str, new: str) -> None:
 
 def test_a_good_checkpoint_has_nothing_to_tell(saved: tuple[quant.Quantized, Path]) -> None:
     done, out = saved
-    check_read_back(out, type(done.model))
+    check_read_back(out, done.model)
     assert trial_load(out, done.model, done.plan, load_file(out / "model.safetensors")) == []
 
 
@@ -57,9 +58,23 @@ def test_a_tensor_under_another_name_is_an_error(saved: tuple[quant.Quantized, P
     done, out = saved
     rename(out, "layers.1.mlp.up_proj", "layers.1.mlp.other_proj")
     with pytest.raises(UserError, match=r"could not be read back.*layers\.1\.mlp\.up_proj"):
-        check_read_back(out, type(done.model))
+        check_read_back(out, done.model)
     with pytest.raises(UserError, match=r"finds no tensor for .*layers\.1\.mlp\.up_proj"):
         trial_load(out, done.model, done.plan, load_file(out / "model.safetensors"))
+
+
+@pytest.mark.parametrize("part", ["mlp", "mlp.up_proj", "mlp.up_proj.weight", "input_layernorm", ""])
+def test_what_a_model_shares_against_its_class_is_named(part: str, tmp_path: Path) -> None:
+    model = tiny_models.llama(dtype=torch.bfloat16)
+    first, second = (f"model.layers.{n}.{part}".rstrip(".") for n in (0, 1))
+    holder, _, name = second.rpartition(".")
+    shared = model.get_parameter(first) if part.endswith("weight") else model.get_submodule(first)
+    setattr(model.get_submodule(holder), name, shared)
+    done = quant.quantize(model, "fp8_channel", effort=0)
+    message = rf"^{re.escape(first)} and {re.escape(second)} are one object in this model, and two where Llama"
+    with pytest.raises(UserError, match=message):
+        quant.save(done.model, done.plan, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 def test_scales_of_the_kv_cache_that_transformers_leaves_out_are_told(
