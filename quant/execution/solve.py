@@ -47,7 +47,6 @@ def solve_plan(
     data: Any = None,
     session: Session | None = None,
     *,
-    tokenizer: Any = None,
     rounded: Rounded | None = None,
 ) -> Quantized:
     """Quantizes `model` in place, as `plan` says.
@@ -55,7 +54,7 @@ def solve_plan(
     Args:
         model: any module.
         plan: the plan, which was made for this model.
-        data, tokenizer: as in `quant.quantize`.
+        data: as in `quant.quantize`; None where the plan needs none, or the model writes text.
         session: the session. Its store has the steps that an earlier run finished, and keeps the steps of this one;
             finished layers become maps of its files. Hidden states that would take much of its memory go to a file
             there.
@@ -77,7 +76,7 @@ def solve_plan(
     if session.rank == 0:  # an error there ends the other ranks; each of them would read all of the model
         check_unquantized(model, plan)
     settings = _settings(plan)
-    plan, data = _with_inputs(model, plan, data, tokenizer, session)
+    plan, data = _with_inputs(model, plan, data, session)
     session = session.for_model(model)
     started = time.perf_counter()
     seconds: dict[str, float] = {}
@@ -108,10 +107,10 @@ def solve_plan(
     return Quantized(model, plan, layers, seconds)
 
 
-def _with_inputs(model: nn.Module, plan: Plan, data: Any, tokenizer: Any, session: Session) -> tuple[Plan, Any]:
+def _with_inputs(model: nn.Module, plan: Plan, data: Any, session: Session) -> tuple[Plan, Any]:
     """Returns calibration data as the walk takes it, and the plan with a record of text that was written for it."""
     if data is None and lacks_data(plan):
-        data, record = mixed_text(model, plan, tokenizer, session)
+        data, record = mixed_text(model, plan, session=session)
         return with_calibration(plan, [{"source": "mix", **record}]), data
     # Positional and keyword arguments become one list of calls, each bound to the forward signature.
     if data is not None and not isinstance(data, torch.Tensor | Inputs):

@@ -45,13 +45,22 @@ def solve_blocks(
 ) -> tuple[Plan, list[LayerResult]]:
     """Solves linear layers and fused experts by the sequential walk, and then the layers outside of decoder blocks.
 
+    Args:
+        model: changed in place.
+        plan: the plan.
+        data: calibration rows as the walk takes them.
+        settings: the settings of the walk that the plan fixes.
+        session: the session; blocks that its store has are installed from there.
+        rounded: called with the matrix that was rounded of each layer, where the model is; or None.
+
     Returns:
         The plan with the formats and notes of the walk, and the results in its order.
     """
     walked = [layer for layer in plan.quantized if layer.kind in (LayerKind.LINEAR, LayerKind.EXPERTS)]
-    plan = plan.replace_layers(_without_data(layer) for layer in plan.quantized if layer not in walked)
+    names = {layer.name for layer in walked}
+    plan = plan.replace_layers(_without_data(layer) for layer in plan.quantized if layer.name not in names)
     # Heads, embeddings and convolutions stand outside of decoder blocks, where the walk holds no inputs of them.
-    outside = replace(plan, layers=tuple(layer for layer in plan.layers if layer not in walked))
+    outside = replace(plan, layers=tuple(layer for layer in plan.layers if layer.name not in names))
     measured = replace(plan, layers=tuple(layer for layer in plan.layers if layer.kind != LayerKind.LINEAR))
     # Before the walk, while every layer still gets its original inputs.
     input_scales = input_scales_of(model, measured, data, session)

@@ -59,7 +59,17 @@ def apply_plan(
 def solve_weights(
     model: nn.Module, plan: Plan, input_scales: Mapping[str, torch.Tensor], session: Session
 ) -> list[LayerResult]:
-    """Returns `apply_plan` in a session, whose store keeps finished groups and may have some."""
+    """Quantizes as `apply_plan` does, in a session: its ranks share the groups, and its store keeps finished ones.
+
+    Args:
+        model: changed in place, and not restored after an exception.
+        plan: the plan.
+        input_scales: the scales as `input_scales_of` gives them.
+        session: the session; groups that its store has are installed from there.
+
+    Returns:
+        One result per layer of the plan, in plan order.
+    """
     store, results, done = session.store, dict[str, LayerResult](), 0
     # A fusion group is solved at once: its members share one tensor scale.
     groups = groups_by_input(plan.quantized)
