@@ -94,10 +94,8 @@ class Loop:
         budgets = self.space.limits(self.goal)
         least = self.problem.total(SCORE, solve(self.problem, budgets))
         good: np.ndarray | None = None
-        low, high = (
-            least,
-            math.inf,
-        )  # the largest sum of scores that keeps the limit so far, the smallest that breaks it
+        # The largest sum of scores that keeps the limit so far, and the smallest that breaks it.
+        low, high = least, math.inf
         # Less than the least predicted loss within the budgets is infeasible, and the search starts at feasible points.
         allowance = max(self._limit_as_loss(), least)
         # Bounds the number of measurements; `_is_close` ends most searches earlier.

@@ -313,11 +313,9 @@ def _goes_on(params: Mapping[str, Any]) -> str:
 
     Else empty.
     """
-    partial, out = (
-        sys.modules.get("quant.execution.steps.store"),
-        params.get("out"),
-    )  # a run that keeps something has loaded it
-    if partial is None or out is None or not partial.partial_path(Path(out)).is_dir():
+    # A run that keeps something has loaded it.
+    store, out = sys.modules.get("quant.execution.steps.store"), params.get("out")
+    if store is None or out is None or not store.partial_path(Path(out)).is_dir():
         return ""
     return f"; {_KEPT}" + (" without --restart" if params.get("restart") else "")
 
