@@ -149,7 +149,8 @@ def announce_budget(job: Job, plan: Plan, formats: int, *, solves_each: bool) ->
     device = job.session.device or device_of(job.model)
     passes = rows_of_choice(samples, formats, job.request.budget.effort, device)
     choosing = time_of_rows(job.model, plan, job.session, passes, seqlen)
-    choosing += formats * time.solving if solves_each else 0
+    # On a GPU the whole model is solved as well, to measure changes in it.
+    choosing += (formats + (device.type == "cuda")) * time.solving if solves_each else 0
     writing = f"{in_words(time.writing)} to write text, " if written else ""
     job.listener.message(
         f"this budget will take about {in_words(time.writing + choosing + time.solving)}: {writing}"
