@@ -119,6 +119,11 @@ def _show_runtime(check: RuntimeCheck) -> None:
         f"{check.runtime}: log-probabilities differ by {check.logprob_difference:.3f} nat on average, "
         f"{check.top_1:.1%} of the likeliest and {check.greedy:.1%} of greedy tokens are equal{attention}"
     )
+    if check.noise is not None:
+        click.echo(
+            f"quant.load itself: log-probabilities differ by {check.noise:.3f} nat if inputs of layers move by one "
+            "rounding"
+        )
 
 
 @click.command("audit", cls=Command)

@@ -29,7 +29,7 @@ from torch import nn
 
 from quant.calibration.placement import Device, find_device
 from quant.checkpoints.load import describe, load
-from quant.engines.decoding_run import forced_run, inputs_moved, reference_run
+from quant.engines.decoding_run import forced_run, reference_run
 from quant.engines.loop import check_lengths
 from quant.engines.open import is_engine, open_session
 from quant.engines.session import EngineSession
@@ -39,6 +39,7 @@ from quant.errors import UserError
 from quant.export.engine.audit import TENSORS, AuditRow, audit
 from quant.models.huggingface import load_tokenizer
 from quant.runtime.generate import cast_unquantized
+from quant.runtime.moved_inputs import inputs_moved
 
 MOST_KL, LEAST_AGREEMENT = 0.02, 0.9
 """Limits of a check that passes: mean KL divergence in nats, and the share of steps that agree."""
@@ -198,7 +199,7 @@ def compare(model: nn.Module, session: EngineSession, prompts: Sequence[Sequence
     passed, noise_kl, noise_agreeing = kl <= MOST_KL and agreement >= LEAST_AGREEMENT, None, None
     # No noise widens the limits beyond these, so only an engine within them is worth another run of the reference.
     if not passed and kl <= NOISIEST_KL and agreement >= NOISIEST_AGREEMENT:
-        with inputs_moved(model, session.dtype):
+        with inputs_moved(model, getattr(torch, session.dtype)):
             repeated = reference_run(model, prompts, new, expected.tokens)
         noise_kl = _mean_kl(expected.logits, repeated.logits)
         noise_agreeing = int((repeated.tokens == expected.tokens).sum())

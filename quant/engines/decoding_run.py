@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
 
-from quant.calibration.blocks import cache_argument, cache_of, removing
+from quant.calibration.blocks import cache_argument, cache_of
 from quant.engines.loop import read, step
 from quant.engines.session import EngineSession
-from quant.kernels.linear.quantized_module import QuantizedModule
 
 
 @dataclass(frozen=True)
@@ -87,21 +84,3 @@ def forced_run(
         logits.append(step(session, rows))
         steps.append(time.perf_counter() - started)
     return DecodingRun(np.stack(logits, 1), prefill, float(np.median(steps)) if steps else 0.0)
-
-
-@contextmanager
-def inputs_moved(model: nn.Module, dtype: str) -> Iterator[None]:
-    """Moves the inputs of linear layers by at most one rounding of the dtype, at random, while the block runs.
-
-    The sums of other kernels end in such differences: each result is as right as the other.
-    """
-    epsilon, generator = torch.finfo(getattr(torch, dtype)).eps, torch.Generator().manual_seed(0)
-
-    def move(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        x, *further = args
-        uniform = torch.rand(x.shape, generator=generator, dtype=torch.float64, device="cpu").to(x.device)
-        return ((x * (1 + epsilon * (2 * uniform - 1))).to(x.dtype), *further)
-
-    layers = [module for module in model.modules() if isinstance(module, nn.Linear | QuantizedModule)]
-    with removing([layer.register_forward_pre_hook(move) for layer in layers]):
-        yield

@@ -21,12 +21,13 @@ from quant.cli.main import main
 from quant.cli.quantize import quantize_command
 from quant.engines import aoti_session
 from quant.engines.aoti_session import AotiSession
-from quant.engines.decoding_run import forced_run, inputs_moved, reference_run
+from quant.engines.decoding_run import forced_run, reference_run
 from quant.engines.loop import generate_tokens
 from quant.errors import UserError
 from quant.export.packages.aoti import METADATA, decomposed
 from quant.export.packages.aoti_decoder import DECODER_BODIES, decoder_program
 from quant.kernels.linear import quantized_module
+from quant.runtime.moved_inputs import inputs_moved
 
 pytest.importorskip("transformers", reason="needs the extra hf")
 
@@ -151,7 +152,7 @@ def test_a_gpu_package_writes_the_models_tokens(
     session = AotiSession(decoder_package(model, tmp_path / "model.pt2", CAPACITY), unsafe_load=True)
     rows = serving_samples.prompts()
     reference = reference_run(model, rows, NEW)
-    with inputs_moved(model, "bfloat16"):
+    with inputs_moved(model, torch.bfloat16):
         moved = reference_run(model, rows, NEW, reference.tokens)
     noise = np.linalg.norm(moved.logits - reference.logits)
     for chunk in (None, 64):
