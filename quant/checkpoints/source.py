@@ -27,11 +27,12 @@ from quant.checkpoints.carry_over import CODES, main_dtype, source_tensors, unus
 from quant.checkpoints.model_card import CARD, SOURCE_CARD
 from quant.checkpoints.open import outline
 from quant.errors import UserError
-from quant.export.checkpoint.names import StoredNames, stored_names
+from quant.export.checkpoint.names import StoredNames, cut_experts, stored_names
 from quant.export.checkpoint.read import TensorFiles
 from quant.models.configs import read_fields
 from quant.models.files import companion_files, find_model
 from quant.models.quantized.tensors import QuantizedTensors
+from quant.recipes.expert_stacks import expert_matrices
 from quant.recipes.json_data import JsonData
 from quant.recipes.json_text import text_as_in_source
 from quant.recipes.plan import PLAN_FILE, LayerPlan, Plan
@@ -152,7 +153,9 @@ def _tensor_differences(pair: _Pair) -> Iterator[Difference]:
         if pair.is_quantized(name):
             continue
         if name not in pair.written:
-            missing.append(name)
+            experts = _cut_experts(pair, name)
+            missing += [] if experts else [name]
+            yield from _expert_differences(pair, name, experts)
         elif problem := _tensor_problem(pair, name):
             yield Difference(Part.TENSORS, name, problem, _why_changed(pair, name, problem))
     if not missing:
@@ -160,6 +163,28 @@ def _tensor_differences(pair: _Pair) -> Iterator[Difference]:
     unused = set(unused_tensors(pair.model, pair.original, pair.written, pair.names))
     for name in missing:
         yield Difference(Part.TENSORS, name, "is missing", None if name in unused else _why_missing(pair, name))
+
+
+def _cut_experts(pair: _Pair, name: str) -> dict[str, torch.Tensor]:
+    """Returns the matrices of a stack of experts in 16 bit by their names in the checkpoint; none of other tensors."""
+    ours, original = pair.names.of_model(name), pair.original[name]
+    if original.dim() != 3 or ours.rpartition(".")[2] not in pair.names.cut:
+        return {}
+    parts = cut_experts(ours, expert_matrices(pair.model, ours, original))
+    return {pair.names.stored(part): matrix for part, matrix in parts.items()}
+
+
+def _expert_differences(pair: _Pair, name: str, experts: Mapping[str, torch.Tensor]) -> Iterator[Difference]:
+    """Yields how the matrices of a stack of the source deviate, which the checkpoint has one by one."""
+    faults = []
+    for part, matrix in experts.items():
+        if part not in pair.written:
+            faults.append(Difference(Part.TENSORS, part, "is missing"))
+        elif not torch.equal(_bytes(pair.written[part]), _bytes(matrix)):
+            faults.append(Difference(Part.TENSORS, part, _OTHER_VALUES))
+    if experts and not faults:
+        yield Difference(Part.TENSORS, name, "is missing", "experts are stored one by one, as servers read them")
+    yield from faults
 
 
 def _tensor_problem(pair: _Pair, name: str) -> str | None:
