@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
+import architectures
 import pytest
 import tiny_models
 import torch
@@ -156,3 +158,24 @@ def test_as_a_solver(tied: bool) -> None:
     assert "rotation left out" in reasons["model.layers.0.mlp.down_proj"]
     kept = "shares its weight with the embedding" if tied else "rotated with the residual stream"
     assert kept in reasons["model.layers.0.self_attn.q_proj"]
+
+
+def test_blocks_that_the_pass_does_not_reach_are_not_rotated() -> None:
+    """Tokens do not reach the image encoder of GIT, whose blocks were looked up among those that had run."""
+    model = _built("Llama", tie_word_embeddings=False)
+    model.model.images = copy.deepcopy(model.model.layers)
+    weight = model.model.images[1].mlp.up_proj.weight.detach().clone()
+    plan = quantize(model, "fp8_channel", IDS, solver="rotation:merge+rtn").plan
+    torch.testing.assert_close(model.model.images[1].mlp.up_proj.dequantize(), weight, rtol=0.07, atol=1e-3)
+    reasons = {layer.name: layer.reason for layer in plan.quantized}
+    assert "rotation left out" in reasons["model.images.1.mlp.up_proj"]
+    assert "rotated with the residual stream" in reasons["model.layers.1.mlp.up_proj"]
+
+
+def test_a_block_that_does_not_run_in_float64_stays_as_it_is() -> None:
+    """XGLM ended in "value cannot be converted to type float without overflow"."""
+    model = architectures.build("XGLMForCausalLM", torch.float32)
+    weight = model.model.layers[1].self_attn.v_proj.weight.detach().clone()
+    plan = quantize(model, "fp8_channel", IDS % 60, solver="rotation:merge+rtn").plan
+    assert all("rotation left out" in layer.reason for layer in plan.quantized)
+    torch.testing.assert_close(model.model.layers[1].self_attn.v_proj.dequantize(), weight, rtol=0.07, atol=1e-3)
