@@ -100,7 +100,7 @@ class Attention:
         if position_bias is not None:
             keys = keys.biased(position_bias.to(query.dtype))
         scale = 1 / math.sqrt(query.shape[-1]) if scaling is None else float(scaling)
-        return self.computed(module, name, query, keys, scale).transpose(1, 2), None
+        return self.computed(module, name, query, keys, scale).transpose(1, 2).contiguous(), None
 
     def computed(self, module: nn.Module, name: str, query: torch.Tensor, keys: Keys, scale: float) -> torch.Tensor:
         """Returns the attention of one module, `[batch, heads, queries, dim]`; `scale` multiplies q·k."""

@@ -26,6 +26,7 @@ from quant.calibration.attention_names import model_configs
 from quant.calibration.evaluating import without_cache
 from quant.calibration.kv_cache import AttentionScales
 from quant.export.onnx_graph import limits
+from quant.export.onnx_graph.attention_use import check_attends
 from quant.export.onnx_graph.decoder import (
     ATTENTIONS,
     Attention,
@@ -214,6 +215,7 @@ def _forward_program(
 ) -> Any:
     """Returns the ONNX model of one forward pass of a transformers model, as an `onnx_ir.Model`."""
     inputs = model_inputs(model)
+    check_attends(model, {name: x.example for name, x in inputs.items()})
     names = {module: name for name, module in model.named_modules()}
     ranges = dimension_ranges(inputs, shapes, longest=getattr(model.config, "max_position_embeddings", None))
     # Sliding windows need not cut sequences that are no longer than they are. The model's positions alone are no

@@ -99,10 +99,12 @@ def layer_problem(
 def check_model(model: nn.Module) -> None:
     """Raises ValueError for the first layer that no translation can express, with an alternative."""
     for name, module in model.named_modules():
-        if isinstance(module, QuantExperts):
+        # transformers multiplies by experts in 16 bit through a class with these two attributes.
+        if isinstance(module, QuantExperts) or (hasattr(module, "has_gate") and hasattr(module, "is_transposed")):
+            shape = module.weight_shape if isinstance(module, QuantExperts) else next(module.parameters()).shape
             raise ValueError(
-                f"{name} {list(module.weight_shape)}: fused experts choose their tokens at run time, which a static "
-                "graph cannot; serve this model from its checkpoint (vLLM, TensorRT-LLM)"
+                f"{name} {list(shape)}: fused experts choose their tokens at run time, which a static graph cannot; "
+                "serve this model from its checkpoint (vLLM, TensorRT-LLM)"
             )
         if isinstance(module, QuantLinear | QuantConv):
             problem = layer_problem(

@@ -36,6 +36,7 @@ from torch import nn
 
 from quant.calibration.attention_names import text_config
 from quant.calibration.placement import free_memory
+from quant.export.onnx_graph.attention_use import check_attends
 from quant.export.onnx_graph.decoder import Attention, GraphInput, Keys, attending, is_decoder
 from quant.export.onnx_graph.opsets import SERVING_OPSET
 from quant.export.onnx_graph.shapes import SEQUENCE, check_sequence, dimension_ranges
@@ -207,6 +208,7 @@ def check_decoder(model: nn.Module, capacity: int | None) -> None:
     states = set(getattr(config, "layer_types", None) or ()) - _KEPT_LAYERS
     if states:
         raise ValueError(without % f"its layers of type {', '.join(sorted(states))} keep another state")
+    check_attends(model, {IDS: torch.zeros(2, 5, dtype=torch.long, device=next(model.parameters()).device)})
     if "position_ids" not in inspect.signature(model.forward).parameters:
         raise ValueError(without % "its positions are not an input of its forward method")
     scaling = getattr(config, "rope_parameters", None) or {}

@@ -130,7 +130,10 @@ class LayerGraphs:
     def linear(self, name: str) -> tuple[Any, str]:
         """Returns the layer's nodes as a model, and the name of its input; ValueError if they are not a linear's."""
         if name not in self.outputs:
-            raise ValueError(f"{self.path}: no nodes of layer {name}; export the model again")
+            raise ValueError(
+                f"{self.path}: no nodes of layer {name}. Either the graph's outputs do not depend on it: keep it in 16 "
+                "bit (--exclude), or name inputs that reach it (--input). Or the file is of another model: export again"
+            )
         output = self.outputs[name]
         return self._cut(output, lambda value: self._is_own(value, output), name)
 

@@ -37,6 +37,7 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from quant.calibration.kv_cache import AttentionScales
+from quant.export.onnx_graph.attention_use import check_attends
 from quant.export.onnx_graph.decoder import Attention, Graph, attending, operand_scales
 from quant.export.packages.cpp_linear import has_cpp_linears, linear_settings
 from quant.export.packages.op_bodies import BODIES, INNER_BODIES, launches
@@ -376,6 +377,7 @@ def _traceable(
             raise ValueError(f"{type(model).__name__} is no transformers model; its own code calls fp8_attention")
         yield model
         return
+    check_attends(model, inputs)
     names = {module: name for name, module in model.named_modules()}
     window = sequence[1] if sequence else None
     function = Attention(names, kind="plugin", scales=operand_scales(scales or {}), window=window)

@@ -31,6 +31,7 @@ from quant.export.onnx_graph.verify import check_file, to_numpy  # noqa: E402
 FP8 = FORMATS["fp8"]
 LINEAR_ATTENTION = {"linear_num_key_heads": 2, "linear_num_value_heads": 2, "layer_types": ["linear_attention"] * 2}
 BLOOM = {"vocab_size": 64, "hidden_size": 64, "n_layer": 2, "n_head": 4}
+BART = {"vocab_size": 64, "d_model": 64, "decoder_layers": 2, "decoder_attention_heads": 4, "decoder_ffn_dim": 96}
 
 
 def llama(dtype: torch.dtype, layers: int = 1) -> Any:
@@ -111,12 +112,19 @@ def _ints(*values: int) -> torch.Tensor:
             r"its RoPE \(dynamic\) depends on the longest position",
         ),
         (
-            lambda: tiny_models.build("Qwen3Next", "ForCausalLM", {**tiny_models.EXPERTS, **LINEAR_ATTENTION}),
+            lambda: tiny_models.build(
+                "Qwen3Next", "ForCausalLM", {**tiny_models.EXPERTS, **LINEAR_ATTENTION, "mlp_only_layers": [0, 1]}
+            ),
             32,
             r"its layers of type linear_attention keep another state; serve its checkpoint \(vLLM\)",
         ),
         (
             lambda: tiny_models.build("Bloom", "ForCausalLM", BLOOM),
+            32,
+            r"BloomForCausalLM computes attention in code of its own",
+        ),
+        (
+            lambda: tiny_models.build("Bart", "ForCausalLM", BART),
             32,
             r"its positions are not an input of its forward",
         ),
