@@ -7,7 +7,9 @@ from torch import nn
 
 from quant.calibration.blocks import stored_dtype
 from quant.calibration.evaluating import evaluating
+from quant.calibration.listener import Progress
 from quant.calibration.observers import get_observer
+from quant.calibration.placement import Device
 from quant.calibration.session import Session
 from quant.calibration.statistics import static_input_scale
 from quant.calibration.walk.collect import collect_input_amax
@@ -16,21 +18,30 @@ from quant.plan.data_needs import lacks_data
 from quant.recipes.plan import Plan, groups_by_input
 
 
-def calibrate(model: nn.Module, plan: Plan, data: torch.Tensor | None) -> dict[str, torch.Tensor]:
+def calibrate(
+    model: nn.Module,
+    plan: Plan,
+    data: torch.Tensor | None,
+    *,
+    device: Device = None,
+    progress: Progress | None = None,
+) -> dict[str, torch.Tensor]:
     """Returns static activation scales by layer name, float32 scalars; one for all members of a fusion group.
 
-    The model runs where it is, in evaluation mode.
+    The model runs in evaluation mode on `device`, one block at a time if it does not fit there; by default where it is.
 
     Args:
         model: the model that the plan was made for.
         plan: the plan, whose observer chooses the scales.
         data: calibration rows as the model takes them; None where the plan needs none.
+        device: where the model runs; by default where it is.
+        progress: a function that is called as `progress(stage, done, total)`.
 
     Raises:
         UserError: the plan needs data and there is none.
     """
     with evaluating(model):
-        return _measured_scales(model, plan, data, Session())
+        return _measured_scales(model, plan, data, Session.on(device, progress=progress))
 
 
 def input_scales_of(
