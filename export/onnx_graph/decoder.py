@@ -221,20 +221,23 @@ def model_inputs(model: Any) -> dict[str, GraphInput]:
     dims: Dims = ("batch", "sequence")
     if model.main_input_name == "pixel_values":
         # A convolutional network takes images of any size, and its config names none: 224 is what they are trained on.
-        size = getattr(model.config, "image_size", 224)
+        config = getattr(model.config, "vision_config", model.config)  # a classifier over CLIP's encoder of images
+        size = getattr(config, "image_size", 224)
         height, width = (size, size) if isinstance(size, int) else size
-        channels = model.config.num_channels
+        channels = getattr(config, "num_channels", 3)
         example = torch.zeros(2, channels, height, width, dtype=model.dtype)
         return {"pixel_values": GraphInput(example, ("batch", channels, height, width))}
-    if model.main_input_name != "input_ids":
+    parameters = inspect.signature(model.forward).parameters
+    takes_both = "pixel_values" in parameters and not model.can_generate()  # CLIP and SigLIP
+    if model.main_input_name != "input_ids" or takes_both:
         raise ValueError(
-            f"{type(model).__name__} takes {model.main_input_name}: name each of its inputs, as in --input "
-            "input_ids:int64:batch,sequence"
+            f"{type(model).__name__} takes {'input_ids and pixel_values' if takes_both else model.main_input_name}: "
+            "name each of its inputs, as in --input input_ids:int64:batch,sequence"
         )
     if is_decoder(model):
         return {"input_ids": GraphInput(tokens, dims)}
     inputs = {"input_ids": GraphInput(tokens, dims), "attention_mask": GraphInput(torch.ones_like(tokens), dims)}
-    if "decoder_input_ids" in inspect.signature(model.forward).parameters:
+    if "decoder_input_ids" in parameters:
         inputs["decoder_input_ids"] = GraphInput(torch.zeros(2, _TOKENS // 2, dtype=torch.long), ("batch", "target"))
     if getattr(model.config, "type_vocab_size", 1) > 1:
         inputs["token_type_ids"] = GraphInput(torch.zeros_like(tokens), dims)

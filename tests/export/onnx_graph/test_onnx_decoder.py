@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import architectures
 import numpy as np
 import pytest
 import tiny_models
@@ -23,7 +24,7 @@ onnx = pytest.importorskip("onnx", reason="needs the extra onnx")
 pytest.importorskip("onnxscript", reason="needs the extra onnx")
 transformers = pytest.importorskip("transformers", reason="needs the extra hf")
 
-from quant.export.onnx_graph.decoder import Attention, Graph, attending, operand_scales  # noqa: E402
+from quant.export.onnx_graph.decoder import Attention, Graph, attending, model_inputs, operand_scales  # noqa: E402
 from quant.export.onnx_graph.export import export_onnx  # noqa: E402
 from quant.export.onnx_graph.reference import evaluator  # noqa: E402
 from quant.export.onnx_graph.verify import check_file, to_numpy  # noqa: E402
@@ -275,3 +276,16 @@ def test_a_sliding_window_limits_the_sequence(tmp_path: Path) -> None:
 def test_a_module_needs_examples_of_its_inputs(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="Linear is not a transformers model: name each of its inputs"):
         export_onnx(nn.Linear(4, 4), tmp_path / "m.onnx")
+
+
+def test_a_classifier_over_clips_encoder_takes_its_images() -> None:
+    """Its config has no channels and no size of images: its `vision_config` has them."""
+    ((name, image),) = model_inputs(architectures.build("CLIPForImageClassification", torch.float32)).items()
+    assert name == "pixel_values" and image.example.shape == (2, 3, 32, 32)
+
+
+@pytest.mark.parametrize("name", ["CLIPModel", "SiglipModel"])
+def test_models_of_images_and_texts_need_inputs_by_name(name: str) -> None:
+    """The export ended in "'NoneType' object has no attribute 'shape'"."""
+    with pytest.raises(ValueError, match=f"{name} takes input_ids and pixel_values: name each of its inputs"):
+        model_inputs(architectures.build(name, torch.float32))
