@@ -51,6 +51,12 @@ def qwen3_moe(**options: Any) -> Any:
     return build("Qwen3Moe", "ForCausalLM", EXPERTS, **options)
 
 
+def gpt_oss(**options: Any) -> Any:
+    """Four experts in each block, two to a token, attention sinks, and a window in every other block."""
+    sizes = {**DECODER, "head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8}
+    return build("GptOss", "ForCausalLM", sizes, **options)
+
+
 def opt(**options: Any) -> Any:
     """A decoder with LayerNorms, biases and an MLP without a gate."""
     sizes = {k: v for k, v in DECODER.items() if k not in ("intermediate_size", "num_key_value_heads")}

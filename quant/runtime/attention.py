@@ -17,7 +17,7 @@ a whole text sees the same keys and values as decoding token by token. The funct
 
     a sequence from its start     `quant.kernels.attention.forward`: FP8 or 16 bit, causal, windows, soft cap
     new tokens over a cache       `quant.kernels.attention.decode` on the pages, with queries in 16 bit
-    padding or another mask       plain PyTorch on the rounded operands
+    padding, another mask, sinks  plain PyTorch on the rounded operands
 
 Queries and keys are first multiplied by a pair of inverse matrices (`quant.runtime.rotation`), which keeps their
 scores and cuts the KL of rounding them to E4M3 by two thirds. Scales are one a KV head. The scale of the values comes
@@ -254,25 +254,37 @@ def _attend(
     A k with `quant_layer` holds only new keys: its layer of a `QuantizedKVCache` has the others.
     """
     call = AttentionCall.of(module, keywords)
-    if call.s_aux is not None:
-        raise UserError(f"{type(module).__name__} has attention sinks, which quantized attention does not take")
     options = {"softmax_scale": call.scaling, "softcap": call.softcap}
     layer = getattr(k, "quant_layer", None)
     if layer is not None:
         q = layer.write(q, k, v, **options)
-        if layer.length > k.shape[2] and mask is None:
+        if layer.length > k.shape[2] and mask is None and call.s_aux is None:
             out = layer.attend(q, window=call.sliding_window, **options)
             return out.transpose(1, 2).contiguous(), None
         (k, v), scales = layer.read_turned(k.dtype), layer.scales
     else:
         q, k, v, scales = _rounded(module, q, k, v, fp8, **options)
+    if call.s_aux is not None and mask is None:
+        # Kernels have no sinks; `_masked` does.
+        mask = _mask_of(call, q.shape[2], k.shape[2], q.device)
     if mask is not None:
-        out = _masked(q, k, v, mask[..., : k.shape[2]], fp8, **options)
+        out = _masked(q, k, v, mask[..., : k.shape[2]], fp8, sinks=call.s_aux, **options)
     else:
         # A window belongs to a causal mask; attention without one sees everything.
         window = call.sliding_window if call.is_causal else None
         out = _dense(q, k, v, scales if fp8 else None, fp8, causal=call.is_causal, window=window, **options)
     return out.transpose(1, 2).contiguous(), None
+
+
+def _mask_of(call: AttentionCall, queries: int, keys: int, device: torch.device) -> torch.Tensor:
+    """Returns which keys each query sees, bool `[1, 1, queries, keys]`; the queries are the last tokens."""
+    if not call.is_causal:
+        return torch.ones(1, 1, queries, keys, dtype=torch.bool, device=device)
+    distance = torch.arange(keys - queries, keys, device=device)[:, None] - torch.arange(keys, device=device)
+    seen = distance >= 0
+    if call.sliding_window is not None:
+        seen &= distance < call.sliding_window
+    return seen[None, None]
 
 
 def _rounded(
@@ -368,8 +380,12 @@ def _masked(
     *,
     softmax_scale: float | None,
     softcap: float | None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Returns attention under any mask, in PyTorch: operands rounded to FP8 where asked, probabilities unrounded."""
+    """Returns attention under any mask, in PyTorch: operands rounded to FP8 where asked, probabilities unrounded.
+
+    Sinks `[heads]` are the score of a key for each head that has no value, as in GPT-OSS.
+    """
     dtype = q.dtype
     if fp8:
         q, k, v = (_dequantized(x) for x in (q, k, v))
@@ -379,7 +395,11 @@ def _masked(
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
     scores = scores.masked_fill(~mask.bool()[:, :, None], -torch.inf)
-    out: torch.Tensor = scores.softmax(-1).nan_to_num(0.0) @ v.float()[:, :, None]
+    if sinks is not None:
+        sink = sinks.float().unflatten(0, (k.shape[1], -1))[None, :, :, None, None]
+        scores = torch.cat([scores, sink.expand(*scores.shape[:-1], 1)], -1)
+    probabilities = scores.softmax(-1).nan_to_num(0.0)[..., : k.shape[2]]
+    out: torch.Tensor = probabilities @ v.float()[:, :, None]
     return out.flatten(1, 2).to(dtype)
 
 

@@ -17,7 +17,7 @@ class AttentionCall(NamedTuple):
         scaling: factor of the scores; None is 1/√dim.
         sliding_window: keys that a query sees, itself included.
         softcap: bound of the scores, by tanh.
-        s_aux: attention sinks, which quantized attention does not compute.
+        s_aux: attention sinks, a score of each head `[heads]`.
     """
 
     is_causal: bool

@@ -312,8 +312,20 @@ def _check_model(model: nn.Module) -> None:
 
 
 def _reasons_of_globs(model: nn.Module, include: Sequence[str], exclude: Sequence[str]) -> dict[str, str]:
-    """Returns which layers the caller leaves in 16 bit, and by which argument, by name."""
+    """Returns which layers the caller leaves in 16 bit, and by which argument, by name.
+
+    Raises:
+        UserError: a glob that matches no module.
+    """
     names = [*(name for name, module in model.named_modules() if _is_linear(module)), *_names_of_experts(model)]
+    all_names = {*names, *(name for name, _ in model.named_modules())}
+    for argument, globs in (("include", include), ("exclude", exclude)):
+        unknown = next((glob for glob in globs if not matched(glob, all_names)), None)
+        if unknown is not None:
+            raise UserError(
+                f"{argument}: glob {unknown!r} matches no layer; this model's layers are called "
+                f"{', '.join(names[:3])}, …"
+            )
     excluded, included = matched(exclude, names), matched(include or "*", names)
     return {name: "not included" for name in names if name not in included} | dict.fromkeys(excluded, "excluded")
 

@@ -286,14 +286,18 @@ def test_cropped_tokens_are_forgotten(model: nn.Module) -> None:
     torch.testing.assert_close(again, whole[:, 18:], rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("kind", ["mistral", "gemma2"])
+@pytest.mark.parametrize("kind", ["mistral", "gemma2", "gpt_oss"])
 @pytest.mark.parametrize("attention", ["16bit", "fp8"])
-def test_windows_and_soft_caps(kind: str, attention: str) -> None:
+def test_windows_soft_caps_and_sinks(kind: str, attention: str) -> None:
     """Against eager attention with the cache's rounding; FP8 by how far it is off."""
     fields: dict[str, Any] = {"intermediate_size": 64, "head_dim": 16, "sliding_window": 8}
     if kind == "gemma2":
         fields |= {"attn_logit_softcapping": 2.0, "query_pre_attn_scalar": 16}
     model = getattr(tiny_models, kind)(**fields, attn_implementation="eager")
+    for name, parameter in model.named_parameters():
+        if name.endswith("sinks"):
+            # About as large as scores, so that they take much of the probability.
+            parameter.data.normal_(1.0)
     calibrate(model)
     ids = torch.randint(0, 64, (2, 30))
     cache = quant.QuantizedKVCache(model, "fp8", page_size=16)

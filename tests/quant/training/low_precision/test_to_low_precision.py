@@ -43,6 +43,16 @@ def test_a_head_that_is_named_trains_too() -> None:
     assert report.in_16bit["model.layers.0.self_attn.q_proj"] == "not included"
 
 
+@pytest.mark.parametrize("argument", ["include", "exclude"])
+def test_a_glob_that_matches_nothing_is_refused(argument: str) -> None:
+    model = tiny_models.llama()
+    with pytest.raises(
+        quant.UserError, match=rf"{argument}: glob '\*\.k_prj' matches no layer; .*called model\.layers"
+    ):
+        quant.to_low_precision_training(model, "nvfp4", **{argument: ["*.k_prj"]})
+    assert not any(hasattr(module, "low_precision") for module in model.modules())
+
+
 def test_an_exact_name_is_no_glob() -> None:
     """Read as a glob, `up[0]` is another layer's name: `up0`."""
     for globs, converted in (
