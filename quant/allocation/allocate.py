@@ -178,8 +178,7 @@ def allocate(
     if scoring.solver != settings.solver or scoring.solutions:
         real = RealSolver(model, loop, plan_of, rows, settings.dtype, session)
         if where_solved:
-            loop.effort = effort
-            decision = decision._replace(best=better_where_solved(real, decision.best))
+            decision = decision._replace(best=better_where_solved(real, decision.best, effort))
         decision = decision.solved(real, goal)
     seconds = time.perf_counter() - started
     record = AllocationRecord(

@@ -28,7 +28,7 @@ from quant.allocation.search import Search
 from quant.allocation.space import Space
 from quant.calibration.sensitivity.baseline import Baseline
 from quant.calibration.sensitivity.group_solutions import GroupSolution, Key
-from quant.calibration.sensitivity.knapsack import KnapsackProblem, solve
+from quant.calibration.sensitivity.knapsack import Infeasible, KnapsackProblem, solve
 from quant.calibration.sensitivity.switchable_model import SwitchableModel
 from quant.calibration.session import Session
 from quant.calibration.solvers.gptq import Gptq
@@ -62,29 +62,33 @@ def can_measure_where_solved(
     )
 
 
-def better_where_solved(real: RealSolver, present: MeasuredChoice) -> MeasuredChoice:
+def better_where_solved(real: RealSolver, present: MeasuredChoice, effort: Effort) -> MeasuredChoice:
     """Returns a choice that measures better in a solved model, or `present` if there is none.
 
     Args:
         real: the solver of the plan, with the model, the calibration rows and the budget.
         present: a choice within the budget.
+        effort: the numbers of measurements and of rows to measure on.
     """
     loop, bench, space = real.loop, real.loop.bench, real.loop.space
     # Every n-th row is measured on, as rows of a mixture are of many kinds in turn.
-    every = len(real.rows) // _measured_rows(len(real.rows), loop.effort)
+    every = len(real.rows) // _measured_rows(len(real.rows), effort)
     is_measured = torch.arange(len(real.rows), device=real.rows.device) % every == 0
     problem, limits = loop.problem, space.limits(loop.goal)
     base = np.where(problem.allowed, problem.costs["bytes"], np.inf).argmin(axis=1)
     solutions = _solutions(real, base, real.rows[~is_measured])
     # A search spends half of its measurements on single changes, after one of the present choice.
     flips = int(problem.allowed.sum()) - len(base)
-    count = min(2 * flips + 1, loop.effort.probes(bench.searched.device))
+    count = min(2 * flips + 1, effort.probes(bench.searched.device))
     with _solved(bench.switchable, solutions), bench.switchable.ready():
         rows = real.rows[is_measured].to(bench.searched.device)
         baseline = Baseline(bench.switchable, bench.divergence, rows)
         search = Search(problem, limits, baseline, space.named, count, bench.probe)
         gains = KnapsackProblem(problem.groups, problem.candidates, search.gains(base), problem.costs)
-        choice = solve(gains, limits)
+        try:
+            choice = solve(gains, limits)
+        except Infeasible:  # too few changes were measured to keep a limit on the time
+            return present
         before, after = (baseline.loss(space.named(each)) for each in (present.choice, choice))
     if after >= before:
         return present
