@@ -105,9 +105,9 @@ def export_command(
     Decoders get a KV cache with --to onnx, tensorrt, aoti and triton-server; --to torch-tensorrt compiles one pass
     without it. A Triton server without --target runs a decoder in onnxruntime.
 
-    --to modelopt writes the same codes and scales in ModelOpt's layout, for TensorRT-LLM; vLLM 0.26 refuses mxfp4 and
-    ragged fp8_block there, and mixes only fp8, nvfp4, nvfp4a16 and mxfp8. --to compressed-tensors converts a
-    checkpoint of ModelOpt.
+    --to modelopt writes the same codes and scales in ModelOpt's layout, for TensorRT-LLM; vLLM (0.26 to 0.29) refuses
+    mxfp4 and ragged fp8_block there, and mixes only fp8, nvfp4, nvfp4a16 and mxfp8. --to compressed-tensors converts
+    a checkpoint of ModelOpt.
     """
     from quant.api.export_model import export_model
     from quant.models.state_dict import call_factory

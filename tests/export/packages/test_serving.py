@@ -131,7 +131,7 @@ def test_the_commands_fit_the_checkpoint(tmp_path: Path) -> None:
     page = serving_text(Path("out/smol"), plan_of("nvfp4", "nvfp4"), bundle, receipt("tensorrt_rtx 1.7.1"), text=True)
     assert "vllm serve out/smol --served-model-name smol --kv-cache-dtype fp8" in page
     assert "trtllm-serve serve out/smol" in page
-    assert "nvfp4@nvfp4: native, from SM100; on Hopper inputs stay in 16 bit (Marlin). From: vllm 0.26.0" in page
+    assert "nvfp4@nvfp4: native, from SM100; on Hopper inputs stay in 16 bit (Marlin). From: vllm 0.26.0 and" in page
     assert "tensorrt-rtx==1.7.1" in page and "/v2/models/smol/versions/2/ready" in page
     page = serving_text(Path("out/smol"), plan_of("int4", None, parts=Parts(rank=8)), bundle, receipt(), text=True)
     assert "does not read this checkpoint. int4: a TypeError" in page and "trtllm-serve" not in page
