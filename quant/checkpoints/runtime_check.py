@@ -43,6 +43,9 @@ LAYER_LIMIT = 0.02
 """Largest relative error of a layer. Kernels in BF16 stay below 0.005; one wrong block in a hundred makes 0.1."""
 ROUNDED_LIMIT = 0.06
 """The same for rounded inputs: a value near a tie may go either way. Inputs that are not rounded at all make 0.1."""
+LAYER_NOISE_MULTIPLE = 2.0
+"""Where a layer with rounded inputs is over its limit, how often its own noise it may make: that of one rounding of its
+inputs. A runtime rounds several times before it rounds to few bits."""
 MODEL_LIMIT, NOISE_MULTIPLE = 0.2, 1.5
 """Largest mean difference of log-probabilities, in nat: the order of sums in BF16 already makes 0.04 on SmolLM2.
 
@@ -60,12 +63,15 @@ class RuntimeLayer(JsonData):
         kernel: the class that multiplied.
         error: the error of its output, relative to the output of `quant.load`; None where that has no such layer.
         inputs: "16 bit" or "rounded": the variant that it equals.
+        noise: the error that `quant.load` itself has if the rounded inputs move by one rounding before; None if the
+            error is within its limit without it.
     """
 
     name: str
     kernel: str
     error: float | None
     inputs: str = "16 bit"
+    noise: float | None = None
 
     @property
     def kind(self) -> str:
@@ -75,7 +81,10 @@ class RuntimeLayer(JsonData):
     @property
     def is_wrong(self) -> bool:
         """Whether the output differs by more than the order of sums and ties of rounding explain; NaN is wrong too."""
-        return self.error is not None and not self.error <= (LAYER_LIMIT if self.inputs == "16 bit" else ROUNDED_LIMIT)
+        if self.error is None:
+            return False
+        limit = LAYER_LIMIT if self.inputs == "16 bit" else ROUNDED_LIMIT
+        return not self.error <= max(limit, LAYER_NOISE_MULTIPLE * (self.noise or 0.0))
 
 
 @dataclass(frozen=True)
@@ -233,7 +242,17 @@ def _layer(
             stack.enter_context(_inputs_in_16_bit(module))
         errors["16 bit"] = _error([_output(module, x) for module in modules], y)
     inputs = min(errors, key=lambda each: errors[each])
-    return RuntimeLayer(layer["name"], layer["kernel"], errors[inputs], inputs)
+    noise = _noise(modules, x) if inputs == "rounded" and errors[inputs] > ROUNDED_LIMIT else None
+    return RuntimeLayer(layer["name"], layer["kernel"], errors[inputs], inputs, noise)
+
+
+def _noise(modules: Sequence[nn.Module], x: torch.Tensor) -> float:
+    """Returns the error of our own output of `x` if it moves by one rounding of the layers' dtype."""
+    y = torch.cat([_output(module, x) for module in modules], 1)
+    with ExitStack() as stack:
+        for module in modules:
+            stack.enter_context(inputs_moved(module, _dtype(module)))
+        return _error([_output(module, x) for module in modules], y)
 
 
 def _quantized(module: nn.Module) -> list[QuantizedModule]:
@@ -262,11 +281,15 @@ def _output(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
     if isinstance(module, QuantLinear) and module.activation_format is None:
         bias = None if module.bias is None else module.bias.double()
         return nn.functional.linear(x.double(), module.weight.double(), bias).float()
-    dtype = next((p.dtype for p in module.parameters() if p.is_floating_point() and p.dim() > 1), torch.bfloat16)
     # A block of experts takes [batch, tokens, hidden]; linear layers take that, too.
-    y = module(x[None].to(dtype))
+    y = module(x[None].to(_dtype(module)))
     output: torch.Tensor = y[0] if isinstance(y, tuple) else y
     return output.float().reshape(len(x), -1)
+
+
+def _dtype(module: nn.Module) -> torch.dtype:
+    """Returns the dtype of a module's inputs."""
+    return next((p.dtype for p in module.parameters() if p.is_floating_point() and p.dim() > 1), torch.bfloat16)
 
 
 def _error(outputs: list[torch.Tensor], y: torch.Tensor) -> float:
