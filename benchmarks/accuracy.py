@@ -19,8 +19,8 @@ All methods that need data get the same calibration rows: by default the package
 those of the tokens file. There are as many rows of the mixture as `quantize` gives `gptq` for this model and device,
 and for `kfac` as many as it gives `kfac` (128 and 512 for SmolLM2 on a GPU), unless `--calibration-rows` says how many;
 rows of peers that end in `, rows of kfac` get the same. `--texts FILE` keeps the rows of all texts in a file, and takes
-them from it where it exists; with that file, `--resume` goes on where a run was cut short. No method was chosen by the
-last two texts.
+them from it where it exists; with that file, `--resume` goes on where a run was cut short. The rows of the tables in
+docs/benchmarks.md are in data/accuracy_texts.safetensors. No method was chosen by the last two texts.
 
 Rows are named `SETTING TOOLKIT CONFIGURATION`; `--list` shows those that this machine has packages for. `--only GLOB`
 chooses among them, and `--only bars` takes those of the tables in docs/benchmarks.md. Solvers come from the registry,
@@ -132,7 +132,7 @@ class Settings:
 
     def read(self, row: str) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Rows that the method of a table row is calibrated with, and rows of each text to evaluate on."""
-        rows = load_file(self.texts)
+        rows = {name: ids.long() for name, ids in load_file(self.texts).items()}
         own = rows.get("calibration by kfac") if "kfac" in row else None
         return rows["calibration"] if own is None else own, {name: rows[name] for name in self.names}
 
@@ -176,7 +176,8 @@ def write_texts(
     texts = dict(zip(TEXTS, (evaluated, *documents), strict=True))
     texts |= {name: page_rows(path, tokenizer, rows, seqlen) for name, path in more.items()}
     made_of = f"{calibration_rows} rows of {made_of}" + (f", and kfac {more_rows} rows of such text" if by_kfac else "")
-    save_file({"calibration": calibration, **by_kfac, **texts}, settings.texts, {"made of": made_of})
+    every = {"calibration": calibration, **by_kfac, **texts}
+    save_file({name: ids.int() for name, ids in every.items()}, settings.texts, {"made of": made_of})
 
 
 def _seqlen(tokens: Path) -> int:
