@@ -536,10 +536,11 @@ def main(
     header = machine(threads) | versions("transformers", "nvidia-modelopt", "llmcompressor", "torchao")
     if not settings.texts.exists():
         write_texts(settings, tokens, calib, rows, calibration_rows, files)
-    about = f"methods that need data got {_made_of(settings.texts)}."
+    made_of = _made_of(settings.texts)
+    about = f"methods that need data got {made_of}."
     if jobs > 1:
         about += f" {jobs} rows were measured at a time, so their seconds are too long."
-    table = measured_rows(json_path, texts, about) if resume else []
+    table = measured_rows(json_path, texts, made_of) if resume else []
     done = {(row["setting"], row["configuration"]) for row in table}
     names = [name for name in names if (SETTINGS[name.split()[0]].title, name.split(maxsplit=1)[1]) not in done]
     if not names:
@@ -563,7 +564,7 @@ def main(
         plot(plot_path, table)
 
 
-def measured_rows(json_path: Path | None, texts: Path | None, about: str) -> list[dict[str, Any]]:
+def measured_rows(json_path: Path | None, texts: Path | None, made_of: str) -> list[dict[str, Any]]:
     """The rows that an earlier run with the same rows of text wrote, without those that failed.
 
     Raises:
@@ -574,8 +575,7 @@ def measured_rows(json_path: Path | None, texts: Path | None, about: str) -> lis
     if not json_path.exists():
         return []
     written = json.loads(json_path.read_text(encoding="utf-8"))
-    made_of = about.partition(".")[0]
-    if not any(made_of in note for note in written["notes"]):
+    if not any(f" {made_of}." in note for note in written["notes"]):
         raise click.UsageError(f"{json_path}: its rows are of other text than {texts}; leave out --resume")
     return [row for row in written["rows"] if loss_of(row) is not None]
 

@@ -144,6 +144,11 @@ def matched(globs: str | Iterable[str], names: Collection[str]) -> dict[str, Non
     )
 
 
+def no_match(glob: str, names: Iterable[str]) -> str:
+    """Returns what to say of a glob that matches no layer; `names` are those of the model's layers."""
+    return f"glob {glob!r} matches no layer; this model's layers are called {', '.join([*names][:3])}, …"
+
+
 def presets() -> dict[str, Recipe]:
     """Returns the recipes that ship with the package, by name."""
     files = [f for f in resources.files("quant.recipes").iterdir() if f.name.endswith(".toml")]

@@ -25,7 +25,7 @@ from quant.formats.format import Format, cache_format, is_16bit
 from quant.recipes.layer_kind import LayerKind
 from quant.recipes.layers import ROUTER, Layer
 from quant.recipes.plan import LayerPlan, Plan, groups_of
-from quant.recipes.recipe import KEEP, Recipe, Rule, matched, named_format
+from quant.recipes.recipe import KEEP, Recipe, Rule, matched, named_format, no_match
 from quant.recipes.shared_inputs import group_name
 
 QUANTIZABLE = (LayerKind.LINEAR, LayerKind.EXPERTS, LayerKind.CONV)
@@ -80,8 +80,7 @@ def resolve(
     globs = {glob: matched(glob, names).keys() for glob in (*(rule.match for rule in recipe.rules), *only)}
     for glob, its_names in globs.items():
         if not its_names:
-            examples = ", ".join(names[:3])
-            raise ValueError(f"glob {glob!r} matches no layer; this model's layers are called {examples}, …")
+            raise ValueError(no_match(glob, names))
     included = {glob: globs[glob] for glob in only}
     house = {**_kept_convs(layers, recipe, included.values()), **_house_rules(layers, included.values())}
     quantizable = {layer.name for layer in layers if layer.kind in QUANTIZABLE}

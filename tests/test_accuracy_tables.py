@@ -79,11 +79,11 @@ def test_a_run_goes_on_where_it_was_cut_short(tmp_path: Path) -> None:
             "extra at run time": "failed",
         },
     ]
-    table, texts, about = tmp_path / "table.json", tmp_path / "texts.safetensors", "methods got 128 rows. 16 at a time"
-    assert measured_rows(table, texts, about) == []
+    table, texts, made_of = tmp_path / "table.json", tmp_path / "texts.safetensors", "128 rows"
+    assert measured_rows(table, texts, made_of) == []
     table.write_text(json.dumps({"rows": rows, "notes": ["smollm2 on cuda: methods got 128 rows. 12 at a time"]}))
-    assert measured_rows(table, texts, about) == rows[:1]
+    assert measured_rows(table, texts, made_of) == rows[:1]
     with pytest.raises(click.UsageError, match="of other text"):
-        measured_rows(table, texts, "methods got 32 rows. 16 at a time")
+        measured_rows(table, texts, "32 rows")
     with pytest.raises(click.UsageError, match="--texts"):
-        measured_rows(table, None, about)
+        measured_rows(table, None, made_of)

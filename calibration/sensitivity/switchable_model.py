@@ -187,8 +187,17 @@ class SwitchableModel:
         """Returns the candidate that is chosen for a group."""
         return self.candidates[self.choice.get(group, KEPT.name)]
 
-    def use(self, solutions: Mapping[Key, GroupSolution]) -> None:
-        """Takes the groups that another solver has solved from `solutions` from now on."""
+    @contextmanager
+    def solved_by(self, solutions: Mapping[Key, GroupSolution]) -> Iterator[None]:
+        """Takes some groups from other solutions while open."""
+        before = self.solutions
+        self._take({**before, **solutions})
+        try:
+            yield
+        finally:
+            self._take(before)
+
+    def _take(self, solutions: Mapping[Key, GroupSolution]) -> None:
         self.solutions = self.weights.solutions = solutions
         self._input_scales.clear()
         self.weights.clear_dense()

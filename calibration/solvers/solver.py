@@ -163,26 +163,35 @@ def supports(solver: Solver, format: Format) -> bool:
 
 def check_solvers(plan: Plan) -> None:
     """Raises ValueError, with the layer's name and the way out, where a planned solver does not know its format."""
-    specs = {layer.name: get_pipeline(layer.solver).spec for layer in plan.quantized}
-    learned = [name for name, spec in specs.items() if spec.learns_rotation]
+    _check_learned_rotations(plan)
     for layer in plan.quantized:
         pipeline = get_pipeline(layer.solver)
-        number = layer.weight_format.element
-        if layer.name in learned and (number.is_integer or number.bits != 8):
-            raise ValueError(
-                f"{layer.name}: a rotation is learned for FP8, whose errors are a share of each value, and makes "
-                f"{layer.weight_format} worse; take rotation:merge, or none"
-            )
-        if learned and specs[layer.name].merges_rotations and not specs[layer.name].learns_rotation:
-            raise ValueError(
-                f"{layer.name}: {layer.solver} would rotate the residual stream again, which {learned[0]} has rotated "
-                "as learned; take one of the two for all layers"
-            )
         if not supports(pipeline.rounding, layer.weight_format):
             supporting = [name for name, solver in SOLVERS.items() if supports(solver, layer.weight_format)]
             raise ValueError(
                 f"{layer.name}: solver {layer.solver!r} does not support {layer.weight_format}; solvers that do: "
                 f"{', '.join(supporting)}"
+            )
+
+
+def _check_learned_rotations(plan: Plan) -> None:
+    """Raises ValueError where a rotation is learned for another format than FP8, or beside one that is merged."""
+    merging = {layer.name: get_pipeline(layer.solver).spec for layer in plan.quantized}
+    merging = {name: spec for name, spec in merging.items() if spec.merges_rotations}
+    first = next((name for name, spec in merging.items() if spec.learns_rotation), None)
+    if first is None:
+        return
+    for name, spec in merging.items():
+        format = plan.by_name[name].weight_format
+        if not spec.learns_rotation:
+            raise ValueError(
+                f"{name}: {spec.name} would rotate the residual stream again, which {first} has rotated as learned; "
+                "take one of the two for all layers"
+            )
+        if format.element.is_integer or format.element.bits != 8:
+            raise ValueError(
+                f"{name}: a rotation is learned for FP8, whose errors are a share of each value, and makes "
+                f"{format} worse; take rotation:merge, or none"
             )
 
 

@@ -97,14 +97,15 @@ class ModelWalk:
         linears = (layer for layer in self.layers if layer.kind == LayerKind.LINEAR)
         merging = [layer for layer in linears if get_pipeline(layer.solver).spec.merges_rotations]
         learned = [layer for layer in merging if get_pipeline(layer.solver).spec.learns_rotation]
-        rotated = [layer.name for layer in merging if layer not in learned]
+        # `check_solvers` refuses a plan with both.
         if learned:
             device = self._device_of_whole()
             self.merged = merge_learned_rotation(self.model, self.few, self.batches, learned, device, self.session)
-        elif rotated:
+        elif merging:
             device = self._device_of_whole()
             blocks = block_names(self.model)
-            self.merged = merge_rotations(self.model.to(device), self.few.to(device), blocks, rotated)
+            names = [layer.name for layer in merging]
+            self.merged = merge_rotations(self.model.to(device), self.few.to(device), blocks, names)
             self.model.to(self.home)
 
     def measure_outputs(self) -> None:

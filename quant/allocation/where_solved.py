@@ -14,8 +14,6 @@ there:
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 
 import numpy as np
@@ -29,7 +27,6 @@ from quant.allocation.space import Space
 from quant.calibration.sensitivity.baseline import Baseline
 from quant.calibration.sensitivity.group_solutions import GroupSolution, Key
 from quant.calibration.sensitivity.knapsack import Infeasible, KnapsackProblem, solve
-from quant.calibration.sensitivity.switchable_model import SwitchableModel
 from quant.calibration.session import Session
 from quant.calibration.solvers.gptq import Gptq
 from quant.calibration.solvers.solver import get_pipeline
@@ -80,7 +77,7 @@ def better_where_solved(real: RealSolver, present: MeasuredChoice, effort: Effor
     # A search spends half of its measurements on single changes, after one of the present choice.
     flips = int(problem.allowed.sum()) - len(base)
     count = min(2 * flips + 1, effort.probes(bench.searched.device))
-    with _solved(bench.switchable, solutions), bench.switchable.ready():
+    with bench.switchable.solved_by(solutions), bench.switchable.ready():
         rows = real.rows[is_measured].to(bench.searched.device)
         baseline = Baseline(bench.switchable, bench.divergence, rows)
         search = Search(problem, limits, baseline, space.named, count, bench.probe)
@@ -116,14 +113,3 @@ def _solutions(real: RealSolver, choice: np.ndarray, rows: torch.Tensor) -> dict
             weights = {name: layer.quantized_weight for name, layer in quantized.items()}
             solutions[group, candidate] = GroupSolution(weights, input_scale=scale)
     return solutions
-
-
-@contextmanager
-def _solved(switchable: SwitchableModel, solutions: dict[Key, GroupSolution]) -> Iterator[None]:
-    """Uses other solutions for some groups while open."""
-    before = switchable.solutions
-    switchable.use({**before, **solutions})
-    try:
-        yield
-    finally:
-        switchable.use(before)

@@ -176,8 +176,10 @@ def _measure(
             model(batch.to(there))
     exchange = Exchange(device)
     for each, moment in zip(sums, moments, strict=True):
-        parts = [part for _, (part,) in exchange.in_order([(session.rank, [moment.clone()])])]
-        torch.sum(torch.stack(parts), 0, out=moment)
+        own = moment.clone()
+        moment.zero_()
+        for _, (part,) in exchange.in_order([(session.rank, [own])]):
+            moment += part
         moment /= sum(gathered(each.tokens))
     weights = torch.empty_like(moments)
     for weight, reader in zip(weights, readers, strict=True):

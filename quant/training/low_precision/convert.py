@@ -18,7 +18,7 @@ from quant.plan.make import make_plan
 from quant.recipes.layer_kind import LayerKind
 from quant.recipes.layers import find_layers
 from quant.recipes.plan import Plan, groups_of
-from quant.recipes.recipe import matched
+from quant.recipes.recipe import matched, no_match
 from quant.training.fp8_attention import attend_in_16bit, attend_in_fp8, check_attention
 from quant.training.low_precision.all_gather import check_gather_in_fp8, gather_in_16bit, gather_in_fp8
 from quant.training.low_precision.backends import Backend, choose_backend, is_too_small
@@ -322,10 +322,7 @@ def _reasons_of_globs(model: nn.Module, include: Sequence[str], exclude: Sequenc
     for argument, globs in (("include", include), ("exclude", exclude)):
         unknown = next((glob for glob in globs if not matched(glob, all_names)), None)
         if unknown is not None:
-            raise UserError(
-                f"{argument}: glob {unknown!r} matches no layer; this model's layers are called "
-                f"{', '.join(names[:3])}, …"
-            )
+            raise UserError(f"{argument}: {no_match(unknown, names)}")
     excluded, included = matched(exclude, names), matched(include or "*", names)
     return {name: "not included" for name in names if name not in included} | dict.fromkeys(excluded, "excluded")
 
