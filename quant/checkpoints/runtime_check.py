@@ -43,6 +43,9 @@ LAYER_LIMIT = 0.02
 """Largest relative error of a layer. Kernels in BF16 stay below 0.005; one wrong block in a hundred makes 0.1."""
 ROUNDED_LIMIT = 0.06
 """The same for rounded inputs: a value near a tie may go either way. Inputs that are not rounded at all make 0.1."""
+_EXPLAINS = 0.4
+"""A runtime leaves inputs in 16 bit if that error is below this part of the error with rounded inputs: rounding to FP8
+makes 0.025, and kernels in BF16 0.005. A value at a tie that both round, but not alike, makes half."""
 LAYER_NOISE_MULTIPLE = 2.0
 """Where a layer with rounded inputs is over its limit, how often its own noise it may make: that of one rounding of its
 inputs. A runtime rounds several times before it rounds to few bits."""
@@ -241,7 +244,10 @@ def _layer(
         for module in modules:
             stack.enter_context(_inputs_in_16_bit(module))
         errors["16 bit"] = _error([_output(module, x) for module in modules], y)
-    inputs = min(errors, key=lambda each: errors[each])
+    # Other roundings of the inputs can be as far from ours as no rounding at all: inputs were left in 16 bit only where
+    # that explains the output.
+    rounds = "rounded" in errors and errors["16 bit"] > _EXPLAINS * errors["rounded"]
+    inputs = "rounded" if rounds else "16 bit"
     noise = _noise(modules, x) if inputs == "rounded" and errors[inputs] > ROUNDED_LIMIT else None
     return RuntimeLayer(layer["name"], layer["kernel"], errors[inputs], inputs, noise)
 
