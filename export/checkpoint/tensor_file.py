@@ -31,6 +31,8 @@ from quant.formats.finite import is_finite, is_finite_or_mask
 
 _PIECE_BYTES = 1 << 24
 _UNHASHED = 2  # pieces that may be written and not yet hashed
+_SMALL = 1 << 18  # below this many bytes, pieces are written and hashed together
+_UNSYNCED = 1 << 26  # bytes that the disk is asked to write at once
 _LOG_BYTES = 1 << 28  # written between two calls of the log
 # In the order of safetensors' `Dtype`: the file begins with tensors of the last.
 _DTYPES = {
@@ -111,6 +113,7 @@ def write_tensor_file(
                 if log is not None and writer.size - logged >= _LOG_BYTES:
                     writer.report(log, path.name)
                     logged = writer.size
+        writer.write_gathered()
         if log is not None:
             writer.report(log, path.name)
         elif durable:
@@ -133,6 +136,8 @@ class _Writer:
         self.size = file.truncate(file.seek(size))
         self.ended: list[str] = []
         """Names of the tensors that ended since the last report."""
+        self._small = bytearray()
+        self._unsynced = 0
         self._hashing: deque[Future[None]] = deque()
         self._syncing: Future[None] | None = None
         self._hasher, self._syncer = _thread(), _thread()
@@ -145,24 +150,42 @@ class _Writer:
         self._syncer.shutdown()
 
     def write(self, piece: memoryview) -> None:
+        """Writes a piece; small ones, such as the scales of thousands of experts, are gathered and written together."""
+        self.size += len(piece)
+        if len(piece) >= _SMALL:
+            self.write_gathered()
+            self._write(piece)
+            return
+        self._small += piece
+        if len(self._small) >= _PIECE_BYTES:
+            self.write_gathered()
+
+    def write_gathered(self) -> None:
+        """Writes the small pieces that were gathered."""
+        if self._small:
+            self._write(memoryview(self._small))
+            self._small = bytearray()
+
+    def _write(self, piece: memoryview) -> None:
         """Writes a piece while it and up to `_UNHASHED` pieces before it are hashed."""
-        if len(piece):
-            self._hashing.append(self._hasher.submit(self.sha256.update, piece))
-            self.file.write(piece)
-            self.size += len(piece)
+        self._hashing.append(self._hasher.submit(self.sha256.update, piece))
+        self.file.write(piece)
+        self._unsynced += len(piece)
         # The disk writes in parallel; a single fsync at the end would wait for everything.
-        if self.durable and (self._syncing is None or self._syncing.done()):
+        if self.durable and self._unsynced >= _UNSYNCED and (self._syncing is None or self._syncing.done()):
             self._syncing = self._syncer.submit(os.fsync, self.file.fileno())
+            self._unsynced = 0
         if len(self._hashing) > _UNHASHED:
             self._hashing.popleft().result()
 
     def sync(self) -> None:
-        """Waits until all pieces are on the disk."""
+        """Waits until all pieces that were written are on the disk."""
         self.file.flush()
         os.fsync(self.file.fileno())
 
     def report(self, log: FileLog, name: str) -> None:
         """Tells the log of the file `name` that all pieces are on the disk, with their hash."""
+        self.write_gathered()
         while self._hashing:
             self._hashing.popleft().result()
         self.sync()

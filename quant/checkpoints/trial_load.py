@@ -256,7 +256,7 @@ def _shared_here_only(model: nn.Module, built: nn.Module) -> tuple[str, str] | N
 
 
 def _load(directory: Path, cls: Any, tensors: Mapping[str, torch.Tensor], **options: Any) -> dict[str, Any]:
-    with huggingface.quiet(), _silence(), _without_compiling(), _decompressing_once(), _sharing_quantizer():
+    with huggingface.quiet(), _silence(), _without_compiling(), _decompressing_once(), _copying_little():
         config = cls.config_class.from_pretrained(directory, local_files_only=True)
         # On the meta device transformers builds the model and matches names and shapes, and copies no data.
         _, info = cls.from_pretrained(
@@ -316,11 +316,11 @@ def _decompressing_once() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _sharing_quantizer() -> Iterator[None]:
-    """Has transformers share the quantizer among the converters of a checkpoint while open.
+def _copying_little() -> Iterator[None]:
+    """Has transformers copy of a checkpoint's converters only what collects tensors, while open.
 
-    It copies a converter for each tensor, and with it the quantizer and its config: a third of the trial of a model
-    with many experts.
+    It copies a converter for each tensor, and with it its patterns, the quantizer and its config: two thirds of the
+    trial of a model with many experts.
     """
     loading = sys.modules.get("transformers.core_model_loading")
     if getattr(loading, "deepcopy", None) is not copy.deepcopy:
@@ -328,9 +328,13 @@ def _sharing_quantizer() -> Iterator[None]:
         return
 
     def copied(converter: Any) -> Any:
-        # Operations hold the quantizer, and nothing of a tensor.
-        operations = getattr(converter, "operations", None)
-        return copy.deepcopy(converter, {id(operations): operations})
+        new = copy.copy(converter)
+        slots = {name for cls in type(new).__mro__ for name in getattr(cls, "__slots__", ())}
+        for name in slots | getattr(new, "__dict__", {}).keys():
+            # Dictionaries collect tensors and names. Patterns and operations are the same for all.
+            if isinstance(value := getattr(new, name, None), dict):
+                setattr(new, name, copy.deepcopy(value) if value else value.copy())
+        return new
 
     loading.deepcopy = copied  # type: ignore[union-attr]
     try:

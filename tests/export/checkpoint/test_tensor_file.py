@@ -25,15 +25,17 @@ def every_dtype() -> dict[str, torch.Tensor]:
     return {**tensors, "empty": torch.zeros(0, 4), "a scalar": torch.tensor(3.0), "turned": torch.randn(5, 7).t()}
 
 
-@pytest.mark.parametrize("piece", [1, 7, 1 << 24])
+@pytest.mark.parametrize(("piece", "small"), [(1, 1), (7, 4), (64, 1 << 18), (1 << 24, 64), (1 << 24, 1 << 18)])
 @pytest.mark.parametrize("metadata", [None, {"format": "pt"}])
 def test_the_bytes_are_those_of_safetensors(
-    metadata: dict[str, str] | None, piece: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    metadata: dict[str, str] | None, piece: int, small: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tensor_file, "_PIECE_BYTES", piece)
+    monkeypatch.setattr(tensor_file, "_SMALL", small)
+    monkeypatch.setattr(tensor_file, "_UNSYNCED", 50)
     tensors = every_dtype()
     save_file({name: t.contiguous() for name, t in tensors.items()}, tmp_path / "wanted", metadata=metadata)
-    found = write_tensor_file(tmp_path / "found", tensors, metadata)
+    found = write_tensor_file(tmp_path / "found", tensors, metadata, durable=True)
     wanted = (tmp_path / "wanted").read_bytes()
     assert (tmp_path / "found").read_bytes() == wanted
     assert found == hashlib.sha256(wanted).hexdigest()
@@ -62,8 +64,10 @@ def test_a_file_can_be_replaced_by_its_own_tensors(tmp_path: Path) -> None:
 
 
 @pytest.mark.gpu
-def test_from_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("small", [1, 1 << 18])
+def test_from_a_gpu(small: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tensor_file, "_PIECE_BYTES", 1000)
+    monkeypatch.setattr(tensor_file, "_SMALL", small)
     tensors = {"large": torch.randn(77, 33), "codes": torch.randint(0, 255, (1024,), dtype=torch.uint8)}
     here = write_tensor_file(tmp_path / "here", tensors)
     assert write_tensor_file(tmp_path / "there", {name: t.cuda() for name, t in tensors.items()}) == here

@@ -121,7 +121,7 @@ def test_experts_of_one_form_are_decompressed_once(tmp_path: Path, monkeypatch: 
         assert 0 < len(calls) == len(shapes)
         with monkeypatch.context() as without:
             without.setattr(module, "_decompressing_once", contextlib.nullcontext)
-            without.setattr(module, "_sharing_quantizer", contextlib.nullcontext)
+            without.setattr(module, "_copying_little", contextlib.nullcontext)
             calls.clear()
             assert info == module._load(tmp_path / "out", type(model), names)
             assert len(calls) >= 3 * 8 * 2 - 1
