@@ -30,7 +30,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Concatenate, NamedTuple, ParamSpec, TypeVar, Unpack
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -41,7 +40,7 @@ from quant.allocation.loop import Loop, MeasuredChoice
 from quant.allocation.make_space import make_space
 from quant.allocation.options import DEFAULT_FORMATS, OptionArguments, Options, RunModel
 from quant.allocation.real_solver import RealSolver
-from quant.allocation.record import AllocationRecord, Chosen, Uniform, Verified
+from quant.allocation.record import AllocationRecord, Chosen, CurvePoint, Uniform, Verified
 from quant.allocation.space import Space
 from quant.allocation.where_solved import better_where_solved, can_measure_where_solved
 from quant.calibration.blocks import stored_dtype
@@ -135,83 +134,123 @@ def allocate(
     rows = rows.to(device_of(model))
     if goal.has_limit and held_out is None:
         rows, held_out = HeldOut.from_calibration(rows)
+    texts = _divided(rows, held_out, effort)
     space = make_space(model, goal, settings)
     # Infeasible budgets are refused before the model runs for the first time.
     space.explain(goal, space.problem())
+    scored = _scored(model, space, rows, texts.scored, settings, session)
+    loop = _loop(model, space, scored, texts, goal, effort, session)
+    searches_solved = can_measure_where_solved(loop, settings.solver, rows)
+    decision = _decided(loop, searches=not searches_solved)
+    # So far groups were rounded by a stand-in or solved one by one. The plan's solver decides in the end.
+    if scored.is_estimate:
+        real = RealSolver(model, loop, rows, settings.dtype, session)
+        if searches_solved:
+            decision = replace(decision, best=better_where_solved(real, decision.best))
+        decision = _solved(decision, real)
+    seconds = time.perf_counter() - started - scored.seconds
+    return _allocation(decision, loop, seconds)
+
+
+class _Scored(NamedTuple):
+    """The scores of all groups, and the model whose layers can be switched between the scored formats.
+
+    Attributes:
+        scores: the scores.
+        switchable: the model.
+        is_estimate: whether a stand-in rounds, or groups are solved one by one, instead of the plan's solver.
+        seconds: the time that scoring took, which is 0 for a table from a file.
+    """
+
+    scores: Sensitivity
+    switchable: SwitchableModel
+    is_estimate: bool
+    seconds: float
+
+
+def _scored(
+    model: nn.Module, space: Space, rows: torch.Tensor, scored_rows: torch.Tensor, options: Options, session: Session
+) -> _Scored:
+    """Scores each group in each format; ranges of inputs are measured on all rows, and scores on `scored_rows`."""
     amax = measure_amax(model, space.groups, space.candidates, rows, session)
-    texts = _divided(rows, held_out, effort)
-    scoring = _scoring(model, space, rows, settings, session)
-    before_scores = time.perf_counter()
+    scoring = _scoring(model, space, rows, options, session)
+    started = time.perf_counter()
     scores = score_groups(
-        model, space.groups, space.allowed, texts.scored, scoring, session, amax=amax, path=settings.path
+        model, space.groups, space.allowed, scored_rows, scoring, session, amax=amax, path=options.path
     )
     # Not `scores.seconds`, which of a table from a file is the time of an earlier run.
-    started += time.perf_counter() - before_scores
-    problem = space.problem(scores)
+    seconds = time.perf_counter() - started
     switchable = SwitchableModel(
         model, space.groups, space.candidates, amax, scoring.solver, stored_dtype(model), scoring.solutions,
-        session=session, dtype=settings.dtype,
+        session=session, dtype=options.dtype,
     )  # fmt: skip
-    # From here on the model is on the session's device: the rows follow it once, instead of at each measurement.
+    is_estimate = scoring.solver != options.solver or bool(scoring.solutions)
+    return _Scored(scores, switchable, is_estimate, seconds)
+
+
+def _loop(
+    model: nn.Module, space: Space, scored: _Scored, texts: _Texts, goal: Goal, effort: Effort, session: Session
+) -> Loop:
+    """Returns the loop that measures and corrects choices by these scores."""
+    divergence = divergence_of(model, texts.scored)
+    # The switchable model runs on the session's device: the rows follow it once, instead of at each measurement.
     texts = moved(texts, session.device or device_of(model))
     bench = Bench(
-        switchable, space, divergence_of(model, rows), *texts, session, by_perplexity=goal.by_perplexity,
+        scored.switchable, space, divergence, *texts, session, by_perplexity=goal.by_perplexity,
         expected=len(space.candidates) + effort.rounds + (5 if goal.has_limit else 0)
         + effort.probes(texts.searched.device),
     )  # fmt: skip
-    where_solved = not goal.has_limit and can_measure_where_solved(
-        space, settings.solver, rows, texts.searched.device, effort
-    )
-    # A solved model is searched instead.
-    loop = Loop(problem, space, bench, goal, replace(effort, measurements=0) if where_solved else effort)
-    # Layers are switchable only inside; afterwards the model has its own modules again.
-    with switchable.ready():
-        best = loop.run()
-        # Single formats are measured for the report even where the budget has no room for them.
-        decision = _Decision(best, bench.uniform(problem), bench.verified(best.choice))
-        curve = loop.curve()
-
-    def plan_of(choice: np.ndarray) -> Plan:
-        return space.plan(choice, problem, scores, goal, loop.corrected)
-
-    # So far groups were rounded by a stand-in or solved one by one. The plan's solver decides in the end.
-    if scoring.solver != settings.solver or scoring.solutions:
-        real = RealSolver(model, loop, plan_of, rows, settings.dtype, session)
-        if where_solved:
-            decision = decision._replace(best=better_where_solved(real, decision.best, effort))
-        decision = decision.solved(real, goal)
-    seconds = time.perf_counter() - started
-    record = AllocationRecord(
-        goal.budget, _chosen(decision.best, loop), curve, decision.uniform, tuple(loop.rounds), seconds,
-        bench.divergence.unit, decision.verified,
-    )  # fmt: skip
-    plan = _with_verified(plan_of(decision.best.choice), decision.verified)
-    return Allocation(plan, record, scores, decision.quantized)
+    return Loop(space.problem(scored.scores), space, scored.scores, bench, goal, effort)
 
 
-class _Decision(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class _Decision:
     """The best choice, and what the report compares it with.
 
     Attributes:
         best: the choice with its measured loss.
         uniform: single formats for all layers.
         verified: losses of the choice on text that nothing was chosen by.
+        curve: the predicted Pareto curve.
         quantized: the model in this choice, if the plan's own solver has solved it.
     """
 
     best: MeasuredChoice
     uniform: tuple[Uniform, ...]
     verified: tuple[Verified, ...]
+    curve: tuple[CurvePoint, ...]
     quantized: Quantized | None = None
 
-    def solved(self, real: RealSolver, goal: Goal) -> _Decision:
-        """Returns the decision by losses of models that the plan's own solver has solved."""
-        best, quantized = real.within_loss(self.best) if goal.has_limit else real.within_budget(self.best)
-        # Single formats that were solved for real are compared by their real loss.
-        uniform = tuple(replace(each, kl=real.uniform.get(each.name, each.kl)) for each in self.uniform)
-        verified = real.verified(quantized)
-        quantized = replace(quantized, plan=_with_verified(quantized.plan, verified))
-        return _Decision(best, uniform, verified, quantized)
+
+def _decided(loop: Loop, *, searches: bool) -> _Decision:
+    """Returns the decision by losses of the switchable model; `searches` measures single changes of it, too."""
+    # Layers are switchable only inside; afterwards the model has its own modules again.
+    with loop.bench.switchable.ready():
+        best = loop.run(searches=searches)
+        # Single formats are measured for the report even where the budget has no room for them.
+        uniform = loop.bench.uniform(loop.problem)
+        return _Decision(best, uniform, loop.bench.verified(best.choice), loop.curve())
+
+
+def _solved(decision: _Decision, real: RealSolver) -> _Decision:
+    """Returns the decision by losses of models that the plan's own solver has solved."""
+    has_limit = real.loop.goal.has_limit
+    best, quantized = (real.within_loss if has_limit else real.within_budget)(decision.best)
+    # Single formats that were solved for real are compared by their real loss.
+    uniform = tuple(replace(each, kl=real.uniform.get(each.name, each.kl)) for each in decision.uniform)
+    verified = real.verified(quantized)
+    quantized = replace(quantized, plan=_with_verified(quantized.plan, verified))
+    return _Decision(best, uniform, verified, decision.curve, quantized)
+
+
+def _allocation(decision: _Decision, loop: Loop, seconds: float) -> Allocation:
+    """Returns the allocation of a decision, with its plan and record."""
+    record = AllocationRecord(
+        loop.goal.budget, _chosen(decision.best, loop), decision.curve, decision.uniform, tuple(loop.rounds), seconds,
+        loop.bench.divergence.unit, decision.verified,
+    )  # fmt: skip
+    plan = _with_verified(loop.plan(decision.best.choice), decision.verified)
+    return Allocation(plan, record, loop.scores, decision.quantized)
 
 
 @_on_linears

@@ -21,6 +21,8 @@ from quant.allocation.search import Search
 from quant.allocation.space import Space, key_of
 from quant.calibration.sensitivity.baseline import Baseline
 from quant.calibration.sensitivity.knapsack import SCORE, Infeasible, KnapsackProblem, Near, pareto, smallest, solve
+from quant.calibration.sensitivity.table import Sensitivity
+from quant.recipes.plan import Plan
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,6 +40,7 @@ class Loop:
     Attributes:
         problem: the knapsack, with scores as losses.
         space: the choices.
+        scores: the scores of all groups.
         bench: measures losses.
         goal: budgets and limits.
         effort: numbers of rounds and measurements.
@@ -49,6 +52,7 @@ class Loop:
 
     problem: KnapsackProblem
     space: Space
+    scores: Sensitivity
     bench: Bench
     goal: Goal
     effort: Effort
@@ -57,8 +61,11 @@ class Loop:
     scale: float = 1.0
     last: np.ndarray | None = None
 
-    def run(self) -> MeasuredChoice:
+    def run(self, *, searches: bool = True) -> MeasuredChoice:
         """Returns the best choice, measured.
+
+        Args:
+            searches: whether single changes are measured, too, as far as the effort has measurements for them.
 
         Raises:
             Infeasible: the budgets cannot be kept, or not together with the limit on the loss.
@@ -67,10 +74,15 @@ class Loop:
         self.corrected = {}
         best = self._within_loss() if self.goal.has_limit else self._within_budget()
         # Gradients first, as one backward pass judges all changes; measured flips cost a forward pass each.
-        best = self._search(self._correct(best))
+        best = self._correct(best)
+        best = self._search(best) if searches else best
         # A smaller loss at the same size leaves room for a smaller size.
         best = self._correct(best) if self.goal.has_limit else best
         return self._against_uniform(best)
+
+    def plan(self, choice: np.ndarray) -> Plan:
+        """Returns the plan of a choice, with a reason for every layer."""
+        return self.space.plan(choice, self.problem, self.scores, self.goal, self.corrected)
 
     def curve(self) -> tuple[CurvePoint, ...]:
         """Returns the predicted Pareto curve by rising bits, with losses where they were measured."""

@@ -9,7 +9,7 @@ kept.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
@@ -44,7 +44,6 @@ class RealSolver:
     Attributes:
         model: the model in 16 bit; it is copied for each quantization.
         loop: the loop that made the choice.
-        plan_of: a function that returns the plan of a choice.
         rows: calibration rows, int64 `[rows, seqlen]`.
         dtype: dtype to which 16-bit tensors are widened while measuring.
         session: the session in which models are solved and run.
@@ -53,7 +52,6 @@ class RealSolver:
 
     model: nn.Module
     loop: Loop
-    plan_of: Callable[[np.ndarray], Plan]
     rows: torch.Tensor
     dtype: torch.dtype | None
     session: Session
@@ -74,7 +72,7 @@ class RealSolver:
             if measured < best.measured:
                 loop.note_uniform(name, best.measured, measured)
                 best = MeasuredChoice(choice, measured)
-                quantized = replace(rival, plan=_reasons(rival.plan, self.plan_of(choice)))
+                quantized = replace(rival, plan=_reasons(rival.plan, self.loop.plan(choice)))
         return best, quantized
 
     def within_loss(self, estimated: MeasuredChoice) -> tuple[MeasuredChoice, Quantized]:
@@ -114,7 +112,7 @@ class RealSolver:
             return self.loop.bench.verified_of(divergence)
 
     def _quantized(self, choice: np.ndarray) -> Quantized:
-        plan = self.plan_of(choice)
+        plan = self.loop.plan(choice)
         # The store of the run has the steps of another plan, so this one keeps none.
         session = Session(self.session.device, progress=self.session.progress)
         # A copy each time: solving replaces modules, and the original is still the reference of every divergence.

@@ -58,7 +58,8 @@ class Search:
         """Returns the best choice found; `choice` itself if none is better."""
         present = self._start(choice)
         while self.measurements > 0:
-            flips = self._flips(choice, present)
+            # The other half is for steps and swaps.
+            flips = self._flips(choice, present, self.measurements // 2)
             better = self._step(choice, present, flips)
             if better is None:
                 better = self._swap(choice, present, flips)
@@ -71,10 +72,11 @@ class Search:
     def gains(self, choice: np.ndarray) -> np.ndarray:
         """Returns the measured change of the loss by each change of one group of `choice`, `[G, F]`.
 
-        Infinite where it was not measured: for formats that a group cannot take, and, if measurements are fewer than
-        twice the changes, for those that scores find least promising.
+        All measurements that are left go to these changes, after one of `choice`. Infinite where none was left, for the
+        changes that scores find least promising, and for formats that a group cannot take.
         """
-        return self._flips(choice, self._start(choice))
+        present = self._start(choice)
+        return self._flips(choice, present, self.measurements)
 
     def loss_of(self, choice: np.ndarray) -> float:
         """Returns the loss of a choice that the search has measured."""
@@ -116,23 +118,24 @@ class Search:
             yield choice, None if is_known else self.baseline.start_loss(self.named(choice))
             last = key
 
-    def _flips(self, choice: np.ndarray, present: float) -> np.ndarray:
-        """Returns the change of the loss by each change of one group, `[G, F]`; infinite where it was not measured."""
+    def _flips(self, choice: np.ndarray, present: float, count: int) -> np.ndarray:
+        """Returns the change of the loss by each change of one group, `[G, F]`; infinite where it was not measured.
+
+        At most `count` are measured.
+        """
         table = np.full(self.problem.scores.shape, np.inf)
         # The present format costs nothing to keep.
         table[np.arange(len(choice)), choice] = 0.0
-        flips = self._shortlist(choice)
+        flips = self._shortlist(choice, count)
         changed = (_changed(choice, [flip]) for flip in flips)
         for (group, format_), (_, loss) in zip(flips, self._losses(changed), strict=True):
             table[group, format_] = loss - present
         return table
 
-    def _shortlist(self, choice: np.ndarray) -> list[tuple[int, int]]:
-        """Returns the flips to measure: all, or as many as half of the measurements allow, by score per cost."""
+    def _shortlist(self, choice: np.ndarray, count: int) -> list[tuple[int, int]]:
+        """Returns the flips to measure: all, or the `count` most promising ones, by score per cost."""
         rows = np.arange(len(choice))
         flips = [(int(g), int(f)) for g, f in np.argwhere(self.problem.allowed) if choice[g] != f]
-        # The other half is for steps and swaps, which flips do not give.
-        count = self.measurements // 2
         if len(flips) <= count:
             return flips
         # Costs as fractions of their limits, so that bytes and seconds can be added.
@@ -142,9 +145,10 @@ class Search:
         extra = cost - np.asarray(cost)[rows, choice][:, None]
         # Negative gains are less loss: the most negative rate comes first.
         rate = gain / np.where(extra == 0, 1e-12, np.abs(extra))
-        # Both larger and smaller formats: a swap needs one of each.
-        sides = [sorted((m for m in flips if up == (extra[m] > 0)), key=lambda m: rate[m]) for up in (True, False)]
-        return [move for side in sides for move in side[: max(count // 2, 1)]]
+        # Both larger and smaller formats, as a swap needs one of each; a side that has fewer leaves more to the other.
+        up, down = (sorted((m for m in flips if up == (extra[m] > 0)), key=lambda m: rate[m]) for up in (True, False))
+        half = max(count // 2, 1)
+        return up[: max(half, count - len(down))] + down[: max(half, count - len(up))]
 
     def _step(self, choice: np.ndarray, present: float, flips: np.ndarray) -> np.ndarray | None:
         """Returns the best of the knapsack's answers near `choice`."""

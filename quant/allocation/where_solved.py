@@ -20,10 +20,9 @@ import numpy as np
 import torch
 
 from quant.allocation.bench import Effort
-from quant.allocation.loop import MeasuredChoice
+from quant.allocation.loop import Loop, MeasuredChoice
 from quant.allocation.real_solver import RealSolver
 from quant.allocation.search import Search
-from quant.allocation.space import Space
 from quant.calibration.sensitivity.baseline import Baseline
 from quant.calibration.sensitivity.group_solutions import GroupSolution, Key
 from quant.calibration.sensitivity.knapsack import Infeasible, KnapsackProblem, solve
@@ -38,18 +37,18 @@ _SOLVER = "gptq_plain"
 _LEAST_ROWS = 4
 
 
-def can_measure_where_solved(
-    space: Space, solver: str, rows: torch.Tensor, device: torch.device, effort: Effort
-) -> bool:
-    """Returns whether `better_where_solved` applies.
+def can_measure_where_solved(loop: Loop, solver: str, rows: torch.Tensor) -> bool:
+    """Returns whether `better_where_solved` applies to a loop, a solver and calibration rows.
 
-    It measures hundreds of times, for which a GPU is fast enough, and it replaces linear layers one by one, so that
-    the solver may do nothing but round: scales and rotations are partly in the modules before.
+    It applies to budgets, where the effort measures changes at all, as it does on a GPU: this takes hundreds of
+    measurements. Linear layers are replaced one by one, so that the solver may do nothing but round: scales and
+    rotations are partly in the modules before.
     """
-    pipeline = get_pipeline(solver)
+    pipeline, space, effort = get_pipeline(solver), loop.space, loop.effort
     layers = [layer for members in space.groups.values() for layer in members]
     return (
-        effort.probes(device) > 0
+        not loop.goal.has_limit
+        and effort.probes(loop.bench.searched.device) > 0
         and isinstance(pipeline.rounding, Gptq)
         and not pipeline.transforms
         and not pipeline.reshapes
@@ -59,28 +58,24 @@ def can_measure_where_solved(
     )
 
 
-def better_where_solved(real: RealSolver, present: MeasuredChoice, effort: Effort) -> MeasuredChoice:
+def better_where_solved(real: RealSolver, present: MeasuredChoice) -> MeasuredChoice:
     """Returns a choice that measures better in a solved model, or `present` if there is none.
 
     Args:
         real: the solver of the plan, with the model, the calibration rows and the budget.
         present: a choice within the budget.
-        effort: the numbers of measurements and of rows to measure on.
     """
-    loop, bench, space = real.loop, real.loop.bench, real.loop.space
+    loop, bench, space, effort = real.loop, real.loop.bench, real.loop.space, real.loop.effort
     # Every n-th row is measured on, as rows of a mixture are of many kinds in turn.
     every = len(real.rows) // _measured_rows(len(real.rows), effort)
     is_measured = torch.arange(len(real.rows), device=real.rows.device) % every == 0
     problem, limits = loop.problem, space.limits(loop.goal)
     base = np.where(problem.allowed, problem.costs["bytes"], np.inf).argmin(axis=1)
     solutions = _solutions(real, base, real.rows[~is_measured])
-    # A search spends half of its measurements on single changes, after one of the present choice.
-    flips = int(problem.allowed.sum()) - len(base)
-    count = min(2 * flips + 1, effort.probes(bench.searched.device))
     with bench.switchable.solved_by(solutions), bench.switchable.ready():
         rows = real.rows[is_measured].to(bench.searched.device)
         baseline = Baseline(bench.switchable, bench.divergence, rows)
-        search = Search(problem, limits, baseline, space.named, count, bench.probe)
+        search = Search(problem, limits, baseline, space.named, effort.probes(bench.searched.device), bench.probe)
         gains = KnapsackProblem(problem.groups, problem.candidates, search.gains(base), problem.costs)
         try:
             choice = solve(gains, limits)
@@ -100,7 +95,7 @@ def _measured_rows(rows: int, effort: Effort) -> int:
 
 def _solutions(real: RealSolver, choice: np.ndarray, rows: torch.Tensor) -> dict[Key, GroupSolution]:
     """Returns the groups of a choice as the plan's solver solves them in the whole model."""
-    plan, space = real.plan_of(choice), real.loop.space
+    plan, space = real.loop.plan(choice), real.loop.space
     plan = plan.replace_layers(replace(layer, solver=_SOLVER) for layer in plan.quantized)
     model = solve_plan(copy.deepcopy(real.model), plan, rows, Session(real.session.device)).model
     solutions: dict[Key, GroupSolution] = {}

@@ -211,13 +211,14 @@ def to_low_precision_training(
     check_attention(model, attention)
     if all_gather_fp8:
         check_gather_in_fp8(model, recipe)
-    by_globs = _reasons_of_globs(model, include, exclude)
+    names_of_experts = [layer.name for layer in find_layers(model) if layer.kind == LayerKind.EXPERTS]
+    by_globs = _reasons_of_globs(model, names_of_experts, include, exclude)
     reasons = _reasons_to_keep(model, recipe, by_globs, takes_head=bool(include))
     linears: dict[str, Any] = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
-    experts = _experts(model, recipe, by_globs, reasons)
+    reasons |= _reasons_of_experts(model, recipe, by_globs, names_of_experts)
     # Planned as it will be deployed: a layer that no runtime would take, or whose merged sibling stays in 16 bit, would
     # be trained in a format in vain.
-    candidates = [name for name in (*linears, *experts) if name not in reasons]
+    candidates = [name for name in (*linears, *names_of_experts) if name not in reasons]
     plan = _plan(model, recipe, candidates) if candidates else Plan(())
     planned = {layer.name: layer for layer in plan.layers}
     reasons |= {name: planned[name].reason for name in candidates if planned[name].weight is None}
@@ -231,7 +232,8 @@ def to_low_precision_training(
     # torchao and Transformer Engine have a module for each matrix, and no products of experts.
     of_experts = chosen.products() if chosen.products is not None and chosen.name == "native" else None
     in_fp8 = chosen.name != "emulated"
-    convert_experts(model, [name for name in experts if name in converted], recipe, of_experts, in_fp8)
+    experts = [name for name in names_of_experts if name in converted]
+    convert_experts(model, experts, recipe, of_experts, in_fp8)
     watch.start(model)
     if all_gather_fp8:
         gather_in_fp8(model)
@@ -245,7 +247,7 @@ def to_low_precision_training(
         for name in converted
         if name in linears and is_too_small(chosen.name, [each.weight for each in linears[name].low_precision.group])
     }
-    note = chosen.note + _note_of_experts(model, recipe, in_fp8, [name for name in experts if name in converted])
+    note = chosen.note + _note_of_experts(model, recipe, in_fp8, experts)
     return LowPrecisionTraining(recipe, chosen.name, note, converted, reasons, model, of_attention, small)
 
 
@@ -311,13 +313,15 @@ def _check_model(model: nn.Module) -> None:
         raise UserError(f"{meta} is on the meta device and has no values; load the weights first")
 
 
-def _reasons_of_globs(model: nn.Module, include: Sequence[str], exclude: Sequence[str]) -> dict[str, str]:
+def _reasons_of_globs(
+    model: nn.Module, names_of_experts: Sequence[str], include: Sequence[str], exclude: Sequence[str]
+) -> dict[str, str]:
     """Returns which layers the caller leaves in 16 bit, and by which argument, by name.
 
     Raises:
         UserError: a glob that matches no module.
     """
-    names = [*(name for name, module in model.named_modules() if _is_linear(module)), *_names_of_experts(model)]
+    names = [*(name for name, module in model.named_modules() if _is_linear(module)), *names_of_experts]
     all_names = {*names, *(name for name, _ in model.named_modules())}
     for argument, globs in (("include", include), ("exclude", exclude)):
         unknown = next((glob for glob in globs if not matched(glob, all_names)), None)
@@ -329,11 +333,6 @@ def _reasons_of_globs(model: nn.Module, include: Sequence[str], exclude: Sequenc
 
 def _is_linear(module: nn.Module) -> bool:
     return isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"  # GPT-2's transposed linear
-
-
-def _names_of_experts(model: nn.Module) -> list[str]:
-    """Returns the names of the parameters of fused experts."""
-    return [layer.name for layer in find_layers(model) if layer.kind == LayerKind.EXPERTS]
 
 
 def _reasons_to_keep(
@@ -397,17 +396,16 @@ def _convert_linears(linears: Mapping[str, Any], recipe: TrainingRecipe, backend
             member.low_precision.siblings = members
 
 
-def _experts(
-    model: nn.Module, recipe: TrainingRecipe, by_globs: Mapping[str, str], reasons: dict[str, str]
-) -> list[str]:
-    """Returns the names of the parameters of fused experts; reasons to keep some in 16 bit go into `reasons`."""
+def _reasons_of_experts(
+    model: nn.Module, recipe: TrainingRecipe, by_globs: Mapping[str, str], names: Sequence[str]
+) -> dict[str, str]:
+    """Returns why parameters of fused experts stay in 16 bit, by name."""
     ends = _blocks_at_the_ends(model, recipe)
-    names = _names_of_experts(model)
-    for name in names:
-        reason = by_globs.get(name) or _reason_at_the_ends(name, recipe, ends)
-        if (reason := reason or experts_refusal(model, name, recipe)) is not None:
-            reasons[name] = reason
-    return names
+    reasons = {
+        name: by_globs.get(name) or _reason_at_the_ends(name, recipe, ends) or experts_refusal(model, name, recipe)
+        for name in names
+    }
+    return {name: reason for name, reason in reasons.items() if reason is not None}
 
 
 def _sibling_experts(linears: Mapping[str, Any]) -> list[list[Any]]:

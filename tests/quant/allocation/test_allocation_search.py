@@ -87,6 +87,22 @@ def test_it_stops_when_its_measurements_are_used_up(measurements: int) -> None:
     assert baseline.value(found) <= baseline.value(first)
 
 
+@pytest.mark.parametrize("at", [0, 1])
+@pytest.mark.parametrize("changes", [6, GROUPS * (FORMATS - 1)])
+def test_gains_measure_as_many_changes_as_there_are_measurements_left(changes: int, at: int) -> None:
+    search, baseline, _, _ = _search(5, changes + 1)
+    choice = np.full(GROUPS, at)
+    table = search.gains(choice)
+    assert baseline.asked == changes + 1 and search.measurements == 0
+    measured = [(g, f) for g, f in np.argwhere(np.isfinite(table)) if f != at]
+    # From the smallest formats every change is to a larger one, and all measurements go to these.
+    assert len(measured) == changes
+    for group, format_ in measured:
+        other = choice.copy()
+        other[group] = format_
+        assert table[group, format_] == pytest.approx(baseline.value(other) - baseline.value(choice), abs=1e-12)
+
+
 @pytest.mark.parametrize("measurements", [9, 60, 10_000])
 @pytest.mark.parametrize("seed", [3, 4])
 def test_measuring_one_ahead_decides_the_same(seed: int, measurements: int) -> None:
