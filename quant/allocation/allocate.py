@@ -42,7 +42,7 @@ from quant.allocation.options import DEFAULT_FORMATS, OptionArguments, Options, 
 from quant.allocation.real_solver import RealSolver
 from quant.allocation.record import AllocationRecord, Chosen, CurvePoint, Uniform, Verified
 from quant.allocation.space import Space
-from quant.allocation.where_solved import better_where_solved, can_measure_where_solved
+from quant.allocation.where_solved import better_where_solved, rows_where_solved
 from quant.calibration.blocks import stored_dtype
 from quant.calibration.evaluating import evaluating, prepared
 from quant.calibration.listener import Progress
@@ -140,13 +140,14 @@ def allocate(
     space.explain(goal, space.problem())
     scored = _scored(model, space, rows, texts.scored, settings, session)
     loop = _loop(model, space, scored, texts, goal, effort, session)
-    searches_solved = can_measure_where_solved(loop, settings.solver, rows)
-    decision = _decided(loop, searches=not searches_solved)
+    layers, device = (each for members in space.groups.values() for each in members), loop.bench.searched.device
+    rows_solved = rows_where_solved(layers, space.candidates.values(), goal, settings.solver, len(rows), effort, device)
+    decision = _decided(loop, searches=not rows_solved)
     # So far groups were rounded by a stand-in or solved one by one. The plan's solver decides in the end.
     if scored.is_estimate:
         real = RealSolver(model, loop, rows, settings.dtype, session)
-        if searches_solved:
-            decision = replace(decision, best=better_where_solved(real, decision.best))
+        if rows_solved:
+            decision = replace(decision, best=better_where_solved(real, decision.best, rows_solved))
         decision = _solved(decision, real)
     seconds = time.perf_counter() - started - scored.seconds
     return _allocation(decision, loop, seconds)

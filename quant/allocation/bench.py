@@ -60,7 +60,9 @@ class Effort:
         return default if self.measurements is None else self.measurements
 
 
-def rows_of_choice(rows: int, formats: int, effort: Effort, device: torch.device) -> int:
+def rows_of_choice(
+    rows: int, formats: int, effort: Effort, device: torch.device, *, changes: int = 0, rows_solved: int = 0
+) -> int:
     """Estimates how many rows run forward through the model, or backward, while formats are chosen for a budget.
 
     Args:
@@ -68,12 +70,16 @@ def rows_of_choice(rows: int, formats: int, effort: Effort, device: torch.device
         formats: the number of formats.
         effort: numbers of rows and measurements.
         device: the device where the model runs.
+        changes: the number of single changes, if they are measured in a solved model.
+        rows_solved: the rows on which these are measured; 0 for a local search instead.
     """
     # Scores and each round of gains: forward, backward, and a product with the change of each weight in each format.
     gradients = effort.score_rows * (2 + formats) * (1 + effort.rounds)
     measured = effort.check_rows * (1 + formats + effort.rounds)
-    # A measurement of the search begins, on average, in the middle of the model.
-    return rows + gradients + measured + effort.search_rows * effort.probes(device) // 2
+    count = effort.probes(device)
+    searched = rows_solved * min(changes, count) if rows_solved else effort.search_rows * count
+    # A measurement of a change begins, on average, in the middle of the model.
+    return rows + gradients + measured + searched // 2
 
 
 @dataclass(eq=False)

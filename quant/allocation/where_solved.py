@@ -14,16 +14,19 @@ there:
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterable
 from dataclasses import replace
 
 import numpy as np
 import torch
 
 from quant.allocation.bench import Effort
-from quant.allocation.loop import Loop, MeasuredChoice
+from quant.allocation.goal import Goal
+from quant.allocation.loop import MeasuredChoice
 from quant.allocation.real_solver import RealSolver
 from quant.allocation.search import Search
 from quant.calibration.sensitivity.baseline import Baseline
+from quant.calibration.sensitivity.candidates import Candidate
 from quant.calibration.sensitivity.group_solutions import GroupSolution, Key
 from quant.calibration.sensitivity.knapsack import Infeasible, KnapsackProblem, solve
 from quant.calibration.session import Session
@@ -32,50 +35,70 @@ from quant.calibration.solvers.solver import get_pipeline
 from quant.execution.solve import solve_plan
 from quant.kernels.linear.modules import QuantLinear
 from quant.recipes.layer_kind import LayerKind
+from quant.recipes.plan import LayerPlan
 
 _SOLVER = "gptq_plain"
 _LEAST_ROWS = 4
 
 
-def can_measure_where_solved(loop: Loop, solver: str, rows: torch.Tensor) -> bool:
-    """Returns whether `better_where_solved` applies to a loop, a solver and calibration rows.
+def rows_where_solved(
+    layers: Iterable[LayerPlan],
+    candidates: Iterable[Candidate],
+    goal: Goal,
+    solver: str,
+    rows: int,
+    effort: Effort,
+    device: torch.device,
+) -> int:
+    """Returns the number of rows on which `better_where_solved` measures each change; 0 where it does not apply.
 
     It applies to budgets, where the effort measures changes at all, as it does on a GPU: this takes hundreds of
     measurements. Linear layers are replaced one by one, so that the solver may do nothing but round: scales and
     rotations are partly in the modules before.
+
+    Args:
+        layers: the layers that formats are chosen for.
+        candidates: the formats to choose from.
+        goal: the budgets or limits.
+        solver: the solver of the plan.
+        rows: the number of calibration rows.
+        effort: the numbers of measurements and of rows to measure on.
+        device: the device where the model runs.
     """
-    pipeline, space, effort = get_pipeline(solver), loop.space, loop.effort
-    layers = [layer for members in space.groups.values() for layer in members]
-    return (
-        not loop.goal.has_limit
-        and effort.probes(loop.bench.searched.device) > 0
+    pipeline = get_pipeline(solver)
+    applies = (
+        not goal.has_limit
+        and effort.probes(device) > 0
         and isinstance(pipeline.rounding, Gptq)
         and not pipeline.transforms
         and not pipeline.reshapes
-        and not any(candidate.rank for candidate in space.candidates.values())
+        and not any(candidate.rank for candidate in candidates)
         and all(layer.kind == LayerKind.LINEAR for layer in layers)
-        and _measured_rows(len(rows), effort) >= _LEAST_ROWS
     )
+    # A quarter of few rows; the others solve.
+    measured = min(effort.solved_rows, rows // 4)
+    return measured if applies and measured >= _LEAST_ROWS else 0
 
 
-def better_where_solved(real: RealSolver, present: MeasuredChoice) -> MeasuredChoice:
+def better_where_solved(real: RealSolver, present: MeasuredChoice, rows: int) -> MeasuredChoice:
     """Returns a choice that measures better in a solved model, or `present` if there is none.
 
     Args:
         real: the solver of the plan, with the model, the calibration rows and the budget.
         present: a choice within the budget.
+        rows: the number of rows to measure on; the solver works from the others.
     """
-    loop, bench, space, effort = real.loop, real.loop.bench, real.loop.space, real.loop.effort
+    loop, bench, space = real.loop, real.loop.bench, real.loop.space
     # Every n-th row is measured on, as rows of a mixture are of many kinds in turn.
-    every = len(real.rows) // _measured_rows(len(real.rows), effort)
+    every = len(real.rows) // rows
     is_measured = torch.arange(len(real.rows), device=real.rows.device) % every == 0
     problem, limits = loop.problem, space.limits(loop.goal)
     base = np.where(problem.allowed, problem.costs["bytes"], np.inf).argmin(axis=1)
     solutions = _solutions(real, base, real.rows[~is_measured])
     with bench.switchable.solved_by(solutions), bench.switchable.ready():
-        rows = real.rows[is_measured].to(bench.searched.device)
-        baseline = Baseline(bench.switchable, bench.divergence, rows)
-        search = Search(problem, limits, baseline, space.named, effort.probes(bench.searched.device), bench.probe)
+        device = bench.searched.device
+        baseline = Baseline(bench.switchable, bench.divergence, real.rows[is_measured].to(device))
+        search = Search(problem, limits, baseline, space.named, loop.effort.probes(device), bench.probe)
         gains = KnapsackProblem(problem.groups, problem.candidates, search.gains(base), problem.costs)
         try:
             choice = solve(gains, limits)
@@ -86,11 +109,6 @@ def better_where_solved(real: RealSolver, present: MeasuredChoice) -> MeasuredCh
         return present
     with bench.switchable.ready():
         return loop.change(present, choice, before, after)
-
-
-def _measured_rows(rows: int, effort: Effort) -> int:
-    # A quarter of few rows; the others solve.
-    return min(effort.solved_rows, rows // 4)
 
 
 def _solutions(real: RealSolver, choice: np.ndarray, rows: torch.Tensor) -> dict[Key, GroupSolution]:

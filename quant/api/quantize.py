@@ -101,26 +101,14 @@ def quantize(
     # Names inside of DDP and torch.compile have prefixes, which would go into plan and checkpoint.
     model = unwrapped(model, "quantize")
     check_original(model, "quantize")  # before a forward loop runs
-    has_budget = bits is not None or max_kl is not None or formats is not None
+    budget = AllocationRequest(bits=bits, max_kl=max_kl, formats=formats)
+    # Nobody named the default recipe, so it does not contradict a budget; another one does, and is refused.
+    is_unnamed = budget != AllocationRequest() and recipe == _RECIPE
     request = Request(
-        model,
-        # Nobody named the default recipe, so it does not contradict a budget; another one does, and is refused.
-        recipe=None if has_budget and recipe == _RECIPE else recipe,
-        data=_data_of(model, data, forward_loop),
-        include=include,
-        exclude=exclude,
-        lm_head=lm_head,
-        kv_cache=kv_cache,
-        attention=attention,
-        solver=solver,
-        effort=effort,
-        run=run,
-        guard=guard,
-        observer=observer,
-        budget=AllocationRequest(bits=bits, max_kl=max_kl, formats=formats),
-        tokenizer=tokenizer,
-        device=device,
-    )
+        model, recipe=None if is_unnamed else recipe, data=_data_of(model, data, forward_loop), budget=budget,
+        include=include, exclude=exclude, lm_head=lm_head, kv_cache=kv_cache, attention=attention, solver=solver,
+        effort=effort, run=run, guard=guard, observer=observer, tokenizer=tokenizer, device=device,
+    )  # fmt: skip
     # Modules are replaced and hooked during the run; compiled code would be rebuilt at each of them.
     with restored_on_error(model), uncompiled(model):
         quantized = start(request, Listener(progress)).quantized

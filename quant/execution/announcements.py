@@ -34,6 +34,16 @@ def announce_untied_head(listener: Listener, plan: Plan) -> None:
         )
 
 
+def announce_rounding_of_choice(listener: Listener, plan: Plan) -> None:
+    """Says that a budget's formats are chosen for weights rounded to nearest, where the plan has better solvers."""
+    solver = next((layer.solver for layer in plan.quantized if layer.solver != "rtn"), None)
+    if solver is not None:
+        listener.message(
+            f"formats are chosen for weights rounded to nearest, and then solved by {solver}; --solver {solver} "
+            "chooses them for solved weights, which takes longer (docs/budgets.md)"
+        )
+
+
 def announce_effort(listener: Listener, plan: Plan) -> None:
     """Says why a plan has a lower effort than the requested one, if so."""
     chosen = plan.provenance.get("effort")

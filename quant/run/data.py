@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
 
 from quant.allocation.bench import rows_of_choice
+from quant.allocation.goal import Goal
 from quant.allocation.held_out import HeldOut
+from quant.allocation.where_solved import rows_where_solved
 from quant.calibration.inputs import Inputs
 from quant.calibration.placement import device_of
+from quant.calibration.sensitivity.candidates import Candidate
+from quant.calibration.solvers.solver import get_pipeline
 from quant.calibration.texts.mixture import Record
 from quant.calibration.walk.expected_time import expected_time, in_words, time_of_rows
 from quant.evaluation.checks import check_evaluable
@@ -28,7 +32,7 @@ from quant.execution.sources import (
 )
 from quant.models.stored_weights import read_stored, stored_in
 from quant.plan.data_needs import lacks_data, solver_needs_data, with_calibration, with_data
-from quant.recipes.plan import Plan
+from quant.recipes.plan import Plan, groups_of
 from quant.run.job import Decision, Job
 from quant.run.same_on_ranks import check_same
 
@@ -133,24 +137,33 @@ def announce_time(job: Job, decision: Decision) -> None:
     )
 
 
-def announce_budget(job: Job, plan: Plan, formats: int, *, solves_each: bool) -> None:
+def announce_budget(job: Job, plan: Plan, goal: Goal, candidates: Sequence[Candidate], solver: str) -> None:
     """Says before anything slow starts how long a budget will take: its text, the choice of formats, and solving.
 
     Args:
         job: the run.
         plan: a plan of one of the formats, with the solver of the run.
-        formats: the number of formats to choose from.
-        solves_each: whether formats are compared as this solver rounds them, which it then does group by group.
+        goal: the budget.
+        candidates: the formats to choose from, 16 bit among them.
+        solver: the solver that formats are compared with, which may be rounding to nearest for another in the plan.
     """
     if job.listener.is_silent or not job.source.is_causal_lm:
         return
     samples, seqlen, written = _text_size(job, will_write=job.request.data is None)
     time = expected_time(job.model, plan, job.session, rows=samples, seqlen=seqlen, written=written)
     device = job.session.device or device_of(job.model)
-    passes = rows_of_choice(samples, formats, job.request.budget.effort, device)
+    formats, effort = len(candidates) - 1, job.request.budget.effort
+    rows_solved = rows_where_solved(plan.quantized, candidates, goal, solver, samples, effort, device)
+    changes = formats * len(groups_of(plan.quantized))
+    passes = rows_of_choice(samples, formats, effort, device, changes=changes, rows_solved=rows_solved)
     choosing = time_of_rows(job.model, plan, job.session, passes, seqlen)
-    # On a GPU the whole model is solved as well, to measure changes in it.
-    choosing += (formats + (device.type == "cuda")) * time.solving if solves_each else 0
+    if get_pipeline(solver).needs_data:
+        # Each format group by group, and the whole model once if changes are measured in it; without gradients.
+        alone = plan.replace_layers(
+            replace(layer, solver=layer.solver.replace("kfac", "gptq_plain")) for layer in plan.quantized
+        )
+        each = expected_time(job.model, alone, job.session, rows=samples, seqlen=seqlen).solving
+        choosing += (formats + bool(rows_solved)) * each
     writing = f"{in_words(time.writing)} to write text, " if written else ""
     job.listener.message(
         f"this budget will take about {in_words(time.writing + choosing + time.solving)}: {writing}"

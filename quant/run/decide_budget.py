@@ -17,10 +17,11 @@ from quant.allocation.held_out import HeldOut
 from quant.calibration.inputs import call_on_first_row
 from quant.calibration.listener import SILENT
 from quant.calibration.sensitivity.candidates import parse_candidates
-from quant.calibration.solvers.solver import get_pipeline, with_supported_solver
+from quant.calibration.solvers.solver import with_supported_solver
 from quant.calibration.texts.mixture import Record
 from quant.checkpoints.trial_load import import_for_trial
 from quant.errors import UserError
+from quant.execution.announcements import announce_rounding_of_choice
 from quant.execution.sources import as_rows
 from quant.plan.data_needs import with_calibration
 from quant.plan.make import make_plan
@@ -63,10 +64,9 @@ def for_budget(job: Job, goal: Goal) -> Decision:
     solver = request.solver or solver_of(request.effort or 0, KEEP)
     takes_default = request.solver is None and request.effort is None and not goal.has_limit
     example = _example_plan(job, options["formats"], None if takes_default else solver)
-    needs_data = any(get_pipeline(layer.solver).needs_data for layer in example.quantized)
-    announce_budget(
-        job, example, len(parse_candidates(options["formats"])) - 1, solves_each=needs_data and not takes_default
-    )
+    announce_budget(job, example, goal, parse_candidates(options["formats"]), solver)
+    if takes_default:
+        announce_rounding_of_choice(job.listener, example)
     with job.stages() as (staged, _):
         rows, records, held_out = _rows(staged, goal)
         if job.tries_loading:
@@ -99,8 +99,9 @@ def _rows(job: Job, goal: Goal) -> tuple[torch.Tensor, list[Record] | None, Held
     """Returns the rows that score and solve, records of rows that were read here, and held-out rows for a limit."""
     request = job.request
     held_out = None
-    if goal.has_limit and request.eval_texts:
-        texts = evaluation_data(replace(job, listener=SILENT))
+    # Read here too where nothing is limited: a text that is missing or too short is refused before the choice.
+    texts = evaluation_data(replace(job, listener=SILENT))
+    if goal.has_limit and texts:
         held_out = HeldOut.halves({name: as_rows(job.model, rows, "a limit") for name, rows in texts.items()})
     data, records = request.data, None
     if data is None:

@@ -137,6 +137,33 @@ def test_a_budget_tells_its_time_before_anything_slow(tmp_path: Path) -> None:
     said = " ".join(found.output.split())
     assert said.index("this budget will take about") < said.index("to choose among 2 formats") < said.index("scoring")
     assert said.count("to write text") == 1  # not once more when it is solved
+    told = (
+        "formats are chosen for weights rounded to nearest, and then solved by awq:merge+gptq; --solver awq:merge+gptq"
+    )
+    assert said.index("this budget will take about") < said.index(told) < said.index("scoring")
+
+
+@pytest.mark.usefixtures("default")
+@pytest.mark.parametrize("options", [["--solver=gptq"], ["--effort=0"], ["--solver=rtn"], ["--max-kl=1"]])
+def test_a_budget_says_nothing_of_its_rounding_where_the_plan_has_the_same(tmp_path: Path, options: list[str]) -> None:
+    tiny_models.llama(max_position_embeddings=64, num_hidden_layers=1).save_pretrained(tmp_path / "model")
+    save_file({"rows": torch.randint(0, 64, (4, 32))}, tmp_path / "rows.safetensors")
+    arguments = [f"--out={tmp_path / 'out'}", "--bits=16", f"--calib={tmp_path / 'rows.safetensors'}", "--seqlen=32"]
+    arguments += ["--calib-samples=4", "--formats=nvfp4a16,fp8a16", *options]
+    found = CliRunner().invoke(main, ["quantize", str(tmp_path / "model"), *arguments])
+    assert found.exit_code == 0, found.output
+    assert "this budget will take about" in " ".join(found.output.split())
+    assert "formats are chosen for" not in found.output
+
+
+@pytest.mark.usefixtures("default")
+def test_an_evaluation_text_that_is_too_short_is_refused_before_formats_are_chosen(tmp_path: Path) -> None:
+    tiny_models.llama(max_position_embeddings=64, num_hidden_layers=1).save_pretrained(tmp_path / "model")
+    save_file({"rows": torch.randint(0, 64, (4, 32))}, tmp_path / "rows.safetensors")
+    rows = tmp_path / "rows.safetensors"
+    options = ["--bits=6", f"--calib={rows}", "--calib-samples=4", "--seqlen=32", f"--eval={rows}", "--eval-samples=5"]
+    found = CliRunner().invoke(main, ["quantize", str(tmp_path / "model"), f"--out={tmp_path / 'out'}", *options])
+    assert found.exit_code == 2 and "too short" in found.output and "scoring" not in found.output
 
 
 def test_the_time_of_a_budget_follows_the_work() -> None:
@@ -144,6 +171,10 @@ def test_the_time_of_a_budget_follows_the_work() -> None:
     assert rows_of_choice(32, 2, effort, cpu) == 32 + 8 * (1 + 1 + 2) * 3 + 8 * (1 + 2 + 2)
     assert rows_of_choice(32, 4, effort, cpu) > rows_of_choice(32, 2, effort, cpu)
     assert rows_of_choice(32, 2, Effort(measurements=100), cpu) == rows_of_choice(32, 2, effort, cpu) + 400
+    # In a solved model each of 30 changes is measured on 16 rows, or as many as there are measurements.
+    for count, measured in ((100, 30), (10, 10)):
+        found = rows_of_choice(64, 2, Effort(measurements=count), cpu, changes=30, rows_solved=16)
+        assert found == rows_of_choice(64, 2, effort, cpu) + 16 * measured // 2
     model = tiny_models.llama()
     plan = quant.make_plan(model, "nvfp4a16")
     assert time_of_rows(model, plan, Session(), 100, 32) > 5 * time_of_rows(model, plan, Session(), 10, 32)

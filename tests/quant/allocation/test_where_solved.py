@@ -14,7 +14,9 @@ from quant.allocation.allocate import allocate
 from quant.allocation.bench import Effort
 from quant.allocation.goal import Goal
 from quant.allocation.search import Search
+from quant.allocation.where_solved import rows_where_solved
 from quant.api.quantize import quantize
+from quant.calibration.sensitivity.candidates import parse_candidates
 from quant.evaluation.evaluate import evaluate
 from quant.plan.make import make_plan
 
@@ -63,6 +65,20 @@ def test_gains_are_those_of_the_solved_model(
     assert found.record.chosen.bits <= 6.0
     kl = evaluate(quantize(copy.deepcopy(model), found.plan, ROWS).model, ROWS[8:], model).kl
     assert found.record.chosen.kl_measured == pytest.approx(kl, rel=2e-3)
+
+
+def test_changes_are_measured_for_budgets_on_a_quarter_of_the_rows_and_at_most_32() -> None:
+    plan, effort = make_plan(tiny_models.llama(), "nvfp4a16"), Effort()
+    cuda, cpu, budget = torch.device("cuda"), torch.device("cpu"), Goal(bits=5)
+    formats = parse_candidates("nvfp4a16,fp8a16")
+
+    def count(solver: str = "gptq", goal: Goal = budget, rows: int = 100, device: torch.device = cuda) -> int:
+        return rows_where_solved(plan.quantized, formats, goal, solver, rows, effort, device)
+
+    assert count() == 25 and count("kfac", rows=400) == 32 and count(rows=15) == 0
+    assert count("rtn") == count("awq+gptq") == count(goal=Goal(max_kl=1)) == count(device=cpu) == 0
+    branches = parse_candidates("nvfp4a16+lowrank:4,fp8a16")
+    assert rows_where_solved(plan.quantized, branches, budget, "gptq", 100, effort, cuda) == 0
 
 
 def test_a_limit_few_rows_and_experts_are_decided_without() -> None:
