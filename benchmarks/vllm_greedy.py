@@ -173,7 +173,7 @@ def serve(out: Path, name: str) -> None:
     )
     result = {"tokens": tokens, "counters": {key: counters[key] for key in reported if counters.get(key)}}
     write(out / f"{name}.json", result)
-    reference = await_reference(out) if replays else None
+    reference = await_reference(out, "vLLM") if replays else None
     if reference:
         replayed = outputs(trace_decode_token_ids=reference, logprobs=[2] * PROMPTS)
         write(out / f"{name}.json", {**result, "top": [likeliest(each.logprobs) for each in replayed]})
@@ -186,11 +186,11 @@ def write(path: Path, result: dict[str, Any]) -> None:
     path.with_suffix(".part").rename(path)
 
 
-def await_reference(out: Path, seconds: float = 120.0) -> list[list[int]] | None:
-    """Returns the tokens of the engine "vLLM", which may run beside this one, or None if it has not written any."""
+def await_reference(out: Path, name: str, seconds: float = 120.0) -> list[list[int]] | None:
+    """Returns the tokens of an engine, which may run beside this one, or None if it has not written any."""
     end = time.monotonic() + seconds
-    while not (path := out / "vLLM.json").is_file():
-        if time.monotonic() > end or not (out / "vLLM.log").is_file():
+    while not (path := out / f"{name}.json").is_file():
+        if time.monotonic() > end or not (out / f"{name}.log").is_file():
             return None
         time.sleep(0.5)
     tokens: list[list[int]] = json.loads(path.read_text())["tokens"]

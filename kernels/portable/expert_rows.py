@@ -14,6 +14,9 @@ prompt, that would take longer than a launch, so two kernels share the work:
 
 There a program takes the next free row of its expert, so the order within an expert differs from call to call; the
 product of a row does not. Each kernel waits for the previous one (`dependent_launch.py`), whose results it reads.
+
+Where experts are spread over several GPUs, `index` has numbers among all of them. A table `local` has the number of
+each among this GPU's experts, or -1 for an expert that another GPU holds: its slots have no row here.
 """
 
 from __future__ import annotations
@@ -38,10 +41,19 @@ def _copy_row(x, rows, token, row, K, x_stride, width: tl.constexpr):
         tl.store(target + column, tl.load(source + column, mask=column < K), mask=column < K)
 
 
+@triton.jit
+def _load_experts(index, local, slot, inside, mapped: tl.constexpr):
+    """Loads the experts of slots as numbers among this GPU's experts; -1 where `inside` is false."""
+    chosen = tl.load(index + slot, mask=inside, other=-1).to(tl.int32)
+    if mapped:
+        chosen = tl.load(local + chosen, mask=chosen >= 0, other=-1).to(tl.int32)
+    return chosen
+
+
 @triton.jit(do_not_specialize=["slots", "experts"])
 def place_rows_kernel(
-    x, index, offsets, rows, places, slots, experts, K, x_stride, per_token: tl.constexpr, most: tl.constexpr,
-    width: tl.constexpr, overlap: tl.constexpr,
+    x, index, local, offsets, rows, places, slots, experts, K, x_stride, mapped: tl.constexpr, per_token: tl.constexpr,
+    most: tl.constexpr, width: tl.constexpr, overlap: tl.constexpr,
 ):  # fmt: skip
     """One slot, and one expert: the slot's token is copied to its row, and the expert's first row is counted.
 
@@ -52,12 +64,12 @@ def place_rows_kernel(
         wait_for_previous()
     program = tl.program_id(0)
     slot = tl.arange(0, most)
-    chosen = tl.load(index + slot, mask=slot < slots, other=-1).to(tl.int32)
+    chosen = _load_experts(index, local, slot, slot < slots, mapped)
     valid = (chosen >= 0) & (chosen < experts)
     if program <= experts:
         tl.store(offsets + program, tl.sum((valid & (chosen < program)).to(tl.int32), axis=0))
     if program < slots:
-        expert = tl.load(index + program).to(tl.int32)
+        expert = _load_experts(index, local, program, program < slots, mapped)
         target_row = -1
         if (expert >= 0) & (expert < experts):
             before = valid & ((chosen < expert) | ((chosen == expert) & (slot < program)))
@@ -68,8 +80,9 @@ def place_rows_kernel(
 
 @triton.jit(do_not_specialize=["slots", "experts"])
 def count_rows_kernel(
-    index, offsets, cursor, slots, experts, width: tl.constexpr, block: tl.constexpr, overlap: tl.constexpr
-):
+    index, local, offsets, cursor, slots, experts, mapped: tl.constexpr, width: tl.constexpr, block: tl.constexpr,
+    overlap: tl.constexpr,
+):  # fmt: skip
     """One program: the slots of each expert are counted. Cursors begin at the first row of each expert."""
     if overlap:
         start_next()
@@ -78,7 +91,7 @@ def count_rows_kernel(
     counts = tl.zeros((width,), dtype=tl.int32)
     for start in range(0, slots, block):
         slot = start + tl.arange(0, block)
-        chosen = tl.load(index + slot, mask=slot < slots, other=-1).to(tl.int32)
+        chosen = _load_experts(index, local, slot, slot < slots, mapped)
         valid = (chosen >= 0) & (chosen < experts)
         counts += tl.histogram(tl.where(valid, chosen, 0), width, mask=valid)
     # Experts follow one another without gaps; the last offset is the number of slots that have an expert.
@@ -90,15 +103,15 @@ def count_rows_kernel(
 
 @triton.jit(do_not_specialize=["slots", "experts"])
 def move_rows_kernel(
-    x, index, cursor, rows, places, slots, experts, K, x_stride, per_token: tl.constexpr, width: tl.constexpr,
-    overlap: tl.constexpr,
+    x, index, local, cursor, rows, places, slots, experts, K, x_stride, mapped: tl.constexpr, per_token: tl.constexpr,
+    width: tl.constexpr, overlap: tl.constexpr,
 ):  # fmt: skip
     """One slot: its token is copied to the next free row of the slot's expert. A slot of no expert has the row -1."""
     if overlap:
         start_next()
         wait_for_previous()
     slot = tl.program_id(0)
-    chosen = tl.load(index + slot).to(tl.int32)
+    chosen = _load_experts(index, local, slot, slot < slots, mapped)
     target_row = -1
     if (chosen >= 0) & (chosen < experts):
         # The next free row of the expert, in whichever order programs arrive.
@@ -130,13 +143,17 @@ def weigh_kernel(
     tl.store(out + token * K + column, total.to(out.dtype.element_ty), mask=column < K)
 
 
-def route(x: torch.Tensor, index: torch.Tensor, experts: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def route(
+    x: torch.Tensor, index: torch.Tensor, experts: int, local: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Returns the rows of x sorted by expert, the first row of each expert, and the place of each slot among the rows.
 
     Args:
         x: `[tokens, in]`, rows contiguous.
         index: expert of each token and slot, `[tokens, k]`, contiguous; a slot with no such expert has no row.
         experts: the number of experts, at most `MAX_EXPERTS`.
+        local: for each number that `index` may have, the expert that it stands for, or -1 for none; contiguous
+            integers, on the device of `index`. None: each stands for itself.
 
     Returns:
         Rows `[tokens · k, in]`, undefined beyond the last offset; offsets, int32 `[experts + 1]`;
@@ -150,19 +167,22 @@ def route(x: torch.Tensor, index: torch.Tensor, experts: int) -> tuple[torch.Ten
         raise ValueError(f"route: x {list(x.shape)} and index {list(index.shape)} of {experts} experts do not fit")
     slots, columns = tokens * per_token, x.shape[1]
     rows, places = x.new_empty(slots, columns), torch.empty_like(index, dtype=torch.int32)
-    offsets, options = places.new_empty(experts + 1), overlap_options(x)
+    offsets = places.new_empty(experts + 1)
     copy = {"per_token": per_token, "width": min(triton.next_power_of_2(columns), 4096), "num_warps": 4}
+    numbers, options = index if local is None else local, {"mapped": local is not None, **overlap_options(x)}
     if slots <= FEW_SLOTS:
         # Sizes four times apart, so that few variants are compiled.
         most = next(size for size in (64, 256, FEW_SLOTS) if slots <= size)
         place_rows_kernel[max(slots, experts + 1),](
-            x, index, offsets, rows, places, slots, experts, columns, x.stride(0), most=most, **copy, **options
+            x, index, numbers, offsets, rows, places, slots, experts, columns, x.stride(0), most=most, **copy, **options
         )  # fmt: skip
         return rows, offsets, places
     cursor, width = places.new_empty(experts), max(triton.next_power_of_2(experts), 32)
-    count_rows_kernel[1,](index, offsets, cursor, slots, experts, width=width, block=2048, num_warps=8, **options)
+    count_rows_kernel[1,](
+        index, numbers, offsets, cursor, slots, experts, width=width, block=2048, num_warps=8, **options
+    )  # fmt: skip
     move_rows_kernel[slots,](
-        x, index, cursor, rows, places, slots, experts, columns, x.stride(0), **copy, **options
+        x, index, numbers, cursor, rows, places, slots, experts, columns, x.stride(0), **copy, **options
     )  # fmt: skip
     return rows, offsets, places
 

@@ -2,6 +2,9 @@
 
     route rows to experts ─▶ gate and up ─▶ activation ─▶ down ─▶ weigh and add
 
+Under expert parallelism a GPU has some of the experts. Tokens come to it with numbers among all experts, those of other
+GPUs are left out, and vLLM adds up the GPUs' sums.
+
 Inputs stay in 16 bit. `mxfp4_experts.py` and `fp8_experts.py` derive classes for other weights and say where vLLM meets
 them. vLLM's methods for NVFP4 experts ask one function for a backend and a class. A wrapper answers with our class
 where the user left `--moe-backend` at "auto" and the class takes the layer, and asks vLLM's function otherwise. The
@@ -37,7 +40,7 @@ _GLOBAL_SCALE = "blockscale_global_scale"
 
 
 class BlockscaleExperts(mk.FusedMoEExpertsModular):
-    """Experts with inputs in 16 bit, all of them on this GPU."""
+    """Experts with inputs in 16 bit, all of them or those of this GPU."""
 
     format: ClassVar[str]
     """The name of the format in the log and in the self-test."""
@@ -87,8 +90,7 @@ class BlockscaleExperts(mk.FusedMoEExpertsModular):
 
     @staticmethod
     def _supports_parallel_config(moe_parallel_config: FusedMoEParallelConfig) -> bool:
-        # Under expert parallelism tokens are routed to experts whose weights another GPU holds.
-        return not moe_parallel_config.use_ep
+        return not parallel_refusal(moe_parallel_config)
 
     @staticmethod
     def is_supported_config(
@@ -108,8 +110,8 @@ class BlockscaleExperts(mk.FusedMoEExpertsModular):
             return False, "experts with a bias"
         if moe_config.swiglu_limit is not None and not releases.limits_activations():
             return False, "experts with a limit of their activation"
-        if moe_config.moe_parallel_config.use_ep:
-            return False, "experts on several GPUs (--enable-expert-parallel)"
+        if reason := parallel_refusal(moe_config.moe_parallel_config):
+            return False, reason
         if any(size % 64 for size in sizes):
             return False, f"hidden and intermediate sizes of {sizes}, which are not multiples of 64"
         return mk.FusedMoEExpertsModular.is_supported_config(
@@ -166,6 +168,8 @@ class BlockscaleExperts(mk.FusedMoEExpertsModular):
         topk_weights: torch.Tensor,
         topk_ids: torch.Tensor,
         activation: MoEActivation,
+        global_num_experts: int,
+        expert_map: torch.Tensor | None,
         *ignored: Any,
         **named: Any,
     ) -> None:
@@ -174,7 +178,7 @@ class BlockscaleExperts(mk.FusedMoEExpertsModular):
         from quant.kernels.portable.expert_rows import route
 
         # rows: hidden states sorted by expert; places: where each token's slots went, [tokens, k].
-        rows, offsets, places = route(hidden_states, topk_ids.contiguous(), len(w1))
+        rows, offsets, places = route(hidden_states, topk_ids.contiguous(), len(w1), expert_map)
         both = grouped_linear(rows, self.stack("w13"), offsets, bias=self.w1_bias)
         if activation is MoEActivation.SILU and releases.activation_limit(self) is None:
             # Rounded as vLLM's kernel rounds it, and the next matmul may begin before it has ended.
@@ -202,6 +206,9 @@ class _Sum(mk.TopKWeightAndReduce):
     ) -> torch.Tensor:
         from quant.kernels.portable.expert_rows import weigh
 
+        if not len(topk_ids):
+            # No token came to this GPU, and `apply` was not called.
+            return fused_expert_output if output is None else output
         down, places = self.experts.slots
         del self.experts.slots
         if output is None:
@@ -220,6 +227,15 @@ class BlockscaleNvFp4Experts(BlockscaleExperts):
         second = self.g1_alphas if name == "w13" else self.g2_alphas
         codes, scale = getattr(layer, f"{name}_weight").data, getattr(layer, f"{name}_weight_scale").data
         return weights.nvfp4_weight(codes, scale, second)
+
+
+def parallel_refusal(parallel: FusedMoEParallelConfig) -> str:
+    """Returns why our classes do not take experts that are spread over GPUs like this, empty if they do."""
+    if parallel.use_ep and parallel.enable_eplb:
+        return "experts that move between GPUs (--enable-eplb)"
+    if parallel.use_all2all_kernels and parallel.all2all_backend != "allgather_reducescatter":
+        return f"experts that get their tokens by --all2all-backend {parallel.all2all_backend}"
+    return ""
 
 
 def refusal(

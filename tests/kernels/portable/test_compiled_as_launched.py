@@ -99,6 +99,9 @@ def mask(name: str, dtype: torch.dtype) -> None:
 def experts() -> None:
     rows, _, places = expert_rows.route(half(9, 256), torch.zeros(9, 2, dtype=torch.int64), 4)
     expert_rows.route(half(2000, 256), torch.zeros(2000, 2, dtype=torch.int64), 4)  # more than FEW_SLOTS
+    local = torch.zeros(8, dtype=torch.int32)
+    expert_rows.route(half(9, 256), torch.zeros(9, 2, dtype=torch.int64), 4, local)
+    expert_rows.route(half(2000, 256), torch.zeros(2000, 2, dtype=torch.int64), 4, local)
     expert_rows.weigh(rows, places, torch.zeros(9, 2), half(9, 256))
     expert_rows.weigh(rows, places, None, half(9, 256))
 

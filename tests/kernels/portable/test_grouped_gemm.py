@@ -241,16 +241,29 @@ def test_weight_only_compiles_without_spills(arch: int, format: str, block_m: in
     assert assemble(compile_aligned(kernel, types, constants, arch, warps)).spilled == 0
 
 
-def check_routing(device: str, run: Callable[..., Any], tokens: int, per_token: int, experts: int) -> None:
-    """Rows lie with their experts, offsets count them, and weighing gives every token its own rows back."""
+def check_routing(
+    device: str, run: Callable[..., Any], tokens: int, per_token: int, experts: int, spread: bool = False
+) -> None:
+    """Rows lie with their experts, offsets count them, and weighing gives every token its own rows back.
+
+    Where experts are `spread` over two GPUs, `chosen` has numbers among all of them.
+    """
     x = torch.randn(tokens, 96, device=device).bfloat16()
     # Every expert is possible, and so are -1 and `experts`, which are none.
     index = torch.stack([torch.randperm(experts + 2)[:per_token] - 1 for _ in range(tokens)]).int().to(device)
+    chosen, local = index, None
+    if spread:
+        # This GPU has every second expert, and beside them come -1 and the others, which are not here.
+        numbers = torch.randperm(experts, device=device).int() * 2
+        local = torch.full((2 * experts,), -1, dtype=torch.int32, device=device)
+        local[numbers.long()] = torch.arange(experts, dtype=torch.int32, device=device)
+        chosen = torch.where(index < experts, numbers[index.clamp(0, experts - 1).long()], 2 * experts - 1)
+        chosen = torch.where(index < 0, index, chosen)
     weights = torch.rand(tokens, per_token, device=device)
     out = torch.full_like(x, float("nan"))
 
     def both() -> tuple[torch.Tensor, ...]:
-        rows, offsets, places = expert_rows.route(x, index, experts)
+        rows, offsets, places = expert_rows.route(x, chosen, experts, local)
         expert_rows.weigh(rows, places, weights, out)
         return rows, offsets, places
 
@@ -267,18 +280,20 @@ def check_routing(device: str, run: Callable[..., Any], tokens: int, per_token: 
     torch.testing.assert_close(out.double(), exact, rtol=2**-8, atol=1e-6)
 
 
+@pytest.mark.parametrize("spread", [False, True])
 @pytest.mark.parametrize(("tokens", "per_token", "experts"), [(1, 8, 128), (5, 2, 3), (40, 3, 16)])
-def test_rows_are_routed_to_experts_and_back(tokens: int, per_token: int, experts: int) -> None:
+def test_rows_are_routed_to_experts_and_back(tokens: int, per_token: int, experts: int, spread: bool) -> None:
     def run(both: Callable[[], Any]) -> Any:
         with interpreted():
             return both()
 
-    check_routing("cpu", run, tokens, per_token, experts)
+    check_routing("cpu", run, tokens, per_token, experts, spread)
 
 
-def test_many_rows_are_routed_by_two_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("spread", [False, True])
+def test_many_rows_are_routed_by_two_kernels(spread: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(expert_rows, "FEW_SLOTS", 0)
-    test_rows_are_routed_to_experts_and_back(5, 2, 3)
+    test_rows_are_routed_to_experts_and_back(5, 2, 3, spread)
 
 
 def test_few_rows_lie_in_the_order_of_a_stable_sort() -> None:
@@ -291,9 +306,10 @@ def test_few_rows_lie_in_the_order_of_a_stable_sort() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("spread", [False, True])
 @pytest.mark.parametrize(("tokens", "per_token", "experts"), [(1, 8, 128), (64, 8, 128), (4096, 8, 128), (333, 2, 8)])
-def test_rows_are_routed_on_a_gpu(tokens: int, per_token: int, experts: int) -> None:
-    check_routing("cuda", lambda both: both(), tokens, per_token, experts)
+def test_rows_are_routed_on_a_gpu(tokens: int, per_token: int, experts: int, spread: bool) -> None:
+    check_routing("cuda", lambda both: both(), tokens, per_token, experts, spread)
 
 
 def test_routing_refuses_what_does_not_fit() -> None:

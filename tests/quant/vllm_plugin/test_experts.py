@@ -1,6 +1,7 @@
 """Experts in MXFP4 and FP8 go through vLLM's own methods: made, loaded, processed and called, against float64."""
 
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -31,14 +32,20 @@ class Fields(SimpleNamespace):
             raise AttributeError(name)
 
 
+def parallel(**changes: Any) -> Any:
+    """The fields of vLLM's `FusedMoEParallelConfig`, likewise."""
+    fields = {
+        "use_ep": False, "use_all2all_kernels": False, "use_batched_activation_format": False,
+        "use_passthrough_all2all": False, "enable_eplb": False, "is_sequence_parallel": False, "tp_size": 1,
+        "dp_size": 1, "ep_size": 1, "all2all_backend": "allgather_reducescatter",
+    }  # fmt: skip
+    return SimpleNamespace(**fields | changes)
+
+
 def moe_config(**changes: Any) -> Any:
     """The fields of vLLM's `FusedMoEConfig` that the releases read, for one GPU without expert parallelism."""
-    parallel = SimpleNamespace(
-        use_ep=False, use_all2all_kernels=False, use_batched_activation_format=False, use_passthrough_all2all=False,
-        enable_eplb=False, is_sequence_parallel=False, tp_size=1, dp_size=1, ep_size=1,
-    )  # fmt: skip
     fields = {
-        "moe_backend": "auto", "moe_parallel_config": parallel, "hidden_dim": HIDDEN, "in_dtype": torch.bfloat16,
+        "moe_backend": "auto", "moe_parallel_config": parallel(), "hidden_dim": HIDDEN, "in_dtype": torch.bfloat16,
         "intermediate_size_per_partition": INNER, "has_bias": False, "swiglu_limit": None, "is_act_and_mul": True,
         "activation": MoEActivation.SILU, "routing_method": None, "router_logits_dtype": None, "is_lora_enabled": False,
         "w13_num_shards": 2, "swiglu_alpha": None, "swiglu_beta": None, "activation_situ_beta": None,
@@ -89,15 +96,26 @@ def check(method: Any, layer: torch.nn.Module, weights: dict[str, BlockScaledTen
     x = torch.randn(TOKENS, HIDDEN).bfloat16()
     routing, index = torch.rand(TOKENS, COUNT).topk(2)
     out = torch.empty_like(x)
-    arguments = layer.w13_weight, layer.w2_weight, routing, index.int(), config.activation, COUNT, None
+    # Under expert parallelism: numbers among all experts, of which every second one is here, in another order.
+    elsewhere = config.moe_parallel_config.use_ep
+    numbers = torch.tensor([6, 1, 4, 3]) if elsewhere else torch.arange(COUNT)
+    local = torch.full((8,), -1, dtype=torch.int32)
+    local[numbers] = torch.arange(COUNT, dtype=torch.int32)
+    chosen, here = numbers[index].int(), torch.ones(TOKENS, 2, dtype=torch.bool)
+    if elsewhere:
+        here = torch.rand(TOKENS, 2) < 0.5
+        chosen[~here] = torch.tensor([0, 2, 5, 7], dtype=torch.int32)[index[~here]]
+    arguments = layer.w13_weight, layer.w2_weight, routing, chosen, config.activation
     with interpreted():
-        kernel.apply(out, x, *arguments)
-        kernel.finalize_weight_and_reduce_impl().apply(out, out, routing, index, False)
+        kernel.apply(out, x, *arguments, global_num_experts=8, expert_map=local if elsewhere else None)
+        kernel.finalize_weight_and_reduce_impl().apply(out, out, routing, chosen, False)
     dense = {name: weight.dequantize(torch.float64) for name, weight in weights.items()}
     bias = {name: getattr(layer, f"{name}_bias", torch.zeros(COUNT, 1)).double() for name in weights}
     expected = torch.zeros(TOKENS, HIDDEN, dtype=torch.float64)
     for token in range(TOKENS):
         for slot, expert in enumerate(index[token].tolist()):
+            if not here[token, slot]:
+                continue
             middle = gated(config.activation, dense["w13"][expert] @ x[token].double() + bias["w13"][expert])
             down = dense["w2"][expert] @ middle + bias["w2"][expert]
             expected[token] += routing[token, slot].double() * down
@@ -119,6 +137,19 @@ def test_mxfp4_of_compressed_tensors(limit: float | None, monkeypatch: pytest.Mo
     method.process_weights_after_loading(layer)
     assert layer.w13_weight.dtype is torch.int32 and layer.w13_weight.shape[:2] == (COUNT, 2 * INNER)
     check(method, layer, weights, monkeypatch)
+
+
+def test_mxfp4_under_expert_parallelism(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half of the slots belong to experts of other GPUs."""
+    monkeypatch.setattr(f"{__name__}.moe_config", partial(moe_config, moe_parallel_config=parallel(use_ep=True)))
+    test_mxfp4_of_compressed_tensors(None, monkeypatch)
+
+
+def test_a_gpu_without_tokens_has_nothing_to_add_up() -> None:
+    """vLLM does not call `apply` then."""
+    none, out = torch.empty(0, 2, dtype=torch.int32), torch.empty(0, HIDDEN)
+    add_up = experts.BlockscaleExperts.finalize_weight_and_reduce_impl(SimpleNamespace())
+    assert add_up.apply(None, out, none, none, False) is out
 
 
 def test_mxfp4_of_gpt_oss(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -283,8 +314,12 @@ def test_fp8_weights(strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
         ({"has_bias": True}, "experts with a bias"),
         ({"intermediate_size_per_partition": 96}, "which are not multiples of 64"),
         (
-            {"moe_parallel_config": SimpleNamespace(use_ep=True, use_batched_activation_format=False)},
-            r"experts on several GPUs \(--enable-expert-parallel\)",
+            {"moe_parallel_config": parallel(use_ep=True, enable_eplb=True)},
+            r"experts that move between GPUs \(--enable-eplb\)",
+        ),
+        (
+            {"moe_parallel_config": parallel(use_ep=True, use_all2all_kernels=True, all2all_backend="mori")},
+            "experts that get their tokens by --all2all-backend mori",
         ),
     ],
 )
