@@ -5,7 +5,8 @@
 
 A Llama and a Qwen3-MoE, trained on bytes as in `vllm_presets.py`, are written in `nvfp4a16`. The engines run at once on
 the same four GPUs, each in processes of its own, under torch.compile and CUDA graphs. They generate one at a time: GPUs
-that wait for each other's sums would otherwise wait for other engines, too.
+that wait for each other's sums would otherwise wait for other engines, too. Only "TP 4" compiles every kernel at its
+start, as vLLM does by default: sixty processes that do so at once would take minutes.
 
     TP    tensor parallelism: each GPU has a part of every layer
     PP    pipeline parallelism: each GPU has some of the layers
@@ -61,7 +62,7 @@ EP, CACHE = {"enable_expert_parallel": True}, {"kv_cache_dtype": "nvfp4"}
 EPLB = {**EP, "enable_eplb": True, "eplb_config": {"num_redundant_experts": 4}}
 ENGINES = {
     "one GPU": Engine("dense"),
-    "TP 4": Engine("dense", "one GPU", tensor=4),
+    "TP 4": Engine("dense", "one GPU", tensor=4, options={"kernel_config": {}}),
     "PP 2": Engine("dense", "one GPU", pipeline=2),
     "TP 2, PP 2": Engine("dense", "one GPU", tensor=2, pipeline=2),
     "NVFP4 cache, one GPU": Engine("dense", options=CACHE),
@@ -146,7 +147,7 @@ def serve(out: Path, name: str) -> None:
         gpu_memory_utilization=0.03, kv_cache_memory_bytes=1 << 28, enable_prefix_caching=False,
         disable_log_stats=True, enable_trace_replay=True, tensor_parallel_size=engine.tensor,
         pipeline_parallel_size=engine.pipeline, compilation_config={"cudagraph_capture_sizes": [1, 8, 32, 64]},
-        **engine.options,
+        **{"kernel_config": {"enable_jit_warmup": False}, **engine.options},
     )  # fmt: skip
     mine = slice(rank * PROMPTS // engine.data, (rank + 1) * PROMPTS // engine.data)
     prompts = byte_prompts()[mine]

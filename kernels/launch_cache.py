@@ -3,11 +3,17 @@
 At every call Triton determines for every argument whether it is a number, a multiple of 16, or a tensor of which dtype,
 and finds the compiled kernel by the answers: 10 to 40 µs of host time, as much as a small kernel runs. Here the answers
 of an earlier call are recognized by dtypes, by integers, and by whether all pointers are aligned.
+
+The first call of a kind waits while Triton compiles its kernel. A server does that beforehand: within `recorded()`
+launches are noted, not made, each kernel once, and can then be compiled (`kernels/linear/variants.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import partial
 from threading import Lock
 from typing import Any, TypeVar
 
@@ -16,6 +22,9 @@ import torch
 _LOCKS: dict[tuple[int, str], Lock] = {}
 _ALIGNMENT = 16  # bytes, of which Triton compiles kernels that know
 _Value = TypeVar("_Value")
+Variants = dict[Any, Callable[[], object]]
+"""By all that Triton tells compiled kernels apart by: a function that compiles one."""
+_record: ContextVar[Variants | None] = ContextVar("record of launches", default=None)
 
 
 class BoundedTable(dict[Any, _Value]):
@@ -32,6 +41,36 @@ class BoundedTable(dict[Any, _Value]):
         if len(self) >= self.most:
             self.clear()
         super().__setitem__(key, value)
+
+
+@contextmanager
+def recorded() -> Iterator[Variants]:
+    """Yields a table, in which launches of this thread are noted in place of being made.
+
+    Arguments may be on the device "meta". Launches that `CachedLaunch` has made before are made again, and not noted.
+    """
+    variants: Variants = {}
+    token = _record.set(variants)
+    try:
+        yield variants
+    finally:
+        _record.reset(token)
+
+
+def _variant_of(kernel: Any, arguments: Sequence[Any], constants: Mapping[str, Any]) -> Any:
+    """Returns what Triton compiles a kernel for: constants, dtypes, tensor maps, and what it knows of integers."""
+    parts: list[Any] = [id(kernel), repr(constants)]
+    for parameter, argument in zip(kernel.params, arguments, strict=False):
+        if isinstance(argument, torch.Tensor):
+            parts.append((argument.dtype, argument.data_ptr() % _ALIGNMENT == 0))
+        elif type(argument) is int:
+            known = () if parameter.do_not_specialize else (argument == 1, argument % 16 == 0)
+            parts.append((argument.bit_length() > 31, *known))
+        elif argument is None or isinstance(argument, float):
+            parts.append(type(argument))
+        else:
+            parts.append((argument.base.dtype, tuple(argument.block_shape), repr(argument.layout)))
+    return tuple(parts)
 
 
 def _lock_of(kernel: Any, constants: Mapping[str, Any]) -> Lock:
@@ -74,6 +113,10 @@ class CachedLaunch:
         launch = self._launches.get(key)
         if launch is not None:
             launch(*arguments, *self._after)
+            return
+        if (variants := _record.get()) is not None:
+            key = _variant_of(self._kernel, arguments, self._constants)
+            variants[key] = partial(self._kernel.warmup, *arguments, grid=self._grid, **self._constants)
             return
         with _lock_of(self._kernel, self._constants):
             compiled = self._kernel[self._grid](*arguments, **self._constants)

@@ -158,7 +158,7 @@ def _prepare_gemm(
     """Prepares a product in which x is rounded to its format, if any, and a kernel for 16-bit rows multiplies it."""
     # The order matters: rounding checks the input scale, and its error should come before a kernel is prepared.
     rounding = None if activation is None else prepare_rounding(x, activation, input_scale)
-    choice = _choose_for_numbers(weight, x)
+    choice = choose_for_numbers(weight, x)
     launch, launch_for_any_code = prepare_launch(x, weight, bias, choice), None
     if _reads_stored_codes(choice, weight):
         from quant.kernels.hopper.sm90_decode_codes import numbers_only
@@ -180,7 +180,7 @@ def _prepare_gemm(
 
 def choose_launch(weight: BlockScaledTensor, x: torch.Tensor) -> matmul_tiles.Choice:
     """Returns how to multiply x `[tokens, in]`, in 16 bit with aligned rows, by `weight`."""
-    choice = _choose_for_numbers(weight, x)
+    choice = choose_for_numbers(weight, x)
     if _reads_stored_codes(choice, weight):
         from quant.kernels.hopper.sm90_decode_codes import numbers_only
 
@@ -188,7 +188,7 @@ def choose_launch(weight: BlockScaledTensor, x: torch.Tensor) -> matmul_tiles.Ch
     return choice
 
 
-def _choose_for_numbers(weight: BlockScaledTensor, x: torch.Tensor) -> matmul_tiles.Choice:
+def choose_for_numbers(weight: BlockScaledTensor, x: torch.Tensor) -> matmul_tiles.Choice:
     """Returns `choose_launch`, for a weight whose codes are all numbers."""
     prepacked = is_prepacked(weight)
     # Hopper's decoder makes only BF16: a code in FP16 would need other shifts.

@@ -50,6 +50,8 @@ def cache_refusal(config: Any) -> str:
     if getattr(config.cache_config, "kv_sharing_fast_prefill", False):
         return "kv_sharing_fast_prefill leaves tokens out of a step on the GPU, and they are counted on the host"
     parallel = getattr(config, "parallel_config", None)
+    if getattr(parallel, "enable_dbo", False):
+        return "enable_dbo cuts a step into two, which was never run over such a cache"
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         if getattr(parallel, name, 1) > 1:
             return f"{name} is {getattr(parallel, name)}, which spreads a sequence over GPUs"

@@ -30,7 +30,7 @@ from vllm.platforms import current_platform
 
 from quant.formats.tensor import BlockScaledTensor
 from quant.kernels.linear.experts import grouped_linear
-from quant.vllm_plugin import releases, weights
+from quant.vllm_plugin import releases, warm_up, weights
 from quant.vllm_plugin.self_test import SelfTest
 
 logger = init_logger("vllm.blockscale")
@@ -138,6 +138,10 @@ class BlockscaleExperts(mk.FusedMoEExpertsModular):
             self.sizes[name] = weight.format, weight.shape
             if reason := reason or weights.portable_experts_reason(self.stack(name)):
                 logger.warning_once("Blockscale: experts in %s take our portable kernel: %s", self.format, reason)
+            else:
+                # Every data-parallel GPU's tokens come to this one.
+                slots = self.moe_config.experts_per_token * self.moe_config.moe_parallel_config.dp_size
+                warm_up.note_experts(self.stack(name), self.w1_bias if name == "w13" else self.w2_bias, slots)
         logger.info_once("Blockscale: fused experts in %s take our kernels", self.format)
 
     def stack(self, name: str) -> BlockScaledTensor:

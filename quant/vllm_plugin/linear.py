@@ -34,7 +34,7 @@ from vllm.model_executor.parameter import permute_param_layout_
 from vllm.scalar_type import scalar_types
 
 from quant.formats.tensor import BlockScaledTensor
-from quant.vllm_plugin import graph_key, releases, weights
+from quant.vllm_plugin import graph_key, releases, warm_up, weights
 from quant.vllm_plugin.self_test import SelfTest
 
 logger = init_logger("vllm.blockscale")
@@ -88,6 +88,7 @@ def _norm_failure(weight: torch.Tensor) -> str:
 def install_weight(layer: Layer, weight: BlockScaledTensor, codes: str = "weight") -> None:
     """Makes `weight` the parameters of `layer`, its codes under the name `codes`."""
     weights.hold(layer, weight, codes)
+    warm_up.note_linear(weight, getattr(layer, "bias", None))
     # With tensor parallelism vLLM fuses the norm into the all-reduce; our norm would undo that. Layers that are whole
     # on every GPU, as the first ones of latent attention, say 1 even then.
     one_gpu = getattr(layer, "tp_size", 1) == releases.tensor_parallel_size() == 1

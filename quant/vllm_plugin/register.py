@@ -1,12 +1,13 @@
 """vLLM calls `register` in every process that it starts (entry point `vllm.general_plugins`), perhaps more than once.
 
-It offers our kernels in eight parts, each of which vLLM may keep for itself, with one line in its log that says why:
+It offers our kernels in nine parts, each of which vLLM may keep for itself, with one line in its log that says why:
 
     linear layers   our classes at the head of vLLM's lists          `linear.py`
     experts         our answer where vLLM asks for a backend         `experts.py`
     MXFP4 experts   methods that name our class                      `mxfp4_experts.py`
     FP8 experts     a method where vLLM has none                     `fp8_experts.py`
     KV caches       an attention backend for NVFP4                   `attention.py`
+    warm-up         our kernels compiled before vLLM is ready        `warm_up.py`
     overlap         norms and SwiGLU between our layers              `overlap.py`
     rotation        rotations of q and k, and writes to the cache    `rotation.py`
     decoding        attention of steps in graphs, cache in 16 bit    `decode_attention.py`
@@ -90,6 +91,7 @@ def install() -> tuple[list[str], dict[str, str]]:
         "mxfp4_experts",
         "fp8_experts",
         "attention",
+        "warm_up",
         "overlap",
         "rotation",
         "decode_attention",

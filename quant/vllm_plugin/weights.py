@@ -185,6 +185,11 @@ def multiplies_prompts_in_fp8(format: str) -> bool:
     return format == "nvfp4" and "fp8-prefill" in switches()
 
 
+def is_faster_in_fp8(tokens: int, shape: tuple[int, ...]) -> bool:
+    """Returns whether a matmul of so many tokens by a weight `[out, in]` gains more from FP8 than rounding costs."""
+    return tokens >= FP8_FROM and tokens * shape[0] * shape[1] >= FP8_PRODUCTS
+
+
 def _linear_fp8_prefill(
     x: torch.Tensor,
     codes: torch.Tensor,
@@ -196,7 +201,7 @@ def _linear_fp8_prefill(
     # The number of tokens is known here, inside the op, and not to torch.compile, whose graph serves any number.
     rows, columns = codes.shape[0], x.shape[-1]
     tokens = x.numel() // columns
-    if tokens >= FP8_FROM and tokens * rows * columns >= FP8_PRODUCTS:
+    if is_faster_in_fp8(tokens, (rows, columns)):
         weight = BlockScaledTensor(codes, scale, FORMATS[weight_format], (rows, columns), global_scale)
         return multiply_in_fp8(x, weight, bias)
     return torch.ops.quant.linear(  # type: ignore[no-any-return]

@@ -376,12 +376,13 @@ def test_a_block_that_is_not_one_piece_is_refused() -> None:
         ({}, object(), {}, "kv_transfer_config"),
         ({"kv_offloading_size": 4.0}, None, {}, "kv_offloading_size"),
         ({"kv_sharing_fast_prefill": True}, None, {}, "kv_sharing_fast_prefill"),
+        ({}, None, {"enable_dbo": True}, "enable_dbo"),
         ({}, None, {"decode_context_parallel_size": 2}, "decode_context_parallel_size is 2"),
         ({}, None, {}, ""),
     ],
 )
 def test_settings_that_a_cache_in_nvfp4_cannot_serve_are_refused_before_weights_are_loaded(
-    cache: dict[str, Any], connector: object, parallel: dict[str, int], reason: str
+    cache: dict[str, Any], connector: object, parallel: dict[str, Any], reason: str
 ) -> None:
     config = SimpleNamespace(
         cache_config=SimpleNamespace(**cache), kv_transfer_config=connector, parallel_config=SimpleNamespace(**parallel)

@@ -447,6 +447,7 @@ def test_experts_add_up_to_the_oracles_sum(vllm: Any, monkeypatch: pytest.Monkey
     layer, dense = torch.nn.Module(), {}
     kernel = vllm.experts.BlockscaleNvFp4Experts.__new__(vllm.experts.BlockscaleNvFp4Experts)
     kernel.quant_config = SimpleNamespace(w1_bias=None, w2_bias=None)
+    kernel.moe_config = SimpleNamespace(experts_per_token=2, moe_parallel_config=SimpleNamespace(dp_size=1))
     for name, alphas in (("w13", "g1_alphas"), ("w2", "g2_alphas")):
         weight = quantize(stacks[name] * 0.1, FORMATS["nvfp4"])
         dense[name] = weight.dequantize(torch.float64)

@@ -1,0 +1,127 @@
+"""Before vLLM is ready, the kernels that steps of any number of tokens need are compiled.
+
+vLLM's start runs its largest step, and the decoding steps that it captures in CUDA graphs. Prompts have other lengths,
+for which our matmuls have other tiles: the first prompt of such a length would wait two seconds for the compiler. So
+each layer that takes our kernels is noted here when its weights arrive, as shapes and dtypes without memory, and where
+vLLM warms up its own kernels, all of theirs are compiled (`kernels/linear/variants.py`). Triton keeps them on disk, so
+a later start only loads them.
+
+`install` imports vLLM; the other functions do not.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from functools import wraps
+from typing import Any
+
+import torch
+
+from quant.formats.tensor import BlockScaledTensor, moved
+from quant.kernels.launch_cache import Variants
+from quant.kernels.layout import is_prepacked
+from quant.kernels.linear import variants
+from quant.kernels.linear.experts import STORED_ROWS
+from quant.vllm_plugin import releases, weights
+
+MOST_THREADS = 8
+
+_log = logging.getLogger("vllm.blockscale")
+_linear: dict[Any, tuple[BlockScaledTensor, torch.Tensor | None]] = {}
+_experts: dict[Any, tuple[BlockScaledTensor, torch.Tensor | None, int]] = {}
+
+
+def note_linear(weight: BlockScaledTensor, bias: torch.Tensor | None) -> None:
+    """Notes a weight `[out, in]` as a layer holds it, with its bias; layers that are alike count once."""
+    # With tensor parallelism one GPU adds the bias, and the others multiply without it.
+    for added in (None,) if bias is None else (None, bias):
+        _linear[_kind(weight, added)] = _without_memory(weight, added)
+
+
+def note_experts(weight: BlockScaledTensor, bias: torch.Tensor | None, slots: int) -> None:
+    """Notes a stack of experts that Hopper's kernel takes; a token of a step gives them `slots` rows."""
+    kind = _kind(weight, bias), slots
+    _experts[kind] = *_without_memory(weight, bias), slots
+
+
+def _kind(weight: BlockScaledTensor, bias: torch.Tensor | None) -> Any:
+    return weight.format.name, weight.codes.dtype, weight.shape, None if bias is None else bias.dtype
+
+
+def _without_memory(
+    weight: BlockScaledTensor, bias: torch.Tensor | None
+) -> tuple[BlockScaledTensor, torch.Tensor | None]:
+    return moved(weight, "meta"), None if bias is None else bias.detach().to("meta")
+
+
+def needed_variants(tokens: int, device: torch.device) -> Variants:
+    """Returns the kernels of all layers for steps of up to so many tokens; `device` is the layers' own."""
+    found: Variants = {}
+    lengths = variants.distinct_lengths(tokens)
+    for weight, bias in _linear.values():
+        in_fp8: list[int] = []
+        if weights.multiplies_prompts_in_fp8(weight.format.name):
+            in_fp8 = [length for length in lengths if weights.is_faster_in_fp8(length, weight.shape)]
+            found |= _fp8_variants(weight, bias, in_fp8, device)
+        found |= variants.linear_variants(weight, bias, [length for length in lengths if length not in set(in_fp8)])
+    for weight, bias, slots in _experts.values():
+        rows = variants.distinct_rows(tokens * slots, weight.shape[0])
+        if not is_prepacked(weight):  # fewer take the portable kernel
+            rows = [count for count in rows if count >= STORED_ROWS * weight.shape[0]]
+        found |= variants.experts_variants(weight, bias, rows)
+    return found
+
+
+def _fp8_variants(
+    weight: BlockScaledTensor, bias: torch.Tensor | None, lengths: list[int], device: torch.device
+) -> Variants:
+    if not is_prepacked(weight):
+        return {}
+    return variants.e4m3_variants(weight, bias, [n for n in lengths if n <= weights.FP8_DECODED_UP_TO], device)
+
+
+def warm_up(config: Any) -> None:
+    """Compiles the kernels of all layers that were noted, for a server with these settings; the log has the time.
+
+    Args:
+        config: vLLM's settings.
+    """
+    if not getattr(getattr(config, "kernel_config", None), "enable_jit_warmup", True):
+        return
+    tokens, started = config.scheduler_config.max_num_batched_tokens, time.perf_counter()
+    cores = len(os.sched_getaffinity(0)) // max(config.parallel_config.world_size, 1)
+    device = torch.device("cuda", torch.cuda.current_device())
+    try:
+        needed = needed_variants(tokens, device)
+        variants.compile_variants(needed, device, max(min(cores, MOST_THREADS), 1))
+    # As in a self-test: whatever goes wrong in a compiler is met again, and told, where a layer needs the kernel.
+    except Exception as error:
+        _log.warning("Blockscale: kernels are compiled when they are first needed: %s: %s", type(error).__name__, error)
+    else:
+        seconds = time.perf_counter() - started
+        _log.info("Blockscale: compiled %d kernels for 1 to %d tokens in %.1f s", len(needed), tokens, seconds)
+
+
+def install() -> str:
+    """Wraps vLLM's warm-up of its kernels, once however often it is called.
+
+    Raises:
+        AttributeError, ImportError, TypeError: this vLLM lacks the function, or its argument; nothing was changed.
+    """
+    from vllm.model_executor.warmup import kernel_warmup as module
+
+    theirs = module.kernel_warmup
+    if getattr(theirs, "is_blockscale", False):
+        return "compilation before the first prompt"
+    releases.check_arguments(theirs, "worker")
+
+    @wraps(theirs)
+    def kernel_warmup(worker: Any, *arguments: Any, **named: Any) -> Any:
+        warm_up(worker.vllm_config)
+        return theirs(worker, *arguments, **named)
+
+    kernel_warmup.is_blockscale = True  # type: ignore[attr-defined]
+    releases.rebind("kernel_warmup", kernel_warmup, module)
+    return "compilation before the first prompt"
