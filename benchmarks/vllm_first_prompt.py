@@ -3,11 +3,12 @@
     python benchmarks/vllm_first_prompt.py llama-8b --layers 4
     python benchmarks/vllm_first_prompt.py qwen3-30b-a3b --layers 4
 
-Weights are random, as in `vllm_speed.py`. Four engines, each in a process of its own and with caches of its own, load
+Weights are random, as in `vllm_speed.py`. The engines, each in a process of its own and with caches of its own, load
 beside each other and measure one at a time: vLLM; the plug-in without its warm-up, which vLLM's option
-`enable_jit_warmup` turns off; the plug-in; and the plug-in started again, with the kernels of its first start on disk.
-A prompt gets one new token, and no prefix of it is cached. "compiled" counts vLLM's own warnings that Triton compiled a
-kernel while it served.
+`enable_jit_warmup` turns off; the plug-in; the same with an NVFP4 cache; and the plug-in started again, with the
+kernels of its first start on disk. A prompt gets one new token, and no prefix of it is cached. Then 32 prompts come at
+once and get 24 tokens each, so that steps have decoding sequences beside pieces of prompts. "compiled" counts vLLM's
+own warnings that Triton compiled a kernel while it served.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ ENGINES: dict[str, tuple[str, dict[str, Any]]] = {
     "vLLM": ("0", {}),
     "not warmed": ("1", {"kernel_config": {"enable_jit_warmup": False}}),
     "plug-in": ("1", {}),
+    "NVFP4 cache": ("1", {"kv_cache_dtype": "nvfp4"}),
     "plug-in, again": ("1", {}),
 }
 
@@ -52,9 +54,11 @@ def serve(args: argparse.Namespace) -> None:
         model=str(args.out / args.shape), load_format=random_loader(), skip_tokenizer_init=True, max_model_len=8192,
         max_num_seqs=64, max_num_batched_tokens=8192, gpu_memory_utilization=0.1, kv_cache_memory_bytes=2 << 30,
         enable_prefix_caching=False, disable_log_stats=True, seed=0,
-        compilation_config={"cudagraph_capture_sizes": [1, 16, 64]}, **ENGINES[args.serve][1],
+        compilation_config={"cudagraph_capture_sizes": [1, 16, 64]}, jit_monitor_verbose=True,
+        **ENGINES[args.serve][1],
     )  # fmt: skip
-    ask = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, detokenize=False)
+    common = {"temperature": 0, "ignore_eos": True, "detokenize": False}
+    ask = SamplingParams(**common, max_tokens=1)
 
     def milliseconds(length: int) -> float:
         row = torch.randint(3, 30000, (length,)).tolist()
@@ -66,6 +70,8 @@ def serve(args: argparse.Namespace) -> None:
         fcntl.flock(lock, fcntl.LOCK_EX)
         milliseconds(16)  # a length that every engine has run: the first request of all has costs of its own
         times = {length: (milliseconds(length), milliseconds(length)) for length in LENGTHS}
+        rows = [{"prompt_token_ids": torch.randint(3, 30000, (90 * i + 7,)).tolist()} for i in range(32)]
+        llm.generate(rows, SamplingParams(**common, max_tokens=24), use_tqdm=False)
     (args.out / f"{args.serve}.json").write_text(json_text(times))
     os._exit(0)
 

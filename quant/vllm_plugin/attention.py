@@ -21,6 +21,7 @@ values may be as large as 448.
 from __future__ import annotations
 
 import inspect
+from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar
 
@@ -139,6 +140,27 @@ class BlockscaleNvFp4Attention(AttentionImpl[Batch]):
         if self._scales is not None:
             for scale, loaded in zip(self._scales, self._scales_of(self._layer, self._scales[0].device), strict=True):
                 scale.copy_(loaded)
+
+    def compile_steps(self, layer: Any, dtype: torch.dtype) -> None:
+        """Attends to one key in each way that a decoding step may, so that no step waits for the compiler.
+
+        How many parts keys are split into depends on the batch and on the longest sequence, and which kernels run
+        depends on the power of two above. vLLM's start meets few of them. The results are dropped.
+        """
+        from quant.kernels.portable.attention.paged_attention import attend_pages
+
+        if self.shares_with is not None:
+            return  # as the layer whose cache it reads
+        cache = layer.kv_cache[0] if isinstance(layer.kv_cache, list) else layer.kv_cache
+        pages, group = self.pages(layer, cache), self.num_heads // self.num_kv_heads
+        q = torch.zeros(1, self.num_heads, 1, self.head_size, dtype=dtype, device=cache.device)
+        table = torch.zeros(1, 1, dtype=torch.int32, device=cache.device)
+        tiles, one = decode_tiles_for(pages, group, self.num_kv_heads, 1, 1), torch.ones_like(table[0])
+        for splits in (1, 2, 4, 8, 16, 32, 64, 128):
+            for overlap in (True, False):
+                launch = replace(tiles, splits=splits, overlap=overlap)
+                attend_pages(q, pages, table, one, self.options, launch)
+        values_of(pages, table[0], 1, dtype)
 
     def pages(self, layer: Any, cache: torch.Tensor) -> KVPages:
         """Returns the pages in the buffer that vLLM has bound to the layer."""

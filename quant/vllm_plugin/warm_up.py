@@ -3,8 +3,8 @@
 vLLM's start runs its largest step, and the decoding steps that it captures in CUDA graphs. Prompts have other lengths,
 for which our matmuls have other tiles: the first prompt of such a length would wait two seconds for the compiler. So
 each layer that takes our kernels is noted here when its weights arrive, as shapes and dtypes without memory, and where
-vLLM warms up its own kernels, all of theirs are compiled (`kernels/linear/variants.py`). Triton keeps them on disk, so
-a later start only loads them.
+vLLM warms up its own kernels, all of theirs are compiled (`kernels/linear/variants.py`). Attention over a cache in
+NVFP4 runs there in each of its ways. Triton keeps kernels on disk, so a later start only loads them.
 
 `install` imports vLLM; the other functions do not.
 """
@@ -83,7 +83,7 @@ def _fp8_variants(
 
 
 def warm_up(config: Any) -> None:
-    """Compiles the kernels of all layers that were noted, for a server with these settings; the log has the time.
+    """Compiles the kernels of all layers, for a server with these settings; the log has the time.
 
     Args:
         config: vLLM's settings.
@@ -96,12 +96,25 @@ def warm_up(config: Any) -> None:
     try:
         needed = needed_variants(tokens, device)
         variants.compile_variants(needed, device, max(min(cores, MOST_THREADS), 1))
+        compile_attention(config)
     # As in a self-test: whatever goes wrong in a compiler is met again, and told, where a layer needs the kernel.
     except Exception as error:
         _log.warning("Blockscale: kernels are compiled when they are first needed: %s: %s", type(error).__name__, error)
     else:
         seconds = time.perf_counter() - started
         _log.info("Blockscale: compiled %d kernels for 1 to %d tokens in %.1f s", len(needed), tokens, seconds)
+
+
+def compile_attention(config: Any) -> None:
+    """Lets our attention backend run its kernels, once for layers that are alike."""
+    seen = set()
+    for layer in (getattr(config.compilation_config, "static_forward_context", None) or {}).values():
+        impl = getattr(layer, "impl", None)
+        if hasattr(impl, "compile_steps"):
+            kind = impl.num_heads, impl.num_kv_heads, impl.head_size, repr(impl.options), layer.kv_cache[0].shape
+            if kind not in seen:
+                impl.compile_steps(layer, config.model_config.dtype)
+            seen.add(kind)
 
 
 def install() -> str:

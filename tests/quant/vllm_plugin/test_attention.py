@@ -4,6 +4,7 @@ The tests run against the real vLLM (its Python files are enough). FlashAttentio
 GPU, are replaced by references in float32; the kernels that write and read pages are interpreted.
 """
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -17,6 +18,7 @@ pytest.importorskip("triton", reason="comes with a CUDA build of torch, or: pip 
 from interpreter import interpreted
 
 from quant.kernels.attention.decode import paged_reference
+from quant.kernels.attention_tiles import decode_tiles_for
 from quant.kernels.kv_pages import round_kv
 from quant.vllm_plugin.attention import BlockscaleNvFp4Attention, BlockscaleNvFp4AttentionBackend, cache_refusal
 from quant.vllm_plugin.attention_batch import FEW, Batch, Builder, chunk_ends, chunk_starts, rows_and_tokens
@@ -361,6 +363,27 @@ def test_layers_of_other_shapes_share_an_allocation() -> None:
     narrow_pages.k_blocks.view(torch.uint8)[6:8], narrow_pages.v_blocks.view(torch.uint8)[6:8] = 255, 255
     held = wide_pages.k.view(torch.uint8).flatten(1).amax(1)
     assert held.tolist() == [0, 0, 0, 255, 0, 0, 0, 0]
+
+
+def test_every_way_of_a_decoding_step_is_compiled_before() -> None:
+    """Kernels differ by whether keys are split, by the power of two above the parts, and by what they overlap."""
+    layer, ways = Layer(buffer()), set()
+    layer.kv_cache = layer.cache  # type: ignore[attr-defined]
+
+    def way(tiles: Any) -> tuple[Any, ...]:
+        return replace(tiles, splits=1 << (tiles.splits - 1).bit_length()), tiles.splits > 1
+
+    def note(q: torch.Tensor, pages: Any, table: Any, lengths: torch.Tensor, options: Any, tiles: Any) -> None:
+        assert q.shape == (1, HEADS, 1, DIM) and lengths.tolist() == [1] and int(table[0, 0]) == 0
+        ways.add(way(tiles))
+
+    with patch("quant.kernels.portable.attention.paged_attention.attend_pages", note), interpreted():
+        layer.impl.compile_steps(layer, torch.bfloat16)
+    pages = layer.impl.pages(layer, layer.cache)
+    for sequences in range(1, 257):
+        for longest in (*range(1, 200), *range(200, 140000, 997)):
+            tiles = decode_tiles_for(pages, HEADS // KV_HEADS, sequences * KV_HEADS, longest, 132)
+            assert way(tiles) in ways, (sequences, longest)
 
 
 def test_a_block_that_is_not_one_piece_is_refused() -> None:

@@ -35,7 +35,30 @@ def settings(**kernels: Any) -> Any:
         scheduler_config=SimpleNamespace(max_num_batched_tokens=2048),
         parallel_config=SimpleNamespace(world_size=1),
         kernel_config=SimpleNamespace(**{"enable_jit_warmup": True, **kernels}),
+        compilation_config=SimpleNamespace(static_forward_context={}),
+        model_config=SimpleNamespace(dtype=torch.bfloat16),
     )
+
+
+class Attention:
+    """An attention implementation of ours, which counts how often it runs its kernels."""
+
+    num_heads, num_kv_heads, head_size = 4, 2, 64
+
+    def __init__(self, options: str) -> None:
+        self.options, self.runs = options, 0
+
+    def compile_steps(self, layer: Any, dtype: torch.dtype) -> None:
+        assert dtype is torch.bfloat16 and layer.impl is self
+        self.runs += 1
+
+
+def test_attention_runs_its_kernels_once_for_layers_that_are_alike() -> None:
+    config, impls = settings(), [Attention("all"), Attention("all"), Attention("window")]
+    layers = {str(i): SimpleNamespace(impl=impl, kv_cache=torch.zeros(3, 8)) for i, impl in enumerate(impls)}
+    config.compilation_config.static_forward_context = {"experts": torch.nn.Module(), **layers}
+    warm_up.compile_attention(config)
+    assert [impl.runs for impl in impls] == [1, 0, 1]
 
 
 def needed() -> set[Any]:
