@@ -29,7 +29,7 @@ def bench_command(model: str | None, ceilings: bool, tokens: str, quiet: bool, a
     """
     from quant.kernels.ceilings import measure_ceilings
     from quant.kernels.hardware import current
-    from quant.kernels.linear.benchmark import time_as_called
+    from quant.kernels.linear.tuning import time_as_called
 
     if model is None and not ceilings:
         raise UserError("nothing to measure: name a MODEL, or pass --ceilings")

@@ -8,8 +8,8 @@ Blackwell. Ours reads and writes the pages with the kernels of `quant.kernels.at
     first chunk of a prompt           FlashAttention over keys and values in 16 bit, which are then in the cache too
     later chunks, cached prefixes     the earlier keys and values dequantized, FlashAttention over them and the new ones
 
-A block of vLLM's cache is a page, in the layout of `kv_blocks.py`. KV connectors cut blocks by heads or tokens, which
-that layout does not allow; they are refused before weights are loaded.
+A block of vLLM's cache is a page, in the layout of `kernels/attention/kv_blocks.py`. KV connectors cut blocks by heads
+or tokens, which that layout does not allow; they are refused before weights are loaded.
 
 A layer that shares the cache of an earlier one (Gemma 3n) reads keys and values there, under that layer's scales.
 
@@ -31,12 +31,12 @@ from vllm.forward_context import get_forward_context
 from vllm.logger import init_logger
 from vllm.v1.attention.backend import AttentionBackend, AttentionImpl, AttentionType
 
+from quant.kernels.attention.kv_blocks import cell_bytes, pages_of
 from quant.kernels.attention_operands import AttentionOptions
 from quant.kernels.attention_tiles import decode_tiles_for
 from quant.kernels.kv_pages import PAGE_SIZES, KVPages
 from quant.vllm_plugin import releases
 from quant.vllm_plugin.attention_batch import Batch, Builder
-from quant.vllm_plugin.kv_blocks import cell_bytes, pages_of
 from quant.vllm_plugin.self_test import SelfTest
 
 logger = init_logger("vllm.blockscale")

@@ -23,12 +23,12 @@ import torch
 from quant.formats.format import FORMATS
 from quant.formats.tensor import moved, quantize
 from quant.kernels.attention.decode import paged_reference
+from quant.kernels.attention.kv_blocks import cell_bytes, pages_of
 from quant.kernels.attention_operands import AttentionOptions
 from quant.kernels.attention_tiles import decode_tiles_for
 from quant.kernels.kv_pages import KVPages, write_reference
 from quant.kernels.linear.experts import grouped_linear
 from quant.vllm_plugin import weights
-from quant.vllm_plugin.kv_blocks import cell_bytes, pages_of
 
 TOLERANCE = 2.0**-7
 """Largest relative error of a product with inputs in bfloat16; the kernels' own is near 2^-9."""

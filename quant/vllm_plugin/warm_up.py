@@ -109,7 +109,7 @@ def compile_attention(config: Any) -> None:
     """Lets our attention backend run its kernels, once for layers that are alike."""
     seen = set()
     for layer in (getattr(config.compilation_config, "static_forward_context", None) or {}).values():
-        impl = getattr(layer, "impl", None)
+        impl: Any = getattr(layer, "impl", None)
         if hasattr(impl, "compile_steps"):
             kind = impl.num_heads, impl.num_kv_heads, impl.head_size, repr(impl.options), layer.kv_cache[0].shape
             if kind not in seen:

@@ -14,7 +14,7 @@ from quant.cli.quantize import quantize_command
 from quant.kernels import ceilings, hardware
 from quant.kernels.ceilings import Ceiling
 from quant.kernels.hardware import GPUS
-from quant.kernels.linear import benchmark
+from quant.kernels.linear import tuning
 
 
 def bench(*arguments: object) -> Any:
@@ -67,7 +67,7 @@ def test_every_shape_of_a_model_is_a_row(monkeypatch: pytest.MonkeyPatch, tmp_pa
         return [{**row, **rates, "choice": "dense"}]
 
     monkeypatch.setattr(hardware, "current", lambda index=0: GPUS["h100"])
-    monkeypatch.setattr(benchmark, "time_as_called", time)
+    monkeypatch.setattr(tuning, "time_as_called", time)
     line = bench(out, "--tokens", "16", "--quiet").stdout.splitlines()[1]
     assert line.startswith("  mxfp8 [") and line.endswith(
         "], 16 tokens: 12.5 µs, 2.00 TB/s, 3.0 TFLOP/s, 1.50 × 16 bit (dense)"
@@ -90,7 +90,7 @@ def test_matmuls_of_this_gpu() -> None:
     from quant.formats.tensor import quantize
 
     weights = [quantize(torch.randn(512, 1024), FORMATS[name]) for name in ("nvfp4", "mxfp8")]
-    rows = benchmark.time_as_called(weights, [1, 100])
+    rows = tuning.time_as_called(weights, [1, 100])
     assert [(row["format"], row["tokens"]) for row in rows] == [
         ("nvfp4", 1), ("nvfp4", 100), ("mxfp8", 1), ("mxfp8", 100)
     ]  # fmt: skip

@@ -18,11 +18,11 @@ pytest.importorskip("triton", reason="comes with a CUDA build of torch, or: pip 
 from interpreter import interpreted
 
 from quant.kernels.attention.decode import paged_reference
+from quant.kernels.attention.kv_blocks import NVFP4, pages_of
 from quant.kernels.attention_tiles import decode_tiles_for
 from quant.kernels.kv_pages import round_kv
 from quant.vllm_plugin.attention import BlockscaleNvFp4Attention, BlockscaleNvFp4AttentionBackend, cache_refusal
 from quant.vllm_plugin.attention_batch import FEW, Batch, Builder, chunk_ends, chunk_starts, rows_and_tokens
-from quant.vllm_plugin.kv_blocks import NVFP4, pages_of
 
 HEADS, KV_HEADS, DIM, PAGE, BLOCKS = 4, 2, 64, 16, 12
 
