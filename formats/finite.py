@@ -39,6 +39,21 @@ def is_finite_or_mask(x: torch.Tensor) -> bool:
     return not _exceeds(x, largest, largest + 1)
 
 
+def are_finite(data: np.ndarray, dtype: torch.dtype, *, is_mask: bool = False) -> bool:
+    """Checks the bytes of a tensor as `is_finite`, or as `is_finite_or_mask`.
+
+    Args:
+        data: contiguous bytes, uint8 `[bytes]`.
+        dtype: the dtype of the values.
+        is_mask: whether -infinity is allowed.
+    """
+    largest = _LARGEST.get(dtype)
+    if largest is None:
+        return True
+    allowed = largest + 1 if is_mask and dtype is not torch.float8_e4m3fn else largest  # which has no infinity
+    return not _bits_exceed(data.view(_SIGNED[dtype.itemsize][0]), largest, allowed)
+
+
 def is_positive(x: torch.Tensor) -> bool:
     """Returns whether every value of a float tensor is a finite number above zero."""
     if x.device.type != "cpu" or x.is_meta:
@@ -55,7 +70,11 @@ def _exceeds(x: torch.Tensor, positive: int | None, negative: int | None) -> boo
         if x.dtype.itemsize == 1:
             return bool(((x.view(torch.uint8) & 0x7F) > positive).any())
         return bool((~x.isfinite() if positive == negative else x.isnan() | (x == torch.inf)).any())
-    bits = _bits(x)
+    return _bits_exceed(_bits(x), positive, negative)
+
+
+def _bits_exceed(bits: np.ndarray, positive: int, negative: int) -> bool:
+    """Returns the same of signed integers `[values]`."""
     unsigned, top = bits.view(f"u{bits.dtype.itemsize}"), 1 << (8 * bits.dtype.itemsize - 1)
     step = _PIECE // bits.dtype.itemsize
 

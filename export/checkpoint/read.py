@@ -15,6 +15,7 @@ from safetensors import SafetensorError, safe_open
 from quant.export.checkpoint.check import matrix_problems, value_problem
 from quant.export.checkpoint.layouts import layout_of_tensors
 from quant.export.checkpoint.names import Rename, matrix_names
+from quant.export.checkpoint.tensor_file import DTYPE_NAMES
 from quant.formats.json_files import parse_json
 from quant.formats.tensor import BlockScaledTensor
 from quant.kernels.linear.modules import RunTimeParts
@@ -30,6 +31,7 @@ HEADS = "blockscale.prediction_heads"
 """Key in the metadata of the first file: shapes of the quantized layers of prediction heads, by their names."""
 RUN_TIME_PARTS = ("pre_scale", "lowrank_down", "lowrank_up")
 """Suffixes of the 16-bit tensors of a layer's run-time parts: the scale of its input, and its low-rank branch."""
+_DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
 
 def weight_files(directory: Path) -> list[Path]:
@@ -81,9 +83,10 @@ class TensorFiles(Mapping[str, torch.Tensor]):
 
     def __getitem__(self, name: str) -> torch.Tensor:
         handle, stored, _ = self._where[name]
-        # A slice of no rows has the dtype, and reads nothing.
-        if self._meta and math.prod(shape := handle.get_slice(stored).get_shape()) > 1:
-            return torch.empty(shape, dtype=handle.get_slice(stored)[:0].dtype, device="meta")
+        if self._meta and math.prod(shape := (part := handle.get_slice(stored)).get_shape()) > 1:
+            # A dtype that this PyTorch does not have ends in safetensors' own error.
+            dtype = _DTYPES.get(part.get_dtype()) or part[:0].dtype
+            return torch.empty(shape, dtype=dtype, device="meta")
         tensor: torch.Tensor = handle.get_tensor(stored)
         if stored not in self._exact:
             return tensor
@@ -260,10 +263,17 @@ def join_rows(weights: list[BlockScaledTensor]) -> BlockScaledTensor:
     shared = [w.scale if w.format.per_tensor else w.global_scale for w in weights]
     if shared[0] is not None and not all(s is not None and torch.equal(s, shared[0]) for s in shared):
         raise ValueError(f"cannot join {len(weights)} matrices of {first.format}: their per-matrix scales differ")
-    scale = first.scale if first.format.per_tensor else torch.cat([w.scale for w in weights])
+    scale = first.scale if first.format.per_tensor else _joined([w.scale for w in weights])
     rows = sum(w.shape[0] for w in weights)
-    codes = torch.cat([w.codes for w in weights])
+    codes = _joined([w.codes for w in weights])
     return BlockScaledTensor(codes, scale, first.format, (rows, first.shape[1]), first.global_scale)
+
+
+def _joined(parts: list[torch.Tensor]) -> torch.Tensor:
+    """Concatenates rows; of tensors on the meta device the shape alone, because PyTorch computes it in Python."""
+    if not parts[0].is_meta:
+        return torch.cat(parts)
+    return parts[0].new_empty(sum(len(part) for part in parts), *parts[0].shape[1:])
 
 
 def _read_linear(

@@ -21,17 +21,14 @@ from pathlib import Path
 
 import torch
 
+from quant.export.checkpoint.tensor_file import DTYPE_NAMES
 from quant.formats.finite import is_finite
 
 _PIECE, _TASK = 1 << 22, 1 << 26  # bytes that are read at a time, and by one task
 _THREADS = 4
+# E8M0 are scales, whose NaN is read with them.
 _FLOATS = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "BF16": torch.bfloat16,
-    "F16": torch.float16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
+    name: dtype for dtype, name in DTYPE_NAMES.items() if dtype.is_floating_point and dtype != torch.float8_e8m0fnu
 }
 # Each thread's buffer for a piece.
 _own = threading.local()

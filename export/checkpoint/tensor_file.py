@@ -4,7 +4,7 @@ The file has the same bytes as one written by `safetensors.torch.save_file`:
 
     8 bytes      length of the header, little-endian; a multiple of 8
     header       JSON: {"__metadata__": {…}, "NAME": {"dtype": "F8_E4M3", "shape": […], "data_offsets": [begin, end]}}
-    tensors      without gaps, wide dtypes first (`_DTYPES`) and then by name
+    tensors      without gaps, wide dtypes first (`DTYPE_NAMES`) and then by name
 
 `save_file` takes all tensors in memory at once and leaves the hash to a second pass over the file. Here a tensor may be
 on a GPU, from where it comes through pinned buffers, or be computed when its turn comes (`DeferredTensor`), so that a
@@ -24,24 +24,25 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
+import numpy as np
 import torch
 
 from quant.export.checkpoint.check import value_problem
-from quant.formats.finite import is_finite, is_finite_or_mask
+from quant.formats.finite import are_finite, is_finite, is_finite_or_mask
 
 _PIECE_BYTES = 1 << 24
 _UNHASHED = 2  # pieces that may be written and not yet hashed
 _SMALL = 1 << 18  # below this many bytes, pieces are written and hashed together
 _UNSYNCED = 1 << 26  # bytes that the disk is asked to write at once
 _LOG_BYTES = 1 << 28  # written between two calls of the log
-# In the order of safetensors' `Dtype`: the file begins with tensors of the last.
-_DTYPES = {
+DTYPE_NAMES = {
     torch.bool: "BOOL", torch.uint8: "U8", torch.int8: "I8", torch.float8_e5m2: "F8_E5M2",
     torch.float8_e4m3fn: "F8_E4M3", torch.float8_e8m0fnu: "F8_E8M0", torch.int16: "I16", torch.uint16: "U16",
     torch.float16: "F16", torch.bfloat16: "BF16", torch.int32: "I32", torch.uint32: "U32", torch.float32: "F32",
     torch.complex64: "C64", torch.float64: "F64", torch.int64: "I64", torch.uint64: "U64",
 }  # fmt: skip
-_RANK = {dtype: rank for rank, dtype in enumerate(_DTYPES)}
+"""Names in safetensors of PyTorch's dtypes, in the order of its `Dtype`: a file begins with tensors of the last."""
+_RANK = {dtype: rank for rank, dtype in enumerate(DTYPE_NAMES)}
 
 
 @dataclass(frozen=True, eq=False)
@@ -213,7 +214,7 @@ def _pieces(
     for name in names:
         tensor = tensors[name]
         start, end = end, end + tensor.nbytes
-        header[name] = {"dtype": _DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
+        header[name] = {"dtype": DTYPE_NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False, allow_nan=False).encode()
     text += b" " * (-len(text) % 8)  # tensors begin at a multiple of eight bytes, as in the Rust library
     if not resume_at:
@@ -230,28 +231,39 @@ def _pieces(
 def _pieces_of(name: str, tensor: torch.Tensor | DeferredTensor, masks: Collection[str] | None) -> Iterator[memoryview]:
     """Yields the bytes of one tensor."""
     tensor = tensor.compute() if isinstance(tensor, DeferredTensor) else tensor
-    data = tensor.detach().contiguous().flatten().view(torch.uint8)
-    # On a GPU one look at the whole tensor is fast; on the CPU a piece is checked while it is in the cache.
-    if masks is not None and data.is_cuda:
-        _check(name, tensor, tensor, name in masks)
-    if data.is_cuda:
-        yield from _pieces_of_gpu(data)
+    is_buffer = masks is not None and name in masks
+    if tensor.is_cuda:
+        # On a GPU one look at the whole tensor is fast; on the CPU a piece is checked while it is in the cache.
+        if masks is not None and not (is_finite_or_mask(tensor) if is_buffer else is_finite(tensor)):
+            raise _not_finite(name, tensor, is_buffer)
+        yield from _pieces_of_gpu(tensor.detach().contiguous().flatten().view(torch.uint8))
         return
-    data = data.cpu()
+    data = _bytes_of(tensor)
     for start in range(0, len(data), _PIECE_BYTES):
         piece = data[start : start + _PIECE_BYTES]
-        if masks is not None:
-            _check(name, tensor, piece.view(tensor.dtype), name in masks)
-        yield piece.numpy().data
+        if masks is not None and not are_finite(piece, tensor.dtype, is_mask=is_buffer):
+            raise _not_finite(name, tensor, is_buffer)
+        yield piece.data
 
 
-def _check(name: str, tensor: torch.Tensor, piece: torch.Tensor, is_buffer: bool) -> None:
-    """Raises ValueError where a piece of a tensor holds NaN or infinity."""
-    if not (is_finite_or_mask(piece) if is_buffer else is_finite(piece)):
-        raise ValueError(
-            f"{name} {list(tensor.shape)} {value_problem(tensor, is_buffer=is_buffer)}; nothing was written: repair "
-            "the model"
-        )
+def _bytes_of(tensor: torch.Tensor) -> np.ndarray:
+    """Returns the bytes of a tensor, which share its memory if it is contiguous and on the CPU.
+
+    Each operation of PyTorch gives the interpreter's lock away. Where tens of thousands of tensors go into several
+    files at once, waiting for it takes longer than writing, so what is not needed is left out.
+    """
+    tensor = tensor.detach() if tensor.requires_grad else tensor
+    tensor = tensor if tensor.device.type == "cpu" else tensor.cpu()
+    tensor = tensor if tensor.is_contiguous() else tensor.contiguous()
+    flat: np.ndarray = (tensor if tensor.dim() else tensor.reshape(1)).view(torch.uint8).numpy().reshape(-1)
+    return flat
+
+
+def _not_finite(name: str, tensor: torch.Tensor, is_buffer: bool) -> ValueError:
+    return ValueError(
+        f"{name} {list(tensor.shape)} {value_problem(tensor, is_buffer=is_buffer)}; nothing was written: repair the "
+        "model"
+    )
 
 
 def _pieces_of_gpu(data: torch.Tensor) -> Iterator[memoryview]:

@@ -19,8 +19,9 @@ import torch
 from torch import nn
 
 from quant.errors import UserError
+from quant.export.checkpoint.tensor_file import DTYPE_NAMES
 from quant.models.exported_linears import restore_linears
-from quant.models.quantized.quantization import SAFETENSORS_NAMES, refuse_packed
+from quant.models.quantized.quantization import refuse_packed
 from quant.models.state_dict import LazyStateDict
 
 _WRAPPERS = ("state_dict", "model_state_dict", "model")
@@ -44,7 +45,7 @@ def load(
     if isinstance(content, nn.Module):
         return (content.to("meta") if meta else content).to(dtype).eval(), None
     tensors = _state_dict_of(content, path)
-    refuse_packed(path, {name: SAFETENSORS_NAMES.get(tensor.dtype, "") for name, tensor in tensors.items()})
+    refuse_packed(path, {name: DTYPE_NAMES.get(tensor.dtype, "") for name, tensor in tensors.items()})
     if meta:
         tensors = {name: torch.empty_like(tensor, device="meta") for name, tensor in tensors.items()}
     return None, LazyStateDict(tensors, tensors.__getitem__, dtype)

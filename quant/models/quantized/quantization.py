@@ -20,8 +20,6 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from quant.errors import UserError
 from quant.export.checkpoint import modelopt
 from quant.models.configs import read_fields
@@ -32,11 +30,6 @@ from quant.recipes.plan import PLAN_FILE
 _FP8 = ("F8_E4M3", "F8_E5M2")
 CODES = (*_FP8, "U8", "I8", "I32")
 """Dtypes of codes, as safetensors call them."""
-SAFETENSORS_NAMES = {
-    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2", torch.uint8: "U8", torch.int8: "I8",
-    torch.int32: "I32",
-}  # fmt: skip
-"""Names in safetensors of the dtypes that codes have."""
 _SCALES = ("_scale_inv", "_scale", "_scales", "_blocks", "_scale_2", "_global_scale", "_zero_point", "_packed")
 _INTEGER_PARTS = ("qweight", "qzeros", "weight_packed", "weight_scale", "weight_scale_2", "SCB")
 _LAYOUTS = (

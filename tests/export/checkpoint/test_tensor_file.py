@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from quant.export.checkpoint import tensor_file
-from quant.export.checkpoint.tensor_file import _DTYPES, DeferredTensor, write_tensor_file
+from quant.export.checkpoint.tensor_file import DTYPE_NAMES, DeferredTensor, write_tensor_file
 
 WIDTHS = (1, 3, 8, 130)
 
@@ -18,7 +18,7 @@ WIDTHS = (1, 3, 8, 130)
 def every_dtype() -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
     tensors = {}
-    for place, dtype in enumerate(_DTYPES):
+    for place, dtype in enumerate(DTYPE_NAMES):
         size = WIDTHS[place % 4] * dtype.itemsize
         data = torch.randint(0, 2, (2, size), dtype=torch.uint8, generator=generator)
         tensors[f"{place % 5} ä\n{place}"] = data.view(dtype)
