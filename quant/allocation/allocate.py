@@ -55,6 +55,7 @@ from quant.calibration.sensitivity.switchable_model import SwitchableModel, meas
 from quant.calibration.sensitivity.table import Sensitivity
 from quant.calibration.session import Session
 from quant.calibration.solvers.solver import get_pipeline
+from quant.execution.encoder_layers import calling_encoder_layers
 from quant.execution.layer_result import Quantized
 from quant.formats.tensor import moved
 from quant.plan.conv1d import as_linears
@@ -85,11 +86,11 @@ class Allocation:
 
 
 def _on_linears(work: Callable[Concatenate[nn.Module, _P], _R]) -> Callable[Concatenate[nn.Module, _P], _R]:
-    """Returns `work` on a model in evaluation mode whose `Conv1D` modules are linear layers for its duration."""
+    """Returns `work` on a model in evaluation mode that calls linear layers, `Conv1D` modules among them."""
 
     @functools.wraps(work)
     def wrapped(model: nn.Module, /, *args: _P.args, **kwargs: _P.kwargs) -> _R:
-        with evaluating(model), as_linears(model):
+        with evaluating(model), as_linears(model), calling_encoder_layers(model):
             return work(model, *args, **kwargs)
 
     return wrapped

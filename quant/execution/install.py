@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from quant.errors import UserError
+from quant.execution.encoder_layers import call_encoder_layers
 from quant.formats.tensor import BlockScaledTensor
 from quant.kernels.linear.conv import QuantConv
 from quant.kernels.linear.embedding import QuantEmbedding, embedding_refusal
@@ -89,9 +90,10 @@ def use_expert_modules(model: nn.Module, plan: Plan) -> None:
 
 
 def mark_quantized(model: nn.Module) -> None:
-    """Tells modeling code of transformers to call layers whose weight it would otherwise multiply by directly.
+    """Tells modeling code to call layers whose weight it would otherwise multiply by directly.
 
-    Falcon-Mamba does this with its dt_proj.
+    Falcon-Mamba of transformers does this with its dt_proj, and torch's encoder layers with theirs.
     """
+    call_encoder_layers(model)
     if hasattr(model, "save_pretrained"):
         model.config._is_quantized = True  # type: ignore[union-attr]

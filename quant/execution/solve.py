@@ -22,6 +22,7 @@ from quant.calibration.solvers.solver import get_pipeline
 from quant.calibration.walk.group import Settings
 from quant.errors import UserError
 from quant.execution.checks import check_solvable, check_unquantized
+from quant.execution.encoder_layers import call_encoder_layers
 from quant.execution.input_scales import input_scales_of, observer_of
 from quant.execution.install import install_kv_scales, mark_quantized
 from quant.execution.layer_result import Quantized
@@ -83,6 +84,7 @@ def solve_plan(
     # Dropout would be noise in the statistics, and BatchNorm would move with every calibration row.
     plan, heads = split_heads(plan, head_layers(model))
     with evaluating(model), taking_inputs(model), as_linears(model):
+        call_encoder_layers(model)
         # Before the walk, so that heads see the hidden states of the original blocks.
         heads, scales_of_heads = _with_scales(model, plan, heads, data, session)
         if by_block:

@@ -12,11 +12,11 @@ from torch import nn
 
 from quant.calibration.blocks import block_names
 from quant.errors import UserError, counted
+from quant.execution.encoder_layers import call_encoder_layers
 from quant.kernels.training.grouped_fp8 import has_grouped_fp8
 from quant.plan.callers_model import inner_model, refuse_opaque_modules, unwrapped
-from quant.plan.make import make_plan
+from quant.plan.make import grouped_layers, make_plan
 from quant.recipes.layer_kind import LayerKind
-from quant.recipes.layers import find_layers
 from quant.recipes.plan import Plan, groups_of
 from quant.recipes.recipe import matched, no_match
 from quant.training.fp8_attention import attend_in_16bit, attend_in_fp8, check_attention
@@ -126,7 +126,8 @@ class LowPrecisionTraining:
     def trainer_callback(self) -> Any:
         """Returns a callback for transformers' Trainer, whose checkpoints then have the histories, too.
 
-        `Trainer(model, arguments, callbacks=[report.trainer_callback()])` saves them and, when it resumes, loads them.
+        `Trainer(model, arguments, callbacks=[report.trainer_callback()])` saves them. It loads them when it resumes,
+        and at the end with the best checkpoint, if it loads that (`load_best_model_at_end`).
         """
         return trainer_callback(self)
 
@@ -211,10 +212,14 @@ def to_low_precision_training(
     check_attention(model, attention)
     if all_gather_fp8:
         check_gather_in_fp8(model, recipe)
-    names_of_experts = [layer.name for layer in find_layers(model) if layer.kind == LayerKind.EXPERTS]
+    call_encoder_layers(model)
+    layers, _ = grouped_layers(model, None)
+    names_of_experts = [layer.name for layer in layers if layer.kind == LayerKind.EXPERTS]
     by_globs = _reasons_of_globs(model, names_of_experts, include, exclude)
     reasons = _reasons_to_keep(model, recipe, by_globs, takes_head=bool(include))
     linears: dict[str, Any] = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    bypassed = {layer.name for layer in layers if layer.is_bypassed} - reasons.keys()
+    reasons |= dict.fromkeys(bypassed, "its module multiplies by the weight itself, and would not round that product")
     reasons |= _reasons_of_experts(model, recipe, by_globs, names_of_experts)
     # Planned as it will be deployed: a layer that no runtime would take, or whose merged sibling stays in 16 bit, would
     # be trained in a format in vain.

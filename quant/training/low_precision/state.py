@@ -14,6 +14,7 @@ import base64
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -210,7 +211,7 @@ class _Stateful(Protocol):
 
 
 def trainer_callback(report: _Stateful) -> Any:
-    """Returns a callback by which a Trainer saves a report's state and, when it resumes, loads it."""
+    """Returns a callback by which a Trainer saves a report's state, and loads it when it resumes or takes the best."""
     callbacks = require("transformers.trainer_callback", "hf")
     from safetensors.torch import load, save
 
@@ -228,12 +229,24 @@ def trainer_callback(report: _Stateful) -> Any:
                     f"the checkpoint of step {state.global_step} has no histories of low-precision training: it was "
                     "saved without report.trainer_callback(); leave the callback out, and histories begin anew"
                 )
+            self.load(state.global_step, saved)
+
+        def on_train_end(self, args: Any, state: Any, control: Any, **arguments: Any) -> None:
+            # By now the Trainer has loaded the best weights, which were evaluated with the histories of their step.
+            if not args.load_best_model_at_end or state.best_model_checkpoint is None:
+                return
+            file = Path(state.best_model_checkpoint) / "trainer_state.json"
+            best = type(state).load_from_json(str(file)) if file.is_file() else None
+            if best is not None and type(self).__name__ in best.stateful_callbacks:
+                self.load(best.global_step, best.stateful_callbacks[type(self).__name__])
+
+        def load(self, step: int, saved: Any) -> None:
             # A callback that a Trainer was given twice has a list, of one state twice.
             states = saved if isinstance(saved, list) else [saved]
             histories = {state["attributes"]["histories"] for state in states}
             if len(histories) > 1:
                 raise UserError(
-                    f"the checkpoint of step {state.global_step} has low-precision histories of {len(histories)} "
+                    f"the checkpoint of step {step} has low-precision histories of {len(histories)} "
                     "reports: a Trainer trains one model, and takes report.trainer_callback() of that model's report"
                 )
             report.load_state_dict(load(zlib.decompress(base64.b64decode(histories.pop()))))

@@ -12,6 +12,7 @@ import tiny_models
 import torch
 from slow_cases import quick_cases
 from torch import nn
+from torch.nn import functional
 from torch.optim.swa_utils import AveragedModel
 
 pytest.importorskip("transformers", reason="the extra hf")
@@ -637,3 +638,37 @@ def test_weights_that_are_stored_transposed_train(name: str) -> None:
     assert not torch.equal(trained, quantized)
     quant.convert_qat(model)
     assert torch.equal(logits(model, rows), trained)
+
+
+class _Bypassing(nn.Module):
+    """Multiplies by the weight of its first layer without calling it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.first, self.second = nn.Embedding(64, 64), nn.Linear(64, 64), nn.Linear(64, 64)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.second(functional.linear(self.embed(ids), self.first.weight).tanh())  # type: ignore[no-any-return]
+
+
+def test_a_layer_that_is_multiplied_by_without_a_call_is_named() -> None:
+    with pytest.warns(UserWarning, match=r"^first: the model does not call this layer \(1 such layer\).*exclude="):
+        quant.prepare_qat(_Bypassing(), "nvfp4a16")
+    model = _Bypassing()
+    plan = quant.prepare_qat(model, "nvfp4a16", exclude="first")
+    assert [layer.name for layer in plan.quantized] == ["second"]
+    trained = model.eval()(ROWS)
+    quant.convert_qat(model)
+    assert torch.equal(model(ROWS), trained)
+
+
+def test_low_precision_leaves_such_a_layer_in_16_bit() -> None:
+    model = _Bypassing().train()
+    report = quant.to_low_precision_training(model, "mxfp8")
+    assert report.converted == ("second",)
+    assert "first first: its module multiplies by the weight itself" in str(report)
+    model(ROWS).square().sum().backward()
+    trained = model.eval()(ROWS)
+    quant.convert_trained(model)
+    assert torch.equal(model(ROWS), trained)

@@ -55,6 +55,25 @@ def test_a_trainer_in_mixed_precision_saves_what_a_plain_model_loads_and_resumes
         assert torch.equal(model(ROWS).logits, logits)
 
 
+def test_the_best_checkpoint_comes_back_with_the_histories_it_was_evaluated_with(tmp_path: Path) -> None:
+    pytest.importorskip("accelerate", reason="the extra training")
+    from transformers import Trainer, TrainingArguments
+
+    dataset = [{"input_ids": row, "labels": row} for row in ROWS]
+    model, report = _converted("nvfp4")
+    # A rate at which the first step is the best one, and inputs grow after it.
+    arguments = TrainingArguments(
+        str(tmp_path), max_steps=3, save_steps=1, eval_steps=1, eval_strategy="steps", load_best_model_at_end=True,
+        per_device_train_batch_size=2, learning_rate=0.1, bf16=True, use_cpu=True, report_to=[],
+    )  # fmt: skip
+    callbacks = [report.trainer_callback()]
+    trainer = Trainer(model, arguments, train_dataset=dataset, eval_dataset=dataset, callbacks=callbacks)
+    trainer.train()
+    assert trainer.state.best_model_checkpoint == str(tmp_path / "checkpoint-1")
+    assert int((report.state_dict()["model.layers.0.mlp.up_proj.amax.x"] > 0).sum()) == 1
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(trainer.state.best_metric, rel=1e-6)
+
+
 def test_accelerate_trains_and_its_checkpoint_has_the_histories(tmp_path: Path) -> None:
     accelerate = pytest.importorskip("accelerate", reason="the extra training")
     accelerator = accelerate.Accelerator(mixed_precision="bf16", cpu=True)
