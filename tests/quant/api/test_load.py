@@ -65,6 +65,7 @@ def test_loading_imports_nothing_that_decides_or_measures() -> None:
         "quant.export.checkpoint.tensor_file",
         "quant.export.checkpoint.tied",
         "quant.extras",
+        "quant.execution.encoder_layers",
         "quant.execution.install",
         "quant.models.configs",
         "quant.models.files",
