@@ -38,6 +38,8 @@ from quant.formats.format import FORMATS
 ATTENTIONS = ("native", "plugin", "none")
 Dims = tuple[str | int, ...]
 _TOKENS = 64  # in the example that a graph is traced with
+# Outputs that belong together; a model with a head returns logits, and its hidden states are then not an output.
+_OUTPUTS = (("logits", "pred_boxes"), ("last_hidden_state", "pooler_output"))
 _NAME = "quant_onnx"  # of our attention in transformers' registries
 
 
@@ -199,12 +201,11 @@ class Graph(nn.Module):
         """Returns the model's outputs."""
         options: dict[str, Any] = {"use_cache": False} if self.model.can_generate() else {}
         out = self.model(**inputs, **options)
-        names = ("logits", "last_hidden_state", "pooler_output")
-        outputs: dict[str, Any] = {name: getattr(out, name, None) for name in names}
-        # A model with a head returns logits, and its hidden states are then not an output.
-        candidates = ["logits"] if outputs["logits"] is not None else ["last_hidden_state", "pooler_output"]
-        self.attention.outputs = [name for name in candidates if outputs[name] is not None]
-        return tuple(outputs[name] for name in self.attention.outputs)
+        tensors = {name: value for name, value in out.items() if isinstance(value, torch.Tensor)}
+        self.attention.outputs = next(
+            (present for names in _OUTPUTS if (present := [name for name in names if name in tensors])), list(tensors)
+        )
+        return tuple(tensors[name] for name in self.attention.outputs)
 
 
 def is_decoder(model: nn.Module) -> bool:
@@ -219,7 +220,12 @@ def model_inputs(model: Any) -> dict[str, GraphInput]:
     longest = getattr(model.config, "max_position_embeddings", None) or _TOKENS
     tokens = torch.zeros(2, min(_TOKENS, longest), dtype=torch.long)
     dims: Dims = ("batch", "sequence")
-    if model.main_input_name == "pixel_values":
+    parameters = inspect.signature(model.forward).parameters
+    # CLIP and SigLIP, and BLIP, which writes texts about images.
+    takes_both = {"input_ids", "pixel_values"} <= parameters.keys() and (
+        model.main_input_name == "pixel_values" or not model.can_generate()
+    )
+    if model.main_input_name == "pixel_values" and not takes_both:
         # A convolutional network takes images of any size, and its config names none: 224 is what they are trained on.
         config = getattr(model.config, "vision_config", model.config)  # a classifier over CLIP's encoder of images
         size = getattr(config, "image_size", 224)
@@ -227,8 +233,6 @@ def model_inputs(model: Any) -> dict[str, GraphInput]:
         channels = getattr(config, "num_channels", 3)
         example = torch.zeros(2, channels, height, width, dtype=model.dtype)
         return {"pixel_values": GraphInput(example, ("batch", channels, height, width))}
-    parameters = inspect.signature(model.forward).parameters
-    takes_both = "pixel_values" in parameters and not model.can_generate()  # CLIP and SigLIP
     if model.main_input_name != "input_ids" or takes_both:
         raise ValueError(
             f"{type(model).__name__} takes {'input_ids and pixel_values' if takes_both else model.main_input_name}: "

@@ -22,11 +22,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from quant.calibration.attention_names import model_configs
+from quant.calibration.attention_names import model_configs, text_config
 from quant.calibration.evaluating import without_cache
 from quant.calibration.kv_cache import AttentionScales
 from quant.export.onnx_graph import limits
-from quant.export.onnx_graph.attention_use import check_attends
 from quant.export.onnx_graph.decoder import (
     ATTENTIONS,
     Attention,
@@ -41,7 +40,9 @@ from quant.export.onnx_graph.quantized_cache import CACHE_FORMATS, QuantizedCach
 from quant.export.onnx_graph.runtimes import narrowest_dtype, onnxruntime_problem
 from quant.export.onnx_graph.serving import CachedAttention, serving_program
 from quant.export.onnx_graph.shapes import SEQUENCE, dimension_ranges
-from quant.export.onnx_graph.translate import MODEL_PREFIX, quiet, trace, translate
+from quant.export.onnx_graph.tracing.attention_use import check_attends
+from quant.export.onnx_graph.tracing.trace import MODEL_PREFIX, trace
+from quant.export.onnx_graph.translate import quiet, translate
 from quant.formats.atomic import put_file, temporary_directory
 from quant.formats.format import Format
 from quant.formats.known_names import known_names
@@ -118,7 +119,7 @@ def write_onnx(
         if inputs is not None:
             with without_cache(model_configs(model)):
                 exported = trace(model, _arguments(model, inputs), inputs, dimension_ranges(inputs, shapes))
-            program = translate(exported, inputs, None, "")
+            program = translate(exported, inputs, None, "", model)
         elif genai:
             program = genai_program(model, kind=attention, scales=scales)
         elif capacity:
@@ -217,7 +218,7 @@ def _forward_program(
     inputs = model_inputs(model)
     check_attends(model, {name: x.example for name, x in inputs.items()})
     names = {module: name for name, module in model.named_modules()}
-    ranges = dimension_ranges(inputs, shapes, longest=getattr(model.config, "max_position_embeddings", None))
+    ranges = dimension_ranges(inputs, shapes, longest=_positions(model))
     # Sliding windows need not cut sequences that are no longer than they are. The model's positions alone are no
     # limit: with RoPE the graph takes more.
     window = ranges.get(SEQUENCE, (1, None))[1] if shapes else None
@@ -225,7 +226,16 @@ def _forward_program(
     with attending(model, function, masked="attention_mask" in inputs):
         arguments = ({name: x.example for name, x in inputs.items()},)
         exported = trace(Graph(model, function), arguments, inputs, ranges, split=len(inputs))
-    return translate(exported, inputs, function.outputs, MODEL_PREFIX)
+    return translate(exported, inputs, function.outputs, MODEL_PREFIX, model)
+
+
+def _positions(model: Any) -> int | None:
+    """Returns how many positions of text the model has, or None.
+
+    Configs of models that read sounds too may have a number of seconds under this name, beside the one of their text.
+    """
+    longest = getattr(text_config(model.config), "max_position_embeddings", None)
+    return longest if isinstance(longest, int) else None
 
 
 def _save(model: Any, path: Path) -> Path:

@@ -25,7 +25,8 @@ from torch import nn
 from quant.calibration.attention_names import text_config
 from quant.export.onnx_graph.decoder import GraphInput, attending
 from quant.export.onnx_graph.serving import IDS, LOGITS, CachedAttention, cache_shapes, check_decoder
-from quant.export.onnx_graph.translate import MODEL_PREFIX, trace, translate
+from quant.export.onnx_graph.tracing.trace import MODEL_PREFIX, trace
+from quant.export.onnx_graph.translate import translate
 from quant.recipes.json_text import write_json
 
 CONFIG_FILE = "genai_config.json"
@@ -88,7 +89,7 @@ def genai_program(model: nn.Module, *, kind: str, scales: Mapping[str, Sequence[
         # The mask's length is the sum of two other dimensions, which torch finds by itself.
         exported = trace(graph, arguments, {**inputs, **past}, {}, split=len(inputs))
     outputs = [LOGITS, *_cache_names(_PRESENT, len(caches) // 2)]
-    return translate(exported, {**inputs, **past}, outputs, MODEL_PREFIX)
+    return translate(exported, {**inputs, **past}, outputs, MODEL_PREFIX, model)
 
 
 def _inputs(caches: Sequence[tuple[int, int, torch.dtype]]) -> tuple[dict[str, GraphInput], dict[str, GraphInput]]:

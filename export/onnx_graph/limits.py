@@ -99,9 +99,8 @@ def layer_problem(
 def check_model(model: nn.Module) -> None:
     """Raises ValueError for the first layer that no translation can express, with an alternative."""
     for name, module in model.named_modules():
-        # transformers multiplies by experts in 16 bit through a class with these two attributes.
-        if isinstance(module, QuantExperts) or (hasattr(module, "has_gate") and hasattr(module, "is_transposed")):
-            shape = module.weight_shape if isinstance(module, QuantExperts) else next(module.parameters()).shape
+        shape = _experts_shape(module)
+        if shape is not None:
             raise ValueError(
                 f"{name} {list(shape)}: fused experts choose their tokens at run time, which a static graph cannot; "
                 "serve this model from its checkpoint (vLLM, TensorRT-LLM)"
@@ -117,6 +116,17 @@ def check_model(model: nn.Module) -> None:
                 raise ValueError(f"{name} {list(module.weight_shape)}: {problem}")
 
 
+def _experts_shape(module: nn.Module) -> tuple[int, ...] | None:
+    """Returns the shape of a stack of experts that the module multiplies by; None for any other module."""
+    if isinstance(module, QuantExperts):
+        return module.weight_shape
+    # transformers multiplies by experts in 16 bit through a class with these two attributes. Where they are quantized,
+    # they are modules below it.
+    if hasattr(module, "has_gate") and hasattr(module, "is_transposed"):
+        return next((tuple(x.shape) for x in module.parameters(recurse=False) if x.dim() == 3), None)
+    return None
+
+
 def _conv_problem(module: QuantConv) -> str | None:
     if module.transposed and module.groups > 1 and not module.weight_format.per_tensor:
         return (
@@ -127,24 +137,64 @@ def _conv_problem(module: QuantConv) -> str | None:
     return None
 
 
-def check_graph(exported: torch.export.ExportedProgram) -> None:
-    """Raises ValueError for NVFP4 inputs of more dimensions than TensorRT's FP4 quantizer takes."""
-    for layer, node in linear_nodes(exported):
+def check_graph(exported: torch.export.ExportedProgram, model: nn.Module, prefix: str = "") -> None:
+    """Raises ValueError for a graph that a file cannot hold; the message names the module and the way out.
+
+    Args:
+        exported: the graph.
+        model: the model that it was traced from.
+        prefix: what names in the graph have before those of the model's modules.
+    """
+    _check_complex(exported, prefix)
+    multiplied = {layer for layer, _ in _layer_nodes(exported, prefix)}
+    for layer, codes in _codes(exported, model, prefix).items():
+        if codes.users and layer not in multiplied:
+            raise ValueError(
+                f"{layer}: the model multiplies by this layer's weight in code of its own, where a graph has no "
+                f"quantized layer; keep it in 16 bit (--exclude '{layer}')"
+            )
+    for layer, node in _layer_nodes(exported, prefix):
         rank = node.args[0].meta["val"].dim()
         # quant::linear(x, codes, scale, global_scale, bias, input_scale, weight_format, activation)
-        if node.args[7] == "nvfp4" and rank > 3:
+        if node.target is torch.ops.quant.linear.default and node.args[7] == "nvfp4" and rank > 3:
             raise ValueError(
                 f"{layer}: NVFP4 inputs of {rank} dimensions, and TensorRT quantizes at most three; flatten the "
                 "leading dimensions before the layer, or use fp8"
             )
 
 
-def linear_nodes(exported: torch.export.ExportedProgram) -> Iterator[tuple[str, Any]]:
-    """Yields each `quant::linear` node of a graph, with the name of its layer."""
+def _check_complex(exported: torch.export.ExportedProgram, prefix: str) -> None:
+    """Raises ValueError for the first module that computes with complex numbers, such as Llama 4's attention."""
+    for node in exported.graph.nodes:
+        value = node.meta.get("val")
+        if node.op == "call_function" and isinstance(value, torch.Tensor) and value.is_complex():
+            # Paths and classes of the modules around a node, the innermost last.
+            path, kind = list(node.meta.get("nn_module_stack", {"": ("", "")}).values())[-1]
+            raise ValueError(
+                f"{path.removeprefix(prefix)} ({str(kind).rpartition('.')[2]}) computes with complex numbers, which "
+                "ONNX graphs do not hold; serve this model from its checkpoint (vLLM, TensorRT-LLM)"
+            )
+
+
+def unreached_layers(exported: torch.export.ExportedProgram, model: nn.Module, prefix: str = "") -> list[str]:
+    """Returns the quantized layers on which no output of a graph depends; arguments as for `check_graph`."""
+    return [layer for layer, codes in _codes(exported, model, prefix).items() if not codes.users]
+
+
+def _codes(exported: torch.export.ExportedProgram, model: nn.Module, prefix: str) -> dict[str, Any]:
+    """Returns the node that gives the codes of each linear and convolution, by the layer's name."""
+    names = {buffer: node for node, buffer in exported.graph_signature.inputs_to_buffers.items()}
+    nodes = {node.name: node for node in exported.graph.nodes if node.op == "placeholder"}
+    layers = [name for name, module in model.named_modules() if isinstance(module, QuantLinear | QuantConv)]
+    return {name: nodes[names[f"{prefix}{name}.codes"]] for name in layers if f"{prefix}{name}.codes" in names}
+
+
+def _layer_nodes(exported: torch.export.ExportedProgram, prefix: str) -> Iterator[tuple[str, Any]]:
+    """Yields each `quant::linear` and `quant::conv` node of a graph, with the name of its layer."""
     buffers: Mapping[str, str] = exported.graph_signature.inputs_to_buffers
     for node in exported.graph.nodes:
-        if node.op == "call_function" and node.target is torch.ops.quant.linear.default:
-            yield buffers[node.args[1].name].removesuffix(".codes"), node
+        if node.op == "call_function" and node.target in (torch.ops.quant.linear.default, torch.ops.quant.conv.default):
+            yield buffers[node.args[1].name].removesuffix(".codes").removeprefix(prefix), node
 
 
 def check_attention(name: str, kind: str, query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None) -> None:

@@ -36,11 +36,12 @@ from torch import nn
 
 from quant.calibration.attention_names import text_config
 from quant.calibration.placement import free_memory
-from quant.export.onnx_graph.attention_use import check_attends
 from quant.export.onnx_graph.decoder import Attention, GraphInput, Keys, attending, is_decoder
 from quant.export.onnx_graph.opsets import SERVING_OPSET
 from quant.export.onnx_graph.shapes import SEQUENCE, check_sequence, dimension_ranges
-from quant.export.onnx_graph.translate import MODEL_PREFIX, trace, translate
+from quant.export.onnx_graph.tracing.attention_use import check_attends
+from quant.export.onnx_graph.tracing.trace import MODEL_PREFIX, trace
+from quant.export.onnx_graph.translate import translate
 from quant.kernels.processor import memory_left
 
 CAPACITY_KEY = "blockscale.capacity"
@@ -158,7 +159,7 @@ def serving_program(
         inputs = serving_inputs()
         exported = trace_serving(ServingGraph(model, function), inputs, past, shapes, capacity)
     outputs = [LOGITS, *map(new_name, past)]
-    program = translate(exported, {**inputs, **past}, outputs, MODEL_PREFIX, opset=SERVING_OPSET)
+    program = translate(exported, {**inputs, **past}, outputs, MODEL_PREFIX, model, opset=SERVING_OPSET)
     program.metadata_props[CAPACITY_KEY] = str(capacity)
     return program
 

@@ -1,8 +1,7 @@
-"""A module becomes an ONNX model: traced over named dimensions, translated op by op, and its nodes named.
+"""`translate` makes an ONNX model of a traced graph, op by op, and names its nodes.
 
-trace        torch.export: a quantized linear is one `quant::` op in the graph, attention another
-translate    torch.onnx.export with our translations; packed codes get their 4-bit types, dimensions their names,
-             linears and attentions their layers' names; the onnxscript optimizer folds and merges
+torch.onnx.export runs with our translations. Packed codes get their 4-bit types, dimensions their names, linears and
+attentions their layers' names; the onnxscript optimizer folds and merges.
 """
 
 from __future__ import annotations
@@ -22,13 +21,13 @@ from quant.export.onnx_graph import limits
 from quant.export.onnx_graph.decoder import GraphInput
 from quant.export.onnx_graph.ops import translations
 from quant.export.onnx_graph.opsets import OPSET
-from quant.kernels.linear.quantized_module import restore_layout
+from quant.recipes.json_text import json_text
 
 LAYER_KEY = "blockscale.layer"
 MODULE_KEY = "blockscale.module"
 """The module that a node was traced in; nodes of a layer have `LAYER_KEY` too."""
-MODEL_PREFIX = "model."
-"""Of the names of parameters in graphs that hold a transformers model as their attribute `model`."""
+UNREACHED_KEY = "blockscale.unreached"
+"""Key in the file's metadata; its value is a JSON list of the quantized layers on which no output depends."""
 _ATTENTIONS = tuple(f"torch.ops.quant.onnx_{name}" for name in ("attention", "fp8_cache", "nvfp4_cache"))
 _PLAIN_LINEARS = (
     "torch.ops.aten.linear.default", "torch.ops.aten.addmm.default", "torch.ops.aten.convolution.default",
@@ -36,85 +35,24 @@ _PLAIN_LINEARS = (
 )  # fmt: skip
 
 
-def trace(
-    module: nn.Module,
-    arguments: tuple[Any, ...] | dict[str, torch.Tensor],
-    inputs: Mapping[str, GraphInput],
-    ranges: Mapping[str, tuple[int, int]],
-    split: int | None = None,
-) -> torch.export.ExportedProgram:
-    """Returns the module as a graph over named dimensions.
-
-    Args:
-        module: the module to be traced.
-        arguments: examples of its positional arguments, or of its keyword arguments by name.
-        inputs: the inputs of the graph, for the names of dimensions.
-        ranges: smallest and largest size of the dimensions that are limited, as `dimension_ranges` gives them.
-        split: how many inputs the module takes as a dict; the others, its KV cache, are a list.
-
-    Raises ValueError for a dimension that the module fixes, or values that it decides by.
-    """
-    names = {dim for x in inputs.values() for dim in x.dims if isinstance(dim, str)}
-    # torch.export takes sizes of 0 and 1 for constants, so examples have at least two of everything.
-    sizes = {
-        dim: size
-        for x in inputs.values()
-        for dim, size in zip(x.dims, x.example.shape, strict=True)
-        if isinstance(dim, str)
-    }
-    # torch.export finds by itself that a dimension such as "past + sequence" is a sum of others.
-    dims = {
-        name: torch.export.Dim(name, max=max(ranges[name][1], sizes[name]) if name in ranges else None)
-        if name.isidentifier()
-        else torch.export.Dim.AUTO
-        for name in sorted(names)
-    }
-    axes = {
-        name: {axis: dims[dim] for axis, dim in enumerate(x.dims) if isinstance(dim, str)} for name, x in inputs.items()
-    }
-    dynamic: Any = axes if isinstance(arguments, dict) else tuple(axes.values())
-    if split is not None:
-        dynamic = (dict(list(axes.items())[:split]), list(axes.values())[split:])[: len(arguments)]
-    restore_layout(module)
-    try:
-        with torch.no_grad():
-            positional, keywords = ((), arguments) if isinstance(arguments, dict) else (arguments, {})
-            exported = torch.export.export(module, positional, keywords, dynamic_shapes=dynamic, strict=False)
-    except torch._dynamo.exc.UserError as error:
-        text, name = " ".join(str(error).split()), type(module).__name__
-        if limit := re.search(r"(\w+) = Dim\('\w+', max=(\d+)\)", text):
-            dim, most = limit.groups()
-            raise ValueError(f"{name} takes {most} at most of {dim}: pass --shapes {dim}=1:{most}:{most}") from error
-        raise ValueError(f"{name} fixes a dimension that is to be dynamic: {text[:400]}") from error
-    except torch.fx.experimental.symbolic_shapes.GuardOnDataDependentSymNode as error:
-        text = str(error).splitlines()[0]
-        raise ValueError(
-            f"{type(module).__name__} decides by values of its inputs, which a graph cannot: {text[:400]}"
-        ) from error
-    except RuntimeError as error:
-        text = " ".join(str(error).split())
-        raise ValueError(f"{type(module).__name__} does not export: {text[:400]}") from error
-    _drop_unused(exported.graph_module)
-    limits.check_graph(exported)
-    return exported
-
-
-def _drop_unused(graph: torch.fx.GraphModule) -> None:
-    """Removes nodes whose values nothing uses, such as the weight that T5 dequantizes to read its dtype."""
-    # torch.export asserts the dtype of each tensor that is cast, which would keep its values in use.
-    for node in graph.graph.find_nodes(op="call_function", target=torch.ops.aten._assert_tensor_metadata.default):
-        graph.graph.erase_node(node)
-    graph.graph.eliminate_dead_code()
-
-
 def translate(
     exported: torch.export.ExportedProgram,
     inputs: Mapping[str, GraphInput],
     outputs: list[str] | None,
     prefix: str,
+    model: nn.Module,
     opset: int = OPSET,
 ) -> Any:
-    """Returns the ONNX model of a graph, as an `onnx_ir.Model`."""
+    """Returns the ONNX model of a graph, as an `onnx_ir.Model`.
+
+    Args:
+        exported: the graph, as `trace` returns it.
+        inputs: the inputs of the graph, for the names of dimensions.
+        outputs: names of the outputs; None leaves torch's.
+        prefix: what names in the graph have before those of the model's modules.
+        model: the traced model; its layers that the graph lacks are named in the file's metadata.
+        opset: the version of ONNX's operators.
+    """
     from onnxscript import optimizer
 
     # Filled by the translations: values of packed 4-bit codes, and their ONNX types.
@@ -130,16 +68,19 @@ def translate(
         verbose=False,
     )
     assert program is not None
-    model = program.model
+    graph = program.model
     _type_packed(packed)
-    _name_layers(model, prefix)
-    dtypes = {value.name: value.dtype for value in model.graph.initializers.values()}
+    _name_layers(graph, prefix)
+    dtypes = {value.name: value.dtype for value in graph.graph.initializers.values()}
     with _comparing_ops_first():
-        optimizer.optimize(model)
-    _restore_dtypes(model, dtypes)
-    _name_dims(model, inputs)
-    _clean(model)
-    return model
+        optimizer.optimize(graph)
+    _restore_dtypes(graph, dtypes)
+    _name_dims(graph, inputs)
+    _clean(graph)
+    unreached = limits.unreached_layers(exported, model, prefix)
+    if unreached:
+        graph.metadata_props[UNREACHED_KEY] = json_text(unreached)
+    return graph
 
 
 @contextlib.contextmanager

@@ -9,12 +9,13 @@ Errors are relative, in the Frobenius norm. Layers are compared one at a time: i
 FP4 changes everything after it. Wide layers are compared some rows at a time, so that memory does not grow with them.
 
 The result is the export receipt: {"layers": [{"name", "fake_quant", "checkpoint", "onnx", "engine", "passed"}],
-"passed"}.
+"unreached", "passed"}; `unreached` are the layers on which no output depends, which are not in the file.
 """
 
 from __future__ import annotations
 
 import copy
+import json
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -28,7 +29,7 @@ from torch.nn.functional import linear
 from quant.calibration.blocks import stored_dtype
 from quant.export.onnx_graph.opsets import register_schemas
 from quant.export.onnx_graph.reference import evaluator
-from quant.export.onnx_graph.translate import layer_of
+from quant.export.onnx_graph.translate import UNREACHED_KEY, layer_of
 from quant.formats.tensor import BlockScaledTensor, fake_quantize
 from quant.kernels.linear.conv import QuantConv, round_samples
 from quant.kernels.linear.modules import QuantLinear
@@ -63,7 +64,13 @@ def verify(
         ValueError: the file is not valid ONNX, or lacks a layer's nodes; the message names them.
     """
     graph = LayerGraphs(Path(path))
-    layers = [(name, module) for name, module in model.named_modules() if isinstance(module, QuantLinear | QuantConv)]
+    quantized = [(n, module) for n, module in model.named_modules() if isinstance(module, QuantLinear | QuantConv)]
+    layers = [(name, module) for name, module in quantized if name not in graph.unreached]
+    if quantized and not layers:
+        raise ValueError(
+            f"{path}: its outputs depend on none of the {len(quantized)} quantized layers, {quantized[0][0]} first; "
+            "name inputs that reach them (--input)"
+        )
     dtype = stored_dtype(model)
     entries = []
     for done, (name, module) in enumerate(layers, 1):
@@ -74,7 +81,7 @@ def verify(
             entries.append(_compare_linear(name, module, graph, stored, dtype))
         if progress:
             progress(done, len(layers))
-    return {"layers": entries, "passed": all(entry["passed"] for entry in entries)}
+    return {"layers": entries, "unreached": graph.unreached, "passed": all(entry["passed"] for entry in entries)}
 
 
 def worst_layer(receipt: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -121,6 +128,8 @@ class LayerGraphs:
         self.path = path
         self.model = onnx.load(path, load_external_data=False)
         graph = self.model.graph
+        metadata = {entry.key: entry.value for entry in self.model.metadata_props}
+        self.unreached: list[str] = json.loads(metadata.get(UNREACHED_KEY, "[]"))
         self.constants = {tensor.name: tensor for tensor in graph.initializer}
         self.maker = {name: node for node in graph.node for name in node.output}
         self.layer = {name: layer_of(node) for name, node in self.maker.items()}
@@ -131,8 +140,8 @@ class LayerGraphs:
         """Returns the layer's nodes as a model, and the name of its input; ValueError if they are not a linear's."""
         if name not in self.outputs:
             raise ValueError(
-                f"{self.path}: no nodes of layer {name}. Either the graph's outputs do not depend on it: keep it in 16 "
-                "bit (--exclude), or name inputs that reach it (--input). Or the file is of another model: export again"
+                f"{self.path}: no nodes of layer {name}, on which the outputs depend; the file is of another model, or "
+                "this is a defect of the export"
             )
         output = self.outputs[name]
         return self._cut(output, lambda value: self._is_own(value, output), name)
@@ -235,8 +244,11 @@ def _compare_conv(
     (layer, input_name), constants = graph.linear(name), graph.weight(name)
     errors = {key: _Error() for key in ("fake_quant", "checkpoint", "output", "weight")}
     (pads,) = (a.ints for node in layer.graph.node for a in node.attribute if a.name == "pads")
-    # Where ONNX's optimizer has moved a Pad into the Conv, its nodes take the input of the module, and not of the op.
-    padded = x if list(pads) == [*module.op_padding, *module.op_padding] else module.padded(x)
+    # ONNX's optimizer moves a Pad of zeros before the Conv into it, that of the module or of the model's own code; its
+    # nodes then take what was padded, and not the input of the op. ONNX lists the begins of all axes, then the ends.
+    axes = len(module.op_padding)
+    more = [pad - own for pad, own in zip(pads, module.op_padding * 2, strict=True)]
+    padded = nn.functional.pad(x, [more[i] for axis in reversed(range(axes)) for i in (axis, axis + axes)])
     with torch.no_grad():
         op = module.convolve(padded, module.output_padding).float()
         errors["fake_quant"].add(op, _conv_textbook(padded, module))

@@ -37,8 +37,8 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from quant.calibration.kv_cache import AttentionScales
-from quant.export.onnx_graph.attention_use import check_attends
 from quant.export.onnx_graph.decoder import Attention, Graph, attending, operand_scales
+from quant.export.onnx_graph.tracing.attention_use import check_attends
 from quant.export.packages.cpp_linear import has_cpp_linears, linear_settings
 from quant.export.packages.op_bodies import BODIES, INNER_BODIES, launches
 from quant.export.packages.triton_linear import analysed_once

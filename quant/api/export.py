@@ -23,7 +23,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from quant.api.export_job import ExportJob, graph_notes, put_in_dtype, verified, write_engine
+from quant.api.export_job import ExportJob, graph_notes, put_in_dtype, unreached_notes, verified, write_engine
 from quant.checkpoints.convert import convert
 from quant.errors import UserError
 from quant.export.checkpoint.directory import check_apart, check_destination, check_parents, new_directory
@@ -64,6 +64,7 @@ def export_onnx_files(job: ExportJob) -> dict[str, Any]:
         path = folder / "model.onnx"
         write_onnx(job.model, path, **job.onnx_options())
         receipt = verified(job, path)
+        notes += unreached_notes(receipt)
         if problem is None and find_spec("onnxruntime") is not None:
             loaded(path)
         if job.genai:
@@ -183,7 +184,8 @@ def _export_text_server(job: ExportJob) -> dict[str, Any]:
         path, engine = folder / "model.onnx", folder / "model.engine"
         if job.target is None:
             write_onnx(job.model, path, **job.onnx_options())
-            receipt = {**verified(job, path), "warnings": notes}
+            receipt = verified(job, path)
+            receipt |= {"warnings": [*notes, *unreached_notes(receipt)]}
             loaded(path)
             files = sorted(folder.glob("model.onnx*"))
         else:

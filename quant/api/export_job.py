@@ -16,7 +16,7 @@ from quant.api.export_kinds import DTYPES, KINDS
 from quant.calibration.attention_names import text_config
 from quant.calibration.kv_cache import AttentionScales
 from quant.checkpoints.open import Checkpoint
-from quant.errors import UserError, counted
+from quant.errors import UserError, counted, listed
 from quant.export.checkpoint.read import read_layer
 from quant.export.engine.build import BuildOptions, export_engine
 from quant.export.onnx_graph.decoder import GraphInput, is_decoder
@@ -211,4 +211,15 @@ def verified(job: ExportJob, path: Path) -> dict[str, Any]:
             f"{worst['name']}: relative error {worst['onnx']:.2g} of its ONNX nodes. "
             "This is a defect of the export; nothing was written"
         )
+    for note in unreached_notes(receipt):
+        warnings.warn(note, stacklevel=2)
     return receipt
+
+
+def unreached_notes(receipt: Mapping[str, Any]) -> list[str]:
+    """Returns a sentence on the quantized layers that a file lacks, because its outputs do not depend on them."""
+    unreached = receipt["unreached"]
+    if not unreached:
+        return []
+    layers = counted(len(unreached), "quantized layer")
+    return [f"no output of the graph depends on {layers}, left out of it: {listed(unreached, 3)}"]

@@ -9,7 +9,7 @@ import architectures
 import pytest
 import torch
 
-from quant.export.onnx_graph.attention_use import check_attends
+from quant.export.onnx_graph.tracing.attention_use import check_attends
 
 onnx = pytest.importorskip("onnx", reason="needs the extra onnx")
 pytest.importorskip("onnxscript", reason="needs the extra onnx")

@@ -9,6 +9,7 @@ import tiny_models
 import torch
 from torch import nn
 
+from quant.api.quantize import quantize as quantize_model
 from quant.export.onnx_graph.limits import check_attention, check_model, layer_problem
 from quant.formats.format import FORMATS
 from quant.formats.tensor import quantize
@@ -84,6 +85,14 @@ def test_experts_in_16_bit_are_refused() -> None:
     """The export ended in "transformers fails in its own _grouped_mm"."""
     model = tiny_models.mixtral()
     with pytest.raises(ValueError, match=r"layers.0.mlp.experts \[4, 256, 64\]: fused experts choose their tokens"):
+        check_model(model)
+
+
+def test_quantized_experts_below_a_class_of_transformers_are_named() -> None:
+    """The export ended in StopIteration: the class that transformers marks has no parameter of its own."""
+    model = tiny_models.mixtral()
+    quantize_model(model, "fp8a16", effort=0)
+    with pytest.raises(ValueError, match=r"experts.gate_up_proj \[4, 256, 64\]: fused experts choose their tokens"):
         check_model(model)
 
 
