@@ -15,7 +15,7 @@ from quant.checkpoints.save import save
 from quant.errors import UserError
 from quant.evaluation.evaluate import evaluate
 from quant.plan.make import make_plan
-from quant.training.low_precision.convert import to_low_precision_training
+from quant.training.low_precision.conversion.convert import to_low_precision_training
 from quant.training.qat import prepare_qat
 
 IDS = torch.randint(3, 60, (4, 12), generator=torch.Generator().manual_seed(0))

@@ -4,27 +4,25 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 
-from quant.calibration.blocks import block_names
-from quant.errors import UserError, counted
+from quant.errors import UserError
 from quant.execution.encoder_layers import call_encoder_layers
 from quant.kernels.training.grouped_fp8 import has_grouped_fp8
 from quant.plan.callers_model import inner_model, refuse_opaque_modules, unwrapped
 from quant.plan.make import grouped_layers, make_plan
 from quant.recipes.layer_kind import LayerKind
 from quant.recipes.plan import Plan, groups_of
-from quant.recipes.recipe import matched, no_match
 from quant.training.fp8_attention import attend_in_16bit, attend_in_fp8, check_attention
 from quant.training.low_precision.all_gather import check_gather_in_fp8, gather_in_16bit, gather_in_fp8
 from quant.training.low_precision.backends import Backend, choose_backend, is_too_small
+from quant.training.low_precision.conversion.kept_layers import reasons_to_keep
+from quant.training.low_precision.conversion.report import LowPrecisionTraining
 from quant.training.low_precision.experts import (
     convert_experts,
-    experts_refusal,
     restore_experts,
     trained_layers,
 )
@@ -32,131 +30,13 @@ from quant.training.low_precision.gated_mlp import fuse_gated_mlps, restore_gate
 from quant.training.low_precision.grouped_experts import has_rows, takes_experts
 from quant.training.low_precision.linear import LowPrecisionLinear
 from quant.training.low_precision.native import is_rowwise
-from quant.training.low_precision.nonfinite import GradientWatch, nonfinite_line
+from quant.training.low_precision.nonfinite import GradientWatch
 from quant.training.low_precision.packed import stored_format
 from quant.training.low_precision.recipe import TrainingRecipe, get_training_recipe
-from quant.training.low_precision.state import LowPrecision, trainer_callback
+from quant.training.low_precision.state import LowPrecision
 from quant.training.low_precision.te_products import ForwardContext
 from quant.training.rounding.rms_norm import restore_rms_norms, trace_rms_norms
 from quant.training.rounding.rounded_weight import RoundedWeight
-
-_RECIPE = "recipe"  # key of the name in a report's state
-
-
-@dataclass(frozen=True, eq=False)
-class LowPrecisionTraining:
-    """The changes that `to_low_precision_training` made.
-
-    Attributes:
-        recipe: that the layers follow.
-        backend: that computes the products: "emulated", "native", "torchao" or "te".
-        note: how this machine runs the recipe, for the log.
-        converted: names of the layers whose products are rounded.
-        in_16bit: layers that stay as they were, with the reason, by name.
-        model: that was converted.
-        attention: how attention is computed; None where it was left as it was.
-        too_small: converted layers that are too small to gain time, with the sizes of their weights.
-    """
-
-    recipe: TrainingRecipe
-    backend: str
-    note: str
-    converted: tuple[str, ...]
-    in_16bit: Mapping[str, str]
-    model: nn.Module
-    attention: str | None = None
-    too_small: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-
-    def at(self, share: float) -> None:
-        """Says how far training is, as a share of all steps; the recipe's schedule may end the forward's rounding.
-
-        Raises:
-            UserError: the share is not between 0 and 1, as the number of a step is not.
-        """
-        if not 0 <= share <= 1:
-            raise UserError(f"report.at({share!r}): the share of training that is done is from 0 to 1: step / steps")
-        begin = self.recipe.schedule.bf16_forward_from
-        for state in self._states().values():
-            state.rounds_forward = share < begin or begin == 1
-
-    def state_dict(self) -> dict[str, torch.Tensor]:
-        """Returns the histories of largest magnitudes for a checkpoint; the model's own keys stay as in plain layers.
-
-        And the recipe's name in bytes, for plain weights show none.
-        """
-        name_of_recipe = torch.tensor(list(self.recipe.name.encode()), dtype=torch.uint8)
-        return {_RECIPE: name_of_recipe} | {
-            f"{name}.amax.{operand}": history.values.clone()
-            for name, state in self._states().items()
-            for operand, history in state.amax.items()
-        }
-
-    def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Goes on with the histories of a checkpoint.
-
-        Raises:
-            UserError: they are of other layers or of another recipe.
-        """
-        saved = state.get(_RECIPE)
-        name_of_recipe = self.recipe.name if saved is None else bytes(saved.tolist()).decode(errors="replace")
-        if name_of_recipe != self.recipe.name:
-            raise UserError(
-                f"the checkpoint was trained in {name_of_recipe}, and this model trains in {self.recipe.name}: convert "
-                f'it with quant.to_low_precision_training(model, "{name_of_recipe}"), or leave out the state of the '
-                "report to go on in another recipe"
-            )
-        state = {name: values for name, values in state.items() if name != _RECIPE}
-        own = {name: values for name, values in self.state_dict().items() if name != _RECIPE}
-        if differing := sorted(own.keys() ^ state.keys()):
-            raise UserError(
-                f"{differing[0]}: the histories and the model disagree on the layers that train in low precision "
-                f"({counted(len(differing), 'difference')}); convert the model as it was when they were saved"
-            )
-        for name, values in state.items():
-            if values.shape != own[name].shape:
-                raise UserError(
-                    f"{name}: the histories remember {len(values)} steps, and {self.recipe.name} {len(own[name])}: "
-                    "convert the model with a recipe of that history"
-                )
-        for name, layer in self._states().items():
-            for operand, history in layer.amax.items():
-                history.values = state[f"{name}.amax.{operand}"].clone()
-        GradientWatch.resumed(self.model)
-
-    def trainer_callback(self) -> Any:
-        """Returns a callback for transformers' Trainer, whose checkpoints then have the histories, too.
-
-        `Trainer(model, arguments, callbacks=[report.trainer_callback()])` saves them. It loads them when it resumes,
-        and at the end with the best checkpoint, if it loads that (`load_best_model_at_end`).
-        """
-        return trainer_callback(self)
-
-    def nonfinite(self) -> str | None:
-        """Says where NaN or infinity came into the present gradients; None where all are finite.
-
-        For training with a loss scaler, which leaves such steps out without a word.
-        """
-        return nonfinite_line(self.model, trained_layers(self.model))
-
-    def _states(self) -> dict[str, LowPrecision]:
-        layers = trained_layers(self.model)
-        return {name: layers[name].low_precision for name in self.converted if name in layers}
-
-    def __str__(self) -> str:
-        """Returns a line for the log, and one for each reason."""
-        lines = [f"{counted(len(self.converted), 'layer')} in {self.recipe.name}: {self.note}"]
-        lines += [] if self.attention is None else [f"attention: {self.attention}"]
-        if self.too_small:
-            name, size = next(iter(self.too_small.items()))
-            lines.append(
-                f"no faster than in 16 bit: {counted(len(self.too_small), 'layer')}, {name} first: {list(size)} is too "
-                "small to gain from FP8; exclude= leaves such layers in 16 bit, in the deployed model, too"
-            )
-        reasons: dict[str, list[str]] = {}
-        for name, reason in self.in_16bit.items():
-            reasons.setdefault(reason, []).append(name)
-        lines += [f"in 16 bit: {counted(len(n), 'layer')}, {n[0]} first: {reason}" for reason, n in reasons.items()]
-        return "\n".join(lines)
 
 
 def to_low_precision_training(
@@ -212,15 +92,10 @@ def to_low_precision_training(
     check_attention(model, attention)
     if all_gather_fp8:
         check_gather_in_fp8(model, recipe)
-    call_encoder_layers(model)
     layers, _ = grouped_layers(model, None)
     names_of_experts = [layer.name for layer in layers if layer.kind == LayerKind.EXPERTS]
-    by_globs = _reasons_of_globs(model, names_of_experts, include, exclude)
-    reasons = _reasons_to_keep(model, recipe, by_globs, takes_head=bool(include))
+    reasons = reasons_to_keep(model, layers, recipe, include, exclude)
     linears: dict[str, Any] = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
-    bypassed = {layer.name for layer in layers if layer.is_bypassed} - reasons.keys()
-    reasons |= dict.fromkeys(bypassed, "its module multiplies by the weight itself, and would not round that product")
-    reasons |= _reasons_of_experts(model, recipe, by_globs, names_of_experts)
     # Planned as it will be deployed: a layer that no runtime would take, or whose merged sibling stays in 16 bit, would
     # be trained in a format in vain.
     candidates = [name for name in (*linears, *names_of_experts) if name not in reasons]
@@ -232,6 +107,7 @@ def to_low_precision_training(
         first = next(iter(reasons.items()), None)
         reason = f"{first[0]}: {first[1]}" if first else f"{type(model).__name__} has no nn.Linear"
         raise UserError(f"no layer can train in {recipe.name}: {reason}")
+    call_encoder_layers(model)
     of_attention = attend_in_fp8(model) if attention == "fp8" else None
     _convert_linears({name: linears[name] for name in converted if name in linears}, recipe, chosen, plan)
     # torchao and Transformer Engine have a module for each matrix, and no products of experts.
@@ -318,72 +194,6 @@ def _check_model(model: nn.Module) -> None:
         raise UserError(f"{meta} is on the meta device and has no values; load the weights first")
 
 
-def _reasons_of_globs(
-    model: nn.Module, names_of_experts: Sequence[str], include: Sequence[str], exclude: Sequence[str]
-) -> dict[str, str]:
-    """Returns which layers the caller leaves in 16 bit, and by which argument, by name.
-
-    Raises:
-        UserError: a glob that matches no module.
-    """
-    names = [*(name for name, module in model.named_modules() if _is_linear(module)), *names_of_experts]
-    all_names = {*names, *(name for name, _ in model.named_modules())}
-    for argument, globs in (("include", include), ("exclude", exclude)):
-        unknown = next((glob for glob in globs if not matched(glob, all_names)), None)
-        if unknown is not None:
-            raise UserError(f"{argument}: {no_match(unknown, names)}")
-    excluded, included = matched(exclude, names), matched(include or "*", names)
-    return {name: "not included" for name in names if name not in included} | dict.fromkeys(excluded, "excluded")
-
-
-def _is_linear(module: nn.Module) -> bool:
-    return isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"  # GPT-2's transposed linear
-
-
-def _reasons_to_keep(
-    model: nn.Module, recipe: TrainingRecipe, by_globs: Mapping[str, str], *, takes_head: bool
-) -> dict[str, str]:
-    """Returns why linear layers stay in 16 bit, by name; the plan has reasons for others.
-
-    Args:
-        model: the model.
-        recipe: names the blocks at the ends that stay in 16 bit, and the sizes that a layer may have.
-        by_globs: the caller's reasons by the names of layers.
-        takes_head: whether the output head is converted as any other layer.
-    """
-    # transformers knows the head by its purpose, whatever the name.
-    embeddings = getattr(model, "get_output_embeddings", None)
-    head = embeddings() if callable(embeddings) else None
-    ends = _blocks_at_the_ends(model, recipe)
-    reasons: dict[str, str] = {}
-    for name, module in model.named_modules():
-        if not _is_linear(module):
-            continue
-        reason = by_globs.get(name) or _reason_at_the_ends(name, recipe, ends)
-        if "weight" not in module._parameters:  # of a norm of weights, a parametrization, pruning
-            reasons[name] = reason or "its weight is computed from other parameters"
-            continue
-        # Tensor cores load 16 bytes at a time along either axis, and blocks must not be cut in any of the products.
-        size = next((size for size in module.weight.shape if size % recipe.multiple), None)
-        if type(module) is not nn.Linear:
-            reason = f"a {type(module).__name__} computes in a way of its own"
-        # `include` lifts the rule for the head: whoever names layers means them.
-        elif reason is None and module is head and not takes_head:
-            reason = "the output head, whose gradients are the most sensitive; name it in include to convert it"
-        elif reason is None and size is not None:
-            reason = f"{list(module.weight.shape)}: {recipe.name} needs sizes that are multiples of {recipe.multiple}"
-        if reason is not None:
-            reasons[name] = reason
-    return reasons
-
-
-def _reason_at_the_ends(name: str, recipe: TrainingRecipe, ends: Sequence[str]) -> str | None:
-    """Returns why a layer in one of the blocks `ends` stays in 16 bit; None if it is in another block."""
-    if not any(name.startswith(f"{block}.") for block in ends):
-        return None
-    return f"{recipe.name} keeps the first {recipe.first_layers} and last {recipe.last_layers} blocks"
-
-
 def _convert_linears(linears: Mapping[str, Any], recipe: TrainingRecipe, backend: Backend, plan: Plan) -> None:
     """Gives linear layers, by name, the class of low-precision training, and links layers that share a scale."""
     for name, linear in linears.items():
@@ -399,18 +209,6 @@ def _convert_linears(linears: Mapping[str, Any], recipe: TrainingRecipe, backend
     for members in _sibling_experts(linears):
         for member in members:
             member.low_precision.siblings = members
-
-
-def _reasons_of_experts(
-    model: nn.Module, recipe: TrainingRecipe, by_globs: Mapping[str, str], names: Sequence[str]
-) -> dict[str, str]:
-    """Returns why parameters of fused experts stay in 16 bit, by name."""
-    ends = _blocks_at_the_ends(model, recipe)
-    reasons = {
-        name: by_globs.get(name) or _reason_at_the_ends(name, recipe, ends) or experts_refusal(model, name, recipe)
-        for name in names
-    }
-    return {name: reason for name, reason in reasons.items() if reason is not None}
 
 
 def _sibling_experts(linears: Mapping[str, Any]) -> list[list[Any]]:
@@ -430,11 +228,3 @@ def _plan(model: nn.Module, recipe: TrainingRecipe, layers: Sequence[str]) -> Pl
     except ValueError as error:
         raise UserError(f"no layer can train in {recipe.name}: {error}") from None
     return plan
-
-
-def _blocks_at_the_ends(model: nn.Module, recipe: TrainingRecipe) -> list[str]:
-    """Returns the names of the repeated blocks that the recipe leaves in 16 bit."""
-    if not recipe.first_layers and not recipe.last_layers:
-        return []
-    blocks = block_names(model)
-    return [*blocks[: recipe.first_layers], *blocks[len(blocks) - recipe.last_layers :]]

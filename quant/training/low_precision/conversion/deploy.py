@@ -20,7 +20,7 @@ from quant.formats.tensor import BlockScaledTensor
 from quant.plan.callers_model import refuse_partial_layer, unwrapped
 from quant.plan.make import make_plan
 from quant.recipes.plan import Plan
-from quant.training.low_precision.convert import from_low_precision_training
+from quant.training.low_precision.conversion.convert import from_low_precision_training
 from quant.training.low_precision.experts import LowPrecisionStack, trained_layers
 from quant.training.low_precision.linear import LowPrecisionLinear
 from quant.training.low_precision.packed import deployed_input, input_scale, packed_weight, stored_format
