@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -157,19 +157,15 @@ def export_model(
             that cannot be exported; the message names it. Nothing is written.
         OSError: `out` is taken, or cannot be written.
     """
-    shapes, features = _several(shapes), _several(features)
-    build: dict[str, Any] = {"target": target, "backend": backend, "features": features}
-    graph: dict[str, Any] = {"shapes": shapes, "attention": attention, "dtype": dtype, "capacity": capacity}
+    build: dict[str, Any] = {"target": target, "backend": backend, "features": _several(features)}
+    graph: dict[str, Any] = {"shapes": _several(shapes), "attention": attention, "dtype": dtype, "capacity": capacity}
     graph |= {"genai": genai, "kv_cache": kv_cache, "allow_fallback": allow_fallback}
     sampling = {"calib": data, "calib_samples": calib_samples, "seqlen": seqlen}
     _check_options(to, {**build, **graph, **sampling, "inputs": inputs})
-    rows = Rows(() if isinstance(data, torch.Tensor | None) else _several(data), calib_samples, seqlen)
-    check_sources(rows.sources, "--calib")
+    rows = _calibration_rows(data, calib_samples, seqlen)
     with ExitStack() as stack:
         stack.enter_context(remote_code(trust_remote_code))
-        stored = find_checkpoint(model) if isinstance(model, str | Path) else None
-        if stored is not None and not is_checkpoint(stored):
-            raise no_checkpoint(stored)
+        stored = _stored_checkpoint(model)
         path = _destination(model, to, is_compiled=target is not None) if out is None else Path(out)
         # Held until the end, so that two exports never write the same file.
         stack.enter_context(claimed(path))
@@ -177,25 +173,13 @@ def export_model(
         check_request(to, stored, path, overwrite, **build)
         graph_inputs = _parse_inputs(inputs or {}) or None
         with listener.step(f"loading {model}" if stored is not None else "saving the model"):
-            if stored is None:
-                directory, module = stack.enter_context(_saved(model, to, path, tokenizer))
-            else:
-                directory = stored
-            loaded, plan = _open(to, directory, module, is_quantized=stored is None)
-        # The sizes of a cache decide what is refused, and attention's scales are measured only after that.
-        cached = cache_capacity(to, loaded, capacity, has_inputs=bool(inputs), genai=genai)
-        check_attention(to, plan, attention, kv_cache, cached=cached > 0)
-        if attention == "plugin" and capacity is None:
-            # Our plugin in the parser's graphs knows no cache.
-            graph["capacity"] = 0
+            opened = stack.enter_context(_opened(model, stored, to, path, module, tokenizer))
+        graph["capacity"] = _checked_capacity(to, opened, graph, has_inputs=bool(inputs))
         progress = stack.enter_context(listener.stages())
-        formats = _formats_to_measure(to, loaded, plan, attention, kv_cache)
-        session = Session(progress=progress)
-        calibration = data if isinstance(data, torch.Tensor) else rows
-        scales = _measured_scales(formats, directory, loaded, plan, calibration, session, listener)
+        scales = _measured_scales(to, opened, attention, kv_cache, rows, Session(progress=progress), listener)
         job = ExportJob(
-            kind=to, directory=directory, model=loaded, plan=plan, out=path, overwrite=overwrite, inputs=graph_inputs,
-            attention_scales=scales, progress=progress, **build, **graph,
+            kind=to, directory=opened.directory, model=opened.model, plan=opened.plan, out=path, overwrite=overwrite,
+            inputs=graph_inputs, attention_scales=scales, progress=progress, **build, **graph,
         )  # fmt: skip
         record = EXPORTERS[to](job)
     # Only a record with comparisons of layers is a receipt, which the report can show.
@@ -229,6 +213,25 @@ def _check_options(kind: str, options: Mapping[str, Any]) -> None:
                 raise UserError(f"{option} {word}: expected one of {', '.join(CHOICES[name])}")
         if name in _LEAST and value is not None and (not isinstance(value, int) or value < _LEAST[name]):
             raise UserError(f"{option} {value!r}: expected a number of at least {_LEAST[name]}")
+
+
+def _calibration_rows(
+    data: str | Path | Sequence[str | Path] | torch.Tensor | None, samples: int, seqlen: int
+) -> Rows | torch.Tensor:
+    """Returns rows of token ids as they are, and anything else as sources to read rows from, which are checked."""
+    if isinstance(data, torch.Tensor):
+        return data
+    rows = Rows(() if data is None else _several(data), samples, seqlen)
+    check_sources(rows.sources, "--calib")
+    return rows
+
+
+def _stored_checkpoint(model: Any) -> Path | None:
+    """Returns the directory of a checkpoint, or None for a model in memory; UserError if there is no checkpoint."""
+    stored = find_checkpoint(model) if isinstance(model, str | Path) else None
+    if stored is not None and not is_checkpoint(stored):
+        raise no_checkpoint(stored)
+    return stored
 
 
 def _destination(model: Any, kind: str, *, is_compiled: bool) -> Path:
@@ -272,6 +275,35 @@ def _parse_inputs(inputs: Mapping[str, str | torch.Tensor]) -> dict[str, GraphIn
     return examples
 
 
+class _Opened(NamedTuple):
+    """A checkpoint as an export needs it: its directory, its module, and its plan if it has one."""
+
+    directory: Path
+    model: nn.Module
+    plan: Plan | None
+
+
+@contextmanager
+def _opened(
+    model: Any, stored: Path | None, kind: str, out: Path, module: nn.Module | None, tokenizer: Any
+) -> Iterator[_Opened]:
+    """Opens the checkpoint `stored`, or saves a model in memory next to `out` while open.
+
+    `module` is the module to be filled, for a checkpoint without config.json.
+    """
+    with ExitStack() as stack:
+        directory, quantized = stored, None
+        if directory is None:
+            directory, quantized = stack.enter_context(_saved(model, kind, out, tokenizer))
+        if kind in (*LAYOUT_NAMES, "edge-llm"):
+            # Layouts move stored bytes: shapes on the meta device are enough.
+            loaded = outline(directory)
+        else:
+            loaded = load(directory, module if stored is not None else None) if quantized is None else quantized
+        plan = describe(directory)[0] if (directory / PLAN_FILE).is_file() else None
+        yield _Opened(directory, loaded, plan)
+
+
 @contextmanager
 def _saved(model: Any, kind: str, out: Path, tokenizer: Any) -> Iterator[tuple[Path, nn.Module | None]]:
     """Writes a model in memory to a temporary directory next to `out`.
@@ -292,40 +324,37 @@ def _saved(model: Any, kind: str, out: Path, tokenizer: Any) -> Iterator[tuple[P
         yield directory, None if is_described else copy.deepcopy(quantized).cpu().eval()
 
 
-def _open(kind: str, directory: Path, module: nn.Module | None, *, is_quantized: bool) -> tuple[nn.Module, Plan | None]:
-    """Returns the model of a checkpoint, as this kind of export needs it, and the checkpoint's plan if it has one.
+def _checked_capacity(kind: str, opened: _Opened, graph: Mapping[str, Any], *, has_inputs: bool) -> int | None:
+    """Returns the option `--capacity`; UserError for attention that an export with this cache would leave out.
 
-    `module` is the module to be filled, for a checkpoint without config.json, or the quantized one.
+    The sizes of a cache decide what is refused, and attention's scales are measured only after that.
     """
-    if kind in (*LAYOUT_NAMES, "edge-llm"):
-        # Layouts move stored bytes: shapes on the meta device are enough.
-        model = outline(directory)
-    elif module is not None and is_quantized:
-        model = module
-    else:
-        model = load(directory, module)
-    return model, describe(directory)[0] if (directory / PLAN_FILE).is_file() else None
+    capacity, attention = graph["capacity"], graph["attention"]
+    cached = cache_capacity(kind, opened.model, capacity, has_inputs=has_inputs, genai=graph["genai"])
+    check_attention(kind, opened.plan, attention, graph["kv_cache"], cached=cached > 0)
+    # Our plugin in the parser's graphs knows no cache.
+    return 0 if attention == "plugin" and capacity is None else capacity
 
 
 def _formats_to_measure(
-    kind: str, model: nn.Module, plan: Plan | None, attention: str, kv_cache: str | None
+    kind: str, opened: _Opened, attention: str, kv_cache: str | None
 ) -> tuple[Format | None, Format | None]:
     """Returns the formats of the KV cache and of attention whose scales have to be measured before the export.
 
     The scales of FP8 attention are in no checkpoint. Those of a cache are, if it was quantized for that cache.
     """
-    attends_in_fp8 = "attention" in KINDS[kind][1] and attention != "none"
+    plan, attends_in_fp8 = opened.plan, "attention" in KINDS[kind][1] and attention != "none"
     if plan is not None and plan.attention is not None and attends_in_fp8:
         return plan.attention, plan.attention
     cache = kv_format(kv_cache)
-    return (None if cache is None or holds_cache_scales(model, cache) else cache), None
+    return (None if cache is None or holds_cache_scales(opened.model, cache) else cache), None
 
 
 def _measured_scales(
-    formats: tuple[Format | None, Format | None],
-    directory: Path,
-    model: nn.Module,
-    plan: Plan | None,
+    kind: str,
+    opened: _Opened,
+    attention: str,
+    kv_cache: str | None,
     rows: Rows | torch.Tensor,
     session: Session,
     listener: Listener,
@@ -333,25 +362,26 @@ def _measured_scales(
     """Returns the scales of attention and of the KV cache that no checkpoint holds; None if none are needed.
 
     Args:
-        formats: the formats of the KV cache and of attention, as `_formats_to_measure` gives them.
-        directory: the checkpoint.
-        model: its model.
-        plan: its plan, if it has one.
+        kind: the kind of export.
+        opened: the checkpoint.
+        attention: how FP8 attention of the plan runs.
+        kv_cache: the format of the KV cache, as `--kv-cache` names it.
         rows: where calibration rows come from, or the rows, int64 `[rows, seqlen]`.
         session: the session; the model runs on its device.
         listener: is told where the rows come from.
     """
-    cache, attention = formats
-    if cache is None and attention is None:
+    cache_format, attention_format = _formats_to_measure(kind, opened, attention, kv_cache)
+    if cache_format is None and attention_format is None:
         return None
-    tokens = rows if isinstance(rows, torch.Tensor) else _tokens(directory, model, plan, rows, session, listener)
-    return collect_attention_scales(model, tokens, kv_format=cache, attention_format=attention, session=session)
+    tokens = rows if isinstance(rows, torch.Tensor) else _tokens(opened, rows, session, listener)
+    return collect_attention_scales(
+        opened.model, tokens, kv_format=cache_format, attention_format=attention_format, session=session
+    )
 
 
-def _tokens(
-    directory: Path, model: nn.Module, plan: Plan | None, rows: Rows, session: Session, listener: Listener
-) -> torch.Tensor:
+def _tokens(opened: _Opened, rows: Rows, session: Session, listener: Listener) -> torch.Tensor:
     """Returns calibration rows of token ids for a checkpoint, int64 `[rows, seqlen]`."""
+    directory, model, plan = opened
     # The dtype of everything that is not quantized, in which the model runs.
     dtype = next(model.parameters()).dtype
     source = Source(
