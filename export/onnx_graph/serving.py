@@ -198,8 +198,12 @@ def check_decoder(model: nn.Module, capacity: int | None) -> None:
     """
     name = type(model).__name__
     if not is_decoder(model):
-        raise ValueError(f"{name} does not generate text, so it has no KV cache to export (--capacity)")
-    config: Any = text_config(model.config)
+        config: Any = getattr(model, "config", None)
+        reason = "does not generate text, so it has no KV cache to export"
+        if getattr(config, "is_encoder_decoder", False):
+            reason = "is an encoder with a decoder, whose KV cache no export holds"
+        raise ValueError(f"{name} {reason}; without --capacity and --genai it exports as one pass")
+    config = text_config(model.config)
     limit = getattr(config, "max_position_embeddings", None)
     if capacity is not None and limit is not None and capacity > limit:
         raise ValueError(f"--capacity {capacity}: {name} has positions for {limit} tokens; lower it")

@@ -30,6 +30,7 @@ from torch import nn
 
 from quant.calibration.attention_names import text_config
 from quant.export.checkpoint.read import weight_files
+from quant.export.onnx_graph.decoder import is_decoder
 from quant.export.packages.edge_llm_experts import expert_problems, nvfp4_stacks
 from quant.recipes.layer_kind import LayerKind
 from quant.recipes.plan import Plan
@@ -49,6 +50,11 @@ def check_edge_llm(model: nn.Module, plan: Plan) -> None:
         model: the checkpoint's, which may be on the meta device.
         plan: of the checkpoint.
     """
+    if hasattr(model, "can_generate") and not is_decoder(model):
+        raise ValueError(
+            f"{type(model).__name__}: TensorRT Edge-LLM runs decoders, and this model is none; use --to onnx, tensorrt "
+            "or aoti"
+        )
     config: Any = text_config(getattr(model, "config", None))
     types = set(getattr(config, "layer_types", None) or ())
     window = getattr(config, "sliding_window", None)

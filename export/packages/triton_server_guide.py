@@ -31,8 +31,10 @@ def serving_text(directory: Path, plan: Plan | None, bundle: Bundle, receipt: Ma
     parts = [f"# Serving {bundle.name}\n"]
     if text:
         parts += [_vllm(directory, plan, bundle.name), _sglang(directory, plan), _trtllm(directory, plan)]
-    server = _triton_text(bundle, receipt) if END_TOKENS in receipt else _triton(bundle, receipt)
-    return "\n".join([*parts, server + _canary(bundle)])
+    # A model that answers in a stream is decoupled, and the server has no `infer` over HTTP for such a model.
+    is_text_server = END_TOKENS in receipt
+    server = _triton_text(bundle, receipt) if is_text_server else _triton(bundle, receipt)
+    return "\n".join([*parts, server + _canary(directory, bundle, "generate" if is_text_server else "infer")])
 
 
 def _vllm(directory: Path, plan: Plan | None, name: str) -> str:
@@ -155,12 +157,13 @@ with a stand-in for the backend's Python module, and never inside the server.
 """
 
 
-def _canary(bundle: Bundle) -> str:
+def _canary(directory: Path, bundle: Bundle, request: str) -> str:
+    """Returns the section on two versions at once; `request` is the server's name of a request to the model."""
     return f"""
 ### Canary
 
-The two newest versions are served. A request to `/v2/models/{bundle.name}/infer` gets the newest, one to
-`/v2/models/{bundle.name}/versions/N/infer` version N: let a router send it a share of the traffic. The next
-`quant export --to triton-server --out {bundle.repository}` adds the next version; a server that was started with
-`--model-control-mode=poll` takes it up, and drops a version when its folder is removed.
+The two newest versions are served. A request to `/v2/models/{bundle.name}/{request}` gets the newest, one to
+`/v2/models/{bundle.name}/versions/N/{request}` version N: let a router send it a share of the traffic. The next
+`quant export {directory} --to triton-server --out {bundle.repository}` adds the next version; a server that was started
+with `--model-control-mode=poll` takes it up, and drops a version when its folder is removed.
 """

@@ -37,6 +37,7 @@ pytest.importorskip("transformers", reason="needs the extra hf")
             r"experts\..*: .* has no fp8@fp8 for experts; it has int4@16bit, nvfp4@",
         ),
         (lambda: tiny_models.mixtral(), "nvfp4", r"experts, qwen3_moe is tried .*, and this is mixtral; serve its"),
+        (lambda: tiny_models.t5(), "fp8", r"T5\w+: TensorRT Edge-LLM runs decoders, and this model is none"),
         (lambda: tiny_models.llama(), "fp8_channel", r"model\.layers\.0\..* has no fp8_channel@fp8_token; it has fp8@"),
     ],
 )

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from quant.export.packages import triton_model
+from quant.export.packages.triton_decoder import END_TOKENS
 from quant.export.packages.triton_server import Bundle, check_config, publish
 from quant.export.packages.triton_server_guide import serving_text
 from quant.formats.format import FORMATS
@@ -140,6 +141,16 @@ def test_the_commands_fit_the_checkpoint(tmp_path: Path) -> None:
     assert "sglang.launch_server" not in page and "## SGLang\n\nIt does not read this checkpoint. mxfp6" in page
     assert "does not read this checkpoint. mxfp6: Only num_bits in (8)" in page and "vllm serve" not in page
     assert "vllm" not in serving_text(Path("out/smol"), None, bundle, receipt(), text=False)
+
+
+def test_versions_of_a_decoder_are_asked_for_text(tmp_path: Path) -> None:
+    """Triton refuses `infer` over HTTP for decoupled models, which answer in a stream."""
+    bundle = Bundle(tmp_path / "repository", "smol", 2, True)
+    page = serving_text(Path("out/smol"), None, bundle, {**receipt("tensorrt_rtx 1.7.1"), END_TOKENS: [2]}, text=True)
+    assert "/v2/models/smol/versions/N/generate`" in page and "/infer" not in page
+    assert f"quant export out/smol --to triton-server --out {bundle.repository}`" in page
+    page = serving_text(Path("out/smol"), None, bundle, receipt(), text=False)
+    assert "/v2/models/smol/versions/N/infer`" in page and "/generate" not in page
 
 
 class Context:
