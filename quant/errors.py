@@ -17,11 +17,11 @@ _ESCAPED = {code: f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}" for cod
 Spelling = Callable[[str], str]
 """Spells a field of a request as the user wrote it: `--lm-head` in a command, `lm_head=` in Python."""
 
-# A command in backticks, which stays; or an option, and its value: a number, a name with digits or one of some words,
-# or all that comes before a colon.
+# A command in backticks, which stays; or an option, and its value: a number, a name with digits or one of some words, a
+# range, an input's dtype and dimensions, or all that comes before a colon.
 _OPTION = re.compile(
     r"`[^`]*`|--([a-z][a-z-]*)(?: (-?\d[\w.]*|[a-z]+\d\w*|none|native|plugin|onnx|tensorrt|aoti|triton-server|edge-llm"
-    r"|torch-tensorrt|modelopt|compressed-tensors|\S+(?=: ))(?![\w-]|\.\w))?"
+    r"|torch-tensorrt|modelopt|compressed-tensors|\w+=\d+:\d+:\d+|\w+:\w+:[\w,]*\w|\S+(?=: ))(?![\w-]|\.\w))?"
 )
 # Parameters that are not called like their option.
 _PARAMETERS = {"set": "settings", "calib": "data", "input": "inputs", "engine-feature": "features"}
@@ -50,6 +50,9 @@ def naming_parameters(function: Callable[..., Any]) -> Callable[..., Any]:
         if name not in parameters:
             return option[0]
         value = option[2] or ""
+        if option[1] == "input" and value.count(":") == 2:
+            key, _, dims = value.partition(":")
+            return f'inputs={{"{key}": "{dims}"}}'
         if parameters[name].default is False:
             return f"{name}=True {value}".rstrip()
         return f"{name}={value}" if re.fullmatch(r"(-?[\d.]+|['\"].*)?", value) else f'{name}="{value}"'

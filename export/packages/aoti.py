@@ -39,6 +39,7 @@ from torch.utils._pytree import tree_map_only
 from quant.calibration.kv_cache import AttentionScales
 from quant.export.onnx_graph.decoder import Attention, Graph, attending, operand_scales
 from quant.export.onnx_graph.tracing.attention_use import check_attends
+from quant.export.onnx_graph.tracing.trace_errors import explained
 from quant.export.packages.cpp_linear import has_cpp_linears, linear_settings
 from quant.export.packages.op_bodies import BODIES, INNER_BODIES, launches
 from quant.export.packages.triton_linear import analysed_once
@@ -233,12 +234,17 @@ def traced(
     sizes = {name: torch.export.Dim(name, **limits[name]) for name in names}
     dynamic = {name: {axis: sizes[dim] for axis, dim in (dims or {}).get(name, {}).items()} for name in inputs}
     restore_layout(model)
-    with torch.no_grad(), _traceable(model, inputs, ranges.get("sequence"), attention_scales) as graph:
-        try:
-            return torch.export.export(graph, (), dict(inputs), dynamic_shapes=dynamic, strict=False)
-        except (torch._dynamo.exc.UserError, RuntimeError) as error:
-            text = " ".join(str(error).split())
-            raise ValueError(f"{type(model).__name__} does not export: {text[:400]}") from error
+    axes = {name: dims.get(name, {}) if dims else {} for name in inputs}
+    examples = {
+        name: (x, tuple(axes[name].get(axis, size) for axis, size in enumerate(x.shape))) for name, x in inputs.items()
+    }
+    highest = {name: high for name, (_, high) in ranges.items()}
+    with (
+        torch.no_grad(),
+        _traceable(model, inputs, ranges.get("sequence"), attention_scales) as graph,
+        explained(model, examples, highest),
+    ):
+        return torch.export.export(graph, (), dict(inputs), dynamic_shapes=dynamic, strict=False)
 
 
 def decomposed(

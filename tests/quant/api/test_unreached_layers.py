@@ -87,3 +87,12 @@ def test_answers_to_questions_have_two_outputs(tmp_path: Path) -> None:
         out = done.model(**inputs)
     torch.testing.assert_close(torch.from_numpy(start), out.start_logits, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(torch.from_numpy(end), out.end_logits, rtol=1e-4, atol=1e-4)
+
+
+def test_the_way_out_is_spelled_as_in_python(tmp_path: Path) -> None:
+    model = architectures.build("MambaForCausalLM", torch.float32)
+    done = quant.quantize(model, "fp8a16", effort=0, exclude=["*.dt_proj"])
+    with pytest.raises(ValueError, match=r'as in inputs=\{"input_ids": "int64:batch,64"\}, or serve its checkpoint'):
+        quant.export_model(done, "onnx", tmp_path / "onnx", capacity=0)
+    inputs = {"input_ids": "int64:batch,8"}
+    assert quant.export_model(done, "onnx", tmp_path / "onnx", inputs=inputs).layers
