@@ -95,6 +95,7 @@ def main() -> None:
     parser.add_argument("shape", choices=SHAPES)
     parser.add_argument("--layers", type=int, help="fewer than the shape has: each has the same kernels")
     parser.add_argument("--out", type=Path, default=Path("vllm-first-prompt"))
+    parser.add_argument("--only", nargs="+", choices=list(ENGINES), default=list(ENGINES))
     parser.add_argument("--serve", choices=list(ENGINES), help="makes this process an engine")
     args = parser.parse_args()
     if args.serve:
@@ -104,19 +105,19 @@ def main() -> None:
     args.out.mkdir(parents=True, exist_ok=True)
     args.format, args.head = "nvfp4", "bf16"
     write_config(args, 8192, args.out)
-    engines = {name: start(args, name) for name in ENGINES if "," not in name}
+    engines = {name: start(args, name) for name in args.only if "," not in name}
     for name, engine in engines.items():
         if engine.wait():
             raise SystemExit(f"{name}: {(args.out / f'{name}.log').read_text()[-1500:]}")
-    if start(args, "plug-in, again").wait():
+    if "plug-in, again" in args.only and start(args, "plug-in, again").wait():
         raise SystemExit("plug-in, again: see its log")
-    results = {name: json.loads((args.out / f"{name}.json").read_text()) for name in ENGINES}
+    results = {name: json.loads((args.out / f"{name}.json").read_text()) for name in args.only}
     rows: list[dict[str, object]] = [
         {"tokens": length} | {f"{name}, first / second": "{:.0f} / {:.0f}".format(*results[name][str(length)])
-                              for name in ENGINES}
+                              for name in args.only}
         for length in LENGTHS
     ]  # fmt: skip
-    logs = {name: (args.out / f"{name}.log").read_text(errors="replace") for name in ENGINES}
+    logs = {name: (args.out / f"{name}.log").read_text(errors="replace") for name in args.only}
     rows.append({"tokens": "compiled"} | {f"{name}, first / second": str(log.count("JIT compilation during inference"))
                                           for name, log in logs.items()})  # fmt: skip
     notes = [f"{name}: {line}" for name, log in logs.items() for line in re.findall(r"compiled \d+ kernels.*", log)]

@@ -76,6 +76,7 @@ ENGINES = {
     "MoE, PP 2": Engine("moe", "MoE, one GPU", pipeline=2),
     "MoE, EP 4": Engine("moe", "MoE, one GPU", tensor=4, options=EP),
     "MoE, NVFP4 cache, one GPU": Engine("moe", options=CACHE),
+    "MoE, NVFP4 cache, TP 4": Engine("moe", "MoE, NVFP4 cache, one GPU", tensor=4, options=CACHE),
     "MoE, NVFP4 cache, EP 4": Engine("moe", "MoE, NVFP4 cache, one GPU", tensor=4, options={**EP, **CACHE}),
     "MoE, EP 4, DP 2": Engine("moe", "MoE, one GPU", tensor=2, data=2, options=EP),
     "MoE, EP 2, PP 2": Engine("moe", "MoE, one GPU", tensor=2, pipeline=2, options=EP),

@@ -142,12 +142,13 @@ class BlockscaleNvFp4Attention(AttentionImpl[Batch]):
                 scale.copy_(loaded)
 
     def compile_steps(self, layer: Any, dtype: torch.dtype) -> None:
-        """Attends to one key in each way that a decoding step may, so that no step waits for the compiler.
+        """Attends to one key in each way that a decoding step may, and writes none, so that no step has to compile.
 
         How many parts keys are split into depends on the batch and on the longest sequence, and which kernels run
         depends on the power of two above. vLLM's start meets few of them. The results are dropped.
         """
         from quant.kernels.portable.attention.paged_attention import attend_pages
+        from quant.kernels.portable.attention.paged_kv_cache import write_kv_slots
 
         if self.shares_with is not None:
             return  # as the layer whose cache it reads
@@ -160,6 +161,10 @@ class BlockscaleNvFp4Attention(AttentionImpl[Batch]):
             for overlap in (True, False):
                 launch = replace(tiles, splits=splits, overlap=overlap)
                 attend_pages(q, pages, table, one, self.options, launch)
+        # Few tokens and many are written by two kernels; a slot below 0 is nowhere.
+        for tokens in (1, 256):
+            rows = q.new_zeros(tokens, self.num_kv_heads, self.head_size)
+            write_kv_slots(pages, torch.full((tokens,), -1, dtype=torch.int64, device=cache.device), rows, rows)
         values_of(pages, table[0], 1, dtype)
 
     def pages(self, layer: Any, cache: torch.Tensor) -> KVPages:

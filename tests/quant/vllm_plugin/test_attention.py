@@ -21,6 +21,7 @@ from quant.kernels.attention.decode import paged_reference
 from quant.kernels.attention.kv_blocks import NVFP4, pages_of
 from quant.kernels.attention_tiles import decode_tiles_for
 from quant.kernels.kv_pages import round_kv
+from quant.kernels.portable.attention import paged_kv_cache
 from quant.vllm_plugin.attention import BlockscaleNvFp4Attention, BlockscaleNvFp4AttentionBackend, cache_refusal
 from quant.vllm_plugin.attention_batch import FEW, Batch, Builder, chunk_ends, chunk_starts, rows_and_tokens
 
@@ -377,8 +378,20 @@ def test_every_way_of_a_decoding_step_is_compiled_before() -> None:
         assert q.shape == (1, HEADS, 1, DIM) and lengths.tolist() == [1] and int(table[0, 0]) == 0
         ways.add(way(tiles))
 
-    with patch("quant.kernels.portable.attention.paged_attention.attend_pages", note), interpreted():
+    written, write, before = [], paged_kv_cache.write_kv_slots, layer.cache.clone()
+
+    def note_write(pages: Any, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+        written.append(len(k))
+        write(pages, slots, k, v)
+
+    with (
+        patch("quant.kernels.portable.attention.paged_attention.attend_pages", note),
+        patch.object(paged_kv_cache, "write_kv_slots", note_write),
+        interpreted(),
+    ):
         layer.impl.compile_steps(layer, torch.bfloat16)
+    # One kernel writes up to 128 tokens, and another more; neither has written here.
+    assert min(written) <= 128 < max(written) and torch.equal(layer.cache, before)
     pages = layer.impl.pages(layer, layer.cache)
     for sequences in range(1, 257):
         for longest in (*range(1, 200), *range(200, 140000, 997)):
