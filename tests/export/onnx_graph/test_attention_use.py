@@ -36,6 +36,21 @@ def test_attention_in_code_of_its_own_is_refused(name: str, tmp_path: Path) -> N
             check_decoder(model, 64)
 
 
+def test_a_module_that_is_causal_by_its_mask_alone(tmp_path: Path) -> None:
+    """The graph of BigBird-Pegasus looked at later tokens: its log-probabilities differed by 2.9."""
+    runtime = pytest.importorskip("onnxruntime", reason="needs the extra onnx")
+    from quant.export.onnx_graph.decoder import GraphInput
+
+    model = architectures.build("BigBirdPegasusForCausalLM", torch.float32)
+    with pytest.raises(ValueError, match=r"layers\.0\.self_attn is causal by its mask alone.*--input input_ids"):
+        export_onnx(model, tmp_path / "model.onnx")
+    inputs = {"input_ids": GraphInput(IDS, ("batch", "sequence"))}
+    session = runtime.InferenceSession(export_onnx(model, tmp_path / "model.onnx", inputs=inputs))
+    logits = session.run(None, {"input_ids": IDS.numpy()})[0]
+    with torch.no_grad():
+        torch.testing.assert_close(torch.from_numpy(logits), model(IDS).logits, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("name", ["LlamaForCausalLM", "BertModel", "T5ForConditionalGeneration", "MambaForCausalLM"])
 def test_attention_by_the_function_of_the_config_and_no_attention_pass(name: str) -> None:
     model = architectures.build(name, torch.float32)
