@@ -51,7 +51,7 @@ def check_attends(model: nn.Module, inputs: Mapping[str, torch.Tensor]) -> None:
 
 def _needs_its_mask(model: nn.Module, inputs: Mapping[str, torch.Tensor]) -> str | None:
     """Returns the first module that gets a causal mask and is not causal by itself; None if there is none."""
-    from transformers.masking_utils import bidirectional_mask_function
+    from transformers.masking_utils import causal_mask_function
 
     causal_masks: list[torch.Tensor] = []
     names: list[str] = []
@@ -59,7 +59,8 @@ def _needs_its_mask(model: nn.Module, inputs: Mapping[str, torch.Tensor]) -> str
 
     def mask(q_length: int, kv_length: int, mask_function: Any, **_: Any) -> torch.Tensor:
         made = torch.ones(2, 1, q_length, kv_length, dtype=torch.bool)
-        if mask_function is not bidirectional_mask_function:
+        # Masks that are put together, such as PaliGemma's, may let every token see every other one.
+        if mask_function is causal_mask_function:
             causal_masks.append(made)
         return made
 

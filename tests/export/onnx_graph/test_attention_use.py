@@ -51,7 +51,13 @@ def test_a_module_that_is_causal_by_its_mask_alone(tmp_path: Path) -> None:
         torch.testing.assert_close(torch.from_numpy(logits), model(IDS).logits, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["LlamaForCausalLM", "BertModel", "T5ForConditionalGeneration", "MambaForCausalLM"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "LlamaForCausalLM", "BertModel", "T5ForConditionalGeneration", "MambaForCausalLM",
+        "PaliGemmaForConditionalGeneration",
+    ],
+)  # fmt: skip
 def test_attention_by_the_function_of_the_config_and_no_attention_pass(name: str) -> None:
     model = architectures.build(name, torch.float32)
     before = [config._attn_implementation for config in _configs(model)]
