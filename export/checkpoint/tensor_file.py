@@ -254,9 +254,11 @@ def _bytes_of(tensor: torch.Tensor) -> np.ndarray:
     """
     tensor = tensor.detach() if tensor.requires_grad else tensor
     tensor = tensor if tensor.device.type == "cpu" else tensor.cpu()
-    tensor = tensor if tensor.is_contiguous() else tensor.contiguous()
-    flat: np.ndarray = (tensor if tensor.dim() else tensor.reshape(1)).view(torch.uint8).numpy().reshape(-1)
-    return flat
+    flat = tensor.reshape(-1)
+    # A single value may have any stride, and one that is not 1 cannot be viewed as bytes.
+    flat = flat if flat.stride(0) == 1 else flat.as_strided(flat.shape, (1,))
+    array: np.ndarray = flat.view(torch.uint8).numpy()
+    return array
 
 
 def _not_finite(name: str, tensor: torch.Tensor, is_buffer: bool) -> ValueError:

@@ -71,10 +71,15 @@ class _Guards:
         self.seen: list[tuple[str, Any]] = []
 
     def enter(self, module: nn.Module, *_: Any) -> None:
+        # A branch (`torch.cond`) is traced by Dynamo, which would trace this too.
+        if torch.compiler.is_dynamo_compiling():
+            return
         self._note()
         self.running.append(self.names.get(module, ""))
 
     def leave(self, *_: Any) -> None:
+        if torch.compiler.is_dynamo_compiling():
+            return
         self._note()
         self.running.pop()
 

@@ -22,7 +22,16 @@ def every_dtype() -> dict[str, torch.Tensor]:
         size = WIDTHS[place % 4] * dtype.itemsize
         data = torch.randint(0, 2, (2, size), dtype=torch.uint8, generator=generator)
         tensors[f"{place % 5} ä\n{place}"] = data.view(dtype)
-    return {**tensors, "empty": torch.zeros(0, 4), "a scalar": torch.tensor(3.0), "turned": torch.randn(5, 7).t()}
+    # Axes of one value count as contiguous, whatever their stride.
+    odd = {"a column": torch.empty_strided((5, 1), (1, 9)), "one value": torch.empty_strided((1,), (9,))}
+    odd = {name: tensor.normal_(generator=generator) for name, tensor in odd.items()}
+    return {
+        **tensors,
+        **odd,
+        "empty": torch.zeros(0, 4),
+        "a scalar": torch.tensor(3.0),
+        "turned": torch.randn(5, 7).t(),
+    }
 
 
 @pytest.mark.parametrize(("piece", "small"), [(1, 1), (7, 4), (64, 1 << 18), (1 << 24, 64), (1 << 24, 1 << 18)])
