@@ -28,15 +28,12 @@ _SIGNED = {8: (np.int64, torch.int64), 4: (np.int32, torch.int32), 2: (np.int16,
 
 def is_finite(x: torch.Tensor) -> bool:
     """Returns whether `x` holds neither NaN nor infinity. Integers and meta tensors do not."""
-    return not _exceeds(x, _LARGEST.get(x.dtype), _LARGEST.get(x.dtype))
+    return not _exceeds(x, *_limits(x.dtype, is_mask=False))
 
 
 def is_finite_or_mask(x: torch.Tensor) -> bool:
     """Checks the same, but allows -infinity, which a mask that is added to scores holds."""
-    largest = _LARGEST.get(x.dtype)
-    if largest is None or x.dtype is torch.float8_e4m3fn:  # which has no infinity
-        return is_finite(x)
-    return not _exceeds(x, largest, largest + 1)
+    return not _exceeds(x, *_limits(x.dtype, is_mask=True))
 
 
 def are_finite(data: np.ndarray, dtype: torch.dtype, *, is_mask: bool = False) -> bool:
@@ -47,11 +44,19 @@ def are_finite(data: np.ndarray, dtype: torch.dtype, *, is_mask: bool = False) -
         dtype: the dtype of the values.
         is_mask: whether -infinity is allowed.
     """
-    largest = _LARGEST.get(dtype)
-    if largest is None:
+    positive, negative = _limits(dtype, is_mask=is_mask)
+    if positive is None or negative is None:
         return True
-    allowed = largest + 1 if is_mask and dtype is not torch.float8_e4m3fn else largest  # which has no infinity
-    return not _bits_exceed(data.view(_SIGNED[dtype.itemsize][0]), largest, allowed)
+    return not _bits_exceed(data.view(_SIGNED[dtype.itemsize][0]), positive, negative)
+
+
+def _limits(dtype: torch.dtype, *, is_mask: bool) -> tuple[int | None, int | None]:
+    """Returns the largest bits of positive values, and of negative ones without their sign; None for integers."""
+    largest = _LARGEST.get(dtype)
+    # E4M3 has no infinity.
+    if largest is None or not is_mask or dtype is torch.float8_e4m3fn:
+        return largest, largest
+    return largest, largest + 1
 
 
 def is_positive(x: torch.Tensor) -> bool:

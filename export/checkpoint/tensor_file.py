@@ -24,11 +24,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
-import numpy as np
 import torch
 
 from quant.export.checkpoint.check import value_problem
-from quant.formats.finite import are_finite, is_finite, is_finite_or_mask
+from quant.formats.finite import are_finite
 
 _PIECE_BYTES = 1 << 24
 _UNHASHED = 2  # pieces that may be written and not yet hashed
@@ -234,38 +233,34 @@ def _pieces_of(name: str, tensor: torch.Tensor | DeferredTensor, masks: Collecti
     is_buffer = masks is not None and name in masks
     if tensor.is_cuda:
         # On a GPU one look at the whole tensor is fast; on the CPU a piece is checked while it is in the cache.
-        if masks is not None and not (is_finite_or_mask(tensor) if is_buffer else is_finite(tensor)):
-            raise _not_finite(name, tensor, is_buffer)
-        yield from _pieces_of_gpu(tensor.detach().contiguous().flatten().view(torch.uint8))
+        if masks is not None:
+            _check(name, tensor, is_buffer)
+        yield from _pieces_of_gpu(_bytes_of(tensor))
         return
-    data = _bytes_of(tensor)
+    data = _bytes_of(tensor if tensor.device.type == "cpu" else tensor.cpu()).numpy()
     for start in range(0, len(data), _PIECE_BYTES):
         piece = data[start : start + _PIECE_BYTES]
         if masks is not None and not are_finite(piece, tensor.dtype, is_mask=is_buffer):
-            raise _not_finite(name, tensor, is_buffer)
+            _check(name, tensor, is_buffer)
         yield piece.data
 
 
-def _bytes_of(tensor: torch.Tensor) -> np.ndarray:
-    """Returns the bytes of a tensor, which share its memory if it is contiguous and on the CPU.
+def _check(name: str, tensor: torch.Tensor, is_buffer: bool) -> None:
+    """Raises ValueError where a tensor holds NaN or infinity."""
+    if problem := value_problem(tensor, is_buffer=is_buffer):
+        raise ValueError(f"{name} {list(tensor.shape)} {problem}; nothing was written: repair the model")
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns the bytes of a tensor, uint8 `[bytes]`, which share its memory if it is contiguous.
 
     Each operation of PyTorch gives the interpreter's lock away. Where tens of thousands of tensors go into several
     files at once, waiting for it takes longer than writing, so what is not needed is left out.
     """
-    tensor = tensor.detach() if tensor.requires_grad else tensor
-    tensor = tensor if tensor.device.type == "cpu" else tensor.cpu()
-    flat = tensor.reshape(-1)
+    flat = (tensor.detach() if tensor.requires_grad else tensor).reshape(-1)
     # A single value may have any stride, and one that is not 1 cannot be viewed as bytes.
     flat = flat if flat.stride(0) == 1 else flat.as_strided(flat.shape, (1,))
-    array: np.ndarray = flat.view(torch.uint8).numpy()
-    return array
-
-
-def _not_finite(name: str, tensor: torch.Tensor, is_buffer: bool) -> ValueError:
-    return ValueError(
-        f"{name} {list(tensor.shape)} {value_problem(tensor, is_buffer=is_buffer)}; nothing was written: repair the "
-        "model"
-    )
+    return flat.view(torch.uint8)
 
 
 def _pieces_of_gpu(data: torch.Tensor) -> Iterator[memoryview]:
