@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from quant.checkpoints.load import load
+from quant.export.checkpoint.load import load
 from quant.formats.format import FORMATS, Format
 from quant.formats.number import E2M1, E4M3
 from quant.formats.rounding import round_to
@@ -144,7 +144,7 @@ def _run_modelopt(model: nn.Module, rows: torch.Tensor, *, preset: str) -> Outco
 
 def exact_bits(model: nn.Module) -> float:
     """Exact bits a weight over all linears but the head, whatever format each is in."""
-    from quant.kernels.linear.modules import QuantLinear
+    from quant.kernels.linear.quant_linear import QuantLinear
 
     head = model.get_output_embeddings()
     nbytes = numel = 0
@@ -310,7 +310,7 @@ def _run_llmcompressor(model: nn.Module, rows: torch.Tensor, *, scheme: str, gpt
 
 def ours(model: nn.Module) -> Outcome:
     """What a model of `QuantLinear`s costs."""
-    from quant.kernels.linear.modules import QuantLinear
+    from quant.kernels.linear.quant_linear import QuantLinear
 
     layers = [module for module in model.modules() if isinstance(module, QuantLinear)]
     scales = [layer.pre_scale for layer in layers if layer.pre_scale is not None]

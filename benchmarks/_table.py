@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from quant.kernels.processor import describe_processor
+from quant.kernels.base.processor import describe_processor
 from quant.recipes.json_text import json_text
 
 Row = Mapping[str, object]

@@ -29,9 +29,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from quant.kernels.attention.forward import attention
-from quant.kernels.attention.quantize import quantize_attention
+from quant.kernels.attention.quantize_qkv import quantize_attention
 from quant.kernels.ceilings import copy_rate, warm_up
-from quant.kernels.timing import graph_microseconds
+from quant.kernels.base.timing import graph_microseconds
 
 TOKENS, WIDTH = 16384, 2048
 DRAWS = 8

@@ -21,8 +21,8 @@ from _table import machine, show_all, versions
 
 from quant.formats.format import FORMATS
 from quant.kernels.ceilings import copy_rate
-from quant.kernels.portable import casts
-from quant.kernels.timing import graph_microseconds
+from quant.kernels.rounding import portable_casts
+from quant.kernels.base.timing import graph_microseconds
 
 ELEMENTS = 1 << 26
 WIDTHS = (4096, 14336)
@@ -32,7 +32,7 @@ def quantizer(name: str) -> Callable[[torch.Tensor], Any]:
     """The call for an input, under static scales."""
     form, number = FORMATS[name], torch.tensor(0.02, device="cuda")
     scales = {"scale": number} if form.per_tensor else {"global_scale": number} if form.global_scale else {}
-    return lambda x: casts.quantize(x, form, **scales)
+    return lambda x: portable_casts.quantize(x, form, **scales)
 
 
 def rates(formats: list[str]) -> list[dict[str, Any]]:
@@ -69,7 +69,7 @@ def latencies() -> list[dict[str, Any]]:
 def main() -> None:
     """Parses the options, prints the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--formats", default="nvfp4,mxfp8,fp8_token", help=f"of {', '.join(casts.FORMATS_OUT)}")
+    parser.add_argument("--formats", default="nvfp4,mxfp8,fp8_token", help=f"of {', '.join(portable_casts.FORMATS_OUT)}")
     parser.add_argument("--json", type=Path, help="also write the rows to this file")
     options = parser.parse_args()
     if not torch.cuda.is_available():

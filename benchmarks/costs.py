@@ -30,7 +30,7 @@ from _table import show
 from scale import HEAD, VOCABULARY
 from torch import nn
 
-from quant.calibration.walk.memory import block_bytes
+from quant.calibration.walk.block_memory import block_bytes
 from quant.formats.format import FORMATS
 from quant.recipes.plan import LayerPlan
 

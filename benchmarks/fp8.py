@@ -21,11 +21,12 @@ from _table import machine, show_all, versions
 
 from quant.formats.format import FORMATS
 from quant.formats.tensor import BlockScaledTensor, quantize
-from quant.kernels.hardware import current
-from quant.kernels.layout import prepack
+from quant.kernels.base.hardware import current
+from quant.kernels.base.weight_layout import prepack
 from quant.kernels.linear import experts
-from quant.kernels.portable import casts, fp8_block_gemm
-from quant.kernels.timing import graph_microseconds
+from quant.kernels.rounding import portable_casts
+from quant.kernels.portable import fp8_block_gemm
+from quant.kernels.base.timing import graph_microseconds
 
 SHAPES = ((4096, 28672, 4096), (8192, 8192, 8192), (1024, 4096, 14336))
 EXPERTS, HIDDEN, INNER, CHOICES = 128, 2048, 1536, 8
@@ -41,7 +42,7 @@ def plain() -> list[dict[str, Any]]:
         codes = dense.to(torch.float8_e4m3fn)
         squares = torch.rand(-(-out // 128), -(-columns // 128), device="cuda") + 0.5
         weight = BlockScaledTensor(codes, squares, FORMATS["fp8_block"], (out, columns))
-        x8 = casts.quantize(x, FORMATS["fp8_group"])
+        x8 = portable_casts.quantize(x, FORMATS["fp8_group"])
         one, by_row = torch.ones((), device="cuda"), torch.ones(tokens, 1, device="cuda")
         by_channel = torch.ones(1, out, device="cuda")
 

@@ -37,12 +37,13 @@ from _table import Row, machine, show, versions, write_json
 
 from quant.formats.format import FORMATS, Format
 from quant.formats.tensor import BlockScaledTensor
-from quant.kernels import launch_table, matmul_tiles
+from quant.kernels import launch_table
+from quant.kernels.linear import tiles
 from quant.kernels.ceilings import copy_rate, warm_up
-from quant.kernels.hardware import current
+from quant.kernels.base.hardware import current
 from quant.kernels.linear import dispatch, tuning
 from quant.kernels.linear.fp8_gemm import prefill_linear
-from quant.kernels.timing import graph_microseconds
+from quant.kernels.base.timing import graph_microseconds
 from quant.recipes.json_text import json_text
 
 _search = "--search" in sys.argv
@@ -86,7 +87,7 @@ def weights(
     """A section that multiplies by weights in format `name`, for each (shape, tokens)."""
 
     def section(compile_only: bool) -> Iterator[Row]:
-        from quant.kernels.layout import prepack
+        from quant.kernels.base.weight_layout import prepack
 
         for shape, tokens in cases:
             weight = random_weight(FORMATS[name], shape)
@@ -111,7 +112,7 @@ def weights(
                     "launch": _words(best.choice),
                     "others": " ".join(f"{_words(t.choice)}={t.microseconds:.1f}" for t in timings[1:]),
                     "dropped": "; ".join(f"{_words(c)}: {why}" for c, why in dropped.items()),
-                    "choice": matmul_tiles.to_dict(best.choice),
+                    "choice": tiles.to_dict(best.choice),
                     "key": launch_table.key(FORMATS[name], tokens, shape, prepacked),
                 }
             )
@@ -119,10 +120,10 @@ def weights(
     return section
 
 
-def _choices(weight: BlockScaledTensor, tokens: int) -> list[matmul_tiles.Choice]:
+def _choices(weight: BlockScaledTensor, tokens: int) -> list[tiles.Choice]:
     shape = (weight.shape[0], weight.shape[1])
     if _search:
-        return matmul_tiles.candidates(weight.format, tokens, shape, current(), weight.codes.dtype is torch.int32)
+        return tiles.candidates(weight.format, tokens, shape, current(), weight.codes.dtype is torch.int32)
     return [dispatch.choose_launch(weight, torch.empty(tokens, shape[1], device="cuda", dtype=torch.bfloat16))]
 
 
@@ -136,15 +137,15 @@ def _run_once(weight: BlockScaledTensor, tokens: int) -> None:
             print(f"{weight.format} {list(weight.shape)} {tokens} {choice}: {error}", file=sys.stderr)
 
 
-def _words(choice: matmul_tiles.Choice) -> str:
-    if isinstance(choice, matmul_tiles.GluonTiles):
+def _words(choice: tiles.Choice) -> str:
+    if isinstance(choice, tiles.GluonTiles):
         c = choice
         return f"gluon {c.block_m}/{c.programs} w{c.warps}r{c.resident}d{c.depth}s{c.stages}"
-    if isinstance(choice, matmul_tiles.Tiles):
+    if isinstance(choice, tiles.Tiles):
         c = choice
         swap = "ᵀ" if c.swap else ""
         return f"{c.block_m}x{c.block_n}x{c.block_k}{swap}/{c.splits} w{c.warps}s{c.stages}"
-    if isinstance(choice, matmul_tiles.PrefillTiles):
+    if isinstance(choice, tiles.PrefillTiles):
         return f"tall {choice.block_m}x{128 * choice.halves}/{choice.groups} d{choice.depth}s{choice.stages}"
     return "dense"
 
@@ -196,8 +197,8 @@ def peers(compile_only: bool) -> Iterator[Row]:
 
 def prefill(compile_only: bool) -> Iterator[Row]:
     """NVFP4 weights by FP8 activations: x to E4M3, the weight to E4M3, the library's product, as one time."""
-    from quant.kernels.hopper import sm90_decode_nvfp4
-    from quant.kernels.layout import prepack
+    from quant.kernels.linear import sm90_decode_nvfp4
+    from quant.kernels.base.weight_layout import prepack
 
     if not current().has_wgmma:
         return
@@ -227,7 +228,7 @@ def prefill(compile_only: bool) -> Iterator[Row]:
 
 def casts(compile_only: bool) -> Iterator[Row]:
     """Quantizers: bytes read and written a second."""
-    from quant.kernels.portable import casts
+    from quant.kernels.rounding import portable_casts
 
     tokens, columns = 16384, 4096
     inputs = [torch.randn(tokens, columns, device="cuda", dtype=torch.bfloat16) for _ in range(3)]
@@ -237,7 +238,7 @@ def casts(compile_only: bool) -> Iterator[Row]:
         second = one if form.global_scale else None
 
         def call(x: torch.Tensor, f: Format = form, g: torch.Tensor | None = second) -> Any:
-            return casts.quantize(x, f, global_scale=g)
+            return portable_casts.quantize(x, f, global_scale=g)
 
         try:
             call(inputs[0])
@@ -268,7 +269,7 @@ SECTIONS: dict[str, Callable[[bool], Iterator[Row]]] = {
     "4bit": lambda compile_only: chain(
         weights("int4", [(WIDE, 16), *SOME])(compile_only), weights("mxfp4", [(WIDE, 16)])(compile_only)
     ),
-    "casts": casts,
+    "casts": portable_casts,
 }
 
 

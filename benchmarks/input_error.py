@@ -30,7 +30,7 @@ from torch import Tensor
 
 import quant
 from quant.calibration.solvers.awq import Awq
-from quant.calibration.solvers.base import GroupInputs
+from quant.calibration.solvers.interfaces import GroupInputs
 from quant.calibration.solvers.lowrank import lowrank_branch, residual_weight
 from quant.formats.format import get_format
 from quant.formats.tensor import round_activation

@@ -25,8 +25,8 @@ from _table import machine, show, versions, write_json
 
 from quant.kernels.attention.decode import paged_attention, paged_reference
 from quant.kernels.ceilings import copy_rate, warm_up
-from quant.kernels.kv_pages import KVPages, encode_kv, kv_format, token_bytes
-from quant.kernels.timing import graph_microseconds
+from quant.kernels.attention.kv_pages import KVPages, encode_kv, kv_format, token_bytes
+from quant.kernels.base.timing import graph_microseconds
 
 Run = Callable[[], torch.Tensor]
 

@@ -28,7 +28,7 @@ import torch
 from _table import machine, show_all, versions
 
 import quant
-from quant.execution.install import install_weight
+from quant.kernels.linear.install import install_weight
 from quant.formats.tensor import BlockScaledTensor
 
 HIDDEN, INTERMEDIATE, VOCABULARY = 2048, 5632, 32000

@@ -14,12 +14,12 @@ from pathlib import Path
 
 import torch
 
-from quant.export.engine.cache_plugin import CacheSpec, compile_cache_attention
+from quant.export.tensorrt.cache_plugin import CacheSpec, compile_cache_attention
 from quant.export.engine.kernel_bundle import pack
-from quant.export.engine.plugin_library import PluginKernels, build_launches
+from quant.export.tensorrt.plugin_library import PluginKernels, build_launches
 from quant.kernels.attention.decode import paged_attention
-from quant.kernels.kv_pages import KVPages, kv_format
-from quant.kernels.portable.attention.paged_kv_cache import write_kv
+from quant.kernels.attention.kv_pages import KVPages, kv_format
+from quant.kernels.attention.portable_paged_kv_cache import write_kv
 
 HEADS, KV_HEADS, DIM, KEYS, PAGE = 32, 8, 128, 32768, 64
 

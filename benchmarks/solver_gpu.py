@@ -30,7 +30,7 @@ from torch import nn
 import quant
 from quant.calibration.statistics import round_activation
 from quant.evaluation.evaluate import evaluate
-from quant.kernels.linear.modules import QuantLinear
+from quant.kernels.linear.quant_linear import QuantLinear
 
 TOKENS = Path(__file__).parent / "data" / "smollm2_wikitext2_512.safetensors"
 # Recipe and solver: the quick ones first, for a budget of seconds may cut the list.

@@ -36,10 +36,10 @@ from torch import nn
 
 import quant
 from quant.calibration.session import Session
-from quant.calibration.texts.generate import generate_rows
+from quant.calibration.texts.self_written import generate_rows
 from quant.evaluation.evaluate import evaluate
 from quant.execution.mixed_text import mixed_text
-from quant.training.loop import Hyperparameters, Trained, train, train_only_rounded
+from quant.training.train_loop import Hyperparameters, Trained, train, train_only_rounded
 
 TITLE = "Training under the deployed rounding"
 TOKENS = Path(__file__).parent / "data" / "smollm2_wikitext2_512.safetensors"

@@ -45,7 +45,7 @@ from torch.nn.functional import scaled_dot_product_attention
 import quant
 from quant.kernels.training.fp8_attention import fp8_training_attention
 from quant.training.low_precision.backends import TORCHAO
-from quant.training.low_precision.recipe import RECIPES, TrainingRecipe
+from quant.training.low_precision.training_recipe import RECIPES, TrainingRecipe
 from quant.training.low_precision.te_products import TRANSFORMER_ENGINE
 
 _EXPERTS = (

@@ -33,7 +33,7 @@ from _table import machine, show, versions
 from torch.nn import functional
 
 import quant
-from quant.training.low_precision.recipe import RECIPES
+from quant.training.low_precision.training_recipe import RECIPES
 
 _DATA = Path(__file__).parent / "data"
 _MOVED = "BF16, from weights moved by 2⁻⁸"

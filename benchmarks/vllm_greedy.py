@@ -75,10 +75,10 @@ def make(out: Path, source: str) -> None:
     from safetensors.torch import load_file, save_file
     from vllm_presets import DATA, DENSE, token_rows, trained
 
-    from quant.api.quantize import quantize
-    from quant.checkpoints.save import save
-    from quant.models.open import open_model
-    from quant.plan.make import make_plan
+    from quant.run.quantize import quantize
+    from quant.export.checkpoint.save import save
+    from quant.models.open_model import open_model
+    from quant.recipes.plan_make import make_plan
 
     args = argparse.Namespace(name=DENSE, model=source, steps=300, device="cuda")
     model = trained(args) if source == "bytes" else open_model(source).model

@@ -20,11 +20,11 @@ from unittest.mock import patch
 import torch
 from _table import machine, show, versions
 
-from quant.export.checkpoint.compressed_tensors import compress
+from quant.export.checkpoint.files.compressed_tensors import compress
 from quant.formats.format import FORMATS
 from quant.formats.tensor import BlockScaledTensor, quantize
-from quant.kernels.hardware import current
-from quant.kernels.timing import graph_microseconds
+from quant.kernels.base.hardware import current
+from quant.kernels.base.timing import graph_microseconds
 from quant.recipes.json_text import json_text
 
 SHAPES = ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336))
@@ -72,7 +72,7 @@ def kernels(format: str, shape: tuple[int, int]) -> Iterator[tuple[str, Any]]:
     from vllm.model_executor.layers.quantization.utils import quant_utils
     from vllm.scalar_type import scalar_types
 
-    from quant.vllm_plugin import linear as ours
+    from quant.vllm_plugin import linear_kernels as ours
 
     if format == "int4":
         config = theirs.MPLinearLayerConfig(

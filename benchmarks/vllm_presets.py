@@ -105,13 +105,13 @@ def make(args: argparse.Namespace) -> None:
     """Writes every checkpoint of one model."""
     import torch
 
-    from quant.api.quantize import quantize
-    from quant.checkpoints.convert import convert
-    from quant.checkpoints.save import save
+    from quant.run.quantize import quantize
+    from quant.export.checkpoint.convert import convert
+    from quant.export.checkpoint.save import save
     from quant.evaluation.evaluate import evaluate
     from quant.formats.format import FORMATS, FP8_HEAD
-    from quant.models.open import open_model
-    from quant.plan.make import make_plan
+    from quant.models.open_model import open_model
+    from quant.recipes.plan_make import make_plan
 
     rows, evaluation = token_rows(args)
     is_file = args.name == DENSE and args.model != "bytes"

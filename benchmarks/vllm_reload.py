@@ -73,9 +73,9 @@ def make(out: Path, models: set[str]) -> None:
     import torch
     import transformers
 
-    from quant.api.quantize import quantize
-    from quant.checkpoints.save import save
-    from quant.plan.make import make_plan
+    from quant.run.quantize import quantize
+    from quant.export.checkpoint.save import save
+    from quant.recipes.plan_make import make_plan
 
     for name in models:
         family, sizes, preset, head = MODELS[name]

@@ -25,7 +25,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
-from quant.calibration.blocks import Call, is_cache, stored_dtype
+from quant.recipes.blocks import Call, is_cache, stored_dtype
 from quant.calibration.evaluating import evaluating
 from quant.calibration.padding import unpadded
 from quant.calibration.placement import device_of

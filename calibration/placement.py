@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from quant.calibration.blocks import block_names, removing
+from quant.recipes.blocks import block_names, removing
 from quant.calibration.prefetch import Prefetcher
 from quant.recipes.module_hooks import forwarding
 

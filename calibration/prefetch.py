@@ -22,7 +22,7 @@ from typing import TypeVar
 
 import torch
 
-from quant.formats.mapped import in_memory, populate
+from quant.base.mapped import in_memory, populate
 
 Step = TypeVar("Step")
 

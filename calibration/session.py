@@ -16,7 +16,7 @@ Below them a function takes the session. It runs models `placed(model, session.d
 listener or a store ignores these calls. Functions that compute with tensors or move them take a device.
 
 A finished step is some tensors and a JSON-ready record under a name: a solved block, the calibration text, an
-evaluation. `quant.execution.steps.store.DirectoryStore` keeps steps in a directory; the `Store` here keeps nothing.
+evaluation. `quant.calibration.walk.step_store.DirectoryStore` keeps steps in a directory; the `Store` here keeps nothing.
 Callers need not ask which one it is: a step that was put into a plain `Store` is never in it, and `get` gives None, so
 the work is done.
 """
@@ -32,10 +32,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from quant.calibration.listener import Progress
+from quant.base.listener import Progress
 from quant.calibration.placement import Device, elsewhere, find_device
 from quant.calibration.ranks import rank_and_world
-from quant.kernels.processor import memory_left, memory_limit
+from quant.kernels.base.processor import memory_left, memory_limit
 
 Mapped = Callable[[Mapping[str, torch.Tensor]], None]
 """Called with the tensors of a step, mapped from their file, when they are written."""

@@ -312,7 +312,7 @@ def round_activation(x: torch.Tensor, activation: Format | None, input_scale: to
     if activation is None:
         return x
     if x.is_cuda and activation.is_nvfp4 and x.shape[-1] % activation.block[1] == 0 and x.numel():
-        from quant.kernels.portable.nvfp4_solvers import fake_quantize_nvfp4
+        from quant.kernels.rounding.portable_solvers import fake_quantize_nvfp4
 
         return fake_quantize_nvfp4(x, input_scale, activation)
     return tensor.round_activation(x, activation, input_scale)

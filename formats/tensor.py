@@ -24,7 +24,7 @@ from quant.formats.format import Format
 from quant.formats.known_names import known_names
 from quant.formats.number import Number
 from quant.formats.packing import pack, unpack
-from quant.formats.parallel import in_parts
+from quant.base.parallel import in_parts
 from quant.formats.rounding import decode, encode, round_to
 from quant.formats.scaling import SCALE_RULES, ScaleRule, finite_or_nan, global_scale_of
 

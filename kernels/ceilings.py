@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
-from quant.kernels.hardware import Hardware, current
-from quant.kernels.timing import graph_microseconds
+from quant.kernels.base.hardware import Hardware, current
+from quant.kernels.base.timing import graph_microseconds
 
 _BYTES = 1 << 30
 _SIZE = 8192

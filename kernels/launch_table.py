@@ -15,12 +15,12 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from quant.formats.atomic import write_atomically
+from quant.base.atomic import write_atomically
 from quant.formats.format import Format
-from quant.formats.json_files import read_json
-from quant.kernels import matmul_tiles
-from quant.kernels.hardware import Hardware
-from quant.kernels.matmul_tiles import Choice
+from quant.base.json_files import read_json
+from quant.kernels.linear import tiles
+from quant.kernels.base.hardware import Hardware
+from quant.kernels.linear.tiles import Choice
 
 # With at most this many tokens, reading the weight takes all the time, and a launch for more tokens serves fewer. From
 # there to `matmul_tiles.FEW`, each power of two has its own tile.
@@ -41,8 +41,8 @@ class MeasuredChoice:
 
 def look_up(gpu: Hardware, format: Format, tokens: int, shape: tuple[int, int], prepacked: bool) -> Choice | None:
     """Returns the launch measured for a shape and this number of tokens, or for the next larger one, or None."""
-    table, count = _table(gpu.name), matmul_tiles.bucket(tokens)
-    if count <= matmul_tiles.FEW:
+    table, count = _table(gpu.name), tiles.bucket(tokens)
+    if count <= tiles.FEW:
         most = max(_SAME, count)
     elif prepacked:
         # Tiles that go evenly into the SMs for one number of tokens do not for another; the guess knows.
@@ -60,7 +60,7 @@ def look_up(gpu: Hardware, format: Format, tokens: int, shape: tuple[int, int], 
 def key(format: Format, tokens: int, shape: tuple[int, int], prepacked: bool) -> str:
     """Returns the name of an entry; to the kernel for prepacked weights, MXFP4 is NVFP4."""
     layout = "nvfp4|prepacked" if prepacked else f"{format}|checkpoint"
-    return f"{layout}|{matmul_tiles.bucket(tokens)}|{shape[0]}|{shape[1]}"
+    return f"{layout}|{tiles.bucket(tokens)}|{shape[0]}|{shape[1]}"
 
 
 @lru_cache(maxsize=8)
@@ -75,7 +75,7 @@ def _table(gpu: str) -> dict[str, Choice]:
 
 def _choices(document: Any) -> dict[str, Choice]:
     try:
-        return {name: matmul_tiles.from_dict(entry["choice"]) for name, entry in document["entries"].items()}
+        return {name: tiles.from_dict(entry["choice"]) for name, entry in document["entries"].items()}
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{type(error).__name__}: {error}") from None
 
@@ -117,4 +117,4 @@ def store(gpu: Hardware, entries: dict[str, MeasuredChoice]) -> Path:
 
 def to_entry(timing: MeasuredChoice) -> dict[str, Any]:
     """Returns the entry of a table, JSON-ready."""
-    return {"choice": matmul_tiles.to_dict(timing.choice), "microseconds": round(timing.microseconds, 2)}
+    return {"choice": tiles.to_dict(timing.choice), "microseconds": round(timing.microseconds, 2)}

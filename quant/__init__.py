@@ -30,51 +30,51 @@ def _check_links() -> None:
 _check_links()
 
 _PUBLIC = {
-    "quant.allocation.allocate": ("Allocation", "allocate"),
-    "quant.allocation.goal": ("Goal",),
-    "quant.checkpoints.convert": ("convert",),
-    "quant.checkpoints.load": ("load",),
-    "quant.api.export_model": ("Exported", "export_model"),
-    "quant.api.quantize": ("quantize",),
-    "quant.checkpoints.save": ("save",),
-    "quant.checkpoints.verify": ("Verification", "verify"),
-    "quant.runtime.attention": ("quantized_attention",),
-    "quant.execution.input_scales": ("calibrate",),
-    "quant.calibration.listener": ("Listener",),
+    "quant.calibration.allocation.allocate": ("Allocation", "allocate"),
+    "quant.calibration.allocation.goal": ("Goal",),
+    "quant.export.checkpoint.convert": ("convert",),
+    "quant.export.checkpoint.load": ("load",),
+    "quant.export.export_model": ("Exported", "export_model"),
+    "quant.run.quantize": ("quantize",),
+    "quant.export.checkpoint.save": ("save",),
+    "quant.export.checkpoint.verify": ("Verification", "verify"),
+    "quant.generate.quantized_attention": ("quantized_attention",),
+    "quant.calibration.walk.input_scales": ("calibrate",),
+    "quant.base.listener": ("Listener",),
     "quant.calibration.texts.rows": ("calibration_rows", "token_rows"),
-    "quant.errors": ("UserError",),
+    "quant.base.errors": ("UserError",),
     "quant.integrations.from_modelopt": ("from_modelopt",),
-    "quant.integrations.from_pretrained": ("QuantConfig",),
+    "quant.adapters.from_pretrained": ("QuantConfig",),
     "quant.integrations.from_torchao": ("from_torchao",),
-    "quant.integrations.modelopt_config": ("modelopt_config",),
+    "quant.adapters.modelopt_names": ("modelopt_config",),
     "quant.evaluation.evaluate": ("evaluate",),
-    "quant.evaluation.record": ("Evaluation",),
+    "quant.evaluation.evaluation": ("Evaluation",),
     "quant.formats.format": ("FORMATS", "Format"),
     "quant.formats.tensor": ("BlockScaledTensor",),
-    "quant.integrations.lightning_callback": ("QATCallback",),
-    "quant.integrations.lora": ("lora", "merge_lora"),
-    "quant.integrations.tasks": ("TaskScore", "evaluate_tasks"),
+    "quant.adapters.lightning_callback": ("QATCallback",),
+    "quant.adapters.lora": ("lora", "merge_lora"),
+    "quant.adapters.tasks": ("TaskScore", "evaluate_tasks"),
     "quant.kernels.linear.expert_modules": ("QuantExperts",),
-    "quant.kernels.linear.modules": ("QuantLinear",),
+    "quant.kernels.linear.quant_linear": ("QuantLinear",),
     "quant.kernels.linear.oracle": ("set_weight_cache",),
-    "quant.runtime.kv_cache": ("QuantizedKVCache",),
-    "quant.models.open": ("Source", "open_model"),
+    "quant.generate.quantized_kv_cache": ("QuantizedKVCache",),
+    "quant.models.open_model": ("Source", "open_model"),
     "quant.report.render": ("render_html",),
-    "quant.plan.edit": ("edit_plan",),
-    "quant.plan.make": ("make_plan",),
+    "quant.recipes.plan_edit": ("edit_plan",),
+    "quant.recipes.plan_make": ("make_plan",),
     "quant.recipes.layer_kind": ("LayerKind",),
     "quant.recipes.plan": ("LayerPlan", "Plan"),
     "quant.recipes.recipe": ("Recipe", "Rule"),
     "quant.report.report": ("Report",),
-    "quant.execution.layer_result": ("Quantized",),
-    "quant.execution.solve_weights": ("apply_plan",),
+    "quant.calibration.layer_result": ("Quantized",),
+    "quant.calibration.walk.solve_weights": ("apply_plan",),
     "quant.training.distill": ("DistillMixin", "distill"),
-    "quant.training.low_precision.conversion.convert": ("from_low_precision_training", "to_low_precision_training"),
+    "quant.training.low_precision.conversion": ("from_low_precision_training", "to_low_precision_training"),
     "quant.training.low_precision.conversion.deploy": ("convert_trained",),
     "quant.training.low_precision.conversion.report": ("LowPrecisionTraining",),
-    "quant.training.low_precision.recipe": ("TrainingRecipe",),
-    "quant.training.options": ("DistillOptions",),
-    "quant.training.run": ("distill_checkpoint",),
+    "quant.training.low_precision.training_recipe": ("TrainingRecipe",),
+    "quant.training.distill_options": ("DistillOptions",),
+    "quant.training.distill_checkpoint": ("distill_checkpoint",),
     "quant.training.teacher_cache": ("cache_teacher",),
     "quant.training.trainer": ("DistillTrainer",),
     "quant.training.qat": ("convert_qat", "prepare_qat"),
@@ -86,7 +86,7 @@ __all__ = ["__version__", *_HOME]
 
 def _edit_plan(plan: Any, setting: str, whole_groups: bool) -> Any:
     """Carries out `Plan.set`, whose room may not import the editing of plans."""
-    return importlib.import_module("quant.plan.edit").set_in_python(plan, setting, whole_groups)
+    return importlib.import_module("quant.recipes.plan_edit").set_in_python(plan, setting, whole_groups)
 
 
 def __getattr__(name: str) -> Any:
@@ -95,7 +95,7 @@ def __getattr__(name: str) -> Any:
     value = getattr(importlib.import_module(_HOME[name]), name)
     if inspect.isfunction(value):
         # Commands import the function from its module, and its messages name their options.
-        value = importlib.import_module("quant.errors").naming_parameters(value)
+        value = importlib.import_module("quant.base.errors").naming_parameters(value)
     globals()[name] = value  # found there from now on
     return value
 

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 
 from quant.recipes.layer_kind import LayerKind
 from quant.recipes.layers import Layer
-from quant.recipes.shared_inputs import group_name, parent_of
+from quant.recipes.groups import group_name, parent_of
 
 if TYPE_CHECKING:
     from torch import nn

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from quant.formats.atomic import write_atomically
+from quant.base.atomic import write_atomically
 
 
 def json_text(value: Any, **options: Any) -> str:

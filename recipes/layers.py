@@ -13,7 +13,7 @@ modules and for bare state dicts.
 A convolution, and the `Conv1D` of GPT-2, have the shape of the matrix that they multiply by: output channels first,
 also where the parameter is stored with its input channels first (`transposed`).
 
-Layers that read the same input are found by `quant.recipes.shared_inputs`.
+Layers that read the same input are found by `quant.recipes.groups`.
 """
 
 from __future__ import annotations

@@ -28,12 +28,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, TypedDict, get_type_hints
 
-from quant.formats.atomic import write_atomically
+from quant.base.atomic import write_atomically
 from quant.formats.format import FORMATS, FP8_HEAD, Format, cache_format, get_format, parse_format
-from quant.formats.html_table import html_table
-from quant.formats.json_files import read_json
+from quant.base.html_table import html_table
+from quant.base.json_files import read_json
 from quant.formats.known_names import known_names
-from quant.recipes.json_data import check_fields, typed
+from quant.base.json_data import check_fields, typed
 from quant.recipes.json_text import json_text
 from quant.recipes.layer_kind import LayerKind
 from quant.recipes.solver_names import DEFAULT_OBSERVER

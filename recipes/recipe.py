@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from quant.formats.format import FORMATS, INPUT_FORMATS, Format, cache_format, get_format, is_16bit, parse_format
-from quant.formats.json_files import check_depth
+from quant.base.json_files import check_depth
 from quant.formats.known_names import known_names
 from quant.recipes.solver_names import DEFAULT_OBSERVER
 

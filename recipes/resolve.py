@@ -26,7 +26,7 @@ from quant.recipes.layer_kind import LayerKind
 from quant.recipes.layers import ROUTER, Layer
 from quant.recipes.plan import LayerPlan, Plan, groups_of
 from quant.recipes.recipe import KEEP, Recipe, Rule, matched, named_format, no_match
-from quant.recipes.shared_inputs import group_name
+from quant.recipes.groups import group_name
 
 QUANTIZABLE = (LayerKind.LINEAR, LayerKind.EXPERTS, LayerKind.CONV)
 _KEPT_KINDS = {

@@ -42,9 +42,9 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
-from quant.checkpoints.convert import convert
-from quant.checkpoints.load import load
-from quant.export.checkpoint.names import cut_experts, expert_names
+from quant.export.checkpoint.convert import convert
+from quant.export.checkpoint.load import load
+from quant.export.checkpoint.files.names import cut_experts, expert_names
 from quant.kernels.linear.expert_stack import ExpertStack
 from quant.models.huggingface import patch_forward
 from quant.recipes.expert_stacks import expert_matrices

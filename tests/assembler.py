@@ -8,7 +8,7 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from quant.kernels.aot import ARCHITECTURES, CompiledKernel
+from quant.kernels.base.ptx import ARCHITECTURES, CompiledKernel
 
 
 @dataclass(frozen=True)

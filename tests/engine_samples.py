@@ -55,7 +55,7 @@ def written_graph(
     """
     import onnx
 
-    from quant.export.onnx_graph.export import write_onnx
+    from quant.export.onnx.export_onnx import write_onnx
 
     def digest(path: Path) -> str:
         return hashlib.sha256(onnx.load(path).SerializeToString(deterministic=True)).hexdigest()

@@ -8,11 +8,11 @@ from typing import Any
 from torch import nn
 
 from quant.formats.format import get_format
-from quant.plan.check import Problem
+from quant.recipes.plan_check import Problem
 from quant.recipes.layer_kind import LayerKind
 from quant.recipes.layers import Layer, find_layers
 from quant.recipes.plan import LayerPlan, Plan
-from quant.recipes.shared_inputs import watching
+from quant.recipes.groups import watching
 
 NVFP4, FP8C, TOKEN = get_format("nvfp4"), get_format("fp8_channel"), get_format("fp8_token")
 ATTENTION = "model.layers.{}.self_attn.{}_proj"

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from quant.formats.format import Format
-from quant.training.low_precision.recipe import TrainingRecipe
+from quant.training.low_precision.training_recipe import TrainingRecipe
 from quant.training.rounding.hadamard import hadamard_matrix
 
 

@@ -37,7 +37,7 @@ from torch import nn
 from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import checkpoint
 
-from quant.calibration.blocks import block_names, removing
+from quant.recipes.blocks import block_names, removing
 from quant.calibration.fast_matmul import fast_matmul
 from quant.calibration.outputs.logits import Logits, logits_of
 from quant.calibration.outputs.substitutes import other_tensors, run_with

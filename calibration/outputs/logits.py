@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from quant.calibration.attention_names import text_config
-from quant.calibration.blocks import output_of
+from quant.recipes.blocks import output_of
 from quant.calibration.texts.rows import trial_rows
 from quant.recipes.module_hooks import forwarding
 

@@ -30,7 +30,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from quant.calibration.blocks import all_arguments, output_of, removing
+from quant.recipes.blocks import all_arguments, output_of, removing
 
 # Errors of an addition in units of its rounding, and how far above it an output must be to be distinguished from it.
 _ROUNDINGS, _ABOVE = 8, 32

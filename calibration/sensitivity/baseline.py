@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from quant.calibration.blocks import find_chains, removing
+from quant.recipes.blocks import find_chains, removing
 from quant.calibration.placement import free_memory
 from quant.calibration.sensitivity.divergence import Divergence, Later
 from quant.calibration.sensitivity.switchable_layer import CallCache

@@ -20,8 +20,8 @@ from quant.calibration.placement import NARROW
 from quant.calibration.sensitivity.candidates import Candidate
 from quant.calibration.sensitivity.group_solutions import GroupSolution, Key
 from quant.calibration.sensitivity.switchable_layer import SwitchableLayer
-from quant.calibration.solvers.group import solve_group
-from quant.calibration.solvers.solver import get_solver
+from quant.calibration.solvers.solve_group import solve_group
+from quant.calibration.solvers.registry import get_solver
 from quant.formats.tensor import BlockScaledTensor
 from quant.recipes.plan import LayerPlan
 

@@ -31,7 +31,7 @@ import torch
 from torch import nn
 from torch.linalg import vecdot
 
-from quant.calibration.blocks import output_of
+from quant.recipes.blocks import output_of
 from quant.calibration.fast_matmul import PairedWeight, difference_dtype, has_pairs
 from quant.calibration.outputs.logits import Logits, logits_of
 from quant.calibration.texts.rows import trial_rows
@@ -195,7 +195,7 @@ class NextToken(Logits):
         """Returns the divergence at the positions of slice `index`, float32 `[positions]`."""
         base, slices = reference
         if self._has_fast_logits(hidden):
-            from quant.kernels.portable.divergence import kl_of_logits
+            from quant.kernels.base.portable_divergence import kl_of_logits
 
             logits = self._fast_logits(base[part]) if slices is None else slices[index]
             return kl_of_logits(logits, self._difference(hidden[part], base[part], None))

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from quant.calibration.blocks import all_arguments, removing
+from quant.recipes.blocks import all_arguments, removing
 from quant.calibration.sensitivity.baseline import Baseline
 from quant.calibration.sensitivity.divergence import Divergence, NotFinite, finite
 from quant.calibration.sensitivity.switchable_layer import SwitchableLayer

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from quant.calibration.blocks import stored_dtype
+from quant.recipes.blocks import stored_dtype
 from quant.calibration.sensitivity.candidates import KEPT, Candidate
 from quant.calibration.sensitivity.divergence import Divergence, divergence_of
 from quant.calibration.sensitivity.group_solutions import GroupSolution, Key, digest_of

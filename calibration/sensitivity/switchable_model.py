@@ -22,7 +22,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from quant.calibration.blocks import block_names
+from quant.recipes.blocks import block_names
 from quant.calibration.evaluating import prepared
 from quant.calibration.placement import free_memory
 from quant.calibration.sensitivity.candidate_weights import CandidateWeights
@@ -36,7 +36,7 @@ from quant.calibration.sensitivity.switchable_layer import (
     same_tensor,
 )
 from quant.calibration.session import Session
-from quant.calibration.solvers.solver import get_pipeline
+from quant.calibration.solvers.registry import get_pipeline
 from quant.calibration.statistics import round_activation, static_input_scale
 from quant.calibration.walk.collect import collect_input_amax
 from quant.kernels.linear.expert_modules import can_run_experts_one_by_one, experts_forward

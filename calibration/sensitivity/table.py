@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from quant.formats.json_files import read_json
-from quant.recipes.json_data import JsonData
+from quant.base.json_files import read_json
+from quant.base.json_data import JsonData
 from quant.recipes.json_text import write_json
 
 METHODS = ("fisher", "kl", "output")

@@ -15,9 +15,9 @@ from typing import Any
 
 from quant.calibration.ranks import gathered, rank_and_world, wait_for_all
 from quant.calibration.session import Session
-from quant.formats.atomic import write_atomically
-from quant.formats.json_files import read_json
-from quant.recipes.json_data import typed
+from quant.base.atomic import write_atomically
+from quant.base.json_files import read_json
+from quant.base.json_data import typed
 
 Result = dict[str, dict[str, float]]
 

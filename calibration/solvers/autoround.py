@@ -27,7 +27,7 @@ import torch
 from torch import nn
 from torch.nn.functional import pad
 
-from quant.calibration.blocks import Call, output_of
+from quant.recipes.blocks import Call, output_of
 from quant.calibration.outputs.substitutes import Substitute
 from quant.calibration.solvers.rotation import matrix_of
 from quant.calibration.statistics import round_activation
@@ -35,7 +35,7 @@ from quant.formats.format import Format
 from quant.formats.number import E4M3
 from quant.formats.rounding import decode, round_to
 from quant.formats.tensor import BlockScaledTensor, quantize_with_scale
-from quant.kernels.linear.modules import RunTimeParts
+from quant.kernels.linear.quant_linear import RunTimeParts
 from quant.recipes.module_hooks import take_hooks
 
 
@@ -169,7 +169,7 @@ class _Rounded(torch.autograd.Function):
         ctx.save_for_backward(latent, step, first_step)
         ctx.format = format
         if _is_fused(latent, format):
-            from quant.kernels.portable.nvfp4_solvers import learned_values
+            from quant.kernels.rounding.portable_solvers import learned_values
 
             return learned_values(latent, first_step, step)
         spread = _spread(step, latent.shape, format)
@@ -181,7 +181,7 @@ class _Rounded(torch.autograd.Function):
         latent, step, first_step = ctx.saved_tensors
         (gradient,) = gradients
         if _is_fused(latent, ctx.format):
-            from quant.kernels.portable.nvfp4_solvers import learned_gradient
+            from quant.kernels.rounding.portable_solvers import learned_gradient
 
             return *learned_gradient(latent, first_step, step, gradient), None, None
         element = ctx.format.element

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from quant.calibration.fast_matmul import SplitMatrix
 from quant.calibration.ranks import Exchange, dealt, rank_and_world, shares_rows
-from quant.calibration.solvers.rows import WHOLE
+from quant.calibration.solvers.row_parallel import WHOLE
 from quant.formats.scaling import nonzero
 
 # Columns of a factor that are taken together on a CPU and on a GPU, and the number of such slabs that ranks share.

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from quant.calibration.blocks import Call, all_arguments, output_of, removing
+from quant.recipes.blocks import Call, all_arguments, output_of, removing
 
 # Modeling code computes norms and rotary embeddings in float32 whatever it is given.
 _TOLERANCE = 1e-6

@@ -36,14 +36,14 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from quant.calibration.fast_matmul import SplitMatrix
-from quant.calibration.solvers.base import required_stats
+from quant.calibration.solvers.interfaces import required_stats
 from quant.calibration.solvers.block_search import round_with_feedback, search_block, search_threads, to_errors
 from quant.calibration.solvers.factor import Factor, block_factors, block_order, corrected_weight, factorize
-from quant.calibration.solvers.rows import LEAST_ROWS, WHOLE, solve_by_rows
+from quant.calibration.solvers.row_parallel import LEAST_ROWS, WHOLE, solve_by_rows
 from quant.calibration.statistics import LayerStats, diagonal_blocks
 from quant.formats.format import Format
 from quant.formats.number import E4M3, Number
-from quant.formats.parallel import in_parts
+from quant.base.parallel import in_parts
 from quant.formats.tensor import BlockScaledTensor, choose_scale, quantize_with_scale
 
 # Columns whose feedback to the rest of the matrix is gathered into one product.
@@ -323,7 +323,7 @@ def encoded(
 
 def _nvfp4_window(second: Tensor) -> _SolveWindow:
     """Returns `_solve_window` as one kernel for windows of whole NVFP4 blocks on a GPU."""
-    from quant.kernels.portable.nvfp4_solvers import solve_nvfp4_window
+    from quant.kernels.rounding.portable_solvers import solve_nvfp4_window
 
     return partial(solve_nvfp4_window, second)
 
@@ -334,7 +334,7 @@ def compile_ahead(formats: Iterable[Format], device: torch.device | None) -> Non
     A process whose kernels are in Triton's cache finds them there.
     """
     if device is not None and device.type == "cuda" and any(format.is_nvfp4 for format in formats):
-        from quant.kernels.portable.nvfp4_solvers import compile_solver
+        from quant.kernels.rounding.portable_solvers import compile_solver
 
         compile_solver(device)
 

@@ -14,13 +14,13 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from quant.calibration.solvers.base import required_stats
+from quant.calibration.solvers.interfaces import required_stats
 from quant.calibration.solvers.block_search import search_block
 from quant.calibration.solvers.factor import block_factors
-from quant.calibration.solvers.rows import solve_by_rows
+from quant.calibration.solvers.row_parallel import solve_by_rows
 from quant.calibration.statistics import LayerStats
 from quant.formats.format import Format
-from quant.formats.parallel import in_parts
+from quant.base.parallel import in_parts
 from quant.formats.scaling import nonzero
 from quant.formats.tensor import BlockScaledTensor, quantize_with_scale
 
@@ -69,7 +69,7 @@ def local_hessian(weight: Tensor, moments: Tensor, format: Format, global_scale:
     _, uppers = block_factors(moments + _DAMPING * mean * torch.eye(width, device=moments.device, dtype=torch.float32))
     target = weight.t().contiguous()
     if weight.is_cuda and format.is_nvfp4 and len(target) % width == 0:
-        from quant.kernels.portable.nvfp4_solvers import search_nvfp4_blocks
+        from quant.kernels.rounding.portable_solvers import search_nvfp4_blocks
 
         values, chosen = search_nvfp4_blocks(target, uppers, second)
         return quantize_with_scale(values.t().contiguous(), format, chosen.t().contiguous(), global_scale)

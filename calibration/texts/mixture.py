@@ -37,7 +37,7 @@ from torch import nn
 
 from quant.calibration.session import Session
 from quant.calibration.texts.documents import chat_ids, cut_rows, start_token
-from quant.calibration.texts.generate import first_token, generate_rows
+from quant.calibration.texts.self_written import first_token, generate_rows
 
 PIECE = 256
 OWN, CHAT = "own text", "dialogue"

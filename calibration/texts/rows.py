@@ -11,7 +11,7 @@ or a safetensors file are cut as they are.
     text.txt  ids.safetensors  tensor      token_rows
     data.jsonl  folder/  hf:org/name       records of a data set                   quant.calibration.texts.records
     a data loader, a list of texts, …      batches and documents                   quant.calibration.texts.documents
-    self, or None                          text that the model itself writes       quant.calibration.texts.generate
+    self, or None                          text that the model itself writes       quant.calibration.texts.self_written
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from torch import nn
 from quant.calibration.attention_names import text_config
 from quant.calibration.session import Session
 from quant.calibration.texts.documents import cut_rows, pack_rows, read_documents, shuffled, start_token, whole_rows
-from quant.calibration.texts.generate import generate_rows
+from quant.calibration.texts.self_written import generate_rows
 from quant.calibration.texts.records import Corpus, parse_corpus, read_records
 
 Text = str | Path | torch.Tensor

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from quant.calibration.blocks import block_names, calls_of_chain, find_chains, output_of, without_hidden
+from quant.recipes.blocks import block_names, calls_of_chain, find_chains, output_of, without_hidden
 from quant.calibration.placement import DeviceCopies, device_of, home_of_states, tensors_of
 from quant.calibration.prefetch import Prefetcher
 from quant.calibration.texts.rows import trial_rows

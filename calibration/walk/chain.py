@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from quant.calibration.blocks import Call, calls_of_chain, without_hidden
+from quant.recipes.blocks import Call, calls_of_chain, without_hidden
 from quant.calibration.placement import home_of_states
 from quant.calibration.session import Session
 from quant.calibration.walk.handed_on import HandedOn, copied, handed_on

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from quant.calibration.blocks import Stop, all_arguments, removing
+from quant.recipes.blocks import Stop, all_arguments, removing
 from quant.calibration.observers import Observer
 from quant.calibration.placement import device_of, placed
 from quant.calibration.ranks import gathered, own_batches

@@ -28,15 +28,15 @@ from quant.calibration.fast_matmul import PairedWeight, fast_matmul, has_pairs
 from quant.calibration.outputs.gradients import labels_drawn
 from quant.calibration.placement import device_of
 from quant.calibration.session import Session
-from quant.calibration.solvers.base import Solver
-from quant.calibration.solvers.group import solve_group
+from quant.calibration.solvers.interfaces import Solver
+from quant.calibration.solvers.solve_group import solve_group
 from quant.calibration.solvers.rotations.learn import STEPS
-from quant.calibration.solvers.solver import Pipeline, get_pipeline, supports
+from quant.calibration.solvers.registry import Pipeline, get_pipeline, supports
 from quant.calibration.statistics import LayerStats
-from quant.calibration.texts.generate import ROWS_AT_ONCE
+from quant.calibration.texts.self_written import ROWS_AT_ONCE
 from quant.calibration.texts.mixture import PIECE
 from quant.calibration.walk.group import Settings
-from quant.calibration.walk.steps.learn_rotation import LEARNING_ROWS
+from quant.calibration.walk.learn_rotation import LEARNING_ROWS
 from quant.formats.format import Format
 from quant.recipes.layer_kind import LayerKind
 from quant.recipes.plan import LayerPlan, Plan, groups_of

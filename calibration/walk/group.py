@@ -16,12 +16,12 @@ from torch import nn
 
 from quant.calibration.observers import get_observer
 from quant.calibration.ranks import Exchange
-from quant.calibration.solvers.base import sampled
-from quant.calibration.solvers.solver import Pipeline, get_pipeline
+from quant.calibration.solvers.interfaces import sampled
+from quant.calibration.solvers.registry import Pipeline, get_pipeline
 from quant.calibration.statistics import LayerStats, round_activation, static_input_scale
 from quant.formats.format import Format
 from quant.formats.tensor import BlockScaledTensor
-from quant.kernels.linear.modules import RunTimeParts
+from quant.kernels.linear.quant_linear import RunTimeParts
 from quant.recipes.guard import Guard
 from quant.recipes.plan import LayerPlan, groups_of
 

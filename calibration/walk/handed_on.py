@@ -16,7 +16,7 @@ from collections import UserDict
 from collections.abc import Mapping
 from typing import Any
 
-from quant.calibration.blocks import Call
+from quant.recipes.blocks import Call
 
 Slot = int | str
 HandedOn = Mapping[Slot, "UserDict[Any, Any]"]

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from quant.calibration.blocks import block_names, calls_of_chain, equal_but_hidden, find_chains, stored_dtype
+from quant.recipes.blocks import block_names, calls_of_chain, equal_but_hidden, find_chains, stored_dtype
 from quant.calibration.inputs import call_of
 from quant.calibration.outputs.gradients import OutputMoments, output_moments
 from quant.calibration.placement import (
@@ -32,17 +32,17 @@ from quant.calibration.placement import (
 from quant.calibration.prefetch import value_of
 from quant.calibration.ranks import own_batches
 from quant.calibration.session import Session
-from quant.calibration.solvers.rotations.merge import merge_rotations
-from quant.calibration.solvers.solver import get_pipeline
+from quant.calibration.solvers.merge_rotations import merge_rotations
+from quant.calibration.solvers.registry import get_pipeline
 from quant.calibration.texts.rows import trial_rows
 from quant.calibration.walk.block import Block, BlockCalls
 from quant.calibration.walk.chain import BlockStore, Chain, States
-from quant.calibration.walk.experts import FusedExperts
+from quant.calibration.walk.fused_experts import FusedExperts
 from quant.calibration.walk.group import Settings, Solved, gather
 from quant.calibration.walk.handed_on import is_filled
 from quant.calibration.walk.scratch import Scratch
 from quant.calibration.walk.stand_in import weight_of
-from quant.calibration.walk.steps.learn_rotation import merge_learned_rotation
+from quant.calibration.walk.learn_rotation import merge_learned_rotation
 from quant.recipes.expert_stacks import expert_matrices
 from quant.recipes.layer_kind import LayerKind
 from quant.recipes.plan import LayerPlan, Plan, groups_of

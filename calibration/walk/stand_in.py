@@ -17,7 +17,7 @@ from quant.calibration.outputs.substitutes import Substitute
 from quant.calibration.ranks import number_of
 from quant.calibration.solvers.rotation import matrix_of
 from quant.calibration.walk.group import Group
-from quant.kernels.linear.modules import RunTimeParts
+from quant.kernels.linear.quant_linear import RunTimeParts
 from quant.recipes.module_hooks import has_hooks, take_hooks
 
 

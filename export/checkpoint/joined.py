@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from quant.export.checkpoint.conversion_rules import class_rules, file_rules, operations
+from quant.export.checkpoint.files.conversion_rules import class_rules, file_rules, operations
 
 Names = Collection[str]
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from quant.kernels.aot import CompiledKernel
+from quant.kernels.base.ptx import CompiledKernel
 
 _FIRST = "blockscale-kernels 1\n"
 

@@ -18,14 +18,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from quant.export.engine.targets import GpuTarget
-from quant.export.onnx_graph.shapes import FP8_ATTENTION_MINIMUM
+from quant.export.tensorrt.gpu_targets import GpuTarget
+from quant.export.onnx.dynamic_shapes import FP8_ATTENTION_MINIMUM
 
 # -I keeps the environment and the current directory out of sys.path; the folders come as an argument.
 _START = """
 import json, runpy, sys
 sys.path[:] = json.loads(sys.argv.pop(1))
-runpy.run_module("quant.export.engine.worker", run_name="__main__")
+runpy.run_module("quant.export.tensorrt.worker", run_name="__main__")
 """
 
 Progress = Callable[[str, int, int], None]

@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
-from quant.export.onnx_graph.attention import attend
-from quant.export.onnx_graph.opsets import INT32, PLUGIN_DOMAIN, PLUGIN_VERSION, opset, plugin_opset
+from quant.export.onnx.attention_nodes import attend
+from quant.export.onnx.opsets import INT32, PLUGIN_DOMAIN, PLUGIN_VERSION, opset, plugin_opset
 from quant.formats.format import FORMATS, Format
-from quant.kernels.kv_pages import KVPages, decode_kv, write_reference
+from quant.kernels.attention.kv_pages import KVPages, decode_kv, write_reference
 
 
 def cache_translations() -> dict[Any, Callable[..., Any]]:

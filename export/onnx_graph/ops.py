@@ -29,9 +29,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from quant.export.onnx_graph.attention import attention_translations
+from quant.export.onnx.attention_nodes import attention_translations
 from quant.export.onnx_graph.cache_attention import cache_translations
-from quant.export.onnx_graph.opsets import (
+from quant.export.onnx.opsets import (
     FLOAT,
     FLOAT8E4M3FN,
     element_type,

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from quant.export.onnx_graph.opsets import TRT_DOMAIN, register_schemas
+from quant.export.onnx.opsets import TRT_DOMAIN, register_schemas
 
 _E4M3_MAX, _E2M1_MAX = np.float32(448), np.float32(6)
 

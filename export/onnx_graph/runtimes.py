@@ -23,7 +23,7 @@ from torch import nn
 from quant.formats.format import Format
 from quant.formats.install_command import install_command
 from quant.kernels.linear.conv import QuantConv
-from quant.kernels.linear.modules import QuantLinear
+from quant.kernels.linear.quant_linear import QuantLinear
 
 _OF_TENSORRT = ("nvfp4", "mxfp8", "fp8_block")
 _TRIED = "1.32"

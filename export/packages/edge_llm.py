@@ -29,8 +29,8 @@ from safetensors import safe_open
 from torch import nn
 
 from quant.calibration.attention_names import text_config
-from quant.export.checkpoint.read import weight_files
-from quant.export.onnx_graph.decoder import is_decoder
+from quant.export.checkpoint.files.read_tensors import weight_files
+from quant.export.onnx.decoder_graph import is_decoder
 from quant.export.packages.edge_llm_experts import expert_problems, nvfp4_stacks
 from quant.recipes.layer_kind import LayerKind
 from quant.recipes.plan import Plan

@@ -27,14 +27,14 @@ import numpy as np
 import torch
 from torch import nn
 
-from quant.export.engine.audit import AuditRow, audit, failures, fallback_message
-from quant.export.engine.targets import GpuTarget, local_capability, resolve_target
-from quant.export.packages.aoti import TRACED, decomposed, traced
-from quant.export.packages.op_bodies import EXPORTED_ATTENTION, exported_attention
-from quant.formats.atomic import put_file, temporary_directory
+from quant.export.tensorrt.audit import AuditRow, audit, failures, fallback_message
+from quant.export.tensorrt.gpu_targets import GpuTarget, local_capability, resolve_target
+from quant.export.aoti.package import TRACED, decomposed, traced
+from quant.export.aoti.op_bodies import EXPORTED_ATTENTION, exported_attention
+from quant.base.atomic import put_file, temporary_directory
 from quant.formats.format import FORMATS, Format
 from quant.formats.install_command import install_command
-from quant.kernels.linear.modules import QuantLinear
+from quant.kernels.linear.quant_linear import QuantLinear
 from quant.recipes.plan import Plan
 
 _INPUTS = {"fp8": ("fp8",), "fp8_channel": ("fp8",), "int8": ("int8_tensor",), "nvfp4": ("nvfp4",)}

@@ -20,9 +20,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from quant.export.onnx_graph.genai import TOKENIZER_FILES
+from quant.export.onnx.genai import TOKENIZER_FILES
 from quant.export.packages.triton_server import RECEIPT_FILE, SERVED, Bundle, publish_version
-from quant.formats.atomic import write_atomically
+from quant.base.atomic import write_atomically
 from quant.recipes.json_text import json_text, write_json
 
 TEXT, MAX_TOKENS, STREAM, OUTPUT = "text_input", "max_tokens", "stream", "text_output"

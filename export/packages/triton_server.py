@@ -27,8 +27,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from quant.export.onnx_graph.shapes import Input, graph_inputs, parse_profile
-from quant.formats.atomic import put_file, replace_directory, temporary_directory, write_atomically
+from quant.export.onnx.dynamic_shapes import Input, graph_inputs, parse_profile
+from quant.base.atomic import put_file, replace_directory, temporary_directory, write_atomically
 from quant.recipes.json_text import json_text, write_json
 
 CONFIG_FILE, RECEIPT_FILE, SERVE_FILE = "config.pbtxt", "receipt.json", "serve.md"

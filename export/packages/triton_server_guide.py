@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from quant.export.checkpoint.compressed_tensors import runtime_warnings
+from quant.export.checkpoint.files.compressed_tensors import runtime_warnings
 from quant.export.packages.triton_decoder import END_TOKENS
 from quant.export.packages.triton_server import Bundle, built_by
 from quant.recipes.plan import LayerPlan, Plan

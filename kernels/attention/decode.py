@@ -6,7 +6,7 @@ The new tokens are the last ones of their sequences and are already in the cache
 position lengths − new + i. One new token is decoding; several are a chunk of a prompt behind earlier ones.
 
 A CPU runs the oracle, which gathers the pages, dequantizes them exactly and attends in float32. A GPU runs the Triton
-kernel of `quant.kernels.portable.attention.paged_attention`, which reads the codes directly.
+kernel of `quant.kernels.attention.portable_paged_attention`, which reads the codes directly.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from typing import Unpack
 
 import torch
 
-from quant.kernels.attention_operands import AttentionOptions, ScoreKeywords, check_devices
-from quant.kernels.attention_reference import reference
-from quant.kernels.attention_tiles import DecodeTiles, decode_tiles_for
-from quant.kernels.kv_pages import PAGE_SIZES, KVPages, check_kv_format
+from quant.kernels.attention.attention_operands import AttentionOptions, ScoreKeywords, check_devices
+from quant.kernels.attention.reference import reference
+from quant.kernels.attention.attention_tiles import DecodeTiles, decode_tiles_for
+from quant.kernels.attention.kv_pages import PAGE_SIZES, KVPages, check_kv_format
 
 
 def paged_attention(
@@ -67,7 +67,7 @@ def paged_attention(
         )
     if q.device.type != "cuda":
         return paged_reference(q, pages, block_table, lengths, **keywords)
-    from quant.kernels.portable.attention.paged_attention import attend_pages
+    from quant.kernels.attention.portable_paged_attention import attend_pages
 
     if tiles is None:
         # Query heads that share a KV head are rows of one tile: its keys are then read once.

@@ -4,12 +4,12 @@
     out, lse = attention(q, k, v, window=4096, softcap=50.0, return_lse=True)     BF16 operands
 
 A scale covers a tensor, a head, or a block of 128 tokens of a head. A CPU runs the oracle
-(`quant.kernels.attention_reference`), Hopper a warp-specialised kernel (`kernels/hopper/sm90_dense_attention.py`), any
-other GPU with the tensor cores a Triton kernel (`kernels/portable/attention/dense_attention.py`), and a GPU without
-them the oracle. `quant.kernels.attention.quantize` makes E4M3 operands and lays V out as Hopper's tensor cores read it.
+(`quant.kernels.attention.reference`), Hopper a warp-specialised kernel (`kernels/attention/sm90_dense_attention.py`), any
+other GPU with the tensor cores a Triton kernel (`kernels/attention/portable_dense_attention.py`), and a GPU without
+them the oracle. `quant.kernels.attention.quantize_qkv` makes E4M3 operands and lays V out as Hopper's tensor cores read it.
 
 `fp8_attention` is the op with one scale per tensor that exporters know; its kernel is compiled ahead of time for
-TensorRT (`quant.export.engine.plugin`).
+TensorRT (`quant.export.tensorrt.plugin`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Literal, Unpack, overload
 
 import torch
 
-from quant.kernels.attention_operands import (
+from quant.kernels.attention.attention_operands import (
     SCALE_BLOCK,
     AttentionKeywords,
     AttentionOptions,
@@ -28,9 +28,9 @@ from quant.kernels.attention_operands import (
     restore_v,
     scale_blocks,
 )
-from quant.kernels.attention_reference import fp8_attention_reference, reference
-from quant.kernels.attention_tiles import DIMS, HEAD_DIMS
-from quant.kernels.hardware import capability_of, has_fp8_tensor_cores, is_on_hopper
+from quant.kernels.attention.reference import fp8_attention_reference, reference
+from quant.kernels.attention.attention_tiles import DIMS, HEAD_DIMS
+from quant.kernels.base.hardware import capability_of, has_fp8_tensor_cores, is_on_hopper
 
 
 @overload
@@ -210,14 +210,14 @@ def _attention(
     # Kernels take contiguous operands; a view, such as from `transpose(1, 2)`, is copied here.
     q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
     if hopper:
-        from quant.kernels.hopper import sm90_dense_attention as kernel
-        from quant.kernels.portable.attention import fp8_attention_operands
+        from quant.kernels.attention import sm90_dense_attention as kernel
+        from quant.kernels.attention import portable_fp8_operands
 
         # wgmma reads FP8 operands K-major only, and the K of P · V is the keys: V must be transposed.
         if options.scales is not None and not options.v_laid_out:
-            v = fp8_attention_operands.lay_out_v(v, options.cu_seqlens_k)
+            v = portable_fp8_operands.lay_out_v(v, options.cu_seqlens_k)
     else:
-        from quant.kernels.portable.attention import dense_attention as kernel  # type: ignore[no-redef]
+        from quant.kernels.attention import portable_dense_attention as kernel  # type: ignore[no-redef]
     kernel.attend(q, k, v, out, lse if with_lse else None, options)
     return out, lse
 
@@ -245,7 +245,7 @@ def run_fp8_attention(
         return fp8_attention_reference(
             q, k, v, scales, causal=causal, softmax_scale=softmax_scale, dtype=dtype, whole=in_graph
         )
-    from quant.kernels.portable.attention.dense_attention import attend_fp8
+    from quant.kernels.attention.portable_dense_attention import attend_fp8
 
     out = torch.empty(q.shape, dtype=dtype, device=q.device)
     q, k, v = q.contiguous(), k.contiguous(), v.contiguous()

@@ -14,7 +14,7 @@ from __future__ import annotations
 import torch
 
 from quant.formats.format import FORMATS
-from quant.kernels.kv_pages import KVPages, token_bytes
+from quant.kernels.attention.kv_pages import KVPages, token_bytes
 
 NVFP4 = FORMATS["nvfp4"]
 

@@ -38,9 +38,9 @@ from quant.formats.format import Format
 from quant.formats.number import E4M3
 from quant.formats.scaling import global_scale_of, scale_of
 from quant.kernels.attention.forward import attention
-from quant.kernels.attention_operands import SCALE_BLOCK, AttentionOptions, scale_blocks
-from quant.kernels.attention_reference import reference
-from quant.kernels.kv_pages import KVPages, decode_kv, encode_kv
+from quant.kernels.attention.attention_operands import SCALE_BLOCK, AttentionOptions, scale_blocks
+from quant.kernels.attention.reference import reference
+from quant.kernels.attention.kv_pages import KVPages, decode_kv, encode_kv
 
 RING_FORMATS = ("fp8", "nvfp4")
 """Formats in which keys and values are passed on; None is 16 bit."""
@@ -161,7 +161,7 @@ def _encoded(x: torch.Tensor, format: Format | None) -> tuple[torch.Tensor, ...]
 
 def _append(targets: Sequence[torch.Tensor], pair: tuple[torch.Tensor, torch.Tensor], format: Format) -> None:
     """Quantizes NVFP4's K and V on a GPU by the kernel that writes caches: one page for a piece and batch entry."""
-    from quant.kernels.portable.attention.paged_kv_cache import write_kv
+    from quant.kernels.attention.portable_paged_kv_cache import write_kv
 
     k, v = pair
     k_codes, k_blocks, k_scale, v_codes, v_blocks, v_scale = targets
@@ -187,7 +187,7 @@ def _exact(parts: Sequence[torch.Tensor], format: Format, dtype: torch.dtype) ->
     """Returns the values of a piece from its codes, block scales and global scales."""
     codes, blocks, scale = parts
     if codes.is_cuda:
-        from quant.kernels.portable.attention.paged_kv_cache import read_nvfp4_kv
+        from quant.kernels.attention.portable_paged_kv_cache import read_nvfp4_kv
 
         return read_nvfp4_kv(codes, blocks, scale, dtype)
     rows = zip(codes, blocks, scale, strict=True)

@@ -21,10 +21,10 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from quant.kernels.hardware import current
-from quant.kernels.hopper.gluon_names import async_load, barrier
-from quant.kernels.hopper.sm90_fp8_block_operands import Tiling, rounded, sigmoid, store_tile, tile_options
-from quant.kernels.portable.training.fp8_block_layout import BLOCK, SwiGLUGradients, allocate
+from quant.kernels.base.hardware import current
+from quant.kernels.base.sm90_gluon import async_load, barrier
+from quant.kernels.training.sm90_fp8_block import Tiling, rounded, sigmoid, store_tile, tile_options
+from quant.kernels.training.fp8_block_layout import BLOCK, SwiGLUGradients, allocate
 
 _TILE = gl.constexpr(BLOCK)
 

@@ -18,8 +18,8 @@ from typing import NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from quant.kernels.hopper.sm90_gemm_epilogue import halve, store_sum, times_row_scales
-from quant.kernels.hopper.sm90_gemm_schedule import locate
+from quant.kernels.linear.sm90_gemm_epilogue import halve, store_sum, times_row_scales
+from quant.kernels.linear.sm90_gemm_schedule import locate
 
 # The counter of a tile that is cut: arrivals in the low half, above them a bit for each program that stopped waiting.
 ARRIVAL_BITS = gl.constexpr(16)

@@ -11,7 +11,7 @@ with arguments of some shapes, dtypes and strides prepares a `Product`, one call
     dequantize, then multiply          oracle.py          FP32 inputs, or no Triton here
 
 The launch for 16-bit rows is a look-up, in this order: the measurements of `quant tune` on this machine, the table
-shipped for the GPU, the guess of `kernels/matmul_tiles.py`. Nothing is measured during a call, so the first call is as
+shipped for the GPU, the guess of `kernels/linear/tiles.py`. Nothing is measured during a call, so the first call is as
 fast as the others once its kernel is compiled.
 """
 
@@ -24,13 +24,15 @@ from torch.nn.functional import linear as dense_linear
 
 from quant.formats.format import FORMATS, INPUT_FORMATS, Format
 from quant.formats.tensor import BlockScaledTensor
-from quant.kernels import hardware, launch_table, matmul_tiles
-from quant.kernels.launch_cache import BoundedTable
-from quant.kernels.layout import as_computed, is_prepacked
+from quant.kernels.base import hardware
+from quant.kernels import launch_table
+from quant.kernels.linear import tiles
+from quant.kernels.base.launch_cache import BoundedTable
+from quant.kernels.base.weight_layout import as_computed, is_prepacked
 from quant.kernels.linear import fp8_gemm, native_gemm
-from quant.kernels.linear.input_rounding import aligned_rows, prepare_rounding
+from quant.kernels.rounding.round_inputs import aligned_rows, prepare_rounding
 from quant.kernels.linear.oracle import ReferenceProduct
-from quant.kernels.matmul_tiles import Launch, Product
+from quant.kernels.linear.tiles import Launch, Product
 
 _FLOATS = (torch.float16, torch.bfloat16)
 # Absent where PyTorch is built without CUDA. The public name is several calls of Python deep, at every call.
@@ -161,7 +163,7 @@ def _prepare_gemm(
     choice = choose_for_numbers(weight, x)
     launch, launch_for_any_code = prepare_launch(x, weight, bias, choice), None
     if _reads_stored_codes(choice, weight):
-        from quant.kernels.hopper.sm90_decode_codes import numbers_only
+        from quant.kernels.linear.sm90_decode_codes import numbers_only
 
         launch_for_any_code = prepare_launch(x, weight, bias, _choose_without_tma(weight, x))
 
@@ -178,63 +180,63 @@ def _prepare_gemm(
     return multiply
 
 
-def choose_launch(weight: BlockScaledTensor, x: torch.Tensor) -> matmul_tiles.Choice:
+def choose_launch(weight: BlockScaledTensor, x: torch.Tensor) -> tiles.Choice:
     """Returns how to multiply x `[tokens, in]`, in 16 bit with aligned rows, by `weight`."""
     choice = choose_for_numbers(weight, x)
     if _reads_stored_codes(choice, weight):
-        from quant.kernels.hopper.sm90_decode_codes import numbers_only
+        from quant.kernels.linear.sm90_decode_codes import numbers_only
 
         return choice if numbers_only(weight) else _choose_without_tma(weight, x)
     return choice
 
 
-def choose_for_numbers(weight: BlockScaledTensor, x: torch.Tensor) -> matmul_tiles.Choice:
+def choose_for_numbers(weight: BlockScaledTensor, x: torch.Tensor) -> tiles.Choice:
     """Returns `choose_launch`, for a weight whose codes are all numbers."""
     prepacked = is_prepacked(weight)
     # Hopper's decoder makes only BF16: a code in FP16 would need other shifts.
     if prepacked and x.dtype is not torch.bfloat16:
-        return matmul_tiles.DENSE
+        return tiles.DENSE
     gpu, shape = hardware.current(x.device.index or 0), (weight.shape[0], weight.shape[1])
     measured = launch_table.look_up(gpu, weight.format, x.shape[0], shape, prepacked)
-    choice = measured or matmul_tiles.guess(weight.format, x.shape[0], shape, gpu, prepacked)
+    choice = measured or tiles.guess(weight.format, x.shape[0], shape, gpu, prepacked)
     aligned = x.dtype is torch.bfloat16 and weight.codes.data_ptr() % 16 == 0
     if _reads_stored_codes(choice, weight) and not aligned:
         return _choose_without_tma(weight, x)
     return choice
 
 
-def _choose_without_tma(weight: BlockScaledTensor, x: torch.Tensor) -> matmul_tiles.Choice:
+def _choose_without_tma(weight: BlockScaledTensor, x: torch.Tensor) -> tiles.Choice:
     """Returns `choose_launch`, for codes of a checkpoint that Hopper's kernel for many tokens does not take."""
     gpu, shape = hardware.current(x.device.index or 0), (weight.shape[0], weight.shape[1])
-    return matmul_tiles.guess(weight.format, x.shape[0], shape, gpu, False, stored=False)
+    return tiles.guess(weight.format, x.shape[0], shape, gpu, False, stored=False)
 
 
-def _reads_stored_codes(choice: matmul_tiles.Choice, weight: BlockScaledTensor) -> bool:
+def _reads_stored_codes(choice: tiles.Choice, weight: BlockScaledTensor) -> bool:
     """Returns whether Hopper's kernel for many tokens reads codes in the order of a checkpoint."""
-    return isinstance(choice, matmul_tiles.PrefillTiles) and not is_prepacked(weight)
+    return isinstance(choice, tiles.PrefillTiles) and not is_prepacked(weight)
 
 
 def multiply_with(
-    x: torch.Tensor, weight: BlockScaledTensor, bias: torch.Tensor | None, choice: matmul_tiles.Choice
+    x: torch.Tensor, weight: BlockScaledTensor, bias: torch.Tensor | None, choice: tiles.Choice
 ) -> torch.Tensor:
     """Returns `x @ weight.T + bias` by `choice`; x `[tokens, in]`, FP16 or BF16, rows contiguous and aligned."""
     return prepare_launch(x, weight, bias, choice)(x, weight, bias)
 
 
 def prepare_launch(
-    x: torch.Tensor, weight: BlockScaledTensor, bias: torch.Tensor | None, choice: matmul_tiles.Choice
+    x: torch.Tensor, weight: BlockScaledTensor, bias: torch.Tensor | None, choice: tiles.Choice
 ) -> Launch:
     """Returns `multiply_with` for such arguments, with everything decided that does not depend on values."""
-    if isinstance(choice, matmul_tiles.Tiles):
-        from quant.kernels.portable import codes_gemm
+    if isinstance(choice, tiles.Tiles):
+        from quant.kernels.linear import portable_codes_gemm
 
-        return codes_gemm.prepare_codes_gemm(x, weight, bias, choice)
-    if isinstance(choice, matmul_tiles.GluonTiles):
-        from quant.kernels.hopper import sm90_nvfp4_gemm_few
+        return portable_codes_gemm.prepare_codes_gemm(x, weight, bias, choice)
+    if isinstance(choice, tiles.GluonTiles):
+        from quant.kernels.linear import sm90_nvfp4_gemm_few
 
         return sm90_nvfp4_gemm_few.prepare_gemm_few(x, weight, bias, choice)
-    if isinstance(choice, matmul_tiles.PrefillTiles):
-        from quant.kernels.hopper import sm90_codes_gemm_many
+    if isinstance(choice, tiles.PrefillTiles):
+        from quant.kernels.linear import sm90_codes_gemm_many
 
         return sm90_codes_gemm_many.prepare_gemm_many(x, weight, bias, choice)
     return _multiply_dequantized
@@ -253,9 +255,9 @@ def dequantize(weight: BlockScaledTensor, dtype: torch.dtype) -> torch.Tensor:
     """Returns `[out, in]` of `weight`, on a GPU, in `dtype`: FP16, BF16 or FP32."""
     weight = as_computed(weight)
     if is_prepacked(weight):
-        from quant.kernels.hopper import sm90_decode_nvfp4
+        from quant.kernels.linear import sm90_decode_nvfp4
 
         return sm90_decode_nvfp4.dequantize_prepacked(weight, dtype)
-    from quant.kernels.portable import codes_gemm
+    from quant.kernels.linear import portable_codes_gemm
 
-    return codes_gemm.dequantize_codes(weight, dtype)
+    return portable_codes_gemm.dequantize_codes(weight, dtype)

@@ -18,7 +18,7 @@ from torch import nn
 
 from quant.formats.format import FORMATS
 from quant.formats.tensor import BlockScaledTensor
-from quant.kernels.hardware import has_triton
+from quant.kernels.base.hardware import has_triton
 from quant.kernels.linear.ops import register
 from quant.kernels.linear.quantized_module import QuantizedModule
 
@@ -109,7 +109,7 @@ def _embedding(
     if not ids.numel():
         return torch.empty(*ids.shape, columns, dtype=dtype, device=ids.device)
     if ids.is_cuda and dtype in (torch.float16, torch.bfloat16) and has_triton():
-        from quant.kernels.portable.codes_embedding import look_up
+        from quant.kernels.linear.portable_codes_embedding import look_up
 
         with torch.cuda.device_of(ids):
             return look_up(ids, weight, dtype)

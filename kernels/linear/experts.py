@@ -21,9 +21,9 @@ from torch.autograd.function import once_differentiable
 
 from quant.formats.format import FORMATS, INPUT_FORMATS, Format
 from quant.formats.tensor import BlockScaledTensor
-from quant.kernels.hardware import current, has_triton
-from quant.kernels.layout import is_prepacked, restore
-from quant.kernels.linear.input_rounding import aligned_rows, round_rows
+from quant.kernels.base.hardware import current, has_triton
+from quant.kernels.base.weight_layout import is_prepacked, restore
+from quant.kernels.rounding.round_inputs import aligned_rows, round_rows
 from quant.kernels.linear.ops import below_autograd, input_gradient, quantized_linear, register
 
 GROUPED_LINEAR = "quant::grouped_linear"
@@ -158,10 +158,11 @@ def _on_gpu(
     activation: Format | None,
     bias: torch.Tensor | None,
 ) -> torch.Tensor:
-    from quant.kernels.hopper import sm90_codes_gemm_many
-    from quant.kernels.portable import block_scaled_gemm, casts, grouped_gemm
+    from quant.kernels.linear import sm90_codes_gemm_many
+    from quant.kernels.linear import portable_block_scaled_gemm, portable_grouped_gemm
+    from quant.kernels.rounding import portable_casts
 
-    grouped_gemm.check(x, weight, offsets)
+    portable_grouped_gemm.check(x, weight, offsets)
     gpu, columns = current(x.device.index or 0), x.shape[1]
     if x.dtype is torch.bfloat16 and (is_prepacked(weight) or activation is None):
         rounded = x if activation is None else round_rows(x, activation, input_scale)
@@ -171,23 +172,23 @@ def _on_gpu(
     if is_prepacked(weight):
         weight = restore(weight)
     if activation is None:
-        return grouped_gemm.grouped_codes_gemm(x, weight, offsets, bias)
+        return portable_grouped_gemm.grouped_codes_gemm(x, weight, offsets, bias)
     if bias is not None:
         # Kernels that multiply codes by codes have no bias of experts.
         row = torch.arange(len(x), device=offsets.device)
         expert = torch.searchsorted(offsets[1:], row, right=True).clamp_(max=len(bias) - 1)
         return _on_gpu(x, weight, offsets, input_scale, activation, None) + bias[expert].to(x.dtype)
-    whole = columns % max(activation.block[1], 2) == 0 and columns <= casts.MAX_COLUMNS
+    whole = columns % max(activation.block[1], 2) == 0 and columns <= portable_casts.MAX_COLUMNS
     scale = None if activation.global_scale else input_scale
     second = input_scale if activation.global_scale else None
     # Codes by codes where tensor cores can; otherwise x is rounded and W decoded to 16 bit.
-    if whole and gpu.has_fp8 and grouped_gemm.takes_fp8(weight.format, activation):
-        rows = casts.quantize(x, activation, scale=scale)
-        return grouped_gemm.grouped_fp8_gemm(rows, weight, offsets, x.dtype)
-    if whole and gpu.has_block_scales and block_scaled_gemm.takes(weight.format, activation):
-        rows = casts.quantize(x, activation, global_scale=second)
-        return block_scaled_gemm.block_scaled_gemm(rows, weight, None, x.dtype, offsets=offsets)
-    return grouped_gemm.grouped_codes_gemm(round_rows(x, activation, input_scale), weight, offsets)
+    if whole and gpu.has_fp8 and portable_grouped_gemm.takes_fp8(weight.format, activation):
+        rows = portable_casts.quantize(x, activation, scale=scale)
+        return portable_grouped_gemm.grouped_fp8_gemm(rows, weight, offsets, x.dtype)
+    if whole and gpu.has_block_scales and portable_block_scaled_gemm.takes(weight.format, activation):
+        rows = portable_casts.quantize(x, activation, global_scale=second)
+        return portable_block_scaled_gemm.block_scaled_gemm(rows, weight, None, x.dtype, offsets=offsets)
+    return portable_grouped_gemm.grouped_codes_gemm(round_rows(x, activation, input_scale), weight, offsets)
 
 
 def _gradient(

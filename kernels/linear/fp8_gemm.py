@@ -19,10 +19,10 @@ import torch
 from quant.formats.format import Format
 from quant.formats.scaling import finite_or_nan, scale_of
 from quant.formats.tensor import BlockScaledTensor
-from quant.kernels import matmul_tiles
-from quant.kernels.hardware import has_triton
-from quant.kernels.layout import is_prepacked
-from quant.kernels.matmul_tiles import Product
+from quant.kernels.linear import tiles
+from quant.kernels.base.hardware import has_triton
+from quant.kernels.base.weight_layout import is_prepacked
+from quant.kernels.linear.tiles import Product
 
 _STEP = 16
 
@@ -107,12 +107,12 @@ def prepare_fp8_linear(x: torch.Tensor, activation: Format, input_scale: torch.T
 
     if x.dtype not in (torch.float16, torch.bfloat16) or not x.numel() or not has_triton():
         return by_torch
-    from quant.kernels.portable import casts
+    from quant.kernels.rounding import portable_casts
 
-    if x.shape[1] > casts.MAX_COLUMNS or activation.name not in casts.FORMATS_OUT:
+    if x.shape[1] > portable_casts.MAX_COLUMNS or activation.name not in portable_casts.FORMATS_OUT:
         return by_torch
-    casts.check_scales(x, activation, input_scale, None)
-    cast, per_tensor = casts.prepare_cast(x, activation, contiguous=x.is_contiguous()), activation.per_tensor
+    portable_casts.check_scales(x, activation, input_scale, None)
+    cast, per_tensor = portable_casts.prepare_cast(x, activation, contiguous=x.is_contiguous()), activation.per_tensor
 
     def by_cast(
         x: torch.Tensor, weight: BlockScaledTensor, bias: torch.Tensor | None, input_scale: torch.Tensor | None
@@ -143,11 +143,11 @@ def _scaled_mm(
 
 def takes_prefill(weight: BlockScaledTensor, activation: Format, tokens: int, dtype: torch.dtype) -> bool:
     """Returns whether `prefill_linear` multiplies: the weight is prepacked, and its input format is FP8."""
-    from quant.kernels.portable import casts
+    from quant.kernels.rounding import portable_casts
 
-    is_fp8 = activation.name in casts.FORMATS_OUT and (_is_per_tensor(activation) or _is_per_row(activation))
-    is_many = tokens > matmul_tiles.PREFILL and dtype is torch.bfloat16
-    return is_fp8 and is_many and is_prepacked(weight) and weight.shape[1] <= casts.MAX_COLUMNS
+    is_fp8 = activation.name in portable_casts.FORMATS_OUT and (_is_per_tensor(activation) or _is_per_row(activation))
+    is_many = tokens > tiles.PREFILL and dtype is torch.bfloat16
+    return is_fp8 and is_many and is_prepacked(weight) and weight.shape[1] <= portable_casts.MAX_COLUMNS
 
 
 def prefill_linear(
@@ -163,11 +163,11 @@ def prefill_linear(
     The library multiplies FP8 at nearly twice the rate of 16 bit. The price is one more rounding of the weight, of up
     to one part in 16 (`benchmarks/gemm.py` prints the error of the product).
     """
-    from quant.kernels.hopper import sm90_decode_nvfp4
-    from quant.kernels.portable import casts
+    from quant.kernels.linear import sm90_decode_nvfp4
+    from quant.kernels.rounding import portable_casts
 
     codes, scale = sm90_decode_nvfp4.prepacked_to_e4m3(weight)
-    rows = casts.quantize(x, activation, scale=input_scale)
+    rows = portable_casts.quantize(x, activation, scale=input_scale)
     # Requantized rows of W have a scale each, so scales of x must be per row too, perhaps the same one for all rows.
     sx = rows.scale.reshape(-1, 1).expand(x.shape[0], 1).contiguous()
     bias = None if bias is None else bias.to(x.dtype)

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from quant.formats.tensor import BlockScaledTensor
-from quant.kernels.layout import is_prepacked
-from quant.kernels.linear.modules import QuantLinear
+from quant.kernels.base.weight_layout import is_prepacked
+from quant.kernels.linear.quant_linear import QuantLinear
 
 
 def merge_rows(members: Sequence[nn.Module], dtype: torch.dtype) -> nn.Module | None:

@@ -2,7 +2,7 @@
 
     weight          activation        tensor cores                kernel
     fp8_block       fp8_group         FP8 (Ada, Hopper, …)        kernels/portable/fp8_block_gemm.py
-    nvfp4, mxfp4,   the same codes    block scales (Blackwell)    kernels/portable/block_scaled_gemm.py
+    nvfp4, mxfp4,   the same codes    block scales (Blackwell)    kernels/linear/portable_block_scaled_gemm.py
     mxfp8
 
 A kernel that a GPU has never run is first compared with float64, once in a process. One that is wrong there is not
@@ -17,8 +17,9 @@ import torch
 
 from quant.formats.format import FORMATS, Format
 from quant.formats.tensor import BlockScaledTensor, fake_quantize, quantize
-from quant.kernels import hardware, matmul_tiles
-from quant.kernels.layout import is_prepacked
+from quant.kernels.base import hardware
+from quant.kernels.linear import tiles
+from quant.kernels.base.weight_layout import is_prepacked
 
 _GROUPS = FORMATS["fp8_group"]  # of activations: 1 × 128, the counterpart of weights in 128 × 128
 _verdicts: dict[tuple[str, str, int], bool] = {}
@@ -27,7 +28,8 @@ _verdicts: dict[tuple[str, str, int], bool] = {}
 
 def multiplies_natively(x: torch.Tensor, weight: BlockScaledTensor, activation: Format) -> bool:
     """Returns whether tensor cores of this GPU take both sides as they are stored, and got a first product right."""
-    from quant.kernels.portable import block_scaled_gemm, casts
+    from quant.kernels.linear import portable_block_scaled_gemm
+    from quant.kernels.rounding import portable_casts
 
     format, columns = weight.format, weight.shape[1]
     if is_prepacked(weight) or not format.block[1] or columns % format.block[1]:
@@ -37,10 +39,10 @@ def multiplies_natively(x: torch.Tensor, weight: BlockScaledTensor, activation: 
     if format.has_square_blocks:
         # FP8 squares of 128 × 128 meet groups of 128 inputs, so every product of blocks has one factor.
         # With few tokens reading W takes all the time, and 16-bit products are no slower.
-        is_able = gpu.has_fp8 and activation is _GROUPS and len(x) > matmul_tiles.FEW
+        is_able = gpu.has_fp8 and activation is _GROUPS and len(x) > tiles.FEW
     else:
-        is_able = gpu.has_block_scales and block_scaled_gemm.takes(format, activation)
-    if not is_able or columns > casts.MAX_COLUMNS:
+        is_able = gpu.has_block_scales and portable_block_scaled_gemm.takes(format, activation)
+    if not is_able or columns > portable_casts.MAX_COLUMNS:
         return False
     case = (format.name, activation.name, index)
     if case not in _verdicts:
@@ -83,9 +85,11 @@ def multiply_codes(
     activation: Format,
 ) -> torch.Tensor:
     """Returns `[tokens, out]`: x `[tokens, in]` is rounded to codes, then codes are multiplied by codes."""
-    from quant.kernels.portable import block_scaled_gemm, casts, fp8_block_gemm
+    from quant.kernels.linear import portable_block_scaled_gemm
+    from quant.kernels.rounding import portable_casts
+    from quant.kernels.portable import fp8_block_gemm
 
     if weight.format.has_square_blocks:
-        return fp8_block_gemm.fp8_block_gemm(casts.quantize(x, activation), weight, bias, x.dtype)
-    codes = casts.quantize(x, activation, global_scale=input_scale if activation.global_scale else None)
-    return block_scaled_gemm.block_scaled_gemm(codes, weight, bias, x.dtype)
+        return fp8_block_gemm.fp8_block_gemm(portable_casts.quantize(x, activation), weight, bias, x.dtype)
+    codes = portable_casts.quantize(x, activation, global_scale=input_scale if activation.global_scale else None)
+    return portable_block_scaled_gemm.block_scaled_gemm(codes, weight, bias, x.dtype)

@@ -21,7 +21,7 @@ from torch.autograd.function import once_differentiable
 
 from quant.formats.format import FORMATS, INPUT_FORMATS, Format
 from quant.formats.tensor import BlockScaledTensor
-from quant.kernels.hardware import has_triton
+from quant.kernels.base.hardware import has_triton
 from quant.kernels.linear import dispatch, oracle
 from quant.kernels.linear.oracle import row_slices
 

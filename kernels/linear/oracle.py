@@ -21,7 +21,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from quant.formats.format import Format
 from quant.formats.tensor import BlockScaledTensor, round_activation
-from quant.kernels.layout import TILE, as_computed, is_prepacked, restore
+from quant.kernels.base.weight_layout import TILE, as_computed, is_prepacked, restore
 
 # Dequantized weights held at a time where they are not kept: 32 MiB of float32 on a CPU, 256 MiB on a GPU.
 _SLICE_ELEMENTS, _GPU_SLICE_ELEMENTS = 1 << 23, 1 << 26

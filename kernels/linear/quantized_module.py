@@ -3,7 +3,7 @@
 `model.float()`, `.half()` and `.to(dtype)` cast the floating-point tensors of a module, and FP8 counts as floating
 point, so `_apply` is overridden: codes and scales follow the module to a device and never change their dtype.
 
-On a Hopper GPU a weight takes the layout of the fastest kernel (`kernels/layout.py`) when the module arrives there by
+On a Hopper GPU a weight takes the layout of the fastest kernel (`kernels/base/weight_layout.py`) when the module arrives there by
 `.to` or `.cuda`, and otherwise at its first forward, because tools such as accelerate move tensors one by one. That
 layout is for inputs in BF16; a module that gets inputs of another dtype returns to the checkpoint's layout.
 `state_dict` returns the checkpoint's layout and `load_state_dict` takes it, bit for bit, wherever the module is.
@@ -22,8 +22,15 @@ from torch import nn
 from quant.formats.finite import is_finite
 from quant.formats.format import Format
 from quant.formats.tensor import BlockScaledTensor
-from quant.kernels.arrival_counters import reserve
-from quant.kernels.layout import is_prepacked, prefers_prepacked, prepack, prepack_refusal, restore, takes_any_dtype
+from quant.kernels.base.arrival_counters import reserve
+from quant.kernels.base.weight_layout import (
+    is_prepacked,
+    prefers_prepacked,
+    prepack,
+    prepack_refusal,
+    restore,
+    takes_any_dtype,
+)
 from quant.kernels.linear.ops import autocast_dtype, is_traced
 from quant.kernels.linear.oracle import note_lasting
 
@@ -116,7 +123,7 @@ class QuantizedModule(nn.Module):
 
     @property
     def stored_weight(self) -> BlockScaledTensor:
-        """The weight as the buffers hold it: perhaps in the layout of a kernel (`kernels/layout.py`)."""
+        """The weight as the buffers hold it: perhaps in the layout of a kernel (`kernels/base/weight_layout.py`)."""
         if self._unread is not None:
             self._check_codes()
         return BlockScaledTensor(self.codes, self.scale, self.weight_format, self.weight_shape, self.global_scale)

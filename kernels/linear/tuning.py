@@ -19,18 +19,18 @@ import torch
 from torch import nn
 
 from quant.formats.tensor import BlockScaledTensor
-from quant.kernels import matmul_tiles
-from quant.kernels.hardware import Hardware, current
+from quant.kernels.linear import tiles
+from quant.kernels.base.hardware import Hardware, current
 from quant.kernels.launch_table import MeasuredChoice, key, store, to_entry
-from quant.kernels.layout import as_computed, is_prepacked, prepack, prepack_refusal, restore
+from quant.kernels.base.weight_layout import as_computed, is_prepacked, prepack, prepack_refusal, restore
 from quant.kernels.linear import dispatch
-from quant.kernels.linear.modules import QuantLinear
-from quant.kernels.timing import graph_microseconds
+from quant.kernels.linear.quant_linear import QuantLinear
+from quant.kernels.base.timing import graph_microseconds
 
 
 def search(
-    weight: BlockScaledTensor, tokens: int, gpu: Hardware, *, choices: Iterable[matmul_tiles.Choice] | None = None
-) -> tuple[list[MeasuredChoice], dict[matmul_tiles.Choice, str]]:
+    weight: BlockScaledTensor, tokens: int, gpu: Hardware, *, choices: Iterable[tiles.Choice] | None = None
+) -> tuple[list[MeasuredChoice], dict[tiles.Choice, str]]:
     """Times the candidates for `weight` and `tokens` rows of BF16, fastest first.
 
     Args:
@@ -44,7 +44,7 @@ def search(
     """
     shape = (weight.shape[0], weight.shape[1])
     if choices is None:
-        choices = matmul_tiles.candidates(weight.format, tokens, shape, gpu, is_prepacked(weight))
+        choices = tiles.candidates(weight.format, tokens, shape, gpu, is_prepacked(weight))
     x = torch.randn(tokens, shape[1], device=weight.codes.device, dtype=torch.bfloat16)
     dense = dispatch.dequantize(weight, torch.bfloat16)
     exact = x.double() @ dense.double().T
@@ -67,7 +67,7 @@ def search(
     return sorted(timings, key=lambda t: t.microseconds), dropped
 
 
-def call_of(x: torch.Tensor, weight: BlockScaledTensor, choice: matmul_tiles.Choice) -> Callable[[], Any]:
+def call_of(x: torch.Tensor, weight: BlockScaledTensor, choice: tiles.Choice) -> Callable[[], Any]:
     """Returns the matmul by `choice`, to be timed."""
     return lambda: dispatch.multiply_with(x, weight, None, choice)
 
@@ -169,7 +169,7 @@ def time_as_called(
                     "out": out,
                     "in": columns,
                     "tokens": count,
-                    "choice": " ".join(str(value) for value in matmul_tiles.to_dict(choice).values()),
+                    "choice": " ".join(str(value) for value in tiles.to_dict(choice).values()),
                     "microseconds": microseconds_per_call,
                     "bytes_per_second": weight.nbytes / microseconds_per_call * 1e6,
                     "flops": 2 * count * math.prod(weight.shape) / microseconds_per_call * 1e6,

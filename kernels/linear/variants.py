@@ -17,9 +17,9 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 
 from quant.formats.tensor import BlockScaledTensor
-from quant.kernels.launch_cache import Variants, recorded
+from quant.kernels.base.launch_cache import Variants, recorded
 from quant.kernels.linear import dispatch
-from quant.kernels.matmul_tiles import DENSE, FEW
+from quant.kernels.linear.tiles import DENSE, FEW
 
 
 def distinct_lengths(most: int) -> list[int]:
@@ -58,7 +58,7 @@ def experts_variants(weight: BlockScaledTensor, bias: torch.Tensor | None, lengt
 
     Weight and bias may be on the device "meta"; see `sm90_codes_gemm_many.takes_experts`.
     """
-    from quant.kernels.hopper.sm90_codes_gemm_many import grouped_gemm_many
+    from quant.kernels.linear.sm90_codes_gemm_many import grouped_gemm_many
 
     offsets = torch.empty(weight.shape[0] + 1, dtype=torch.int32, device="meta")
     with recorded() as variants:
@@ -75,7 +75,7 @@ def e4m3_variants(
 
     Weight and bias may be on the device "meta". How tokens are rounded depends on the `device` that they are on.
     """
-    from quant.kernels.hopper.sm90_e4m3_rows import multiply_in_e4m3
+    from quant.kernels.linear.sm90_e4m3_rows import multiply_in_e4m3
 
     with recorded() as variants:
         for tokens in lengths:

@@ -25,8 +25,8 @@ import torch
 import triton
 import triton.language as tl
 
-from quant.kernels.portable.dependent_launch import overlap_options, start_next, wait_for_previous
-from quant.kernels.portable.grouped_gemm import MAX_EXPERTS
+from quant.kernels.base.portable_dependent_launch import overlap_options, start_next, wait_for_previous
+from quant.kernels.linear.portable_grouped_gemm import MAX_EXPERTS
 
 FEW_SLOTS = 1024
 """Up to this many slots one kernel routes them all."""

@@ -23,7 +23,7 @@ from torch.nn.functional import pad
 
 from quant.formats.format import FORMATS
 from quant.formats.tensor import BlockScaledTensor, quantize
-from quant.kernels.hardware import current
+from quant.kernels.base.hardware import current
 
 TILES = {"block_m": 128, "block_n": 128}
 WARPS = 8

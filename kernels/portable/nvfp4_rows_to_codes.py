@@ -15,7 +15,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from quant.kernels.portable.block_scales import (
+from quant.kernels.rounding.portable_block_scales import (
     amax_of,
     encode_scale,
     encode_scale_for_four_or_six,

@@ -15,14 +15,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from quant.kernels.portable.block_scales import (
+from quant.kernels.rounding.portable_block_scales import (
     amax_of,
     encode_scale,
     finite_or_nan,
     quotient_to_code,
     reciprocal,
 )
-from quant.kernels.portable.small_floats import code_bits, columns, to_e4m3
+from quant.kernels.base.portable_small_floats import code_bits, columns, to_e4m3
 
 
 @triton.jit

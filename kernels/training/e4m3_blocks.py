@@ -14,7 +14,7 @@ from torch.nn.functional import pad
 from quant.formats.number import E4M3
 from quant.formats.rounding import decode_power_of_two, encode_power_of_two, round_to
 from quant.formats.scaling import divided
-from quant.kernels.hardware import has_triton
+from quant.kernels.base.hardware import has_triton
 from quant.kernels.linear.ops import register
 
 

@@ -21,11 +21,11 @@ import torch
 from torch.nn.functional import pad
 
 from quant.kernels.attention.forward import attention
-from quant.kernels.attention.quantize import quantize_attention
+from quant.kernels.attention.quantize_qkv import quantize_attention
 from quant.kernels.attention.ring import quantize_blocks
-from quant.kernels.attention_operands import scale_blocks, scale_of_rows
-from quant.kernels.attention_tiles import DIMS
-from quant.kernels.hardware import capability_of, lacks_e4m3
+from quant.kernels.attention.attention_operands import scale_blocks, scale_of_rows
+from quant.kernels.attention.attention_tiles import DIMS
+from quant.kernels.base.hardware import capability_of, lacks_e4m3
 from quant.kernels.linear.ops import register, without_autocast
 
 _Saved = tuple[
@@ -166,7 +166,7 @@ def _gradients_on_gpu(
 def _decoded(codes: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     if lacks_e4m3(codes):
         return (codes.float() * scale_of_rows(scale, codes.shape, None)).to(dtype)
-    from quant.kernels.portable.attention.fp8_attention_operands import decode_blocks
+    from quant.kernels.attention.portable_fp8_operands import decode_blocks
 
     with torch.cuda.device_of(codes):
         return decode_blocks(codes, scale, dtype)

@@ -11,7 +11,7 @@
         beside another, and codes_t, scale_t of each
     quant::fp8_block_product(a, a_scale, b, b_scale, square, dtype) -> a · bᵀ
 
-On Hopper, kernels make the operands (`kernels/hopper/sm90_fp8_block_operands.py` and `…_swiglu.py`; how they lie is in
+On Hopper, kernels make the operands (`kernels/training/sm90_fp8_block.py` and `…_swiglu.py`; how they lie is in
 `fp8_block_layout.py`), and cuBLASLt multiplies: it sums 128 products at a time and scales each such sum in FP32. On
 other devices plain PyTorch computes the same codes and scales, and the products of their decoded values in FP32.
 """
@@ -26,9 +26,9 @@ from torch.nn import functional
 from quant.formats.number import E4M3
 from quant.formats.rounding import decode_power_of_two, encode, encode_power_of_two
 from quant.formats.scaling import divided
-from quant.kernels.hardware import current
+from quant.kernels.base.hardware import current
 from quant.kernels.linear.ops import register, without_autocast
-from quant.kernels.portable.training.fp8_block_layout import (
+from quant.kernels.training.fp8_block_layout import (
     BLOCK,
     Operands,
     SwiGLUGradients,
@@ -76,7 +76,7 @@ def _reference_operands(x: torch.Tensor, rule: str, square: bool, rows: bool, co
 def _operands_on_gpu(x: torch.Tensor, rule: str, square: bool, rows: bool, columns: bool) -> _Operands:
     if not runs_on(x):
         return _reference_operands(x, rule, square, rows, columns)
-    from quant.kernels.hopper.sm90_fp8_block_operands import sm90_fp8_block_operands
+    from quant.kernels.training.sm90_fp8_block import sm90_fp8_block_operands
 
     with torch.cuda.device_of(x):
         return sm90_fp8_block_operands(x, rule, square=square, rows=rows, columns=columns)
@@ -96,7 +96,7 @@ def _rms_norm_on_gpu(
 ) -> _Operands:  # fmt: skip
     if not runs_on(x):
         return _reference_rms_norm(x, rstd, weight, normalized, dtype, rule, columns)
-    from quant.kernels.hopper.sm90_fp8_block_operands import RMSNorm, sm90_fp8_block_operands
+    from quant.kernels.training.sm90_fp8_block import RMSNorm, sm90_fp8_block_operands
 
     with torch.cuda.device_of(x):
         norm = RMSNorm(rstd, weight, normalized, dtype)
@@ -110,7 +110,7 @@ def _reference_swiglu(gate: torch.Tensor, up: torch.Tensor, rule: str, rows: boo
 def _swiglu_on_gpu(gate: torch.Tensor, up: torch.Tensor, rule: str, rows: bool, columns: bool) -> _Operands:
     if not runs_on(gate):
         return _reference_swiglu(gate, up, rule, rows, columns)
-    from quant.kernels.hopper.sm90_fp8_block_operands import sm90_fp8_block_operands
+    from quant.kernels.training.sm90_fp8_block import sm90_fp8_block_operands
 
     with torch.cuda.device_of(gate):
         return sm90_fp8_block_operands(gate, rule, rows=rows, columns=columns, up=up)
@@ -176,7 +176,7 @@ def _fill(
     operands: Sequence[Operands], parts: Sequence[torch.Tensor], rule: str, *, square: bool, rows: bool, columns: bool
 ) -> None:
     """Writes the operands of each part on Hopper."""
-    from quant.kernels.hopper.sm90_fp8_block_operands import sm90_fp8_block_operands
+    from quant.kernels.training.sm90_fp8_block import sm90_fp8_block_operands
 
     with torch.cuda.device_of(parts[0]):
         for part, out in zip(parts, operands, strict=True):

@@ -5,7 +5,7 @@
     quant::e4m3_product(a, a_scale, b, b_scale, fast, dtype) -> a · bᵀ, rounded to BF16, by PyTorch's FP8 product
     quant::e4m3_grouped_product(a, a_scale, b, b_scale, offsets, exact, dtype) -> a · bᵀ of each expert
 
-Two kernels round (`kernels/portable/training/e4m3_vectors.py`), and Hopper multiplies by CUTLASS's grouped product,
+Two kernels round (`kernels/training/portable_grouped_fp8.py`), and Hopper multiplies by CUTLASS's grouped product,
 which PyTorch has. Sums have fewer bits there, which is an error of 0.2 % where the rounding of operands is one of 4 %;
 the same product with more bits is three times slower where experts are small, and slower than BF16. With `exact`, and
 on other devices, BF16 (on a CPU, FP32) multiplies element · scale, which it holds exactly, and sums in FP32.
@@ -19,7 +19,7 @@ from torch.nn import functional
 from quant.formats.number import E4M3
 from quant.formats.rounding import decode_power_of_two, encode, encode_power_of_two
 from quant.formats.scaling import divided
-from quant.kernels.hardware import has_triton
+from quant.kernels.base.hardware import has_triton
 from quant.kernels.linear.ops import register
 from quant.kernels.training.e4m3_blocks import has_e4m3
 
@@ -56,7 +56,7 @@ def _reference_columns(x: torch.Tensor, offsets: torch.Tensor, is_stack: bool, s
 def _rows_on_gpu(x: torch.Tensor) -> _Rounded:
     if not _has_kernels(x):
         return _reference_rows(x)
-    from quant.kernels.portable.training.e4m3_vectors import e4m3_rows
+    from quant.kernels.training.portable_grouped_fp8 import e4m3_rows
 
     with torch.cuda.device_of(x):
         return e4m3_rows(x)
@@ -65,7 +65,7 @@ def _rows_on_gpu(x: torch.Tensor) -> _Rounded:
 def _columns_on_gpu(x: torch.Tensor, offsets: torch.Tensor, is_stack: bool, scale: torch.Tensor | None) -> _Rounded:
     if not _has_kernels(x):
         return _reference_columns(x, offsets, is_stack, scale)
-    from quant.kernels.portable.training.e4m3_vectors import e4m3_columns
+    from quant.kernels.training.portable_grouped_fp8 import e4m3_columns
 
     with torch.cuda.device_of(x):
         return e4m3_columns(x, offsets, is_stack, scale)

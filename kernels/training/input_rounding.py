@@ -23,8 +23,8 @@ from torch.autograd.function import once_differentiable
 
 from quant.formats.format import INPUT_FORMATS, Format
 from quant.formats.tensor import round_activation
-from quant.kernels.hardware import has_triton
-from quant.kernels.linear.input_rounding import round_rows
+from quant.kernels.base.hardware import has_triton
+from quant.kernels.rounding.round_inputs import round_rows
 from quant.kernels.linear.ops import below_autograd, register, runs_eagerly
 
 _FLOATS = (torch.float16, torch.bfloat16)
@@ -44,12 +44,12 @@ def round_input(x: torch.Tensor, activation: Format, input_scale: torch.Tensor |
 def _round_input(x: torch.Tensor, input_scale: torch.Tensor | None, activation: str) -> torch.Tensor:
     format = INPUT_FORMATS[activation]
     if x.numel() and x.is_cuda and x.dtype in _FLOATS and has_triton():
-        from quant.kernels.portable.training import fake_rounding
+        from quant.kernels.training import portable_fake_rounding
 
         with torch.cuda.device_of(x):
             rows = x.reshape(-1, x.shape[-1])
-            if fake_rounding.can_measure(format, rows.shape) and format.global_scale == (input_scale is not None):
-                return fake_rounding.round_weight(rows, format, x.dtype, None, input_scale).view(x.shape)
+            if portable_fake_rounding.can_measure(format, rows.shape) and format.global_scale == (input_scale is not None):
+                return portable_fake_rounding.round_weight(rows, format, x.dtype, None, input_scale).view(x.shape)
             return round_rows(rows, format, input_scale).view(x.shape)
     # An op returns no tensor that it was given, as rounding does of no rows.
     return round_activation(x, format, input_scale) if x.numel() else x.clone()
@@ -64,11 +64,11 @@ def _input_gradient(
         assert input_scale is not None
         return _passed(gradient, x, input_scale, format)
     if x.numel() and x.is_cuda and has_triton():
-        from quant.kernels.portable.training import fake_rounding
+        from quant.kernels.training import portable_fake_rounding
 
-        if fake_rounding.can_sum(format, (rows := x.reshape(-1, x.shape[-1])).shape):
+        if portable_fake_rounding.can_sum(format, (rows := x.reshape(-1, x.shape[-1])).shape):
             with torch.cuda.device_of(x):
-                gradient_of_rows = fake_rounding.input_gradient(
+                gradient_of_rows = portable_fake_rounding.input_gradient(
                     gradient.reshape(rows.shape), rows, rounded.reshape(rows.shape), format, input_scale
                 )
             return gradient_of_rows.view(x.shape)
@@ -106,10 +106,10 @@ def _passed(gradient: torch.Tensor, x: torch.Tensor, input_scale: torch.Tensor, 
     """Returns the gradient with zeros where an input is beyond the range of a static scale."""
     largest = format.element.max * (format.scale.max if format.global_scale else 1)
     if runs_eagerly(gradient) and x.is_contiguous():
-        from quant.kernels.portable.training import fake_rounding
+        from quant.kernels.training import portable_fake_rounding
 
         with torch.cuda.device_of(x):
-            return fake_rounding.within(gradient, x, input_scale.reshape(()), largest)
+            return portable_fake_rounding.within(gradient, x, input_scale.reshape(()), largest)
     # Beyond the range the code saturates, and a small change of x moves nothing.
     return gradient * (x.float().abs() <= largest * input_scale.float().reshape(()))
 

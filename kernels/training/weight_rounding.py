@@ -10,7 +10,7 @@ is learned has the gradient of LSQ (Esser et al., 2020): with steps u = w / s an
 
     dL/ds = sum over the block of  dY · (q − u)    within the range,    dY · q    beyond it
 
-On a GPU one Triton kernel rounds and another masks (`kernels/portable/training/fake_rounding.py`); elsewhere the oracle
+On a GPU one Triton kernel rounds and another masks (`kernels/training/portable_fake_rounding.py`); elsewhere the oracle
 runs. `input_rounding.py` does the same for inputs.
 """
 
@@ -26,7 +26,7 @@ from quant.formats.format import FORMATS, Format
 from quant.formats.rounding import round_to
 from quant.formats.scaling import global_scale_of
 from quant.formats.tensor import choose_scale, round_with_scale
-from quant.kernels.hardware import has_triton
+from quant.kernels.base.hardware import has_triton
 from quant.kernels.linear.ops import below_autograd, register, runs_eagerly
 
 _FLOATS = (torch.float16, torch.bfloat16)
@@ -129,12 +129,12 @@ def _round_weight(
 ) -> torch.Tensor:
     format = FORMATS[format_name]
     if weight.is_cuda and has_triton() and weight.dim() == 2:
-        from quant.kernels.portable.training import fake_rounding
+        from quant.kernels.training import portable_fake_rounding
 
         with torch.cuda.device_of(weight):
-            if scale is None and not (rule == "max" and fake_rounding.can_measure(format, weight.shape)):
+            if scale is None and not (rule == "max" and portable_fake_rounding.can_measure(format, weight.shape)):
                 scale = measured_scale(weight, format, rule, global_scale, stored)
-            return fake_rounding.round_weight(weight, format, dtype, scale, global_scale)
+            return portable_fake_rounding.round_weight(weight, format, dtype, scale, global_scale)
     if scale is None:
         scale = measured_scale(weight, format, rule, global_scale, stored)
     return round_with_scale(weight, format, scale, global_scale, dtype)
@@ -150,10 +150,10 @@ def _weight_gradient(
     """Returns the gradient with zeros where a weight is beyond the range of its block, in the dtype of the weight."""
     format = FORMATS[format_name]
     if weight.is_cuda and has_triton() and weight.dim() == 2:
-        from quant.kernels.portable.training import fake_rounding
+        from quant.kernels.training import portable_fake_rounding
 
         with torch.cuda.device_of(weight):
-            return fake_rounding.masked_gradient(gradient, weight, format, scale, global_scale)
+            return portable_fake_rounding.masked_gradient(gradient, weight, format, scale, global_scale)
     # Straight-through: d round(w) / dw = 1 inside the range, 0 where the code is clipped.
     inside = _inside(weight.float(), weight_steps(scale, global_scale, format, weight.shape), format)
     return (gradient * inside).to(weight.dtype)
@@ -174,11 +174,11 @@ def _scale_gradient(
     """Returns LSQ's gradient of block scales, float32 of their shape."""
     format = FORMATS[format_name]
     if weight.is_cuda and has_triton() and weight.dim() == 2:
-        from quant.kernels.portable.training import fake_rounding
+        from quant.kernels.training import portable_fake_rounding
 
-        if fake_rounding.can_sum(format, weight.shape):
+        if portable_fake_rounding.can_sum(format, weight.shape):
             with torch.cuda.device_of(weight):
-                return fake_rounding.scale_gradient(gradient, weight, format, scale, global_scale)
+                return portable_fake_rounding.scale_gradient(gradient, weight, format, scale, global_scale)
     rows, columns = format.block_shape(weight.shape)
     step = weight_steps(scale, global_scale, format, weight.shape)
     steps = weight.float() / step

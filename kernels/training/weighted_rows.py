@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import torch
 
-from quant.kernels.hardware import has_triton
+from quant.kernels.base.hardware import has_triton
 from quant.kernels.linear.ops import register
 
 

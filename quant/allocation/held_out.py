@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from quant.errors import UserError
+from quant.base.errors import UserError
 
 _CALIBRATION = "calibration text"
 

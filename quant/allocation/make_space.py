@@ -12,13 +12,13 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from quant.allocation.goal import Constraint, ConstraintKind, Goal
+from quant.calibration.allocation.goal import Constraint, ConstraintKind, Goal
 from quant.allocation.options import Options
-from quant.allocation.space import Space
+from quant.calibration.allocation.space import Space
 from quant.calibration.sensitivity.candidates import Candidate, parse_candidates
 from quant.calibration.sensitivity.costs import group_bytes, kv_cache_bytes
-from quant.errors import UserError
-from quant.plan.make import make_plan
+from quant.base.errors import UserError
+from quant.recipes.plan_make import make_plan
 from quant.recipes.layer_kind import LayerKind
 from quant.recipes.plan import LayerPlan, Plan, groups_of
 from quant.recipes.recipe import KEEP, Recipe, matched

@@ -10,7 +10,7 @@ from typing import Any, TypedDict
 import torch
 from torch import nn
 
-from quant.allocation.goal import Constraint
+from quant.calibration.allocation.goal import Constraint
 
 DEFAULT_FORMATS = ("nvfp4", "fp8")
 RunModel = Callable[[nn.Module], Any]

@@ -20,20 +20,20 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from quant.allocation.bench import Effort
-from quant.allocation.goal import Goal
-from quant.allocation.loop import MeasuredChoice
-from quant.allocation.real_solver import RealSolver
-from quant.allocation.search import Search
+from quant.calibration.allocation.measure_choices import Effort
+from quant.calibration.allocation.goal import Goal
+from quant.calibration.allocation.curve import MeasuredChoice
+from quant.calibration.allocation.real_solver import RealSolver
+from quant.calibration.allocation.search import Search
 from quant.calibration.sensitivity.baseline import Baseline
 from quant.calibration.sensitivity.candidates import Candidate
 from quant.calibration.sensitivity.group_solutions import GroupSolution, Key
 from quant.calibration.sensitivity.knapsack import Infeasible, KnapsackProblem, solve
 from quant.calibration.session import Session
 from quant.calibration.solvers.gptq import Gptq
-from quant.calibration.solvers.solver import get_pipeline
-from quant.execution.solve import solve_plan
-from quant.kernels.linear.modules import QuantLinear
+from quant.calibration.solvers.registry import get_pipeline
+from quant.calibration.walk.solve import solve_plan
+from quant.kernels.linear.quant_linear import QuantLinear
 from quant.recipes.layer_kind import LayerKind
 from quant.recipes.plan import LayerPlan
 

@@ -1,4 +1,4 @@
-"""`ExportJob` is what every exporter of `quant.api.export` takes; here are the steps that several of them share."""
+"""`ExportJob` is what every exporter of `quant.export.exporters` takes; here are the steps that several of them share."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from torch import nn
 
 from quant.api.export_kinds import DTYPES, KINDS
 from quant.calibration.attention_names import text_config
-from quant.calibration.kv_cache import AttentionScales
-from quant.checkpoints.open import Checkpoint
-from quant.errors import UserError, counted, listed
-from quant.export.checkpoint.read import read_layer
-from quant.export.engine.build import BuildOptions, export_engine
-from quant.export.onnx_graph.decoder import GraphInput, is_decoder
-from quant.export.onnx_graph.export import write_onnx
-from quant.export.onnx_graph.quantized_cache import CACHE_FORMATS
+from quant.calibration.attention_scales import AttentionScales
+from quant.export.checkpoint.open_checkpoint import Checkpoint
+from quant.base.errors import UserError, counted, listed
+from quant.export.checkpoint.files.read_tensors import read_layer
+from quant.export.tensorrt.build import BuildOptions, export_engine
+from quant.export.onnx.decoder_graph import GraphInput, is_decoder
+from quant.export.onnx.export_onnx import write_onnx
+from quant.export.onnx.quantized_cache import CACHE_FORMATS
 from quant.export.onnx_graph.runtimes import layer_of_tensorrt, narrowest_dtype
-from quant.export.onnx_graph.verify import check_file, verify, worst_layer
+from quant.export.onnx.compare_with_torch import check_file, verify, worst_layer
 from quant.formats.format import Format
 from quant.formats.tensor import BlockScaledTensor
-from quant.kernels.kv_pages import kv_format
+from quant.kernels.attention.kv_pages import kv_format
 from quant.recipes.plan import Plan
-from quant.runtime.generate import cast_unquantized
+from quant.generate.generate import cast_unquantized
 
 DEFAULT_CAPACITY = 4096
 """Tokens of the KV cache of an exported decoder by default."""

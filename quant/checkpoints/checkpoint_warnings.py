@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import torch
 
-from quant.export.checkpoint.configs.compressed_tensors_warnings import runtime_warnings
-from quant.export.checkpoint.names import StoredNames
+from quant.export.checkpoint.files.known_failures import runtime_warnings
+from quant.export.checkpoint.files.names import StoredNames
 from quant.plan.plan_warnings import coverage_warnings, fusion_warnings
 from quant.recipes.plan import Plan
 

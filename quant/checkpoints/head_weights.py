@@ -8,9 +8,9 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from quant.calibration.blocks import stored_dtype
-from quant.checkpoints.carry_over import source_tensors, unused_tensors
-from quant.export.checkpoint.names import EXPERT_PARTS, cut_experts, stored_names
+from quant.recipes.blocks import stored_dtype
+from quant.export.checkpoint.carry_over import source_tensors, unused_tensors
+from quant.export.checkpoint.files.names import EXPERT_PARTS, cut_experts, stored_names
 from quant.formats.finite import is_wide_float
 
 _STACKS = {*EXPERT_PARTS, "down_proj"}

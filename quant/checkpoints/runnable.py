@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from quant.checkpoints.load import can_run, load
-from quant.errors import UserError
+from quant.export.checkpoint.load import can_run, load
+from quant.base.errors import UserError
 from quant.models.files import SourceKind, find_model
-from quant.models.open import Source, open_model
+from quant.models.open_model import Source, open_model
 from quant.models.state_dict import call_factory
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from quant.formats.atomic import write_atomically
+from quant.base.atomic import write_atomically
 from quant.recipes.plan import Plan
 from quant.report.render import render_html
 from quant.report.report import Report, peak_rss

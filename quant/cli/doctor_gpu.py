@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from quant.kernels import launch_table
-from quant.kernels.hardware import current
+from quant.kernels.base.hardware import current
 
 
 def examine_gpus() -> list[dict[str, Any]]:

@@ -17,29 +17,29 @@ from click.shell_completion import CompletionItem
 from quant import __version__
 
 COMMANDS = {
-    "quantize": ("quant.cli.quantize:quantize_command", "Quantize a model and write a checkpoint."),
-    "plan": ("quant.cli.plan:plan_group", "Show, compare, edit and check plan files."),
-    "sensitivity": ("quant.cli.sensitivity:sensitivity_command", "Score what each layer loses in each format."),
+    "quantize": ("quant.cli.quantize_command:quantize_command", "Quantize a model and write a checkpoint."),
+    "plan": ("quant.cli.plan_command:plan_group", "Show, compare, edit and check plan files."),
+    "sensitivity": ("quant.cli.sensitivity_command:sensitivity_command", "Score what each layer loses in each format."),
     "distill": (
-        "quant.cli.distill:distill_command",
+        "quant.cli.distill_command:distill_command",
         "Train a quantized checkpoint by distillation.",
     ),
-    "inspect": ("quant.cli.inspect:inspect_command", "List the layers of a quantized checkpoint."),
-    "report": ("quant.cli.inspect:report_command", "Write the HTML report of a checkpoint again."),
-    "evaluate": ("quant.cli.evaluate:evaluate_command", "Measure perplexity, and KL to a baseline."),
-    "generate": ("quant.cli.generate:generate_command", "Continue a prompt."),
-    "export": ("quant.cli.export:export_command", "Export a checkpoint: ONNX, TensorRT, AOTInductor, other layouts."),
-    "verify": ("quant.cli.audit:verify_command", "Check the files, the plan and the tensors of a checkpoint."),
-    "audit": ("quant.cli.audit:audit_command", "Check in which precision the layers of an engine run."),
+    "inspect": ("quant.cli.inspect_command:inspect_command", "List the layers of a quantized checkpoint."),
+    "report": ("quant.cli.inspect_command:report_command", "Write the HTML report of a checkpoint again."),
+    "evaluate": ("quant.cli.evaluate_command:evaluate_command", "Measure perplexity, and KL to a baseline."),
+    "generate": ("quant.cli.generate_command:generate_command", "Continue a prompt."),
+    "export": ("quant.cli.export_command:export_command", "Export a checkpoint: ONNX, TensorRT, AOTInductor, other layouts."),
+    "verify": ("quant.cli.audit_command:verify_command", "Check the files, the plan and the tensors of a checkpoint."),
+    "audit": ("quant.cli.audit_command:audit_command", "Check in which precision the layers of an engine run."),
     "check-engine": (
-        "quant.cli.check_engine:check_engine_command",
+        "quant.cli.check_engine_command:check_engine_command",
         "Run an exported decoder next to its checkpoint; compare and time both.",
     ),
-    "bench": ("quant.cli.bench:bench_command", "Time the quantized matmuls of a model on this GPU."),
-    "tune": ("quant.cli.bench:tune_command", "Find and keep the fastest kernel launches for a model."),
-    "formats": ("quant.cli.inspect:formats_command", "List presets and number formats."),
-    "solvers": ("quant.cli.inspect:solvers_command", "List the solvers, with what each needs and costs."),
-    "doctor": ("quant.cli.doctor:doctor_command", "Show what this machine has: torch, GPUs, optional packages."),
+    "bench": ("quant.cli.bench_command:bench_command", "Time the quantized matmuls of a model on this GPU."),
+    "tune": ("quant.cli.bench_command:tune_command", "Find and keep the fastest kernel launches for a model."),
+    "formats": ("quant.cli.inspect_command:formats_command", "List presets and number formats."),
+    "solvers": ("quant.cli.inspect_command:solvers_command", "List the solvers, with what each needs and costs."),
+    "doctor": ("quant.cli.doctor_command:doctor_command", "Show what this machine has: torch, GPUs, optional packages."),
 }
 """Every command of the toolbox: where it is defined, and its summary."""
 

@@ -19,7 +19,7 @@ from typing import Any, Literal, TextIO, cast
 
 import click
 
-from quant.errors import printable
+from quant.base.errors import printable
 
 
 @atexit.register

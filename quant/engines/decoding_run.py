@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from quant.calibration.blocks import cache_argument, cache_of
-from quant.engines.loop import read, step
-from quant.engines.session import EngineSession
+from quant.recipes.blocks import cache_argument, cache_of
+from quant.export.engines.decode_loop import read, step
+from quant.export.engines.engine_session import EngineSession
 
 
 @dataclass(frozen=True)

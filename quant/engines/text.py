@@ -7,13 +7,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from quant.checkpoints.load import describe, is_checkpoint, no_checkpoint
-from quant.checkpoints.open import outline
-from quant.engines.loop import GREEDY, Sampling, generate_tokens
-from quant.engines.session import EngineSession
-from quant.errors import UserError
+from quant.export.checkpoint.load import describe, is_checkpoint, no_checkpoint
+from quant.export.checkpoint.open_checkpoint import outline
+from quant.export.engines.decode_loop import GREEDY, Sampling, generate_tokens
+from quant.export.engines.engine_session import EngineSession
+from quant.base.errors import UserError
 from quant.models.huggingface import load_tokenizer
-from quant.runtime.generate import end_tokens
+from quant.generate.generate import end_tokens
 from quant.runtime.text_stream import TextStream
 
 

@@ -1,7 +1,7 @@
 """Generates text with an exported decoder in Triton Inference Server's Python backend.
 
 `quant export --to triton-server` writes a `model.py` that imports this class; next to it lie the file that
-`quant.engines.open` loads, its receipt and the tokenizer. The server puts requests together that wait at the same time
+`quant.export.engines.open_engine` loads, its receipt and the tokenizer. The server puts requests together that wait at the same time
 (dynamic batching): they are read and continued as rows of one batch, each with its own length, limit and sampling, and
 each is answered when its row ends. Requests that arrive meanwhile wait for the next batch.
 
@@ -25,12 +25,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from quant.engines.loop import GREEDY, Sampling, check_lengths, generate_tokens
-from quant.engines.open import open_session
-from quant.errors import UserError
+from quant.export.engines.decode_loop import GREEDY, Sampling, check_lengths, generate_tokens
+from quant.export.engines.open_engine import open_session
+from quant.base.errors import UserError
 from quant.export.packages.triton_decoder import END_TOKENS, FILE, MAX_TOKENS, OUTPUT, STREAM, TEXT, TOKENIZER
 from quant.export.packages.triton_server import RECEIPT_FILE
-from quant.formats.json_files import parse_json, read_json
+from quant.base.json_files import parse_json, read_json
 from quant.models.huggingface import load_tokenizer
 from quant.runtime.text_stream import TextStream
 

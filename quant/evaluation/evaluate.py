@@ -45,14 +45,14 @@ from quant.calibration.placement import Device, device_of, is_visited
 from quant.calibration.ranks import gathered, own_batches
 from quant.calibration.session import Session
 from quant.calibration.walk.block_major import blocks_first
-from quant.errors import UserError
-from quant.evaluation.checks import check_evaluable, predicts_tokens
+from quant.base.errors import UserError
+from quant.calibration.texts.row_checks import check_evaluable, predicts_tokens
 from quant.evaluation.distances import embedding_sums, prediction_sums
 from quant.evaluation.examples import WorstPredictions
 from quant.evaluation.interval import mean_interval
 from quant.evaluation.outputs import DISTANCE, ERROR, KL, PREDICTIONS, SQUARE, compare
-from quant.evaluation.record import Evaluation, OutputDistance
-from quant.plan.callers_model import unwrapped
+from quant.evaluation.evaluation import Evaluation, OutputDistance
+from quant.recipes.callers_model import unwrapped
 from quant.recipes.layers import output_head
 
 T = TypeVar("T")

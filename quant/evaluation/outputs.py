@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from torch.nn.functional import cosine_similarity
 
-from quant.calibration.blocks import output_of
+from quant.recipes.blocks import output_of
 from quant.calibration.texts.prepare import DECODER
 from quant.recipes.layers import output_head
 

@@ -12,10 +12,10 @@ from quant.calibration.placement import is_visited, placed
 from quant.calibration.ranks import from_first
 from quant.calibration.session import Session
 from quant.calibration.texts.mixture import Record, TextWriter, mixture_rows
-from quant.errors import megabytes
-from quant.evaluation.checks import run_probe
-from quant.kernels.processor import memory_left
-from quant.plan.data_needs import NoTextError
+from quant.base.errors import megabytes
+from quant.calibration.texts.row_checks import run_probe
+from quant.kernels.base.processor import memory_left
+from quant.calibration.texts.data_needs import NoTextError
 from quant.recipes.plan import Plan
 
 

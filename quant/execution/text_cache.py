@@ -25,10 +25,10 @@ from safetensors.torch import save
 
 from quant.calibration.session import Session
 from quant.calibration.texts.mixture import Record, rows_hash
-from quant.extras import versions
-from quant.formats.atomic import write_atomically
+from quant.base.extras import versions
+from quant.base.atomic import write_atomically
 from quant.models.files import SourceKind
-from quant.models.open import Source
+from quant.models.open_model import Source
 from quant.models.watched_files import spot_hash
 from quant.recipes.json_text import json_text
 

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from quant.errors import UserError
-from quant.kernels.linear.modules import QuantLinear
+from quant.base.errors import UserError
+from quant.kernels.linear.quant_linear import QuantLinear
 
 CONFIGS = ("IA3Config", "VeraConfig", "OFTConfig", "AdaLoraConfig")
 """The configs of PEFT whose adapters work on such layers."""

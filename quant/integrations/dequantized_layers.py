@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from quant.formats.stacking import Stacking
-from quant.kernels.linear.modules import QuantLinear
+from quant.kernels.linear.quant_linear import QuantLinear
 from quant.recipes.module_hooks import take_over
 
 

@@ -27,14 +27,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from quant.errors import UserError
-from quant.execution.input_scales import calibrate
+from quant.base.errors import UserError
+from quant.calibration.walk.input_scales import calibrate
 from quant.formats.format import FORMATS, Format, get_format
 from quant.formats.number import E4M3, INT4, INT8
 from quant.formats.packing import pack
 from quant.formats.tensor import BlockScaledTensor
 from quant.integrations.takeover import LayerFormats, Solved, install_takeover, plan_takeover, stand_in, ungrouped
-from quant.kernels.linear.modules import RunTimeParts
+from quant.kernels.linear.quant_linear import RunTimeParts
 from quant.recipes.plan import LayerPlan, Plan
 
 # Rows and columns of block scales in a tile of cuBLAS' layout ("1D block scaling factors" in its manual).

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from peft.tuners.lora.layer import Linear
 
-from quant.errors import UserError
+from quant.base.errors import UserError
 from quant.training.modules import QATLinear
 
 

@@ -13,11 +13,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from quant.errors import UserError
-from quant.extras import require
-from quant.formats.json_files import read_json
+from quant.base.errors import UserError
+from quant.base.extras import require
+from quant.base.json_files import read_json
 from quant.models.files import safetensors_file
-from quant.recipes.json_data import typed
+from quant.base.json_data import typed
 
 _FLAGS = {
     "do_sample", "output_attentions", "output_hidden_states", "output_logits", "output_scores", "return_dict",

@@ -21,14 +21,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from quant.errors import UserError, listed
-from quant.extras import require
+from quant.base.errors import UserError, listed
+from quant.base.extras import require
 from quant.models import huggingface
 from quant.models.configs import one_line
 from quant.models.gguf_metadata.rope import set_rope
 from quant.models.gguf_metadata.tokens import check_tokens
 from quant.models.huggingface import quiet
-from quant.models.shapes import gguf_reader
+from quant.models.stored_layers import gguf_reader
 
 _LOADER = "transformers.modeling_gguf_pytorch_utils"
 _BLOCK = re.compile(r"blk\.(\d+)\.")

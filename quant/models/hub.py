@@ -21,8 +21,8 @@ from functools import cache
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from quant.errors import UserError
-from quant.extras import require
+from quant.base.errors import UserError
+from quant.base.extras import require
 
 _NAME = re.compile(r"([\w.-]+/[\w.-]+)(?:@([\w./-]+))?")
 SUFFIXES = (".gguf", ".safetensors", ".pt", ".pth", ".bin", ".pt2")

@@ -20,10 +20,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from quant.errors import UserError, listed
-from quant.export.checkpoint.names import stored_names
-from quant.export.checkpoint.read import TensorFiles
-from quant.extras import importing, require
+from quant.base.errors import UserError, listed
+from quant.export.checkpoint.files.names import stored_names
+from quant.export.checkpoint.files.read_tensors import TensorFiles
+from quant.base.extras import importing, require
 from quant.models.configs import (
     check_numbers,
     check_processor,
@@ -35,8 +35,8 @@ from quant.models.configs import (
     read_generation_config,
 )
 from quant.models.files import check_links, safetensors_file, shard_names
-from quant.models.quantized.quantization import Quantization, quantization_of, refuse_packed
-from quant.models.quantized.tensors import QuantizedTensors, Renamed
+from quant.models.quantized_config import Quantization, quantization_of, refuse_packed
+from quant.models.quantized_tensors import QuantizedTensors, Renamed
 from quant.models.state_dict import open_safetensors
 from quant.models.stored_weights import open_stored
 

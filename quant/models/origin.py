@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from quant.errors import UserError
+from quant.base.errors import UserError
 from quant.models.configs import read_fields
 from quant.models.files import find_model
 from quant.models.hub import cached_snapshot

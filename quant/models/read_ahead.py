@@ -14,7 +14,7 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 
-from quant.kernels.processor import memory_left
+from quant.kernels.base.processor import memory_left
 
 _CHUNK = 16 << 20  # bytes; so few calls that the thread seldom waits for the interpreter, which imports are using
 _SHARE = 0.5  # of the memory that is left: a cache that is full drops what was read first

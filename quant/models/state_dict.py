@@ -10,9 +10,9 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from quant.errors import UserError, listed
+from quant.base.errors import UserError, listed
 from quant.models.files import SourceKind, safetensors_file
-from quant.models.quantized.quantization import refuse_packed
+from quant.models.quantized_config import refuse_packed
 
 _WRAPPERS = {"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
 """Parts of names that DDP, torch.compile, FSDP and activation checkpointing add."""

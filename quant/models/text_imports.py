@@ -16,8 +16,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from quant.errors import UserError
-from quant.extras import require
+from quant.base.errors import UserError
+from quant.base.extras import require
 from quant.models.configs import read_fields
 
 _PACKAGES = ("torchvision", "sklearn", "scipy")

@@ -18,10 +18,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from quant.errors import UserError
-from quant.export.checkpoint.tensor_file import DTYPE_NAMES
+from quant.base.errors import UserError
+from quant.export.checkpoint.files.tensor_file import DTYPE_NAMES
 from quant.models.exported_linears import restore_linears
-from quant.models.quantized.quantization import refuse_packed
+from quant.models.quantized_config import refuse_packed
 from quant.models.state_dict import LazyStateDict
 
 _WRAPPERS = ("state_dict", "model_state_dict", "model")

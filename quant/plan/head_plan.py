@@ -17,13 +17,13 @@ from dataclasses import replace
 
 import torch
 
-from quant.calibration.solvers.solver import get_pipeline
-from quant.export.checkpoint.names import EXPERT_PARTS, StoredNames
+from quant.calibration.solvers.registry import get_pipeline
+from quant.export.checkpoint.files.names import EXPERT_PARTS, StoredNames
 from quant.recipes.layer_kind import LayerKind
 from quant.recipes.layers import Layer
 from quant.recipes.plan import LayerPlan, Plan
 from quant.recipes.resolve import obstacle
-from quant.recipes.shared_inputs import group_name
+from quant.recipes.groups import group_name
 
 _IN_BLOCK = re.compile(r"(.*?\.\d+)\.(.+)")  # model.layers.3 . mlp.up_proj
 _EXPERT = re.compile(r"(.*\bexperts)\.(\d+)\.(\w+)")

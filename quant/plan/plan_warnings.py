@@ -5,7 +5,7 @@ They are separate from `make`, because reading and writing a checkpoint must not
 
 from __future__ import annotations
 
-from quant.errors import counted
+from quant.base.errors import counted
 from quant.recipes.fusion_groups import patterns
 from quant.recipes.plan import LayerPlan, Plan
 

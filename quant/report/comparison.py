@@ -9,9 +9,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from quant.errors import UserError, megabytes
-from quant.evaluation.record import Evaluation
-from quant.execution.layer_result import LayerResult
+from quant.base.errors import UserError, megabytes
+from quant.evaluation.evaluation import Evaluation
+from quant.calibration.layer_result import LayerResult
 from quant.recipes.plan import PLAN_FILE, Plan
 from quant.report.render import render_page
 from quant.report.report import Report

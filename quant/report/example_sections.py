@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from quant.evaluation.examples import Examples
-from quant.plan.check import first_problem
+from quant.recipes.plan_check import first_problem
 from quant.recipes.plan import Plan
 from quant.report.report import Report
 from quant.report.section import Section, number, short_name

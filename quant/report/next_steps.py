@@ -8,8 +8,8 @@ from pathlib import Path
 from quant.evaluation.loss_text import loss_text
 from quant.formats.format import get_format
 from quant.models.configs import read_fields
-from quant.plan.check import first_problem
-from quant.plan.data_needs import solver_needs_data
+from quant.recipes.plan_check import first_problem
+from quant.calibration.texts.data_needs import solver_needs_data
 from quant.recipes.plan import Plan
 from quant.recipes.solver_names import parse_solver
 from quant.report.report import Report

@@ -13,10 +13,10 @@ from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from quant.errors import UserError, counted, megabytes
+from quant.base.errors import UserError, counted, megabytes
 from quant.evaluation.loss_text import loss_text
-from quant.execution.layer_result import LayerResult
-from quant.formats.atomic import write_atomically
+from quant.calibration.layer_result import LayerResult
+from quant.base.atomic import write_atomically
 from quant.recipes.json_text import finite, json_text
 from quant.recipes.plan import PLAN_FILE, Plan
 from quant.recipes.solver_names import DEFAULT_OBSERVER

@@ -5,7 +5,7 @@ from __future__ import annotations
 from quant.recipes.plan import Plan
 from quant.report.allocation_charts import heat_map, pareto, rounds, waterfall
 from quant.report.example_sections import continuation, predictions, usage
-from quant.report.model_charts import errors, memory, sizes, texts
+from quant.report.charts import errors, memory, sizes, texts
 from quant.report.receipt_charts import receipt
 from quant.report.report import Report
 from quant.report.section import (

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from quant.allocation.record import AllocationRecord, BudgetKind, Verified
-from quant.errors import counted, megabytes
+from quant.calibration.allocation.record import AllocationRecord, BudgetKind, Verified
+from quant.base.errors import counted, megabytes
 from quant.evaluation.loss_text import loss_text
-from quant.evaluation.record import Evaluation
-from quant.execution.layer_result import LayerResult
+from quant.evaluation.evaluation import Evaluation
+from quant.calibration.layer_result import LayerResult
 from quant.report.report import Distillation, Report
 
 if TYPE_CHECKING:

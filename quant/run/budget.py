@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from quant.allocation.bench import Effort
-from quant.allocation.goal import Constraint, ConstraintKind, Goal
+from quant.calibration.allocation.measure_choices import Effort
+from quant.calibration.allocation.goal import Constraint, ConstraintKind, Goal
 from quant.allocation.options import DEFAULT_FORMATS
 from quant.calibration.sensitivity.costs import parse_quantity
-from quant.errors import Spelling, UserError, as_option
+from quant.base.errors import Spelling, UserError, as_option
 
 _BUDGETS = ("bits", "fit", "latency", "max_kl", "max_ppl_increase")
 

@@ -7,15 +7,15 @@ from typing import NoReturn
 
 from torch import nn
 
-from quant.checkpoints.trial_load import check_experts
-from quant.execution.announcements import announce_effort
-from quant.export.checkpoint.compressed_tensors import check_plan
-from quant.export.checkpoint.names import stored_names
-from quant.plan.data_needs import NoTextError, lacks_data, with_data
+from quant.export.checkpoint.trial_load import check_experts
+from quant.run.announcements import announce_effort
+from quant.export.checkpoint.files.compressed_tensors import check_plan
+from quant.export.checkpoint.files.names import stored_names
+from quant.calibration.texts.data_needs import NoTextError, lacks_data, with_data
 from quant.recipes.recipe import Recipe
 from quant.run.decide_budget import for_budget
 from quant.run.job import Decision, Job
-from quant.run.plan import plan_for
+from quant.run.plan_request import plan_for
 
 
 def decide(job: Job) -> Decision:

@@ -11,20 +11,20 @@ from typing import Any
 
 import torch
 
-from quant.allocation.allocate import Allocation, allocate, check_feasible
-from quant.allocation.goal import Goal
+from quant.calibration.allocation.allocate import Allocation, allocate, check_feasible
+from quant.calibration.allocation.goal import Goal
 from quant.allocation.held_out import HeldOut
 from quant.calibration.inputs import call_on_first_row
-from quant.calibration.listener import SILENT
+from quant.base.listener import SILENT
 from quant.calibration.sensitivity.candidates import parse_candidates
-from quant.calibration.solvers.solver import with_supported_solver
+from quant.calibration.solvers.registry import with_supported_solver
 from quant.calibration.texts.mixture import Record
-from quant.checkpoints.trial_load import import_for_trial
-from quant.errors import UserError
-from quant.execution.announcements import announce_rounding_of_choice
-from quant.execution.sources import as_rows
-from quant.plan.data_needs import with_calibration
-from quant.plan.make import make_plan
+from quant.export.checkpoint.trial_load import import_for_trial
+from quant.base.errors import UserError
+from quant.run.announcements import announce_rounding_of_choice
+from quant.calibration.texts.sources import as_rows
+from quant.calibration.texts.data_needs import with_calibration
+from quant.recipes.plan_make import make_plan
 from quant.recipes import effort
 from quant.recipes.effort import solver_of
 from quant.recipes.layer_kind import LayerKind
@@ -33,7 +33,7 @@ from quant.recipes.recipe import KEEP
 from quant.run.data import announce_budget, calibration_data, evaluation_data
 from quant.run.head_globs import refuse_heads
 from quant.run.job import Decision, Job
-from quant.run.plan import example_run, provenance
+from quant.run.plan_request import example_run, provenance
 from quant.run.same_on_ranks import check_same
 
 

@@ -12,13 +12,13 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from quant.calibration.blocks import stored_dtype
+from quant.recipes.blocks import stored_dtype
 from quant.checkpoints.head_weights import head_weights
-from quant.errors import UserError, listed
-from quant.export.checkpoint.names import stored_names
-from quant.models.open import Source
+from quant.base.errors import UserError, listed
+from quant.export.checkpoint.files.names import stored_names
+from quant.models.open_model import Source
 from quant.plan.head_plan import plan_heads
-from quant.plan.prediction_heads import attach_head_layer
+from quant.models.prediction_heads import attach_head_layer
 from quant.recipes.layer_kind import LayerKind
 from quant.recipes.plan import Plan
 from quant.recipes.recipe import matched

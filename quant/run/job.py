@@ -9,14 +9,14 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from quant.allocation.allocate import Allocation
+from quant.calibration.allocation.allocate import Allocation
 from quant.calibration.inputs import Inputs
-from quant.calibration.listener import Listener, StageProgress
+from quant.base.listener import Listener, StageProgress
 from quant.calibration.session import Session
-from quant.execution.layer_result import LayerResult, Quantized
+from quant.calibration.layer_result import LayerResult, Quantized
 from quant.formats.tensor import BlockScaledTensor
 from quant.models.files import SourceKind
-from quant.models.open import Source
+from quant.models.open_model import Source
 from quant.recipes.plan import Plan
 from quant.report.report import Report
 from quant.run.request import Request

@@ -1,7 +1,7 @@
 """A `Request` holds all options of a run, from the command `quantize` or by `quant.quantize`.
 
 `check` refuses options that contradict each other before anything slow starts. A message spells an option as the user
-wrote it: `--lm-head` or `lm_head=`. Refusals that depend on the model are in `check_state_dict` and `quant.plan.check`.
+wrote it: `--lm-head` or `lm_head=`. Refusals that depend on the model are in `check_state_dict` and `quant.recipes.plan_check`.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ from typing import Any
 import torch
 from torch import nn
 
-from quant.allocation.goal import Goal
+from quant.calibration.allocation.goal import Goal
 from quant.allocation.options import DEFAULT_FORMATS
 from quant.calibration.inputs import Inputs
 from quant.calibration.placement import device_of, find_device
 from quant.calibration.sensitivity.candidates import parse_candidates
 from quant.calibration.sensitivity.knapsack import require_scipy
-from quant.errors import UserError, as_option, as_parameter
-from quant.execution.sources import Rows, check_sources, sources_of
-from quant.execution.steps.store import is_finished
-from quant.export.checkpoint.directory import check_apart, check_destination
+from quant.base.errors import UserError, as_option, as_parameter
+from quant.calibration.texts.sources import Rows, check_sources, sources_of
+from quant.calibration.walk.step_store import is_finished
+from quant.export.checkpoint.files.directory import check_apart, check_destination
 from quant.formats.format import is_16bit
 from quant.models.files import find_model
-from quant.plan.callers_model import check_original, unwrapped
-from quant.plan.check import Problem, read_plan
-from quant.plan.data_needs import solver_needs_data
-from quant.plan.make import kv_cache_name
+from quant.recipes.callers_model import check_original, unwrapped
+from quant.recipes.plan_check import Problem, read_plan
+from quant.calibration.texts.data_needs import solver_needs_data
+from quant.recipes.plan_make import kv_cache_name
 from quant.recipes import effort
 from quant.recipes.plan import Plan
 from quant.recipes.recipe import KEEP, Recipe, get_recipe

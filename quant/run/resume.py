@@ -7,8 +7,8 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 from quant.calibration.session import Session
-from quant.execution.steps.store import DirectoryStore
-from quant.extras import versions
+from quant.calibration.walk.step_store import DirectoryStore
+from quant.base.extras import versions
 from quant.recipes.plan import Plan
 from quant.run.job import Job
 from quant.run.same_on_ranks import check_same, kind_of

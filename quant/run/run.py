@@ -13,21 +13,21 @@ before everything is computed.
 
 from __future__ import annotations
 
-from quant.calibration.listener import SILENT, Listener
+from quant.base.listener import SILENT, Listener
 from quant.calibration.ranks import leave, rank_and_world, wait_for_all
 from quant.calibration.solvers.gptq import Gptq, compile_ahead
-from quant.calibration.solvers.solver import get_pipeline
-from quant.execution.announcements import announce_untied_head
+from quant.calibration.solvers.registry import get_pipeline
+from quant.run.announcements import announce_untied_head
 from quant.report.report import Report
 from quant.run.data import announce_time, read_data, verification_data
 from quant.run.decide import decide
 from quant.run.job import Decision, Job, Outcome, SolvedModel
-from quant.run.load import destination, load
+from quant.run.open_source import destination, load
 from quant.run.measure import Measured, baseline_of, measure
 from quant.run.request import Request
 from quant.run.resume import resumable
 from quant.run.solve import solve
-from quant.run.write import write
+from quant.run.write_result import write
 
 
 def run(request: Request, listener: Listener = SILENT) -> Outcome:

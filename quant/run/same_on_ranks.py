@@ -14,8 +14,8 @@ import torch
 
 from quant.calibration.ranks import gathered, rank_and_world, wait_for_all
 from quant.calibration.session import Session
-from quant.errors import UserError
-from quant.extras import versions
+from quant.base.errors import UserError
+from quant.base.extras import versions
 from quant.models.watched_files import spot_hash
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import time
 
-from quant.calibration.listener import StageProgress
-from quant.checkpoints.trial_load import import_for_trial
-from quant.execution.solve import solve_plan
-from quant.execution.solve_weights import solve_state_dict
-from quant.export.checkpoint.compressed_tensors import check_plan
+from quant.base.listener import StageProgress
+from quant.export.checkpoint.trial_load import import_for_trial
+from quant.calibration.walk.solve import solve_plan
+from quant.calibration.walk.solve_weights import solve_state_dict
+from quant.export.checkpoint.files.compressed_tensors import check_plan
 from quant.run.job import Decision, Job, SolvedModel
 from quant.run.solving_steps import solving_steps
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from quant.calibration.blocks import block_names
+from quant.recipes.blocks import block_names
 from quant.calibration.inputs import Inputs
-from quant.plan.data_needs import solver_needs_data
+from quant.calibration.texts.data_needs import solver_needs_data
 from quant.recipes.layer_kind import LayerKind
 from quant.recipes.plan import Plan, groups_by_input
 

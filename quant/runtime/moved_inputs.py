@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from quant.calibration.blocks import removing
+from quant.recipes.blocks import removing
 from quant.kernels.linear.quantized_module import QuantizedModule
 
 

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from quant.errors import UserError
+from quant.base.errors import UserError
 from quant.formats.format import FORMATS, Format
 from quant.kernels.attention.ring import ring_attention
 from quant.runtime.attention_call import AttentionCall

@@ -25,8 +25,8 @@ from torch import nn
 
 from quant.calibration.evaluating import evaluating
 from quant.calibration.placement import device_of
-from quant.errors import UserError
-from quant.plan.callers_model import inner_model
+from quant.base.errors import UserError
+from quant.recipes.callers_model import inner_model
 from quant.recipes.solver_names import parse_solver
 from quant.training.head import LogitHead, run_to_head
 from quant.training.kl import LogitTeacher, Teacher, chunked_kl

@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from quant.calibration.listener import Listener, StageProgress, reporter
+from quant.base.listener import Listener, StageProgress, reporter
 from quant.calibration.session import Session
 from quant.checkpoints.runnable import open_runnable
-from quant.errors import UserError
-from quant.execution.sources import Rows, read_calibration, tokenizer_if_any
-from quant.models.open import Source
-from quant.training.options import DistillOptions
+from quant.base.errors import UserError
+from quant.calibration.texts.sources import Rows, read_calibration, tokenizer_if_any
+from quant.models.open_model import Source
+from quant.training.distill_options import DistillOptions
 from quant.training.teacher_cache import CachedTeacher, cache_teacher, is_cached_teacher
 
 _SHARED = 0.99  # of the smaller vocabulary; a fine-tuned model adds a token or two

@@ -24,9 +24,9 @@ import torch
 from torch import nn
 
 from quant.calibration.attention_names import text_config
-from quant.calibration.blocks import output_of
-from quant.errors import UserError
-from quant.plan.callers_model import inner_model
+from quant.recipes.blocks import output_of
+from quant.base.errors import UserError
+from quant.recipes.callers_model import inner_model
 from quant.recipes.layers import output_head
 from quant.training.kl import Head
 

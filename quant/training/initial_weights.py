@@ -21,7 +21,7 @@ from quant.calibration.solvers.lowrank import residual_weight
 from quant.calibration.solvers.rotation import rotate_weight
 from quant.formats.rounding import round_to
 from quant.formats.tensor import BlockScaledTensor
-from quant.kernels.linear.modules import RunTimeParts
+from quant.kernels.linear.quant_linear import RunTimeParts
 from quant.kernels.training.weight_rounding import weight_steps
 from quant.training.rounding.rounded_weight import decoded_scale
 

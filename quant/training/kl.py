@@ -31,7 +31,7 @@ import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
 
-from quant.errors import UserError
+from quant.base.errors import UserError
 
 # FP32 logits of a slice, 32 MB on a CPU and 256 MB on a GPU.
 _SLICE_ELEMENTS = {"cpu": 1 << 23, "cuda": 1 << 26}

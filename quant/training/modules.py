@@ -19,7 +19,7 @@ from quant.kernels.linear.conv import ConvGeometry, QuantConv, conv_matrix, conv
 from quant.kernels.linear.embedding import QuantEmbedding
 from quant.kernels.linear.expert_modules import QuantExperts
 from quant.kernels.linear.expert_stack import ExpertStack
-from quant.kernels.linear.modules import QuantLinear, RunTimeParts
+from quant.kernels.linear.quant_linear import QuantLinear, RunTimeParts
 from quant.kernels.linear.ops import autocast_dtype
 from quant.kernels.training.input_rounding import round_input
 from quant.training.rounding.input_range import watch_input

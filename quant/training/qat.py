@@ -17,19 +17,19 @@ from typing import Any
 import torch
 from torch import nn
 
-from quant.calibration.blocks import stored_dtype
+from quant.recipes.blocks import stored_dtype
 from quant.calibration.inputs import Inputs, call_on_first_row, inputs_of
-from quant.calibration.listener import Progress
+from quant.base.listener import Progress
 from quant.calibration.placement import Device
 from quant.calibration.session import Session
-from quant.checkpoints.pretrained import attach, detach
-from quant.errors import UserError, counted
-from quant.execution.install import mark_quantized
-from quant.execution.solve import solve_plan
-from quant.execution.undo import restored_on_error
-from quant.export.checkpoint.write import plan_of_model
+from quant.export.checkpoint.pretrained import attach, detach
+from quant.base.errors import UserError, counted
+from quant.kernels.linear.install import mark_quantized
+from quant.calibration.walk.solve import solve_plan
+from quant.calibration.walk.undo import restored_on_error
+from quant.export.checkpoint.files.write_tensors import plan_of_model
 from quant.formats.known_names import known_names
-from quant.plan.callers_model import (
+from quant.recipes.callers_model import (
     ADAPTERS_AFTER,
     check_original,
     inner_model,
@@ -39,12 +39,12 @@ from quant.plan.callers_model import (
     uncompiled,
     unwrapped,
 )
-from quant.plan.check import check_plan_fits
-from quant.plan.make import grouped_layers, make_plan
+from quant.recipes.plan_check import check_plan_fits
+from quant.recipes.plan_make import grouped_layers, make_plan
 from quant.recipes.layers import find_layers
 from quant.recipes.plan import Plan
 from quant.recipes.recipe import Recipe
-from quant.training.layers import Packed, Start, install_training_layers, put_layer, weights_before_rounding
+from quant.training.qat_layers import Packed, Start, install_training_layers, put_layer, weights_before_rounding
 from quant.training.rounding.input_range import MANY
 from quant.training.rounding.rounded_weight import PLAN, SCALES, RoundedWeight
 

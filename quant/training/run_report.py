@@ -12,13 +12,13 @@ from quant.calibration.placement import describe
 from quant.calibration.session import Session
 from quant.evaluation.fingerprint import fingerprint
 from quant.evaluation.loss_text import loss_text
-from quant.evaluation.record import Evaluation
-from quant.execution.layer_result import LayerResult, unmeasured_result
-from quant.extras import versions
-from quant.models.open import Source
+from quant.evaluation.evaluation import Evaluation
+from quant.calibration.layer_result import LayerResult, unmeasured_result
+from quant.base.extras import versions
+from quant.models.open_model import Source
 from quant.recipes.plan import LayerPlan, Plan
 from quant.report.report import Distillation, Report, kv_cache_of
-from quant.runtime.attention import quantized_attention
+from quant.generate.quantized_attention import quantized_attention
 
 _WORSE = 1.02  # times the KL before training; rounding by itself does not change it by as much
 

@@ -18,10 +18,10 @@ import torch
 from vllm.logger import init_logger
 from vllm.v1.attention.backends import flash_attn
 
-from quant.kernels.attention_operands import AttentionOptions
-from quant.kernels.attention_tiles import DecodeTiles, decode_tiles_for
-from quant.kernels.kv_pages import PAGE_SIZES, KVPages
-from quant.vllm_plugin import linear
+from quant.kernels.attention.attention_operands import AttentionOptions
+from quant.kernels.attention.attention_tiles import DecodeTiles, decode_tiles_for
+from quant.kernels.attention.kv_pages import PAGE_SIZES, KVPages
+from quant.vllm_plugin import linear_kernels
 from quant.vllm_plugin.self_test import SelfTest
 
 logger = init_logger("vllm.blockscale")
@@ -41,7 +41,7 @@ _prepared: dict[Any, bool] = {}
 
 def takes_step(named: dict[str, Any]) -> bool:
     """Returns whether ours computes a call with these arguments: one new token of each sequence, over 16-bit pages."""
-    if named.get("max_seqlen_q") != 1 or not linear.has_free_attention() or not all(name in named for name in NAMES):
+    if named.get("max_seqlen_q") != 1 or not linear_kernels.has_free_attention() or not all(name in named for name in NAMES):
         return False
     if any(value is not None for name, value in named.items() if name not in NAMES + NEUTRAL):
         return False
@@ -71,7 +71,7 @@ def tiles_for(q: torch.Tensor, pages: KVPages, longest: int) -> DecodeTiles:
 
 def attend(named: dict[str, Any]) -> None:
     """Computes such a call into `out`."""
-    from quant.kernels.portable.attention.paged_attention import attend_pages
+    from quant.kernels.attention.portable_paged_attention import attend_pages
 
     q, k, v, window = named["q"], named["k"], named["v"], named["window_size"]
     # FlashAttention counts the tokens before the last, and takes -1 for all.

@@ -33,8 +33,8 @@ from vllm.model_executor.layers.quantization.utils.quant_utils import (
 )
 
 from quant.formats.tensor import BlockScaledTensor
-from quant.vllm_plugin import releases, weights
-from quant.vllm_plugin.experts import BlockscaleExperts, refusal
+from quant.vllm_plugin import releases, loaded_weights
+from quant.vllm_plugin.fused_moe import BlockscaleExperts, refusal
 from quant.vllm_plugin.mxfp4_experts import Layer, make_kernel
 
 KEYS: dict[str, QuantKey] = {
@@ -53,7 +53,7 @@ class BlockscaleFp8Experts(BlockscaleExperts):
 
     def weight_of(self, layer: torch.nn.Module, name: str) -> BlockScaledTensor:
         codes, scale = getattr(layer, f"{name}_weight").data, getattr(layer, f"{name}_weight_scale").data
-        return weights.fp8_experts_weight(codes, scale)
+        return loaded_weights.fp8_experts_weight(codes, scale)
 
 
 class BlockscaleFp8BlockExperts(BlockscaleFp8Experts):
@@ -64,7 +64,7 @@ class BlockscaleFp8BlockExperts(BlockscaleFp8Experts):
 
     def weight_of(self, layer: torch.nn.Module, name: str) -> BlockScaledTensor:
         codes, scale = getattr(layer, f"{name}_weight").data, getattr(layer, f"{name}_weight_scale").data
-        return weights.fp8_weight(codes, scale, blocks=True)
+        return loaded_weights.fp8_weight(codes, scale, blocks=True)
 
 
 class BlockscaleFp8MoEMethod(CompressedTensorsW8A8Fp8MoEMethod):

@@ -2,7 +2,7 @@
 
 Our matmuls begin with the weight, which no other kernel writes: a matmul that is launched while the kernel before it
 still runs has its first tiles of weight in shared memory when its input is ready ("programmatic dependent launch",
-`kernels/portable/dependent_launch.py`). vLLM's kernels give no sign that the next one may start, and with one token a
+`kernels/base/portable_dependent_launch.py`). vLLM's kernels give no sign that the next one may start, and with one token a
 matmul of 7 to 30 µs then begins some 3 µs late, about its gain over Marlin. So vLLM's classes `RMSNorm` and
 `SiluAndMul` are replaced by these subclasses, through vLLM's own registry of replacements.
 
@@ -20,7 +20,7 @@ from vllm.model_executor.layers.activation import SiluAndMul
 from vllm.model_executor.layers.layernorm import RMSNorm
 
 from quant.kernels.linear.ops import register
-from quant.vllm_plugin import linear, releases
+from quant.vllm_plugin import linear_kernels, releases
 
 MOST_COLUMNS = 32768
 
@@ -28,19 +28,19 @@ MOST_COLUMNS = 32768
 def _add_rmsnorm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    from quant.kernels.portable.decoder_step import add_rmsnorm
+    from quant.kernels.linear.portable_decoder_step import add_rmsnorm
 
     return add_rmsnorm(x, residual, weight, eps)
 
 
 def _rmsnorm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    from quant.kernels.portable.decoder_step import add_rmsnorm
+    from quant.kernels.linear.portable_decoder_step import add_rmsnorm
 
     return add_rmsnorm(x, None, weight, eps)[0]
 
 
 def _swiglu(both: torch.Tensor) -> torch.Tensor:
-    from quant.kernels.portable.decoder_step import swiglu
+    from quant.kernels.linear.portable_decoder_step import swiglu
 
     return swiglu(both)
 
@@ -70,7 +70,7 @@ register("quant::swiglu", "(Tensor both) -> Tensor", _half, default=_swiglu)
 
 def takes_rows(x: torch.Tensor) -> bool:
     """Returns whether our kernels take these rows, in a model that has our linear layers."""
-    return linear.has_our_layers() and x.dim() == 2 and x.dtype is torch.bfloat16 and x.is_contiguous()
+    return linear_kernels.has_our_layers() and x.dim() == 2 and x.dtype is torch.bfloat16 and x.is_contiguous()
 
 
 class BlockscaleRMSNorm(RMSNorm):

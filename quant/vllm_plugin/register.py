@@ -28,7 +28,7 @@ from __future__ import annotations
 import importlib
 import logging
 
-from quant.kernels.hardware import has_triton
+from quant.kernels.base.hardware import has_triton
 from quant.vllm_plugin import graph_key
 from quant.vllm_plugin.switches import switches, unknown_switches
 

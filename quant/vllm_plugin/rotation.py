@@ -22,13 +22,13 @@ from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
 from vllm.v1.attention.backends import flash_attn
 
 from quant.kernels.linear.ops import register
-from quant.vllm_plugin import linear, releases
+from quant.vllm_plugin import linear_kernels, releases
 
 
 def _rotate(
     positions: torch.Tensor, q: torch.Tensor, k: torch.Tensor, cache: torch.Tensor, dim: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    from quant.kernels.portable.attention.rotary import rotate
+    from quant.kernels.attention.portable_rotary import rotate
 
     return rotate(positions, q, k, cache, dim)
 
@@ -59,7 +59,7 @@ class BlockscaleRotation:
         cache, dim = self.cos_sin_cache, self.head_size
         if (
             key is not None
-            and linear.has_our_layers()
+            and linear_kernels.has_our_layers()
             and self.is_neox_style
             and self.rotary_dim == dim == cache.shape[1]
             and positions.dim() == 1
@@ -76,7 +76,7 @@ def takes_cache(k: torch.Tensor, v: torch.Tensor, k_cache: torch.Tensor, v_cache
     rows = all(x.dim() == 3 and x.dtype is torch.bfloat16 and x.stride()[1:] == (x.shape[2], 1) for x in (k, v))
     pages = k_cache.dtype is torch.bfloat16 and k_cache.dim() == 4 and k_cache.stride(3) == 1
     alike = k.shape[1:] == v.shape[1:] == k_cache.shape[2:] and k_cache.stride() == v_cache.stride()
-    return linear.has_our_layers() and format in ("auto", "bfloat16") and rows and pages and alike
+    return linear_kernels.has_our_layers() and format in ("auto", "bfloat16") and rows and pages and alike
 
 
 def install() -> str:
@@ -97,7 +97,7 @@ def install() -> str:
         format: str, *scales: Any,
     ) -> None:  # fmt: skip
         if takes_cache(k, v, k_cache, v_cache, format):
-            from quant.kernels.portable.attention.rotary import store_rows
+            from quant.kernels.attention.portable_rotary import store_rows
 
             store_rows(k, v, k_cache, v_cache, slots)
         else:

@@ -24,11 +24,11 @@ from quant.formats.format import FORMATS
 from quant.formats.tensor import moved, quantize
 from quant.kernels.attention.decode import paged_reference
 from quant.kernels.attention.kv_blocks import cell_bytes, pages_of
-from quant.kernels.attention_operands import AttentionOptions
-from quant.kernels.attention_tiles import decode_tiles_for
-from quant.kernels.kv_pages import KVPages, write_reference
+from quant.kernels.attention.attention_operands import AttentionOptions
+from quant.kernels.attention.attention_tiles import decode_tiles_for
+from quant.kernels.attention.kv_pages import KVPages, write_reference
 from quant.kernels.linear.experts import grouped_linear
-from quant.vllm_plugin import weights
+from quant.vllm_plugin import loaded_weights
 
 TOLERANCE = 2.0**-7
 """Largest relative error of a product with inputs in bfloat16; the kernels' own is near 2^-9."""
@@ -108,25 +108,25 @@ class SelfTest:
     def _linear_error(self, format: str) -> float:
         """Returns the largest error over the numbers of tokens, against float64."""
         weight = quantize(_sample(OUT, IN, 0) / 16, FORMATS[format])
-        held, layer, errors = weights.arranged(moved(weight, self.device))[0], torch.nn.Module(), []
-        weights.hold(layer, held)
-        in_fp8 = (weights.FP8_FROM, weights.FP8_DECODED_UP_TO + 1) if weights.multiplies_prompts_in_fp8(format) else ()
+        held, layer, errors = loaded_weights.arranged(moved(weight, self.device))[0], torch.nn.Module(), []
+        loaded_weights.hold(layer, held)
+        in_fp8 = (loaded_weights.FP8_FROM, loaded_weights.FP8_DECODED_UP_TO + 1) if loaded_weights.multiplies_prompts_in_fp8(format) else ()
         for tokens in (*TOKENS, *in_fp8):
             x = _sample(tokens, IN, tokens).bfloat16()
             expected = x.double() @ weight.dequantize(torch.float64).T
             if tokens in in_fp8:
                 # Two operands in E4M3 have an error of about 2^-5, against 2^-9 in bfloat16. So small a layer would not
                 # be multiplied in FP8 by itself.
-                errors.append(_relative(weights.multiply_in_fp8(x.to(self.device), held, None), expected) / 8)
+                errors.append(_relative(loaded_weights.multiply_in_fp8(x.to(self.device), held, None), expected) / 8)
             else:
-                y = weights.multiply(layer, x.to(self.device), None, layer.get_parameter("weight"))
+                y = loaded_weights.multiply(layer, x.to(self.device), None, layer.get_parameter("weight"))
                 errors.append(_relative(y, expected))
         return _largest(errors)
 
     def _experts_error(self, format: str) -> float:
         values = torch.stack([_sample(OUT, IN, expert) / 16 for expert in range(EXPERTS)])
         weight = quantize(values, FORMATS[format])
-        held, _ = weights.arranged(moved(weight, self.device))
+        held, _ = loaded_weights.arranged(moved(weight, self.device))
         dense, errors = weight.dequantize(torch.float64), []
         for tokens in TOKENS:
             x = _sample(tokens * EXPERTS, IN, tokens).bfloat16()
@@ -136,7 +136,7 @@ class SelfTest:
         return _largest(errors)
 
     def _norm_error(self) -> float:
-        from quant.kernels.portable.decoder_step import add_rmsnorm, swiglu
+        from quant.kernels.linear.portable_decoder_step import add_rmsnorm, swiglu
 
         x, residual = _sample(3, IN, 0).bfloat16(), _sample(3, IN, 1).bfloat16()
         weight = _sample(1, IN, 2)[0].bfloat16()
@@ -149,7 +149,7 @@ class SelfTest:
 
     def _rotation_error(self) -> float:
         """Returns the larger error of rotated keys in their slots, one at a time and of values there."""
-        from quant.kernels.portable.attention.rotary import rotate, store_rows
+        from quant.kernels.attention.portable_rotary import rotate, store_rows
 
         heads, dim = 2, IN // 2
         both = _sample(3, 2 * IN, 3).bfloat16()
@@ -170,8 +170,8 @@ class SelfTest:
         )
 
     def _attention_error(self) -> float:
-        from quant.kernels.portable.attention.paged_attention import attend_pages
-        from quant.kernels.portable.attention.paged_kv_cache import write_kv_slots
+        from quant.kernels.attention.portable_paged_attention import attend_pages
+        from quant.kernels.attention.portable_paged_kv_cache import write_kv_slots
 
         heads, kv_heads, dim, page, length = 4, 2, 64, 16, 24
         scales = torch.full((2, kv_heads), 1 / 600, dtype=torch.float32)
@@ -193,7 +193,7 @@ class SelfTest:
         return _relative(y, expected.double())
 
     def _decoding_error(self) -> float:
-        from quant.kernels.portable.attention.paged_attention import attend_pages
+        from quant.kernels.attention.portable_paged_attention import attend_pages
 
         heads, kv_heads, dim, page, length = 4, 2, 64, 16, 24
         # As in vLLM's blocks: tokens, then heads, and the key of a head beside its value.

@@ -20,11 +20,11 @@ from typing import Any
 import torch
 
 from quant.formats.tensor import BlockScaledTensor, moved
-from quant.kernels.launch_cache import Variants
-from quant.kernels.layout import is_prepacked
+from quant.kernels.base.launch_cache import Variants
+from quant.kernels.base.weight_layout import is_prepacked
 from quant.kernels.linear import variants
 from quant.kernels.linear.experts import STORED_ROWS
-from quant.vllm_plugin import releases, weights
+from quant.vllm_plugin import releases, loaded_weights
 
 MOST_THREADS = 8
 
@@ -62,8 +62,8 @@ def needed_variants(tokens: int, device: torch.device) -> Variants:
     lengths = variants.distinct_lengths(tokens)
     for weight, bias in _linear.values():
         in_fp8: list[int] = []
-        if weights.multiplies_prompts_in_fp8(weight.format.name):
-            in_fp8 = [length for length in lengths if weights.is_faster_in_fp8(length, weight.shape)]
+        if loaded_weights.multiplies_prompts_in_fp8(weight.format.name):
+            in_fp8 = [length for length in lengths if loaded_weights.is_faster_in_fp8(length, weight.shape)]
             found |= _fp8_variants(weight, bias, in_fp8, device)
         found |= variants.linear_variants(weight, bias, [length for length in lengths if length not in set(in_fp8)])
     for weight, bias, slots in _experts.values():
@@ -79,7 +79,7 @@ def _fp8_variants(
 ) -> Variants:
     if not is_prepacked(weight):
         return {}
-    return variants.e4m3_variants(weight, bias, [n for n in lengths if n <= weights.FP8_DECODED_UP_TO], device)
+    return variants.e4m3_variants(weight, bias, [n for n in lengths if n <= loaded_weights.FP8_DECODED_UP_TO], device)
 
 
 def warm_up(config: Any) -> None:

@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader
 
 import quant
 from quant.calibration.inputs import Inputs, inputs_of, recorded, taking_inputs
-from quant.errors import UserError
+from quant.base.errors import UserError
 
 ROWS = torch.randint(3, 60, (6, 16), generator=torch.Generator().manual_seed(0))
 

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from samples import BASE, GOLDENS
 
 from quant.calibration.attention_names import watching_attention
-from quant.calibration.kv_cache import AttentionScales, collect_attention_scales, kv_scale_tensors
+from quant.calibration.attention_scales import AttentionScales, collect_attention_scales, kv_scale_tensors
 from quant.calibration.session import Session
 from quant.formats.format import FORMATS, Format
 from quant.formats.number import E4M3

@@ -11,10 +11,10 @@ import torch
 from safetensors.torch import load_file
 
 import quant
-from quant.calibration.blocks import cache_argument
-from quant.calibration.kv_cache import collect_attention_scales
+from quant.recipes.blocks import cache_argument
+from quant.calibration.attention_scales import collect_attention_scales
 from quant.formats.format import FORMATS
-from quant.runtime.attention import quantized_attention
+from quant.generate.quantized_attention import quantized_attention
 
 transformers = pytest.importorskip("transformers")
 

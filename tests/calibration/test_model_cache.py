@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from quant.calibration.blocks import cache_argument, cache_of
+from quant.recipes.blocks import cache_argument, cache_of
 
 
 class Renamed:

@@ -153,7 +153,7 @@ def graphs(tmp_path: Path) -> Graphs:
 def build(tmp_path: Path) -> Callable[..., Any]:
     """Builds an engine of a small graph; skipped where nothing builds without a GPU."""
     pytest.importorskip("tensorrt_rtx", reason="needs the extra [tensorrt-rtx]")
-    from quant.export.engine.build import BuildOptions, build_engine
+    from quant.export.tensorrt.build import BuildOptions, build_engine
 
     def run(path: Path, target: str = "sm120", shapes: Any = None, **options: Any) -> Any:
         return build_engine(path, tmp_path / f"{path.stem}.engine", BuildOptions(target, shapes, **options))
@@ -175,7 +175,7 @@ def compiled_here() -> Iterator[None]:
 @pytest.fixture
 def package() -> Callable[..., Path]:
     """`export_aoti`; see `compiled_here`."""
-    from quant.export.packages.aoti import export_aoti
+    from quant.export.aoti.package import export_aoti
 
     return compiled_here()(export_aoti)
 
@@ -183,6 +183,6 @@ def package() -> Callable[..., Path]:
 @pytest.fixture
 def decoder_package() -> Callable[..., Path]:
     """`export_aoti_decoder`; see `compiled_here`."""
-    from quant.export.packages.aoti_decoder import export_aoti_decoder
+    from quant.export.aoti.aoti_decoder import export_aoti_decoder
 
     return compiled_here()(export_aoti_decoder)

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from children import in_child
 
-from quant.formats import atomic
-from quant.formats.atomic import claimed, write_atomically
+from quant.base import atomic
+from quant.base.atomic import claimed, write_atomically
 
 
 def in_child_without(action: Callable[[], None]) -> int:

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from quant.calibration.solvers import gptq, rows
-from quant.calibration.solvers.solver import get_solver
+from quant.calibration.solvers import gptq, row_parallel
+from quant.calibration.solvers.registry import get_solver
 from quant.calibration.statistics import LayerStats
 from quant.formats import tensor
 from quant.formats.format import FORMATS
-from quant.formats.parallel import in_parts
+from quant.base.parallel import in_parts
 from quant.formats.scaling import global_scale_of
 
 ON_CPU = torch.empty(0)
@@ -80,7 +80,7 @@ def test_parts_are_in_the_modes_of_their_caller() -> None:
 def test_neither_threads_nor_parts_change_a_bit(name: str, solver: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tensor, "_PART_ELEMENTS", 1000)
     monkeypatch.setattr(gptq, "search_threads", lambda rows, inputs: 3)
-    monkeypatch.setattr(rows, "search_threads", lambda rows, inputs: 3)
+    monkeypatch.setattr(row_parallel, "search_threads", lambda rows, inputs: 3)
     format = FORMATS[name]
     if solver == "local_hessian" and (format.block[0] != 1 or not 0 < format.block[1] <= 32):
         pytest.skip("local_hessian is for blocks within a row")

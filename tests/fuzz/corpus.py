@@ -26,11 +26,11 @@ from torch import nn
 from transformers import AutoConfig, LlamaForCausalLM
 
 from quant.cli.main import COMMANDS
-from quant.execution.steps import store
+from quant.calibration.walk import step_store
 
 _IMPORTED = (
-    "accelerate", "compressed_tensors", "datasets", "gguf", "onnx", "onnxruntime", "onnxscript", "quant.api.export",
-    "quant.execution.sources", "quant.run.run", "quant.report.render", "quant.runtime.generate", "scipy.optimize",
+    "accelerate", "compressed_tensors", "datasets", "gguf", "onnx", "onnxruntime", "onnxscript", "quant.export.exporters",
+    "quant.calibration.texts.sources", "quant.run.run", "quant.report.render", "quant.generate.generate", "scipy.optimize",
     "torch._dynamo", "torch.export", "torch.onnx", "transformers.conversion_mapping", "transformers.core_model_loading",
     "transformers.generation", "transformers.integrations.ggml", "transformers.integrations.moe",
     "transformers.modeling_gguf_pytorch_utils", "transformers.models.auto.modeling_auto",
@@ -185,7 +185,7 @@ def _unfinished(home: Path) -> str:
     """Makes the partial directory of a run that was killed before it wrote its checkpoint; gives the file of a step."""
 
     def stop() -> None:
-        store.DirectoryStore.put = _killed_after(2, store.DirectoryStore.put)  # type: ignore[method-assign]
+        step_store.DirectoryStore.put = _killed_after(2, step_store.DirectoryStore.put)  # type: ignore[method-assign]
 
     folder = _beside(home)
     killed = forks.run(RESUMED.split(), folder, stop)
@@ -197,7 +197,7 @@ def _unfinished(home: Path) -> str:
 def _killed_after(calls: int, put: Callable[..., None]) -> Callable[..., None]:
     left = calls
 
-    def kill(self: store.DirectoryStore, *arguments: Any, **options: Any) -> None:
+    def kill(self: step_store.DirectoryStore, *arguments: Any, **options: Any) -> None:
         nonlocal left
         left -= 1
         if not left:

@@ -36,8 +36,9 @@ from fuzz import corpus, forks
 from fuzz.crashes import KINDS, LOG, Crash
 from fuzz.forks import Outcome
 
-from quant.export.engine import build, process
-from quant.export.packages import torch_tensorrt
+from quant.export.tensorrt import build
+from quant.export.engine import process
+from quant.export.tensorrt import torch_tensorrt
 
 
 @dataclass(frozen=True)

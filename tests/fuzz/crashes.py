@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from quant.formats import atomic
+from quant.base import atomic
 
 KINDS = ("KILL", "TERM", "ENOSPC")
 LOG = "steps"

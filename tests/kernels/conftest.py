@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from quant.kernels.aot import CompiledKernel
+from quant.kernels.base.ptx import CompiledKernel
 
 
 def _compiled(

@@ -10,10 +10,10 @@ import torch
 from assembler import assemble
 from slow_cases import quick_cases
 
-from quant.export.engine.plugin import Attributes, compile_attention, launch
-from quant.kernels.aot import ARCHITECTURES, CompiledKernel, compile_kernel, without_scratch
-from quant.kernels.attention_tiles import HEAD_DIMS
-from quant.kernels.cuda_driver import LoadedKernel
+from quant.export.tensorrt.plugin import Attributes, compile_attention, launch
+from quant.kernels.base.ptx import ARCHITECTURES, CompiledKernel, compile_kernel, without_scratch
+from quant.kernels.attention.attention_tiles import HEAD_DIMS
+from quant.export.tensorrt.cuda_driver import LoadedKernel
 
 pytest.importorskip("triton", reason="the [dev] extra installs triton on Linux")
 
@@ -111,7 +111,7 @@ def test_a_parameter_of_ten_is_not_parameter_one() -> None:
 
 
 def test_bad_requests() -> None:
-    from quant.kernels.portable.attention.dense_attention import fp8_dense_attention
+    from quant.kernels.attention.portable_dense_attention import fp8_dense_attention
 
     with pytest.raises(ValueError, match="cannot compile for 75; known: 89, 90, 100, 120"):
         compile_kernel(fp8_dense_attention, {}, {}, arch=75, num_warps=4, num_stages=2)

@@ -8,12 +8,12 @@ from torch import nn
 
 from quant.formats.format import FORMATS
 from quant.formats.tensor import quantize
-from quant.kernels import matmul_tiles
-from quant.kernels.arrival_counters import arrival_counters, reserve
-from quant.kernels.hardware import current
-from quant.kernels.layout import prepack
+from quant.kernels.linear import tiles
+from quant.kernels.base.arrival_counters import arrival_counters, reserve
+from quant.kernels.base.hardware import current
+from quant.kernels.base.weight_layout import prepack
 from quant.kernels.linear import dispatch
-from quant.kernels.linear.modules import QuantLinear
+from quant.kernels.linear.quant_linear import QuantLinear
 
 Call = Callable[[], torch.Tensor]
 
@@ -31,11 +31,11 @@ def test_a_buffer_is_kept_and_grows() -> None:
 def calls() -> list[Call]:
     """Matmuls by one weight whose tiles are shared by programs, portable and Hopper's own, for few tokens and many."""
     stored = quantize(torch.randn(512, 4096, device="cuda"), FORMATS["nvfp4"])
-    cases = [(stored, 5, matmul_tiles.Tiles(16, 64, 128, splits=8))]
+    cases = [(stored, 5, tiles.Tiles(16, 64, 128, splits=8))]
     if current().has_wgmma:
         laid_out = prepack(stored)
-        cases += [(laid_out, 5, matmul_tiles.gluon_tiles(8, 4, 4, current(), 4))]
-        cases += [(laid_out, 300, matmul_tiles.prefill_tiles(128, 1, current()))]
+        cases += [(laid_out, 5, tiles.gluon_tiles(8, 4, 4, current(), 4))]
+        cases += [(laid_out, 300, tiles.prefill_tiles(128, 1, current()))]
     found = []
     for weight, tokens, choice in cases:
         x = torch.randn(tokens, 4096, device="cuda").bfloat16()

@@ -5,7 +5,7 @@ import pytest
 import scipy.linalg
 import torch
 
-from quant.kernels.hadamard import hadamard_block, hadamard_transform
+from quant.kernels.rounding.hadamard import hadamard_block, hadamard_transform
 
 
 @pytest.mark.parametrize("n", [1, 2, 4, 64, 128, 512])

@@ -7,8 +7,10 @@ import pytest
 import torch
 
 from quant.formats.format import FORMATS
-from quant.kernels import hardware, launch_table, matmul_tiles
-from quant.kernels.hardware import GPUS
+from quant.kernels.base import hardware
+from quant.kernels import launch_table
+from quant.kernels.linear import tiles
+from quant.kernels.base.hardware import GPUS
 from quant.kernels.launch_table import MeasuredChoice, key
 
 # Compute capability, and the formats that tensor cores take, from NVIDIA's CUDA documentation.
@@ -71,14 +73,14 @@ def test_without_a_gpu_the_error_says_so(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_launches_are_what_json_says_they_are() -> None:
-    few, many = matmul_tiles.GluonTiles(8, 4), matmul_tiles.PrefillTiles(128, 2, 132)
-    for choice in (matmul_tiles.Tiles(16, 64, 128, 4, True, 8, 2), few, many, matmul_tiles.DENSE):
-        assert matmul_tiles.from_dict(matmul_tiles.to_dict(choice)) == choice
+    few, many = tiles.GluonTiles(8, 4), tiles.PrefillTiles(128, 2, 132)
+    for choice in (tiles.Tiles(16, 64, 128, 4, True, 8, 2), few, many, tiles.DENSE):
+        assert tiles.from_dict(tiles.to_dict(choice)) == choice
 
 
 @pytest.mark.parametrize(("tokens", "stands_for"), [(0, 1), (1, 1), (2, 2), (3, 4), (64, 64), (65, 128), (9999, 4096)])
 def test_buckets_of_tokens(tokens: int, stands_for: int) -> None:
-    assert matmul_tiles.bucket(tokens) == stands_for
+    assert tiles.bucket(tokens) == stands_for
 
 
 def test_a_measured_launch_is_found_again(monkeypatch: pytest.MonkeyPatch, tmp_path: object) -> None:
@@ -86,18 +88,18 @@ def test_a_measured_launch_is_found_again(monkeypatch: pytest.MonkeyPatch, tmp_p
     launch_table._table.cache_clear()
     gpu, form, shape = GPUS["l40s"], FORMATS["mxfp8"], (1234, 512)
     assert launch_table.look_up(gpu, form, 5, shape, prepacked=False) is None
-    best = matmul_tiles.Tiles(16, 32, 128, 2)
+    best = tiles.Tiles(16, 32, 128, 2)
     path = launch_table.store(gpu, {key(form, 8, shape, prepacked=False): MeasuredChoice(best, 12.5, 0.001)})
     assert path.parent == tmp_path
     assert launch_table.look_up(gpu, form, 5, shape, prepacked=False) == best
     assert launch_table.look_up(gpu, form, 1, shape, prepacked=False) == best
     assert launch_table.look_up(gpu, form, 9, shape, prepacked=False) is None
     assert launch_table.look_up(gpu, form, 5, shape, prepacked=True) is None
-    launch_table.store(gpu, {key(form, 128, shape, prepacked=False): MeasuredChoice(matmul_tiles.DENSE, 9.0, 0.0)})
-    assert launch_table.look_up(gpu, form, 65, shape, prepacked=False) == matmul_tiles.DENSE
+    launch_table.store(gpu, {key(form, 128, shape, prepacked=False): MeasuredChoice(tiles.DENSE, 9.0, 0.0)})
+    assert launch_table.look_up(gpu, form, 65, shape, prepacked=False) == tiles.DENSE
     assert launch_table.look_up(gpu, form, 64, shape, prepacked=False) is None  # few tokens are another case
-    launch_table.store(gpu, {key(form, 16, shape, prepacked=False): MeasuredChoice(matmul_tiles.DENSE, 3.0, 0.0)})
-    assert launch_table.look_up(gpu, form, 9, shape, prepacked=False) == matmul_tiles.DENSE
+    launch_table.store(gpu, {key(form, 16, shape, prepacked=False): MeasuredChoice(tiles.DENSE, 3.0, 0.0)})
+    assert launch_table.look_up(gpu, form, 9, shape, prepacked=False) == tiles.DENSE
     assert launch_table.look_up(gpu, form, 5, shape, prepacked=False) == best
     launch_table._table.cache_clear()
 
@@ -106,8 +108,8 @@ def test_a_measured_launch_is_found_again(monkeypatch: pytest.MonkeyPatch, tmp_p
 @pytest.mark.parametrize("tokens", [1, 16, 17, 32])
 def test_a_guess_for_few_tokens_covers_the_shape(format: str, tokens: int) -> None:
     for shape in ((28672, 4096), (77, 203), (64, 64)):
-        found = matmul_tiles.guess(FORMATS[format], tokens, shape, GPUS["h100"], prepacked=False)
-        assert isinstance(found, matmul_tiles.Tiles) and found.block_m >= tokens
+        found = tiles.guess(FORMATS[format], tokens, shape, GPUS["h100"], prepacked=False)
+        assert isinstance(found, tiles.Tiles) and found.block_m >= tokens
         assert found.splits == 1 or -(-shape[1] // found.block_k) >= 2 * found.splits
         # A tile of scales must be whole: the step holds whole blocks, or a block whole steps.
         columns = FORMATS[format].block[1]
@@ -124,12 +126,12 @@ def test_the_shipped_tables_can_be_launched() -> None:
         assert len(entries) >= 20
         for name, entry in entries.items():
             format, layout, tokens, rows, columns = name.split("|")
-            choice, shape = matmul_tiles.from_dict(entry["choice"]), (int(rows), int(columns))
+            choice, shape = tiles.from_dict(entry["choice"]), (int(rows), int(columns))
             assert isinstance(
-                choice, matmul_tiles.Tiles | matmul_tiles.GluonTiles | matmul_tiles.PrefillTiles | matmul_tiles.Dense
+                choice, tiles.Tiles | tiles.GluonTiles | tiles.PrefillTiles | tiles.Dense
             )
-            assert isinstance(choice, matmul_tiles.GluonTiles | matmul_tiles.PrefillTiles) <= (layout == "prepacked")
-            assert choice in matmul_tiles.candidates(FORMATS[format], int(tokens), shape, gpu, layout == "prepacked")
+            assert isinstance(choice, tiles.GluonTiles | tiles.PrefillTiles) <= (layout == "prepacked")
+            assert choice in tiles.candidates(FORMATS[format], int(tokens), shape, gpu, layout == "prepacked")
             # No peer of the entry reads more than the memory delivers.
             assert FORMATS[format].nbytes(shape) / entry["microseconds"] * 1e6 < gpu.bandwidth
 
@@ -139,7 +141,7 @@ def test_the_guess_is_what_was_fastest_when_measured_on_an_h100() -> None:
     entries = json.loads((launch_table._SHIPPED / "h100.json").read_text())["entries"]
     for name, entry in entries.items():
         format, layout, tokens, rows, columns = name.split("|")
-        shape, fastest = (int(rows), int(columns)), matmul_tiles.from_dict(entry["choice"])
-        found = matmul_tiles.guess(FORMATS[format], int(tokens), shape, GPUS["h100"], layout == "prepacked")
+        shape, fastest = (int(rows), int(columns)), tiles.from_dict(entry["choice"])
+        found = tiles.guess(FORMATS[format], int(tokens), shape, GPUS["h100"], layout == "prepacked")
         assert type(found) is type(fastest), name
         assert getattr(found, "block_m", None) == getattr(fastest, "block_m", None), name

@@ -11,7 +11,7 @@ import pytest
 
 from quant.calibration import session
 from quant.cli.main import COMMANDS
-from quant.kernels import processor
+from quant.kernels.base import processor
 
 GIB = 1 << 30
 V2 = "30 23 0:26 / /sys/fs/cgroup rw,nosuid - cgroup2 cgroup2 rw,nsdelegate\n"
@@ -139,7 +139,7 @@ def test_what_the_user_set_stays(
 
 
 @pytest.mark.parametrize(
-    ("start", "wanted"), [("quant.cli.doctor import doctor_command as c; c", "passive"), ("", "-")]
+    ("start", "wanted"), [("quant.cli.doctor_command import doctor_command as c; c", "passive"), ("", "-")]
 )
 def test_commands_soon_stop_spinning_and_an_import_changes_nothing(start: str, wanted: str) -> None:
     """libgomp reads the variable once, when torch loads it, so that must come after."""

@@ -10,14 +10,22 @@ import pytest
 import torch
 from samples import BASE
 
-from quant.allocation.record import AllocationRecord, Budget, BudgetKind, Chosen, CurvePoint, Round, Uniform
+from quant.calibration.allocation.record import (
+    AllocationRecord,
+    Budget,
+    BudgetKind,
+    Chosen,
+    CurvePoint,
+    Round,
+    Uniform,
+)
 from quant.calibration.sensitivity.table import UNITS, GroupScores, Sensitivity
-from quant.evaluation.record import Evaluation
-from quant.execution.layer_result import LayerResult, layer_result
+from quant.evaluation.evaluation import Evaluation
+from quant.calibration.layer_result import LayerResult, layer_result
 from quant.formats.format import Format, get_format
 from quant.formats.tensor import quantize
-from quant.models.open import open_model
-from quant.plan.make import make_plan
+from quant.models.open_model import open_model
+from quant.recipes.plan_make import make_plan
 from quant.recipes.layer_kind import LayerKind
 from quant.recipes.plan import LayerPlan, Plan, bits_per_weight
 from quant.report.report import Audit, KVCache, LayerReceipt, Receipt, Report

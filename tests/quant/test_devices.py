@@ -22,9 +22,9 @@ from slow_cases import quick_cases
 from torch import nn
 
 import quant
-from quant.allocation.allocate import score
+from quant.calibration.allocation.allocate import score
 from quant.calibration import placement
-from quant.calibration.blocks import block_names, capture, equal_but_hidden
+from quant.recipes.blocks import block_names, capture, equal_but_hidden
 from quant.calibration.evaluating import without_cache
 from quant.calibration.outputs.gradients import OutputMoments
 from quant.calibration.placement import find_device, placed
@@ -32,13 +32,13 @@ from quant.calibration.session import Session
 from quant.calibration.walk.chain import BlockStore
 from quant.calibration.walk.group import Settings
 from quant.calibration.walk.model_walk import ModelWalk
-from quant.calibration.walk.steps import learn_rotation
+from quant.calibration.walk import learn_rotation
 from quant.evaluation.evaluate import evaluate
 from quant.execution.mixed_text import mixed_text
 from quant.kernels.linear.expert_modules import QuantExperts
-from quant.kernels.linear.modules import QuantLinear
-from quant.models.open import open_model
-from quant.plan.make import make_plan
+from quant.kernels.linear.quant_linear import QuantLinear
+from quant.models.open_model import open_model
+from quant.recipes.plan_make import make_plan
 from quant.recipes.plan import Plan, bits_per_weight
 from quant.recipes.recipe import get_recipe
 

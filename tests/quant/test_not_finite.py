@@ -14,7 +14,7 @@ from torch import nn
 
 import quant
 from quant.cli.main import main
-from quant.errors import UserError
+from quant.base.errors import UserError
 
 NORM, HEAD, EMBEDDING = "model.norm.weight", "lm_head.weight", "model.embed_tokens.weight"
 UP = "model.layers.1.mlp.up_proj.weight"

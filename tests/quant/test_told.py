@@ -5,7 +5,7 @@ import tiny_models
 import torch
 
 import quant
-from quant.execution.layer_result import loss_warnings
+from quant.calibration.layer_result import loss_warnings
 from quant.plan.plan_warnings import coverage_warnings
 
 

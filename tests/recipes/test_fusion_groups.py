@@ -9,7 +9,7 @@ from plan_samples import watched_layers
 from torch import nn
 
 import quant
-from quant.plan.make import make_plan
+from quant.recipes.plan_make import make_plan
 from quant.plan.plan_warnings import BY_NAME, NOT_SEEN, fusion_warnings
 from quant.recipes.fusion_groups import group_unseen
 from quant.recipes.layer_kind import LayerKind

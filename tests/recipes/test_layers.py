@@ -9,11 +9,11 @@ import torch
 from plan_samples import watched_layers
 from torch import nn
 
-from quant.plan.make import make_plan
+from quant.recipes.plan_make import make_plan
 from quant.recipes.expert_stacks import stacking_of
 from quant.recipes.layer_kind import LayerKind
 from quant.recipes.layers import Layer, find_layers, layers_of_state_dict
-from quant.recipes.shared_inputs import group_experts
+from quant.recipes.groups import group_experts
 
 IDS = torch.zeros(1, 4, dtype=torch.long)
 

@@ -8,8 +8,8 @@ from samples import BASE
 
 from quant.calibration.sensitivity.candidates import parse_candidates
 from quant.formats.format import FORMATS
-from quant.models.open import open_model
-from quant.plan.make import make_plan
+from quant.models.open_model import open_model
+from quant.recipes.plan_make import make_plan
 from quant.recipes.layer_kind import LayerKind
 from quant.recipes.layers import Layer
 from quant.recipes.plan import Plan

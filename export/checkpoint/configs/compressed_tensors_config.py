@@ -9,12 +9,12 @@ import re
 from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any
 
-from quant.export.checkpoint.layout import COMPRESSED_TENSORS, same_values
-from quant.export.checkpoint.names import FormatsOf, StoredNames
+from quant.export.checkpoint.files.layout import COMPRESSED_TENSORS, same_values
+from quant.export.checkpoint.files.names import FormatsOf, StoredNames
 from quant.export.checkpoint.patterns import matches
 from quant.formats.format import FORMATS, FP8_HEAD, INPUT_FORMATS, Format
 from quant.formats.number import E8M0
-from quant.recipes.json_data import typed
+from quant.base.json_data import typed
 from quant.recipes.layer_kind import LayerKind
 from quant.recipes.plan import LayerPlan, Plan
 

@@ -19,11 +19,11 @@ from typing import Any
 
 import torch
 
-from quant.export.checkpoint import compressed_tensors
-from quant.export.checkpoint.names import StoredNames
-from quant.export.checkpoint.tied import clear_flag, untied_pairs
-from quant.formats.json_files import read_json
-from quant.recipes.json_data import typed
+from quant.export.checkpoint.files import compressed_tensors
+from quant.export.checkpoint.files.names import StoredNames
+from quant.export.checkpoint.files.tied import clear_flag, untied_pairs
+from quant.base.json_files import read_json
+from quant.base.json_data import typed
 from quant.recipes.json_text import text_as_in_source
 from quant.recipes.plan import Plan
 

@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 
-from quant.export.checkpoint.layouts import layout_of_config
-from quant.export.checkpoint.names import StoredNames, matrix_names
+from quant.export.checkpoint.files.layouts import layout_of_config
+from quant.export.checkpoint.files.names import StoredNames, matrix_names
 from quant.recipes.fusion_groups import group_unseen
 from quant.recipes.layer_kind import LayerKind
 from quant.recipes.layers import Layer
 from quant.recipes.plan import LayerPlan, Parts, Plan
-from quant.recipes.shared_inputs import group_experts
+from quant.recipes.groups import group_experts
 
 
 def plan_of_checkpoint(

@@ -13,12 +13,12 @@ from typing import Any
 
 import torch
 
-from quant.export.checkpoint.layout import MODELOPT, same_values
-from quant.export.checkpoint.names import FormatsOf, StoredNames, expert_names
+from quant.export.checkpoint.files.layout import MODELOPT, same_values
+from quant.export.checkpoint.files.names import FormatsOf, StoredNames, expert_names
 from quant.formats.format import FORMATS, Format
 from quant.formats.known_names import known_names
 from quant.formats.number import INT4
-from quant.recipes.json_data import typed
+from quant.base.json_data import typed
 from quant.recipes.layer_kind import LayerKind
 from quant.recipes.plan import LayerPlan, Plan
 from quant.recipes.targets import get_target

@@ -15,17 +15,11 @@ import numpy as np
 import torch
 from torch import nn
 
-from quant.export.engine.contents.constants import (
-    TOLERANCES,
-    cropped,
-    holds_vector,
-    input_factors,
-    is_close,
-)
+from quant.export.tensorrt.engine_constants import TOLERANCES, cropped, holds_vector, input_factors, is_close
 from quant.export.engine.contents.program import KernelOperand
 from quant.export.engine.contents.view import WHOLE, View
 from quant.kernels.linear.conv import QuantConv
-from quant.kernels.linear.modules import QuantLinear
+from quant.kernels.linear.quant_linear import QuantLinear
 
 
 def norms_after(modules: Iterable[nn.Module]) -> dict[nn.Module, nn.Module]:

@@ -14,7 +14,7 @@ import re
 from collections import defaultdict
 from typing import Any
 
-from quant.export.engine.contents.engine_file import Engine
+from quant.export.tensorrt.engine_file import Engine
 from quant.export.engine.contents.program import Kernel, KernelOperand
 
 _COUNTED = re.compile(r"\d+")

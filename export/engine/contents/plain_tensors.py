@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from quant.export.engine.contents.batch_norm import holds_factors, holds_folded_weight
-from quant.export.engine.contents.constants import any_close, holds_rounded, holds_vector, is_close
+from quant.export.tensorrt.engine_constants import any_close, holds_rounded, holds_vector, is_close
 from quant.export.engine.contents.program import Kernel
 from quant.export.engine.contents.view import WHOLE, View
 

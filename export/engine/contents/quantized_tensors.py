@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from quant.export.engine.contents.batch_norm import holds_folded_scales
-from quant.export.engine.contents.constants import (
+from quant.export.tensorrt.engine_constants import (
     TOLERANCES,
     any_close,
     holds_cropped,
@@ -37,7 +37,7 @@ from quant.export.engine.contents.view import TOKEN_STEP, WHOLE, Part, View
 from quant.formats.packing import unpack
 from quant.formats.tensor import BlockScaledTensor
 from quant.kernels.linear.conv import QuantConv
-from quant.kernels.linear.modules import QuantLinear
+from quant.kernels.linear.quant_linear import QuantLinear
 
 
 def quantized_problems(view: View, name: str, module: QuantLinear | QuantConv) -> Iterator[str]:

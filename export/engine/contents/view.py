@@ -14,11 +14,11 @@ import numpy as np
 import torch
 from torch import nn
 
-from quant.export.engine.contents.engine_file import Engine
+from quant.export.tensorrt.engine_file import Engine
 from quant.export.engine.contents.program import PRODUCTS, Kernel, KernelOperand
 from quant.formats.number import E4M3, INT8
 from quant.kernels.linear.conv import QuantConv
-from quant.kernels.linear.modules import QuantLinear
+from quant.kernels.linear.quant_linear import QuantLinear
 
 _LARGE = 1 << 23  # elements from which on only the latest constant stays in memory: embeddings, output heads
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from torch import nn
 
-from quant.export.engine.contents.engine_file import Engine
+from quant.export.tensorrt.engine_file import Engine
 from quant.export.engine.contents.program import Kernel
 
 # Lists of modules that run one after the other; other lists may run side by side, or backwards.

@@ -14,8 +14,8 @@ import torch
 import triton
 import triton.language as tl
 
-from quant.kernels.launch_cache import CachedLaunch
-from quant.kernels.portable.training.fake_rounding import block_scale, on_grid
+from quant.kernels.base.launch_cache import CachedLaunch
+from quant.kernels.training.portable_fake_rounding import block_scale, on_grid
 
 
 @triton.jit

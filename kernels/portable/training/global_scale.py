@@ -17,8 +17,8 @@ import triton.language as tl
 
 from quant.formats.format import FORMATS, Format
 from quant.formats.number import E4M3
-from quant.kernels.launch_cache import CachedLaunch
-from quant.kernels.portable.block_scales import amax_of, nonzero
+from quant.kernels.base.launch_cache import CachedLaunch
+from quant.kernels.rounding.portable_block_scales import amax_of, nonzero
 
 _RUN = 8192
 

@@ -18,8 +18,8 @@ import torch
 import triton
 import triton.language as tl
 
-from quant.kernels.launch_cache import CachedLaunch
-from quant.kernels.portable.training.fake_rounding import on_grid
+from quant.kernels.base.launch_cache import CachedLaunch
+from quant.kernels.training.portable_fake_rounding import on_grid
 
 _ROWS, _COLUMNS = 32, 128
 

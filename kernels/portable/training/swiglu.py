@@ -14,8 +14,8 @@ import torch
 import triton
 import triton.language as tl
 
-from quant.kernels.launch_cache import CachedLaunch
-from quant.kernels.portable.decoder_step import swiglu_kernel
+from quant.kernels.base.launch_cache import CachedLaunch
+from quant.kernels.linear.portable_decoder_step import swiglu_kernel
 
 _WIDTH = 1024
 

@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from quant.kernels.launch_cache import CachedLaunch
+from quant.kernels.base.launch_cache import CachedLaunch
 from quant.kernels.portable.expert_rows import weigh_kernel
 
 

@@ -24,8 +24,8 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 
-from quant.errors import UserError, counted, printable
-from quant.kernels.processor import cores
+from quant.base.errors import UserError, counted, printable
+from quant.kernels.base.processor import cores
 
 _FAREWELL = 10.0  # seconds that ranks have to end by themselves
 

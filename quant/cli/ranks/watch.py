@@ -21,7 +21,7 @@ import time
 from contextlib import suppress
 from typing import Any
 
-from quant.errors import printable
+from quant.base.errors import printable
 from quant.recipes.json_text import json_text
 
 # Errors of several ranks come together. The most informative one is printed after this many seconds.

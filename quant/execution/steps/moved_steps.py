@@ -22,11 +22,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quant.execution.steps.step_file import is_step_file
-from quant.export.checkpoint.directory import NEW
-from quant.recipes.json_data import JsonData
+from quant.export.checkpoint.files.directory import NEW
+from quant.base.json_data import JsonData
 
 if TYPE_CHECKING:
-    from quant.execution.steps.store import DirectoryStore
+    from quant.calibration.walk.step_store import DirectoryStore
 
 NOTE = "shard "  # before the name of the checkpoint's file, in the names of steps
 _KEEP_SIZE, _PUNCH_HOLE = 1, 2  # of Linux's falloc.h

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from quant.formats.atomic import write_atomically
-from quant.formats.json_files import read_json
-from quant.recipes.json_data import typed
+from quant.base.atomic import write_atomically
+from quant.base.json_files import read_json
+from quant.base.json_data import typed
 from quant.recipes.json_text import json_text
 
 RUN = "run.json"

@@ -18,9 +18,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from quant.export.checkpoint.checksums import sha256_of
-from quant.export.checkpoint.tensor_file import write_tensor_file
-from quant.formats.atomic import sync
-from quant.formats.json_files import parse_json
+from quant.export.checkpoint.files.tensor_file import write_tensor_file
+from quant.base.atomic import sync
+from quant.base.json_files import parse_json
 from quant.recipes.json_text import json_text
 
 _NAME = re.compile(r"(\d{5})(-\d+)?-([0-9a-f]{64})\.safetensors")

@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from quant.errors import UserError
+from quant.base.errors import UserError
 
 FREQUENCY_TENSORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 """Tensors of a GGUF file that hold divisors of rotary frequencies, and no weights."""

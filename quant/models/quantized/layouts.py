@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from quant.errors import UserError, listed
+from quant.base.errors import UserError, listed
 from quant.models.quantized import unpacking
-from quant.models.quantized.quantization import CODES, WAY_OUT, Quantization, QuantMethod
+from quant.models.quantized_config import CODES, WAY_OUT, Quantization, QuantMethod
 from quant.models.quantized.unpacking import Block, Parts
 
 if TYPE_CHECKING:
-    from quant.models.quantized.tensors import QuantizedTensors
+    from quant.models.quantized_tensors import QuantizedTensors
 
 
 @dataclass(frozen=True, eq=False)

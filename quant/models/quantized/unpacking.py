@@ -22,8 +22,8 @@ from math import ceil
 
 import torch
 
-from quant.export.checkpoint import modelopt
-from quant.export.checkpoint.layouts import layout_of_tensors
+from quant.export.checkpoint.files import modelopt
+from quant.export.checkpoint.files.layouts import layout_of_tensors
 from quant.formats.format import FORMATS, Format
 from quant.formats.number import E2M1, E4M3, E5M2, E8M0, FP32, INT4, INT8
 

@@ -20,12 +20,12 @@ from torch import nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.utils._pytree import tree_map
 
-from quant.errors import UserError
-from quant.kernels.portable.training.fp8_block_layout import BLOCK
-from quant.plan.callers_model import optimizers_of
-from quant.training.low_precision.linear import LowPrecisionLinear
+from quant.base.errors import UserError
+from quant.kernels.training.fp8_block_layout import BLOCK
+from quant.recipes.callers_model import optimizers_of
+from quant.training.low_precision.low_precision_linear import LowPrecisionLinear
 from quant.training.low_precision.native import scale_rule
-from quant.training.low_precision.recipe import TrainingRecipe
+from quant.training.low_precision.training_recipe import TrainingRecipe
 
 _aten = torch.ops.aten
 _KEEPS_CLASS = {

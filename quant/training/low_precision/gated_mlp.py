@@ -20,8 +20,8 @@ from torch import nn
 from torch.nn import functional
 
 from quant.kernels.linear.ops import autocast_dtype
-from quant.kernels.portable.training.fp8_block_layout import BLOCK
-from quant.training.low_precision.linear import LowPrecisionLinear
+from quant.kernels.training.fp8_block_layout import BLOCK
+from quant.training.low_precision.low_precision_linear import LowPrecisionLinear
 from quant.training.low_precision.native import NativeProducts, is_distributed, keeps_weight, unpadded
 from quant.training.rounding.replaced_forward import has_own_forward, replace_forward, restore_forwards
 from quant.training.rounding.rms_norm import NormInput, cast, origin_of

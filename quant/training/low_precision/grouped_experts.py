@@ -37,7 +37,7 @@ from quant.kernels.training import e4m3_blocks as e4m3_blocks  # registers quant
 from quant.kernels.training import grouped_fp8 as grouped_fp8  # registers quant::e4m3_grouped_product and its operands
 from quant.kernels.training import swiglu as swiglu  # registers quant::swiglu
 from quant.kernels.training import weighted_rows as weighted_rows  # registers quant::weigh_rows
-from quant.training.low_precision.recipe import TrainingRecipe
+from quant.training.low_precision.training_recipe import TrainingRecipe
 from quant.training.low_precision.state import LowPrecision
 
 _DEVICES = {"cuda"}  # kinds of device with grouped products; on a CPU they save nothing, and tests add it

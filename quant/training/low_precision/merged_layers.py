@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from quant.kernels.linear.ops import autocast_dtype
-from quant.kernels.portable.training.fp8_block_layout import BLOCK
+from quant.kernels.training.fp8_block_layout import BLOCK
 from quant.training.low_precision.native import NativeProducts, keeps_columns, unpadded
 from quant.training.low_precision.state import LowPrecision
 from quant.training.rounding.rms_norm import NormInput, cast, origin_of

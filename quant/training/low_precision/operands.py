@@ -33,9 +33,9 @@ from quant.formats.format import Format
 from quant.formats.number import E4M3
 from quant.formats.rounding import decode_power_of_two, encode_power_of_two, round_to
 from quant.formats.scaling import SCALE_RULES, divided, nonzero
-from quant.kernels.hardware import has_triton
+from quant.kernels.base.hardware import has_triton
 from quant.kernels.linear.ops import autocast_dtype, register
-from quant.training.low_precision.recipe import NVFP4_SQUARE, RECIPES, Arithmetic, TrainingRecipe
+from quant.training.low_precision.training_recipe import NVFP4_SQUARE, RECIPES, Arithmetic, TrainingRecipe
 from quant.training.rounding.stochastic import draws_of, round_stochastically
 
 _LARGEST_FLOAT = torch.finfo(torch.float32).max

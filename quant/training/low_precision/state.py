@@ -19,11 +19,11 @@ from typing import Any, Protocol
 
 import torch
 
-from quant.errors import UserError
-from quant.extras import require
+from quant.base.errors import UserError
+from quant.base.extras import require
 from quant.kernels.linear.ops import is_in_backward
 from quant.kernels.training.weight_rounding import group_amax
-from quant.training.low_precision.recipe import TrainingRecipe
+from quant.training.low_precision.training_recipe import TrainingRecipe
 
 INPUT_HISTORY = 1024
 """Training steps whose largest input magnitude becomes the static input scale of the deployed layer."""

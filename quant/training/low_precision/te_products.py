@@ -19,11 +19,11 @@ import torch
 from torch import nn
 from torch.nn.functional import pad
 
-from quant.errors import UserError
-from quant.extras import require
+from quant.base.errors import UserError
+from quant.base.extras import require
 from quant.formats.number import E4M3, E5M2
 from quant.kernels.linear.ops import is_in_backward
-from quant.training.low_precision.recipe import TrainingRecipe
+from quant.training.low_precision.training_recipe import TrainingRecipe
 from quant.training.low_precision.state import AmaxHistory, LowPrecision
 
 TRANSFORMER_ENGINE = {

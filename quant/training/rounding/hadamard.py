@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch.nn.functional import pad
 
-from quant.kernels.hadamard import on_each_device
+from quant.kernels.rounding.hadamard import on_each_device
 from quant.kernels.linear.ops import register, without_autocast
 from quant.training.low_precision.operands import float32_product
 

@@ -20,7 +20,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from quant.errors import UserError
+from quant.base.errors import UserError
 from quant.formats.format import Format
 from quant.formats.rounding import decode
 from quant.formats.tensor import BlockScaledTensor, choose_scale, quantize_with_scale

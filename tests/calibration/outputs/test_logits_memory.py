@@ -21,7 +21,7 @@ from quant.calibration.sensitivity.switchable_model import SwitchableModel
 from quant.calibration.session import Session
 from quant.calibration.walk.collect import collect_input_amax
 from quant.evaluation.evaluate import evaluate
-from quant.plan.make import make_plan
+from quant.recipes.plan_make import make_plan
 from quant.recipes.plan import groups_of
 
 VOCABULARY, ROWS, TOKENS, POSITIONS = 50_000, 2, 60, 4

@@ -10,7 +10,7 @@ import torch
 from tiny_models import DECODER, EXPERTS, build
 from torch import nn
 
-from quant.calibration.blocks import Call, block_names, capture, output_of
+from quant.recipes.blocks import Call, block_names, capture, output_of
 from quant.calibration.outputs.stream import Point, Stream, find_writers
 
 IDS = torch.arange(24).remainder(50).view(2, 12)

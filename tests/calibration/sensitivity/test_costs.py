@@ -11,7 +11,7 @@ import pytest
 import tiny_models
 import torch
 
-from quant.calibration.blocks import cache_of
+from quant.recipes.blocks import cache_of
 from quant.calibration.sensitivity.candidates import KEPT, parse_candidates
 from quant.calibration.sensitivity.costs import (
     LatencyTable,

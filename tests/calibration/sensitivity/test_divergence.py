@@ -27,7 +27,7 @@ from quant.calibration.sensitivity.scores import Scoring, score_groups
 from quant.calibration.sensitivity.switchable_model import SwitchableModel
 from quant.calibration.session import Session
 from quant.calibration.texts.rows import trial_rows
-from quant.plan.make import make_plan
+from quant.recipes.plan_make import make_plan
 from quant.recipes.plan import groups_of
 
 

@@ -18,9 +18,9 @@ from samples import ROOT
 from slow_cases import quick_cases
 from torch import nn
 
-from quant.api.quantize import quantize
+from quant.run.quantize import quantize
 from quant.calibration.evaluating import prepared
-from quant.calibration.listener import Progress
+from quant.base.listener import Progress
 from quant.calibration.sensitivity.baseline import Baseline
 from quant.calibration.sensitivity.candidates import parse_candidates
 from quant.calibration.sensitivity.divergence import divergence_of
@@ -33,7 +33,7 @@ from quant.calibration.session import Session
 from quant.cli.ranks.launch import free_port
 from quant.evaluation.evaluate import evaluate
 from quant.formats.tensor import fake_quantize
-from quant.plan.make import make_plan
+from quant.recipes.plan_make import make_plan
 from quant.recipes.plan import LayerPlan, groups_of
 
 ROWS, SEQLEN, VOCABULARY = 6, 24, 61
@@ -355,7 +355,7 @@ from quant.calibration.sensitivity.candidates import parse_candidates
 from quant.calibration.sensitivity.scores import Scoring, score_groups
 from quant.calibration.session import Session
 from quant.recipes.plan import groups_of
-from quant.plan.make import make_plan
+from quant.recipes.plan_make import make_plan
 import os
 if "WORLD_SIZE" in os.environ:
     from quant.calibration.ranks import join

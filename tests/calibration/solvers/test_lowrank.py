@@ -11,7 +11,7 @@ from quant.calibration.solvers.lowrank import lowrank_branch, refit_branches, re
 from quant.calibration.statistics import LayerStats
 from quant.formats.format import get_format
 from quant.formats.tensor import quantize
-from quant.kernels.linear.modules import QuantLinear
+from quant.kernels.linear.quant_linear import QuantLinear
 
 
 def _problem(rows: int, columns: int) -> tuple[torch.Tensor, torch.Tensor]:

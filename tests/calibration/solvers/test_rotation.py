@@ -7,7 +7,7 @@ import scipy.linalg
 import torch
 
 from quant.calibration.solvers.rotation import matrix_of, rotate_weight, rotation_block
-from quant.kernels.linear.modules import RunTimeParts
+from quant.kernels.linear.quant_linear import RunTimeParts
 
 
 @pytest.mark.parametrize(("columns", "block"), [(576, 64), (1536, 128), (4096, 128), (80, 16), (30, 2), (33, 0)])

@@ -16,19 +16,19 @@ from safetensors.torch import save_file
 from samples import BASE
 from torch import nn
 
-from quant.api.quantize import quantize
-from quant.calibration.blocks import capture, output_of
+from quant.run.quantize import quantize
+from quant.recipes.blocks import capture, output_of
 from quant.calibration.observers import get_observer
-from quant.calibration.solvers.group import solve_group
-from quant.calibration.solvers.solver import get_pipeline
+from quant.calibration.solvers.solve_group import solve_group
+from quant.calibration.solvers.registry import get_pipeline
 from quant.calibration.statistics import LayerStats, MomentSum, pooled_stats, round_activation
 from quant.calibration.walk.group import Settings
-from quant.checkpoints.load import load
-from quant.cli.quantize import quantize_command
+from quant.export.checkpoint.load import load
+from quant.cli.quantize_command import quantize_command
 from quant.formats.format import FORMATS
 from quant.kernels.linear.expert_modules import QuantExperts
-from quant.kernels.linear.modules import QuantLinear
-from quant.models.open import open_model
+from quant.kernels.linear.quant_linear import QuantLinear
+from quant.models.open_model import open_model
 from quant.recipes.plan import Plan
 
 transformers = pytest.importorskip("transformers")

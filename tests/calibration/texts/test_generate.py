@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from quant.calibration.session import Session
-from quant.calibration.texts import generate
-from quant.calibration.texts.generate import _rows_at_once, generate_rows
+from quant.calibration.texts import self_written
+from quant.calibration.texts.self_written import _rows_at_once, generate_rows
 from quant.calibration.texts.rows import calibration_rows
 
 
@@ -96,7 +96,7 @@ def test_a_gpu_writes_as_many_rows_as_an_eighth_of_its_memory_holds(monkeypatch:
     model = tiny_models.llama(num_hidden_layers=2, hidden_size=128)  # half as many key-value heads as others
     assert model.config.num_attention_heads == 2 * model.config.num_key_value_heads
     assert _rows_at_once(model, 512) == 64
-    monkeypatch.setattr(generate, "device_of", lambda _: torch.device("cuda"))
+    monkeypatch.setattr(self_written, "device_of", lambda _: torch.device("cuda"))
     for memory, rows in ((1 << 30, 256), (1 << 20, 64), (1 << 40, 1024)):  # 2 x 2 x 64 x 512 floats a row: 512 kB
         size = SimpleNamespace(total_memory=memory)
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device, size=size: size)

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from quant.calibration.session import Session
-from quant.calibration.texts.generate import generate_rows
+from quant.calibration.texts.self_written import generate_rows
 from quant.calibration.texts.mixture import SHARES, TextWriter, mixture_rows, sample_texts, turns
 
 BOS, EOS, TURN = 256, 257, 258

@@ -10,7 +10,7 @@ import tiny_models
 import torch
 
 import quant
-from quant.calibration.solvers.solver import get_pipeline
+from quant.calibration.solvers.registry import get_pipeline
 from quant.calibration.walk import expected_time
 from quant.formats.format import FORMATS
 

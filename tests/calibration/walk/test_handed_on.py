@@ -12,7 +12,7 @@ import torch
 from slow_cases import quick_cases
 
 import quant
-from quant.calibration.blocks import output_of
+from quant.recipes.blocks import output_of
 from quant.calibration.walk import block as block_module
 from quant.calibration.walk.chain import States
 from quant.calibration.walk.model_walk import ModelWalk

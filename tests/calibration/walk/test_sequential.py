@@ -15,20 +15,20 @@ from torch import nn
 
 import quant
 from quant.calibration import placement
-from quant.calibration.blocks import Call, block_names, calls_of_chain, capture, find_chains, output_of
+from quant.recipes.blocks import Call, block_names, calls_of_chain, capture, find_chains, output_of
 from quant.calibration.fast_matmul import fast_matmul
 from quant.calibration.outputs.gradients import OutputMoments
 from quant.calibration.placement import placed
 from quant.calibration.session import Session
 from quant.calibration.shrinkage import MomentSpread, shrink
 from quant.calibration.solvers.awq import channel_scale, search_scale
-from quant.calibration.solvers.base import GroupInputs, sampled
+from quant.calibration.solvers.interfaces import GroupInputs, sampled
 from quant.calibration.solvers.fold import apply_fold, find_fold, modules_in_order
-from quant.calibration.solvers.group import solve_group
-from quant.calibration.solvers.solver import TRANSFORMS, get_pipeline
+from quant.calibration.solvers.solve_group import solve_group
+from quant.calibration.solvers.registry import TRANSFORMS, get_pipeline
 from quant.calibration.statistics import LayerStats, static_input_scale
 from quant.calibration.walk.group import Settings, Solved
-from quant.calibration.walk.sequential import solve_sequentially
+from quant.calibration.walk.walk import solve_sequentially
 from quant.formats.format import FORMATS
 from quant.formats.tensor import fake_quantize, round_activation
 from quant.recipes.layer_kind import LayerKind
@@ -226,7 +226,7 @@ def test_calls_of_equal_batches_share_their_arguments() -> None:
 @pytest.mark.parametrize("solver", ["awq+gptq", "smoothquant+gptq"])
 def test_transforms_change_nothing_before_rounding(solver: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With rounding replaced by the identity, the scaled and folded model is the old one."""
-    import quant.calibration.walk.steps.round as round_step
+    import quant.calibration.walk.round as round_step
 
     model = _llama().double()
     with torch.no_grad():

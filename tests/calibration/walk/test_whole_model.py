@@ -12,11 +12,11 @@ import torch
 from torch import nn
 
 import quant
-from quant.api.quantize import quantize
+from quant.run.quantize import quantize
 from quant.calibration.solvers.kfac import output_blocks
 from quant.calibration.statistics import LayerStats, MomentSum
-from quant.calibration.walk.experts import FusedExperts
-from quant.calibration.walk.steps.transform import _scale_gradients
+from quant.calibration.walk.fused_experts import FusedExperts
+from quant.calibration.walk.transform import _scale_gradients
 from quant.kernels.linear.expert_modules import experts_forward
 from quant.recipes.layer_kind import LayerKind
 

@@ -16,19 +16,19 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from quant.calibration.solvers.group import solve_group
-from quant.calibration.solvers.solver import get_solver
-from quant.export.checkpoint.compressed_tensors import compress, quantization_config
+from quant.calibration.solvers.solve_group import solve_group
+from quant.calibration.solvers.registry import get_solver
+from quant.export.checkpoint.files.compressed_tensors import compress, quantization_config
 from quant.export.checkpoint.configs.config_plan import plan_of_checkpoint
-from quant.export.checkpoint.directory import check_destination, new_directory
-from quant.export.checkpoint.names import StoredNames
-from quant.export.checkpoint.read import TensorFiles, join_rows, layer_tensor_names, read_layer
-from quant.export.checkpoint.write import checkpoint_tensors, layer_weights, split_rows, write_tensors
-from quant.formats import atomic
+from quant.export.checkpoint.files.directory import check_destination, new_directory
+from quant.export.checkpoint.files.names import StoredNames
+from quant.export.checkpoint.files.read_tensors import TensorFiles, join_rows, layer_tensor_names, read_layer
+from quant.export.checkpoint.files.write_tensors import checkpoint_tensors, layer_weights, split_rows, write_tensors
+from quant.base import atomic
 from quant.formats.format import FORMATS
 from quant.formats.tensor import quantize
 from quant.kernels.linear.expert_modules import QuantExperts
-from quant.kernels.linear.modules import QuantLinear
+from quant.kernels.linear.quant_linear import QuantLinear
 from quant.recipes.layer_kind import LayerKind
 from quant.recipes.layers import Layer
 from quant.recipes.plan import LayerPlan, Plan
@@ -220,8 +220,8 @@ def test_shards_stay_below_the_limit_and_the_index_finds_all(tmp_path: Path, lim
 def test_by_default_a_shard_has_an_eighth_of_the_bytes_within_limits(
     tmp_path: Path, least: int, most: int, shards: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("quant.export.checkpoint.write._LEAST_SHARD_BYTES", least)
-    monkeypatch.setattr("quant.export.checkpoint.write.SHARD_BYTES", most)
+    monkeypatch.setattr("quant.export.checkpoint.files.write_tensors._LEAST_SHARD_BYTES", least)
+    monkeypatch.setattr("quant.export.checkpoint.files.write_tensors.SHARD_BYTES", most)
     write_tensors(tmp_path, {f"layer.{i:02}.weight": torch.randn(10, 10) for i in range(16)})
     assert [len(load_file(file)) for file in sorted(tmp_path.glob("*.safetensors"))] == shards
 
@@ -229,8 +229,8 @@ def test_by_default_a_shard_has_an_eighth_of_the_bytes_within_limits(
 FULL_DISK = """
 import resource, sys, torch
 from pathlib import Path
-from quant.export.checkpoint.write import write_tensors
-from quant.export.checkpoint.directory import new_directory
+from quant.export.checkpoint.files.write_tensors import write_tensors
+from quant.export.checkpoint.files.directory import new_directory
 resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
 try:
     with new_directory(Path(sys.argv[1]), overwrite=False) as directory:

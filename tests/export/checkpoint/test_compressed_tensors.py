@@ -9,9 +9,9 @@ import pytest
 import torch
 from samples import GOLDENS
 
-from quant.calibration.solvers.group import solve_group
-from quant.calibration.solvers.solver import get_solver
-from quant.export.checkpoint.compressed_tensors import compress, decompress
+from quant.calibration.solvers.solve_group import solve_group
+from quant.calibration.solvers.registry import get_solver
+from quant.export.checkpoint.files.compressed_tensors import compress, decompress
 from quant.export.checkpoint.configs.compressed_tensors_config import (
     activation_format_of,
     check_plan,

@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from quant.export.checkpoint.compressed_tensors import compress, quantization_config
+from quant.export.checkpoint.files.compressed_tensors import compress, quantization_config
 from quant.export.checkpoint.configs.config_plan import plan_of_checkpoint
-from quant.export.checkpoint.layout import LAYOUT_NAMES
-from quant.export.checkpoint.layouts import LAYOUTS
+from quant.export.checkpoint.files.layout import LAYOUT_NAMES
+from quant.export.checkpoint.files.layouts import LAYOUTS
 from quant.formats.format import FORMATS
 from quant.formats.tensor import quantize
 from quant.recipes.layer_kind import LayerKind

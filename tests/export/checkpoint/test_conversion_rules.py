@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from tiny_models import mixtral
 
-from quant.export.checkpoint import conversion_rules
-from quant.export.checkpoint.conversion_rules import class_rules, file_rules, is_renaming, operations, renaming
+from quant.export.checkpoint.files import conversion_rules
+from quant.export.checkpoint.files.conversion_rules import class_rules, file_rules, is_renaming, operations, renaming
 
 transformers = pytest.importorskip("transformers", reason="the extra hf")
 conversion_mapping = importlib.import_module("transformers.conversion_mapping")

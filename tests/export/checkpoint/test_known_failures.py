@@ -3,7 +3,7 @@
 import pytest
 from samples import ROOT
 
-from quant.export.checkpoint.configs.compressed_tensors_warnings import runtime_warnings
+from quant.export.checkpoint.files.known_failures import runtime_warnings
 from quant.export.checkpoint.configs.known_failures import FAILURES
 from quant.formats.format import FORMATS
 from quant.recipes.layer_kind import LayerKind

@@ -11,13 +11,13 @@ import torch
 from torch import nn
 
 import quant
-from quant.execution.install import install_weight
-from quant.export.checkpoint.compressed_tensors import quantization_config, runtime_warnings
-from quant.export.checkpoint.write import plan_of_model
+from quant.kernels.linear.install import install_weight
+from quant.export.checkpoint.files.compressed_tensors import quantization_config, runtime_warnings
+from quant.export.checkpoint.files.write_tensors import plan_of_model
 from quant.formats.format import FORMATS, get_format
 from quant.formats.tensor import quantize
-from quant.kernels.hadamard import hadamard_transform
-from quant.kernels.linear.modules import QuantLinear, RunTimeParts
+from quant.kernels.rounding.hadamard import hadamard_transform
+from quant.kernels.linear.quant_linear import QuantLinear, RunTimeParts
 from quant.recipes.layer_kind import LayerKind
 from quant.recipes.plan import LayerPlan, Parts, Plan
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from quant.export.checkpoint import tensor_file
-from quant.export.checkpoint.tensor_file import DTYPE_NAMES, DeferredTensor, write_tensor_file
+from quant.export.checkpoint.files import tensor_file
+from quant.export.checkpoint.files.tensor_file import DTYPE_NAMES, DeferredTensor, write_tensor_file
 
 WIDTHS = (1, 3, 8, 130)
 

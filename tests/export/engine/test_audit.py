@@ -16,10 +16,10 @@ from samples import BASE
 
 import quant
 from quant.cli.main import main
-from quant.export.engine.audit import audit, failures, planned_precision
-from quant.export.engine.build import BuildOptions, audit_built, export_engine
-from quant.export.engine.contents import constants
-from quant.export.engine.contents.engine_file import _updated_inputs, read_engine
+from quant.export.tensorrt.audit import audit, failures, planned_precision
+from quant.export.tensorrt.build import BuildOptions, audit_built, export_engine
+from quant.export.tensorrt import engine_constants
+from quant.export.tensorrt.engine_file import _updated_inputs, read_engine
 from quant.formats.format import FORMATS
 from quant.recipes.layer_kind import LayerKind
 from quant.recipes.plan import LayerPlan, Plan
@@ -199,7 +199,7 @@ def module() -> Any:
     from torch import nn
 
     from quant.formats.tensor import quantize
-    from quant.kernels.linear.modules import QuantLinear
+    from quant.kernels.linear.quant_linear import QuantLinear
 
     scale = torch.tensor(0.02)
     held = quantize(torch.randn(64, 64, dtype=torch.float16), FORMATS["fp8"])
@@ -211,7 +211,7 @@ def test_a_layer_that_was_never_quantized_fails(module: Any, tmp_path: Path) -> 
     """Its nodes have its name, too; a layer that the graph lacks is not missed."""
     pytest.importorskip("tensorrt_rtx", reason="needs the extra [tensorrt-rtx]")
     pytest.importorskip("onnxscript", reason="needs the extra [onnx]")
-    from quant.export.onnx_graph.decoder import GraphInput
+    from quant.export.onnx.decoder_graph import GraphInput
 
     names = ("0", "2", "pooler")
     plan = Plan(tuple(LayerPlan(name, LayerKind.LINEAR, (64, 64), FORMATS["fp8"], FORMATS["fp8"]) for name in names))
@@ -273,12 +273,12 @@ def test_attention_is_not_dropped_without_a_word(tmp_path: Path) -> None:
 
 def test_large_weights_are_compared_a_few_rows_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every row counts, the last few as well; numbers are rounded to the constant's type first."""
-    monkeypatch.setattr(constants, "_SLICE", 24)
+    monkeypatch.setattr(engine_constants, "_SLICE", 24)
     expected = torch.randn(7, 12, generator=torch.Generator().manual_seed(0))
     values = expected.half().float().numpy()
-    assert constants._is_rounded(values, expected, torch.float16)
-    assert not constants._is_rounded(values, expected, torch.bfloat16)
+    assert engine_constants._is_rounded(values, expected, torch.float16)
+    assert not engine_constants._is_rounded(values, expected, torch.bfloat16)
     for row in range(7):
         wrong = values.copy()
         wrong[row, 11] += 1
-        assert not constants._is_rounded(wrong, expected, torch.float16), row
+        assert not engine_constants._is_rounded(wrong, expected, torch.float16), row

@@ -16,15 +16,15 @@ import pytest
 import torch
 from torch import nn
 
-from quant.api.quantize import quantize
-from quant.export.engine import targets, worker
-from quant.export.engine.audit import audit
-from quant.export.engine.build import BuildOptions, build_engine, export_engine, summary
-from quant.export.engine.contents.engine_file import read_engine
-from quant.export.engine.graph import check_graph
+from quant.run.quantize import quantize
+from quant.export.tensorrt import gpu_targets, worker
+from quant.export.tensorrt.audit import audit
+from quant.export.tensorrt.build import BuildOptions, build_engine, export_engine, summary
+from quant.export.tensorrt.engine_file import read_engine
+from quant.export.tensorrt.network import check_graph
 from quant.export.engine.process import run_worker
-from quant.export.engine.targets import choose_common_library, choose_library, resolve_target, resolve_targets
-from quant.export.onnx_graph.shapes import Input, parse_profile
+from quant.export.tensorrt.gpu_targets import choose_common_library, choose_library, resolve_target, resolve_targets
+from quant.export.onnx.dynamic_shapes import Input, parse_profile
 
 SHAPES = "tokens=1:16:64"
 
@@ -35,7 +35,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
     def pretend(*packages: str, gpu: tuple[int, int] | None = None) -> None:
         spec = importlib.machinery.ModuleSpec("found", None)
-        monkeypatch.setattr(targets, "local_capability", lambda: gpu)
+        monkeypatch.setattr(gpu_targets, "local_capability", lambda: gpu)
         monkeypatch.setattr("importlib.util.find_spec", lambda name: spec if name in packages else None)
 
     return pretend
@@ -249,7 +249,7 @@ def test_the_other_tensorrt_takes_the_gpu_here_and_keeps_its_timings(
 ) -> None:
     fake_builder(graphs.folder, "tensorrt", 'return writer.write(b"engine")', monkeypatch)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(targets, "local_capability", lambda: (9, 0))
+    monkeypatch.setattr(gpu_targets, "local_capability", lambda: (9, 0))
     for timed in (b"timed ", b"timed timed "):
         engine = build_engine(graphs.chain("half"), graphs.folder / "x.engine", BuildOptions("h100", SHAPES))
         assert engine.path.read_bytes() == b"engine"
@@ -320,7 +320,7 @@ def mlp() -> nn.Module:
 def exported(folder: Path, format: str, **options: Any) -> dict[str, Any]:
     pytest.importorskip("onnxscript", reason="needs the extra [onnx]")
     pytest.importorskip("tensorrt_rtx", reason="needs the extra [tensorrt-rtx]")
-    from quant.export.onnx_graph.decoder import GraphInput
+    from quant.export.onnx.decoder_graph import GraphInput
 
     x = torch.randn(8, 256, dtype=torch.float16)
     done = quantize(mlp(), format, x, run=lambda model: model(x))
@@ -383,5 +383,5 @@ def test_the_worker_imports_nothing_from_the_current_directory(tmp_path: Path, m
 def test_the_worker_needs_no_torch() -> None:
     import subprocess
 
-    code = "import sys, quant.export.engine.worker; print('torch' in sys.modules)"
+    code = "import sys, quant.export.tensorrt.worker; print('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout == "False\n"

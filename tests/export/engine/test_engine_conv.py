@@ -14,10 +14,10 @@ from quant.recipes.layer_kind import LayerKind
 pytest.importorskip("onnxscript", reason="needs the extra onnx")
 pytest.importorskip("tensorrt_rtx", reason="needs the extra tensorrt-rtx")
 
-from quant.export.engine.audit import audit, failures
-from quant.export.engine.build import BuildOptions, build_engine
-from quant.export.onnx_graph.decoder import GraphInput
-from quant.export.onnx_graph.export import export_onnx
+from quant.export.tensorrt.audit import audit, failures
+from quant.export.tensorrt.build import BuildOptions, build_engine
+from quant.export.onnx.decoder_graph import GraphInput
+from quant.export.onnx.export_onnx import export_onnx
 
 
 class Convs(nn.Module):

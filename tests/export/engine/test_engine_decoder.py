@@ -15,14 +15,14 @@ import torch
 from click.testing import CliRunner
 from safetensors.torch import save_file
 
-from quant.api.quantize import quantize
-from quant.calibration.kv_cache import collect_attention_scales
-from quant.checkpoints.save import save
+from quant.run.quantize import quantize
+from quant.calibration.attention_scales import collect_attention_scales
+from quant.export.checkpoint.save import save
 from quant.cli.main import main
-from quant.errors import UserError
-from quant.export.engine.audit import TENSORS
-from quant.export.engine.build import BuildOptions, export_engine
-from quant.export.onnx_graph.export import export_onnx
+from quant.base.errors import UserError
+from quant.export.tensorrt.audit import TENSORS
+from quant.export.tensorrt.build import BuildOptions, export_engine
+from quant.export.onnx.export_onnx import export_onnx
 from quant.formats.format import FORMATS
 from quant.recipes.plan import Plan
 
@@ -31,7 +31,7 @@ pytest.importorskip("onnxscript", reason="needs the extra onnx")
 pytest.importorskip("tensorrt_rtx", reason="needs the extra tensorrt-rtx")
 transformers = pytest.importorskip("transformers", reason="needs the extra hf")
 
-from quant.engines.open import open_session  # noqa: E402 -- needs onnx
+from quant.export.engines.open_engine import open_session  # noqa: E402 -- needs onnx
 
 FP8 = FORMATS["fp8"]
 

@@ -15,15 +15,15 @@ import tiny_models
 import torch
 from samples import TEXTS
 
-from quant.api.quantize import quantize
-from quant.calibration.kv_cache import collect_attention_scales
+from quant.run.quantize import quantize
+from quant.calibration.attention_scales import collect_attention_scales
 from quant.calibration.texts.rows import calibration_rows
-from quant.export.engine.audit import TENSORS
-from quant.export.engine.build import BuildOptions, export_engine
-from quant.export.engine.contents.engine_file import read_engine
+from quant.export.tensorrt.audit import TENSORS
+from quant.export.tensorrt.build import BuildOptions, export_engine
+from quant.export.tensorrt.engine_file import read_engine
 from quant.formats.format import FORMATS
 from quant.models.huggingface import load
-from quant.models.open import open_model
+from quant.models.open_model import open_model
 
 pytestmark = pytest.mark.slow
 

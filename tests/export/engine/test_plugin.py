@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from quant.export.engine import plugin, plugin_tensorrt
-from quant.export.engine.plugin import (
+from quant.export.tensorrt import plugin, plugin_tensorrt
+from quant.export.tensorrt.plugin import (
     Attributes,
     check_shapes,
     compile_attention,
@@ -27,7 +27,7 @@ from quant.export.engine.plugin import (
     integer_arguments,
     launch_grid,
 )
-from quant.kernels.attention_tiles import HEAD_DIMS, tiles_for
+from quant.kernels.attention.attention_tiles import HEAD_DIMS, tiles_for
 
 pytest.importorskip("triton", reason="the [dev] extra installs triton on Linux")
 

@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 
-from quant.export.engine import worker
+from quant.export.tensorrt import worker
 
 DECLARED = json.loads((Path(__file__).parents[2] / "data" / "tensorrt_signatures.json").read_text())
 SIMPLE = {"bool": True, "int": 1, "str": "text", "None": None}

@@ -19,11 +19,11 @@ from engine_samples import SHAPES, drawn, written_graph
 from torch import nn
 
 import quant
-from quant.calibration.kv_cache import collect_attention_scales
-from quant.export.engine.audit import audit, failures
-from quant.export.engine.build import BuildOptions, build_engine, export_engine
-from quant.export.onnx_graph.export import export_onnx
-from quant.export.onnx_graph.translate import LAYER_KEY, MODULE_KEY
+from quant.calibration.attention_scales import collect_attention_scales
+from quant.export.tensorrt.audit import audit, failures
+from quant.export.tensorrt.build import BuildOptions, build_engine, export_engine
+from quant.export.onnx.export_onnx import export_onnx
+from quant.export.onnx.translate import LAYER_KEY, MODULE_KEY
 from quant.formats.format import FORMATS
 
 pytestmark = pytest.mark.slow

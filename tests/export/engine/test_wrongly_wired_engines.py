@@ -20,8 +20,8 @@ from engine_samples import SHAPES, drawn, written_graph
 from torch import nn
 
 import quant
-from quant.export.engine.audit import audit, failures
-from quant.export.engine.build import BuildOptions, build_engine
+from quant.export.tensorrt.audit import audit, failures
+from quant.export.tensorrt.build import BuildOptions, build_engine
 from quant.formats.format import FORMATS
 
 pytestmark = pytest.mark.slow
@@ -29,7 +29,7 @@ pytest.importorskip("tensorrt_rtx", reason="needs the extra [tensorrt-rtx]")
 pytest.importorskip("onnx", reason="needs the extra [onnx]")
 pytest.importorskip("onnxscript", reason="needs the extra [onnx]")
 
-from quant.engines.rebuild import rebuilt_findings  # noqa: E402 -- needs onnx
+from quant.export.tensorrt.rebuild import rebuilt_findings  # noqa: E402 -- needs onnx
 
 
 @pytest.fixture(scope="module")
@@ -229,7 +229,7 @@ def test_caches_that_are_exchanged(tmp_path: Path, other: str) -> None:
 
 def test_another_window_and_the_logits_of_another_position(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A serving graph: its window and its last token are numbers in a mask and in an index, and no tensors."""
-    from quant.export.onnx_graph import serving
+    from quant.export.onnx import serving
 
     model = serving_samples.decoder("mistral", dtype=torch.float16)
     right = quant.quantize(model, "fp8", torch.randint(0, 64, (2, 16)), solver="rtn")

@@ -9,15 +9,15 @@ import architectures
 import pytest
 import torch
 
-from quant.export.onnx_graph.tracing.attention_use import check_attends
+from quant.export.onnx.attention_use import check_attends
 
 onnx = pytest.importorskip("onnx", reason="needs the extra onnx")
 pytest.importorskip("onnxscript", reason="needs the extra onnx")
 transformers = pytest.importorskip("transformers", reason="needs the extra hf")
 
-from quant.export.onnx_graph.export import export_onnx  # noqa: E402
-from quant.export.onnx_graph.serving import check_decoder  # noqa: E402
-from quant.export.packages.aoti import traced  # noqa: E402
+from quant.export.onnx.export_onnx import export_onnx  # noqa: E402
+from quant.export.onnx.serving import check_decoder  # noqa: E402
+from quant.export.aoti.package import traced  # noqa: E402
 
 IDS = torch.randint(3, 60, (2, 9), generator=torch.Generator().manual_seed(0))
 OWN = ("BloomForCausalLM", "XGLMForCausalLM", "FalconForCausalLM", "MptForCausalLM", "ConvBertForMaskedLM")
@@ -39,7 +39,7 @@ def test_attention_in_code_of_its_own_is_refused(name: str, tmp_path: Path) -> N
 def test_a_module_that_is_causal_by_its_mask_alone(tmp_path: Path) -> None:
     """The graph of BigBird-Pegasus looked at later tokens: its log-probabilities differed by 2.9."""
     runtime = pytest.importorskip("onnxruntime", reason="needs the extra onnx")
-    from quant.export.onnx_graph.decoder import GraphInput
+    from quant.export.onnx.decoder_graph import GraphInput
 
     model = architectures.build("BigBirdPegasusForCausalLM", torch.float32)
     with pytest.raises(ValueError, match=r"layers\.0\.self_attn is causal by its mask alone.*--input input_ids"):
@@ -78,7 +78,7 @@ def _configs(model: Any) -> list[Any]:
 @pytest.mark.parametrize("name", ["LlamaForCausalLM", "BloomForCausalLM"])
 def test_later_tokens_change_nothing(name: str, tmp_path: Path) -> None:
     """With inputs by name a graph has the masks of the model, where the model attends by itself, too."""
-    from quant.export.onnx_graph.decoder import GraphInput
+    from quant.export.onnx.decoder_graph import GraphInput
 
     runtime = pytest.importorskip("onnxruntime", reason="needs the extra onnx")
     model = architectures.build(name, torch.float32)

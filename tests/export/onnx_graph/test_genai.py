@@ -15,14 +15,14 @@ from samples import write_short_base
 
 import quant
 from quant.cli.main import main
-from quant.cli.quantize import quantize_command
+from quant.cli.quantize_command import quantize_command
 
 pytest.importorskip("onnxscript", reason="needs the extra onnx")
 pytest.importorskip("transformers", reason="needs the extra hf")
 genai = pytest.importorskip("onnxruntime_genai", reason="needs the extra genai")
 
-from quant.export.onnx_graph.export import export_onnx  # noqa: E402 -- needs onnx
-from quant.export.onnx_graph.genai import genai_config  # noqa: E402 -- as above
+from quant.export.onnx.export_onnx import export_onnx  # noqa: E402 -- needs onnx
+from quant.export.onnx.genai import genai_config  # noqa: E402 -- as above
 
 ROWS = torch.randint(0, 64, (4, 64), generator=torch.Generator().manual_seed(0))
 NEW = serving_samples.NEW
@@ -100,7 +100,7 @@ def test_the_directory_has_all_that_the_library_needs(checkpoint: Path, tmp_path
 
 def test_refusals(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both come before the model is exported."""
-    monkeypatch.setattr("quant.api.export.write_onnx", lambda *_, **__: pytest.fail("it was exported"))
+    monkeypatch.setattr("quant.export.exporters.write_onnx", lambda *_, **__: pytest.fail("it was exported"))
     out = tmp_path / "out"
     result = export(checkpoint, "--to", "onnx", "--genai", "--capacity", 64, "--out", out)
     assert result.exit_code == 2 and "leave --capacity and --input out" in result.stderr

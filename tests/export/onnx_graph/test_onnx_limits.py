@@ -9,12 +9,12 @@ import tiny_models
 import torch
 from torch import nn
 
-from quant.api.quantize import quantize as quantize_model
-from quant.export.onnx_graph.limits import check_attention, check_model, layer_problem
+from quant.run.quantize import quantize as quantize_model
+from quant.export.onnx.limits import check_attention, check_model, layer_problem
 from quant.formats.format import FORMATS
 from quant.formats.tensor import quantize
 from quant.kernels.linear.expert_modules import QuantExperts
-from quant.kernels.linear.modules import QuantLinear
+from quant.kernels.linear.quant_linear import QuantLinear
 
 
 @pytest.mark.parametrize(
@@ -117,8 +117,8 @@ def test_attention_without_a_kernel(
 
 def test_four_dimensional_nvfp4_inputs(tmp_path: Path) -> None:
     pytest.importorskip("onnxscript", reason="needs the extra onnx")
-    from quant.export.onnx_graph.decoder import GraphInput
-    from quant.export.onnx_graph.export import export_onnx
+    from quant.export.onnx.decoder_graph import GraphInput
+    from quant.export.onnx.export_onnx import export_onnx
 
     class Convolution(nn.Module):
         def __init__(self) -> None:

@@ -17,17 +17,17 @@ from quant.formats.format import FORMATS
 from quant.formats.scaling import global_scale_of
 from quant.formats.tensor import fake_quantize, quantize
 from quant.kernels.linear import quantized_module
-from quant.kernels.linear.modules import QuantLinear
+from quant.kernels.linear.quant_linear import QuantLinear
 from quant.recipes.layer_kind import LayerKind
 
 onnx = pytest.importorskip("onnx", reason="needs the extra onnx")
 pytest.importorskip("onnxscript", reason="needs the extra onnx")
 
-from quant.export.onnx_graph.decoder import GraphInput  # noqa: E402
-from quant.export.onnx_graph.export import ATTENTION_KEY, PLAN_KEY, export_onnx  # noqa: E402
+from quant.export.onnx.decoder_graph import GraphInput  # noqa: E402
+from quant.export.onnx.export_onnx import ATTENTION_KEY, PLAN_KEY, export_onnx  # noqa: E402
 from quant.export.onnx_graph.reference import evaluator  # noqa: E402
-from quant.export.onnx_graph.translate import LAYER_KEY, MODULE_KEY  # noqa: E402
-from quant.export.onnx_graph.verify import to_numpy  # noqa: E402
+from quant.export.onnx.translate import LAYER_KEY, MODULE_KEY  # noqa: E402
+from quant.export.onnx.compare_with_torch import to_numpy  # noqa: E402
 from quant.recipes.plan import LayerPlan, Plan  # noqa: E402
 
 ROWS, IN, OUT = 5, 256, 128
@@ -224,7 +224,7 @@ def test_names_dimensions_and_metadata(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("limit", [0, 1 << 30])
 def test_big_weights_go_to_a_file_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: int) -> None:
-    monkeypatch.setattr("quant.export.onnx_graph.export.EXTERNAL_BYTES", limit)
+    monkeypatch.setattr("quant.export.onnx.export_onnx.EXTERNAL_BYTES", limit)
     module, x = nn.Sequential(layer("nvfp4", "nvfp4", torch.float32)), torch.randn(2, ROWS, IN)
     path = exported(module, x, tmp_path / "m.onnx")
     names = ["m.onnx", "m.onnx.data"] if limit == 0 else ["m.onnx"]

@@ -12,7 +12,7 @@ from onnx_samples import plugin_attention, quantized_attention
 
 from quant.formats.format import FORMATS
 from quant.formats.tensor import fake_quantize, quantize
-from quant.kernels.attention_reference import fp8_attention_reference
+from quant.kernels.attention.reference import fp8_attention_reference
 
 pytest.importorskip("onnx", reason="needs the extra onnx")
 

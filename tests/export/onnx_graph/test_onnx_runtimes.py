@@ -15,8 +15,8 @@ from quant.formats.format import parse_format
 pytest.importorskip("onnxscript", reason="needs the extra onnx")
 pytest.importorskip("onnxruntime", minversion="1.32", reason="needs the extra onnx")
 
-from quant.export.onnx_graph.decoder import GraphInput
-from quant.export.onnx_graph.export import export_onnx
+from quant.export.onnx.decoder_graph import GraphInput
+from quant.export.onnx.export_onnx import export_onnx
 from quant.export.onnx_graph.runtimes import loaded, onnxruntime_problem
 
 FORMATS = [

@@ -11,17 +11,17 @@ from torch import nn
 
 from quant.formats.format import FORMATS
 from quant.formats.tensor import BlockScaledTensor, quantize
-from quant.kernels.linear.modules import QuantLinear
+from quant.kernels.linear.quant_linear import QuantLinear
 from quant.report.report import Receipt
 
 onnx = pytest.importorskip("onnx", reason="needs the extra onnx")
 pytest.importorskip("onnxscript", reason="needs the extra onnx")
 
-from quant.export.onnx_graph import verify as verify_module  # noqa: E402
-from quant.export.onnx_graph.decoder import GraphInput  # noqa: E402
-from quant.export.onnx_graph.export import export_onnx  # noqa: E402
+from quant.export.onnx import compare_with_torch as verify_module  # noqa: E402
+from quant.export.onnx.decoder_graph import GraphInput  # noqa: E402
+from quant.export.onnx.export_onnx import export_onnx  # noqa: E402
 from quant.export.onnx_graph.reference import evaluator  # noqa: E402
-from quant.export.onnx_graph.verify import LayerGraphs, check_file, verify, worst_layer  # noqa: E402
+from quant.export.onnx.compare_with_torch import LayerGraphs, check_file, verify, worst_layer  # noqa: E402
 
 
 @pytest.fixture(scope="module")

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from quant.export.onnx_graph.decoder import GraphInput
-from quant.export.onnx_graph.shapes import Input, dimension_ranges, format_profile, parse_profile
+from quant.export.onnx.decoder_graph import GraphInput
+from quant.export.onnx.dynamic_shapes import Input, dimension_ranges, format_profile, parse_profile
 
 INPUTS = [Input("input_ids", ("batch", "sequence")), Input("mask", ("batch", 1, "sequence"))]
 

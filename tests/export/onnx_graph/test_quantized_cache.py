@@ -13,23 +13,23 @@ from onnx_samples import attention_operators
 from serving_samples import CAPACITY, EvaluatorSession
 from torch import nn
 
-from quant.api.quantize import quantize
-from quant.calibration.kv_cache import collect_attention_scales, kv_scale_tensors
+from quant.run.quantize import quantize
+from quant.calibration.attention_scales import collect_attention_scales, kv_scale_tensors
 from quant.formats.format import FORMATS
-from quant.kernels.kv_pages import decode_kv, encode_kv
+from quant.kernels.attention.kv_pages import decode_kv, encode_kv
 from quant.recipes.plan import Plan
-from quant.runtime.attention import quantized_attention
+from quant.generate.quantized_attention import quantized_attention
 
 onnx = pytest.importorskip("onnx", reason="needs the extra onnx")
 pytest.importorskip("onnxscript", reason="needs the extra onnx")
 pytest.importorskip("transformers", reason="needs the extra hf")
 
 from quant.engines.decoding_run import forced_run  # noqa: E402 -- needs onnx
-from quant.engines.open import open_session  # noqa: E402 -- as above
-from quant.export.engine.graph import check_backend  # noqa: E402 -- as above
-from quant.export.onnx_graph.decoder import Attention, Keys, attending  # noqa: E402 -- as above
-from quant.export.onnx_graph.export import write_onnx  # noqa: E402 -- as above
-from quant.export.onnx_graph.verify import check_file  # noqa: E402 -- as above
+from quant.export.engines.open_engine import open_session  # noqa: E402 -- as above
+from quant.export.tensorrt.network import check_backend  # noqa: E402 -- as above
+from quant.export.onnx.decoder_graph import Attention, Keys, attending  # noqa: E402 -- as above
+from quant.export.onnx.export_onnx import write_onnx  # noqa: E402 -- as above
+from quant.export.onnx.compare_with_torch import check_file  # noqa: E402 -- as above
 
 ROWS = torch.randint(0, 64, (4, 64), generator=torch.Generator().manual_seed(0))
 PROMPTS, NEW = [ROWS[0, :5].tolist(), ROWS[1, :40].tolist(), ROWS[2, :33].tolist()], 2
@@ -156,7 +156,7 @@ def test_a_cache_that_memory_does_not_hold(tmp_path: Path, monkeypatch: pytest.M
     # Two rows, K and V, of codes and block scales: 9 bytes for 16 values.
     values = 64 * sum(layer.self_attn.k_proj.out_features for layer in model.model.layers)
     nbytes = 2 * 2 * values * 9 // 16
-    monkeypatch.setattr("quant.export.onnx_graph.serving.memory_left", lambda: nbytes - 1)
+    monkeypatch.setattr("quant.export.onnx.serving.memory_left", lambda: nbytes - 1)
     with pytest.raises(ValueError, match=r"--capacity 64: two rows of the KV cache, .*; lower it"):
         write_onnx(model, tmp_path / "m.onnx", capacity=64, kv_cache=FORMATS["nvfp4"], attention_scales=scales)
     assert list(tmp_path.iterdir()) == []

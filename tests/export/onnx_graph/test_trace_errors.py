@@ -13,8 +13,8 @@ onnx = pytest.importorskip("onnx", reason="needs the extra onnx")
 pytest.importorskip("onnxscript", reason="needs the extra onnx")
 pytest.importorskip("transformers", reason="needs the extra hf")
 
-from quant.export.onnx_graph.decoder import GraphInput  # noqa: E402
-from quant.export.onnx_graph.export import export_onnx  # noqa: E402
+from quant.export.onnx.decoder_graph import GraphInput  # noqa: E402
+from quant.export.onnx.export_onnx import export_onnx  # noqa: E402
 
 IDS = torch.randint(3, 60, (2, 9), generator=torch.Generator().manual_seed(0))
 

@@ -9,7 +9,7 @@ import pytest
 ir = pytest.importorskip("onnx_ir", reason="needs the extra onnx")
 optimizer = pytest.importorskip("onnxscript.optimizer", reason="needs the extra onnx")
 
-from quant.export.onnx_graph.translate import _comparing_ops_first  # noqa: E402 -- needs onnxscript
+from quant.export.onnx.translate import _comparing_ops_first  # noqa: E402 -- needs onnxscript
 
 NODES = 200
 

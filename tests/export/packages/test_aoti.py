@@ -16,8 +16,8 @@ import torch
 from slow_cases import quick_cases
 from torch import nn
 
-from quant.calibration.kv_cache import collect_attention_scales
-from quant.export.packages.aoti import (
+from quant.calibration.attention_scales import collect_attention_scales
+from quant.export.aoti.package import (
     METADATA,
     buffers_kept,
     cause_of,
@@ -28,13 +28,13 @@ from quant.export.packages.aoti import (
     share_input_scales,
     traced,
 )
-from quant.export.packages.op_bodies import BODIES, dequantize_in_graph
+from quant.export.aoti.op_bodies import BODIES, dequantize_in_graph
 from quant.formats.format import FORMATS
 from quant.formats.tensor import quantize
 from quant.kernels.attention.forward import fp8_attention
 from quant.kernels.linear import quantized_module
 from quant.kernels.linear.conv import QuantConv, weight_of_conv
-from quant.kernels.linear.modules import QuantLinear
+from quant.kernels.linear.quant_linear import QuantLinear
 
 # Weight format, activation format, and whether the input scale is static.
 CASES = [
@@ -235,7 +235,7 @@ def test_garbage_is_searched_for_rarely_and_then_as_before() -> None:
 @pytest.mark.parametrize(("weight", "activation", "static"), CASES[:3])
 def test_graph_with_scaled_mm(monkeypatch: pytest.MonkeyPatch, weight: str, activation: str, static: bool) -> None:
     """What a GPU with FP8 tensor cores gets, through PyTorch's `_scaled_mm` for CPUs."""
-    monkeypatch.setattr("quant.export.packages.triton_linear.has_fp8_tensor_cores", lambda x: True)
+    monkeypatch.setattr("quant.export.aoti.triton_linear.has_fp8_tensor_cores", lambda x: True)
     model, x = Gated(weight, activation, static), torch.randn(2, 40, 64, dtype=torch.bfloat16)
     program = lowered(model, {"x": x})
     assert count(program, "_scaled_mm") == 3

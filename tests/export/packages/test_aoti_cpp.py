@@ -12,10 +12,10 @@ import torch
 from samples import ROOT
 from torch import nn
 
-from quant.export.packages.aoti import load_aoti
+from quant.export.aoti.package import load_aoti
 from quant.formats.format import FORMATS
 from quant.formats.tensor import quantize
-from quant.kernels.linear.modules import QuantLinear
+from quant.kernels.linear.quant_linear import QuantLinear
 
 pytestmark = pytest.mark.slow
 

@@ -18,14 +18,14 @@ from serving_samples import CAPACITY, NEW
 
 import quant
 from quant.cli.main import main
-from quant.cli.quantize import quantize_command
-from quant.engines import aoti_session
-from quant.engines.aoti_session import AotiSession
+from quant.cli.quantize_command import quantize_command
+from quant.export.aoti import aoti_session
+from quant.export.aoti.aoti_session import AotiSession
 from quant.engines.decoding_run import forced_run, reference_run
-from quant.engines.loop import generate_tokens
-from quant.errors import UserError
-from quant.export.packages.aoti import METADATA, decomposed
-from quant.export.packages.aoti_decoder import DECODER_BODIES, decoder_program
+from quant.export.engines.decode_loop import generate_tokens
+from quant.base.errors import UserError
+from quant.export.aoti.package import METADATA, decomposed
+from quant.export.aoti.aoti_decoder import DECODER_BODIES, decoder_program
 from quant.kernels.linear import quantized_module
 from quant.runtime.moved_inputs import inputs_moved
 
@@ -258,7 +258,7 @@ def test_capacities_that_do_not_fit(checkpoint: Path, tmp_path: Path, arguments:
 def test_a_capacity_that_memory_does_not_hold(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    monkeypatch.setattr("quant.export.onnx_graph.serving.memory_left", lambda: 10_000)
+    monkeypatch.setattr("quant.export.onnx.serving.memory_left", lambda: 10_000)
     out = tmp_path / ("m.pt2" if kind == "aoti" else "m")
     result = run("export", checkpoint, "--to", kind, "--dtype", "fp32", "--out", out, "--capacity", 64)
     assert result.exit_code == 2 and len(result.stderr.splitlines()) == 1

@@ -16,10 +16,10 @@ from safetensors.torch import save_file
 from samples import BASE
 
 from quant.cli.main import main
-from quant.cli.quantize import quantize_command
+from quant.cli.quantize_command import quantize_command
 from quant.export.packages import edge_llm
 from quant.formats.format import FORMATS
-from quant.plan.make import make_plan
+from quant.recipes.plan_make import make_plan
 from quant.recipes.plan import Plan
 
 onnx = pytest.importorskip("onnx", reason="needs the extra onnx")
@@ -155,7 +155,7 @@ def test_experts_are_compared_as_the_plugin_reads_them(tmp_path: Path, layout: s
 
 @pytest.mark.filterwarnings("default:the exporter is not installed here")
 def test_the_directory_without_the_exporter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("quant.api.export.has_exporter", lambda: False)
+    monkeypatch.setattr("quant.export.exporters.has_exporter", lambda: False)
     checkpoint, out = tmp_path / "checkpoint", tmp_path / "out"
     arguments = [str(BASE), "--format", "mxfp8", "--effort", "0", "--out", str(checkpoint), "--quiet"]
     assert CliRunner().invoke(quantize_command, arguments).exit_code == 0

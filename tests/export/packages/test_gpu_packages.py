@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 import quant
-from quant.calibration.kv_cache import collect_attention_scales
-from quant.export.packages.aoti import load_aoti
+from quant.calibration.attention_scales import collect_attention_scales
+from quant.export.aoti.package import load_aoti
 from quant.formats.format import FORMATS
 from quant.formats.tensor import quantize
 from quant.kernels.linear.conv import QuantConv, weight_of_conv

@@ -13,12 +13,12 @@ import pytest
 import torch
 from torch import nn
 
-from quant.export.packages.torch_tensorrt import lower, lowered_program, require_ops
+from quant.export.tensorrt.torch_tensorrt import lower, lowered_program, require_ops
 from quant.formats.format import FORMATS
 from quant.formats.tensor import quantize
 from quant.kernels.linear.conv import QuantConv, weight_of_conv
 from quant.kernels.linear.expert_modules import QuantExperts
-from quant.kernels.linear.modules import QuantLinear, RunTimeParts
+from quant.kernels.linear.quant_linear import QuantLinear, RunTimeParts
 
 _QUANTIZE = "(Tensor input, Tensor amax, int num_bits, int exponent_bits, bool unsigned, bool narrow_range) -> Tensor"
 _BLOCK = (

@@ -11,11 +11,11 @@ pytest.importorskip("triton", reason="comes with a CUDA build of torch, or: pip 
 from compiler import compiled_for
 from interpreter import interpreted
 
-from quant.export.packages.aoti import decomposed, traced
-from quant.export.packages.triton_linear import FEW, TritonLinear, dequantize, round_input
+from quant.export.aoti.package import decomposed, traced
+from quant.export.aoti.triton_linear import FEW, TritonLinear, dequantize, round_input
 from quant.formats.format import FORMATS
 from quant.formats.tensor import quantize, round_activation
-from quant.kernels.linear.modules import QuantLinear
+from quant.kernels.linear.quant_linear import QuantLinear
 from quant.kernels.linear.ops import LINEAR
 from quant.kernels.linear.oracle import reference_linear
 

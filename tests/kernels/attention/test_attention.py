@@ -13,10 +13,10 @@ import pytest
 import torch
 from interpreter import interpreted
 
-from quant.kernels import attention_reference
+from quant.kernels.attention import reference
 from quant.kernels.attention.forward import attention, fp8_attention
-from quant.kernels.attention_reference import fp8_attention_reference
-from quant.kernels.attention_tiles import HEAD_DIMS, tiles_for
+from quant.kernels.attention.reference import fp8_attention_reference
+from quant.kernels.attention.attention_tiles import HEAD_DIMS, tiles_for
 
 triton = pytest.importorskip("triton", reason="the [dev] extra installs triton on Linux")
 
@@ -59,7 +59,7 @@ def kernel(
     dtype: torch.dtype = torch.bfloat16,
 ) -> torch.Tensor:
     """The Triton kernel on the CPU, into an output that holds NaN before."""
-    from quant.kernels.portable.attention.dense_attention import attend_fp8
+    from quant.kernels.attention.portable_dense_attention import attend_fp8
 
     out = torch.full(q.shape, math.nan, dtype=dtype)
     with interpreted():
@@ -97,7 +97,7 @@ def test_oracle_against_float64(causal: bool) -> None:
 def test_oracle_in_pieces_is_the_oracle(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     given = operands(1, 2, 1, 20, 25, 64)
     whole = fp8_attention_reference(*given, causal=True, whole=True)
-    monkeypatch.setattr(attention_reference, "_SCORES", rows * 2 * 25)
+    monkeypatch.setattr(reference, "_SCORES", rows * 2 * 25)
     torch.testing.assert_close(fp8_attention_reference(*given, causal=True), whole, rtol=1e-2, atol=1e-5)
 
 
@@ -161,7 +161,7 @@ def test_parts_join_by_their_log_sum_exp() -> None:
 
 def test_interpreting_leaves_compilation_as_it_was() -> None:
     """Inside the context kernels are interpreted; after it, the same kernel compiles for a GPU."""
-    from quant.export.engine.plugin import Attributes, compile_attention
+    from quant.export.tensorrt.plugin import Attributes, compile_attention
 
     kernel(*operands(1, 1, 1, 4, 4, 64), True, 1.0)
     assert "wgmma" in compile_attention(64, Attributes(causal=1, softmax_scale=0.3), 90).ptx

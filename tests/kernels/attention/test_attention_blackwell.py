@@ -10,15 +10,15 @@ from typing import Any
 import pytest
 from assembler import assemble
 
-from quant.kernels.aot import CompiledKernel, compile_kernel
-from quant.kernels.attention_tiles import tiles_for
+from quant.kernels.base.ptx import CompiledKernel, compile_kernel
+from quant.kernels.attention.attention_tiles import tiles_for
 
 triton = pytest.importorskip("triton", reason="the [dev] extra installs triton on Linux")
 
 
 def compiled(arch: int, dim: int, *, fp8: bool = True, **options: Any) -> CompiledKernel:
-    from quant.kernels.portable.attention.dense_attention import _INTEGERS
-    from quant.kernels.portable.attention.dense_attention import dense_attention_with_options as kernel
+    from quant.kernels.attention.portable_dense_attention import _INTEGERS
+    from quant.kernels.attention.portable_dense_attention import dense_attention_with_options as kernel
 
     tiles = tiles_for(dim, arch, 1 if fp8 else 2)
     packed = options.pop("packed", False)

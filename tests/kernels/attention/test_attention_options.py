@@ -13,9 +13,9 @@ from interpreter import interpreted
 from slow_cases import quick_cases
 
 from quant.kernels.attention.forward import attention
-from quant.kernels.attention_operands import scale_blocks
-from quant.kernels.attention_reference import reference
-from quant.kernels.attention_tiles import DIMS
+from quant.kernels.attention.attention_operands import scale_blocks
+from quant.kernels.attention.reference import reference
+from quant.kernels.attention.attention_tiles import DIMS
 
 triton = pytest.importorskip("triton", reason="the [dev] extra installs triton on Linux")
 
@@ -118,7 +118,7 @@ def kernel(
     from unittest.mock import patch
 
     from quant.kernels.attention import forward as module
-    from quant.kernels.portable.attention import dense_attention as kernel
+    from quant.kernels.attention import portable_dense_attention as kernel
 
     def attend(*args: Any) -> None:
         launch(*args, arch=arch)

@@ -12,11 +12,11 @@ import pytest
 import torch
 from interpreter import interpreted
 
-from quant.kernels.attention import quantize as module
-from quant.kernels.attention.quantize import AttentionOperands, quantize_attention
-from quant.kernels.attention_operands import restore_v, scale_of_rows
-from quant.kernels.attention_tiles import DIMS
-from quant.kernels.hadamard import random_sign_rotation
+from quant.kernels.attention import quantize_qkv as module
+from quant.kernels.attention.quantize_qkv import AttentionOperands, quantize_attention
+from quant.kernels.attention.attention_operands import restore_v, scale_of_rows
+from quant.kernels.attention.attention_tiles import DIMS
+from quant.kernels.rounding.hadamard import random_sign_rotation
 
 pytest.importorskip("triton", reason="the [dev] extra installs triton on Linux")
 
@@ -148,7 +148,7 @@ def made_both_ways(name: str, device: str) -> tuple[AttentionOperands, Attention
         bounds = None if cu is None else cu.cuda()
         q, k, v = (x.cuda() for x in (q, k, v))
         return expected, quantize_attention(q, k, v, cu_seqlens_q=bounds, cu_seqlens_k=bounds, **options), cu
-    from quant.kernels.portable.attention import fp8_attention_operands as kernels
+    from quant.kernels.attention import portable_fp8_operands as kernels
 
     with (
         interpreted(),

@@ -12,10 +12,10 @@ from interpreter import interpreted
 from slow_cases import quick_cases
 
 from quant.kernels.attention.decode import paged_attention, paged_reference
-from quant.kernels.attention.kv_cache import PagedKVCache
-from quant.kernels.attention_operands import AttentionOptions
-from quant.kernels.attention_tiles import DecodeTiles, decode_tiles_for
-from quant.kernels.kv_pages import KVPages, kv_format
+from quant.kernels.attention.paged_cache import PagedKVCache
+from quant.kernels.attention.attention_operands import AttentionOptions
+from quant.kernels.attention.attention_tiles import DecodeTiles, decode_tiles_for
+from quant.kernels.attention.kv_pages import KVPages, kv_format
 
 FORMAT_NAMES = (None, "fp8", "fp8_token", "nvfp4")
 # P is rounded to FP16, or to BF16 over a cache in BF16; then the output to BF16.
@@ -77,7 +77,7 @@ def kernel(
     window: int | None = None, softcap: float | None = None,
 ) -> torch.Tensor:  # fmt: skip
     pytest.importorskip("triton", reason="the [dev] extra installs triton on Linux")
-    from quant.kernels.portable.attention.paged_attention import attend_pages
+    from quant.kernels.attention.portable_paged_attention import attend_pages
 
     with interpreted():
         options = AttentionOptions(window=window, softcap=softcap)
@@ -90,7 +90,7 @@ def test_oracle_against_float64(name: str | None, options: dict[str, float]) -> 
     cache = filled(name, [37, 3, 64])
     q = torch.randn(3, 4, 3, 64)
     expected = exact(q, *cache, **{"softmax_scale": 0.125, **options})
-    torch.testing.assert_close(paged_attention(q, *cache, **options).double(), expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(portable_paged_attention(q, *cache, **options).double(), expected, rtol=1e-4, atol=1e-5)
 
 
 SIZES = [
@@ -255,13 +255,13 @@ def test_bad_input_is_named_before_any_launch(change: dict[str, object], message
     pages, table, lengths = filled("fp8_token", [20, 17])
     given = {"q": Q, "pages": pages, "block_table": table, "lengths": lengths, **change}
     with pytest.raises(ValueError, match=message):
-        paged_attention(**given)
+        portable_paged_attention(**given)
 
 
 def test_pages_that_no_kernel_takes() -> None:
     pages, table, lengths = filled("fp8_token", [20, 17])
     with pytest.raises(ValueError, match="no format mxfp8"):
-        paged_attention(Q, replace(pages, format=kv_format("fp8").__class__("mxfp8", *[None] * 3)), table, lengths)
+        portable_paged_attention(Q, replace(pages, format=kv_format("fp8").__class__("mxfp8", *[None] * 3)), table, lengths)
 
 
 @pytest.mark.gpu
@@ -277,14 +277,14 @@ def test_gpu_kernel_against_float64(name: str | None, dim: int, heads: int, new:
     cache = filled(name, [300, new, 128, 777], dim=dim, page_size=page_size, device="cuda")
     q = torch.randn(4, heads, new, dim, device="cuda").to(torch.bfloat16)
     for options in ({}, {"window": 50}, {"softcap": 4.0})[: 3 if (dim, new) == (64, 1) else 1]:
-        out = paged_attention(q, *cache, **options)
+        out = portable_paged_attention(q, *cache, **options)
         expected = paged_reference(q, *cache, compute=torch.float64, **options)
         assert bool(out.isfinite().all())
         assert error(out, expected.double()) < TOLERANCE[name]
     if name is not None:
         # Of 8 bits a BF16 output loses four times what FP16 operands do.
         expected = paged_reference(q.double(), *cache, compute=torch.float64)
-        assert error(paged_attention(q.float(), *cache), expected) < 4e-4
+        assert error(portable_paged_attention(q.float(), *cache), expected) < 4e-4
 
 
 @pytest.mark.gpu
@@ -308,7 +308,7 @@ def test_gpu_writes_what_the_cpu_writes(name: str | None, dim: int, new: int) ->
 )
 def test_gpu_reads_tokens_that_lie_apart(tiles: DecodeTiles) -> None:
     """Launches of vLLM's decoding steps, over blocks as vLLM lays them out."""
-    from quant.kernels.portable.attention.paged_attention import attend_pages
+    from quant.kernels.attention.portable_paged_attention import attend_pages
 
     pages, table, lengths = filled(None, [700, 33], dim=128, page_size=16)
     both = torch.stack((pages.k, pages.v), 3).transpose(1, 2).contiguous().cuda()  # [pages, tokens, heads, 2, dim]
@@ -322,8 +322,8 @@ def test_gpu_reads_tokens_that_lie_apart(tiles: DecodeTiles) -> None:
 @pytest.mark.parametrize("overlap", [False, True])
 def test_gpu_sees_the_keys_that_the_kernel_before_writes(overlap: bool) -> None:
     """Kernels that start before the previous one has ended give what they give one at a time."""
-    from quant.kernels.portable.attention.paged_attention import attend_pages
-    from quant.kernels.portable.attention.paged_kv_cache import write_kv_slots
+    from quant.kernels.attention.portable_paged_attention import attend_pages
+    from quant.kernels.attention.portable_paged_kv_cache import write_kv_slots
 
     pages, table, lengths = filled("nvfp4", [700, 33], dim=128, page_size=16, device="cuda")
     # The last token of each sequence is written anew before each attention.
@@ -353,17 +353,17 @@ def test_kernels_of_a_step_wait_before_they_read_what_the_one_before_writes(monk
     pytest.importorskip("triton", reason="the [dev] extra installs triton on Linux")
     from compiler import compiled_for
 
-    from quant.kernels.portable.attention import paged_attention, paged_kv_cache
+    from quant.kernels.attention import portable_paged_attention, portable_paged_kv_cache
 
-    for module in (paged_attention, paged_kv_cache):
+    for module in (portable_paged_attention, portable_paged_kv_cache):
         monkeypatch.setattr(module, "overlap_options", lambda x: {"overlap": True, "launch_pdl": True})
     pages, table, lengths = filled(None, [40])
     q, k = torch.zeros(1, 2, 1, 64, dtype=torch.bfloat16), torch.zeros(1, 2, 64, dtype=torch.bfloat16)
     with compiled_for(90) as compiled:
         for overlap in (True, False):
             tiles = DecodeTiles(8, 32, 1, 1, 2, overlap=overlap)
-            paged_attention.attend_pages(q, pages, table, lengths, AttentionOptions(causal=True), tiles)
-        paged_kv_cache.write_kv_slots(pages, torch.zeros(1, dtype=torch.int64), k, k)
+            portable_paged_attention.attend_pages(q, pages, table, lengths, AttentionOptions(causal=True), tiles)
+        portable_paged_kv_cache.write_kv_slots(pages, torch.zeros(1, dtype=torch.int64), k, k)
     early, reduction, late, *_, write = (kernel.asm["ptx"].split("griddepcontrol.wait", 1) for kernel in compiled)
     assert len(late) == 1, "long reads start after the previous kernel, which leaves all SMs to them"
     for before, after in (early, reduction, write):

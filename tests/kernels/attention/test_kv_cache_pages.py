@@ -10,8 +10,8 @@ from interpreter import interpreted
 
 from quant.formats.format import FORMATS, Format
 from quant.formats.tensor import quantize
-from quant.kernels.attention.kv_cache import PagedKVCache
-from quant.kernels.kv_pages import encode_kv, first_scale, kv_format, round_kv, token_bytes, write_reference
+from quant.kernels.attention.paged_cache import PagedKVCache
+from quant.kernels.attention.kv_pages import encode_kv, first_scale, kv_format, round_kv, token_bytes, write_reference
 
 FORMAT_NAMES = (None, "fp8", "fp8_token", "nvfp4")
 
@@ -185,7 +185,7 @@ def test_a_scale_of_the_first_tokens_leaves_room(name: str, largest_value: int) 
 @pytest.mark.parametrize(("dim", "new"), [(32, 1), (96, 21), (128, 3)])
 def test_kernel_writes_what_the_oracle_writes(name: str | None, dim: int, new: int) -> None:
     pytest.importorskip("triton", reason="the [dev] extra installs triton on Linux")
-    from quant.kernels.portable.attention.paged_kv_cache import write_kv
+    from quant.kernels.attention.portable_paged_kv_cache import write_kv
 
     ours, theirs = cache_of(name, dim=dim, pages=8, layers=1), cache_of(name, dim=dim, pages=8, layers=1)
     ours._scales = theirs._scales
@@ -204,7 +204,7 @@ def test_kernel_writes_what_the_oracle_writes(name: str | None, dim: int, new: i
 @pytest.mark.parametrize(("name", "count"), [(None, 6), ("fp8", 6), ("fp8_token", 6), ("nvfp4", 6), ("nvfp4", 130)])
 def test_slots_are_written_as_by_the_oracle(name: str | None, count: int) -> None:
     pytest.importorskip("triton", reason="the [dev] extra installs triton on Linux")
-    from quant.kernels.portable.attention.paged_kv_cache import write_kv_slots
+    from quant.kernels.attention.portable_paged_kv_cache import write_kv_slots
 
     ours, theirs = cache_of(name, pages=9, layers=1), cache_of(name, pages=9, layers=1)
     ours._scales = theirs._scales

@@ -23,8 +23,8 @@ from quant.kernels.attention.ring import (
     shard,
     unshard,
 )
-from quant.kernels.attention_reference import reference
-from quant.kernels.kv_pages import round_kv
+from quant.kernels.attention.reference import reference
+from quant.kernels.attention.kv_pages import round_kv
 
 WORLDS = (2, 3, 4)
 FORMAT_NAMES = (None, "fp8", "nvfp4")
@@ -152,7 +152,7 @@ def test_quantized_messages_are_small() -> None:
 @pytest.mark.parametrize("dim", [32, 96])
 def test_what_a_gpu_passes_on_is_what_a_cpu_does(dim: int) -> None:
     """NVFP4 by the kernels, interpreted: the same bytes, and the same values back."""
-    from quant.kernels.portable.attention.paged_kv_cache import read_nvfp4_kv
+    from quant.kernels.attention.portable_paged_kv_cache import read_nvfp4_kv
 
     nvfp4 = FORMATS["nvfp4"]
     k, v = (torch.randn(2, 3, 40, dim) * torch.logspace(-3, 1, 40)[:, None] for _ in "kv")

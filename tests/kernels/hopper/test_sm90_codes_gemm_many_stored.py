@@ -13,13 +13,14 @@ from assembler import assemble
 
 from quant.formats.format import FORMATS
 from quant.formats.tensor import BlockScaledTensor, quantize
-from quant.kernels import hardware, matmul_tiles
-from quant.kernels.aot import CompiledKernel
-from quant.kernels.hardware import GPUS, current
-from quant.kernels.hopper import sm90_codes_gemm_many
+from quant.kernels.base import hardware
+from quant.kernels.linear import tiles
+from quant.kernels.base.ptx import CompiledKernel
+from quant.kernels.base.hardware import GPUS, current
+from quant.kernels.linear import sm90_codes_gemm_many
 from quant.kernels.linear import dispatch
 from quant.kernels.linear.ops import quantized_linear
-from quant.kernels.matmul_tiles import STORED_FORMATS, STORED_UNITS, prefill_tiles
+from quant.kernels.linear.tiles import STORED_FORMATS, STORED_UNITS, prefill_tiles
 
 
 @pytest.mark.parametrize(
@@ -74,30 +75,30 @@ def test_weights_go_from_registers_into_wgmma(
 def test_many_tokens_go_to_hoppers_kernel(form: str, tokens: int) -> None:
     format, h100 = FORMATS[form], GPUS["h100"]
     for shape in ((28672, 4096), (4096, 14336), (1024, 1024)):
-        choice = matmul_tiles.guess(format, tokens, shape, h100, prepacked=False)
-        assert isinstance(choice, matmul_tiles.PrefillTiles) and choice.step in (128, 64 * choice.depth)
-        without = matmul_tiles.guess(format, tokens, shape, h100, prepacked=False, stored=False)
-        assert without == matmul_tiles.guess(format, tokens, shape, replace(h100, capability=(8, 9)), prepacked=False)
-        assert not isinstance(without, matmul_tiles.PrefillTiles)
+        choice = tiles.guess(format, tokens, shape, h100, prepacked=False)
+        assert isinstance(choice, tiles.PrefillTiles) and choice.step in (128, 64 * choice.depth)
+        without = tiles.guess(format, tokens, shape, h100, prepacked=False, stored=False)
+        assert without == tiles.guess(format, tokens, shape, replace(h100, capability=(8, 9)), prepacked=False)
+        assert not isinstance(without, tiles.PrefillTiles)
     # Rows that TMA cannot address, or y's.
     for shape in ((4096, 4104 + 4), (4097, 4096)):
         assert not isinstance(
-            matmul_tiles.guess(format, tokens, shape, h100, prepacked=False), matmul_tiles.PrefillTiles
+            tiles.guess(format, tokens, shape, h100, prepacked=False), tiles.PrefillTiles
         )
 
 
 def test_what_the_kernel_cannot_multiply_takes_the_other_way(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hardware, "current", lambda index=0: GPUS["h100"])
     weight, x = quantize(torch.randn(256, 512), FORMATS["fp8_channel"]), torch.randn(100, 512).bfloat16()
-    assert isinstance(dispatch.choose_launch(weight, x), matmul_tiles.PrefillTiles)
-    assert dispatch.choose_launch(weight, x.half()) is matmul_tiles.DENSE
+    assert isinstance(dispatch.choose_launch(weight, x), tiles.PrefillTiles)
+    assert dispatch.choose_launch(weight, x.half()) is tiles.DENSE
     memory = torch.empty(256 * 512 + 8, dtype=torch.uint8)[8:]
     shifted = replace(weight, codes=memory.view(256, 512).view(torch.float8_e4m3fn))
     shifted.codes.copy_(weight.codes)
     chosen = dispatch.choose_launch(weight, x)
-    assert dispatch.choose_launch(shifted, x) is (matmul_tiles.DENSE if shifted.codes.data_ptr() % 16 else chosen)
+    assert dispatch.choose_launch(shifted, x) is (tiles.DENSE if shifted.codes.data_ptr() % 16 else chosen)
     weight.codes.view(torch.uint8)[3, 5] = 0x7F
-    assert dispatch.choose_launch(weight, x) is matmul_tiles.DENSE
+    assert dispatch.choose_launch(weight, x) is tiles.DENSE
 
 
 def weight_of_all_codes(form: str, rows: int, columns: int) -> BlockScaledTensor:

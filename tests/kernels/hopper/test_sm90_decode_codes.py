@@ -14,8 +14,8 @@ pytest.importorskip("triton", reason="comes with a CUDA build of torch, or: pip 
 
 from quant.formats.format import FORMATS
 from quant.formats.tensor import quantize
-from quant.kernels.hopper import sm90_decode_codes
-from quant.kernels.matmul_tiles import STORED_FORMATS
+from quant.kernels.linear import sm90_decode_codes
+from quant.kernels.linear.tiles import STORED_FORMATS
 
 DTYPES = {
     "e4m3": ml_dtypes.float8_e4m3fn,

@@ -13,7 +13,7 @@ import torch
 from assembler import messages
 from interpreter import interpreted
 
-from quant.kernels.attention_operands import lay_out_v, restore_v
+from quant.kernels.attention.attention_operands import lay_out_v, restore_v
 
 triton = pytest.importorskip("triton", reason="the [dev] extra installs triton on Linux")
 
@@ -24,7 +24,7 @@ def compiled(dim: int, fp8: bool = True, out: str = "bf16", **options: bool) -> 
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon._runtime import GluonASTSource
 
-    from quant.kernels.hopper import sm90_dense_attention as module
+    from quant.kernels.attention import sm90_dense_attention as module
 
     width = triton.next_power_of_2(dim)
     tiles = module.TILES[width, 1 if fp8 else 2]
@@ -101,7 +101,7 @@ def test_keys_of_v_stand_in_the_order_of_p() -> None:
 
 @pytest.mark.parametrize("bounds", [None, [0, 5, 5, 140, 300]])
 def test_kernel_lays_out_as_the_oracle(bounds: list[int] | None) -> None:
-    from quant.kernels.portable.attention.fp8_attention_operands import lay_out_v as lay_out_v_on_gpu
+    from quant.kernels.attention.portable_fp8_operands import lay_out_v as lay_out_v_on_gpu
 
     v = torch.randn(1 if bounds else 2, 2, 300, 96).to(torch.float8_e4m3fn)
     cu = None if bounds is None else torch.tensor(bounds, dtype=torch.int32)
@@ -113,7 +113,7 @@ def test_kernel_lays_out_as_the_oracle(bounds: list[int] | None) -> None:
 
 
 def test_heads_that_share_the_cache() -> None:
-    from quant.kernels.hopper.sm90_dense_attention import _RESIDENT, _heads_at_once
+    from quant.kernels.attention.sm90_dense_attention import _RESIDENT, _heads_at_once
 
     assert _heads_at_once(32, 4, _RESIDENT // 3) == 8  # three KV heads fit; 8 is the largest divisor up to 12
     assert _heads_at_once(30, 1, 2 * _RESIDENT) == 1

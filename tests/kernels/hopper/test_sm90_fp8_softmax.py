@@ -9,7 +9,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from quant.kernels.hopper.sm90_fp8_softmax import softmax
+from quant.kernels.attention.sm90_fp8_softmax import softmax
 
 LANES = 32
 Array = np.ndarray

@@ -21,13 +21,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from quant.formats import number
 from quant.formats.format import FORMATS, Format
 from quant.formats.tensor import BlockScaledTensor, _pair_table, quantize
-from quant.kernels import hardware, layout, matmul_tiles
-from quant.kernels.hardware import GPUS, current
-from quant.kernels.layout import as_computed, is_prepacked, prepack, prepack_refusal, restore
+from quant.kernels.base import hardware, weight_layout
+from quant.kernels.linear import tiles
+from quant.kernels.base.hardware import GPUS, current
+from quant.kernels.base.weight_layout import as_computed, is_prepacked, prepack, prepack_refusal, restore
 from quant.kernels.linear import dispatch, quantized_module
 from quant.kernels.linear.embedding import QuantEmbedding
 from quant.kernels.linear.expert_modules import QuantExperts
-from quant.kernels.linear.modules import QuantLinear
+from quant.kernels.linear.quant_linear import QuantLinear
 
 ARRANGED = ("nvfp4", "mxfp4", "mxfp6", "mxfp6_e3m2")
 OUT, IN = 128, 192
@@ -257,7 +258,7 @@ def test_threads_see_a_whole_weight(hopper: SimpleNamespace, monkeypatch: pytest
 def test_a_default_device_changes_nothing(format: str) -> None:
     """Tables of codes are on the CPU, wherever tensors are made by default when they are first used."""
     weight = weight_in(format)
-    for table in (layout._scale_table, layout._e4m3_codes, number._values, _pair_table):
+    for table in (weight_layout._scale_table, weight_layout._e4m3_codes, number._values, _pair_table):
         table.cache_clear()
     with torch.device("meta"):
         arranged = prepack(weight)
@@ -276,12 +277,12 @@ def kernels_of(format: Format, tokens: int) -> set[str]:
     """Files of the kernels that may serve an arranged weight of 512 × 1024 on a Hopper GPU."""
     if format.name in ("nvfp4", "mxfp4"):
         few, many = {"sm90_nvfp4_gemm_few"}, {"sm90_codes_gemm_many"}
-        return few if tokens <= matmul_tiles.PREPACKED_FEW else many if tokens <= matmul_tiles.FEW else few | many
-    if tokens <= matmul_tiles.STORED_FEW:
+        return few if tokens <= tiles.PREPACKED_FEW else many if tokens <= tiles.FEW else few | many
+    if tokens <= tiles.STORED_FEW:
         return {"codes_gemm"}
-    if format.name in matmul_tiles.STORED_FORMATS and (tokens <= matmul_tiles.STORED_MOST or not format.block[1]):
+    if format.name in tiles.STORED_FORMATS and (tokens <= tiles.STORED_MOST or not format.block[1]):
         return {"sm90_codes_gemm_many"}
-    return {"codes_gemm"} if tokens <= matmul_tiles.FEW else {"dispatch"}  # where the library multiplies
+    return {"codes_gemm"} if tokens <= tiles.FEW else {"dispatch"}  # where the library multiplies
 
 
 @pytest.mark.gpu
@@ -322,9 +323,9 @@ def test_which_kernel_an_h100_takes(format: str, monkeypatch: pytest.MonkeyPatch
     """The same on any machine: what is chosen for an arranged weight, without a launch."""
     monkeypatch.setattr(hardware, "current", lambda index=0: GPUS["h100"])
     files = {
-        matmul_tiles.Tiles: "codes_gemm",
-        matmul_tiles.GluonTiles: "sm90_nvfp4_gemm_few",
-        matmul_tiles.PrefillTiles: "sm90_codes_gemm_many",
+        tiles.Tiles: "codes_gemm",
+        tiles.GluonTiles: "sm90_nvfp4_gemm_few",
+        tiles.PrefillTiles: "sm90_codes_gemm_many",
     }
     weight = weight_in(format, 512, 1024)
     arranged = weight if prepack_refusal(weight) else as_computed(prepack(weight))

@@ -13,11 +13,12 @@ from interpreter import interpreted
 
 from quant.formats.format import FORMATS, INPUT_FORMATS
 from quant.formats.tensor import BlockScaledTensor, fake_quantize, quantize
-from quant.kernels import hardware, matmul_tiles
-from quant.kernels.hardware import GPUS
-from quant.kernels.layout import prepack, restore
+from quant.kernels.base import hardware
+from quant.kernels.linear import tiles
+from quant.kernels.base.hardware import GPUS
+from quant.kernels.base.weight_layout import prepack, restore
 from quant.kernels.linear import dispatch, native_gemm
-from quant.kernels.linear.input_rounding import round_rows
+from quant.kernels.rounding.round_inputs import round_rows
 
 
 @pytest.fixture(autouse=True)
@@ -47,7 +48,7 @@ def close(y: torch.Tensor, x: torch.Tensor, weight: BlockScaledTensor) -> None:
 @pytest.mark.parametrize("tokens", [1, 70])
 def test_both_ways_to_multiply(format: str, tokens: int) -> None:
     weight, x = quantize(torch.randn(96, 256), FORMATS[format]), torch.randn(2, tokens, 256).bfloat16()
-    kind = matmul_tiles.Dense if tokens > 32 else matmul_tiles.Tiles
+    kind = tiles.Dense if tokens > 32 else tiles.Tiles
     assert isinstance(dispatch.choose_launch(weight, x.view(-1, 256)), kind)
     y = linear(x, weight)
     assert y.shape == (2, tokens, 96) and y.dtype is torch.bfloat16
@@ -141,10 +142,10 @@ def test_prepacked_weights_go_to_hoppers_kernel(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(hardware, "current", lambda index=0: GPUS["h100"])
     weight = prepack(quantize(torch.randn(256, 1024), FORMATS["nvfp4"]))
     few, many = torch.randn(9, 1024).bfloat16(), torch.randn(4096, 1024).bfloat16()
-    assert isinstance(dispatch.choose_launch(weight, few), matmul_tiles.GluonTiles)
-    assert isinstance(dispatch.choose_launch(weight, many), matmul_tiles.PrefillTiles)
+    assert isinstance(dispatch.choose_launch(weight, few), tiles.GluonTiles)
+    assert isinstance(dispatch.choose_launch(weight, many), tiles.PrefillTiles)
     # Those kernels multiply in BF16 only; other inputs get the weight dequantized.
-    assert dispatch.choose_launch(weight, few.half()) is matmul_tiles.DENSE
+    assert dispatch.choose_launch(weight, few.half()) is tiles.DENSE
     # (Gluon has no interpreter: the kernel that dequantizes is tested on a GPU.)
     monkeypatch.setattr(dispatch, "dequantize", lambda weight, dtype: restore(weight).dequantize(dtype))
     close(linear(few.half(), weight), few, restore(weight))

@@ -17,10 +17,10 @@ from triton.runtime.jit import JITFunction
 
 from quant.formats.format import FORMATS
 from quant.formats.tensor import quantize
-from quant.kernels import hardware, launch_cache
-from quant.kernels.hardware import GPUS
+from quant.kernels.base import hardware, launch_cache
+from quant.kernels.base.hardware import GPUS
 from quant.kernels.linear import dispatch, quantized_module
-from quant.kernels.linear.modules import QuantLinear
+from quant.kernels.linear.quant_linear import QuantLinear
 
 MOST = 8
 
@@ -29,7 +29,7 @@ MOST = 8
 def _h100(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """This CPU is taken for an H100, whose launches do nothing."""
     monkeypatch.setattr(hardware, "current", lambda index=0: GPUS["h100"])
-    monkeypatch.setattr("quant.kernels.hopper.sm90_codes_gemm_many.current", lambda index=0: GPUS["h100"])
+    monkeypatch.setattr("quant.kernels.linear.sm90_codes_gemm_many.current", lambda index=0: GPUS["h100"])
     monkeypatch.setattr(quantized_module, "prefers_prepacked", lambda codes: True)
     monkeypatch.setattr(dispatch, "_products", {})
     monkeypatch.setattr(JITFunction, "run", lambda *args, **options: None)

@@ -10,7 +10,7 @@ import torch
 
 from quant.formats.format import get_format
 from quant.formats.tensor import fake_quantize, quantize
-from quant.kernels.linear.modules import QuantLinear, RunTimeParts
+from quant.kernels.linear.quant_linear import QuantLinear, RunTimeParts
 
 OUT, IN, RANK, BLOCK = 48, 64, 4, 32
 

@@ -18,13 +18,13 @@ from triton.runtime.jit import JITFunction
 
 from quant.formats.format import FORMATS
 from quant.formats.tensor import BlockScaledTensor, moved, quantize
-from quant.kernels import hardware
-from quant.kernels.hardware import GPUS
-from quant.kernels.hopper.sm90_codes_gemm_many import grouped_gemm_many
-from quant.kernels.layout import prepack
+from quant.kernels.base import hardware
+from quant.kernels.base.hardware import GPUS
+from quant.kernels.linear.sm90_codes_gemm_many import grouped_gemm_many
+from quant.kernels.base.weight_layout import prepack
 from quant.kernels.linear import dispatch
 from quant.kernels.linear.variants import compile_variants, distinct_lengths, experts_variants, linear_variants
-from quant.kernels.matmul_tiles import DENSE
+from quant.kernels.linear.tiles import DENSE
 
 MOST = 8192
 
@@ -33,7 +33,7 @@ MOST = 8192
 def compiled(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """This CPU is taken for an H100. The list gets the keys under which Triton would keep what it compiled."""
     monkeypatch.setattr(hardware, "current", lambda index=0: GPUS["h100"])
-    monkeypatch.setattr("quant.kernels.hopper.sm90_codes_gemm_many.current", lambda index=0: GPUS["h100"])
+    monkeypatch.setattr("quant.kernels.linear.sm90_codes_gemm_many.current", lambda index=0: GPUS["h100"])
     active = SimpleNamespace(
         get_current_device=lambda: -1,
         get_current_stream=lambda device: 0,
@@ -162,6 +162,6 @@ def test_nothing_is_compiled_after_the_variants(monkeypatch: pytest.MonkeyPatch)
 
 
 def weight_in_float64(weight: BlockScaledTensor) -> torch.Tensor:
-    from quant.kernels.layout import restore
+    from quant.kernels.base.weight_layout import restore
 
     return restore(weight).dequantize(torch.float64)

@@ -18,8 +18,8 @@ from slow_cases import quick_cases
 
 from quant.formats.format import FORMATS
 from quant.formats.tensor import quantize
-from quant.kernels.aot import CompiledKernel
-from quant.kernels.portable import block_scaled_gemm
+from quant.kernels.base.ptx import CompiledKernel
+from quant.kernels.linear import portable_block_scaled_gemm
 
 
 def dot_scaled(self: Any, a: Any, a_scale: Any, _a: Any, b: Any, b_scale: Any, _b: Any, acc: Any, *_: Any) -> Any:
@@ -55,7 +55,7 @@ def with_dot_scaled() -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("format", block_scaled_gemm.SCALED_FORMATS)
+@pytest.mark.parametrize("format", portable_block_scaled_gemm.SCALED_FORMATS)
 @pytest.mark.parametrize("shape", [(5, 77, 160), (130, 140, 512), (1, 300, 96)])
 def test_against_float64(format: str, shape: tuple[int, int, int]) -> None:
     tokens, rows, columns = shape
@@ -63,12 +63,12 @@ def test_against_float64(format: str, shape: tuple[int, int, int]) -> None:
     x, weight = quantize(torch.randn(tokens, columns), form), quantize(torch.randn(rows, columns), form)
     bias = torch.randn(rows)
     with with_dot_scaled():
-        y = block_scaled_gemm.block_scaled_gemm(x, weight, bias, torch.float32)
+        y = portable_block_scaled_gemm.block_scaled_gemm(x, weight, bias, torch.float32)
     exact = x.dequantize(torch.float64) @ weight.dequantize(torch.float64).T + bias.double()
     torch.testing.assert_close(y.double(), exact, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("format", block_scaled_gemm.SCALED_FORMATS)
+@pytest.mark.parametrize("format", portable_block_scaled_gemm.SCALED_FORMATS)
 @pytest.mark.parametrize("counts", [(3, 0, 17), (0, 130, 1), (0, 0, 5)])
 def test_grouped_against_float64(format: str, counts: tuple[int, ...]) -> None:
     form, tokens = FORMATS[format], sum(counts)
@@ -77,7 +77,7 @@ def test_grouped_against_float64(format: str, counts: tuple[int, ...]) -> None:
     x, weight = quantize(torch.randn(tokens, 160), form), quantize(torch.randn(3, 77, 160) * sizes, form)
     offsets = torch.tensor([0, *counts]).cumsum(0).int()
     with with_dot_scaled():
-        y = block_scaled_gemm.block_scaled_gemm(x, weight, None, torch.float32, offsets=offsets)
+        y = portable_block_scaled_gemm.block_scaled_gemm(x, weight, None, torch.float32, offsets=offsets)
     dense, start = weight.dequantize(torch.float64), 0
     for expert, count in enumerate(counts):
         rows = slice(start, start + count)
@@ -89,10 +89,10 @@ def test_grouped_against_float64(format: str, counts: tuple[int, ...]) -> None:
 def test_mistakes_name_both_sides() -> None:
     nvfp4, mxfp8 = quantize(torch.randn(4, 64), FORMATS["nvfp4"]), quantize(torch.randn(4, 64), FORMATS["mxfp8"])
     with pytest.raises(ValueError, match="matmul of nvfp4 by mxfp8: expected one of nvfp4, mxfp4, mxfp8"):
-        block_scaled_gemm.block_scaled_gemm(nvfp4, mxfp8, None, torch.bfloat16)
+        portable_block_scaled_gemm.block_scaled_gemm(nvfp4, mxfp8, None, torch.bfloat16)
     narrow = quantize(torch.randn(4, 40), FORMATS["nvfp4"])
     with pytest.raises(ValueError, match=r"x \[4, 40\] by \[4, 40\] in nvfp4: expected one width, a multiple of 16"):
-        block_scaled_gemm.block_scaled_gemm(narrow, narrow, None, torch.bfloat16)
+        portable_block_scaled_gemm.block_scaled_gemm(narrow, narrow, None, torch.bfloat16)
 
 
 INSTRUCTIONS = {
@@ -118,7 +118,7 @@ def test_compiles_to_block_scaled_instructions(format: str, arch: int, grouped: 
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    form, kernel = FORMATS[format], block_scaled_gemm.block_scaled_gemm_kernel
+    form, kernel = FORMATS[format], portable_block_scaled_gemm.block_scaled_gemm_kernel
     code = "*u8" if form.element.bits == 4 else "*fp8e4nv"
     scale = "*fp8e4nv" if form.global_scale else "*u8"
     given = {"x": code, "x_scale": scale, "x_global": "*fp32", "codes": code, "scale": scale, "w_global": "*fp32"}
@@ -128,7 +128,7 @@ def test_compiles_to_block_scaled_instructions(format: str, arch: int, grouped: 
         "has_bias": False,
         "grouped": grouped,
         "width": 64,
-        **block_scaled_gemm.tile_shape(form.element.bits, arch),
+        **portable_block_scaled_gemm.tile_shape(form.element.bits, arch),
     }
     names = kernel.arg_names
     types = {name: given.get(name, "constexpr") for name in names}

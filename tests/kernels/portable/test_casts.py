@@ -16,11 +16,11 @@ from quant.formats.format import FORMATS, INPUT_FORMATS, Format
 from quant.formats.number import E2M1, E8M0
 from quant.formats.rounding import encode
 from quant.formats.tensor import fake_quantize, quantize
-from quant.kernels.aot import compile_kernel
-from quant.kernels.portable import casts
-from quant.kernels.portable.block_scales import quotient_to_code, reciprocal
+from quant.kernels.base.ptx import compile_kernel
+from quant.kernels.rounding import portable_casts
+from quant.kernels.rounding.portable_block_scales import quotient_to_code, reciprocal
 from quant.kernels.portable.nvfp4_rows_to_codes import nvfp4_rows_to_codes_kernel
-from quant.kernels.portable.small_floats import encode_e2m1
+from quant.kernels.base.portable_small_floats import encode_e2m1
 
 STATIC = torch.tensor(0.02)
 
@@ -58,14 +58,14 @@ def test_e2m1_codes_on_and_around_every_tie() -> None:
     assert torch.equal(out, encode(padded, E2M1))
 
 
-@pytest.mark.parametrize("format", casts.FORMATS_OUT)
+@pytest.mark.parametrize("format", portable_casts.FORMATS_OUT)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 @pytest.mark.parametrize("static", [False, True])
 def test_codes_are_those_of_the_oracle(format: str, dtype: torch.dtype, static: bool) -> None:
     form, x = INPUT_FORMATS[format], rows(dtype=dtype)
     options = second_level(form) if static else {}
     with interpreted():
-        quantized = casts.quantize(x, form, **options)
+        quantized = portable_casts.quantize(x, form, **options)
     assert torch.equal(quantized.dequantize(), fake_quantize(x.float(), form, **options))
     assert quantized.codes.shape == form.codes_shape(x.shape)
     if form.block != (0, 0):
@@ -79,7 +79,7 @@ def test_e8m0_scales_at_both_ends() -> None:
     x[:, 3] = amax
     x = x.bfloat16()
     with interpreted():
-        quantized = casts.quantize(x, FORMATS["mxfp8"])
+        quantized = portable_casts.quantize(x, FORMATS["mxfp8"])
     assert torch.equal(quantized.scale[:, 0], encode(x[:, 3].float() / 448, E8M0))
 
 
@@ -88,7 +88,7 @@ def test_rows_of_any_size_have_correctly_rounded_quotients(name: str) -> None:
     x = torch.randn(6, 512) * torch.tensor([1e-37, 3e-21, 1e-19, 1.0, 1e30, 1e37])[:, None]
     x = x.to(torch.bfloat16)
     with interpreted():
-        found = casts.quantize(x, FORMATS[name])
+        found = portable_casts.quantize(x, FORMATS[name])
     expected = quantize(x.float(), FORMATS[name])
     assert torch.equal(found.scale.view(-1), expected.scale.view(-1))
     assert torch.equal(found.codes.view(torch.uint8), expected.codes.view(torch.uint8))
@@ -122,7 +122,7 @@ def test_rows_that_begin_anywhere() -> None:
     form, options = FORMATS["nvfp4"], second_level(FORMATS["nvfp4"])
     for x in (wide[:, 3:515], wide[:, 4:516], wide[::2, 2:514], wide.flatten()[1:3073].view(6, 512)):
         with interpreted():
-            quantized = casts.quantize(x, form, **options)
+            quantized = portable_casts.quantize(x, form, **options)
         assert torch.equal(quantized.dequantize(), fake_quantize(x.float(), form, **options))
 
 
@@ -144,16 +144,16 @@ def test_ptx_of_nvfp4(arch: int) -> None:
 def test_mistakes_name_the_argument() -> None:
     x = rows()
     with pytest.raises(ValueError, match=r"x \[5, 384\] to int4: no such kernel; activation formats: nvfp4"):
-        casts.quantize(x, FORMATS["int4"])
+        portable_casts.quantize(x, FORMATS["int4"])
     with pytest.raises(ValueError, match=r"x is torch\.float32, expected float16 or bfloat16"):
-        casts.quantize(x.float(), FORMATS["mxfp8"])
+        portable_casts.quantize(x.float(), FORMATS["mxfp8"])
     with pytest.raises(ValueError, match="last axis must be a multiple of 32"):
-        casts.quantize(x[:, :200], FORMATS["mxfp8"])
+        portable_casts.quantize(x[:, :200], FORMATS["mxfp8"])
     with pytest.raises(ValueError, match=r"global_scale is \[2\] torch\.float32, expected one floating-point number"):
-        casts.quantize(x, FORMATS["nvfp4"], global_scale=torch.ones(2))
+        portable_casts.quantize(x, FORMATS["nvfp4"], global_scale=torch.ones(2))
     with pytest.raises(ValueError, match="scale is on meta, x on cpu"):
-        casts.quantize(x, FORMATS["fp8"], scale=torch.ones((), device="meta"))
+        portable_casts.quantize(x, FORMATS["fp8"], scale=torch.ones((), device="meta"))
     with pytest.raises(ValueError, match="fp8_token measures its own"):
-        casts.quantize(x, FORMATS["fp8_token"], scale=STATIC)
+        portable_casts.quantize(x, FORMATS["fp8_token"], scale=STATIC)
     with pytest.raises(ValueError, match="mxfp8 has no global scale"):
-        casts.quantize(x, FORMATS["mxfp8"], global_scale=STATIC)
+        portable_casts.quantize(x, FORMATS["mxfp8"], global_scale=STATIC)

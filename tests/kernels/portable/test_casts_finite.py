@@ -13,11 +13,11 @@ from interpreter import interpreted
 
 from quant.formats.format import FORMATS, INPUT_FORMATS, Format
 from quant.formats.tensor import BlockScaledTensor, fake_quantize, quantize
-from quant.kernels.attention import quantize as attention
-from quant.kernels.attention.kv_cache import PagedKVCache
-from quant.kernels.kv_pages import decode_kv, kv_format, round_kv
+from quant.kernels.attention import quantize_qkv as attention
+from quant.kernels.attention.paged_cache import PagedKVCache
+from quant.kernels.attention.kv_pages import decode_kv, kv_format, round_kv
 from quant.kernels.linear.ops import quantized_linear
-from quant.kernels.portable import casts
+from quant.kernels.rounding import portable_casts
 
 BAD = pytest.mark.parametrize("bad", [torch.nan, -torch.inf], ids=str)
 GPU = pytest.mark.gpu
@@ -41,9 +41,9 @@ def lost_with(format: Format, shape: tuple[int, int], row: int, column: int) -> 
 
 def cast(x: torch.Tensor, format: Format, device: str) -> BlockScaledTensor:
     if device == "cuda":
-        return casts.quantize(x.cuda(), format, **known(format, "cuda")).to("cpu")
+        return portable_casts.quantize(x.cuda(), format, **known(format, "cuda")).to("cpu")
     with interpreted():
-        return casts.quantize(x, format, **known(format))
+        return portable_casts.quantize(x, format, **known(format))
 
 
 @pytest.mark.parametrize("name", INPUT_FORMATS)
@@ -62,7 +62,7 @@ def test_oracle(name: str, bad: float) -> None:
         assert bool(fake_quantize(x, format).isnan().all())
 
 
-@pytest.mark.parametrize("name", casts.FORMATS_OUT)
+@pytest.mark.parametrize("name", portable_casts.FORMATS_OUT)
 @BAD
 @DEVICE
 def test_rows(name: str, bad: float, device: str) -> None:
@@ -76,17 +76,17 @@ def test_rows(name: str, bad: float, device: str) -> None:
     assert torch.equal(fake_quantize(x.float(), format, **known(format)).isnan(), lost)
 
 
-@pytest.mark.parametrize("name", casts.FORMATS_OUT)
+@pytest.mark.parametrize("name", portable_casts.FORMATS_OUT)
 @DEVICE
 def test_measured_scales(name: str, device: str) -> None:
     """A scale that is measured over the whole tensor takes all of it along."""
     format, x = INPUT_FORMATS[name], torch.randn(4, 256).bfloat16()
     x[2, 7] = torch.inf
     if device == "cuda":
-        got = casts.quantize(x.cuda(), format).to("cpu")
+        got = portable_casts.quantize(x.cuda(), format).to("cpu")
     else:
         with interpreted():
-            got = casts.quantize(x, format)
+            got = portable_casts.quantize(x, format)
     assert torch.equal(got.dequantize().isnan(), fake_quantize(x.float(), format).isnan())
     assert bool(got.dequantize()[2].isnan().any())
 
@@ -103,9 +103,9 @@ def test_kv_cache(name: str, bad: float, device: str) -> None:
     if device == "cuda":
         cache.append(0, [sequence], k.cuda(), v.cuda())
     else:
-        from quant.kernels.portable.attention.paged_kv_cache import write_kv
+        from quant.kernels.attention.portable_paged_kv_cache import write_kv
 
-        with interpreted(), patch("quant.kernels.attention.kv_cache.write_reference", write_kv):
+        with interpreted(), patch("quant.kernels.attention.paged_cache.write_reference", write_kv):
             cache.append(0, [sequence], k, v)
     got, other = (x.cpu() for x in cache.read(0, sequence))
     width = {"fp8": 1, "fp8_token": 32, "nvfp4": 16}[name]
@@ -133,7 +133,7 @@ def test_operands_of_attention(granularity: str, hadamard: bool, bad: float, dev
     if device == "cuda":
         got = attention.quantize_attention(*(x.cuda() for x in (q, k, v)), **options)
     else:
-        from quant.kernels.portable.attention import fp8_attention_operands as kernels
+        from quant.kernels.attention import portable_fp8_operands as kernels
 
         with (
             interpreted(),
@@ -159,14 +159,14 @@ def test_operands_of_attention(granularity: str, hadamard: bool, bad: float, dev
 
 
 def attention_scale(scale: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-    from quant.kernels.attention_operands import scale_of_rows
+    from quant.kernels.attention.attention_operands import scale_of_rows
 
     return scale_of_rows(scale, shape, None)
 
 
 @GPU
 @pytest.mark.parametrize("tokens", [1, 64, 600])
-@pytest.mark.parametrize("activation", [None, *casts.FORMATS_OUT])
+@pytest.mark.parametrize("activation", [None, *portable_casts.FORMATS_OUT])
 @pytest.mark.parametrize("weight", ["nvfp4", "mxfp8", "fp8", "fp8_block", "int8"])
 def test_linear_on_a_gpu(weight: str, activation: str | None, tokens: int) -> None:
     """A row of inputs that holds NaN gives a row of NaN, and the others are what they were."""
@@ -223,7 +223,7 @@ def test_decode_attention_on_a_gpu(name: str | None) -> None:
 
 @GPU
 def test_activations_of_calibration_on_a_gpu() -> None:
-    from quant.kernels.portable.nvfp4_solvers import fake_quantize_nvfp4
+    from quant.kernels.rounding.portable_solvers import fake_quantize_nvfp4
 
     x, second = torch.randn(3, 256), torch.tensor(0.02)
     x[1, 40] = torch.nan

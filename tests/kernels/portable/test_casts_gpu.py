@@ -7,7 +7,7 @@ pytest.importorskip("triton", reason="comes with a CUDA build of torch")
 
 from quant.formats.format import FORMATS, INPUT_FORMATS, Format
 from quant.formats.tensor import fake_quantize, quantize
-from quant.kernels.portable import casts
+from quant.kernels.rounding import portable_casts
 
 pytestmark = pytest.mark.gpu
 
@@ -51,7 +51,7 @@ def as_good(found: torch.Tensor, expected: torch.Tensor, x: torch.Tensor) -> Non
     torch.testing.assert_close(errors[0], errors[1], rtol=1e-5, atol=0)
 
 
-@pytest.mark.parametrize("format", casts.FORMATS_OUT)
+@pytest.mark.parametrize("format", portable_casts.FORMATS_OUT)
 def test_codes_and_scales_bit_for_bit(format: str) -> None:
     form = INPUT_FORMATS[format]
     for dtype, tokens, columns in (
@@ -64,7 +64,7 @@ def test_codes_and_scales_bit_for_bit(format: str) -> None:
         if columns % max(form.block[1], 1):
             continue
         x = rows(tokens, columns, dtype)
-        found = casts.quantize(x.cuda(), form, **static(form, "cuda"))
+        found = portable_casts.quantize(x.cuda(), form, **static(form, "cuda"))
         if form.input_rule != "max":
             as_good(found.dequantize().cpu(), fake_quantize(x.float(), form, **static(form, "cpu")), x)
             continue
@@ -82,7 +82,7 @@ def test_nvfp4_by_scales_of_every_kind() -> None:
         for number in (1.0, 0.75, 1 / 3, 251 / 2688, 7 / 2688, 0.0123456, 1.0 - 2**-24, 1e-20, 1e20):
             known = torch.tensor(number)
             given = x.to(dtype)
-            found = casts.quantize(given.cuda(), form, global_scale=known.cuda())
+            found = portable_casts.quantize(given.cuda(), form, global_scale=known.cuda())
             expected = quantize(given.float(), form, global_scale=known)
             assert torch.equal(found.codes.cpu(), expected.codes), (dtype, number)
             assert torch.equal(found.scale.view(torch.uint8).cpu(), expected.scale.view(torch.uint8)), (dtype, number)
@@ -92,9 +92,9 @@ def test_what_is_no_number_stays_in_its_block() -> None:
     """NaN has the code of 6 under a scale that is NaN, and blocks beside it are what they were."""
     form, known = FORMATS["nvfp4"], static(FORMATS["nvfp4"], "cuda")
     x = torch.randn(300, 4096, device="cuda").bfloat16()
-    before = casts.quantize(x, form, **known)
+    before = portable_casts.quantize(x, form, **known)
     x[7, 130] = torch.nan
-    after = casts.quantize(x, form, **known)
+    after = portable_casts.quantize(x, form, **known)
     hit = torch.zeros(300, 4096, dtype=torch.bool, device="cuda")
     hit[7, 128:144] = True
     assert bool(((after.codes[hit[:, ::2]] & 0x77) == 0x77).all())
@@ -107,5 +107,5 @@ def test_rows_at_odd_places_and_slices() -> None:
     form, known = FORMATS["nvfp4"], static(FORMATS["nvfp4"], "cuda")
     wide = torch.randn(40, 1101, device="cuda").bfloat16()
     for x in (wide[:, 3:515], wide[:, 4:516], wide[::2, 8:520], wide[:1, :512].expand(9, 512)):
-        found = casts.quantize(x, form, **known)
+        found = portable_casts.quantize(x, form, **known)
         assert torch.equal(found.dequantize().cpu(), fake_quantize(x.cpu().float(), form, **static(form, "cpu")))

@@ -16,10 +16,10 @@ from slow_cases import quick_cases
 from quant.formats.format import FORMATS, Format
 from quant.formats.packing import pack
 from quant.formats.tensor import BlockScaledTensor, quantize
-from quant.kernels.aot import CompiledKernel
-from quant.kernels.arrival_counters import arrival_counters
-from quant.kernels.matmul_tiles import Tiles
-from quant.kernels.portable import codes_gemm
+from quant.kernels.base.ptx import CompiledKernel
+from quant.kernels.base.arrival_counters import arrival_counters
+from quant.kernels.linear.tiles import Tiles
+from quant.kernels.linear import portable_codes_gemm
 
 TILES = {
     "plain": Tiles(16, 32, 128),
@@ -60,7 +60,7 @@ def test_every_code_at_every_scale_dequantizes_exactly(format: str) -> None:
     weight = every_code_at_every_scale(FORMATS[format])
     for dtype in (torch.float32, torch.bfloat16):
         with interpreted():
-            got = codes_gemm.dequantize_codes(weight, dtype)
+            got = portable_codes_gemm.dequantize_codes(weight, dtype)
         # Equal as numbers: a negative zero may lose its sign.
         assert torch.equal(got, weight.dequantize(dtype))
 
@@ -81,7 +81,7 @@ def test_every_code_at_every_scale_multiplies_exactly(format: str, tiles: str) -
     )
     x = torch.eye(weight.shape[1], dtype=torch.bfloat16)
     with interpreted():
-        y = codes_gemm.codes_gemm(x, weight, None, TILES[tiles])
+        y = portable_codes_gemm.codes_gemm(x, weight, None, TILES[tiles])
     assert torch.equal(y, weight.dequantize(torch.bfloat16).T)
 
 
@@ -113,7 +113,7 @@ def test_odd_shapes_against_float64(format: str, tiles: str, dtype: torch.dtype)
     weight = quantize(torch.randn(rows, columns), FORMATS[format])
     x, bias = torch.randn(tokens, columns).to(dtype), torch.randn(rows).to(dtype)
     with interpreted():
-        y = codes_gemm.codes_gemm(x, weight, bias, TILES[tiles])
+        y = portable_codes_gemm.codes_gemm(x, weight, bias, TILES[tiles])
     close_to_float64(y, x, weight, bias)
 
 
@@ -121,8 +121,8 @@ def test_strided_rows_and_no_tokens() -> None:
     weight = quantize(torch.randn(40, 64), FORMATS["nvfp4"])
     wide = torch.randn(6, 200).bfloat16()
     with interpreted():
-        y = codes_gemm.codes_gemm(wide[::2, 8:72], weight, None, TILES["plain"])
-        empty = codes_gemm.codes_gemm(wide[:0, :64], weight, None, TILES["plain"])
+        y = portable_codes_gemm.codes_gemm(wide[::2, 8:72], weight, None, TILES["plain"])
+        empty = portable_codes_gemm.codes_gemm(wide[:0, :64], weight, None, TILES["plain"])
     close_to_float64(y, wide[::2, 8:72], weight, None)
     assert empty.shape == (0, 40)
 
@@ -142,7 +142,7 @@ def test_nothing_is_written_outside_the_result(monkeypatch: pytest.MonkeyPatch) 
     for tiles in TILES.values():
         poison.fill_(-12345.0)
         with interpreted():
-            y = codes_gemm.codes_gemm(x, weight, None, tiles)
+            y = portable_codes_gemm.codes_gemm(x, weight, None, tiles)
         close_to_float64(y, x, weight, None)
         assert bool((poison[:guard] == -12345).all()) and bool((poison[-guard:] == -12345).all())
 
@@ -150,9 +150,9 @@ def test_nothing_is_written_outside_the_result(monkeypatch: pytest.MonkeyPatch) 
 def test_arrival_counters_are_left_at_zero() -> None:
     weight, x = quantize(torch.randn(70, 256), FORMATS["int4"]), torch.randn(3, 256).bfloat16()
     with interpreted():
-        first = codes_gemm.codes_gemm(x, weight, None, TILES["split"])
+        first = portable_codes_gemm.codes_gemm(x, weight, None, TILES["split"])
         assert not arrival_counters(x, 1).any()
-        assert torch.equal(codes_gemm.codes_gemm(x, weight, None, TILES["split"]), first)
+        assert torch.equal(portable_codes_gemm.codes_gemm(x, weight, None, TILES["split"]), first)
 
 
 # Compiled for GPUs that are not here
@@ -206,9 +206,9 @@ def test_compiles_to_tensor_core_instructions_without_spills(
     signature |= {"bias": "*bf16", "y": "*bf16", "partial": "*fp32", "counter": "*i32"}
     sizes = ("M", "N", "K", "x_stride", "codes_stride", "scale_stride", "codes_width", "splits")
     signature |= dict.fromkeys(sizes, "i32")
-    constants = codes_gemm.layout(form) | {"has_global": form.global_scale, "has_bias": False}
+    constants = portable_codes_gemm.layout(form) | {"has_global": form.global_scale, "has_bias": False}
     constants |= {"split": tiles.splits > 1, "swap": tiles.swap}
     constants |= {"block_m": tiles.block_m, "block_n": tiles.block_n, "block_k": tiles.block_k}
-    compiled = compiled_for(codes_gemm.codes_gemm_kernel, signature, constants, arch, tiles)
+    compiled = compiled_for(portable_codes_gemm.codes_gemm_kernel, signature, constants, arch, tiles)
     assert instruction in compiled.ptx
     assert assemble(compiled).spilled == 0

@@ -7,9 +7,9 @@ import torch
 
 from quant.formats.format import FORMATS, Format
 from quant.formats.tensor import BlockScaledTensor, fake_quantize, quantize
-from quant.kernels import matmul_tiles
-from quant.kernels.hardware import current
-from quant.kernels.layout import prepack, restore
+from quant.kernels.linear import tiles
+from quant.kernels.base.hardware import current
+from quant.kernels.base.weight_layout import prepack, restore
 from quant.kernels.linear import dispatch
 from quant.kernels.linear.ops import quantized_linear
 
@@ -83,9 +83,9 @@ def test_every_prepacked_code_at_every_scale() -> None:
     weight = BlockScaledTensor(codes, scale, FORMATS["nvfp4"], (128, 128), torch.ones((), device="cuda"))
     packed, exact = prepack(weight), weight.dequantize(torch.bfloat16)
     eye = torch.eye(128, device="cuda", dtype=torch.bfloat16)
-    for block_m, launches in matmul_tiles.GLUON_LAUNCHES.items():
+    for block_m, launches in tiles.GLUON_LAUNCHES.items():
         for warps, resident, depth in launches:
-            choice = matmul_tiles.gluon_tiles(block_m, warps, resident, current(), depth)
+            choice = tiles.gluon_tiles(block_m, warps, resident, current(), depth)
             assert torch.equal(dispatch.multiply_with(eye, packed, None, choice), exact.T)
     assert torch.equal(dispatch.dequantize(packed, torch.bfloat16), exact)
 
@@ -94,7 +94,7 @@ def test_prefill_in_fp8_is_the_product_of_the_rounded_sides() -> None:
     """Where the plan has 8-bit activations: E4M3 by E4M3 with a scale a row on both sides."""
     if not current().has_wgmma:
         pytest.skip("the prepacked layout is Hopper's")
-    from quant.kernels.hopper.sm90_decode_nvfp4 import prepacked_to_e4m3
+    from quant.kernels.linear.sm90_decode_nvfp4 import prepacked_to_e4m3
 
     for rows, columns in ((256, 576), (4096, 4096)):
         weight = weight_in(FORMATS["nvfp4"], rows, columns)
@@ -125,7 +125,7 @@ def test_all_candidates_agree(format: str, prepacked: bool, tokens: int) -> None
     weight = weight_in(FORMATS[format], 1024, 2048)
     layout = prepack(weight) if prepacked else weight
     x = torch.randn(tokens, 2048, device="cuda", dtype=torch.bfloat16)
-    for choice in matmul_tiles.candidates(weight.format, tokens, (1024, 2048), current(), prepacked):
+    for choice in tiles.candidates(weight.format, tokens, (1024, 2048), current(), prepacked):
         close_to_float64(dispatch.multiply_with(x, layout, None, choice), x, weight, None)
 
 
@@ -190,15 +190,15 @@ def test_wrong_arguments_are_named_before_a_launch() -> None:
 
 @pytest.mark.parametrize("format", ["nvfp4", "mxfp8", "mxfp4", "fp8", "fp8_token", "fp8_group", "int8_token"])
 def test_quantized_rows_are_those_of_the_oracle(format: str) -> None:
-    from quant.kernels.portable import casts
+    from quant.kernels.rounding import portable_casts
 
     form = FORMATS[format]
     x = (torch.randn(300, 4096, device="cuda") * torch.randn(300, 1, device="cuda").exp()).bfloat16()
     x[7] = 0
     # The oracle on the CPU: on a GPU, PyTorch divides by a number by multiplying with its rounded reciprocal.
-    assert torch.equal(casts.quantize(x, form).dequantize().cpu(), fake_quantize(x.float().cpu(), form))
+    assert torch.equal(portable_casts.quantize(x, form).dequantize().cpu(), fake_quantize(x.float().cpu(), form))
     static = torch.tensor(0.01, device="cuda")
     known = {"scale": static} if form.block == (0, 0) else {"global_scale": static} if form.global_scale else {}
-    got = casts.quantize(x, form, **known).dequantize().cpu()
+    got = portable_casts.quantize(x, form, **known).dequantize().cpu()
     expected = fake_quantize(x.float().cpu(), form, **{name: value.cpu() for name, value in known.items()})
     assert torch.equal(got, expected)

@@ -16,14 +16,16 @@ from slow_cases import quick_cases
 
 from quant.formats.format import FORMATS, INPUT_FORMATS
 from quant.formats.tensor import quantize
-from quant.kernels.attention_operands import AttentionOptions
-from quant.kernels.attention_tiles import DecodeTiles
-from quant.kernels.hopper import sm90_decode_nvfp4
-from quant.kernels.kv_pages import KVPages
-from quant.kernels.layout import prepack
-from quant.kernels.portable import codes_gemm, expert_rows, fixed_scale_solver, nvfp4_solvers
-from quant.kernels.portable.attention import fp8_attention_operands, paged_attention, paged_kv_cache
-from quant.kernels.portable.training import fake_rounding
+from quant.kernels.attention.attention_operands import AttentionOptions
+from quant.kernels.attention.attention_tiles import DecodeTiles
+from quant.kernels.linear import sm90_decode_nvfp4
+from quant.kernels.attention.kv_pages import KVPages
+from quant.kernels.base.weight_layout import prepack
+from quant.kernels.linear import portable_codes_gemm
+from quant.kernels.portable import expert_rows, fixed_scale_solver
+from quant.kernels.rounding import portable_solvers
+from quant.kernels.attention import portable_fp8_operands, portable_paged_attention, portable_paged_kv_cache
+from quant.kernels.training import portable_fake_rounding
 
 SHARED_LIMIT = 227 << 10
 
@@ -48,30 +50,30 @@ def pages_of(name: str | None, dim: int) -> KVPages:
 
 def write(name: str | None, new: int) -> None:
     table, first = torch.zeros(1, 4, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
-    paged_kv_cache.write_kv(pages_of(name, 128), table, first, half(1, 2, new, 128), half(1, 2, new, 128))
+    portable_paged_kv_cache.write_kv(pages_of(name, 128), table, first, half(1, 2, new, 128), half(1, 2, new, 128))
 
 
 def write_slots(name: str | None) -> None:
     slots = torch.zeros(3, dtype=torch.int64)
-    paged_kv_cache.write_kv_slots(pages_of(name, 128), slots, half(3, 2, 128), half(3, 2, 128))
+    portable_paged_kv_cache.write_kv_slots(pages_of(name, 128), slots, half(3, 2, 128), half(3, 2, 128))
 
 
 def read() -> None:
     codes, blocks = torch.zeros(1, 2, 64, 64, dtype=torch.uint8), torch.zeros(1, 2, 64, 8).to(torch.float8_e4m3fn)
-    paged_kv_cache.read_nvfp4_kv(codes, blocks, torch.ones(1, 2), torch.bfloat16)
+    portable_paged_kv_cache.read_nvfp4_kv(codes, blocks, torch.ones(1, 2), torch.bfloat16)
 
 
 def decode(name: str | None, splits: int) -> None:
     q, lengths = half(1, 8, 1, 128), torch.ones(1, dtype=torch.int32)
     tiles = DecodeTiles(block_m=16, block_n=64, warps=4, stages=2, splits=splits)
     options = AttentionOptions(causal=True)
-    paged_attention.attend_pages(q, pages_of(name, 128), torch.zeros(1, 4, dtype=torch.int32), lengths, options, tiles)
+    portable_paged_attention.attend_pages(q, pages_of(name, 128), torch.zeros(1, 4, dtype=torch.int32), lengths, options, tiles)
 
 
 def solve(improve: bool) -> None:
     wanted, blocks = torch.zeros(32, 8), torch.zeros(2, 16, 16)
     tensors = (wanted, torch.zeros(32, 32), blocks, wanted.clone(), torch.zeros(2, 8))
-    nvfp4_solvers.solve_nvfp4_window(torch.tensor(1.0), *tensors, 0, improve)
+    portable_solvers.solve_nvfp4_window(torch.tensor(1.0), *tensors, 0, improve)
 
 
 def solve_fixed(name: str, improve: bool, width: int = fixed_scale_solver.WIDTH) -> None:
@@ -86,14 +88,14 @@ def solve_fixed(name: str, improve: bool, width: int = fixed_scale_solver.WIDTH)
 
 def learn() -> None:
     latent, step = torch.zeros(8, 32), torch.ones(8, 2)
-    nvfp4_solvers.learned_values(latent, step, step)
-    nvfp4_solvers.learned_gradient(latent, step, step, half(8, 32))
+    portable_solvers.learned_values(latent, step, step)
+    portable_solvers.learned_gradient(latent, step, step, half(8, 32))
 
 
 def mask(name: str, dtype: torch.dtype) -> None:
     weight, format = torch.zeros(128, 256, dtype=dtype), FORMATS[name]
     second = torch.tensor(1.0) if format.global_scale else None
-    fake_rounding.masked_gradient(half(128, 256), weight, format, torch.ones(format.scale_shape((128, 256))), second)
+    portable_fake_rounding.masked_gradient(half(128, 256), weight, format, torch.ones(format.scale_shape((128, 256))), second)
 
 
 def experts() -> None:
@@ -123,16 +125,16 @@ CASES: dict[str, Callable[[], Any]] = {
     **{f"solve {name} {improve}": partial(solve_fixed, name, improve) for name, improve in FIXED},
     **{f"solve {name} {improve} by 8": partial(solve_fixed, name, improve, 8) for name, improve in FIXED},
     "learn": learn,
-    **{f"fake {name} {x.dtype}": partial(nvfp4_solvers.fake_quantize_nvfp4, x, torch.tensor(1.0), INPUT_FORMATS[name])
+    **{f"fake {name} {x.dtype}": partial(portable_solvers.fake_quantize_nvfp4, x, torch.tensor(1.0), INPUT_FORMATS[name])
        for name in ("nvfp4", "nvfp4_four_over_six") for x in (torch.zeros(4, 32), half(4, 32))},
     **{f"mask {name}": partial(mask, name, torch.float32) for name in ("nvfp4", "fp8_block", "int8")},
     "experts": experts,
-    "lay out v": lambda: fp8_attention_operands.lay_out_v(half(1, 2, 130, 128).to(torch.float8_e4m3fn), None),
-    "decode blocks": lambda: fp8_attention_operands.decode_blocks(
+    "lay out v": lambda: portable_fp8_operands.lay_out_v(half(1, 2, 130, 128).to(torch.float8_e4m3fn), None),
+    "decode blocks": lambda: portable_fp8_operands.decode_blocks(
         half(1, 2, 130, 96).to(torch.float8_e4m3fn), torch.ones(1, 2, 2), torch.bfloat16
     ),
     "prepacked": prepacked,
-    **{f"dequantize {name}": partial(codes_gemm.dequantize_codes, quantize(torch.randn(64, 256), FORMATS[name]),
+    **{f"dequantize {name}": partial(portable_codes_gemm.dequantize_codes, quantize(torch.randn(64, 256), FORMATS[name]),
                                      torch.bfloat16)
        for name in ("mxfp6", "int4", "fp8_block")},
 }  # fmt: skip

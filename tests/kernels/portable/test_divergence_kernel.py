@@ -8,8 +8,8 @@ pytest.importorskip("triton", reason="comes with a CUDA build of torch, or: pip 
 from compiler import compiled_for
 from interpreter import interpreted
 
-from quant.kernels.portable import divergence
-from quant.kernels.portable.divergence import kl_of_logits
+from quant.kernels.base import portable_divergence
+from quant.kernels.base.portable_divergence import kl_of_logits
 
 
 def _check(device: str, positions: int, vocabulary: int) -> None:
@@ -33,7 +33,7 @@ def _check(device: str, positions: int, vocabulary: int) -> None:
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter computes both sides of `where`
 def test_it_agrees_with_float64(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(divergence, "_TILE", 64)
+    monkeypatch.setattr(portable_divergence, "_TILE", 64)
     with interpreted():
         _check("cpu", 12, 300)
 

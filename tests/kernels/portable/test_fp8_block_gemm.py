@@ -13,7 +13,7 @@ from interpreter import interpreted
 
 from quant.formats.format import FORMATS
 from quant.formats.tensor import quantize
-from quant.kernels.aot import CompiledKernel
+from quant.kernels.base.ptx import CompiledKernel
 from quant.kernels.portable import fp8_block_gemm as kernels
 
 

@@ -14,14 +14,16 @@ from triton.runtime.jit import JITFunction
 
 from quant.formats.format import FORMATS
 from quant.formats.tensor import quantize
-from quant.kernels.attention_operands import AttentionOptions
-from quant.kernels.attention_tiles import DecodeTiles
-from quant.kernels.hardware import GPUS
-from quant.kernels.kv_pages import KVPages
+from quant.kernels.attention.attention_operands import AttentionOptions
+from quant.kernels.attention.attention_tiles import DecodeTiles
+from quant.kernels.base.hardware import GPUS
+from quant.kernels.attention.kv_pages import KVPages
 from quant.kernels.linear import dispatch
-from quant.kernels.matmul_tiles import guess
-from quant.kernels.portable import casts, codes_embedding, decoder_step, expert_rows, grouped_gemm
-from quant.kernels.portable.attention import paged_attention
+from quant.kernels.linear.tiles import guess
+from quant.kernels.rounding import portable_casts
+from quant.kernels.linear import portable_codes_embedding, portable_decoder_step, portable_grouped_gemm
+from quant.kernels.portable import expert_rows
+from quant.kernels.attention import portable_paged_attention
 
 TOKENS, LIMIT = 140_000, 65_535
 
@@ -31,7 +33,7 @@ def half(*shape: int) -> torch.Tensor:
 
 
 def look_up() -> None:
-    codes_embedding.look_up(
+    portable_codes_embedding.look_up(
         torch.zeros(TOKENS, dtype=torch.int64), quantize(torch.ones(4, 32), FORMATS["fp8_channel"]), torch.bfloat16
     )
 
@@ -47,7 +49,7 @@ def route() -> None:
 
 def grouped() -> None:
     weight = quantize(torch.ones(4, 64, 32), FORMATS["mxfp4"])
-    grouped_gemm.grouped_codes_gemm(half(TOKENS, 32), weight, torch.zeros(5, dtype=torch.int32))
+    portable_grouped_gemm.grouped_codes_gemm(half(TOKENS, 32), weight, torch.zeros(5, dtype=torch.int32))
 
 
 def linear() -> None:
@@ -63,14 +65,14 @@ def attend() -> None:
         DecodeTiles(block_m=16, block_n=16, warps=1, stages=1, splits=1, overlap=False),
     )
     one = torch.zeros(1, dtype=torch.int32)
-    paged_attention.attend_pages(q, pages, one[None], one, AttentionOptions(), tiles)
+    portable_paged_attention.attend_pages(q, pages, one[None], one, AttentionOptions(), tiles)
 
 
 CASES: dict[str, Callable[[], Any]] = {
     "look_up": look_up,
-    "swiglu": lambda: decoder_step.swiglu(half(TOKENS, 64)),
-    "add_rmsnorm": lambda: decoder_step.add_rmsnorm(half(TOKENS, 32), None, half(32), 1e-5),
-    "quantize": lambda: casts.quantize(half(TOKENS, 32), FORMATS["fp8_token"]),
+    "swiglu": lambda: portable_decoder_step.swiglu(half(TOKENS, 64)),
+    "add_rmsnorm": lambda: portable_decoder_step.add_rmsnorm(half(TOKENS, 32), None, half(32), 1e-5),
+    "quantize": lambda: portable_casts.quantize(half(TOKENS, 32), FORMATS["fp8_token"]),
     "weigh": weigh,
     "attend": attend,
     "route": route,

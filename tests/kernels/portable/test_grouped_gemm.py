@@ -16,9 +16,9 @@ from slow_cases import quick_cases
 
 from quant.formats.format import FORMATS
 from quant.formats.tensor import BlockScaledTensor, quantize
-from quant.kernels.aot import CompiledKernel
+from quant.kernels.base.ptx import CompiledKernel
 from quant.kernels.portable import expert_rows
-from quant.kernels.portable import grouped_gemm as kernels
+from quant.kernels.linear import portable_grouped_gemm as kernels
 
 COUNTS = ((3, 0, 17, 1), (0, 0, 0, 40), (1, 1, 1, 1), (0, 0, 0, 0), (130, 2, 0, 33))
 

@@ -18,13 +18,13 @@ from quant.calibration.solvers.autoround import _Rounded, _spread
 from quant.calibration.solvers.block_search import search_block
 from quant.calibration.solvers.factor import block_factors, corrected_weight, factorize
 from quant.calibration.solvers.gptq import Gptq, _descend, _feed_back, _solve_window, gptq_together
-from quant.calibration.solvers.group import solve_group, solve_matrices
+from quant.calibration.solvers.solve_group import solve_group, solve_matrices
 from quant.calibration.statistics import LayerStats
 from quant.formats.format import FORMATS, INPUT_FORMATS
 from quant.formats.number import E4M3
 from quant.formats.rounding import round_to
 from quant.formats.tensor import fake_quantize
-from quant.kernels.portable.nvfp4_solvers import (
+from quant.kernels.rounding.portable_solvers import (
     compile_solver,
     fake_quantize_nvfp4,
     learned_gradient,
@@ -164,7 +164,7 @@ def test_several_weights_are_solved_in_the_launches_of_one(device: str, monkeypa
     solve = partial(solve_matrices, weights, stats, NVFP4, Gptq(), torch.bfloat16, "experts")
     with interpreted() if device == "cpu" else nullcontext():
         together = list(solve())
-        monkeypatch.setattr("quant.calibration.solvers.group.TOGETHER", 1)
+        monkeypatch.setattr("quant.calibration.solvers.solve_group.TOGETHER", 1)
         alone = list(solve())
     for weight, each, ours, theirs in zip(weights, stats, together, alone, strict=True):
         assert ours.global_scale is not None and theirs.global_scale is not None
@@ -189,7 +189,7 @@ def test_kernels_are_compiled_ahead_for_the_arguments_of_gptq(monkeypatch: pytes
     def solver(programs: int, windows: int, weights: int, improve: bool) -> Callable[..., None]:
         return lambda *arguments: launches[improve].add(tuple(map(kind, arguments)))
 
-    monkeypatch.setattr("quant.kernels.portable.nvfp4_solvers._solver", solver)
+    monkeypatch.setattr("quant.kernels.rounding.portable_solvers._solver", solver)
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     compile_solver(torch.device("cpu"))
     for thread in threading.enumerate():

@@ -26,18 +26,19 @@ from slow_cases import quick_cases
 
 from quant.formats.format import FORMATS, INPUT_FORMATS
 from quant.formats.tensor import BlockScaledTensor, quantize, round_activation
-from quant.kernels import hardware
-from quant.kernels.attention_operands import AttentionOptions
-from quant.kernels.attention_tiles import DecodeTiles
-from quant.kernels.hardware import GPUS
-from quant.kernels.kv_pages import KVPages, write_reference
+from quant.kernels.base import hardware
+from quant.kernels.attention.attention_operands import AttentionOptions
+from quant.kernels.attention.attention_tiles import DecodeTiles
+from quant.kernels.base.hardware import GPUS
+from quant.kernels.attention.kv_pages import KVPages, write_reference
 from quant.kernels.linear import dispatch
 from quant.kernels.linear.experts import _on_gpu as experts_on_gpu
-from quant.kernels.portable import casts, codes_embedding
-from quant.kernels.portable.attention.paged_attention import attend_pages
-from quant.kernels.portable.attention.paged_kv_cache import read_nvfp4_kv, write_kv, write_kv_slots
-from quant.kernels.portable.small_floats import decode_e4m3, encode_e4m3
-from quant.kernels.portable.training import fake_rounding
+from quant.kernels.rounding import portable_casts
+from quant.kernels.linear import portable_codes_embedding
+from quant.kernels.attention.portable_paged_attention import attend_pages
+from quant.kernels.attention.portable_paged_kv_cache import read_nvfp4_kv, write_kv, write_kv_slots
+from quant.kernels.base.portable_small_floats import decode_e4m3, encode_e4m3
+from quant.kernels.training import portable_fake_rounding
 
 SHARED = {80: 163 << 10, 86: 99 << 10}
 """Bytes of shared memory that a program may have, by compute capability."""
@@ -109,7 +110,7 @@ LAUNCHES: dict[str, Callable[[], Any]] = {
     **{f"experts {name}": lambda name=name: experts_on_gpu(
         few(4, 256), weight_of(name, 2, 64, 256), torch.tensor([0, 1, 4], dtype=torch.int32), None, None, None)
        for name in ("nvfp4", "fp8_block")},
-    **{f"embedding {name}": lambda name=name: codes_embedding.look_up(
+    **{f"embedding {name}": lambda name=name: portable_codes_embedding.look_up(
         torch.tensor([3, 1]), weight_of(name, 8, 256), torch.bfloat16) for name in ("nvfp4", "fp8_channel")},
     **{f"write {name}": lambda name=name: write_kv(pages_of(name), TABLE, FIRST, few(1, 2, 3, 32), few(1, 2, 3, 32))
        for name in ("nvfp4", "fp8", "fp8_token")},
@@ -120,7 +121,7 @@ LAUNCHES: dict[str, Callable[[], Any]] = {
     **{f"attend {name} {splits}": lambda name=name, splits=splits: attend(
         name, few(1, 4, 1, 32), splits=splits, asm=True)
        for name in ("nvfp4", "fp8", "fp8_token") for splits in (1, 2)},
-    "train": lambda: fake_rounding.round_weight(
+    "train": lambda: portable_fake_rounding.round_weight(
         few(32, 256), FORMATS["nvfp4"], torch.bfloat16, None, torch.tensor(0.01)),
 }  # fmt: skip
 QUICK = {(86, "linear fp8 64"), (86, "attend fp8 1"), *((80, case) for case in (
@@ -188,22 +189,22 @@ def test_weights_are_multiplied_as_with_the_type(name: str) -> None:
     with interpreted(), before_ada():
         assert torch.equal(linear(weight, "", x), expected)
         assert torch.equal(dispatch.dequantize(weight, torch.bfloat16), weight.dequantize(torch.bfloat16))
-        rows = codes_embedding.look_up(torch.tensor([3, 1]), weight, torch.bfloat16)
+        rows = portable_codes_embedding.look_up(torch.tensor([3, 1]), weight, torch.bfloat16)
         assert torch.equal(rows, weight.dequantize(torch.bfloat16)[[3, 1]])
     torch.testing.assert_close(expected.double(), x.double() @ weight.dequantize(torch.float64).T, rtol=1e-2, atol=1e-1)
 
 
-@pytest.mark.parametrize("name", [name for name in casts.FORMATS_OUT if name != "nvfp4_four_over_six"])
+@pytest.mark.parametrize("name", [name for name in portable_casts.FORMATS_OUT if name != "nvfp4_four_over_six"])
 def test_inputs_are_rounded_as_by_the_oracle(name: str) -> None:
     x, format = few(3, 256) * 3, INPUT_FORMATS[name]
     x[1, :128], x[2, 0] = 0, 1e-30
     static = torch.tensor(0.02) if format.global_scale or format.per_tensor else None
     keyword = {"global_scale" if format.global_scale else "scale": static} if static is not None else {}
     with interpreted(), before_ada():
-        codes = casts.quantize(x, format, **keyword)
+        codes = portable_casts.quantize(x, format, **keyword)
     assert torch.equal(codes.dequantize(torch.bfloat16), round_activation(x, format, static))
     with interpreted():
-        expected = casts.quantize(x, format, **keyword)
+        expected = portable_casts.quantize(x, format, **keyword)
     for ours, theirs in ((codes.codes, expected.codes), (codes.scale, expected.scale)):
         assert ours.dtype is theirs.dtype and torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8))
 
@@ -229,7 +230,7 @@ def test_weights_in_training_are_rounded_as_with_the_type() -> None:
     rounded = []
     for context in (interpreted, before_ada):
         with interpreted(), context():
-            rounded.append(fake_rounding.round_weight(weight, FORMATS["nvfp4"], torch.bfloat16, None, second))
+            rounded.append(portable_fake_rounding.round_weight(weight, FORMATS["nvfp4"], torch.bfloat16, None, second))
     assert torch.equal(*rounded)
 
 

@@ -10,10 +10,10 @@ import torch
 from quant.formats.format import FORMATS
 from quant.formats.number import E4M3
 from quant.formats.rounding import encode
-from quant.kernels.portable.training.fp8_block_layout import RULES, Operands
+from quant.kernels.training.fp8_block_layout import RULES, Operands
 from quant.kernels.training import fp8_block
 from quant.training.low_precision.operands import round_operand
-from quant.training.low_precision.recipe import RECIPES, Arithmetic, TrainingRecipe
+from quant.training.low_precision.training_recipe import RECIPES, Arithmetic, TrainingRecipe
 
 BLOCK = RECIPES["fp8_block"]
 RECIPE_OF_RULE: dict[str, TrainingRecipe] = {

@@ -18,26 +18,26 @@ import torch
 from click.testing import CliRunner
 from torch import nn
 
-from quant.allocation.allocate import Allocation, allocate
-from quant.allocation.bench import Bench, Effort
-from quant.allocation.goal import Constraint, ConstraintKind, Goal
+from quant.calibration.allocation.allocate import Allocation, allocate
+from quant.calibration.allocation.measure_choices import Bench, Effort
+from quant.calibration.allocation.goal import Constraint, ConstraintKind, Goal
 from quant.allocation.held_out import HeldOut
 from quant.allocation.make_space import make_space
 from quant.allocation.options import Options
-from quant.allocation.record import AllocationRecord, Budget, BudgetKind, Verified
-from quant.api.quantize import quantize
+from quant.calibration.allocation.record import AllocationRecord, Budget, BudgetKind, Verified
+from quant.run.quantize import quantize
 from quant.calibration.sensitivity import divergence
 from quant.calibration.sensitivity.costs import kv_cache_bytes
 from quant.calibration.sensitivity.knapsack import Infeasible
 from quant.calibration.sensitivity.table import Sensitivity
 from quant.cli.main import main
-from quant.cli.quantize import quantize_command
-from quant.errors import UserError
+from quant.cli.quantize_command import quantize_command
+from quant.base.errors import UserError
 from quant.evaluation.evaluate import evaluate
-from quant.export.checkpoint.write import plan_of_model
-from quant.kernels.linear.modules import QuantLinear
-from quant.models.open import open_model
-from quant.plan.make import make_plan
+from quant.export.checkpoint.files.write_tensors import plan_of_model
+from quant.kernels.linear.quant_linear import QuantLinear
+from quant.models.open_model import open_model
+from quant.recipes.plan_make import make_plan
 from quant.recipes.layer_kind import LayerKind
 from quant.recipes.plan import Plan
 from quant.report.report import Report
@@ -247,7 +247,7 @@ def test_no_mix_of_a_solver_with_data_is_worse_than_one_format_that_fits(monkeyp
         return measured[-1]
 
     monkeypatch.setattr(Bench, "loss_of", loss_of)
-    monkeypatch.setattr("quant.allocation.real_solver._CLOSE", 100.0)
+    monkeypatch.setattr("quant.calibration.allocation.real_solver._CLOSE", 100.0)
     model = _llama(2)
     found = _allocate(Goal(bits=6.0), model, solver="gptq", effort=Effort(rounds=0, measurements=0))
     assert len(measured) == 2 and found.record.chosen.kl_measured == measured[1]
@@ -586,7 +586,7 @@ def test_a_budget_that_nothing_keeps_is_refused_before_text_is_written(
     def slow(*_: Any, **__: Any) -> None:
         raise AssertionError("text is written")
 
-    monkeypatch.setattr("quant.execution.sources.mixed_text", slow)
+    monkeypatch.setattr("quant.calibration.texts.sources.mixed_text", slow)
     arguments = [str(model_dir), "--bits", "3", "--out", str(tmp_path / "out")]
     done = CliRunner().invoke(quantize_command, arguments)
     assert done.exit_code == 2 and "bits 3: the smallest feasible value with these formats is 4.50" in done.stderr

@@ -10,15 +10,15 @@ import pytest
 import tiny_models
 import torch
 
-from quant.allocation.allocate import allocate
-from quant.allocation.bench import Effort
-from quant.allocation.goal import Goal
-from quant.allocation.search import Search
+from quant.calibration.allocation.allocate import allocate
+from quant.calibration.allocation.measure_choices import Effort
+from quant.calibration.allocation.goal import Goal
+from quant.calibration.allocation.search import Search
 from quant.allocation.where_solved import rows_where_solved
-from quant.api.quantize import quantize
+from quant.run.quantize import quantize
 from quant.calibration.sensitivity.candidates import parse_candidates
 from quant.evaluation.evaluate import evaluate
-from quant.plan.make import make_plan
+from quant.recipes.plan_make import make_plan
 
 ROWS = torch.randint(0, 61, (16, 24), generator=torch.Generator().manual_seed(3))
 

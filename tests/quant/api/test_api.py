@@ -12,20 +12,20 @@ import torch
 from samples import BASE
 from torch import nn
 
-from quant.api.quantize import quantize
+from quant.run.quantize import quantize
 from quant.calibration.session import Session
 from quant.calibration.texts.mixture import TextWriter, mixture_rows
-from quant.errors import UserError
-from quant.execution.input_scales import calibrate
-from quant.execution.solve_weights import apply_plan, solve_state_dict
+from quant.base.errors import UserError
+from quant.calibration.walk.input_scales import calibrate
+from quant.calibration.walk.solve_weights import apply_plan, solve_state_dict
 from quant.formats.format import FORMATS
 from quant.formats.tensor import fake_quantize
 from quant.formats.tensor import quantize as quantize_tensor
 from quant.kernels.linear.expert_modules import QuantExperts
-from quant.kernels.linear.modules import QuantLinear
-from quant.models.open import open_model
-from quant.plan.check import check_plan_fits
-from quant.plan.make import make_plan
+from quant.kernels.linear.quant_linear import QuantLinear
+from quant.models.open_model import open_model
+from quant.recipes.plan_check import check_plan_fits
+from quant.recipes.plan_make import make_plan
 from quant.plan.plan_warnings import fusion_warnings
 from quant.recipes.layers import find_layers
 from quant.recipes.recipe import get_recipe

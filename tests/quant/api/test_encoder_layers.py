@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional
 
 import quant
-from quant.allocation.allocate import score
+from quant.calibration.allocation.allocate import score
 
 ROWS = torch.randint(0, 64, (6, 20), generator=torch.Generator().manual_seed(5))
 PADDED = torch.zeros(6, 20, dtype=torch.bool)

@@ -7,14 +7,14 @@ import tiny_models
 import torch
 from torch import nn
 
-from quant.api.quantize import quantize
-from quant.checkpoints.load import load
-from quant.checkpoints.save import save
-from quant.errors import UserError
-from quant.export.checkpoint.compressed_tensors import quantization_config, runtime_warnings
+from quant.run.quantize import quantize
+from quant.export.checkpoint.load import load
+from quant.export.checkpoint.save import save
+from quant.base.errors import UserError
+from quant.export.checkpoint.files.compressed_tensors import quantization_config, runtime_warnings
 from quant.kernels.linear.embedding import QuantEmbedding
-from quant.kernels.linear.modules import QuantLinear
-from quant.plan.make import make_plan
+from quant.kernels.linear.quant_linear import QuantLinear
+from quant.recipes.plan_make import make_plan
 from quant.recipes.recipe import Rule, get_recipe
 
 transformers = pytest.importorskip("transformers", reason="the [hf] extra installs it")

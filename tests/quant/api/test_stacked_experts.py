@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import quant
-from quant.errors import UserError
+from quant.base.errors import UserError
 from quant.formats.format import FORMATS
 from quant.formats.tensor import quantize
 from quant.kernels.linear.expert_modules import QuantExperts, experts_forward

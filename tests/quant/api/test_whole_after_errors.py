@@ -11,12 +11,12 @@ import torch
 from slow_cases import quick_cases
 from torch import nn
 
-from quant.api.quantize import quantize
-from quant.calibration.solvers.rotations import merge as rotation_merge
-from quant.calibration.walk import sequential
-from quant.execution import solve_blocks, solve_weights
-from quant.execution.solve_weights import apply_plan
-from quant.plan.make import make_plan
+from quant.run.quantize import quantize
+from quant.calibration.solvers import merge_rotations as rotation_merge
+from quant.calibration.walk import walk
+from quant.calibration.walk import solve_blocks, solve_weights
+from quant.calibration.walk.solve_weights import apply_plan
+from quant.recipes.plan_make import make_plan
 from quant.recipes.recipe import Recipe
 from quant.training.qat import prepare_qat
 
@@ -115,7 +115,7 @@ def test_a_block_that_is_half_solved_is_whole_again(
     build: Callable[..., nn.Module], solver: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Stand-ins are in the block by then, and its weights are in float32."""
-    rounded, round_stage = [], sequential.round_stage
+    rounded, round_stage = [], walk.round_stage
 
     def stop_at_fourth(*args: Any) -> None:
         rounded.append(args)
@@ -123,14 +123,14 @@ def test_a_block_that_is_half_solved_is_whole_again(
             raise Stopped
         round_stage(*args)
 
-    monkeypatch.setattr(sequential, "round_stage", stop_at_fourth)
+    monkeypatch.setattr(walk, "round_stage", stop_at_fourth)
     model = build(dtype=torch.bfloat16, gain=2.0).train()
     checked(model, lambda m: quantize(m, "nvfp4", IDS, solver=solver))
 
 
 def test_a_last_step_that_fails_leaves_the_model_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     """Everything is installed by then, the scales of the KV cache too."""
-    monkeypatch.setattr("quant.execution.solve.mark_quantized", lambda model: 1 // 0)
+    monkeypatch.setattr("quant.calibration.walk.solve.mark_quantized", lambda model: 1 // 0)
     model = tiny_models.qwen3_moe()
     checked(model, lambda m: quantize(m, "nvfp4", IDS, effort=2, kv_cache="fp8"), ZeroDivisionError)
 

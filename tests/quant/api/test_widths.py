@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import load_file
 
 import quant
-from quant.kernels.linear.modules import QuantLinear
-from quant.models.open import open_model
+from quant.kernels.linear.quant_linear import QuantLinear
+from quant.models.open_model import open_model
 from quant.recipes.layer_kind import LayerKind
 from quant.recipes.recipe import Recipe, get_recipe
 

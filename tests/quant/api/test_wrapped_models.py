@@ -9,13 +9,13 @@ import tiny_models
 import torch
 from torch import nn
 
-from quant.api.quantize import quantize
-from quant.checkpoints.load import load
-from quant.checkpoints.save import save
-from quant.errors import UserError
+from quant.run.quantize import quantize
+from quant.export.checkpoint.load import load
+from quant.export.checkpoint.save import save
+from quant.base.errors import UserError
 from quant.evaluation.evaluate import evaluate
-from quant.plan.make import make_plan
-from quant.training.low_precision.conversion.convert import to_low_precision_training
+from quant.recipes.plan_make import make_plan
+from quant.training.low_precision.conversion import to_low_precision_training
 from quant.training.qat import prepare_qat
 
 IDS = torch.randint(3, 60, (4, 12), generator=torch.Generator().manual_seed(0))

@@ -13,8 +13,8 @@ import torch
 from click.testing import CliRunner
 
 import quant
-from quant.checkpoints.model_card import _loss
-from quant.checkpoints.source import compare_with_source
+from quant.export.checkpoint.model_card import _loss
+from quant.export.checkpoint.compare_source import compare_with_source
 from quant.cli.main import main
 from quant.evaluation.loss_text import loss_text
 from quant.models.hub import hub_name

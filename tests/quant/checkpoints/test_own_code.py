@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 
 import quant
 from quant.cli.main import main
-from quant.errors import UserError
+from quant.base.errors import UserError
 
 transformers = pytest.importorskip("transformers", reason="the extra hf")
 pytest.importorskip("compressed_tensors", reason="the extra test")

@@ -14,10 +14,10 @@ from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 
 import quant
-from quant.checkpoints.verify import verify
-from quant.cli.quantize import quantize_command
-from quant.models.open import open_model
-from quant.plan.prediction_heads import BlocksBeforeHeads, attach_head_layer, head_layers
+from quant.export.checkpoint.verify import verify
+from quant.cli.quantize_command import quantize_command
+from quant.models.open_model import open_model
+from quant.models.prediction_heads import BlocksBeforeHeads, attach_head_layer, head_layers
 from quant.run.head_globs import split_globs
 from quant.run.request import Request
 

@@ -15,7 +15,7 @@ from serving_samples import greedy_tokens
 
 import quant
 from quant.cli.main import main
-from quant.cli.quantize import quantize_command
+from quant.cli.quantize_command import quantize_command
 from quant.recipes.plan import Plan
 
 onnx = pytest.importorskip("onnx", reason="needs the extra onnx")
@@ -155,7 +155,7 @@ def test_the_tensorrt_session_calls_what_the_bindings_have() -> None:
 
 def test_steps_go_to_the_profile_that_takes_them() -> None:
     """Decoding has a profile of its own; what no profile takes is refused or cut."""
-    from quant.engines.tensorrt_session import TensorrtSession
+    from quant.export.tensorrt.tensorrt_session import TensorrtSession
 
     session = object.__new__(TensorrtSession)
     session._path, session._rows = Path("m.engine"), 4

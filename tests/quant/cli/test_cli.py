@@ -20,15 +20,15 @@ from rich.progress import Progress
 from safetensors.torch import load_file, save_file
 from samples import BASE
 
-from quant.checkpoints.load import load
+from quant.export.checkpoint.load import load
 from quant.cli.main import COMMANDS, main
-from quant.cli.quantize import quantize_command
-from quant.cli.terminal import console
+from quant.cli.quantize_command import quantize_command
+from quant.cli import console
 from quant.evaluation.loss_text import loss_text
 from quant.formats.format import FORMATS
 from quant.formats.tensor import quantize
-from quant.models.open import open_model
-from quant.plan.make import make_plan
+from quant.models.open_model import open_model
+from quant.recipes.plan_make import make_plan
 from quant.recipes.plan import Plan
 from quant.recipes.recipe import presets
 from quant.report.report import Report
@@ -168,12 +168,12 @@ def test_a_stopped_run_says_that_the_same_command_goes_on(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr("quant.run.load.open_model", stop)
+        patched.setattr("quant.run.open_source.open_model", stop)
         assert run(*arguments).stderr == f"error: stopped by SIGINT before {out} was written\n"  # nothing is kept
     kept = "finished layers are kept, and the same command continues after them"
     for option, more in ((), ""), (("--restart",), " without --restart"):
         with monkeypatch.context() as patched:
-            patched.setattr("quant.run.write.write_model", stop)
+            patched.setattr("quant.run.write_result.write_model", stop)
             stopped = run(*arguments, *option)
         assert stopped.exit_code == 130
         assert stopped.stderr == f"error: stopped by SIGINT before {out} was written; {kept}{more}\n"
@@ -403,7 +403,7 @@ def test_what_is_quantized_already(tmp_path: Path) -> None:
 FULL_DISK = """
 import resource
 resource.setrlimit(resource.RLIMIT_FSIZE, (20000, 20000))
-from quant.cli.quantize import quantize_command
+from quant.cli.quantize_command import quantize_command
 quantize_command()
 """
 

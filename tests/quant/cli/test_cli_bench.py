@@ -10,10 +10,11 @@ from click.testing import CliRunner
 from samples import BASE
 
 from quant.cli.main import main
-from quant.cli.quantize import quantize_command
-from quant.kernels import ceilings, hardware
+from quant.cli.quantize_command import quantize_command
+from quant.kernels import ceilings
+from quant.kernels.base import hardware
 from quant.kernels.ceilings import Ceiling
-from quant.kernels.hardware import GPUS
+from quant.kernels.base.hardware import GPUS
 from quant.kernels.linear import tuning
 
 

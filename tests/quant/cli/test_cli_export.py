@@ -14,10 +14,10 @@ import torch
 from click.testing import CliRunner, Result
 from samples import BASE, TEXTS, write_short_base
 
-from quant.api.export import EXPORTERS
+from quant.export.exporters import EXPORTERS
 from quant.api.export_kinds import KINDS
 from quant.cli.main import main
-from quant.cli.quantize import quantize_command
+from quant.cli.quantize_command import quantize_command
 from quant.recipes.plan import Plan
 
 pytest.importorskip("transformers", reason="needs the extra hf")
@@ -56,7 +56,7 @@ def exported_before(deployed: tuple[Path, str], monkeypatch: pytest.MonkeyPatch)
     def copy(model: Any, path: Path, **options: Any) -> Path:
         return Path(shutil.copyfile(deployed[0] / "model.onnx", path))
 
-    monkeypatch.setattr("quant.api.export.write_onnx", copy)
+    monkeypatch.setattr("quant.export.exporters.write_onnx", copy)
 
 
 def test_every_kind_has_an_exporter() -> None:
@@ -68,7 +68,7 @@ def test_a_missing_package_is_named_before_the_model_is_loaded(
     package: str, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, package, None)  # an import of it then fails
-    monkeypatch.setattr("quant.api.export.write_onnx", lambda *_: pytest.fail("too late"))
+    monkeypatch.setattr("quant.export.exporters.write_onnx", lambda *_: pytest.fail("too late"))
     result = export(checkpoint, "--to", "onnx", "--out", tmp_path / "deployed")
     assert result.exit_code == 2 and f"needs the package `{package}`, which" in result.stderr
     assert "onnx" in result.stderr.rpartition("pip install")[2] and not (tmp_path / "deployed").exists()
@@ -102,14 +102,14 @@ def test_it_says_what_it_compared(checkpoint: Path, tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("exported_before")
 def test_a_difference_is_not_written(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from quant.export.onnx_graph import verify
+    from quant.export.onnx import compare_with_torch
 
-    original = verify.quantized_linear
+    original = compare_with_torch.quantized_linear
 
     def another(x: torch.Tensor, *rest: Any) -> torch.Tensor:
         return original(x, *rest) * 1.01
 
-    monkeypatch.setattr(verify, "quantized_linear", another)
+    monkeypatch.setattr(compare_with_torch, "quantized_linear", another)
     result = export(checkpoint, "--to", "onnx", "--out", tmp_path / "deployed")
     assert result.exit_code == 2
     assert "differ from PyTorch; the worst is model.layers." in result.stderr
@@ -218,8 +218,8 @@ def test_a_module_of_a_factory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         "from torch import nn\ndef make():\n    return nn.Sequential(nn.Linear(64, 96), nn.GELU(), nn.Linear(96, 32))\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
-    from quant.api.quantize import quantize
-    from quant.checkpoints.save import save
+    from quant.run.quantize import quantize
+    from quant.export.checkpoint.save import save
 
     model = importlib.import_module("perceptron").make().eval()
     plan = quantize(model, "nvfp4a16", run=lambda m: m(torch.zeros(1, 64))).plan

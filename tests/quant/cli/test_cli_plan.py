@@ -15,9 +15,9 @@ from plan_samples import FP8C, TOKEN, where
 from samples import BASE
 
 from quant.cli.main import main
-from quant.errors import megabytes
+from quant.base.errors import megabytes
 from quant.formats.format import FORMATS
-from quant.plan.check import Problem
+from quant.recipes.plan_check import Problem
 from quant.recipes.plan import Plan
 from quant.recipes.targets import TARGETS
 

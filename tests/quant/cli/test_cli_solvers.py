@@ -10,9 +10,9 @@ from click.testing import CliRunner
 from rich.console import Console
 
 import quant
-from quant.calibration.solvers.solver import SOLVERS, TRANSFORMS
+from quant.calibration.solvers.registry import SOLVERS, TRANSFORMS
 from quant.cli.main import main
-from quant.cli.terminal import tables
+from quant.cli import tables
 from quant.recipes.solver_names import STEPS
 
 

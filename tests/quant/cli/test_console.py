@@ -12,9 +12,9 @@ from click.testing import CliRunner
 
 import quant
 from quant.cli.main import main
-from quant.cli.quantize import quantize_command
-from quant.cli.terminal import console, tables
-from quant.plan.make import make_plan
+from quant.cli.quantize_command import quantize_command
+from quant.cli import console, tables
+from quant.recipes.plan_make import make_plan
 from quant.recipes.plan import Plan
 
 

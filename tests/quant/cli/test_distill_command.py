@@ -17,15 +17,15 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import quant
-from quant.cli.distill import distill_command
-from quant.cli.quantize import quantize_command
+from quant.cli.distill_command import distill_command
+from quant.cli.quantize_command import quantize_command
 from quant.evaluation.loss_text import loss_text
-from quant.kernels.layout import prepack, prepack_refusal
-from quant.kernels.linear.modules import QuantLinear
+from quant.kernels.base.weight_layout import prepack, prepack_refusal
+from quant.kernels.linear.quant_linear import QuantLinear
 from quant.training import distill_inputs
-from quant.training import run as training_run
+from quant.training import distill_checkpoint as training_run
 from quant.training.distill_inputs import check_tokenizers
-from quant.training.loop import StoredDtypes
+from quant.training.train_loop import StoredDtypes
 
 pytest.importorskip("transformers")
 

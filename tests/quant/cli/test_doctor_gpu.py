@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from quant.cli import doctor, doctor_gpu
-from quant.kernels import hardware
+from quant.cli import doctor_command, doctor_gpu
+from quant.kernels.base import hardware
 
 
 class NVMLError(Exception):
@@ -92,7 +92,7 @@ def test_links(nvml: SimpleNamespace) -> None:
 
 
 def test_what_is_printed(nvml: SimpleNamespace, capsys: pytest.CaptureFixture[str]) -> None:
-    doctor.print_findings(doctor.examine())
+    doctor_command.print_findings(doctor_command.examine())
     printed = " ".join(capsys.readouterr().out.split())
     assert "driver 580.1" in printed
     assert "NVIDIA H100 80GB HBM3, sm_90, 132 SMs, 50 MiB L2, 79 GiB" in printed

@@ -24,14 +24,14 @@ from safetensors.torch import load_file, save_file
 
 from quant.calibration import fast_matmul, ranks, statistics
 from quant.calibration.ranks import Exchange, gathered, number_of, own_batches
-from quant.calibration.solvers import factor, rows
-from quant.checkpoints.load import load
-from quant.cli.evaluate import evaluate_command
-from quant.cli.quantize import quantize_command
+from quant.calibration.solvers import factor, row_parallel
+from quant.export.checkpoint.load import load
+from quant.cli.evaluate_command import evaluate_command
+from quant.cli.quantize_command import quantize_command
 from quant.cli.ranks import launch, watch
-from quant.execution.steps import store as store_module
-from quant.execution.steps.store import partial_path
-from quant.models.open import open_model
+from quant.calibration.walk import step_store as store_module
+from quant.calibration.walk.step_store import partial_path
+from quant.models.open_model import open_model
 
 ROWS, SEQLEN = 16, 32  # four batches of the walk
 _SECONDS = 120
@@ -66,8 +66,8 @@ def _ranks_end_with_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def options(home: Path, model: str, out: Path, *more: str) -> list[str]:
     """Arguments of `quantize`."""
-    rows = f"--calib={home / 'rows.safetensors'}"
-    return [str(home / model), rows, f"--calib-samples={ROWS}", f"--seqlen={SEQLEN}", f"--out={out}", "--quiet", *more]
+    row_parallel = f"--calib={home / 'rows.safetensors'}"
+    return [str(home / model), row_parallel, f"--calib-samples={ROWS}", f"--seqlen={SEQLEN}", f"--out={out}", "--quiet", *more]
 
 
 def in_ranks(work: Sequence[Callable[[], object]], log: Path) -> tuple[list[int], list[str]]:
@@ -141,7 +141,7 @@ def test_ranks_write_the_bytes_of_one(
     model, *arguments = case
     # Rows of these small weights, and columns of their factors, are shared as those of large ones are.
     monkeypatch.setattr(factor, "_SLAB", 16)
-    monkeypatch.setattr(rows, "search_threads", lambda *_: 2)
+    monkeypatch.setattr(row_parallel, "search_threads", lambda *_: 2)
     # And second moments are added up as on a GPU; the tests below add them up as a CPU does.
     monkeypatch.setattr(fast_matmul, "_of_columns", lambda x, y, total=0: x.float().t() @ y.float() + total)
     for module in (fast_matmul, statistics):
@@ -166,11 +166,11 @@ def test_ranks_rotate_by_one_matrix(home: Path, tmp_path: Path) -> None:
     layers = json.loads((tmp_path / "out" / "plan.json").read_text())["layers"]
     rotated = [layer["name"] for layer in layers if "rotated with the residual stream, as learned" in layer["reason"]]
     assert len(rotated) == 2 * 7
-    rows = load_file(home / "rows.safetensors")["input_ids"]
+    row_parallel = load_file(home / "rows.safetensors")["input_ids"]
     original = open_model(home / "llama").model
     assert original is not None
     with torch.no_grad():
-        expected, ours = (model(rows).logits.float() for model in (original, load(tmp_path / "out")))
+        expected, ours = (model(row_parallel).logits.float() for model in (original, load(tmp_path / "out")))
     assert float((ours - expected).norm() / expected.norm()) < 0.1
 
 
@@ -270,12 +270,12 @@ def test_ranks_with_other_files_are_named(home: Path, tmp_path: Path) -> None:
 
 def test_the_error_of_one_rank_is_said_once_with_its_name(home: Path, tmp_path: Path) -> None:
     def fails() -> None:
-        from quant.calibration.walk import sequential
+        from quant.calibration.walk import walk
 
         def refuse(*_: Any) -> None:
             raise ValueError("model.layers.1: the input holds NaN")
 
-        sequential.rotate = refuse  # type: ignore[assignment, attr-defined]
+        walk.rotate = refuse  # type: ignore[assignment, attr-defined]
         quantize_command(arguments)
 
     arguments = options(home, "llama", tmp_path / "out", "--format=nvfp4a16", "--solver=gptq")

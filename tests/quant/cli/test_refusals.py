@@ -20,12 +20,12 @@ from samples import BASE, GOLDENS
 from torch import nn
 
 import quant
-from quant.cli.base import Command
+from quant.cli.command import Command
 from quant.cli.main import main
-from quant.cli.quantize import quantize_command
-from quant.errors import UserError
-from quant.execution.sources import check_sources
-from quant.plan.check import check_plan_fits
+from quant.cli.quantize_command import quantize_command
+from quant.base.errors import UserError
+from quant.calibration.texts.sources import check_sources
+from quant.recipes.plan_check import check_plan_fits
 from quant.recipes.layer_kind import LayerKind
 from quant.recipes.layers import find_layers
 from quant.recipes.plan import LayerPlan, Plan

@@ -7,9 +7,9 @@ import io
 import pytest
 
 from quant.calibration.sensitivity.table import UNITS, GroupScores, Sensitivity
-from quant.cli import evaluate, sensitivity
-from quant.cli.terminal import console, tables
-from quant.evaluation.record import Evaluation
+from quant.cli import evaluate_command, sensitivity_command
+from quant.cli import console, tables
+from quant.evaluation.evaluation import Evaluation
 
 WIDTHS = [60, 80, 120, 200]
 
@@ -17,7 +17,7 @@ WIDTHS = [60, 80, 120, 200]
 def on_page(width: int, monkeypatch: pytest.MonkeyPatch) -> io.StringIO:
     text = io.StringIO()
     shown = console._Console(markup=False, width=width, file=text)
-    for module in (tables, evaluate):
+    for module in (tables, evaluate_command):
         monkeypatch.setattr(module, "page", lambda: shown)
     return text
 
@@ -33,7 +33,7 @@ def test_scores_are_whole_or_their_format_is_named(width: int, monkeypatch: pyte
         for block in range(2)
     )  # fmt: skip
     page = on_page(width, monkeypatch)
-    sensitivity._print_table(Sensitivity("kl", formats, UNITS["kl"], 8, 512, groups, "00", 1.0))
+    sensitivity_command._print_table(Sensitivity("kl", formats, UNITS["kl"], 8, 512, groups, "00", 1.0))
     text = page.getvalue()
     lines = text.splitlines()
     assert all(len(line) <= width for line in lines)
@@ -56,7 +56,7 @@ def test_texts_without_room_side_by_side_stand_below_each_other(width: int, monk
         for i in range(2)
     ]  # fmt: skip
     page = on_page(width, monkeypatch)
-    evaluate._print_evaluation(Evaluation(**{**vars(texts[0]), "others": (texts[1],)}))
+    evaluate_command._print_evaluation(Evaluation(**{**vars(texts[0]), "others": (texts[1],)}))
     text = page.getvalue()
     assert all(len(line) <= width for line in text.splitlines())
     assert "no room" not in text and text.count("perplexity") == (4 if width < 112 else 2)

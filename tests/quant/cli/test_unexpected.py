@@ -9,7 +9,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from quant.cli.base import Command
+from quant.cli.command import Command
 
 transformers = pytest.importorskip("transformers")
 

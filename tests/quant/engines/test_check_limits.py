@@ -16,7 +16,7 @@ pytest.importorskip("transformers", reason="needs the extra hf")
 
 import serving_samples
 
-from quant.engines.check import LEAST_AGREEMENT, MOST_KL, NOISIEST_KL, compare, noise_limits
+from quant.export.engines.check_engine import LEAST_AGREEMENT, MOST_KL, NOISIEST_KL, compare, noise_limits
 
 PROMPTS, NEW = [[7, 3, 50, 21, 9], [*range(60, 40, -1)]], 8
 

@@ -28,7 +28,7 @@ pytest.importorskip("onnxruntime", reason="needs the extra onnx")
 pytest.importorskip("transformers", reason="needs the extra hf")
 
 from quant.cli.main import main
-from quant.cli.quantize import quantize_command
+from quant.cli.quantize_command import quantize_command
 from quant.export.packages.triton_decoder import batch_rows, decoder_config
 from quant.export.packages.triton_server import check_config
 from quant.models.huggingface import load_tokenizer

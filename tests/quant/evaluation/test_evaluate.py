@@ -18,12 +18,12 @@ from torch.nn import functional as F
 
 from quant.calibration.inputs import Inputs
 from quant.calibration.outputs import logits
-from quant.errors import UserError
+from quant.base.errors import UserError
 from quant.evaluation.evaluate import evaluate, evaluate_texts
-from quant.evaluation.record import Evaluation
+from quant.evaluation.evaluation import Evaluation
 from quant.formats.format import get_format
 from quant.formats.tensor import quantize
-from quant.kernels.linear.modules import QuantLinear
+from quant.kernels.linear.quant_linear import QuantLinear
 
 transformers = pytest.importorskip("transformers")
 

@@ -21,22 +21,22 @@ from samples import BASE
 
 import quant
 from quant.calibration.texts.mixture import rows_hash
-from quant.calibration.walk import sequential
+from quant.calibration.walk import walk
 from quant.calibration.walk.block import Block
 from quant.calibration.walk.chain import States
-from quant.execution.finished_layers import BlockKeeper
-from quant.execution.sources import tokenizer_if_any
+from quant.calibration.walk.finished_layers import BlockKeeper
+from quant.calibration.texts.sources import tokenizer_if_any
 from quant.execution.steps import moved_steps, run_record, step_file
 from quant.execution.steps.step_file import StepFile
-from quant.execution.steps.store import DirectoryStore, partial_path
-from quant.models.open import open_model
-from quant.plan.data_needs import lacks_data, with_calibration
+from quant.calibration.walk.step_store import DirectoryStore, partial_path
+from quant.models.open_model import open_model
+from quant.calibration.texts.data_needs import lacks_data, with_calibration
 from quant.run import decide_budget as deciding
 from quant.run import measure as measuring
 from quant.run import run as pipeline
 from quant.run import solve as solving
 from quant.run.budget import AllocationRequest
-from quant.run.plan import plan_for
+from quant.run.plan_request import plan_for
 from quant.run.request import Request
 
 SMALL = {"calib_samples": 8, "seqlen": 32, "command": "quantize"}
@@ -138,7 +138,7 @@ def test_hidden_states_in_a_file_give_the_same_bytes(
 
     monkeypatch.setattr(BlockKeeper, "end", watch)
     for name, share in (("memory", 1.0), ("file", 0.0)):
-        monkeypatch.setattr("quant.execution.finished_layers._STATES_SHARE", share)
+        monkeypatch.setattr("quant.calibration.walk.finished_layers._STATES_SHARE", share)
         pipeline.run(job(model, tmp_path / name, text, recipe="nvfp4a16", solver="gptq"))
     assert seen == 3 * [False] + 3 * [True]
     assert weights(tmp_path / "file") == weights(tmp_path / "memory")
@@ -157,7 +157,7 @@ def test_a_block_that_does_not_fit_is_named(text: str, tmp_path: Path) -> None:
 def test_a_block_that_a_device_has_no_room_for_is_named(
     text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    solve, seen = sequential.solve_block, []
+    solve, seen = walk.solve_block, []
 
     def solve_first(block: Block, **options: Any) -> Any:
         seen.append(block)
@@ -165,7 +165,7 @@ def test_a_block_that_a_device_has_no_room_for_is_named(
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
         return solve(block, **options)
 
-    monkeypatch.setattr(sequential, "solve_block", solve_first)
+    monkeypatch.setattr(walk, "solve_block", solve_first)
     ours = job(BASE, tmp_path / "out", text, recipe="nvfp4a16", solver="gptq")
     with pytest.raises(
         ValueError, match=r"^model\.layers\.1: its device ran out of memory while it was solved: give fewer"
@@ -256,12 +256,12 @@ def test_killed_while_its_parts_move_it_ends_with_the_same_bytes(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("quant.export.checkpoint.write.SHARD_BYTES", 60_000)
+    monkeypatch.setattr("quant.export.checkpoint.files.write_tensors.SHARD_BYTES", 60_000)
     format_name = "int4a16" if name == "llama/wide" else "nvfp4a16"
     options: dict[str, Any] = {"recipe": format_name, "solver": solver, "kv_cache": "fp8", "eval_samples": 4}
     options["eval_texts"] = (text,)
     pipeline.run(job(models(name), tmp_path / "whole", text, **options))
-    monkeypatch.setattr("quant.export.checkpoint.tensor_file._LOG_BYTES", 4096)
+    monkeypatch.setattr("quant.export.checkpoint.files.tensor_file._LOG_BYTES", 4096)
 
     def work() -> None:
         give, given = moved_steps._release_space, []
@@ -288,7 +288,7 @@ def test_killed_while_its_parts_move_it_ends_with_the_same_bytes(
         shard.write_bytes(shard.read_bytes()[:-1000])
     else:
         monkeypatch.setattr(measuring, "evaluate_texts", None)  # what was measured is kept, as are solutions
-        monkeypatch.setattr(sequential, "solve_block", None)
+        monkeypatch.setattr(walk, "solve_block", None)
     pipeline.run(job(models(name), tmp_path / "out", text, **options))
     assert weights(tmp_path / "out") == weights(tmp_path / "whole")
     reports = [json.loads((tmp_path / out / "report.json").read_text()) for out in ("out", "whole")]

@@ -11,12 +11,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from samples import BASE
 
-from quant.calibration.listener import Listener
+from quant.base.listener import Listener
 from quant.calibration.session import Session
 from quant.calibration.texts import mixture
 from quant.execution import text_cache
-from quant.execution.sources import Rows, must_write, read_calibration
-from quant.models.open import open_model
+from quant.calibration.texts.sources import Rows, must_write, read_calibration
+from quant.models.open_model import open_model
 
 ROWS = Rows(("self",), samples=2, seqlen=8)
 

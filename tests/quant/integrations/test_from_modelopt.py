@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 import quant
-from quant.export.checkpoint import modelopt as layout
+from quant.export.checkpoint.files import modelopt as layout
 from quant.formats.format import FORMATS
 from quant.kernels.linear.conv import QuantConv
 from quant.kernels.linear.embedding import QuantEmbedding

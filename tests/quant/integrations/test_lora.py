@@ -12,11 +12,11 @@ from adapter_samples import dequantized
 from torch import nn
 
 import quant
-from quant.errors import UserError
-from quant.execution.layer_result import Quantized
+from quant.base.errors import UserError
+from quant.calibration.layer_result import Quantized
 from quant.formats.format import FORMATS
 from quant.formats.tensor import quantize
-from quant.plan.check import check_plan_fits
+from quant.recipes.plan_check import check_plan_fits
 from quant.recipes.layers import find_layers
 
 peft = pytest.importorskip("peft", reason="the extra training")

@@ -11,7 +11,7 @@ from click.testing import CliRunner
 
 import quant
 from quant.cli.main import main
-from quant.errors import UserError
+from quant.base.errors import UserError
 
 pytestmark = pytest.mark.slow  # lm-eval reads thousands of files of tasks
 
@@ -82,7 +82,7 @@ def test_lm_eval_finds_the_model_by_its_name(checkpoint: Path) -> None:
     import lm_eval
     from lm_eval.tasks import TaskManager
 
-    import quant.integrations.lm_eval_model
+    import quant.adapters.lm_eval_model
 
     found = lm_eval.simple_evaluate(
         "blockscale", {"pretrained": str(checkpoint)}, ["words_of_ours"], bootstrap_iters=0,

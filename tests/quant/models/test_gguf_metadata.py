@@ -11,7 +11,7 @@ import tiny_models
 import torch
 
 import quant
-from quant.errors import UserError
+from quant.base.errors import UserError
 
 gguf = pytest.importorskip("gguf", reason="comes with the extra [dev]")
 transformers = pytest.importorskip("transformers", reason="the extra hf")

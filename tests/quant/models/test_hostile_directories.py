@@ -20,10 +20,10 @@ from samples import BASE, GOLDENS
 
 import quant
 from quant.cli.main import main
-from quant.errors import UserError
-from quant.export.checkpoint.scan import Scan
+from quant.base.errors import UserError
+from quant.export.checkpoint.files.scan import Scan
 from quant.models.huggingface import load_processor, load_tokenizer
-from quant.models.open import open_model
+from quant.models.open_model import open_model
 
 transformers = pytest.importorskip("transformers", reason="needs the extra hf")
 

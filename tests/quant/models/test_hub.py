@@ -20,10 +20,10 @@ from samples import BASE, GOLDENS
 
 import quant
 from quant.cli.main import main
-from quant.cli.quantize import quantize_command
-from quant.errors import UserError
+from quant.cli.quantize_command import quantize_command
+from quant.base.errors import UserError
 from quant.models import hub
-from quant.models.open import open_model
+from quant.models.open_model import open_model
 
 constants = pytest.importorskip("huggingface_hub.constants", reason="the extra hf")
 

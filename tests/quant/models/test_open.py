@@ -30,11 +30,11 @@ from torch import nn
 import quant
 from quant.checkpoints.runnable import open_runnable
 from quant.cli.main import main
-from quant.errors import UserError
-from quant.extras import require, versions
+from quant.base.errors import UserError
+from quant.base.extras import require, versions
 from quant.models import gguf as gguf_models
-from quant.models.open import Source, open_model
-from quant.models.shapes import gguf_reader
+from quant.models.open_model import Source, open_model
+from quant.models.stored_layers import gguf_reader
 from quant.models.state_dict import open_safetensors
 
 gguf = pytest.importorskip("gguf", reason="comes with the extra [dev]")

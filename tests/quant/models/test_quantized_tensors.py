@@ -22,12 +22,12 @@ from torch import nn
 import quant
 from quant.checkpoints.runnable import open_runnable
 from quant.cli.main import main
-from quant.cli.quantize import quantize_command
-from quant.errors import UserError
-from quant.models.open import open_model
-from quant.models.quantized.tensors import QuantizedTensors
+from quant.cli.quantize_command import quantize_command
+from quant.base.errors import UserError
+from quant.models.open_model import open_model
+from quant.models.quantized_tensors import QuantizedTensors
 from quant.models.stored_weights import read_stored, stored_in
-from quant.plan.make import make_plan
+from quant.recipes.plan_make import make_plan
 
 transformers = pytest.importorskip("transformers", reason="the extra hf")
 

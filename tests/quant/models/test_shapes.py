@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from samples import BASE
 
-from quant.errors import UserError
-from quant.models.open import open_model
-from quant.models.shapes import stored_layers
-from quant.plan.check import validate
+from quant.base.errors import UserError
+from quant.models.open_model import open_model
+from quant.models.stored_layers import stored_layers
+from quant.recipes.plan_check import validate
 from quant.recipes.layers import find_layers
 from quant.recipes.plan import Plan
 from quant.recipes.targets import get_target

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 import quant
 from quant.calibration.walk.model_walk import ModelWalk
 from quant.models.experts_forward import run_experts_one_by_one
-from quant.models.open import open_model
+from quant.models.open_model import open_model
 from quant.models.stored_weights import StoredExperts, stored_in
 
 
@@ -92,7 +92,7 @@ def test_input_scales_are_not_folded_by_a_forward_pass_without_experts(
     tiny_models.qwen3_moe().save_pretrained(tmp_path, max_shard_size="60KB")
     model = open_model(tmp_path, stream=True).model
     assert model is not None and any(parameter.is_meta for parameter in model.parameters())
-    monkeypatch.setattr("quant.calibration.walk.steps.transform.find_fold", lambda *call: pytest.fail("was run"))
+    monkeypatch.setattr("quant.calibration.walk.transform.find_fold", lambda *call: pytest.fail("was run"))
     rows = torch.randint(0, 50, (4, 16), generator=torch.Generator().manual_seed(1))
     plan = quant.quantize(model, "nvfp4a16", rows, solver="awq:merge+gptq").plan
     reasons = [layer.reason for layer in plan.quantized if "self_attn" in layer.name]

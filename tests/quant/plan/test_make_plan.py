@@ -10,10 +10,10 @@ from click.testing import CliRunner
 from safetensors.torch import save_file
 
 import quant
-from quant.cli.quantize import quantize_command
-from quant.errors import UserError
-from quant.execution.solve_weights import solve_state_dict
-from quant.plan.make import make_plan
+from quant.cli.quantize_command import quantize_command
+from quant.base.errors import UserError
+from quant.calibration.walk.solve_weights import solve_state_dict
+from quant.recipes.plan_make import make_plan
 from quant.plan.plan_warnings import NOT_RUN, coverage_warnings
 
 

@@ -10,10 +10,10 @@ import pytest
 from plan_samples import ATTENTION, NVFP4, block, layers_of, plan_of, where
 
 from quant.calibration.solvers.rotation import LARGEST_BLOCK
-from quant.calibration.solvers.solver import SOLVERS, TRANSFORMS
-from quant.errors import UserError
+from quant.calibration.solvers.registry import SOLVERS, TRANSFORMS
+from quant.base.errors import UserError
 from quant.formats.format import FORMATS, get_format
-from quant.plan.check import Problem, check_solver, read_plan, refuse, validate
+from quant.recipes.plan_check import Problem, check_solver, read_plan, refuse, validate
 from quant.recipes import solver_names
 from quant.recipes.layer_kind import LayerKind
 from quant.recipes.layers import Layer

@@ -9,7 +9,7 @@ from plan_samples import ATTENTION, block, plan_of
 
 from quant.formats.format import FORMATS
 from quant.plan.diff import diff, totals
-from quant.plan.edit import edit, parse_setting
+from quant.recipes.plan_edit import edit, parse_setting
 from quant.recipes.layer_kind import LayerKind
 from quant.recipes.plan import LayerPlan
 

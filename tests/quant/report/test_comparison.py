@@ -12,7 +12,7 @@ import pytest
 from click.testing import CliRunner
 
 from quant.cli.main import main
-from quant.evaluation.record import Evaluation
+from quant.evaluation.evaluation import Evaluation
 from quant.recipes.plan import Plan
 from quant.report.comparison import compare_html, read_runs, totals
 from quant.report.report import Report

@@ -13,7 +13,7 @@ from click.testing import CliRunner
 from samples import BASE
 
 from quant.cli.main import main
-from quant.evaluation.record import Evaluation
+from quant.evaluation.evaluation import Evaluation
 from quant.formats.format import get_format
 from quant.recipes.plan import Plan
 from quant.report.next_steps import next_steps

@@ -15,11 +15,11 @@ import pytest
 import torch
 from rich.console import Console
 
-from quant.errors import megabytes
+from quant.base.errors import megabytes
 from quant.evaluation.loss_text import loss_text
-from quant.evaluation.record import Evaluation
-from quant.execution import layer_result as result_module
-from quant.execution.layer_result import LayerResult, layer_result
+from quant.evaluation.evaluation import Evaluation
+from quant.calibration import layer_result as result_module
+from quant.calibration.layer_result import LayerResult, layer_result
 from quant.formats.format import FORMATS, get_format
 from quant.formats.tensor import quantize
 from quant.recipes.layer_kind import LayerKind

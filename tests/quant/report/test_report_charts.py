@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from quant.allocation.record import Budget, BudgetKind
+from quant.calibration.allocation.record import Budget, BudgetKind
 from quant.calibration.sensitivity.table import GroupScores, Sensitivity
 from quant.formats.format import get_format
 from quant.recipes.layer_kind import LayerKind
 from quant.recipes.plan import LayerPlan, Parts, Plan
-from quant.report import allocation_charts, model_charts, receipt_charts
+from quant.report import allocation_charts, charts, receipt_charts
 from quant.report.report import Receipt, Report
 from quant.report.section import Section, block_starts, format_colours
 
@@ -185,7 +185,7 @@ def test_memory_adds_up_to_the_plan(rich_report: Rich) -> None:
     report, plan = rich_report
     branch = LayerPlan("x", LayerKind.LINEAR, (64, 128), get_format("nvfp4"), parts=Parts(pre_scale=True, rank=4))
     plan = replace(plan, layers=(*plan.layers, branch))
-    section = model_charts.memory(plan, report.kv_cache)
+    section = charts.memory(plan, report.kv_cache)
     sizes = {name: size for _, size, name, _ in chart(section)["parts"]}
     for i, name in enumerate(sizes):
         assert cells(section, f"M{i}")[0] == name and cells(section, f"M{i}")[2] == f"{sizes[name]:,}"
@@ -199,14 +199,14 @@ def test_memory_adds_up_to_the_plan(rich_report: Rich) -> None:
     assert sizes["all weights"] == plan.nbytes
     assert sizes["KV cache, 8 × 32,768 tokens"] == 30 * 2 * 192 * 262_144  # layers × (K and V) × bytes × tokens
     assert [bar for bar, *_ in chart(section)["parts"]] == ["weights"] * 4 + ["both"] * 2
-    alone = model_charts.memory(plan, None)
-    assert alone is not None and "KV cache" in alone.text and model_charts.memory(Plan(()), None) is None
+    alone = charts.memory(plan, None)
+    assert alone is not None and "KV cache" in alone.text and charts.memory(Plan(()), None) is None
 
 
 @pytest.mark.parametrize("formats", [(), ("nvfp4",), ("nvfp4", "mxfp8")])
 def test_sizes_add_up(make_report: Make, formats: tuple[str, ...]) -> None:
     report, plan = make_report(formats=formats)
-    section = model_charts.sizes(report, plan)
+    section = charts.sizes(report, plan)
     for bar, total in (("before", report.bytes_before), ("after", report.bytes_after)):
         assert sum(size for when, size, *_ in chart(section)["parts"] if when == bar) == total
     colours = dict(chart(section)["series"])
@@ -219,7 +219,7 @@ def test_errors_are_those_of_the_layers(make_report: Make) -> None:
     report, _ = make_report()
     exact = replace(report.layers[3], snr_db=None, relative_error=0.0)
     report = replace(report, layers=[*report.layers[:3], exact, *report.layers[4:]])
-    section = model_charts.errors(report)
+    section = charts.errors(report)
     shown = {f"L{i}": layer for i, layer in enumerate(report.layers) if layer.format or len(layer.shape) > 1}
     seen = {row: (y, series) for (series, row), (_, y) in points(section).items()}
     assert list(seen) == list(shown)
@@ -237,18 +237,18 @@ def test_errors_are_those_of_the_layers(make_report: Make) -> None:
     # Where outputs were measured, the chart shows their errors, and no point for a layer without one.
     first, *others = (i for i, layer in enumerate(report.layers) if layer.format)
     layers = [replace(m, output_error=0.01 * i if i in others else None) for i, m in enumerate(report.layers)]
-    section = model_charts.errors(replace(report, layers=layers))
+    section = charts.errors(replace(report, layers=layers))
     seen = {row: (y, series) for (series, row), (_, y) in points(section).items()}
     assert f"L{first}" not in seen and all(seen[f"L{i}"][0] == 0.01 * i for i in others)
     assert section is not None and "output" in chart(section)["y"] and section.link[0] == f"L{max(others)}"  # type: ignore[index]
-    assert model_charts.errors(make_report(formats=())[0]) is None
+    assert charts.errors(make_report(formats=())[0]) is None
 
 
 def test_roles_have_colours_where_there_is_one_format(make_report: Make) -> None:
     report, _ = make_report(names=30, formats=("nvfp4",))
     names = [f"m.{i}.role{i % 9}" for i in range(len(report.layers))]
     layers = [replace(layer, name=name) for layer, name in zip(report.layers, names, strict=True)]
-    series = {row: s for (s, row) in points(model_charts.errors(replace(report, layers=layers)))}
+    series = {row: s for (s, row) in points(charts.errors(replace(report, layers=layers)))}
     roles = list(dict.fromkeys(name[-5:] for name, layer in zip(names, layers, strict=True) if layer.format))
     for i, layer in enumerate(layers):
         if layer.format:

@@ -7,7 +7,7 @@ import tiny_models
 import torch
 
 import quant
-from quant.errors import UserError
+from quant.base.errors import UserError
 
 transformers = pytest.importorskip("transformers", reason="the extra hf")
 pytest.importorskip("accelerate", reason="the extra hf")

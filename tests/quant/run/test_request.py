@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import quant
-from quant.errors import UserError
+from quant.base.errors import UserError
 from quant.recipes.plan import Plan
 from quant.recipes.recipe import Recipe, Rule
 from quant.run.budget import AllocationRequest

@@ -13,9 +13,9 @@ pytest.importorskip("transformers")
 
 import tiny_models
 
-from quant.errors import UserError
+from quant.base.errors import UserError
 from quant.kernels.attention.ring import shard, unshard
-from quant.runtime.attention import quantized_attention
+from quant.generate.quantized_attention import quantized_attention
 
 WORLD, TOKENS = 2, 64
 IDS = torch.randint(3, 64, (2, TOKENS), generator=torch.Generator().manual_seed(0))

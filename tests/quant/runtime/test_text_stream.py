@@ -19,8 +19,8 @@ from samples import BASE
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from quant.cli.main import main
-from quant.runtime import generate as generation
-from quant.runtime.generate import generate
+from quant.generate import generate as generation
+from quant.generate.generate import generate
 from quant.runtime.text_stream import TextStream
 
 

@@ -20,12 +20,12 @@ pytest.importorskip("transformers", reason="the extra hf")
 import architectures  # needs transformers
 
 import quant
-from quant.checkpoints.convert import convert
+from quant.export.checkpoint.convert import convert
 from quant.formats.format import FORMATS
 from quant.formats.tensor import quantize, round_activation
-from quant.kernels.hadamard import hadamard_transform
+from quant.kernels.rounding.hadamard import hadamard_transform
 from quant.kernels.linear.expert_modules import QuantExperts
-from quant.kernels.linear.modules import QuantLinear
+from quant.kernels.linear.quant_linear import QuantLinear
 from quant.kernels.training.input_rounding import round_input
 from quant.training.modules import QATExperts, QATLinear
 from quant.training.rounding.rounded_weight import SCALES, RoundedWeight

@@ -19,10 +19,10 @@ from interpreter import interpreted
 
 from quant.kernels.attention.decode import paged_reference
 from quant.kernels.attention.kv_blocks import NVFP4, pages_of
-from quant.kernels.attention_tiles import decode_tiles_for
-from quant.kernels.kv_pages import round_kv
-from quant.kernels.portable.attention import paged_kv_cache
-from quant.vllm_plugin.attention import BlockscaleNvFp4Attention, BlockscaleNvFp4AttentionBackend, cache_refusal
+from quant.kernels.attention.attention_tiles import decode_tiles_for
+from quant.kernels.attention.kv_pages import round_kv
+from quant.kernels.attention import portable_paged_kv_cache
+from quant.vllm_plugin.nvfp4_attention import BlockscaleNvFp4Attention, BlockscaleNvFp4AttentionBackend, cache_refusal
 from quant.vllm_plugin.attention_batch import FEW, Batch, Builder, chunk_ends, chunk_starts, rows_and_tokens
 
 HEADS, KV_HEADS, DIM, PAGE, BLOCKS = 4, 2, 64, 16, 12
@@ -67,7 +67,7 @@ class Layer:
         out = torch.full((len(q), HEADS * DIM), float("nan"), dtype=q.dtype)
         properties = SimpleNamespace(multi_processor_count=132)
         with (
-            patch("quant.kernels.portable.attention.paged_attention.attend_pages", decode),
+            patch("quant.kernels.attention.portable_paged_attention.attend_pages", decode),
             patch("torch.cuda.get_device_properties", lambda device: properties),
             interpreted(),
         ):
@@ -270,7 +270,7 @@ def test_only_masks_that_our_kernels_have_are_taken(kind: str, changes: dict[str
 
 
 def test_an_argument_of_attention_that_it_does_not_know_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("quant.vllm_plugin.attention.get_current_vllm_config_or_none", lambda: None)
+    monkeypatch.setattr("quant.vllm_plugin.nvfp4_attention.get_current_vllm_config_or_none", lambda: None)
     monkeypatch.setattr("vllm.v1.attention.backends.fa_utils.get_flash_attn_version", lambda **named: 3)
     monkeypatch.setattr("vllm.v1.attention.backends.fa_utils.flash_attn_varlen_func", flash, raising=False)
     BlockscaleNvFp4Attention(HEADS, DIM, 1.0, KV_HEADS, sinks=None)
@@ -312,7 +312,7 @@ def test_nvfp4_caches_choose_it_and_others_do_not() -> None:
     from vllm.platforms.interface import DeviceCapability
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-    from quant.vllm_plugin.attention import install
+    from quant.vllm_plugin.nvfp4_attention import install
 
     install()
     install()
@@ -342,7 +342,7 @@ def test_a_layer_that_shares_a_cache_sees_the_keys_of_the_layer_that_writes_it()
         q, k, v = tokens(count)
         owner(batch, q, k, v)
         held = cache.clone()
-        with patch("quant.vllm_plugin.attention.get_forward_context", lambda: context):
+        with patch("quant.vllm_plugin.nvfp4_attention.get_forward_context", lambda: context):
             found = [sharer(batch, q, *tokens(count)[1:]) for _ in range(2)]
         assert torch.equal(cache, held) and torch.equal(*found)
         keys, values = (
@@ -378,15 +378,15 @@ def test_every_way_of_a_decoding_step_is_compiled_before() -> None:
         assert q.shape == (1, HEADS, 1, DIM) and lengths.tolist() == [1] and int(table[0, 0]) == 0
         ways.add(way(tiles))
 
-    written, write, before = [], paged_kv_cache.write_kv_slots, layer.cache.clone()
+    written, write, before = [], portable_paged_kv_cache.write_kv_slots, layer.cache.clone()
 
     def note_write(pages: Any, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         written.append(len(k))
         write(pages, slots, k, v)
 
     with (
-        patch("quant.kernels.portable.attention.paged_attention.attend_pages", note),
-        patch.object(paged_kv_cache, "write_kv_slots", note_write),
+        patch("quant.kernels.attention.portable_paged_attention.attend_pages", note),
+        patch.object(portable_paged_kv_cache, "write_kv_slots", note_write),
         interpreted(),
     ):
         layer.impl.compile_steps(layer, torch.bfloat16)
@@ -425,7 +425,7 @@ def test_settings_that_a_cache_in_nvfp4_cannot_serve_are_refused_before_weights_
     )
     assert reason in cache_refusal(config) and bool(reason) == bool(cache_refusal(config))
     with (
-        patch("quant.vllm_plugin.attention.get_current_vllm_config_or_none", lambda: config),
+        patch("quant.vllm_plugin.nvfp4_attention.get_current_vllm_config_or_none", lambda: config),
         patch("vllm.v1.attention.backends.fa_utils.get_flash_attn_version", lambda **named: 3),
         patch("vllm.v1.attention.backends.fa_utils.flash_attn_varlen_func", flash, create=True),
     ):

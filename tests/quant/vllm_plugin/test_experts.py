@@ -19,7 +19,7 @@ from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
 from quant.formats.format import FORMATS
 from quant.formats.tensor import BlockScaledTensor, quantize
-from quant.vllm_plugin import experts, fp8_experts, mxfp4_experts, releases
+from quant.vllm_plugin import fused_moe, fp8_experts, mxfp4_experts, releases
 
 COUNT, HIDDEN, INNER, TOKENS = 4, 64, 128, 5
 
@@ -57,7 +57,7 @@ def moe_config(**changes: Any) -> Any:
 
 @pytest.fixture(autouse=True)
 def on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(experts.BlockscaleExperts, "_supports_current_device", staticmethod(lambda: True))
+    monkeypatch.setattr(fused_moe.BlockscaleExperts, "_supports_current_device", staticmethod(lambda: True))
 
 
 def layer_of(method: Any) -> torch.nn.Module:
@@ -150,7 +150,7 @@ def test_mxfp4_under_expert_parallelism(monkeypatch: pytest.MonkeyPatch) -> None
 def test_a_gpu_without_tokens_has_nothing_to_add_up() -> None:
     """vLLM does not call `apply` then."""
     none, out = torch.empty(0, 2, dtype=torch.int32), torch.empty(0, HIDDEN)
-    add_up = experts.BlockscaleExperts.finalize_weight_and_reduce_impl(SimpleNamespace())
+    add_up = fused_moe.BlockscaleExperts.finalize_weight_and_reduce_impl(SimpleNamespace())
     assert add_up.apply(None, out, none, none, False) is out
 
 
@@ -178,7 +178,7 @@ def nvfp4_method(monkeypatch: pytest.MonkeyPatch) -> Any:
         compressed_tensors_moe_w4a4_nvfp4 as vllms,
     )
 
-    ours = experts.nvfp4.NvFp4MoeBackend.EMULATION, experts.BlockscaleNvFp4Experts
+    ours = fused_moe.nvfp4.NvFp4MoeBackend.EMULATION, fused_moe.BlockscaleNvFp4Experts
     monkeypatch.setattr(vllms, "select_nvfp4_moe_backend", lambda config, weight_key, activation_key: ours)
     return vllms.CompressedTensorsW4A4Nvfp4MoEMethod(moe_config())
 

@@ -92,22 +92,22 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> Any:
     from vllm._custom_ops import reshape_and_cache_flash
     from vllm.v1.attention.backends import flash_attn
 
-    from quant.vllm_plugin import experts, fp8_experts, linear, mxfp4_experts
+    from quant.vllm_plugin import fused_moe, fp8_experts, linear_kernels, mxfp4_experts
 
     # vLLM imports it where there is a GPU.
     monkeypatch.setattr(flash_attn, "reshape_and_cache_flash", reshape_and_cache_flash, raising=False)
-    return SimpleNamespace(linear=linear, experts=experts, mxfp4_experts=mxfp4_experts, fp8_experts=fp8_experts)
+    return SimpleNamespace(linear=linear_kernels, experts=fused_moe, mxfp4_experts=mxfp4_experts, fp8_experts=fp8_experts)
 
 
 def classes(vllm: Any) -> list[type]:
     names = ("NvFp4Linear", "MxFp4Linear", "Mxfp8Linear", "Int4Linear", "Fp8Linear")
-    experts = [
+    fused_moe = [
         vllm.experts.BlockscaleNvFp4Experts,
         vllm.mxfp4_experts.BlockscaleMxFp4Experts,
         vllm.fp8_experts.BlockscaleFp8Experts,
         vllm.fp8_experts.BlockscaleFp8BlockExperts,
     ]
-    return [getattr(vllm.linear, f"Blockscale{name}Kernel") for name in names] + experts
+    return [getattr(vllm.linear, f"Blockscale{name}Kernel") for name in names] + fused_moe
 
 
 def test_classes_leave_nothing_abstract(vllm: Any) -> None:
@@ -272,7 +272,7 @@ def test_packed_int4_gives_the_oracles_product(vllm: Any, monkeypatch: pytest.Mo
     """The parameters are of vLLM's own classes, whose axes `permute_param_layout_` goes by."""
     from vllm.model_executor import parameter
 
-    from quant.export.checkpoint.compressed_tensors import compress
+    from quant.export.checkpoint.files.compressed_tensors import compress
 
     monkeypatch.setattr(parameter, "get_tensor_model_parallel_rank", lambda: 0)
     monkeypatch.setattr(parameter, "get_tensor_model_parallel_world_size", lambda: 1)

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from quant.vllm_plugin import self_test, weights
+from quant.vllm_plugin import self_test, loaded_weights
 
 ON_CPU = self_test.SelfTest(torch.device("cpu"))
 
@@ -25,9 +25,9 @@ def test_the_kernels_of_norms_experts_and_attention_pass(monkeypatch: pytest.Mon
     pytest.importorskip("triton", reason="comes with a CUDA build of torch, or: pip install triton")
     from interpreter import interpreted
 
-    from quant.kernels.portable.attention import paged_attention
+    from quant.kernels.attention import portable_paged_attention
 
-    monkeypatch.setattr(paged_attention, "attend_pages", partial(paged_attention.attend_pages, asm=False))
+    monkeypatch.setattr(portable_paged_attention, "attend_pages", partial(portable_paged_attention.attend_pages, asm=False))
     with interpreted():
         assert ON_CPU.norm_failure() == ""
         assert ON_CPU.experts_failure("nvfp4") == ""
@@ -39,9 +39,9 @@ def test_the_kernels_of_norms_experts_and_attention_pass(monkeypatch: pytest.Mon
 def test_prompts_in_fp8_are_compared_with_a_tolerance_of_their_own(
     factor: float, fails: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    right = weights.multiply_in_fp8
+    right = loaded_weights.multiply_in_fp8
     monkeypatch.setenv("BLOCKSCALE_VLLM", "fp8-prefill")
-    monkeypatch.setattr(weights, "multiply_in_fp8", lambda *arguments: right(*arguments) * factor)
+    monkeypatch.setattr(loaded_weights, "multiply_in_fp8", lambda *arguments: right(*arguments) * factor)
     assert bool(ON_CPU.product_failure("nvfp4")) is fails
 
 
@@ -54,7 +54,7 @@ def test_prompts_in_fp8_are_compared_with_a_tolerance_of_their_own(
     ],
 )
 def test_a_wrong_kernel_is_told_once(kernel: Any, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls, right = [], weights.multiply
+    calls, right = [], loaded_weights.multiply
 
     def multiply(layer: Any, x: torch.Tensor, *rest: Any) -> torch.Tensor:
         calls.append(x.shape[0])
@@ -62,7 +62,7 @@ def test_a_wrong_kernel_is_told_once(kernel: Any, reason: str, monkeypatch: pyte
         # Wrong for many tokens only: both kernels are asked.
         return y if len(x) == 1 else kernel(y)
 
-    monkeypatch.setattr(weights, "multiply", multiply)
+    monkeypatch.setattr(loaded_weights, "multiply", multiply)
     failures = [ON_CPU.product_failure("nvfp4") for _ in range(3)]
     assert all(failure.startswith(f"our kernel for linear layers in nvfp4 {reason}") for failure in failures)
     assert calls == [1, 80]

@@ -13,9 +13,9 @@ pytest.importorskip("triton", reason="comes with a CUDA build of torch, or: pip 
 
 from quant.formats.format import FORMATS
 from quant.formats.tensor import quantize
-from quant.kernels import hardware
-from quant.kernels.hardware import GPUS
-from quant.kernels.layout import prepack
+from quant.kernels.base import hardware
+from quant.kernels.base.hardware import GPUS
+from quant.kernels.base.weight_layout import prepack
 from quant.kernels.linear import variants
 from quant.vllm_plugin import warm_up
 
@@ -25,7 +25,7 @@ def nothing_noted(monkeypatch: pytest.MonkeyPatch) -> None:
     """This CPU is taken for an H100, in a process whose layers have not arrived yet."""
     monkeypatch.setattr(warm_up, "_linear", {})
     monkeypatch.setattr(warm_up, "_experts", {})
-    for name in ("quant.kernels.hopper.sm90_codes_gemm_many", "quant.kernels.hopper.sm90_e4m3_rows"):
+    for name in ("quant.kernels.linear.sm90_codes_gemm_many", "quant.kernels.linear.sm90_e4m3_rows"):
         monkeypatch.setattr(f"{name}.current", lambda index=0: GPUS["h100"])
     monkeypatch.setattr(hardware, "current", lambda index=0: GPUS["h100"])
 
@@ -99,7 +99,7 @@ def test_prompts_in_fp8_have_kernels_of_their_own(monkeypatch: pytest.MonkeyPatc
     in_16_bit = needed()
     monkeypatch.setenv("BLOCKSCALE_VLLM", "fp8-prefill")
     assert needed() == in_16_bit  # too small to gain
-    monkeypatch.setattr("quant.vllm_plugin.weights.FP8_PRODUCTS", 0)
+    monkeypatch.setattr("quant.vllm_plugin.loaded_weights.FP8_PRODUCTS", 0)
     found = needed()
     fp8 = variants.e4m3_variants(weight, None, range(192, 1025), torch.device("cpu"))
     assert found == set(fp8) | set(variants.linear_variants(weight, None, range(1, 192)))

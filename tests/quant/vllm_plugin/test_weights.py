@@ -7,11 +7,11 @@ scales inverted, FP8 matrices transposed), from its schemes for compressed-tenso
 import pytest
 import torch
 
-from quant.export.checkpoint.compressed_tensors import compress
+from quant.export.checkpoint.files.compressed_tensors import compress
 from quant.formats.format import FORMATS
 from quant.formats.tensor import BlockScaledTensor, fake_quantize, quantize
-from quant.kernels.layout import is_prepacked, restore
-from quant.vllm_plugin import weights
+from quant.kernels.base.weight_layout import is_prepacked, restore
+from quant.vllm_plugin import loaded_weights
 from quant.vllm_plugin.switches import switches, unknown_switches
 
 ROWS, COLUMNS = (128, 64, 64), 256
@@ -40,13 +40,13 @@ def of_vllm(format: str, parameters: dict[str, torch.Tensor]) -> BlockScaledTens
     codes, scale = parameters.get("weight_packed", parameters.get("weight")), parameters["weight_scale"]
     assert codes is not None
     if format == "nvfp4":
-        return weights.nvfp4_weight(codes, scale, parameters["weight_global_scale"])
+        return loaded_weights.nvfp4_weight(codes, scale, parameters["weight_global_scale"])
     if format == "int4":
-        return weights.int4_weight(codes, scale)
+        return loaded_weights.int4_weight(codes, scale)
     if format.startswith("fp8"):
         transposed = codes.t()  # vLLM's, and the scales in float32
-        return weights.fp8_weight(transposed.t(), scale.float(), blocks=format == "fp8_block")
-    return {"mxfp4": weights.mxfp4_weight, "mxfp8": weights.mxfp8_weight}[format](codes, scale)
+        return loaded_weights.fp8_weight(transposed.t(), scale.float(), blocks=format == "fp8_block")
+    return {"mxfp4": loaded_weights.mxfp4_weight, "mxfp8": loaded_weights.mxfp8_weight}[format](codes, scale)
 
 
 @pytest.mark.parametrize("format", ["nvfp4", "mxfp4", "mxfp8", "int4", "fp8_channel"])
@@ -71,45 +71,45 @@ def test_experts_have_a_global_scale_each() -> None:
     torch.manual_seed(0)
     stack = quantize(torch.randn(3, 128, 64) * torch.tensor([1.0, 9.0, 81.0])[:, None, None], FORMATS["nvfp4"])
     assert stack.global_scale is not None
-    weight = weights.nvfp4_weight(stack.codes, stack.scale, stack.global_scale.reshape(3, 1)[:, 0])
+    weight = loaded_weights.nvfp4_weight(stack.codes, stack.scale, stack.global_scale.reshape(3, 1)[:, 0])
     assert torch.equal(weight.dequantize(torch.float64), stack.dequantize(torch.float64))
 
 
 @pytest.mark.parametrize("format", ["nvfp4", "mxfp4"])
 def test_the_layout_of_the_kernels_holds_the_same_values(format: str) -> None:
     weight = of_vllm(format, loaded(siblings(format)))
-    arranged, reason = weights.arranged(weight)
+    arranged, reason = loaded_weights.arranged(weight)
     assert is_prepacked(arranged) and not reason
     assert torch.equal(restore(arranged).dequantize(torch.float64), weight.dequantize(torch.float64))
 
 
 def test_a_layer_without_a_layout_says_which_limit_it_breaks() -> None:
     weight = quantize(torch.randn(96, 64), FORMATS["nvfp4"])
-    arranged, reason = weights.arranged(weight)
+    arranged, reason = loaded_weights.arranged(weight)
     assert arranged is weight and "[96, 64] is not a multiple of [64, 64]" in reason
 
 
 def test_other_formats_stay_in_the_order_of_the_checkpoint() -> None:
     weight = quantize(torch.randn(96, 128), FORMATS["int4"])
-    assert weights.arranged(weight) == (weight, "")
+    assert loaded_weights.arranged(weight) == (weight, "")
 
 
 def test_prompts_are_multiplied_in_fp8_where_the_environment_asks_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Inputs of many tokens are rounded to E4M3, a scale a token, against float64; those of few stay as they are."""
     torch.manual_seed(0)
     weight, layer = quantize(torch.randn(128, 256), FORMATS["nvfp4"]), torch.nn.Module()
-    weights.hold(layer, weights.arranged(weight)[0])
-    x = torch.randn(weights.FP8_FROM, 256).bfloat16()
-    plain = weights.multiply(layer, x, None, layer.weight)
+    loaded_weights.hold(layer, loaded_weights.arranged(weight)[0])
+    x = torch.randn(loaded_weights.FP8_FROM, 256).bfloat16()
+    plain = loaded_weights.multiply(layer, x, None, layer.weight)
     monkeypatch.setenv("BLOCKSCALE_VLLM", "layers,fp8-prefill")
-    assert torch.equal(weights.multiply(layer, x, None, layer.weight), plain)  # so small a layer would gain nothing
-    monkeypatch.setattr(weights, "FP8_PRODUCTS", x.numel() * 128)
+    assert torch.equal(loaded_weights.multiply(layer, x, None, layer.weight), plain)  # so small a layer would gain nothing
+    monkeypatch.setattr(loaded_weights, "FP8_PRODUCTS", x.numel() * 128)
     rounded = fake_quantize(x.float(), FORMATS["fp8_token"]).double()
     expected = rounded @ weight.dequantize(torch.float64).T
-    y = weights.multiply(layer, x, None, layer.weight)
+    y = loaded_weights.multiply(layer, x, None, layer.weight)
     assert float((y.double() - expected).norm() / expected.norm()) < 2**-7
     assert float((y - plain).norm() / plain.norm()) > 2**-7
-    assert torch.equal(weights.multiply(layer, x[1:], None, layer.weight), plain[1:])
+    assert torch.equal(loaded_weights.multiply(layer, x[1:], None, layer.weight), plain[1:])
 
 
 def test_an_unknown_switch_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,17 +12,17 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from quant.checkpoints.pretrained import attach
-from quant.errors import UserError, counted
-from quant.execution.install import install_weight, mark_quantized, use_expert_modules
-from quant.export.checkpoint.write import plan_of_model
+from quant.export.checkpoint.pretrained import attach
+from quant.base.errors import UserError, counted
+from quant.kernels.linear.install import install_weight, mark_quantized, use_expert_modules
+from quant.export.checkpoint.files.write_tensors import plan_of_model
 from quant.formats.tensor import BlockScaledTensor
-from quant.plan.callers_model import refuse_partial_layer, unwrapped
-from quant.plan.make import make_plan
+from quant.recipes.callers_model import refuse_partial_layer, unwrapped
+from quant.recipes.plan_make import make_plan
 from quant.recipes.plan import Plan
-from quant.training.low_precision.conversion.convert import from_low_precision_training
-from quant.training.low_precision.experts import LowPrecisionStack, trained_layers
-from quant.training.low_precision.linear import LowPrecisionLinear
+from quant.training.low_precision.conversion import from_low_precision_training
+from quant.training.low_precision.fused_experts_training import LowPrecisionStack, trained_layers
+from quant.training.low_precision.low_precision_linear import LowPrecisionLinear
 from quant.training.low_precision.packed import deployed_input, input_scale, packed_weight, stored_format
 
 

@@ -6,13 +6,13 @@ from collections.abc import Mapping, Sequence
 
 from torch import nn
 
-from quant.calibration.blocks import block_names
-from quant.errors import UserError
+from quant.recipes.blocks import block_names
+from quant.base.errors import UserError
 from quant.recipes.layer_kind import LayerKind
 from quant.recipes.layers import Layer
 from quant.recipes.recipe import matched, no_match
-from quant.training.low_precision.experts import experts_refusal
-from quant.training.low_precision.recipe import TrainingRecipe
+from quant.training.low_precision.fused_experts_training import experts_refusal
+from quant.training.low_precision.training_recipe import TrainingRecipe
 
 
 def reasons_to_keep(

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from quant.errors import UserError, counted
-from quant.training.low_precision.experts import trained_layers
+from quant.base.errors import UserError, counted
+from quant.training.low_precision.fused_experts_training import trained_layers
 from quant.training.low_precision.nonfinite import GradientWatch, nonfinite_line
-from quant.training.low_precision.recipe import TrainingRecipe
+from quant.training.low_precision.training_recipe import TrainingRecipe
 from quant.training.low_precision.state import LowPrecision, trainer_callback
 
 _RECIPE = "recipe"  # key of the name in a report's state

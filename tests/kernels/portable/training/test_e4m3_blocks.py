@@ -9,11 +9,11 @@ from assembler import assemble
 from interpreter import interpreted
 
 from quant.formats.format import FORMATS
-from quant.kernels.aot import compile_kernel
+from quant.kernels.base.ptx import compile_kernel
 from quant.kernels.portable.training.e4m3_blocks import e4m3_blocks_kernel, round_e4m3_blocks, tile_of
 from quant.training.low_precision.grouped_experts import takes_recipe
 from quant.training.low_precision.operands import round_operand
-from quant.training.low_precision.recipe import RECIPES
+from quant.training.low_precision.training_recipe import RECIPES
 
 BLOCKS = {"fp8_group": (1, 128), "fp8_block": (128, 128), "mxfp8": (1, 32)}
 

@@ -11,9 +11,9 @@ from assembler import assemble
 from interpreter import interpreted
 
 from quant.formats.format import FORMATS
-from quant.kernels.aot import compile_kernel
-from quant.kernels.portable.training import e4m3_vectors
-from quant.kernels.portable.training.e4m3_vectors import (
+from quant.kernels.base.ptx import compile_kernel
+from quant.kernels.training import portable_grouped_fp8
+from quant.kernels.training.portable_grouped_fp8 import (
     TILES,
     e4m3_columns,
     e4m3_columns_kernel,
@@ -22,7 +22,7 @@ from quant.kernels.portable.training.e4m3_vectors import (
 )
 from quant.kernels.training import grouped_fp8 as grouped_fp8
 from quant.training.low_precision.operands import round_operand
-from quant.training.low_precision.recipe import RECIPES
+from quant.training.low_precision.training_recipe import RECIPES
 
 ENDS = [16, 176, 192]
 
@@ -45,10 +45,10 @@ def expected(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 @pytest.fixture
 def _tiles_of_64_rows(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Few rows at once, so that a program reads several tiles of these small matrices."""
-    monkeypatch.setattr(e4m3_vectors, "TILES", ((64, 32, 4), (64, 32, 4)))
-    e4m3_vectors._launch_columns.cache_clear()
+    monkeypatch.setattr(portable_grouped_fp8, "TILES", ((64, 32, 4), (64, 32, 4)))
+    portable_grouped_fp8._launch_columns.cache_clear()
     yield
-    e4m3_vectors._launch_columns.cache_clear()
+    portable_grouped_fp8._launch_columns.cache_clear()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

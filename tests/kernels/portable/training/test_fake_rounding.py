@@ -15,8 +15,8 @@ from slow_cases import quick_cases
 from quant.formats.format import FORMATS
 from quant.formats.rounding import round_to
 from quant.formats.tensor import quantize, round_activation, round_with_scale
-from quant.kernels.aot import compile_kernel
-from quant.kernels.portable.training import fake_rounding
+from quant.kernels.base.ptx import compile_kernel
+from quant.kernels.training import portable_fake_rounding
 from quant.kernels.training.weight_rounding import measured_scale
 
 
@@ -40,17 +40,17 @@ def test_values_under_given_scales_are_those_of_the_oracle(name: str, dtype: tor
     format, w = FORMATS[name], weight(dtype=dtype)
     scale, second = scales(w, name)
     with interpreted():
-        found = fake_rounding.round_weight(w, format, torch.bfloat16, 0.75 * scale, second)
+        found = portable_fake_rounding.round_weight(w, format, torch.bfloat16, 0.75 * scale, second)
     assert torch.equal(found, round_with_scale(w, format, 0.75 * scale, second, torch.bfloat16))
 
 
-@pytest.mark.parametrize("name", [n for n, f in FORMATS.items() if fake_rounding.can_measure(f, (37, 320))])
+@pytest.mark.parametrize("name", [n for n, f in FORMATS.items() if portable_fake_rounding.can_measure(f, (37, 320))])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_measured_scales_are_those_of_the_oracle(name: str, dtype: torch.dtype) -> None:
     format, w = FORMATS[name], weight(dtype=dtype)
     expected = quantize(w, format)
     with interpreted():
-        found = fake_rounding.round_weight(w, format, torch.float32, None, expected.global_scale)
+        found = portable_fake_rounding.round_weight(w, format, torch.float32, None, expected.global_scale)
     assert torch.equal(found, expected.dequantize())
 
 
@@ -62,7 +62,7 @@ def test_inputs_are_rounded_as_the_oracle_rounds_them(name: str, dtype: torch.dt
     x[4, 5], x[5, 6] = torch.inf, torch.nan
     second = torch.tensor(5e-4) if format.global_scale else None
     with interpreted():
-        found = fake_rounding.round_weight(x, format, dtype, None, second)
+        found = portable_fake_rounding.round_weight(x, format, dtype, None, second)
     assert torch.equal(found.isnan(), (expected := round_activation(x, format, second)).isnan())
     assert torch.equal(found.nan_to_num(), expected.nan_to_num())
 
@@ -73,7 +73,7 @@ def test_gradients_of_inputs_pass_within_the_range(count: int) -> None:
     x[-1] = 6.0  # at the end of the range
     dy = torch.linspace(1, 2, count)
     with interpreted():
-        found = fake_rounding.within(dy, x, scale, 48.0)
+        found = portable_fake_rounding.within(dy, x, scale, 48.0)
     assert torch.equal(found, dy * (x.double().abs() <= 6.0))
 
 
@@ -87,7 +87,7 @@ def test_gradients_of_inputs_are_those_of_an_explicit_graph(name: str, dtype: to
     rounded = round_activation(x, format, second)
     dy = torch.randn(x.shape, generator=torch.Generator().manual_seed(1)).to(dtype)
     with interpreted():
-        found = fake_rounding.input_gradient(dy, x, rounded, format, second)
+        found = portable_fake_rounding.input_gradient(dy, x, rounded, format, second)
     leaf = x.double().requires_grad_()
     amax = leaf.unflatten(-1, (-1, format.block[1])).abs().amax(dim=-1, keepdim=True)
     low, high = (0.0, math.inf) if second is None else (6 * 2.0**-9 * 5e-4, 6 * 448 * 5e-4)
@@ -112,7 +112,7 @@ def test_ties_and_saturation() -> None:
         x = torch.nn.functional.pad(x, (0, -len(x) % 128))[None]
         scale = torch.full(format.scale_shape(x.shape), 0.5)
         with interpreted():
-            found = fake_rounding.round_weight(x, format, torch.float32, scale, None)
+            found = portable_fake_rounding.round_weight(x, format, torch.float32, scale, None)
         assert torch.equal(found, round_with_scale(x, format, scale)), name
 
 
@@ -123,7 +123,7 @@ def test_the_mask_passes_what_is_in_range(name: str) -> None:
     scale *= 0.5
     dy = torch.randn(w.shape, generator=torch.Generator().manual_seed(1)).bfloat16()
     with interpreted():
-        found = fake_rounding.masked_gradient(dy, w, format, scale, second)
+        found = portable_fake_rounding.masked_gradient(dy, w, format, scale, second)
     rows, columns = format.block_shape(w.shape)
     step = scale.double() * (1.0 if second is None else second.double())
     step = step.repeat_interleave(rows, 0)[: len(w)].repeat_interleave(columns, 1)[:, : w.shape[1]]
@@ -133,7 +133,7 @@ def test_the_mask_passes_what_is_in_range(name: str) -> None:
     assert torch.equal(found, dy.float() * inside)
 
 
-@pytest.mark.parametrize("name", [n for n, f in FORMATS.items() if fake_rounding.can_sum(f, (37, 384))])
+@pytest.mark.parametrize("name", [n for n, f in FORMATS.items() if portable_fake_rounding.can_sum(f, (37, 384))])
 def test_gradients_of_scales_are_summed_over_their_blocks(name: str) -> None:
     """Against LSQ's formula in float64; a block in five is beyond its range."""
     format, w = FORMATS[name], weight(columns=384)
@@ -141,7 +141,7 @@ def test_gradients_of_scales_are_summed_over_their_blocks(name: str) -> None:
     scale = scale * torch.where(torch.arange(scale.numel()).view(scale.shape) % 5 == 0, 0.25, 1.0)
     dy = torch.randn(w.shape, generator=torch.Generator().manual_seed(1)).bfloat16()
     with interpreted():
-        found = fake_rounding.scale_gradient(dy, w, format, scale, second)
+        found = portable_fake_rounding.scale_gradient(dy, w, format, scale, second)
     columns, whole = format.block[1], 1.0 if second is None else float(second)
     step = (scale * whole).repeat_interleave(columns, 1)
     steps = w / step  # float32, so that ties fall as they do there
@@ -166,7 +166,7 @@ def test_gradients_of_scales_compile_without_scratch_memory(arch: int, columns: 
     constants = {"mantissa": 1, "lowest": 1.0, "top": 4.0, "integer": integer, "largest": 6.0, "least": -6.0, "rows": 1,
                  "columns": columns, "has_global": not integer, "block_n": 16, "block_k": 256}  # fmt: skip
     compiled = compile_kernel(
-        fake_rounding.slope_kernel, pointers | sizes, constants, arch=arch, num_warps=8, num_stages=1
+        portable_fake_rounding.slope_kernel, pointers | sizes, constants, arch=arch, num_warps=8, num_stages=1
     )
     assert assemble(compiled).spilled == 0
 
@@ -184,7 +184,7 @@ def test_gradients_of_inputs_compile_without_scratch_memory(arch: int, columns: 
     constants = {"least": 0.01171875, "most": 2688.0, "columns": columns, "has_scale": has_scale,
                  "block_n": 16, "block_k": 256}  # fmt: skip
     compiled = compile_kernel(
-        fake_rounding.input_kernel, pointers | sizes, constants, arch=arch, num_warps=8, num_stages=1
+        portable_fake_rounding.input_kernel, pointers | sizes, constants, arch=arch, num_warps=8, num_stages=1
     )
     assert assemble(compiled).spilled == 0
 
@@ -199,5 +199,5 @@ def test_compiles_without_scratch_memory(arch: int, measured: bool) -> None:
     constants = {"mantissa": 1, "lowest": 1.0, "top": 4.0, "integer": False, "kind": "e4m3", "measured": measured,
                  "largest": 6.0, "least": -6.0, "rows": 1, "columns": 16, "has_global": True,
                  "block_n": 16, "block_k": 256}  # fmt: skip
-    compiled = compile_kernel(fake_rounding.round_kernel, signature, constants, arch=arch, num_warps=8, num_stages=1)
+    compiled = compile_kernel(portable_fake_rounding.round_kernel, signature, constants, arch=arch, num_warps=8, num_stages=1)
     assert assemble(compiled).spilled == 0

@@ -12,7 +12,7 @@ from interpreter import interpreted
 
 from quant.formats.format import FORMATS
 from quant.formats.tensor import quantize
-from quant.kernels.aot import compile_kernel
+from quant.kernels.base.ptx import compile_kernel
 from quant.kernels.portable.training import global_scale
 
 NVFP4 = FORMATS["nvfp4"]

@@ -12,10 +12,10 @@ from samples import ROOT
 from slow_cases import quick_cases
 
 from quant.formats.format import FORMATS
-from quant.kernels.aot import compile_kernel
+from quant.kernels.base.ptx import compile_kernel
 from quant.kernels.portable.training.nvfp4_operand import nvfp4_operand_kernel, round_nvfp4_operand
 from quant.training.low_precision.operands import operand_of, round_operand
-from quant.training.low_precision.recipe import NVFP4_SQUARE, RECIPES
+from quant.training.low_precision.training_recipe import NVFP4_SQUARE, RECIPES
 from quant.training.rounding.hadamard import transform_tokens
 
 NVFP4 = RECIPES["nvfp4"]

@@ -14,10 +14,10 @@ from torch import nn
 from torch.nn.utils.prune import l1_unstructured
 
 import quant
-from quant.errors import UserError
-from quant.export.onnx_graph.export import export_onnx
+from quant.base.errors import UserError
+from quant.export.onnx.export_onnx import export_onnx
 from quant.training.low_precision.operands import round_operand
-from quant.training.low_precision.recipe import RECIPES, get_training_recipe
+from quant.training.low_precision.training_recipe import RECIPES, get_training_recipe
 
 SIZES = {"hidden_size": 128, "intermediate_size": 256}
 

@@ -10,7 +10,7 @@ import tiny_models
 import torch
 
 import quant
-from quant.kernels.attention_operands import scale_of_rows
+from quant.kernels.attention.attention_operands import scale_of_rows
 from quant.kernels.training.fp8_attention import fp8_training_attention
 
 CASES = [
@@ -98,7 +98,7 @@ def test_the_kernel_decodes_blocks_as_written() -> None:
     pytest.importorskip("triton", reason="comes with a CUDA build of torch, or: pip install triton")
     from interpreter import interpreted
 
-    from quant.kernels.portable.attention.fp8_attention_operands import decode_blocks
+    from quant.kernels.attention.portable_fp8_operands import decode_blocks
 
     codes, scale = torch.randn(2, 2, 130, 48).mul(50).to(torch.float8_e4m3fn), torch.rand(2, 2, 2)
     expected = codes.float() * scale_of_rows(scale, codes.shape, None)

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import quant
 from quant.training.low_precision import grouped_experts
-from quant.training.low_precision.experts import trained_layers
+from quant.training.low_precision.fused_experts_training import trained_layers
 from quant.training.low_precision.grouped_experts import (
     Groups,
     SpreadRows,
@@ -24,7 +24,7 @@ from quant.training.low_precision.grouped_experts import (
     takes,
     takes_recipe,
 )
-from quant.training.low_precision.recipe import RECIPES, TrainingRecipe
+from quant.training.low_precision.training_recipe import RECIPES, TrainingRecipe
 
 BLOCK, MX, ROWS = RECIPES["fp8_block"], RECIPES["mxfp8"], RECIPES["fp8_rowwise"]
 ROWS_DW_BF16 = RECIPES["fp8_rowwise_wgrad_bf16"]

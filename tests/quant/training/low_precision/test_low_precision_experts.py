@@ -15,8 +15,8 @@ from rounding_bounds import bounds_of_products
 from torch import nn
 
 import quant
-from quant.training.low_precision.experts import trained_layers
-from quant.training.low_precision.recipe import RECIPES
+from quant.training.low_precision.fused_experts_training import trained_layers
+from quant.training.low_precision.training_recipe import RECIPES
 
 IDS = torch.randint(0, 64, (4, 16), generator=torch.Generator().manual_seed(3))
 

@@ -17,10 +17,10 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import quant
-from quant.training.low_precision.linear import LowPrecisionLinear
+from quant.training.low_precision.low_precision_linear import LowPrecisionLinear
 from quant.training.low_precision.operands import round_operand
 from quant.training.low_precision.packed import packed_weight
-from quant.training.low_precision.recipe import RECIPES, Schedule, TrainingRecipe
+from quant.training.low_precision.training_recipe import RECIPES, Schedule, TrainingRecipe
 
 TOKENS, INPUTS, OUTPUTS = 128, 256, 128
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from children import run_ranks
 
 import quant
-from quant.training.low_precision.recipe import RECIPES
+from quant.training.low_precision.training_recipe import RECIPES
 
 # 32 tokens a rank: a block of MXFP8 along the tokens, by which dw is rounded, lies on one rank.
 ROWS = torch.randint(0, 64, (4, 16), generator=torch.Generator().manual_seed(7))

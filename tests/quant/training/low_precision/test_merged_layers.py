@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import quant
-from quant.kernels.portable.training.fp8_block_layout import Operands
+from quant.kernels.training.fp8_block_layout import Operands
 from quant.training.low_precision import merged_layers
 
 ROWS = torch.randint(0, 64, (2, 20), generator=torch.Generator().manual_seed(7))

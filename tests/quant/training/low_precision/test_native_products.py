@@ -14,7 +14,7 @@ from torch import nn
 
 import quant
 from quant.training.low_precision.native import NativeProducts
-from quant.training.low_precision.recipe import RECIPES, Arithmetic, TrainingRecipe
+from quant.training.low_precision.training_recipe import RECIPES, Arithmetic, TrainingRecipe
 
 BLOCK, ROWS, ROWS_WGRAD_BF16 = (RECIPES[name] for name in ("fp8_block", "fp8_rowwise", "fp8_rowwise_wgrad_bf16"))
 

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 import quant
-from quant.errors import UserError
-from quant.training.low_precision.recipe import RECIPES
+from quant.base.errors import UserError
+from quant.training.low_precision.training_recipe import RECIPES
 
 SKIPPED = "layers.1: its gradient holds NaN or infinity in mxfp8; this step is skipped"
 

@@ -12,7 +12,7 @@ from children import run_ranks
 from torch import nn
 
 import quant
-from quant.errors import UserError
+from quant.base.errors import UserError
 
 RECIPES = ("fp8_block", "mxfp8", "fp8_tensorwise", "fp8_delayed")
 X = torch.randn(3, 64, 256, generator=torch.Generator().manual_seed(7))

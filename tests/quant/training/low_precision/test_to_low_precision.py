@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 import quant
-from quant.errors import UserError
+from quant.base.errors import UserError
 from quant.training.low_precision.backends import TORCHAO, TorchaoProducts
-from quant.training.low_precision.recipe import RECIPES
+from quant.training.low_precision.training_recipe import RECIPES
 
 
 def test_the_report_says_which_layers_stay_and_why() -> None:

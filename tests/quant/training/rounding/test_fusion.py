@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from quant.formats.format import FORMATS
 from quant.formats.tensor import quantize
-from quant.kernels.linear.modules import QuantLinear
+from quant.kernels.linear.quant_linear import QuantLinear
 from quant.training import modules
 from quant.training.modules import QATLinear
 from quant.training.rounding import fusion, rounded_weight

@@ -1,0 +1,319 @@
+"""The `Loop` of an allocation solves the knapsack, measures all groups together, and corrects the choice.
+
+With a budget the best choice by the scores is improved: a few groups at a time by gradients at the quantized model,
+then by measuring single changes on separate text (`quant.calibration.allocation.search`), so that the reported loss is measured on
+text that the choice was not made on. With a limit on the loss, the scores order the sizes, and measurements find the
+smallest that keeps the limit.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from quant.calibration.allocation.measure_choices import Bench, Effort, uniform_choices
+from quant.calibration.allocation.goal import Goal
+from quant.calibration.allocation.record import CurvePoint, Round
+from quant.calibration.allocation.search import Search
+from quant.calibration.allocation.space import Space, key_of
+from quant.calibration.sensitivity.baseline import Baseline
+from quant.calibration.sensitivity.knapsack import SCORE, Infeasible, KnapsackProblem, Near, pareto, smallest, solve
+from quant.calibration.sensitivity.table import Sensitivity
+from quant.recipes.plan import Plan
+
+
+@dataclass(frozen=True, eq=False)
+class MeasuredChoice:
+    """A choice, and its joint loss on the check rows."""
+
+    choice: np.ndarray
+    measured: float
+
+
+@dataclass(eq=False)
+class Loop:
+    """Solve, measure, correct.
+
+    Attributes:
+        problem: the knapsack, with scores as losses.
+        space: the choices.
+        scores: the scores of all groups.
+        bench: measures losses.
+        goal: budgets and limits.
+        effort: numbers of rounds and measurements.
+        rounds: measured choices, in order.
+        corrected: sentence on each group whose format was changed after measuring, for its reason.
+        scale: measured loss of the real solver divided by the loss of its stand-in; 1 without one.
+        last: the choice of the last round.
+    """
+
+    problem: KnapsackProblem
+    space: Space
+    scores: Sensitivity
+    bench: Bench
+    goal: Goal
+    effort: Effort
+    rounds: list[Round] = field(default_factory=list)
+    corrected: dict[str, str] = field(default_factory=dict)
+    scale: float = 1.0
+    last: np.ndarray | None = None
+
+    def run(self, *, searches: bool = True) -> MeasuredChoice:
+        """Returns the best choice, measured.
+
+        Args:
+            searches: whether single changes are measured, too, as far as the effort has measurements for them.
+
+        Raises:
+            Infeasible: the budgets cannot be kept, or not together with the limit on the loss.
+        """
+        self.space.explain(self.goal, self.problem)
+        self.corrected = {}
+        best = self._within_loss() if self.goal.has_limit else self._within_budget()
+        # Gradients first, as one backward pass judges all changes; measured flips cost a forward pass each.
+        best = self._correct(best)
+        best = self._search(best) if searches else best
+        # A smaller loss at the same size leaves room for a smaller size.
+        best = self._correct(best) if self.goal.has_limit else best
+        return self._against_uniform(best)
+
+    def plan(self, choice: np.ndarray) -> Plan:
+        """Returns the plan of a choice, with a reason for every layer."""
+        return self.space.plan(choice, self.problem, self.scores, self.goal, self.corrected)
+
+    def curve(self) -> tuple[CurvePoint, ...]:
+        """Returns the predicted Pareto curve by rising bits, with losses where they were measured."""
+        choices = {key_of(c): c for c in pareto(self.problem, "bytes", self.effort.points)}
+        points = [
+            CurvePoint(self.space.bits(c), self.problem.total(SCORE, c), self.bench.losses.get(key))
+            for key, c in choices.items()
+        ]
+        return tuple(sorted(points, key=lambda p: p.bits))
+
+    def _within_budget(self) -> MeasuredChoice:
+        choice = solve(self.problem, self.space.limits(self.goal))
+        return MeasuredChoice(choice, self._note(choice, self.problem.total(SCORE, choice)))
+
+    def _within_loss(self) -> MeasuredChoice:
+        """Returns the smallest model on the curve of the scores whose measured loss is within the limit, by bisection.
+
+        A point of the curve is given by the sum of scores that is allowed. The first is the limit itself, which would
+        be the answer if scores were exact, and each measurement rescales the next guess.
+        """
+        budgets = self.space.limits(self.goal)
+        least = self.problem.total(SCORE, solve(self.problem, budgets))
+        good: np.ndarray | None = None
+        # The largest sum of scores that keeps the limit so far, and the smallest that breaks it.
+        low, high = least, math.inf
+        # Less than the least predicted loss within the budgets is infeasible, and the search starts at feasible points.
+        allowance = max(self._limit_as_loss(), least)
+        # Bounds the number of measurements; `_is_close` ends most searches earlier.
+        for _ in range(10):
+            choice = self._smallest_within(allowance, budgets)
+            predicted = self.problem.total(SCORE, choice)
+            ratio = self._ratio(choice, predicted)  # measured loss / limit
+            if ratio <= 1:
+                good, low = choice, max(allowance, low)
+                if not self._can_shrink(choice):
+                    break
+            else:
+                high = predicted
+                # Even the least lossy choice within the budgets breaks the limit.
+                if predicted <= least * (1 + 1e-9) + 1e-15:
+                    break
+            if good is not None and high < math.inf and self._is_close(good, high, budgets):
+                break
+            allowance = self._next(allowance, ratio, low, high)
+        if good is None:
+            raise Infeasible(
+                f"{self.limit_text()}: even the least lossy choice within the budgets measures {ratio:.3g} times that"
+            )
+        return MeasuredChoice(good, self.bench.loss(good))
+
+    def _next(self, allowance: float, ratio: float, low: float, high: float) -> float:
+        """Returns the next sum of scores to try: rescaled by the measurement, or halfway if outside the interval."""
+        # As if the loss were proportional to the scores. A choice exactly at the limit may have room for 2 % more.
+        guess = allowance / max(ratio, 0.05) if ratio != 1 else 1.02 * allowance
+        if high == math.inf:
+            return guess
+        # Guesses near an end hardly shrink the interval.
+        margin = 0.02 * (high - low)
+        return guess if low + margin < guess < high - margin else (low + high) / 2
+
+    def _smallest_within(self, allowance: float, budgets: Mapping[str, float]) -> np.ndarray:
+        # A little more than `allowance`, which may be the sum of a choice that was found by the same solver.
+        limits = {SCORE: allowance * (1 + 1e-9) + 1e-15, **budgets}
+        return solve(self.problem, limits, minimize="bytes")
+
+    def _can_shrink(self, choice: np.ndarray) -> bool:
+        return self.space.bytes(choice) > smallest(self.problem, "bytes")
+
+    def _is_close(self, good: np.ndarray, high: float, budgets: Mapping[str, float]) -> bool:
+        """Returns whether the smallest choice that may still keep the limit would save at most 0.3 % more."""
+        try:
+            next_one = self._smallest_within(high * (1 - 1e-6), budgets)
+        except Infeasible:
+            return True
+        return self.space.bytes(good) - self.space.bytes(next_one) < 0.003 * self.space.bytes(good)
+
+    def _limit_as_loss(self) -> float:
+        if self.goal.max_kl is not None:
+            return self.goal.max_kl / self.scale
+        # ΔNLL and KL have the same size for a calibrated model: KL is the expectation of ΔNLL.
+        return math.log1p(self.goal.max_ppl_increase or 0.0) / self.scale
+
+    def limit_text(self) -> str:
+        """Returns the limit as the user named it."""
+        if self.goal.max_kl is not None:
+            return f"max_kl {self.goal.max_kl:g}"
+        return f"max_ppl_increase {100 * (self.goal.max_ppl_increase or 0.0):g}%"
+
+    def _ratio(self, choice: np.ndarray, predicted: float) -> float:
+        """Returns the measured loss of a choice as a fraction of the limit; the round is recorded."""
+        return self._ratio_of(choice, self._note(choice, predicted))
+
+    def _ratio_of(self, choice: np.ndarray, measured: float) -> float:
+        if self.goal.max_kl is not None:
+            return measured * self.scale / self.goal.max_kl
+        assert self.goal.max_ppl_increase is not None
+        return self.bench.perplexity_increase(choice) * self.scale / self.goal.max_ppl_increase
+
+    def _note(self, choice: np.ndarray, predicted: float) -> float:
+        measured = self.bench.loss(choice)
+        before = self.last
+        groups = self.problem.groups
+        changed = [] if before is None else [g for g, a, b in zip(groups, before, choice, strict=True) if a != b]
+        # Readers know layers, not groups.
+        layers = tuple(layer.name for group in changed for layer in self.space.groups[group])
+        self.rounds.append(Round(self.space.bits(choice), predicted, measured, layers))
+        self.last = choice
+        return measured
+
+    def _correct(self, present: MeasuredChoice) -> MeasuredChoice:
+        """Changes the groups with the best gain at the quantized model, a few at a time, while that does gain."""
+        # Gains hold near the present choice only, so few groups change at a time, and half as many after a failure.
+        changes = max(len(self.problem.groups) // 24, 2)
+        gains: np.ndarray | None = None
+        for _ in range(self.effort.rounds):
+            if gains is None:
+                gains = self.bench.gains(present.choice, self.problem)
+            choice, predicted = self._step(present, gains, changes)
+            if choice is None or np.array_equal(choice, present.choice):
+                break
+            ratio = self._ratio(choice, predicted) if self.goal.has_limit else 0.0
+            measured = self.bench.loss(choice) if self.goal.has_limit else self._note(choice, predicted)
+            better = (
+                self.space.bytes(choice) < self.space.bytes(present.choice)
+                if self.goal.has_limit
+                else measured < present.measured
+            )
+            if ratio <= 1 and better:
+                self._explain(present.choice, choice, present.measured, measured)
+                present, gains = MeasuredChoice(choice, measured), None
+            else:
+                # Linear gains were extrapolated too far: the same gains hold for a shorter step.
+                changes //= 2
+                if changes == 0:
+                    break
+        return present
+
+    def _search(self, present: MeasuredChoice) -> MeasuredChoice:
+        """Returns the least loss near a choice at its size, by measuring."""
+        bench, count = self.bench, self.effort.probes(self.bench.searched.device)
+        if present.measured == 0 or count == 0:
+            return present
+        limits = self.space.limits(self.goal)
+        if self.goal.has_limit:  # less loss at the same size; `_correct` then turns it into a smaller size
+            limits["bytes"] = self.space.bytes(present.choice)
+        baseline = Baseline(bench.switchable, bench.divergence, bench.searched)
+        search = Search(self.problem, limits, baseline, self.space.named, count, bench.probe)
+        choice = search.improve(present.choice)
+        if np.array_equal(choice, present.choice):
+            return present
+        measured = self._note(choice, present.measured * search.loss_of(choice) / search.loss_of(present.choice))
+        ratio = self._ratio_of(choice, measured) if self.goal.has_limit else 0.0
+        if ratio > 1 or measured >= present.measured:
+            return present
+        self._explain(present.choice, choice, present.measured, measured)
+        return MeasuredChoice(choice, measured)
+
+    def change(self, present: MeasuredChoice, choice: np.ndarray, before: float, after: float) -> MeasuredChoice:
+        """Returns another choice, measured here, that was found better in another way.
+
+        Args:
+            present: the choice so far.
+            choice: the better one.
+            before, after: losses of both, by that way.
+        """
+        self._explain(present.choice, choice, before, after, " in a solved model")
+        return MeasuredChoice(choice, self._note(choice, present.measured * after / before))
+
+    def _against_uniform(self, present: MeasuredChoice) -> MeasuredChoice:
+        """Returns one format for all groups where that is within the budgets and measured to be better.
+
+        Scores and gains are estimates, and with little to choose between a mix can end worse than no mix.
+        """
+        best, best_name = present, ""
+        for name, choice in self.uniform_within_budgets().items():
+            measured = self.bench.loss(choice)
+            if self.goal.has_limit:
+                better = self.space.bytes(choice) < self.space.bytes(best.choice)
+                better = better and self._ratio_of(choice, measured) <= 1
+            else:
+                better = measured < best.measured
+            if better and not np.array_equal(choice, present.choice):
+                best, best_name = MeasuredChoice(choice, measured), name
+        if best is not present:
+            self.note_uniform(best_name, present.measured, best.measured)
+            self._note(best.choice, best.measured)
+        return best
+
+    def uniform_within_budgets(self) -> dict[str, np.ndarray]:
+        """Returns the choices of one format that every budget has room for, by the format's name."""
+        limits = self.space.limits(self.goal)
+        return {
+            name: choice
+            for name, choice in uniform_choices(self.problem).items()
+            if all(self.problem.total(cost, choice) <= limit for cost, limit in limits.items())
+        }
+
+    def note_uniform(self, name: str, mixed: float, measured: float) -> None:
+        """Lets every group's reason say that one format measured better than the mix."""
+        reason = f"{name} for every layer measured better than the mix: joint loss {mixed:.4g} → {measured:.4g}"
+        self.corrected = dict.fromkeys(self.problem.groups, reason)
+
+    def _step(self, present: MeasuredChoice, gains: np.ndarray, changes: int) -> tuple[np.ndarray | None, float]:
+        """Returns the best choice near the present one by the gains, and the loss that they predict.
+
+        None if there is none.
+        """
+        near = Near(present.choice, changes)
+        # Gains are differences and may be negative; the solver is indifferent to that.
+        local = KnapsackProblem(self.problem.groups, self.problem.candidates, gains, self.problem.costs)
+        limits = self.space.limits(self.goal)
+        try:
+            if not self.goal.has_limit:
+                choice = solve(local, limits, near=near)
+            else:
+                # Loss that the limit leaves to spend on smaller formats.
+                slack = max(self._limit_as_loss() - present.measured, 0.0)
+                if self.goal.max_kl is None:
+                    slack = 0.0
+                # Smallest size whose predicted loss uses at most 0.9 of the distance to the limit.
+                choice = solve(local, {SCORE: 0.9 * slack, **limits}, minimize="bytes", near=near)
+        except Infeasible:
+            return None, math.nan
+        return choice, present.measured + local.total(SCORE, choice)
+
+    def _explain(
+        self, present: np.ndarray, choice: np.ndarray, before: float, after: float, measured_where: str = ""
+    ) -> None:
+        names = self.problem.candidates
+        for group, old, new in zip(self.problem.groups, present, choice, strict=True):
+            if old != new:
+                self.corrected[group] = (
+                    f"changed from {names[old]} after measuring{measured_where}: joint loss {before:.4g} → {after:.4g}"
+                )

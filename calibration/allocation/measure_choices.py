@@ -1,0 +1,286 @@
+"""A `Bench` measures the joint loss of choices of formats, each choice once."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from statistics import fmean
+from typing import Any
+
+import numpy as np
+import torch
+
+from quant.allocation.held_out import HeldOut
+from quant.calibration.allocation.record import Uniform, Verified
+from quant.calibration.allocation.space import Space, key_of
+from quant.calibration.sensitivity.baseline import Baseline
+from quant.calibration.sensitivity.candidates import KEPT
+from quant.calibration.sensitivity.divergence import Divergence, NextToken
+from quant.calibration.sensitivity.knapsack import KnapsackProblem
+from quant.calibration.sensitivity.switchable_model import SwitchableModel
+from quant.calibration.sensitivity.token_products import TokenProducts, observed
+from quant.calibration.session import Session
+from quant.base.errors import UserError
+from quant.evaluation.interval import mean_interval
+
+# On a CPU a measurement takes seconds, and a hundred of them gain a percent or two.
+_MEASUREMENTS = {"cpu": 0, "cuda": 500}
+
+
+@dataclass(frozen=True)
+class Effort:
+    """The numbers of rows and measurements.
+
+    Attributes:
+        score_rows: rows for scores and gains.
+        check_rows: rows for the joint loss.
+        search_rows: rows for the local search.
+        measurements: the number of measurements of the local search; None for 500 on a GPU, where they take seconds,
+            and none on a CPU.
+        solved_rows: rows on which single changes are measured in a solved model.
+        rounds: rounds of corrections.
+        solves: quantizations with a solver that works from data.
+        points: points of the Pareto curve.
+    """
+
+    score_rows: int = 8
+    check_rows: int = 8
+    search_rows: int = 8
+    measurements: int | None = None
+    solved_rows: int = 32
+    rounds: int = 2
+    solves: int = 3
+    points: int = 17
+
+    def probes(self, device: torch.device) -> int:
+        """Returns the number of measurements of the local search on a device."""
+        default = _MEASUREMENTS.get(device.type, _MEASUREMENTS["cpu"])
+        return default if self.measurements is None else self.measurements
+
+
+def rows_of_choice(
+    rows: int, formats: int, effort: Effort, device: torch.device, *, changes: int = 0, rows_solved: int = 0
+) -> int:
+    """Estimates how many rows run forward through the model, or backward, while formats are chosen for a budget.
+
+    Args:
+        rows: calibration rows, on which ranges of inputs are measured.
+        formats: the number of formats.
+        effort: numbers of rows and measurements.
+        device: the device where the model runs.
+        changes: the number of single changes, if they are measured in a solved model.
+        rows_solved: the rows on which these are measured; 0 for a local search instead.
+    """
+    # Scores and each round of gains: forward, backward, and a product with the change of each weight in each format.
+    gradients = effort.score_rows * (2 + formats) * (1 + effort.rounds)
+    measured = effort.check_rows * (1 + formats + effort.rounds)
+    count = effort.probes(device)
+    searched = rows_solved * min(changes, count) if rows_solved else effort.search_rows * count
+    # A measurement of a change begins, on average, in the middle of the model.
+    return rows + gradients + measured + searched // 2
+
+
+@dataclass(eq=False)
+class Bench:
+    """Measures the joint loss of choices, each once.
+
+    Attributes:
+        switchable: the model, entered.
+        space: the choices.
+        divergence: the divergence from the model in 16 bit.
+        scored: rows for gains.
+        held_out: rows for the loss, and to verify it in the end.
+        searched: rows for the local search.
+        session: the session, whose listener is called for the stage "verify".
+        expected: rough number of measurements, for the listener.
+        by_perplexity: whether the increase of perplexity is verified instead of the divergence.
+        references: outputs of the original model on the scored rows, for gains.
+        losses: measured losses, by choice.
+        nlls: measured negative log-likelihoods by text, by choice; the empty choice is the original model.
+        nlls_before: negative log-likelihoods of the original model on the rows that verify, by text.
+        probed: number of measurements of the local search.
+    """
+
+    switchable: SwitchableModel
+    space: Space
+    divergence: Divergence
+    scored: torch.Tensor
+    held_out: HeldOut
+    searched: torch.Tensor
+    session: Session
+    expected: int = 0
+    references: list[Any] = field(default_factory=list)
+    losses: dict[tuple[int, ...], float] = field(default_factory=dict)
+    by_perplexity: bool = False
+    nlls: dict[tuple[int, ...], dict[str, float]] = field(default_factory=dict)
+    nlls_before: dict[str, list[float]] = field(default_factory=dict)
+    probed: int = 0
+
+    @cached_property
+    def checked(self) -> dict[str, Baseline]:
+        """A baseline on the check rows of each text."""
+        return {n: Baseline(self.switchable, self.divergence, rows) for n, rows in self.held_out.check.items()}
+
+    def loss(self, choice: np.ndarray) -> float:
+        """Returns the mean divergence of a choice on the check rows; of several texts, on the worst."""
+        key = key_of(choice)
+        if key not in self.losses:
+            # The worst text counts, or an easy text could pay for a hard one.
+            self.losses[key] = max(each.loss(self.space.named(choice)) for each in self.checked.values())
+            self._tick()
+        return self.losses[key]
+
+    def loss_of(self, divergence: Divergence) -> float:
+        """Returns `loss` of a model that is quantized for real, which `divergence` runs."""
+        return max(each.loss_of(divergence) for each in self.checked.values())
+
+    def perplexity_increase(self, choice: np.ndarray) -> float:
+        """Returns the relative increase of perplexity on the check rows; of several texts, on the worst.
+
+        Raises:
+            UserError: the model has no next tokens.
+        """
+        self._next_token()
+        return self._increase(self._nlls(choice))
+
+    def perplexity_increase_of(self, divergence: Divergence) -> float:
+        """Returns `perplexity_increase` of a model that is quantized for real, which `divergence` runs."""
+        self._next_token()
+        return self._increase(_nlls_of(divergence, self.held_out.check))
+
+    @cached_property
+    def verifying(self) -> dict[str, Baseline]:
+        """A baseline on the rows of each text that verify, which measures row by row."""
+        verify = self.held_out.verify
+        return {n: Baseline(self.switchable, self.divergence, rows, by_row=True) for n, rows in verify.items()}
+
+    def verified(self, choice: np.ndarray) -> tuple[Verified, ...]:
+        """Returns the loss of a choice on the rows that verify, text by text."""
+        named = self.space.named(choice)
+        if not self.by_perplexity:
+            return tuple(_verified(name, each.losses(named)) for name, each in self.verifying.items())
+        model = self._next_token()
+        # Both models on the same rows, for the differences in `_verified_nlls`.
+        self.switchable.set({})
+        self.nlls_before = {name: _row_nlls(model, rows) for name, rows in self.held_out.verify.items()}
+        self.switchable.set(named)
+        nlls = {name: _row_nlls(model, rows) for name, rows in self.held_out.verify.items()}
+        self.switchable.forget_inputs()
+        return self._verified_nlls(nlls)
+
+    def verified_of(self, divergence: Divergence) -> tuple[Verified, ...]:
+        """Returns `verified` of a model that is quantized for real; call `verified` for a choice before."""
+        if not self.by_perplexity:
+            return tuple(_verified(name, each.losses_of(divergence)) for name, each in self.verifying.items())
+        return self._verified_nlls({name: _row_nlls(divergence, rows) for name, rows in self.held_out.verify.items()})
+
+    def _verified_nlls(self, nlls: Mapping[str, list[float]]) -> tuple[Verified, ...]:
+        verified = []
+        for name, after in nlls.items():
+            # The interval is of the difference of NLL row by row, since both models find the same rows hard. Its ends
+            # become relative increases of perplexity, exp(ΔNLL) − 1.
+            rises = [b - a for a, b in zip(self.nlls_before[name], after, strict=True)]
+            interval = mean_interval(rises)
+            ends = None if interval is None else tuple(_expm1(end) for end in interval)
+            verified.append(Verified(name, len(rises), _expm1(fmean(rises)), ends))
+        return tuple(verified)
+
+    def _next_token(self) -> NextToken:
+        if type(self.divergence) is not NextToken:
+            raise UserError(
+                f"--max-ppl-increase needs a causal language model; use --max-kl, here {self.divergence.unit}"
+            )
+        return self.divergence
+
+    def _increase(self, nlls: Mapping[str, float]) -> float:
+        before = self._nlls(None)
+        return max(_expm1(nlls[name] - before[name]) for name in nlls)
+
+    def _nlls(self, choice: np.ndarray | None) -> dict[str, float]:
+        """Returns the mean negative log-likelihood on the check rows of each text."""
+        key = () if choice is None else key_of(choice)  # () is the model in 16 bit
+        if key not in self.nlls:
+            self.switchable.set({} if choice is None else self.space.named(choice))
+            self.nlls[key] = _nlls_of(self.divergence, self.held_out.check)
+            self.switchable.forget_inputs()
+            self._tick()
+        return self.nlls[key]
+
+    def gains(self, choice: np.ndarray, problem: KnapsackProblem) -> np.ndarray:
+        """Returns the estimated change of the loss if one group of a choice changed its format, `[G, F]`.
+
+        One backward pass a row.
+
+        The first order comes from the gradient at the quantized model, which includes the errors of other groups; the
+        second order from the scores of the group's present and new format.
+        """
+        if not self.references:
+            self.switchable.set({})
+            self.references = [self.divergence.reference(part) for part in self.scored.split(1)]
+        # First order: Σ over tokens of g · (Y_new − Y_now), with the gradient g at the quantized model.
+        sums = np.zeros(problem.scores.shape)
+        names = list(self.space.candidates)
+        self.switchable.set(self.space.named(choice))
+        for index, row in enumerate(self.scored.split(1)):
+            products = TokenProducts(self.switchable, self.space.allowed)
+            with observed(self.switchable, products.observe, row.numel()):
+                self.divergence.descend(row, self.references[index], index)
+            for i, group in enumerate(problem.groups):
+                for name, value in products.sums().get(group, {}).items():
+                    sums[i, names.index(name)] += value
+        self._tick()
+        sums /= self.divergence.count(self.scored)
+        # Second order: δ_new − δ_now, taken as independent, has the sum of both squares.
+        # [G, 1]: the score of each group's present format.
+        own = problem.scores[np.arange(len(choice)), choice][:, None]
+        table = sums + problem.scores + own
+        table[np.arange(len(choice)), choice] = 0.0
+        # Infinite gains keep the solver from formats that a group cannot take.
+        return np.where(problem.allowed, table, np.inf)
+
+    def uniform(self, problem: KnapsackProblem) -> tuple[Uniform, ...]:
+        """Returns the loss of each choice of one format for all groups."""
+        return tuple(
+            Uniform(name, self.space.bits(choice), self.loss(choice))
+            for name, choice in uniform_choices(problem).items()
+        )
+
+    def probe(self) -> None:
+        """Counts a measurement of the local search."""
+        self.probed += 1
+        self._tick()
+
+    def _tick(self) -> None:
+        done = len(self.losses) + len(self.nlls) + self.probed
+        self.session.report("verify", done, max(done, self.expected))
+
+
+def uniform_choices(problem: KnapsackProblem) -> dict[str, np.ndarray]:
+    """Returns a choice for each format: all groups that may take it do, and others take the best that is allowed."""
+    return {
+        name: np.where(problem.allowed[:, j], j, problem.scores.argmin(axis=1))
+        for j, name in enumerate(problem.candidates)
+        if problem.allowed[:, j].any() and name != KEPT.name
+    }
+
+
+def _nlls_of(divergence: Divergence, texts: Mapping[str, torch.Tensor]) -> dict[str, float]:
+    """Returns the mean negative log-likelihood of a model's next tokens on each text."""
+    return {name: fmean(_row_nlls(divergence, rows)) for name, rows in texts.items()}
+
+
+def _row_nlls(divergence: Divergence, rows: torch.Tensor) -> list[float]:
+    """Returns the mean negative log-likelihood of the next tokens of each row."""
+    assert isinstance(divergence, NextToken)
+    return [divergence.nll(row, i) / divergence.count(row) for i, row in enumerate(rows.split(1))]
+
+
+def _verified(text: str, losses: list[float]) -> Verified:
+    return Verified(text, len(losses), fmean(losses), mean_interval(losses, least=0.0))
+
+
+def _expm1(nll: float) -> float:
+    """Returns exp(x) − 1, finite where a double overflows: a broken model's perplexity is still a number."""
+    return math.expm1(min(nll, 700.0))

@@ -1,0 +1,333 @@
+"""`collect_attention_scales` finds the scales of the KV cache and of attention's operands by watching a model attend.
+
+Attention modules are found by their calls. In transformers 5 every model asks `AttentionInterface` for the function
+that attends and hands it q, k and v as they are used: normalised, rotated by position (RoPE), k and v as they enter the
+cache. While the scales are collected, the function that the model gets records them first and then calls the requested
+one with the same arguments: the model's own masks, soft caps and sinks stay in force, and no list of model names is
+needed.
+
+    operand   watched                    scale of FP8     scale of NVFP4
+    q, k, v   amax by an observer        amax / 448       amax / 2688, under block scales found at run time
+    p         nothing, it is in [0, 1]   1 / 448          1 / 2688
+
+p, the softmax probabilities, needs no data. A probability is at most 1, and so is the exp(s - max) that
+flash-attention kernels hold instead before they normalise; some row nearly reaches it (the first token sees only
+itself), so a smaller scale would saturate and a larger one would waste codes.
+
+Scales are one a tensor, or one a KV head. A per-head scale of q is shared by the query heads of a KV head, because
+decode kernels stack these as the rows of one tile.
+
+Latent attention (MLA) caches one vector a token for all heads, instead of keys and values.
+
+    hidden ── kv_a_proj_with_mqa ─┬─ latent [kv_lora_rank] ─ kv_a_layernorm ──┬─▶ cache   expanded to keys and values
+                                  └─ rotary key [qk_rope_head_dim] ─ RoPE ────┘           when they are read
+
+A server scales the whole row by one `k_scale` before it rounds it to FP8 (vLLM's `concat_and_cache_mla`). So a
+checkpoint needs the scale of the normed latent vector and of the rotary key, and no scale of expanded keys: for
+random weights of DeepSeek-V3 these are ten times smaller, and two thirds of the latent values would saturate.
+
+Every latent attention of transformers names its norm `kv_a_layernorm` and puts the rotary key at the end of each
+head's key.
+
+Of a cache alone, k and v both have the scale of that row; where attention is quantized too, its operands are the
+expanded q, k and v.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from quant.calibration.attention_names import Watch, watching_attention
+from quant.recipes.blocks import removing
+from quant.calibration.observers import Observer, get_observer
+from quant.calibration.placement import device_of, placed
+from quant.calibration.ranks import gathered, own_batches
+from quant.calibration.session import Session
+from quant.formats.format import FORMATS, Format
+from quant.formats.known_names import known_names
+from quant.formats.scaling import global_scale_of, scale_of
+
+CACHE_GRANULARITIES = ("tensor", "head")
+_EXPANDED = ("minicpm3",)  # vLLM caches their expanded keys and values
+
+
+@dataclass(frozen=True, eq=False)
+class AttentionScales:
+    """Scales of one attention module: float32, [] per tensor or [kv_heads] per head.
+
+    Attributes:
+        k: scale of the cached keys in `kv_format`, or of a latent vector; None where the cache keeps 16 bit.
+        v: scale of the cached values, likewise.
+        q: scale of the queries in `attention_format`; None where attention keeps 16 bit.
+        p: scale of the probabilities, [], likewise.
+        amax: calibrated magnitudes of the observed operands among "q", "k" and "v", or of the "latent" vector, from
+            which `attention_scale` gives the scale in any other format.
+        kv_format: the format of the cache, or None.
+        attention_format: the format of attention's operands, or None.
+    """
+
+    k: torch.Tensor | None
+    v: torch.Tensor | None
+    q: torch.Tensor | None
+    p: torch.Tensor | None
+    amax: Mapping[str, torch.Tensor]
+    kv_format: Format | None
+    attention_format: Format | None
+
+
+def attention_scale(amax: torch.Tensor, format: Format) -> torch.Tensor:
+    """Returns the static scale that maps `amax` to the largest value of `format`, float32; 1 where `amax` is 0."""
+    return global_scale_of(amax, format) if format.global_scale else scale_of(amax, format.element.max)
+
+
+def collect_attention_scales(
+    model: nn.Module,
+    rows: torch.Tensor,
+    *,
+    observer: str = "absmax",
+    kv_format: Format | None,
+    attention_format: Format | None,
+    granularity: str = "tensor",
+    session: Session | None = None,
+) -> dict[str, AttentionScales]:
+    """Returns KV-cache and attention scales of every attention module that `rows` reach, by module name.
+
+    Args:
+        model: a transformers model, called as `model(row)`.
+        rows: token ids, int64 `[rows, seqlen]`.
+        observer: key of `OBSERVERS`.
+        kv_format: the format of the cache; None keeps it in 16 bit.
+        attention_format: the format of q, k, v and p inside attention; None keeps them in 16 bit. k and v are observed
+            for `kv_format` where both are given.
+        granularity: "tensor" or "head".
+        session: the session. The model runs on its device, see `placed`; its listener is called for "calibrate" with
+            rows.
+
+    Ranks share the rows where the observer is absmax.
+
+    Raises:
+        ValueError: neither format is given, or one whose scales are all found at run time; unknown observer or
+            granularity; NaN or infinity (module, operand and batch are named); no attention module was seen.
+    """
+    session = session or Session()
+    # k and v are rounded once, on their way into the cache: its format decides their range.
+    operands = {"q": attention_format, "k": kv_format or attention_format, "v": kv_format or attention_format}
+    _check_formats(operands.values(), granularity)
+    observers: dict[str, dict[str, list[Observer]]] = {}
+    make = get_observer(observer)
+    watch = _watcher(model, operands, make, by_head=granularity == "head", observers=observers)
+    latent = None if attention_format is not None else kv_format
+    home = device_of(model)
+    with (
+        torch.no_grad(),
+        placed(model, session.device) as device,
+        _watching_latents(model, latent, make, observers),
+        watching_attention(model, watch),
+    ):
+        rows = rows.to(device)
+        # Other observers count all rows on every rank, because histograms of several ranks cannot be merged.
+        for index in own_batches(len(rows)) if observer == "absmax" else range(len(rows)):
+            model(rows[index : index + 1])
+            session.report("calibrate", index + 1, len(rows))
+    ranges = {
+        name: {operand: _amax(by_head, granularity).cpu() for operand, by_head in by_operand.items()}
+        for name, by_operand in observers.items()
+    }
+    # A maximum is the same in any order, so only the rows of maxima are shared among ranks.
+    if observer == "absmax":
+        ranges = _largest(ranges)
+    if not ranges:
+        raise ValueError(
+            f"{type(model).__name__}: no attention was seen on {len(rows)} calibration row(s); KV-cache and attention "
+            "scales need a transformers model whose attention goes through its AttentionInterface"
+        )
+    return {
+        name: _scales({operand: amax.to(home) for operand, amax in by_operand.items()}, kv_format, attention_format)
+        for name, by_operand in ranges.items()
+    }
+
+
+def _watcher(
+    model: nn.Module,
+    operands: Mapping[str, Format | None],
+    make: Callable[..., Observer],
+    *,
+    by_head: bool,
+    observers: dict[str, dict[str, list[Observer]]],
+) -> Watch:
+    """Returns a function that shows the operands of every attention to observers, which it makes as modules come up.
+
+    Args:
+        model: the model that holds the attention modules.
+        operands: format of q, k and v; None is not observed.
+        make: an observer class.
+        by_head: one observer for each KV head, or one for all.
+        observers: filled, by module and operand.
+    """
+    # Attention functions are handed the module and not its name.
+    names = {module: name for name, module in model.named_modules()}
+
+    def watch(module: nn.Module, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+        name = names[module]
+        if "latent" in observers.get(name, {}):  # its norm has run before
+            observers[name]["latent"][0].update(rotary_key(module, k))
+            return
+        heads = k.shape[1] if by_head else 1
+        for operand, x in (("q", q), ("k", k), ("v", v)):
+            format = operands[operand]
+            if format is None:
+                continue
+            of_heads = observers.setdefault(name, {}).setdefault(operand, [])
+            if not of_heads:
+                labels = [f"{name} {operand}" + (f" head {head}" if heads > 1 else "") for head in range(heads)]
+                of_heads += [make(format, name=label) for label in labels]
+            # [batch, heads, tokens, head_dim]: for q, the query heads of a KV head lie side by side.
+            for head_observer, part in zip(of_heads, x.tensor_split(heads, dim=1), strict=True):
+                head_observer.update(part)
+
+    return watch
+
+
+@contextmanager
+def _watching_latents(
+    model: nn.Module,
+    format: Format | None,
+    make: Callable[..., Observer],
+    observers: dict[str, dict[str, list[Observer]]],
+) -> Iterator[None]:
+    """Shows the vectors that latent attention caches to observers while open; with no format nothing is watched."""
+
+    def hook(name: str, norm: nn.Module, args: tuple[Any, ...], output: torch.Tensor) -> None:
+        of_module = observers.setdefault(name, {})
+        if "latent" not in of_module:
+            of_module["latent"] = [make(format, name=f"{name} latent vector")]
+        of_module["latent"][0].update(output)
+
+    norms = latent_norms(model) if format is not None else {}
+    with removing(norm.register_forward_hook(partial(hook, name)) for name, norm in norms.items()):
+        yield
+
+
+def _check_formats(formats: Any, granularity: str) -> None:
+    formats_to_measure = [format for format in formats if format is not None]
+    if not formats_to_measure:
+        raise ValueError("neither kv_format nor attention_format is given: there is nothing to calibrate")
+    for format in formats_to_measure:
+        if not format.is_static:
+            raise ValueError(
+                f"{format} finds its scales at run time, so there is none to calibrate for the KV cache or attention; "
+                "use fp8 or nvfp4"
+            )
+    if granularity not in CACHE_GRANULARITIES:
+        raise ValueError(f"unknown granularity {granularity!r}; {known_names(granularity, CACHE_GRANULARITIES)}")
+
+
+def _amax(observers: list[Observer], granularity: str) -> torch.Tensor:
+    amax = torch.stack([observer.amax() for observer in observers])
+    return amax if granularity == "head" else amax.squeeze(0)
+
+
+def _largest(own: Mapping[str, Mapping[str, torch.Tensor]]) -> dict[str, dict[str, torch.Tensor]]:
+    """Returns the largest values of all ranks, by module and operand."""
+    largest: dict[str, dict[str, torch.Tensor]] = {}
+    for part in gathered(own):
+        for name, operands in part.items():
+            module = largest.setdefault(name, {})
+            module |= {o: torch.maximum(module.get(o, amax), amax) for o, amax in operands.items()}
+    return largest
+
+
+def _scales(
+    amax: dict[str, torch.Tensor], kv_format: Format | None, attention_format: Format | None
+) -> AttentionScales:
+    k = v = q = p = None
+    if kv_format is not None:
+        k, v = (attention_scale(_cached(amax, operand), kv_format) for operand in ("k", "v"))
+    if attention_format is not None:
+        q = attention_scale(amax["q"], attention_format)
+        # Probabilities are at most 1; see the module docstring.
+        p = attention_scale(amax["q"].new_ones(()), attention_format)
+    return AttentionScales(k, v, q, p, amax, kv_format, attention_format)
+
+
+def kv_scale_tensors(scales: Mapping[str, AttentionScales], dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """Returns the tensors in which checkpoints keep the scales of the KV cache, by name, in `dtype`, the model's.
+
+    `….self_attn.k_scale` and `….v_scale` are [1], or [kv_heads, 1, 1] (compressed-tensors' strategy "attn_head").
+
+    Raises:
+        ValueError: scales of another cache than FP8, which the layout cannot express.
+    """
+    tensors = {}
+    for name, module in scales.items():
+        if module.kv_format is None or not (module.kv_format.is_fp8 and module.kv_format.per_tensor):
+            format = module.kv_format or "16 bit"
+            raise ValueError(f"{name}: checkpoints hold scales of a KV cache in fp8; this one is in {format}")
+        for operand in ("k", "v"):
+            scale = attention_scale(_cached(module.amax, operand), FORMATS["fp8"])
+            # [1], or [kv_heads, 1, 1], as compressed-tensors registers these parameters.
+            scale = scale.view(-1, 1, 1) if scale.dim() else scale.view(1)
+            tensors[f"{name}.{operand}_scale"] = _store(scale, dtype)
+    return tensors
+
+
+def _cached(amax: Mapping[str, torch.Tensor], operand: str) -> torch.Tensor:
+    """Returns the magnitude of the values that the cache holds for k or v.
+
+    One vector stands for both in latent attention.
+    """
+    return amax["latent"] if "latent" in amax else amax[operand]
+
+
+def _store(scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Returns `scale` rounded to `dtype`, never to zero: FP16 ends at 2^-24."""
+    info = torch.finfo(dtype)
+    # tiny · eps is the smallest subnormal number of the dtype.
+    return scale.clamp(min=info.tiny * info.eps).to(dtype)
+
+
+def is_latent(module: nn.Module) -> bool:
+    """Returns whether an attention module caches a latent vector."""
+    config: Any = getattr(module, "config", None)
+    names = ("kv_a_layernorm", "qk_nope_head_dim", "qk_rope_head_dim")
+    return all(hasattr(module, name) for name in names) and getattr(config, "model_type", None) not in _EXPANDED
+
+
+def latent_norms(model: nn.Module) -> dict[str, nn.Module]:
+    """Returns the norms whose outputs are cached, by the name of their attention module."""
+    return {name: module.kv_a_layernorm for name, module in model.named_modules() if is_latent(module)}
+
+
+def rotary_key(module: nn.Module, key: torch.Tensor) -> torch.Tensor:
+    """Returns the part of expanded keys that all heads share: `[batch, 1, tokens, rope]`."""
+    return key[:, :1, :, module.qk_nope_head_dim :]
+
+
+@contextmanager
+def latents_changed(model: nn.Module, change: Callable[[nn.Module, torch.Tensor], torch.Tensor]) -> Iterator[None]:
+    """Makes latent attentions expand their keys and values from `change(attention, latent)`, while open.
+
+    Args:
+        model: a model with or without latent attention.
+        change: a function of an attention module and a latent vector `[batch, tokens, rank]`.
+    """
+
+    def hook(attention: nn.Module, norm: nn.Module, args: tuple[Any, ...], output: torch.Tensor) -> torch.Tensor:
+        return change(attention, output)
+
+    norms = latent_norms(model)
+    with removing(norm.register_forward_hook(partial(hook, model.get_submodule(name))) for name, norm in norms.items()):
+        yield
+
+
+def with_rotary_key(module: nn.Module, key: torch.Tensor, rotary: torch.Tensor) -> torch.Tensor:
+    """Returns expanded keys with another rotary part, `[batch, 1, tokens, rope]`."""
+    nope = key[..., : module.qk_nope_head_dim]
+    return torch.cat([nope, rotary.expand(-1, key.shape[1], -1, -1)], dim=-1)

@@ -1,0 +1,206 @@
+"""The dicts `SOLVERS` and `TRANSFORMS` hold the parts of solvers; a `Pipeline` has the parts of a whole name.
+
+`SOLVERS` are the roundings, each in a file of its own; `TRANSFORMS` scale input channels before. Names compose with
+"+", in this order:
+
+    scaling + rotation + lowrank + rounding + autoround        awq+gptq, rotation:64+gptq, awq+lowrank:16+gptq
+
+`rotation:64` rotates the inputs in blocks of up to 64 at run time; `rotation:merge` rotates only where the modules
+around can absorb the rotation (see `rotations.merge`), `rotation:learned` rotates the residual stream by a matrix that
+is learned for FP8 (see `rotations.learn`), and `awq:merge` scales only where they can absorb the scale (see `fold`).
+Every part may be left out: a transform without a rounding is followed by `mse`, a rotation, branch or reconstruction by
+`gptq`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+
+from quant.calibration.solvers.autoround import Reconstruction
+from quant.calibration.solvers.awq import Awq, SmoothQuant
+from quant.calibration.solvers.interfaces import Solver, Transform, required_stats
+from quant.calibration.solvers.gptq import Gptq, Shares
+from quant.calibration.solvers.kfac import Kfac
+from quant.calibration.solvers.local_hessian import LocalHessian
+from quant.calibration.solvers.peers import Peer, quantize_like_compressed_tensors, quantize_like_modelopt
+from quant.calibration.statistics import LayerStats
+from quant.formats.format import Format
+from quant.formats.number import E4M3, E8M0
+from quant.formats.tensor import BlockScaledTensor, quantize
+from quant.recipes.plan import LayerPlan, Plan
+from quant.recipes.solver_names import SolverSpec, parse_solver
+
+
+@dataclass(frozen=True)
+class RoundToNearest:
+    """Round to nearest, with block scales by one rule."""
+
+    rule: str
+
+    def __call__(
+        self, weight: Tensor, stats: LayerStats | None, format: Format, *, global_scale: Tensor | None, name: str
+    ) -> BlockScaledTensor:
+        return quantize(weight, format, rule=self.rule, global_scale=global_scale, name=name)
+
+
+SOLVERS: dict[str, Solver] = {
+    "rtn": RoundToNearest("max"),
+    "mse": RoundToNearest("mse"),
+    "four_over_six": RoundToNearest("four_over_six"),
+    "ocp": RoundToNearest("ocp"),
+    "even": RoundToNearest("even"),
+    "modelopt": Peer(quantize_like_modelopt),
+    "compressed_tensors": Peer(quantize_like_compressed_tensors),
+    "local_hessian": LocalHessian(),
+    "gptq": Gptq(),
+    "kfac": Kfac(),
+    "gptq_plain": Gptq(shares=Shares(drift=0.5), rounded_shares=Shares()),
+}
+
+TRANSFORMS: dict[str, Transform] = {
+    "awq": Awq(),
+    "smoothquant": SmoothQuant(),
+}
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """Transforms, then rounding: the meaning of a name such as `awq+gptq`.
+
+    Attributes:
+        spec: the name's parts.
+        transforms: choose input scales, in this order.
+        rounding: the solver that gives codes and scales.
+        reconstruction: how the finished block is refined, if it is.
+    """
+
+    spec: SolverSpec
+    transforms: tuple[Transform, ...]
+    rounding: Solver
+    reconstruction: Reconstruction | None = None
+
+    @property
+    def rule(self) -> str:
+        return self.rounding.rule
+
+    @property
+    def needs_moment(self) -> bool:
+        """Whether rounding or branch look at the second moment of the inputs."""
+        return self.spec.rank > 0 or isinstance(self.rounding, Gptq | LocalHessian)
+
+    @property
+    def needs_data(self) -> bool:
+        """Whether it works from calibration inputs."""
+        return self.transforms != () or self.reshapes or self.needs_moment
+
+    @property
+    def reshapes(self) -> bool:
+        """Whether more is done to a block than scaling and rounding its layers."""
+        return bool(self.spec.rotation or self.spec.rank or self.spec.merges_rotations or self.reconstruction)
+
+    def shares(self, rounded: bool) -> Shares:
+        """Returns how much of the errors of earlier layers this one makes up for; `rounded` says whether inputs are."""
+        if not isinstance(self.rounding, Gptq):
+            return Shares()
+        return self.rounding.rounded_shares if rounded else self.rounding.shares
+
+    @property
+    def two_sided(self) -> bool:
+        """Whether the rounding looks at the gradients of outputs."""
+        return isinstance(self.rounding, Kfac)
+
+    @property
+    def at_once(self) -> bool:
+        """Whether all layers of a block can be solved from one pass over the original inputs."""
+        return not self.transforms and not self.reshapes and isinstance(self.rounding, LocalHessian)
+
+    def __call__(
+        self, weight: Tensor, stats: LayerStats | None, format: Format, *, global_scale: Tensor | None, name: str
+    ) -> BlockScaledTensor:
+        if self.transforms:
+            required_stats(stats, name, self.spec.name)
+        return self.rounding(weight, stats, format, global_scale=global_scale, name=name)
+
+
+def get_solver(name: str) -> Solver:
+    """Returns the solver called `name`: a key of `SOLVERS`, or transforms and one such key joined by "+".
+
+    Raises:
+        ValueError: an unknown part, or parts in an order that makes no sense; the message lists the known ones.
+    """
+    return SOLVERS[name] if name in SOLVERS else get_pipeline(name)
+
+
+def get_pipeline(name: str) -> Pipeline:
+    """Returns the stages of the solver called `name`: scaling, rotation, branch, rounding, reconstruction.
+
+    Raises:
+        ValueError: an unknown part, a part out of order, or a number that a part does not take.
+    """
+    spec = parse_solver(name, tuple(SOLVERS), tuple(TRANSFORMS))
+    rounding = SOLVERS[spec.rounding]
+    transforms = [TRANSFORMS[key] for key in spec.transforms]
+    # See `Awq.inputs_alone`. GPTQ compensates the weights' error itself, so the search of input scales judges only the
+    # inputs' error.
+    alone = isinstance(rounding, Gptq)
+    transforms = [replace(t, inputs_alone=alone, rank=spec.rank) if isinstance(t, Awq) else t for t in transforms]
+    reconstruction = Reconstruction(steps=spec.autoround) if spec.autoround else None
+    return Pipeline(spec, tuple(transforms), rounding, reconstruction)
+
+
+def supports(solver: Solver, format: Format) -> bool:
+    """Returns whether a rounding solver can give weights in `format`."""
+    rows, columns = format.block
+    if isinstance(solver, LocalHessian):
+        # Its sums are over blocks [1, k] of one row; tiles of several rows and whole rows have none.
+        return rows == 1 and columns > 0
+    # Rules that are defined for one kind of scale: NVFP4's 4/6 choice, and the MX specification's exponents.
+    needed = {"four_over_six": E4M3, "ocp": E8M0, "even": E8M0}.get(solver.rule)
+    return needed is None or format.scale is needed
+
+
+def check_solvers(plan: Plan) -> None:
+    """Raises ValueError, with the layer's name and the way out, where a planned solver does not know its format."""
+    _check_learned_rotations(plan)
+    for layer in plan.quantized:
+        pipeline = get_pipeline(layer.solver)
+        if not supports(pipeline.rounding, layer.weight_format):
+            supporting = [name for name, solver in SOLVERS.items() if supports(solver, layer.weight_format)]
+            raise ValueError(
+                f"{layer.name}: solver {layer.solver!r} does not support {layer.weight_format}; solvers that do: "
+                f"{', '.join(supporting)}"
+            )
+
+
+def _check_learned_rotations(plan: Plan) -> None:
+    """Raises ValueError where a rotation is learned for another format than FP8, or beside one that is merged."""
+    merging = {layer.name: get_pipeline(layer.solver).spec for layer in plan.quantized}
+    merging = {name: spec for name, spec in merging.items() if spec.merges_rotations}
+    first = next((name for name, spec in merging.items() if spec.learns_rotation), None)
+    if first is None:
+        return
+    for name, spec in merging.items():
+        format = plan.by_name[name].weight_format
+        if not spec.learns_rotation:
+            raise ValueError(
+                f"{name}: {spec.name} would rotate the residual stream again, which {first} has rotated as learned; "
+                "take one of the two for all layers"
+            )
+        if format.element.is_integer or format.element.bits != 8:
+            raise ValueError(
+                f"{name}: a rotation is learned for FP8, whose errors are a share of each value, and makes "
+                f"{format} worse; take rotation:merge, or none"
+            )
+
+
+def with_supported_solver(layer: LayerPlan) -> LayerPlan:
+    """Returns `layer` with "mse" in place of a rounding solver that does not support the layer's new format."""
+    pipeline = get_pipeline(layer.solver)
+    if layer.weight is None or supports(pipeline.rounding, layer.weight):
+        return layer
+    # The parts before the rounding stay; `mse` supports every format.
+    name = layer.solver.replace(pipeline.spec.rounding, "mse")
+    reason = f"{layer.reason}; solver {name}, because {pipeline.spec.rounding} does not support {layer.weight}"
+    return replace(layer, solver=name, reason=reason)

@@ -1,0 +1,99 @@
+"""`solve_by_rows` solves a tall weight in parts of rows, which ranks share.
+
+The rows of a weight are independent in GPTQ and in `local_hessian`, but a product of other sizes may add up in another
+order. So the parts depend only on the weight, and one rank solves the same parts as several do: the result does not
+depend on the number of ranks.
+
+On a GPU a rank solves its parts in one go. A launch takes as long for few rows as for many, so only matrix products are
+taken part by part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import accumulate, pairwise
+
+import torch
+
+from quant.calibration.ranks import Exchange, dealt, rank_and_world, shares_rows
+from quant.calibration.solvers.block_search import search_threads
+from quant.formats.format import Format
+from quant.base.parallel import bounds_of, run_parts
+from quant.formats.tensor import BlockScaledTensor
+
+# On a GPU: rows of a part at least, and numbers of parts, which two ranks share evenly.
+LEAST_ROWS, _COUNTS = 2048, (4, 2, 1)
+# Values that are solved in one go. Some ten copies of them exist meanwhile: of more, memory counts more than launches.
+TOGETHER = 1 << 27
+
+WHOLE = (slice(None),)
+"""The parts of a weight that is solved as one."""
+
+_Solve = Callable[[torch.Tensor, torch.Tensor | None, Sequence[slice]], BlockScaledTensor]
+
+
+def solve_by_rows(
+    solve: _Solve,
+    weight: torch.Tensor,
+    format: Format,
+    residual: torch.Tensor | None = None,
+) -> BlockScaledTensor:
+    """Returns the codes and scales of a weight; where ranks share it, each solves some of the parts.
+
+    Args:
+        solve: a function that solves some rows of `weight` and the same rows of `residual`; its third argument are
+            the parts of these rows whose products are taken one by one.
+        weight: `[out, in]`.
+        format: the format of the result. A weight whose scales span rows is solved in one part.
+        residual: `[out, in]`, or None.
+    """
+    rows = len(weight)
+    if weight.is_cuda:
+        count: float = next((count for count in _COUNTS if rows >= count * LEAST_ROWS), 1)
+    else:
+        count = search_threads(*weight.shape)
+    # Bounds depend only on the weight: a part of other rows could round differently.
+    parts = bounds_of(rows, count) if format.block[0] == 1 else []
+    if len(parts) < 2:
+        return solve(weight, residual, WHOLE)
+    owners = dealt([stop - start for start, stop in parts]) if shares_rows() else [rank_and_world()[0]] * len(parts)
+    own_parts = [part for part, owner in zip(parts, owners, strict=True) if owner == rank_and_world()[0]]
+    solved: dict[int, BlockScaledTensor] = {}
+
+    def solve_part(start: int, stop: int) -> None:
+        solved[start] = solve(weight[start:stop], None if residual is None else residual[start:stop], WHOLE)
+
+    if weight.is_cuda:
+        solved = _solve_together(solve, weight, residual, own_parts)
+    else:
+        run_parts(solve_part, own_parts)
+    own = [(start, [part.codes, part.scale, part.global_scale]) for start, part in sorted(solved.items())]
+    in_row_order = (
+        [part for _, part in Exchange(weight.device).in_order(own)] if shares_rows() else [part for _, part in own]
+    )
+    codes, scales, seconds = zip(*in_row_order, strict=True)
+    return BlockScaledTensor(torch.cat(codes), torch.cat(scales), format, tuple(weight.shape), seconds[0])
+
+
+def _solve_together(
+    solve: _Solve, weight: torch.Tensor, residual: torch.Tensor | None, parts: Sequence[tuple[int, int]]
+) -> dict[int, BlockScaledTensor]:
+    """Returns the solutions of some parts by their first row, several solved in one call."""
+    solved: dict[int, BlockScaledTensor] = {}
+    longest = max((stop - start for start, stop in parts), default=1)
+    most = max(TOGETHER // (longest * weight.shape[1]), 1)
+    for first in range(0, len(parts), most):
+        together = parts[first : first + most]
+        bounds = accumulate((stop - start for start, stop in together), initial=0)
+        rows = [slice(*pair) for pair in pairwise(bounds)]
+        whole = solve(_joined(weight, together), None if residual is None else _joined(residual, together), rows)
+        for (start, _), part in zip(together, rows, strict=True):
+            solved[start] = whole.rows(part.start, part.stop)
+    return solved
+
+
+def _joined(matrix: torch.Tensor, parts: Sequence[tuple[int, int]]) -> torch.Tensor:
+    """Returns some parts of the rows of a matrix, one below the other."""
+    if all(stop == start for (_, stop), (start, _) in pairwise(parts)):
+        return matrix[parts[0][0] : parts[-1][1]]
+    return torch.cat([matrix[start:stop] for start, stop in parts])

@@ -1,0 +1,393 @@
+"""Calibration and evaluation data: the sources that a user names are read here, as rows of token ids or as inputs.
+
+A source is a text, token ids in safetensors, a data set, a folder of images or sounds, named inputs, `self` (text that
+the model writes) or `mix` (half of it such text, half samples that come with this package).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from quant.calibration.attention_names import text_config
+from quant.calibration.inputs import Inputs, joined
+from quant.base.listener import SILENT, Listener
+from quant.calibration.placement import placed
+from quant.calibration.ranks import from_first
+from quant.calibration.session import Session
+from quant.calibration.texts.decoder_text import lacks_decoder_text, write_decoder_text
+from quant.calibration.texts.mixture import OWN, SHARES, Record, rows_hash
+from quant.calibration.texts.named_inputs import read_inputs
+from quant.calibration.texts.records import check_corpus, parse_corpus
+from quant.calibration.texts.rows import calibration_rows, token_rows
+from quant.base.errors import UserError
+from quant.calibration.texts.row_checks import run_probe
+from quant.execution.mixed_text import mixed_text
+from quant.execution.text_cache import VARIABLE, TextCache
+from quant.models.open_model import Source
+from quant.recipes.plan_make import make_plan, run_on_meta
+from quant.recipes.plan import Plan
+
+MIX, SELF = "mix", "self"
+WRITTEN = (MIX, SELF)
+"""Sources without a file: the mixture of samples and the model's own text, and its own text alone."""
+
+
+# Bytes of a token that hardly any text exceeds: English has four to five.
+_BYTES = 16
+
+
+@dataclass(frozen=True)
+class Rows:
+    """How much data is read, and from where.
+
+    Attributes:
+        sources: the sources as the user names them; none stands for the mixture.
+        samples: rows of text, or calls of the model, from all sources together.
+        seqlen: tokens of a row.
+        seed: the seed of the text that is drawn and written.
+        at_most: whether a text that is too short gives the rows that it has, instead of an error.
+    """
+
+    sources: tuple[str, ...] = ()
+    samples: int = 32
+    seqlen: int = 512
+    seed: int = 0
+    at_most: bool = False
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The sources one by one: `mix+text.txt` is `mix` and `text.txt`."""
+        return sources_of(self.sources)
+
+    @property
+    def label(self) -> str:
+        """All sources in one name."""
+        return "+".join(self.names)
+
+    @property
+    def is_written(self) -> bool:
+        """Whether the model writes some of the text."""
+        return any(name in WRITTEN for name in self.names)
+
+    def of_source(self, index: int) -> int:
+        """Returns the number of rows of the source of that index, when all sources share them evenly."""
+        return self.samples // len(self.names) + (index < self.samples % len(self.names))
+
+
+def sources_of(names: Sequence[str]) -> tuple[str, ...]:
+    """Returns the sources in `names` one by one: `mix+text.txt` is `mix` and `text.txt`.
+
+    No name stands for the mixture.
+    """
+    sources: list[str] = []
+    for name in names or (MIX,):
+        while name.startswith((f"{MIX}+", f"{SELF}+")):
+            first, _, name = name.partition("+")
+            sources.append(first)
+        sources.append(name)
+    # A source that is named twice counts once, or its rows would be in the data twice.
+    return tuple(dict.fromkeys(sources))
+
+
+def check_sources(names: Sequence[str], option: str) -> None:
+    """Raises UserError for a file that is missing or empty, or needs a package, before anything slow is done.
+
+    Args:
+        names: the names as the user gives them.
+        option: the option that names them, for the message.
+    """
+    for name in sources_of(names) if names else ():
+        if name in WRITTEN:
+            continue
+        # A column may follow a file's name after #, and a tensor's after a colon.
+        stem = re.sub(r"(\.safetensors):[^/]*$", r"\1", name)
+        if not name.startswith("hf:") and not any(Path(path).exists() for path in (name, stem, name.partition("#")[0])):
+            raise UserError(f"{option} {name}: no such file or directory")
+        try:
+            check_corpus(name)
+        except ValueError as error:
+            raise UserError(f"{option} {error}") from error
+
+
+def short_files(rows: Rows) -> list[str]:
+    """Returns the files of plain text that may hold fewer tokens than their rows need, by their size alone."""
+    texts = [(index, name) for index, name in enumerate(_written_first(rows.names)) if _is_plain_text(name)]
+    return [name for index, name in texts if Path(name).stat().st_size < _BYTES * rows.of_source(index) * rows.seqlen]
+
+
+def _is_plain_text(name: str) -> bool:
+    return ".safetensors" not in name and Path(name).is_file() and parse_corpus(name) is None
+
+
+def check_lengths(source: Source, rows: Rows) -> None:
+    """Raises ValueError where one of `short_files` is too short for a language model, whose weights are not read."""
+    if not source.is_causal_lm:
+        return  # rows of other models may be sentences
+    short = short_files(rows)
+    seqlen = within_context(source, rows.seqlen)
+    for index, name in enumerate(_written_first(rows.names)):
+        if name in short:
+            calibration_rows(name, _tokenizer_for(source, name), samples=rows.of_source(index), seqlen=seqlen)
+
+
+def written_share(names: Sequence[str], *, has_tokenizer: bool) -> float:
+    """Returns the share of the calibration text that the model writes."""
+    sources = sources_of(names)
+    mixed = SHARES[OWN] if has_tokenizer else 1.0
+    return sum({MIX: mixed, SELF: 1.0}.get(source, 0.0) for source in sources) / len(sources)
+
+
+def tokenizer_if_any(source: Source) -> Any:
+    """Returns the model's tokenizer, or None."""
+    try:
+        return source.load_tokenizer()
+    except UserError:
+        return None
+
+
+def within_context(source: Source, seqlen: int) -> int:
+    """Returns the number of tokens in a row of calibration text: at most the model's context."""
+    context = getattr(text_config(source.config), "max_position_embeddings", None)
+    return min(seqlen, context) if isinstance(context, int) and context > 0 else seqlen
+
+
+def named_inputs(source: Source, rows: Rows) -> Inputs | None:
+    """Returns inputs by name, images, sounds or pairs of texts; None where the sources are rows of tokens.
+
+    Raises:
+        UserError: one source holds inputs and another one text.
+    """
+    names = rows.names
+    if source.model is None or rows.is_written:
+        return None
+    by_source = {}
+    for index, name in enumerate(names):
+        # One call at least, which shows whether the source holds inputs; the number of rows is checked by the caller.
+        samples = max(rows.of_source(index), 1)
+        by_source[name] = read_inputs(name, source.model, source.load_processor, samples=samples, seqlen=rows.seqlen)
+    inputs = [each for each in by_source.values() if each is not None]
+    if 0 < len(inputs) < len(by_source):
+        # The first source of each sort, for the message.
+        of_inputs, of_text = (
+            next(name for name, each in by_source.items() if (each is None) is is_text) for is_text in (False, True)
+        )
+        raise UserError(f"--calib {of_inputs} holds inputs of the model, and {of_text} a text; give one of them")
+    return joined(inputs) if inputs else None
+
+
+def read_calibration(
+    source: Source,
+    rows: Rows,
+    session: Session,
+    *,
+    listener: Listener = SILENT,
+    plan: Plan | None = None,
+) -> tuple[torch.Tensor | Inputs, list[Record]]:
+    """Returns the calibration data, rows of each source in turn, and a record of each source.
+
+    Args:
+        source: the model.
+        rows: sources and sizes.
+        session: the session in which the model writes text.
+        listener: it is called with the files that inputs were made from.
+        plan: the plan that names a layer that needs the data, for the error message; None for a plan that is yet to be
+            found.
+
+    Returns:
+        int64 `[samples, seqlen]`, or inputs of the model.
+
+    Raises:
+        UserError: a source cannot be read, or the model does not run on it.
+    """
+    names = rows.names
+    if rows.samples < len(names):
+        raise UserError(f"--calib-samples {rows.samples}: --calib names {len(names)} sources, and each gives a row")
+    inputs = named_inputs(source, rows)
+    if inputs is not None:
+        inputs = with_decoder_text(source.module, inputs, session)
+        _announce_inputs(listener, "calibrating on", rows.label, inputs)
+        about = {"about": inputs.about} if inputs.about else {}
+        return inputs, [{"source": rows.label, "rows": len(inputs), "sha256": digest_of(inputs), **about}]
+    fits = within_context(source, rows.seqlen)
+    if fits < rows.seqlen:
+        listener.message(f"rows have {fits} tokens, the context of this model, and not --seqlen {rows.seqlen}")
+        rows = replace(rows, seqlen=fits)
+    placed_rows: list[tuple[float, torch.Tensor]] = []
+    records: list[Record] = []
+    for index, name in enumerate(_written_first(names)):
+        part = replace(rows, sources=(name,), samples=rows.of_source(index))
+        if name in WRITTEN:
+            text, record = _written_rows(source, name, part, session, listener, plan)
+            # Rows are stacked in the end, so later sources follow the length of the written text.
+            rows = replace(rows, seqlen=text.shape[1])
+        else:
+            text, record = _file_rows(source, name, part)
+        # The middle of the i-th of n equal intervals of [0, 1]: sorting by it spreads every source over the whole.
+        placed_rows += [((i + 0.5) / len(text), row) for i, row in enumerate(text)]
+        records.append({"source": name, **record})
+    # Rows of all sources are interleaved evenly, each source in its own order.
+    return torch.stack([row for _, row in sorted(placed_rows, key=lambda pair: pair[0])]), records
+
+
+def _written_rows(
+    source: Source, name: str, rows: Rows, session: Session, listener: Listener, plan: Plan | None
+) -> tuple[torch.Tensor, Record]:
+    """Returns the rows of `mix` or `self`, and their record; from the cache if an earlier run wrote them."""
+    session = replace(session, seed=rows.seed)
+    cache = _cache_of(source, name, rows, session)
+    # The first rank's cache decides for all: the model would write on all ranks or on none.
+    cached = from_first(lambda: None if cache is None else cache.read())
+    if cached is not None:
+        where = "" if cache is None else f" ({cache.path}; {VARIABLE}=off has it written again)"
+        listener.message(f"calibration text that this model wrote in an earlier run is read again{where}")
+        return cached
+    text, record = mixed_text(
+        source.module, plan or make_plan(source.module, "fp8"), tokenizer_if_any(source), session,
+        samples=rows.samples, seqlen=rows.seqlen, own_only=name == SELF,
+    )  # fmt: skip
+    # Where the model wrote nothing, another run may have the memory that this one lacked.
+    if cache is not None and session.rank == 0 and "no_own_text" not in record:
+        cache.write(text, record)
+    return text, record
+
+
+def must_write(source: Source, rows: Rows, session: Session) -> bool:
+    """Returns whether the model has to write calibration text: there is some in `rows` that is not in the cache."""
+    session = replace(session, seed=rows.seed)
+    for index, name in enumerate(_written_first(rows.names)):
+        if name in WRITTEN:
+            cache = _cache_of(source, name, replace(rows, samples=rows.of_source(index)), session)
+            if cache is None or cache.read() is None:
+                return True
+    return False
+
+
+def _written_first(names: Sequence[str]) -> list[str]:
+    """Returns the sources in the order of reading: written text comes first, because later rows follow its length."""
+    return sorted(names, key=lambda name: name not in WRITTEN)
+
+
+def _cache_of(source: Source, name: str, rows: Rows, session: Session) -> TextCache | None:
+    """Returns the place in the cache of the text `name`, `mix` or `self`; None where it is not cached."""
+    # Rows are cut to the context, so longer ones are the same text.
+    seqlen = within_context(source, rows.seqlen)
+    return TextCache.of(source, session, {"name": name, "samples": rows.samples, "seqlen": seqlen})
+
+
+def _file_rows(source: Source, name: str, rows: Rows) -> tuple[torch.Tensor, Record]:
+    """Returns the rows of one text or data set, and their record."""
+    samples = None if rows.at_most else rows.samples
+    text = calibration_rows(name, _tokenizer_for(source, name), samples=samples, seqlen=rows.seqlen, seed=rows.seed)
+    text = text[: rows.samples]
+    _check_runs(source, name, text)
+    return text, {"rows": len(text), "seqlen": text.shape[1], "sha256": rows_hash(text)}
+
+
+def _check_runs(source: Source, name: str, rows: torch.Tensor) -> None:
+    """Raises UserError where the model does not run on rows of tokens."""
+    if source.model is None:
+        return
+    if source.is_causal_lm:
+        # Shapes suffice for these: on a CPU, two tokens would read every weight of the model.
+        with suppress(Exception):
+            run_on_meta(source.model)
+            return
+    try:
+        run_probe(source.model, rows[:1, :2])
+    except ValueError as error:
+        raise UserError(
+            f"--calib {name}: {type(source.model).__name__} cannot be calibrated on text: {error}; give a "
+            "folder of images or sounds, hf:NAME with a column of them, a .safetensors file of its inputs by name, "
+            "or in Python data=, or choose a format that needs none, such as fp8_channel or mxfp8"
+        ) from error
+
+
+def read_texts(source: Source, rows: Rows) -> dict[str, torch.Tensor]:
+    """Returns the token rows `[samples, seqlen]` of each source; files of token ids need no tokenizer."""
+    return {
+        name: token_rows(Path(name), _tokenizer_for(source, name), samples=rows.samples, seqlen=rows.seqlen)
+        for name in rows.sources
+    }
+
+
+def read_evaluation(
+    source: Source,
+    rows: Rows,
+    session: Session,
+    *,
+    writer: nn.Module | None = None,
+    listener: Listener = SILENT,
+) -> dict[str, torch.Tensor | Inputs]:
+    """Returns evaluation data by the name of its source: inputs of the model, or rows of a text.
+
+    Args:
+        source: the model.
+        rows: sources, and the size of each.
+        writer: the model that writes missing text of decoders; by default the model of `source`.
+        session: the session in which the model writes.
+        listener: it is called with the files that inputs were made from.
+    """
+    data: dict[str, torch.Tensor | Inputs] = {}
+    for name in rows.sources:
+        each = replace(rows, sources=(name,))
+        inputs = named_inputs(source, each)
+        if inputs is None:
+            data |= read_texts(source, each)
+            continue
+        data[name] = inputs = with_decoder_text(writer or source.module, inputs, session)
+        _announce_inputs(listener, "evaluating on", name, inputs)
+    return data
+
+
+def with_decoder_text(model: nn.Module, inputs: Inputs, session: Session) -> Inputs:
+    """Returns the inputs; where a decoder has no text, the model writes it."""
+    if not lacks_decoder_text(inputs):
+        return inputs
+    with placed(model, session.device):
+        return from_first(lambda: write_decoder_text(model, inputs, session))
+
+
+def as_rows(model: nn.Module, data: torch.Tensor | Inputs, option: str) -> torch.Tensor:
+    """Returns calibration data as one tensor, for measurements that work on nothing else.
+
+    Raises:
+        UserError: the calls take several tensors, or tensors of several shapes.
+    """
+    rows = data.as_tensor(model) if isinstance(data, Inputs) else data
+    if rows is None:
+        raise UserError(
+            f"{option} measures on one tensor, token ids or images of one size, and {type(model).__name__} takes "
+            "several; quantize with --format, and measure with quant evaluate --data"
+        )
+    return rows
+
+
+def digest_of(rows: torch.Tensor | Inputs) -> str:
+    """Returns SHA-256 of the values of rows or calls."""
+    if isinstance(rows, torch.Tensor):
+        return _tensor_hash(rows)
+    return hashlib.sha256("".join(map(_tensor_hash, rows.tensors())).encode()).hexdigest()
+
+
+def _tensor_hash(tensor: torch.Tensor) -> str:
+    return hashlib.sha256(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data).hexdigest()
+
+
+def _announce_inputs(listener: Listener, verb: str, name: str, inputs: Inputs) -> None:
+    if inputs.about:
+        listener.message(f"{verb} {name}: {inputs.about}")
+
+
+def _tokenizer_for(source: Source, text: str) -> Any:
+    # "FILE.safetensors:NAME" names one tensor of a file.
+    is_ids = text.endswith(".safetensors") or ".safetensors:" in text
+    return None if is_ids else source.load_tokenizer()

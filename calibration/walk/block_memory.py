@@ -1,0 +1,107 @@
+"""`block_bytes` estimates the memory that solving one block takes on a CPU.
+
+The memory of a GPU is not estimated, because its allocator and kernels decide how much they keep. Where a GPU has no
+room for a block, `reporting_block` says which block it was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from quant.calibration.ranks import rank_and_world
+from quant.calibration.session import Session
+from quant.calibration.solvers.registry import get_pipeline
+from quant.calibration.walk.scratch import IN_MEMORY, Scratch
+from quant.calibration.walk.shared_moments import slices_that_fit
+from quant.recipes.layer_kind import LayerKind
+from quant.recipes.plan import LayerPlan
+
+# Matrices [in, in] that exist at once while a second moment is factorized (it, its drift, damped, flipped, two factors,
+# the inverse and its parts) and the memory that LAPACK takes besides them: measured, a block of 1024 and 4096 inputs
+# took 870 MB.
+_SQUARES = 11
+
+
+def block_bytes(
+    block: nn.Module,
+    layers: Sequence[LayerPlan],
+    tokens: int,
+    dtype: torch.dtype,
+    scratch: Scratch = IN_MEMORY,
+) -> int:
+    """Estimates the peak number of bytes that solving a block takes, without the page cache.
+
+    Linear layers are solved first, and then experts, as many together as `slices_that_fit` says.
+
+    Args:
+        block: a block, whose weights may be mapped or on the meta device.
+        layers: the planned layers in the block.
+        tokens: the number of tokens in all calibration rows.
+        dtype: the dtype of the forward passes.
+        scratch: the scratch that takes the codes of many experts.
+    """
+    weights = sum(p.numel() for p in block.parameters() if not hasattr(p, "stored"))
+    linear = [layer for layer in layers if layer.kind == LayerKind.LINEAR]
+    experts = [layer for layer in layers if layer.kind == LayerKind.EXPERTS]
+    solved = sum(layer.numel for layer in linear)
+    inputs = {layer.group or layer.name: layer.shape[-1] for layer in linear}
+    hidden = min((layer.shape[-1] for layer in layers), default=0)
+    # Original inputs of every group, and three sets of hidden states.
+    inputs_kept = tokens * (sum(inputs.values()) + 3 * hidden)
+    codes = sum(layer.nbytes for layer in experts if not scratch.takes(layer.nbytes))
+    one_expert = max((layer.numel // layer.shape[0] for layer in experts), default=0)
+    together = max((_together(layer) for layer in experts), default=0)
+    scales = any(get_pipeline(layer.solver).transforms for layer in linear)
+    # The phases follow each other and free their memory, so the largest counts.
+    phases = (
+        8 * weights if scales else 0,  # a copy in float64, in which `scaling` looks for modules that absorb a scale
+        4 * _SQUARES * _widest(linear),
+        codes + together + 2 * one_expert * 4 + 4 * _SQUARES * _widest(experts),
+    )
+    return dtype.itemsize * (weights + solved + inputs_kept) + max(phases)
+
+
+def _widest(layers: Sequence[LayerPlan]) -> int:
+    """Returns the number of values in the largest second moment."""
+    return max((layer.shape[-1] ** 2 for layer in layers if get_pipeline(layer.solver).needs_moment), default=0)
+
+
+def _together(layer: LayerPlan) -> int:
+    """Returns the bytes of the second moments of experts that a rank holds together."""
+    count, columns = layer.shape[0], layer.shape[-1]
+    part = slices_that_fit(count, columns)[0]
+    held = -(-(part.stop - part.start) // rank_and_world()[1])
+    return 4 * columns**2 * held if get_pipeline(layer.solver).needs_moment else 0
+
+
+class BlockTooLargeError(ValueError):
+    """A device had no room for a block; the message names it, the contents of the device, and the way out."""
+
+
+@contextmanager
+def reporting_block(name: Callable[[], str], session: Session) -> Iterator[None]:
+    """Raises `BlockTooLargeError` where a device runs out of memory.
+
+    Args:
+        name: a function that returns the name of the block that is worked on.
+        session: the session, for its device.
+    """
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        device = session.device
+        where = "its device" if device is None else str(device)
+        holds = ""
+        if device is not None and device.type == "cuda":
+            free, total = torch.cuda.mem_get_info(device)
+            holds = (
+                f" ({total / 1e9:.1f} GB, {(free + torch.cuda.memory_reserved(device)) / 1e9:.1f} of them for this run)"
+            )
+        raise BlockTooLargeError(
+            f"{name() or 'the model'}: {where}{holds} ran out of memory while it was solved: give fewer or shorter "
+            "calibration rows, a solver that looks at no data, such as rtn, or --device cpu, which takes longer"
+        ) from error

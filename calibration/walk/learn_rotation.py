@@ -1,0 +1,222 @@
+"""`merge_learned_rotation` measures what a model's residual stream is rotated for, and rotates it.
+
+The rotation (`solvers.rotations.learn`) is learned from two second moments of each group of layers that read a norm of
+the stream: M of the norm's output without its weights, and H = Wᵀ A W of their weights times those of the norm. The
+passes over the original model that measure them come before anything is solved:
+
+1. a backward pass gives A, and a weight for each token, as `kfac` has them, whatever solver follows;
+2. a forward pass adds up M.
+
+Where some group has no gradients, A is 1 for all, and a group counts by the share of its outputs' energy that rounding
+costs.
+
+Everything else that solvers measure is measured in the rotated model. A run that is resumed takes the rotation from its
+store, because the blocks that it has solved belong to that one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from quant.recipes.blocks import all_arguments, removing
+from quant.calibration.fast_matmul import columns_product, fast_matmul
+from quant.calibration.outputs.gradients import OutputMoments, output_moments
+from quant.calibration.placement import device_of, free_memory, placed
+from quant.calibration.prefetch import value_of
+from quant.calibration.ranks import Exchange, from_first, gathered
+from quant.calibration.session import Session
+from quant.calibration.solvers.rotations.learn import learned_rotation
+from quant.calibration.solvers.merge_rotations import find_residual, gain_of, merge_residual_rotation
+from quant.recipes.plan import LayerPlan, groups_of
+
+# Rows that the moments are measured on; more change the rotation little.
+LEARNING_ROWS = 128
+# Share of the memory that M and H of all groups may take together.
+_SHARE = 0.5
+_STEP = "learned rotation"
+
+
+@dataclass(frozen=True)
+class _Reader:
+    """A group of layers that read a norm of the residual stream.
+
+    Attributes:
+        members: the layers.
+        norm: the name of the norm.
+        gain: its factors, float64 `[width]`.
+    """
+
+    members: list[LayerPlan]
+    norm: str
+    gain: torch.Tensor
+
+    @property
+    def name(self) -> str:
+        """The name of the first layer."""
+        return self.members[0].name
+
+
+def merge_learned_rotation(
+    model: nn.Module,
+    few: torch.Tensor,
+    batches: Sequence[torch.Tensor],
+    layers: Sequence[LayerPlan],
+    device: torch.device,
+    session: Session,
+) -> dict[str, str]:
+    """Rotates the residual stream for the layers `layers`, in place, where that costs nothing at run time.
+
+    Args:
+        model: called as `model(rows)`, without a cache.
+        few: a few token ids.
+        batches: calibration rows, batch by batch.
+        layers: linear layers.
+        device: where the whole model is rotated.
+        session: the session, on whose device the moments are measured.
+
+    Returns:
+        A sentence on each of them.
+
+    Raises:
+        ValueError: the moments take too much memory.
+    """
+    home = device_of(model)
+    try:
+        with placed(model, session.device) as there:
+            readers = _readers(model, lambda m: m(few.to(there)), layers)
+    except ValueError as error:
+        return _left_out(layers, error)
+    finished = session.store.get(_STEP)
+    if finished is None:
+        _check_memory(readers, session)
+    try:
+        rotation = finished.tensors["rotation"] if finished else _learned(model, readers, batches, session)
+        rotation = rotation.to(session.device or home)
+        residual = merge_residual_rotation(model.to(device), lambda m: m(few.to(device)), rotation)
+    except ValueError as error:
+        return _left_out(layers, error)
+    finally:
+        model.to(home)
+    if finished is None:
+        session.store.put(_STEP, {"rotation": rotation.cpu()}, None)
+    in_stream = {*residual.writers, *(name for names in residual.readers.values() for name in names)}
+    note = "rotated with the residual stream, as learned, at no cost at run time"
+    return {layer.name: note for layer in layers if layer.name in in_stream}
+
+
+def _left_out(layers: Sequence[LayerPlan], error: ValueError) -> dict[str, str]:
+    return {layer.name: f"rotation left out: the residual stream stays as it is, for {error}" for layer in layers}
+
+
+def _readers(model: nn.Module, run: Callable[[nn.Module], Any], layers: Sequence[LayerPlan]) -> list[_Reader]:
+    """Returns the groups of `layers` that read the stream.
+
+    Raises:
+        ValueError: a rotation cannot pass the stream, or no group reads it.
+    """
+    residual = find_residual(model, run)
+    norm_of = {name: norm for norm, names in residual.readers.items() for name in names}
+    gains = {norm: gain_of(model.get_submodule(norm), norm)[0] for norm in residual.readers}
+    groups = [members for members in groups_of(layers).values() if members[0].name in norm_of]
+    if not groups:
+        raise ValueError("no layer with this solver reads it")
+    return [_Reader(members, norm_of[members[0].name], gains[norm_of[members[0].name]]) for members in groups]
+
+
+def _check_memory(readers: Sequence[_Reader], session: Session) -> None:
+    """Raises ValueError where M and H of all groups do not fit."""
+    device, width = readers[0].gain.device, len(readers[0].gain)
+    on_gpu = device.type == "cuda"
+    memory = free_memory(device) if on_gpu else session.usable_memory()
+    needed = 2 * len(readers) * 4 * width**2
+    if memory is not None and needed > _SHARE * memory:
+        raise ValueError(
+            f"{readers[0].name}: rotation:learned keeps two second moments [{width}, {width}] of each of "
+            f"{len(readers)} inputs, {needed / 1e9:.1f} GB, and {_SHARE * memory / 1e9:.1f} GB may be used: "
+            f"{'take a larger GPU' if on_gpu else 'give more memory'}, or a solver without it for all or some blocks"
+        )
+
+
+def _learned(
+    model: nn.Module, readers: Sequence[_Reader], batches: Sequence[torch.Tensor], session: Session
+) -> torch.Tensor:
+    """Returns the rotation `[width, width]`, float64, the same on all ranks."""
+    rows = sum(len(batch) if isinstance(batch, torch.Tensor) else 1 for batch in batches)
+    every = max(sum(gathered(rows)) // LEARNING_ROWS, 1)
+    rotation = learned_rotation(*_measure(model, readers, batches[::every], session))
+    # GPUs of several kinds may round differently.
+    return from_first(rotation.cpu)
+
+
+def _measure(
+    model: nn.Module, readers: Sequence[_Reader], batches: Sequence[torch.Tensor], session: Session
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns M and H of each group, float32 `[groups, width, width]`."""
+    outputs = output_moments(model, [reader.members for reader in readers], batches, session, draws=1)
+    if outputs.missing:
+        outputs = OutputMoments()
+    device = session.device or device_of(model)
+    width = len(readers[0].gain)
+    moments = torch.zeros(len(readers), width, width, dtype=torch.float32, device=device)
+    sums = [
+        _InputMoment(moment, outputs.token_weights.get(reader.name, []))
+        for moment, reader in zip(moments, readers, strict=True)
+    ]
+    hooks = [
+        model.get_submodule(reader.norm).register_forward_hook(each, with_kwargs=True)
+        for each, reader in zip(sums, readers, strict=True)
+    ]
+    with removing(hooks), placed(model, session.device) as there, fast_matmul():
+        for batch in batches:
+            model(batch.to(there))
+    exchange = Exchange(device)
+    for each, moment in zip(sums, moments, strict=True):
+        own = moment.clone()
+        moment.zero_()
+        for _, (part,) in exchange.in_order([(session.rank, [own])]):
+            moment += part
+        moment /= sum(gathered(each.tokens))
+    weights = torch.empty_like(moments)
+    for weight, reader in zip(weights, readers, strict=True):
+        weight.copy_(_weights_moment(model, reader, outputs, device))
+    if not outputs.moments:
+        # The energy of outputs is tr(M H).
+        weights /= (moments * weights).sum((1, 2), keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
+    return moments, weights
+
+
+class _InputMoment:
+    """A forward hook of a norm, which adds up the second moment of its output without its weights.
+
+    Args:
+        total: float32 `[width, width]`, to which it is added.
+        token_weights: weights of the tokens of each batch; none where all count alike.
+    """
+
+    def __init__(self, total: torch.Tensor, token_weights: Sequence[torch.Tensor]) -> None:
+        self.total, self.token_weights, self.batches, self.tokens = total, token_weights, 0, 0
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
+        x = all_arguments(args, kwargs)[0].float().flatten(0, -2)
+        x = x * x.square().mean(-1, keepdim=True).clamp(min=torch.finfo(x.dtype).tiny).rsqrt()
+        if self.token_weights:
+            x = x * self.token_weights[self.batches].to(x)[:, None]
+        self.total += columns_product(x, x)
+        self.batches, self.tokens = self.batches + 1, self.tokens + len(x)
+
+
+def _weights_moment(model: nn.Module, reader: _Reader, outputs: OutputMoments, device: torch.device) -> torch.Tensor:
+    """Returns H = Wᵀ A W of a group, float32 `[width, width]`."""
+    own = [value_of(model.get_parameter(f"{member.name}.weight")).to(device).float() for member in reader.members]
+    weight = torch.cat(own) * reader.gain.to(device).float()
+    stats = outputs.moments.get(reader.name)
+    if stats is None:
+        return weight.mT @ weight
+    blocks = stats.blocks_of(len(weight))
+    parts = zip(blocks, weight.split([len(block) for block in blocks]), strict=True)
+    return sum((part.mT @ block.to(part) @ part for block, part in parts), weight.new_zeros(()))

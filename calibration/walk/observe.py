@@ -1,0 +1,124 @@
+"""`observe` runs the original block on the original hidden states, and notes the inputs of each group.
+
+The pass gives the largest magnitude and the sum of magnitudes of every input channel, from which static scales and
+AWQ's importance follow; the inputs themselves, against which GPTQ measures drift; the order in which groups are called;
+and the output of the original block.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from operator import itemgetter
+from typing import Any
+
+import torch
+from torch import nn
+
+from quant.calibration.ranks import gathered
+from quant.calibration.statistics import rows_of
+from quant.calibration.walk.block import Block
+from quant.calibration.walk.group import Group
+from quant.calibration.walk.not_finite import InputNotFiniteError
+from quant.calibration.walk.shared_moments import Moments
+from quant.calibration.walk.transform import fix_input_scale, searches_input_scale
+
+
+def observe(block: Block) -> list[torch.Tensor]:
+    """Runs the reference pass, and sorts groups into the order in which the block calls them.
+
+    Returns:
+        The hidden states that the original block gives.
+    """
+    order: list[tuple[int, int]] = []  # numbers of batch and group, call by call
+
+    def watch(index: int) -> Callable[[nn.Module, tuple[Any, ...]], None]:
+        def hook(module: nn.Module, args: tuple[Any, ...]) -> None:
+            order.append((block.batch.number, index))
+            _note(block, block.groups[index], args[0], keep=True)
+
+        return hook
+
+    def count(name: str) -> Callable[..., None]:
+        return lambda module, args: block.module_calls.update([name])
+
+    parents = {name[:dot] for g in block.groups for name in g.names for dot in _dots(name)}
+    counting = block.hooked({name: count(name) for name in sorted(parents)})
+    watching = block.hooked({g.names[0]: watch(i) for i, g in enumerate(block.groups)})
+    with counting, watching, block.stream.recording(block.module):
+        outputs = block.run(block.calls.original)
+    orders, counts, tokens = zip(*gathered((order, block.module_calls, [g.tokens for g in block.groups])), strict=True)
+    block.module_calls = sum(counts, Counter())
+    called = [index for _, index in sorted((call for part in orders for call in part), key=itemgetter(0))]
+    for index, group in enumerate(block.groups):
+        # 2 stands for any number except one: such a group can neither stop the pass nor be compared call by call.
+        group.calls = called.count(index) // block.batches if called.count(index) % block.batches == 0 else 2
+        group.pool(block.exchange, sum(of_rank[index] for of_rank in tokens))
+    # Reversed, so that the first call of a group overwrites its later ones.
+    first = {index: position for position, index in reversed(list(enumerate(called)))}
+    by_call = sorted(range(len(block.groups)), key=lambda index: first.get(index, len(called)))
+    block.groups = [block.groups[index] for index in by_call]
+    return outputs
+
+
+def observe_and_sum(block: Block) -> tuple[list[torch.Tensor], dict[str, Moments]]:
+    """Runs the reference pass of solvers that need no other; it sums up second moments of the original inputs.
+
+    Returns:
+        The hidden states behind the block, and the sums by the name of each group's first layer.
+    """
+    sums = {}
+
+    def watch(group: Group, moments: Moments) -> Callable[[nn.Module, tuple[Any, ...]], None]:
+        keeps = block.settings.observer != "absmax" or searches_input_scale(block, group)
+
+        def hook(module: nn.Module, args: tuple[Any, ...]) -> None:
+            x = _note(block, group, args[0], keep=keeps)
+            if len(x):
+                moments.add(block.batch.index, x, rows=rows_of(args[0]))
+
+        return hook
+
+    hooks = {}
+    for group in block.groups:
+        sums[group.names[0]] = Moments(group.weight_format.block[1] or None)
+        hooks[group.names[0]] = watch(group, sums[group.names[0]])
+    with block.hooked(hooks):
+        outputs = block.run(block.calls.original)
+    tokens = gathered([group.tokens for group in block.groups])
+    for index, group in enumerate(block.groups):
+        group.pool(block.exchange, sum(of_rank[index] for of_rank in tokens))
+        fix_input_scale(block, group)
+        group.inputs.clear()
+    return outputs, sums
+
+
+def _note(block: Block, group: Group, x: torch.Tensor, *, keep: bool) -> torch.Tensor:
+    """Adds an original input to the statistics of a group, and returns it as `[tokens, in]`."""
+    flat = x.reshape(-1, x.shape[-1])
+    if len(flat):
+        magnitude = flat.abs()
+        amax, total = magnitude.amax(0).float(), magnitude.sum(0, dtype=torch.float32)
+        _check_finite(block, group, amax, x)
+        group.magnitudes.append((block.batch.number, [amax, total]))
+        group.tokens += len(flat)
+        if keep:
+            group.inputs.append(flat)
+            group.batch_numbers.append(block.batch.number)
+    return flat
+
+
+def _check_finite(block: Block, group: Group, amax: torch.Tensor, x: torch.Tensor) -> None:
+    """Raises InputNotFiniteError, which names the layer and the calibration row, where `x` holds NaN or infinity."""
+    # The sum of channels' maxima is one number to wait for; it may overflow where all of `x` is finite.
+    if bool(torch.isfinite(amax.sum())) or bool(torch.isfinite(x).all()):
+        return
+    row = block.batch.number * block.settings.batch
+    if x.dim() > 2:
+        row += int((~torch.isfinite(x).flatten(1).all(1)).nonzero()[0])
+    raise InputNotFiniteError(group.members[0].name, f"on calibration row {row}")
+
+
+def _dots(name: str) -> list[int]:
+    """Returns the positions at which the names of a module's parents end."""
+    return [position for position, letter in enumerate(name) if letter == "."]

@@ -1,0 +1,378 @@
+"""`round_stage` rounds groups on the inputs that the layers solved before them give.
+
+A stage is one group, or all sibling experts of a mixture, whose statistics one pass collects. The pass runs the block
+with the groups solved so far in place and sums up, over the tokens x that reach a group,
+
+    second moment  M = mean of x xᵀ           drift  D = mean of (r - x) xᵀ,  r the original input of the same token
+
+of inputs x rounded as the quantized layer will round them. The solver then minimises tr((Q - W) M (Q - W)ᵀ) over codes
+Q, with W moved by the drift first. A layer that writes to the residual stream makes up for the stream's error as well:
+W moves by the mean of s xᵀ too, with s a share of that error (see `stream`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from quant.recipes.blocks import Stop
+from quant.calibration.ranks import dealt, gathered, rank_and_world, sharing
+from quant.calibration.solvers.gptq import Gptq
+from quant.calibration.solvers.solve_group import all_solved, solve_group
+from quant.calibration.solvers.lowrank import Branch, refit_branches, take_branches
+from quant.calibration.solvers.registry import get_pipeline
+from quant.calibration.statistics import LayerStats, rows_of
+from quant.calibration.walk.block import Block
+from quant.calibration.walk.group import Group, Solved
+from quant.calibration.walk.shared_moments import Moments, pooled, slices_that_fit, stats_of
+from quant.calibration.walk.stand_in import StandIn
+from quant.calibration.walk.promote import HeldOut, promote_group
+from quant.formats.tensor import BlockScaledTensor
+
+_Pair = tuple[int, list[torch.Tensor]]  # of a held-out batch: its number, original input and input
+_DATA_FREE = "mse"  # the solver of effort 1
+
+
+@dataclass(frozen=True)
+class _Rounded:
+    """A group's codes and scales by name, its branches, and the weights that were rounded, `[out, in]`."""
+
+    weights: Mapping[str, BlockScaledTensor]
+    branches: Mapping[str, Branch]
+    targets: Mapping[str, torch.Tensor]
+
+
+def stages_of(block: Block) -> list[list[Group]]:
+    """Returns groups whose statistics one pass collects: sibling experts together, all others one by one."""
+    routed = {group.pattern for group in block.groups if group.tokens < block.tokens}
+    stages: dict[str, list[Group]] = {}
+    for index, group in enumerate(block.groups):
+        stages.setdefault(group.pattern if group.pattern in routed else str(index), []).append(group)
+    return list(stages.values())
+
+
+def round_stage(block: Block, stage: list[Group]) -> None:
+    """Solves the groups of a stage; the guard may have some of them solved again in another format."""
+    moments, held_out = _collect(block, stage)
+    guarded = block.settings.guard is not None
+    targets = {name: block.targets[name] for group in stage for name in group.names} if guarded else {}
+    solve_siblings(block, stage, moments, _owners(stage))
+    for group, pairs in zip(stage, held_out, strict=True):
+        while pairs and promote_group(block, group, targets, pairs):
+            moments, (pairs,) = _collect(block, [group])
+            solve_siblings(block, [group], moments)
+    for group in stage:
+        group.inputs.clear()
+
+
+def _owners(stage: Sequence[Group]) -> list[int] | None:
+    """Returns the rank that solves each of several groups; None where all ranks solve the only one together."""
+    if len(stage) == 1:
+        return None
+    if any(group.pipeline.reconstruction for group in stage):
+        return [0] * len(stage)  # where blocks are refined
+    return dealt([sum(member.numel for member in group.members) for group in stage])
+
+
+# ---- statistics
+
+
+def _collect(block: Block, stage: list[Group]) -> tuple[list[Moments], list[list[HeldOut]]]:
+    """Returns the sums over the inputs of each group; for the guard also its inputs on held-out rows."""
+    # Tokens that a router has sent to many experts take less memory than the experts' moments.
+    columns = stage[0].members[0].shape[-1]
+    later = len(stage) > 1 and sum(group.tokens for group in stage) < len(stage) * columns
+    moments = [Moments(later=later) for _ in stage]
+    held_out: list[list[_Pair]] = [[] for _ in stage]
+    judging = _held_out_batches(block)
+
+    def watch(group: Group, sums: Moments, held: list[_Pair]) -> Callable[..., None]:
+        def hook(module: nn.Module, args: tuple[Any, ...]) -> None:
+            x = args[0].reshape(-1, args[0].shape[-1])
+            if len(x) == 0:
+                return
+            drift, residual = _drift(block, group, x), _residual(block, group)
+            number = block.batch.number
+            if number in judging:
+                held.append((number, [x, group.input(x) if drift is None else group.input(x) + drift]))
+            if number not in judging or block.batches == 1:
+                _add(block, group, sums, x, rows_of(args[0]), drift, residual)
+            if len(stage) == 1 and group.calls == 1:
+                raise Stop
+
+        return hook
+
+    hooks = {g.names[0]: watch(g, m, h) for g, m, h in zip(stage, moments, held_out, strict=True)}
+    if judging or any(group.pipeline.needs_moment for group in stage):
+        with block.hooked(hooks), block.stream.following(block.module):
+            block.run_until_stopped(block.calls.quantized)
+    if not judging:
+        return moments, [[] for _ in stage]
+    return moments, [[_pair(tensors) for _, tensors in block.exchange.in_order(held)] for held in held_out]
+
+
+def _held_out_batches(block: Block) -> range:
+    """Returns the batches that only judge, where there is a guard: the last eighth, at least one."""
+    count = block.batches
+    return range(count - max(count // 8, 1), count) if block.settings.guard else range(0)
+
+
+def _drift(block: Block, group: Group, x: torch.Tensor) -> torch.Tensor | None:
+    """Returns the part of the input error r - x that the solver corrects for; None if it corrects nothing.
+
+    Where inputs are rounded, x is the input before that: against the noise of rounding, least squares would shrink the
+    weights, layer after layer, and the model would lose more than it gains.
+    """
+    correction = group.pipeline.shares(group.activation is not None).drift
+    if not correction or not _is_aligned(block, group):
+        return None
+    return (group.original(block.batch.index) - group.input(x)).mul_(correction)
+
+
+def _residual(block: Block, group: Group) -> torch.Tensor | None:
+    """Returns the part of the residual stream's error that the group's output makes up for.
+
+    None for a group that does not write to the stream.
+    """
+    share = group.pipeline.shares(group.activation is not None).residual
+    # The solver sees the members of a group as one weight, but each would write to the stream by itself.
+    if not share or len(group.names) > 1 or not _is_aligned(block, group):
+        return None
+    error = block.stream.error(group.names[0], block.batch.index)
+    return None if error is None else error.mul_(share)
+
+
+def _is_aligned(block: Block, group: Group) -> bool:
+    """Returns whether each token reaches the group once, so that its original input is known."""
+    return group.calls == 1 and group.tokens == block.tokens
+
+
+def _add(
+    block: Block,
+    group: Group,
+    sums: Moments,
+    x: torch.Tensor,
+    rows: int,
+    drift: torch.Tensor | None,
+    residual: torch.Tensor | None,
+) -> None:
+    """Adds a batch of inputs to the group's statistics, each token by its weight."""
+    if not group.pipeline.needs_moment:
+        return
+    rounded = group.round_input(x)
+    errors = rounded - group.input(x) if group.pipeline.spec.rank and group.activation is not None else None
+    weights = _token_weights(block, group, x)
+    if weights is not None:
+        rounded = rounded * weights
+        errors, drift, residual = (None if part is None else part * weights for part in (errors, drift, residual))
+    noise = None if errors is None else errors.float().square().sum(0)
+    sums.add(block.batch.index, rounded, drift, rows, noise, residual)
+
+
+def _token_weights(block: Block, group: Group, x: torch.Tensor) -> torch.Tensor | None:
+    """Returns the weights of the tokens of a batch of inputs `x`, `[tokens, 1]`; None where all weigh as much."""
+    if not group.token_weights or not _is_aligned(block, group):
+        return None
+    weights = group.token_weights[block.batch.index]
+    return weights[:, None].to(x) if len(weights) == len(x) else None
+
+
+# ---- solving
+
+
+def solve_siblings(
+    block: Block, stage: list[Group], moments: Sequence[Moments], owners: Sequence[int] | None = None
+) -> None:
+    """Solves sibling groups; one that no token reached gets the pooled statistics of the others.
+
+    Args:
+        block: the block that holds the members.
+        stage: the groups.
+        moments: sums over their inputs, which are empty afterwards.
+        owners: the ranks that solve them; None where each rank solves them all, sharing their rows.
+    """
+    parts = slices_that_fit(len(stage), stage[0].members[0].shape[-1], moments[0].sum.width)
+    ranks = [None if owners is None else owners[part] for part in parts]
+    siblings = None
+    counts = [sum(of_ranks) for of_ranks in zip(*gathered([each.tokens for each in moments]), strict=True)]
+    if any(group.pipeline.needs_moment and not tokens for group, tokens in zip(stage, counts, strict=True)):
+        for part, solvers in zip(parts, ranks, strict=True):
+            # No name holds the statistics of a part: they are as large as its moments, and the next part needs room.
+            siblings = pooled(
+                stats_of(moments[part], block.exchange, solvers, again=True),
+                block.exchange,
+                solvers,
+                sum(counts),
+                siblings,
+            )
+    for part, solvers in zip(parts, ranks, strict=True):
+        _solve_part(block, stage[part], stats_of(moments[part], block.exchange, solvers), siblings, solvers)
+
+
+def _solve_part(
+    block: Block,
+    groups: list[Group],
+    own_stats: Sequence[LayerStats | None],
+    siblings: LayerStats | None,
+    owners: Sequence[int] | None,
+) -> None:
+    """Solves some groups from their statistics, or from the pooled ones of all siblings, and puts them in place."""
+    stats = [_statistics_for(block, group, own, siblings) for group, own in zip(groups, own_stats, strict=True)]
+    tokens = [_tokens_of(group, own) for group, own in zip(groups, own_stats, strict=True)]
+    rank, world = rank_and_world()
+    together = owners is None or world == 1
+    own: dict[int, _Rounded] = {}
+    for index, (group, used) in enumerate(zip(groups, stats, strict=True)):
+        if owners is not None and world > 1 and owners[index] != rank:
+            continue
+        with sharing() if together else nullcontext():
+            targets, branches, seen = _take_branches(block, group, used)
+            shared, solver = dict.fromkeys(targets, seen), group.pipeline.rounding
+            weights = solve_group(targets, shared, group.weight_format, solver, block.stored, stack=True)
+        own[index] = _with_refitted_branches(_Rounded(weights, branches, targets), seen)
+        if together:
+            _put_in_place(block, group, used, own.pop(index), tokens[index])
+    if not together:
+        everywhere = _rounded_by_all(block, groups, own)
+        for group, used, rounded, count in zip(groups, stats, everywhere, tokens, strict=True):
+            _put_in_place(block, group, used, rounded, count)
+
+
+def _tokens_of(group: Group, stats: LayerStats | None) -> int:
+    """Returns how many tokens the solution of a group rests on; 0 for pooled statistics."""
+    if not group.pipeline.needs_moment:
+        return group.tokens
+    return 0 if stats is None else stats.tokens
+
+
+def _statistics_for(
+    block: Block, group: Group, stats: LayerStats | None, siblings: LayerStats | None
+) -> LayerStats | None:
+    """Returns the statistics that a group is solved on: its own, or its siblings'; a note for the plan says which."""
+    if block.settings.guard is None:
+        group.inputs.clear()
+        group.batch_numbers.clear()
+    if not group.pipeline.needs_moment:
+        return None
+    if stats is None and siblings is None:
+        _solve_without_data(group)
+    elif stats is None:
+        group.notes.append("no calibration token reached it: solved on the pooled statistics of its siblings")
+    elif isinstance(group.pipeline.rounding, Gptq) and stats.tokens < group.members[0].shape[-1]:
+        seen = f"{stats.tokens} tokens for {group.members[0].shape[-1]} inputs"
+        group.notes.append(f"{seen}: a singular second moment, damped; more text would do better")
+    used = stats or siblings
+    return used if used is None or group.outputs is None else replace(used, outputs=group.outputs)
+
+
+def _solve_without_data(group: Group) -> None:
+    """Gives a group that no token reached, such as one of a vision tower under text, a solver that needs no data.
+
+    Raises:
+        ValueError: its inputs need a static scale, which no data gives.
+    """
+    if group.activation is not None and group.activation.is_static:
+        raise ValueError(f"{group.members[0].name}: no calibration token reached it; give more text, or exclude it")
+    group.members = [replace(member, solver=_DATA_FREE) for member in group.members]
+    group.pipeline = get_pipeline(_DATA_FREE)
+    group.notes.append(f"no calibration token reached it: solved with {_DATA_FREE}, which looks at none")
+
+
+def _take_branches(
+    block: Block, group: Group, stats: LayerStats | None
+) -> tuple[Mapping[str, torch.Tensor], Mapping[str, Branch], LayerStats | None]:
+    """Returns the weights to be rounded, the low-rank branches taken off them, and the statistics for them."""
+    targets = _targets_of(block, group)
+    if not group.pipeline.spec.rank:
+        return targets, {}, stats
+    assert stats is not None
+    # The residual and the branch together correct the inputs' drift.
+    return take_branches(targets, stats, group.pipeline.spec.rank, block.stored)
+
+
+def _with_refitted_branches(rounded: _Rounded, stats: LayerStats | None) -> _Rounded:
+    """Returns the branches as they fit best next to the rounded weights, and the weights less these branches.
+
+    Without the loss of the whole model they stay: they would take up errors that hardly matter.
+    """
+    if not rounded.branches or stats is None or stats.outputs is None:
+        return rounded
+    values = {name: weight.dequantize(torch.float32) for name, weight in rounded.weights.items()}
+    targets, branches = refit_branches(rounded.targets, values, rounded.branches, stats)
+    return _Rounded(rounded.weights, branches, targets)
+
+
+def _rounded_by_all(block: Block, groups: Sequence[Group], own: Mapping[int, _Rounded]) -> Iterator[_Rounded]:
+    """Yields the solutions of all ranks' groups.
+
+    For groups that other ranks solved, the weights before rounding still contain the branch.
+    """
+    outlines = [({m.name: m.shape for m in group.members}, group.weight_format) for group in groups]
+    solved = all_solved({index: rounded.weights for index, rounded in own.items()}, outlines, block.exchange)
+    sent = [
+        (index, [part for member in groups[index].members for part in rounded.branches[member.name]])
+        for index, rounded in own.items() if rounded.branches
+    ]  # fmt: skip
+    branches = dict(block.exchange.in_order(sent))
+    for index, group in enumerate(groups):
+        pairs = zip(branches.get(index, ())[::2], branches.get(index, ())[1::2], strict=True)
+        yield own.get(index) or _Rounded(
+            solved[index],
+            {member.name: _pair(pair) for member, pair in zip(group.members, pairs, strict=False)},
+            _targets_of(block, group),
+        )
+
+
+def _targets_of(block: Block, group: Group) -> dict[str, torch.Tensor]:
+    """Returns the weights of a group that are to be rounded, by the layers' names."""
+    return {member.name: block.targets[name] for member, name in zip(group.members, group.names, strict=True)}
+
+
+def _pair(tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    first, second = tensors
+    return first, second
+
+
+# ---- in the block
+
+
+def _put_in_place(block: Block, group: Group, stats: LayerStats | None, rounded: _Rounded, tokens: int) -> None:
+    """Replaces a group's layers by stand-ins."""
+    for member, name in zip(group.members, group.names, strict=True):
+        original = block.module.get_submodule(name)
+        weight = rounded.weights[member.name]
+        dense = weight.dequantize(original.weight.dtype)  # type: ignore[arg-type]
+        parts = replace(group.parts, lowrank=rounded.branches.get(member.name))
+        stand_in = StandIn(original, dense, group, block.batch, parts)
+        if stats is not None:
+            _correct_bias(block, group, name, stand_in, stats)
+        block.stand_ins[name] = stand_in
+        block.module.set_submodule(name, stand_in)
+        del block.targets[name]
+        if group.pipeline.reconstruction:
+            block.learned[name] = rounded.targets[member.name]
+        solved = Solved(weight, parts, group.input_scale, tokens, tuple(group.notes))
+        block.solutions[name] = (member, solved)
+
+
+def _correct_bias(block: Block, group: Group, name: str, stand_in: StandIn, stats: LayerStats) -> None:
+    """Adds the mean output error to the bias, where there is one: it costs no time when the model runs.
+
+    b' = b + W (mean of x + mean drift) - Q (mean of x) + mean of s
+    """
+    bias = stand_in.bias
+    if bias is None or stats.mean is None or group.pipeline.spec.rank:
+        return
+    block.original_biases[name] = bias.detach().clone()
+    original_mean = stats.mean if stats.mean_drift is None else stats.mean + stats.mean_drift
+    correction = block.targets[name] @ original_mean - stand_in.dense.float() @ stats.mean
+    if stats.mean_residual is not None:
+        correction = correction + stats.mean_residual
+    bias.data = bias + correction.to(bias)
+    if "bias corrected" not in group.notes:
+        group.notes.append("bias corrected")

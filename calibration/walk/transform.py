@@ -1,0 +1,176 @@
+"""`scale_inputs` and `rotate` change weights and inputs of a block together, so that the weights round better.
+
+Scaling: with W diag(s) for the weights W and x / s for their inputs x, the output W x stays (AWQ, SmoothQuant). The
+module before takes the division up where one can (see `solvers.fold`). A scale that no module can absorb stays with the
+group as `pre_scale`, for run time, or is left out (`awq:merge`).
+
+Rotation: with W H for the weights and Hᵀ x for the inputs, H a block-diagonal Hadamard matrix, the output stays too,
+and outliers of x are spread over a block of channels.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from quant.recipes.blocks import in_float64
+from quant.calibration.solvers.interfaces import SAMPLED_TOKENS, GroupInputs
+from quant.calibration.solvers.fold import Fold, apply_fold, find_fold, modules_in_order
+from quant.calibration.solvers.rotation import rotate_weight, rotation_block
+from quant.calibration.statistics import round_activation
+from quant.calibration.walk.block import Block
+from quant.calibration.walk.group import Group
+from quant.calibration.walk.stand_in import weight_of
+from quant.formats.number import E4M3
+from quant.formats.tensor import moved
+
+# Static scales of FP8 inputs that are tried, and outputs that judge them.
+_SCALES_AN_OCTAVE, _SAMPLED_OUTPUTS = 16, 512
+
+
+def scale_inputs(block: Block) -> None:
+    """Scales the inputs of groups whose solvers need it.
+
+    The last group comes first: a scale may go into a linear layer solved before.
+    """
+    if not any(group.pipeline.transforms for group in block.groups):
+        return
+    folds = _find_folds(block)
+    for group, fold in zip(reversed(block.groups), reversed(folds), strict=True):
+        if group.tokens and group.pipeline.transforms:
+            _scale_group(block, group, fold)
+
+
+def _scale_group(block: Block, group: Group, fold: Fold | None) -> None:
+    assert group.total is not None and group.amax is not None
+    # All ranks take the same tokens, from every batch.
+    every = max(group.tokens // SAMPLED_TOKENS, 1)
+    sample = torch.cat([x.float() for x in group.inputs_of_all_ranks(every)])
+    spec = group.pipeline.spec
+    for key, transform in zip(spec.transforms, group.pipeline.transforms, strict=True):
+        if fold is None and key in spec.merged:
+            group.notes.append(f"no module around can absorb an input scale: without {key}")
+            continue
+        weight = torch.cat([block.targets[name] for name in group.names])
+        divisor = torch.ones_like(group.total) if group.divisor is None else group.divisor
+        blocks = () if group.outputs is None else group.outputs.blocks_of(len(weight))
+        inputs = GroupInputs(sample, group.total / group.tokens, group.amax, blocks).divided(divisor)
+        owner = None if fold is None else fold.owner
+        scale = transform(weight, inputs, group.weight_format, group.activation, owner)
+        if fold is not None:
+            scale = _fold(block, fold, scale)
+        else:
+            before = group.parts.pre_scale
+            group.parts = replace(group.parts, pre_scale=1 / scale if before is None else before / scale)
+        group.divisor = divisor * scale
+        for name in group.names:
+            target = block.targets[name] * scale
+            block.targets[name] = target
+            parameter = weight_of(block.module, name)
+            parameter.data = target.to(parameter.dtype)
+
+
+def fix_input_scale(block: Block, group: Group) -> None:
+    """Sets the static scale of a group's inputs, where their format has one.
+
+    A solver that looks at outputs takes the scale within an octave above the observer's scale at which rounded inputs
+    err least behind the weights. FP8's steps double from one power of two to the next, so that a larger scale is as
+    fine, but other values fall on its grid: values of loud channels that hardly change from token to token, whose error
+    would be the same at every token.
+    """
+    group.fix_input_scale(block.settings.observer, block.stored)
+    first, activation = group.input_scale, group.activation
+    if first is None or activation is None or not searches_input_scale(block, group):
+        return
+    every = max(group.tokens // SAMPLED_TOKENS, 1)
+    x = torch.cat([group.scaled(x).float() for x in group.inputs_of_all_ranks(every)])
+    weight = torch.cat([block.targets[name] for name in group.names]).float()
+    # Every n-th output is enough: neighbouring ones belong to one head.
+    weight = weight[:: -(-len(weight) // _SAMPLED_OUTPUTS)]
+    least = torch.inf
+    for step in range(_SCALES_AN_OCTAVE):
+        scale = (first * 2 ** (step / _SCALES_AN_OCTAVE)).to(block.stored).float()
+        error = (round_activation(x, activation, scale) - x) @ weight.t()
+        loss = float(error.square().mean())
+        if loss < least:
+            least, group.input_scale = loss, scale
+
+
+def searches_input_scale(block: Block, group: Group) -> bool:
+    """Returns whether the static scale of a group's inputs is searched, which takes the inputs themselves."""
+    activation = group.activation
+    if activation is None or not activation.is_static or activation.element is not E4M3 or activation.global_scale:
+        return False
+    return block.settings.observer == "absmax" and group.pipeline.needs_moment
+
+
+def _find_folds(block: Block) -> list[Fold | None]:
+    """Finds the modules that each group's input scale can go into, tried in float64 on a few tokens."""
+    if any(parameter.is_meta for parameter in block.module.parameters()):
+        # Experts that are still in their files: a copy without them computes unwritten memory, which proves nothing.
+        return [None] * len(block.groups)
+    module = in_float64(block.module)
+    call = moved(block.calls.few, dtype=torch.float64)
+    try:
+        order = modules_in_order(module, call)
+    except Exception:  # the model's own code: XGLM fills a mask with a number of float64 that torch.full does not take
+        for group in (group for group in block.groups if group.pipeline.transforms):
+            group.notes.append("its block does not run in float64, where modules that could take its scales are tried")
+        return [None] * len(block.groups)
+    folds = []
+    for group in block.groups:
+        first = min((order.index(name) for name in group.names if name in order), default=0)
+        before = reversed(order[:first])
+        # A linear layer that is not to be quantized has no target, and its weight must stay.
+        producers = [name for name in before if name in block.targets or _is_vector(module.get_submodule(name))]
+        folds.append(find_fold(module, call, group.names, producers) if group.pipeline.transforms else None)
+    return folds
+
+
+def _fold(block: Block, fold: Fold, scale: torch.Tensor) -> torch.Tensor:
+    """Puts `scale` into the producer; gives the scale `[in]` that the group's inputs were really divided by."""
+    module = block.module.get_submodule(fold.producer)
+    rows = len(module.weight)  # type: ignore[arg-type]
+    divisor = torch.ones(rows, device=scale.device, dtype=torch.float32).index_copy_(0, fold.owner, scale)
+    if fold.producer in block.targets:
+        block.targets[fold.producer] = block.targets[fold.producer] / divisor[:, None]
+        _scale_gradients(block, fold.producer, divisor)
+        apply_fold(module, divisor, fold.style)
+        return scale
+    # A norm keeps the dtype of the checkpoint, to which its weight is rounded: the inputs are divided by the rounded
+    # quotient.
+    return apply_fold(module, divisor, fold.style, block.stored)[fold.owner]
+
+
+def _scale_gradients(block: Block, name: str, divisor: torch.Tensor) -> None:
+    """Scales the gradients at a layer's outputs, which are divided from then on: A becomes D A D."""
+    group = next(group for group in block.groups if name in group.names)
+    outputs = group.outputs
+    if outputs is None:
+        return
+    sizes = [len(block.targets[member]) for member in group.names]
+    before = sum(sizes[: group.names.index(name)])
+    factor = torch.ones(sum(sizes), device=divisor.device, dtype=torch.float32)
+    factor[before : before + len(divisor)] = divisor
+    if outputs.block_moments is None:
+        group.outputs = replace(outputs, second_moment=outputs.matrix * factor * factor[:, None])
+        return
+    count, width, _ = outputs.block_moments.shape
+    factors = nn.functional.pad(factor, (0, count * width - len(factor))).view(count, width)
+    scaled = outputs.block_moments * factors[:, None] * factors[:, :, None]
+    group.outputs = replace(outputs, block_moments=scaled)
+
+
+def _is_vector(module: nn.Module) -> bool:
+    return module.weight.dim() == 1  # type: ignore[operator]
+
+
+def rotate(block: Block, group: Group) -> None:
+    """Rotates the weights to be rounded. The block's own weights stay, because they still get unrotated inputs."""
+    if group.pipeline.spec.rotation:
+        size = rotation_block(group.members[0].shape[-1], group.pipeline.spec.rotation)
+        group.parts = replace(group.parts, hadamard=size)
+        for name in group.names:
+            block.targets[name] = rotate_weight(block.targets[name], size)

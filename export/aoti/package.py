@@ -1,0 +1,412 @@
+"""`export_aoti` compiles a quantized module ahead of time into a `.pt2` package of AOTInductor.
+
+    torch.export         the module as a graph; a quantized linear is one `quant::` op in it
+    this file            what becomes of every such op (the table below)
+    AOTInductor          kernels for one device, compiled and tuned, with the weights, in a zip file
+
+    op                                on a GPU                                        on a CPU
+    linear, FP8 weights and inputs    with FP8 tensor cores: rounding that fuses      one C++ function for all linears
+                                      into the producer of the input, then            of the package (`cpp_linear`)
+                                      `torch._scaled_mm`; without: as the next row
+    other linears                     launches of our Triton kernels, which lie in    the same function
+                                      the package (`triton_linear`)
+    convolutions                      weights decoded by a launch, then a plain       weights decoded by integer
+                                      convolution                                     arithmetic, then the same
+    quant::fp8_attention              our Triton kernel, inside the package           the reference, as a graph
+
+So the package needs neither Python nor this library: C++ loads it with `torch::inductor::AOTIModelPackageLoader` (a
+program is in `export/cpp`), Python with `load_aoti`. Equal input scales, as of q, k and v, become one tensor, so that
+their input is rounded once. A package runs on the kind of GPU that it was compiled on, for kernels are tuned there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import inspect
+import re
+import sys
+import warnings
+import zipfile
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map_only
+
+from quant.calibration.attention_scales import AttentionScales
+from quant.export.onnx.decoder_graph import Attention, Graph, attending, operand_scales
+from quant.export.onnx.attention_use import check_attends
+from quant.export.onnx_graph.tracing.trace_errors import explained
+from quant.export.packages.cpp_linear import has_cpp_linears, linear_settings
+from quant.export.aoti.op_bodies import BODIES, INNER_BODIES, launches
+from quant.export.aoti.triton_linear import analysed_once
+from quant.base.atomic import put_file, temporary_directory
+from quant.formats.format import FORMATS
+from quant.formats.tensor import fake_quantize
+from quant.kernels.linear.conv import QuantConv
+from quant.kernels.linear.quant_linear import QuantLinear
+from quant.kernels.linear.ops import LINEAR
+from quant.kernels.linear.quantized_module import restore_layout
+
+# The line of a traceback that names an exception, such as `triton.compiler.errors.CompilationError: at 3:4:`.
+_EXCEPTION = re.compile(r"(?:[a-z_]\w*\.)*[A-Z]\w*: ")
+_MOST_ROWS = 65_535
+_LONGEST = 800  # characters of a message that come from a compiler
+TRACED = "traced.model."
+"""Where a traced transformers model has its modules."""
+METADATA = "blockscale"
+"""Key in the metadata of a decoder's package; its value is JSON: capacity, caches, dtype, digest of the plan, torch."""
+
+Dims = Mapping[str, Mapping[int, str]]
+
+
+@contextlib.contextmanager
+def collecting_rarely() -> Iterator[None]:
+    """Makes Python look for garbage once in 50,000 new objects while open, instead of once in 700 to 2,000.
+
+    A tracer makes millions of objects, nearly all of which stay: the search takes a tenth of its time.
+    """
+    thresholds = gc.get_threshold()
+    if 0 < thresholds[0] < 50_000:  # 0 is never
+        gc.set_threshold(50_000)
+    try:
+        yield
+    finally:
+        gc.set_threshold(*thresholds)
+
+
+@collecting_rarely()
+def export_aoti(
+    model: nn.Module,
+    path: str | Path,
+    inputs: Mapping[str, torch.Tensor],
+    *,
+    dims: Dims | None = None,
+    ranges: Mapping[str, tuple[int, int]] | None = None,
+    attention_scales: Mapping[str, AttentionScales] | None = None,
+    device: torch.device | str | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> Path:
+    """Compiles `model` into a `.pt2` package and returns its path.
+
+    Args:
+        model: quantized or not. A transformers model gives its logits, or else its last hidden state; the outputs
+            of any other are tensors, in any nest of tuples and dicts. It is moved to `device`.
+        path: the path of the package, which ends in `.pt2`.
+        inputs: an example of each input by the name of `forward`'s parameter.
+        dims: names of dynamic dimensions, by input and axis; all others are fixed at the examples' sizes.
+        ranges: smallest and largest size of a named dimension.
+        attention_scales: from `collect_attention_scales`; attention of a transformers model is then in FP8.
+        device: "cuda" or "cpu"; by default the GPU if there is one.
+        options: settings of Inductor, such as `{"max_autotune": True}`.
+
+    Raises:
+        ValueError: there is no such device, the name is wrong, the model does not export, or the C++ compiler cannot
+            make a library that torch loads; nothing is written.
+    """
+    path = Path(path)
+    device = find_device(path, device)
+    examples = {name: x.to(device).contiguous() for name, x in inputs.items()}
+    with scales_as_matrices(model.to(device)):
+        program = traced(model, examples, dims=dims, ranges=ranges, attention_scales=attention_scales)
+    share_input_scales(program)
+    return compile_package(program, BODIES, path, device, options or {})
+
+
+def find_device(path: Path, device: torch.device | str | None) -> torch.device:
+    """Returns the device that a package is compiled for; ValueError if it is missing, or if `path` has a wrong name."""
+    if path.suffix != ".pt2":
+        raise ValueError(f"{path}: an AOTInductor package ends in .pt2")
+    device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"{path}: no CUDA device here; a package for a GPU is made on that GPU, or pass device='cpu'")
+    return device
+
+
+def compile_package(
+    program: torch.export.ExportedProgram,
+    bodies: Mapping[str, Callable[..., torch.Tensor]],
+    path: Path,
+    device: torch.device,
+    options: Mapping[str, Any],
+    metadata: Mapping[str, str] | None = None,
+) -> Path:
+    """Compiles a graph into the package `path`; arguments and errors are as for `export_aoti`.
+
+    Inductor compiles the ops of `bodies` in place of the ops of these names, but for `quant::linear` on a CPU, which is
+    a function of its own. `metadata` is stored in the package as JSON, next to Inductor's own entries on the device.
+    """
+    on_gpu = device.type == "cuda"
+    settings = {**_settings(on_gpu=on_gpu), **options, "aot_inductor.metadata": dict(metadata or {})}
+    replaced = {**bodies, **INNER_BODIES}
+    if on_gpu:
+        replaced |= launches()
+    elif has_cpp_linears(program):
+        del replaced[LINEAR]
+    _warm_tables()
+    # The ops are replaced while Inductor traces the graph: a trace of ours before it takes seconds, and with launches
+    # in it a minute for 30 layers.
+    with (
+        temporary_directory(path) as folder,
+        replaced_ops(replaced),
+        analysed_once(),
+        buffers_kept(),
+        warnings.catch_warnings(),
+    ):
+        # torch 2.13 copies its own tree of inputs by a class that it has deprecated.
+        warnings.filterwarnings("ignore", message=".*LeafSpec.*", category=FutureWarning)
+        try:
+            package = torch._inductor.aoti_compile_and_package(
+                program, package_path=str(Path(folder, path.name)), inductor_configs=settings
+            )
+        except Exception as error:  # compilers raise exceptions of many types
+            hint = "; install g++, or set CXX to a C++ compiler" if "InvalidCxxCompiler" in str(error) else ""
+            raise ValueError(f"{path}: AOTInductor did not compile it: {cause_of(error)}{hint}") from error
+        _check_library(Path(package), path)
+        put_file(Path(package), path)
+    return path
+
+
+@contextlib.contextmanager
+def buffers_kept() -> Iterator[None]:
+    """Keeps alive what Inductor writes C++ into while open, so that each array is declared before it is used.
+
+    It declares an array of sizes once for each buffer that it writes lines into, and remembers the buffer by its
+    address: torch 2.11 by that of a bound method, which the next one gets too, later versions by the buffer's own. A
+    large graph then names an array that is declared further down, and does not compile.
+    """
+    from torch._inductor.codegen.cpp_wrapper_cpu import CppWrapperCpu
+
+    declare, methods = CppWrapperCpu.codegen_int_array_var, dict[Any, Any]()
+
+    def by_buffer(self: Any, int_array: str, writeline: Any, *arguments: Any, **options: Any) -> Any:
+        # One bound method for each buffer, which it keeps alive.
+        key = id(getattr(writeline, "__self__", writeline)), getattr(writeline, "__func__", None)
+        return declare(self, int_array, methods.setdefault(key, writeline), *arguments, **options)
+
+    CppWrapperCpu.codegen_int_array_var = by_buffer  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        CppWrapperCpu.codegen_int_array_var = declare  # type: ignore[method-assign]
+
+
+def cause_of(error: BaseException) -> str:
+    """Returns the exception that made Inductor stop, or the first error of its C++ compiler, on one line.
+
+    Inductor compiles kernels in processes of its own, and wraps their tracebacks into the text of further exceptions:
+    the innermost one stands at the end.
+    """
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    last = max((index for index, line in enumerate(lines) if _EXCEPTION.match(line)), default=0)
+    # A C++ compiler's first error is the cause of the others.
+    last = next((index for index, line in enumerate(lines) if ": error: " in line), last)
+    text = " ".join(" ".join(lines[last:]).split()) or type(error).__name__
+    # Long texts, such as a compiler's output, say the most at their beginning and at their end.
+    return text if len(text) <= _LONGEST else f"{text[: _LONGEST // 2]} ... {text[-_LONGEST // 2 :]}"
+
+
+def traced(
+    model: nn.Module,
+    inputs: Mapping[str, torch.Tensor],
+    *,
+    dims: Dims | None = None,
+    ranges: Mapping[str, tuple[int, int]] | None = None,
+    attention_scales: Mapping[str, AttentionScales] | None = None,
+) -> torch.export.ExportedProgram:
+    """Returns the model as a graph, with an op for each quantized layer and each attention.
+
+    Arguments are as for `export_aoti`.
+
+    Raises:
+        ValueError: the model does not export with these dimensions.
+    """
+    ranges = ranges or {}
+    names = {name for axes in (dims or {}).values() for name in axes.values()}
+    # ranges give min and max of a dimension; without a range torch.export finds limits itself. It refuses those of
+    # cuDNN's norms, which take batches of up to 65,535.
+    batches = {axes[0] for axes in (dims or {}).values() if 0 in axes}
+    limits = {name: {"max": _MOST_ROWS} if name in batches else {} for name in names}
+    limits |= {name: dict(zip(("min", "max"), ranges[name], strict=True)) for name in names & ranges.keys()}
+    sizes = {name: torch.export.Dim(name, **limits[name]) for name in names}
+    dynamic = {name: {axis: sizes[dim] for axis, dim in (dims or {}).get(name, {}).items()} for name in inputs}
+    restore_layout(model)
+    axes = {name: dims.get(name, {}) if dims else {} for name in inputs}
+    examples = {
+        name: (x, tuple(axes[name].get(axis, size) for axis, size in enumerate(x.shape))) for name, x in inputs.items()
+    }
+    highest = {name: high for name, (_, high) in ranges.items()}
+    with (
+        torch.no_grad(),
+        _traceable(model, inputs, ranges.get("sequence"), attention_scales) as graph,
+        explained(model, examples, highest),
+    ):
+        return torch.export.export(graph, (), dict(inputs), dynamic_shapes=dynamic, strict=False)
+
+
+def decomposed(
+    program: torch.export.ExportedProgram, bodies: Mapping[str, Callable[..., torch.Tensor]]
+) -> torch.export.ExportedProgram:
+    """Returns the graph in PyTorch's own ops: each op named in `bodies` becomes the ops of its body."""
+    _warm_tables()
+    with replaced_ops(bodies), analysed_once():
+        lowered_program: torch.export.ExportedProgram = program.run_decompositions({})
+    return lowered_program
+
+
+def load_aoti(path: str | Path) -> Callable[..., Any]:
+    """Returns a package as a function of the model's inputs; a decoder's raises ValueError for a cache with gaps.
+
+    Compiled code takes every tensor for contiguous and does not look at its strides, so an input such as `ids[:, :50]`
+    is copied first. A decoder's package writes into its cache, and would write into the copy.
+    """
+    package = torch._inductor.aoti_load_package(str(path))
+    writes = METADATA in package.get_metadata()
+
+    def contiguous(x: torch.Tensor) -> torch.Tensor:
+        if writes and not x.is_contiguous():
+            raise ValueError(f"{path}: an input {list(x.shape)} of strides {list(x.stride())} is not contiguous")
+        return x.contiguous()
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        args, kwargs = tree_map_only(torch.Tensor, contiguous, (args, kwargs))
+        return package(*args, **kwargs)
+
+    return run
+
+
+def _check_library(package: Path, path: Path) -> None:
+    """Raises ValueError if the compiler has put a C++ library of its own into the package, which becomes `path`.
+
+    Two copies of libstdc++ in one process disagree on locales, and the package crashes while it is loaded.
+    """
+    if sys.platform != "linux":
+        return
+    with zipfile.ZipFile(package) as archive:
+        for name in (name for name in archive.namelist() if name.endswith(".so")):
+            with archive.open(name) as file:
+                # ELF lists needed libraries by name; one of the C++ library means that it is linked dynamically.
+                end = b""
+                while chunk := file.read(1 << 24):
+                    if any(library in end + chunk for library in (b"libstdc++.so", b"libc++.so")):
+                        break
+                    end = chunk[-16:]
+                else:
+                    raise ValueError(
+                        f"{path}: the C++ compiler links libstdc++ statically, and such a package crashes where torch "
+                        "loads it; set CXX to a compiler that has libstdc++.so, such as the system's g++"
+                    )
+
+
+def _settings(*, on_gpu: bool) -> dict[str, Any]:
+    """Returns settings: no compiled headers and, for a GPU, no trial of CPU vector instructions, which save time.
+
+    On a CPU `cpp_linear` adds its function.
+    """
+    settings: dict[str, Any] = {"aot_inductor.precompile_headers": False}
+    return {**settings, "cpp.vec_isa_ok": False} if on_gpu else {**settings, **linear_settings()}
+
+
+@contextlib.contextmanager
+def scales_as_matrices(model: nn.Module) -> Iterator[None]:
+    """Reshapes static input scales and second-level scales to `[1, 1]` while open.
+
+    Inductor turns scalars into code, but `_scaled_mm` and our kernels read scales from memory.
+    """
+    modules = [module for module in model.modules() if isinstance(module, QuantLinear | QuantConv)]
+    scales = [
+        (module, name, scale)
+        for module in modules
+        for name in ("input_scale", "global_scale")
+        if (scale := getattr(module, name)) is not None
+    ]
+    try:
+        for module, name, scale in scales:
+            setattr(module, name, scale.reshape(1, 1))
+        yield
+    finally:
+        for module, name, scale in scales:
+            setattr(module, name, scale)
+
+
+def share_input_scales(program: torch.export.ExportedProgram) -> None:
+    """Makes layers with equal static input scales read the first one's, so that a common input is rounded once."""
+    # Buffers are placeholders of the exported graph; their values are in its state dict.
+    names = {spec.arg.name: spec.target for spec in program.graph_signature.input_specs if spec.target is not None}
+    first: dict[float, Any] = {}
+    for node in program.graph.nodes:
+        target = names.get(node.name, "") if node.op == "placeholder" else ""
+        if target.rpartition(".")[2] == "input_scale":
+            shared = first.setdefault(float(program.state_dict[target]), node)
+            if shared is not node:
+                node.replace_all_uses_with(shared)
+    program.graph_module.recompile()
+
+
+def _warm_tables() -> None:
+    """Fills the tables that `formats` caches; filled in a trace, they would become part of the graph."""
+    for format in FORMATS.values():
+        fake_quantize(torch.ones(1, 128), format)
+
+
+class _Named(nn.Module):
+    """A transformers graph whose inputs have their names: `forward(input_ids, …)`."""
+
+    def __init__(self, graph: Graph, names: Iterable[str]) -> None:
+        super().__init__()
+        self.traced = graph
+        parameters = [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in names]
+        signature = inspect.Signature(parameters)
+
+        def forward(*args: torch.Tensor, **kwargs: torch.Tensor) -> Any:
+            outputs = graph(dict(signature.bind(*args, **kwargs).arguments))
+            return outputs[0] if len(outputs) == 1 else outputs
+
+        # torch.export reads the names of the inputs from the signature.
+        forward.__signature__ = signature  # type: ignore[attr-defined]
+        self.forward = forward
+
+
+@contextlib.contextmanager
+def _traceable(
+    model: nn.Module,
+    inputs: Mapping[str, torch.Tensor],
+    sequence: tuple[int, int] | None,
+    scales: Mapping[str, AttentionScales] | None,
+) -> Iterator[nn.Module]:
+    """Yields the module to trace: `model`, or a transformers model that attends by one op, without masks."""
+    if not hasattr(model, "main_input_name"):
+        if scales:
+            raise ValueError(f"{type(model).__name__} is no transformers model; its own code calls fp8_attention")
+        yield model
+        return
+    check_attends(model, inputs)
+    names = {module: name for name, module in model.named_modules()}
+    window = sequence[1] if sequence else None
+    function = Attention(names, kind="plugin", scales=operand_scales(scales or {}), window=window)
+    with attending(model, function, masked="attention_mask" in inputs):
+        yield _Named(Graph(model, function), inputs)
+
+
+@contextlib.contextmanager
+def replaced_ops(bodies: Mapping[str, Callable[..., torch.Tensor]]) -> Iterator[None]:
+    """Makes tracing replace each op of these names by the ops of its body while open.
+
+    A rule for `FunctionalTensorMode` runs before the op is recorded, and Inductor compiles the ops of the body.
+    """
+    from torch._subclasses.functional_tensor import FunctionalTensorMode
+
+    def traced(body: Callable[..., torch.Tensor]) -> Callable[..., Any]:
+        def inside(mode: Any, op: Any, types: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+            with mode:
+                return body(*args, **(kwargs or {}))
+
+        return inside
+
+    with torch.library._scoped_library("quant", "FRAGMENT") as library:
+        for name, body in bodies.items():
+            torch.library.register_torch_dispatch(name, FunctionalTensorMode, traced(body), lib=library)
+        yield

@@ -1,0 +1,176 @@
+"""Output directories are written whole or not at all.
+
+A directory is built under a temporary name next to its destination and renamed when everything is in it, so that a full
+disk, a crash or Ctrl-C never leaves half a checkpoint under the name that a server loads (`quant.base.atomic`).
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from quant.base.atomic import claimed, recover, replace_directory, sync_tree, temporary_directory, write_atomically
+from quant.recipes.plan import PLAN_FILE
+
+OURS = (PLAN_FILE, "receipt.json")
+"""Files that mark a directory as one that Blockscale wrote, and may replace."""
+NEW, COMPLETE = "new", "complete"
+"""In a working directory: the checkpoint that is being built, and the file that says that it is whole.
+
+`complete` holds the inode of `new`. After the exchange with the destination, an older checkpoint is called `new`, and
+the inode distinguishes the two.
+"""
+
+
+@contextmanager
+def new_directory(
+    path: Path, *, overwrite: bool, work: Path | None = None, resumable: Callable[[], Collection[str]] = tuple
+) -> Iterator[Path]:
+    """Gives a temporary directory that becomes `path` when the block ends without an error.
+
+    Args:
+        path: the path of the new directory.
+        overwrite: replaces a directory at `path`.
+        work: a directory next to `path` to build in. A run that is stopped after the checkpoint is whole and before it
+            has its name is completed by `finish_directory`.
+        resumable: the names of files that stay in `work` for the next run, if this one is stopped.
+
+    Raises:
+        OSError: another process writes to `path`, or it is not to be replaced, as `check_destination` says.
+    """
+    with claimed(path):
+        check_destination(path, overwrite=overwrite)
+        path = path.resolve()  # a link stays, and its target is replaced
+        with temporary_directory(path) if work is None else _working_directory(work, resumable) as temporary:
+            yield temporary
+            # Only the owner can read temporary directories; the checkpoint gets the usual permissions.
+            temporary.chmod(0o777 & ~umask())
+            if work is None:
+                replace_directory(temporary, path)
+            else:
+                # The order matters when the machine stops: data on the disk, then the mark, then the exchange.
+                sync_tree(temporary)
+                write_atomically(work / COMPLETE, str(temporary.stat().st_ino))
+                finish_directory(work, path)
+
+
+@contextmanager
+def _working_directory(work: Path, resumable: Callable[[], Collection[str]]) -> Iterator[Path]:
+    new = work / NEW
+    (work / COMPLETE).unlink(missing_ok=True)
+    _remove_all_but(resumable(), new)
+    new.mkdir(exist_ok=True)
+    try:
+        yield new
+    except BaseException:
+        if not (work / COMPLETE).exists():
+            _remove_all_but(resumable(), new)
+        raise
+
+
+def _remove_all_but(names: Collection[str], directory: Path) -> None:
+    """Removes the other entries of a directory, and without names the directory itself."""
+    if not names:
+        shutil.rmtree(directory, ignore_errors=True)
+        return
+    for entry in directory.iterdir():
+        if entry.name not in names:
+            shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+
+
+def finish_directory(work: Path, path: Path) -> None:
+    """Puts the directory that is whole in `work` under its name, if it is not there yet."""
+    new, path = work / NEW, path.resolve()
+    if not (new.exists() and (work / COMPLETE).exists()):
+        return
+    # Where `path` has the inode already, the exchange was made and only the old checkpoint is left to delete.
+    inode = int((work / COMPLETE).read_text() or 0)
+    if not path.exists() or path.stat().st_ino != inode:
+        replace_directory(new, path)
+    shutil.rmtree(new, ignore_errors=True)  # the directory that was at `path` before
+
+
+def check_destination(path: Path, *, overwrite: bool) -> None:
+    """Checks, before any slow work, that a directory can be put at `path`.
+
+    Raises:
+        FileExistsError: it is a file, or below one; it holds files and `overwrite` is False, or Blockscale did not
+            write them.
+        OSError: it is a mount point or holds the current directory, neither of which can be replaced whole; or
+            nothing can be written there.
+    """
+    if path.exists() and not path.is_dir():
+        raise FileExistsError(f"{path} is a file; name a directory for the checkpoint")
+    if os.path.ismount(path):
+        raise OSError(f"{path} is a mount point, which cannot be replaced whole; name a directory in it")
+    whole = path.resolve()
+    if whole.parent.is_dir():
+        recover(whole)
+    if whole in (Path.cwd(), *Path.cwd().parents):
+        raise OSError(f"{path} is the current directory or above it; name a directory in it")
+    _check_files(path, overwrite)
+    check_parents(path)
+
+
+def check_parents(path: Path) -> None:
+    """Checks that a file or directory can be made at `path`, whose parents need not exist yet.
+
+    Raises:
+        FileExistsError: a parent is a file.
+        OSError: nothing can be written there.
+    """
+    for ancestor in path.parents:
+        if ancestor.exists() and not ancestor.is_dir():
+            raise FileExistsError(f"{ancestor} is a file; name a directory that is there or can be made")
+    parent = next(ancestor for ancestor in path.resolve().parents if ancestor.is_dir())
+    try:
+        with tempfile.TemporaryFile(dir=parent):
+            pass
+    except OSError as error:
+        raise OSError(f"{path}: {parent} cannot be written to ({error.strerror}); choose another directory") from None
+
+
+def check_apart(out: Path, *sources: str | Path | None) -> None:
+    """Checks that writing `out` destroys nothing that a command reads, links resolved.
+
+    Args:
+        out: a file or directory that is to be written.
+        sources: files or directories that are read; None, and names that are not a path, are skipped.
+
+    Raises:
+        FileExistsError: `out` is a source, holds one or a file that one links to, or lies in one.
+    """
+    whole = out.resolve()
+    for source in (Path(source).expanduser() for source in sources if source is not None and os.path.exists(source)):
+        # Files in the cache of the Hugging Face hub are links to blobs in another folder.
+        target = source.resolve()
+        links = [entry.resolve() for entry in target.iterdir() if entry.is_symlink()] if target.is_dir() else []
+        for read in (target, *links):
+            if whole == read or whole in read.parents:
+                raise FileExistsError(f"--out {out} is or holds {source}, which it would replace; name another place")
+        if target in whole.parents:
+            raise FileExistsError(f"--out {out} lies in {source}, which is only read; name a place outside it")
+
+
+def _check_files(path: Path, overwrite: bool) -> None:
+    files = sorted(entry.name for entry in path.iterdir()) if path.is_dir() else []
+    if not files:
+        return
+    if not overwrite:
+        raise FileExistsError(f"{path} is not empty; pass --overwrite to replace it, or choose another directory")
+    if not any(name in files for name in OURS):
+        raise FileExistsError(
+            f"{path} holds {files[0]} and no {' or '.join(OURS)}, so it is not ours to delete: --overwrite replaces "
+            "only what Blockscale wrote; choose another directory"
+        )
+
+
+def umask() -> int:
+    """Returns the mask that new files get, which can only be read by setting it."""
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask

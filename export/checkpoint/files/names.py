@@ -1,0 +1,256 @@
+"""`StoredNames` translates the names of tensors in a model to their names on disk, and back.
+
+transformers 5 builds a model from parts that need not be named, or split, as they are in its checkpoint:
+
+    disk     model.layers.0.block_sparse_moe.experts.3.w1.weight     language_model.model.layers.0.…
+    module   model.layers.0.mlp.experts.gate_up_proj                 model.language_model.layers.0.…
+
+Servers read the names on disk, and so does transformers: with the modules' names in a checkpoint, transformers would
+leave the experts at random values. This file applies its rules (`conversion_rules`) in both directions. Everywhere else
+a tensor has its name in the model, and one expert's matrices are `….experts.3.gate_proj`, `.up_proj` and `.down_proj`
+until they are written.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from quant.export.checkpoint.files.conversion_rules import (
+    class_rules,
+    file_rules,
+    is_group,
+    is_renaming,
+    operations,
+    renaming,
+    takes_experts_apart,
+)
+from quant.formats.format import Format
+from quant.formats.stacking import Stacking
+from quant.kernels.linear.expert_stack import ExpertStack
+from quant.recipes.expert_stacks import stacking_of
+
+EXPERT_PARTS = {"gate_up_proj": ("gate_proj", "up_proj"), "weight": ("",)}
+"""Matrices of an expert in a parameter, in the order of its rows; any other parameter is one matrix of its own name."""
+
+_EXPERT = re.compile(r"(.+\.\d+)\.(\w+)\.(\w+)")
+Rename = Callable[[str], str]
+FormatsOf = Callable[[str], tuple[Format, Format | None] | None]
+"""From a matrix's name in the model to the formats of its weight and input; None for 16 bit."""
+
+
+@dataclass(frozen=True)
+class StoredNames:
+    """Names of tensors, in both directions.
+
+    Attributes:
+        renamings: renamings from a name in the model to the name on disk, applied one after the other.
+        back: renamings from a name on disk to the name in the model.
+        experts: the names on disk of an expert's matrices, by their names in the model.
+        cut: fused parameters that are stored expert by expert also where they stay in 16 bit.
+        apart: transformers takes the experts of a quantized checkpoint apart into linear layers.
+        stopped: parameters of experts that transformers cannot hold once they are quantized. It would run with random
+            numbers, so an empty tensor is stored under their names, at which it stops.
+        unread: other such parameters. Servers know their names and would fail at an empty tensor.
+        parameters: the model's parameters by their names on disk, as the rules of `back` need not invert `renamings`.
+        in_source: names on disk that `renamings` do not lead to, by the model's names.
+        carried: tensors of the source that the model's class ignores, by their names on disk.
+        carried_modules: the modules in 16 bit that have such a matrix, and may be linear layers elsewhere; and those
+            whose tensors the model holds split or joined.
+        carried_trees: the outermost modules that hold no other tensors, such as `mtp`.
+    """
+
+    renamings: tuple[Rename, ...] = ()
+    back: tuple[Rename, ...] = ()
+    experts: Mapping[str, str] = field(default_factory=dict)
+    cut: frozenset[str] = frozenset()
+    apart: bool = False
+    stopped: frozenset[str] = frozenset()
+    unread: frozenset[str] = frozenset()
+    parameters: Mapping[str, str] = field(default_factory=dict)
+    in_source: Mapping[str, str] = field(default_factory=dict)
+    carried: tuple[str, ...] = ()
+    carried_modules: tuple[str, ...] = ()
+    carried_trees: tuple[str, ...] = ()
+
+    def stored(self, name: str) -> str:
+        """Returns the name on disk of the tensor `name`, whatever the suffix of a quantized weight's part."""
+        return _as_weight(
+            name, lambda weight: self.in_source.get(weight) or _apply(self.renamings, _swap(weight, self.experts))
+        )
+
+    def of_model(self, name: str) -> str:
+        """Undoes `stored`; a name of the model's own stays."""
+        ours = {theirs: ours for ours, theirs in self.experts.items()}
+        return _as_weight(name, lambda weight: self.parameters.get(weight) or _swap(_apply(self.back, weight), ours))
+
+    def as_in(self, source: Collection[str]) -> StoredNames:
+        """Returns the names, corrected by a source's own where `renamings` lead to names that the source lacks.
+
+        Kimi-K2.5's rule for `blocks` of its vision tower, undone, renames the `layers` of its language model too.
+        """
+        ours = {self.of_model(name): name for name in source} if self.renamings else {}
+        other = {name: stored for name, stored in ours.items() if self.stored(name) not in source}
+        return replace(
+            self, in_source=other, parameters={**self.parameters, **{stored: name for name, stored in other.items()}}
+        )
+
+    def with_carried(self, shapes: Mapping[str, Sequence[int]], uncarried: Iterable[str]) -> StoredNames:
+        """Returns the names with tensors that were carried over.
+
+        Args:
+            shapes: the shapes of the carried tensors, by their names on disk.
+            uncarried: the names on disk of all other tensors of the checkpoint.
+        """
+        modules = [
+            n.removesuffix(".weight") for n, shape in shapes.items() if n.endswith(".weight") and len(shape) == 2
+        ]
+        shared = {"", *(tree for name in uncarried for tree in _trees(name))}
+        # Stacks of experts count too. A server builds their modules under names of its own, `….experts.0.gate_proj`,
+        # or joins `q_proj`, `k_proj` and `v_proj`: the tree is the name that all of them begin with.
+        matrices = [name for name, shape in shapes.items() if len(shape) in (2, 3)]
+        outermost = [next((tree for tree in _trees(name) if tree not in shared), "") for name in matrices]
+        trees = [tree for tree in dict.fromkeys(outermost) if tree and tree not in modules]
+        return replace(self, carried=tuple(shapes), carried_modules=tuple(modules), carried_trees=tuple(trees))
+
+    def with_joined(self, stored: Collection[str], state: Collection[str]) -> StoredNames:
+        """Returns the names with the modules of files that the model holds split or joined, among those in 16 bit.
+
+        Args:
+            stored: the names on disk of all tensors of the checkpoint.
+            state: the names of the model's tensors.
+        """
+        # Experts, which are stored one by one, have a pattern.
+        weights = [name for name in stored if name.endswith(".weight") and ".experts." not in name]
+        modules = [
+            name.removesuffix(".weight")
+            for name in weights
+            if f"{name}_scale" not in stored and name not in self.carried and self.of_model(name) not in state
+        ]
+        return replace(self, carried_modules=tuple(dict.fromkeys((*self.carried_modules, *modules))))
+
+    def both(self, layer: str) -> list[str]:
+        """Returns a layer's name as transformers knows it, and, where that differs, as the files have it."""
+        return list(dict.fromkeys((layer, self.stored(f"{layer}.weight").removesuffix(".weight"))))
+
+
+def _trees(name: str) -> list[str]:
+    """Returns the modules that hold the tensor `name`, outermost first: `a` and `a.b` of `a.b.weight`."""
+    parts = name.split(".")
+    return [".".join(parts[:count]) for count in range(1, len(parts))]
+
+
+def stored_names(model: nn.Module | None) -> StoredNames:
+    """Returns the names for a model of transformers; for any other, nothing changes."""
+    # A model of transformers cannot exist while its library is not loaded.
+    if model is None or "transformers" not in sys.modules or not hasattr(model, "base_model_prefix"):
+        return StoredNames()
+    rules, used = class_rules(model), file_rules(model)
+    groups = {tuple(rule.source_patterns) for rule in used if is_group(rule)}
+    fused = _fused(rules)
+    apart = takes_experts_apart(model)
+    names = StoredNames(
+        renamings=tuple(renaming(rule.reverse_transform()) for rule in reversed(used) if is_renaming(rule)),
+        # Where the files did not need a group of renamings, names of its pattern mean other tensors.
+        back=tuple(
+            renaming(rule)
+            for rule in rules
+            if is_renaming(rule) and not (is_group(rule) and tuple(rule.source_patterns) not in groups)
+        ),
+        experts={
+            ours: theirs
+            for last, names in fused.items()
+            for ours, theirs in zip(EXPERT_PARTS.get(last, (last,)), names, strict=True)
+        },
+        cut=frozenset((*EXPERT_PARTS, "down_proj") if apart else _fused(used)),
+        apart=apart,
+    )
+    placeless = [] if apart else list(_without_rule(model, fused))
+    stopped = frozenset(name for name, stacking in placeless if not _is_read_by_servers(names.stored(name), stacking))
+    names = replace(names, stopped=stopped, unread=frozenset(name for name, _ in placeless) - stopped)
+    if not names.renamings:
+        return names
+    return replace(names, parameters={names.stored(name): name for name in _state_names(model)})
+
+
+def _without_rule(model: nn.Module, fused: Collection[str]) -> Iterator[tuple[str, Stacking]]:
+    """Yields the parameters of experts that no rule of transformers joins from the matrices of single experts."""
+    for path, module in model.named_modules():
+        held = [last for last, _ in module.named_parameters(recurse=False)]
+        for last in (*held, *(last for last, child in module.named_children() if isinstance(child, ExpertStack))):
+            if last not in fused and (stacking := stacking_of(module, last)) is not None:
+                yield f"{path}.{last}", stacking
+
+
+def _is_read_by_servers(stored: str, stacking: Stacking) -> bool:
+    """Returns whether servers read a stack of this name; an empty one would stop them, too."""
+    return stacking.is_plain and stored.endswith((".experts.gate_up_proj", ".experts.down_proj"))
+
+
+def _state_names(model: Any) -> list[str]:
+    """Returns the names of the tensors that a model stores, without fused experts: rules name their parts."""
+    return [name for name, tensor in model.state_dict(keep_vars=True).items() if tensor.dim() != 3]
+
+
+def matrix_names(name: str, expert: int) -> list[str]:
+    """Returns the names of the matrices of one expert in a parameter, in the order of its rows."""
+    stem, _, last = name.rpartition(".")
+    return [f"{stem}.{expert}.{part}".rstrip(".") for part in EXPERT_PARTS.get(last, (last,))]
+
+
+def expert_names(name: str, experts: int) -> list[str]:
+    """Returns the names on disk of the matrices in a fused parameter that stays in 16 bit, expert by expert."""
+    return [f"{matrix}.weight" for expert in range(experts) for matrix in matrix_names(name, expert)]
+
+
+def cut_experts(name: str, weight: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Returns the matrices `[experts, out, in]` of a parameter as one for each of `expert_names`: views."""
+    # [experts, gate and up rows, in] is one run of rows: expert 0's gate, its up, expert 1's gate, …
+    names = expert_names(name, len(weight))
+    return dict(zip(names, weight.flatten(0, 1).chunk(len(names)), strict=True))
+
+
+def _fused(rules: Iterable[Any]) -> dict[str, tuple[str, ...]]:
+    """Returns the names on disk of an expert's matrices, by the parameter that they are stacked in."""
+    names_on_disk = {}
+    for rule in rules:
+        # Experts are stacked; gate and up of each are concatenated before.
+        if operations(rule) not in (["MergeModulelist"], ["MergeModulelist", "Concatenate"]):
+            continue
+        last = rule.target_patterns[0].rpartition(".")[2]
+        names = tuple(pattern.split(".")[-2] for pattern in rule.source_patterns)  # w1 of ".experts.*.w1.weight"
+        if len(names) == len(EXPERT_PARTS.get(last, (last,))):
+            names_on_disk[last] = names
+    return names_on_disk
+
+
+def _as_weight(name: str, rename: Rename) -> str:
+    """Returns `name` renamed.
+
+    The rules have names of weights only, and the parts of a quantized weight follow the weight.
+    """
+    # experts.3.gate_proj.weight_scale  ->  experts.3.gate_proj.weight  ->  experts.3.w1.weight  ->  … .weight_scale
+    stem, _, suffix = name.rpartition(".")
+    if not suffix.startswith(("weight_", "input_")):
+        return rename(name)
+    return f"{rename(f'{stem}.weight').removesuffix('.weight')}.{suffix}"
+
+
+def _apply(renamings: Iterable[Rename], name: str) -> str:
+    for rename in renamings:
+        name = rename(name)
+    return name
+
+
+def _swap(name: str, parts: Mapping[str, str]) -> str:
+    """Returns `name`, in which the matrix of an expert has its name of `parts`."""
+    match = _EXPERT.fullmatch(name)
+    if match is None or match[2] not in parts:
+        return name
+    return f"{match[1]}.{parts[match[2]]}.{match[3]}"

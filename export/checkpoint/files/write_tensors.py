@@ -1,0 +1,294 @@
+"""Writes checkpoints in the layout of compressed-tensors: the tensors of a quantized model, in hashed shards."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from quant.export.checkpoint.files import compressed_tensors
+from quant.export.checkpoint.joined import in_files
+from quant.export.checkpoint.files.names import StoredNames, cut_experts, matrix_names
+from quant.export.checkpoint.files.read_tensors import CARRIED, EXACT, HEADS, RUN_TIME_PARTS
+from quant.export.checkpoint.files.tensor_file import DeferredTensor, FileLog, write_tensor_file
+from quant.export.checkpoint.files.tied import FLAG, hold_same_values, untied_pairs
+from quant.formats.tensor import BlockScaledTensor
+from quant.kernels.linear.conv import QuantConv
+from quant.kernels.linear.embedding import QuantEmbedding
+from quant.kernels.linear.expert_modules import QuantExperts
+from quant.kernels.linear.quant_linear import QuantLinear
+from quant.recipes.expert_stacks import expert_matrices
+from quant.recipes.layer_kind import LayerKind
+from quant.recipes.plan import LayerPlan, Parts, Plan
+
+SHARD_BYTES = 5 * 1000**3
+# One thread writes a file and one hashes it, and SHA-256 is slower than the disk: several files are hashed in parallel.
+_LEAST_SHARD_BYTES = 1000**3
+_SHARDS_AT_ONCE = 8
+_QUANTIZED = QuantLinear | QuantConv | QuantExperts | QuantEmbedding
+_DEFERRED_BYTES = 1 << 20  # from this size on a tensor is computed when it is written
+SECOND_LEVEL = ("weight_scale_2", "weight_global_scale", "input_global_scale", "input_scale")
+"""Suffixes of the scales that one layout stores as the reciprocal of the other's."""
+
+
+def checkpoint_tensors(
+    model: nn.Module,
+    dtype: torch.dtype,
+    names: StoredNames,
+    state: Mapping[str, torch.Tensor] | None = None,
+    origins: dict[str, str] | None = None,
+    source: Collection[str] = (),
+) -> dict[str, torch.Tensor | DeferredTensor]:
+    """Returns every tensor of a quantized model under its name in the checkpoint; tied weights once.
+
+    A large tensor that the layout has in another form than the module is computed when it is written, so that memory
+    does not grow with the number of layers.
+
+    Args:
+        model: a model with quantized modules in place.
+        dtype: the model's dtype, for float scales.
+        names: the names of the model's tensors on disk.
+        state: the tensors that are not quantized, as `state_dict` names them; None takes the model's.
+        origins: a dictionary that is filled with the name of the model's layer or tensor that each tensor of the
+            checkpoint comes from.
+        source: the names of the tensors in the source's files, whose form tensors in 16 bit get.
+    """
+    origin_of: dict[str, str] = {}
+    quantized = {n: m for n, m in model.named_modules() if isinstance(m, _QUANTIZED)}
+    tensors: dict[str, torch.Tensor | DeferredTensor] = {}
+    for name, tensor in _unquantized_tensors(model, quantized, state):
+        cut = tensor.dim() == 3 and name.rpartition(".")[2] in names.cut
+        for part, matrix in (cut_experts(name, expert_matrices(model, name)) if cut else {name: tensor}).items():
+            tensors[part], origin_of[part] = matrix.contiguous(), name
+    # The bias of a quantized layer stays next to its codes, which cannot be joined.
+    plain = {
+        name: tensor
+        for name, tensor in tensors.items()
+        if isinstance(tensor, torch.Tensor) and name.rpartition(".")[0] not in quantized
+    }
+    joined, made_of = in_files(model, plain, source, names.stored) if source else ({}, {})
+    for name in {part for parts in made_of.values() for part in parts}:
+        del tensors[name], origin_of[name]
+    for name, module in quantized.items():
+        if name in names.stopped:
+            # transformers finds a tensor of another shape under the name of its parameter, and stops.
+            tensors[name] = torch.empty(0, dtype=dtype)
+        for part, weight in layer_weights(name, module.quantized_weight).items():
+            # `compress` returns some tensors as they are, and computes others: those need memory of their own.
+            held = {t.data_ptr() for t in (weight.codes, weight.scale)}
+            compress = partial(compressed_tensors.compress, weight, module.input_scale, dtype, module.activation_format)
+            for suffix, tensor in compress().items():
+                if tensor.nbytes > _DEFERRED_BYTES and tensor.data_ptr() not in held:
+                    deferred = DeferredTensor(tensor.shape, tensor.dtype, partial(_one_of, compress, suffix))
+                    tensors[f"{part}.{suffix}"] = deferred
+                else:
+                    tensors[f"{part}.{suffix}"] = tensor.contiguous()
+                origin_of[f"{part}.{suffix}"] = name
+        for suffix in RUN_TIME_PARTS:
+            run_time_part = getattr(module, suffix, None)
+            if run_time_part is not None:
+                tensors[f"{name}.{suffix}"], origin_of[f"{name}.{suffix}"] = run_time_part.contiguous(), name
+    if origins is not None:
+        origins |= {names.stored(part): name for part, name in origin_of.items()}
+        origins |= {name: parts[0] for name, parts in made_of.items()}
+    return {names.stored(name): tensor for name, tensor in tensors.items()} | joined
+
+
+def _unquantized_tensors(
+    model: nn.Module, quantized: Collection[str], state: Mapping[str, torch.Tensor] | None
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yields the tensors of a model outside its `quantized` modules, and the biases of these; tied tensors once."""
+    modules = {id(model.get_submodule(name)) for name in quantized}
+    # A module in a block that the model holds twice has two names.
+    own = tuple(f"{name}." for name, each in model.named_modules(remove_duplicate=False) if id(each) in modules)
+    unquantized = model.state_dict() if state is None else state
+    # Where one tensor is untied, the flag that would tie the others too is cleared (`clear_flag`).
+    all_apart = any(getattr(config, FLAG, False) for config in untied_pairs(model, state).values())
+    # transformers writes a tied tensor once, under the name of its source: {"lm_head.weight": "….embed_tokens.weight"}.
+    tied_to = getattr(model, "all_tied_weights_keys", {})
+    seen: set[tuple[object, ...]] = set()
+    for name, tensor in unquantized.items():
+        if name.startswith(own) and not name.endswith(".bias"):
+            continue
+        if not isinstance(tensor, torch.Tensor):
+            raise ValueError(
+                f"{name}: a {type(tensor).__name__}, and files of weights hold tensors alone; return a tensor from "
+                "get_extra_state, or leave the method out"
+            )
+        source = unquantized.get(tied_to.get(name, ""))
+        if source is not None and all_apart:
+            yield name, tensor
+            continue
+        if source is not None and hold_same_values(tensor, source):
+            continue
+        # Other views of the same memory are tied too; empty and meta tensors have no address.
+        view = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
+        if view in seen and tensor.numel() and tensor.data_ptr():
+            continue
+        seen.add(view)
+        yield name, tensor
+
+
+def _one_of(make: Callable[[], Mapping[str, torch.Tensor]], name: str) -> torch.Tensor:
+    return make()[name]
+
+
+def plan_of_model(model: nn.Module, plan: Plan) -> Plan:
+    """Returns `plan` with the present parts, shapes and ties of the model's layers.
+
+    These are the run-time parts of quantized linears (input scale, rotation, branch); of embeddings and heads in 16 bit
+    the sizes, which change where tokens are added (`resize_token_embeddings`), and whether they still share a weight,
+    which a learned rotation ends.
+    """
+    layers = []
+    for layer in plan.layers:
+        if layer.weight is None and layer.kind in (LayerKind.EMBEDDING, LayerKind.HEAD) and not layer.transposed:
+            with suppress(AttributeError):  # the module is gone, or is another one
+                layers.append(_as_in(model, plan, layer))
+    for layer in plan.quantized:
+        if layer.kind not in (LayerKind.EXPERTS, LayerKind.EMBEDDING):
+            try:
+                module: nn.Module | None = model.get_submodule(layer.name)
+            except AttributeError:
+                module = None
+            if not isinstance(module, QuantConv if layer.kind == LayerKind.CONV else QuantLinear):
+                raise ValueError(
+                    f"{layer.name}: the plan has it in {layer.weight}, and the model holds no quantized layer there; "
+                    "give the model and the plan that one call of quantize returned, a model in training after "
+                    "quant.convert_qat(model)"
+                )
+            if isinstance(module, QuantLinear):
+                layers.append(replace(layer, parts=Parts.of(module.parts)))
+    return plan.replace_layers(layers)
+
+
+def _as_in(model: nn.Module, plan: Plan, layer: LayerPlan) -> LayerPlan:
+    """Returns an embedding or a head in 16 bit as the model has it.
+
+    Raises:
+        AttributeError: the model has no such parameter.
+    """
+    parameter = model.get_parameter(layer.tensor_name)
+    layer = replace(layer, shape=tuple(parameter.shape))
+    owner = plan.by_name.get(layer.tied_to or "")
+    if owner is None or owner.weight is not None or hold_same_values(parameter, model.get_parameter(owner.tensor_name)):
+        return layer
+    return replace(layer, tied_to=None, reason=f"{layer.reason}; no longer shares the weight of {layer.tied_to}")
+
+
+def layer_weights(name: str, weight: BlockScaledTensor) -> dict[str, BlockScaledTensor]:
+    """Returns a layer's matrices by their names in the checkpoint.
+
+    A linear is itself. A fused-expert projection `experts.gate_up_proj` becomes one matrix per expert, gate and up
+    apart (`experts.3.gate_proj`, `experts.3.up_proj`): the names that runtimes look for, or that `stored_names` turns
+    into them.
+    """
+    if len(weight.shape) == 2:
+        return {name: weight}
+    matrices: dict[str, BlockScaledTensor] = {}
+    for index in range(weight.shape[0]):
+        names = matrix_names(name, index)
+        matrices.update(zip(names, split_rows(weight.matrix(index), len(names)), strict=True))
+    return matrices
+
+
+def split_rows(weight: BlockScaledTensor, parts: int) -> list[BlockScaledTensor]:
+    """Returns `weight` cut into `parts` equal runs of rows. Per-tensor scales are shared by all of them.
+
+    Raises:
+        ValueError: the cut would go through a block.
+    """
+    rows, block_rows = weight.shape[0], weight.format.block[0]
+    if parts > 1 and (rows % parts or (block_rows and rows // parts % block_rows)):
+        raise ValueError(f"cannot split {rows} rows of {weight.format} into {parts}: a block would be cut")
+    return [weight.rows(start, start + rows // parts) for start in range(0, rows, rows // parts)]
+
+
+def write_tensors(
+    directory: Path,
+    tensors: Mapping[str, torch.Tensor | DeferredTensor],
+    shard_bytes: int | None = None,
+    *,
+    masks: Collection[str] | None = None,
+    log: FileLog | None = None,
+    carried: Collection[str] = (),
+    heads: Mapping[str, Sequence[int]] | None = None,
+) -> dict[str, str]:
+    """Writes safetensors shards of at most `shard_bytes` and, if there are several, their index.
+
+    By default shards have an eighth of all bytes, but one gigabyte at least and five at most.
+
+    A global scale in float64 has no equal in float32, the only dtype that runtimes read. The nearest float32 goes
+    into the file, and the exact value into the file's metadata, for `TensorFiles`. So do the names of tensors that
+    were `carried` over from the source, and the shapes of the quantized layers of prediction `heads`, for
+    `head_shapes`. `masks`, `log`: see `write_tensor_file`.
+
+    Returns:
+        SHA-256 of each file, by file name.
+    """
+    tensors, exact = _without_float64_scales(tensors)
+    if shard_bytes is None:
+        share = sum(tensor.nbytes for tensor in tensors.values()) // _SHARDS_AT_ONCE
+        shard_bytes = min(max(share, _LEAST_SHARD_BYTES), SHARD_BYTES)
+    shards = _shards(tensors, shard_bytes)
+    names = ["model.safetensors"]
+    if len(shards) > 1:
+        names = [f"model-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)]
+        index = {
+            "metadata": {"total_size": sum(t.nbytes for shard in shards for t in shard.values())},
+            "weight_map": {key: name for name, shard in zip(names, shards, strict=True) for key in shard},
+        }
+        (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=2, allow_nan=False) + "\n")
+
+    def write(name: str, shard: Mapping[str, torch.Tensor | DeferredTensor]) -> str:
+        metadata = {"format": "pt"}
+        if exact_in_shard := {key: value for key, value in exact.items() if key in shard}:
+            metadata[EXACT] = json.dumps(exact_in_shard, allow_nan=False)
+        if carried_in_shard := [key for key in carried if key in shard]:
+            metadata[CARRIED] = json.dumps(carried_in_shard, allow_nan=False)
+        if heads and name == names[0]:
+            metadata[HEADS] = json.dumps({layer: list(shape) for layer, shape in heads.items()}, allow_nan=False)
+        try:
+            return write_tensor_file(directory / name, shard, metadata, durable=True, masks=masks, log=log)
+        except OSError as error:
+            raise OSError(f"{directory / name} cannot be written: {error}") from error
+
+    threads = min(_SHARDS_AT_ONCE, max(torch.get_num_threads(), 4))
+    with ThreadPoolExecutor(threads, thread_name_prefix="shard") as writing:
+        return dict(zip(names, writing.map(write, names, shards), strict=True))
+
+
+def _without_float64_scales(
+    tensors: Mapping[str, torch.Tensor | DeferredTensor],
+) -> tuple[dict[str, torch.Tensor | DeferredTensor], dict[str, str]]:
+    """Returns the tensors with global scales of float64 rounded to float32, and the exact ones as hexadecimal text."""
+    stored, exact = dict(tensors), {}
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, torch.Tensor) or not name.endswith(SECOND_LEVEL):
+            continue
+        if tensor.dtype is torch.float64 and tensor.numel() == 1:
+            exact[name] = float(tensor).hex()
+            stored[name] = tensor.float()
+    return stored, exact
+
+
+def _shards(
+    tensors: Mapping[str, torch.Tensor | DeferredTensor], shard_bytes: int
+) -> list[dict[str, torch.Tensor | DeferredTensor]]:
+    """Returns the tensors in runs of at most `shard_bytes`, in their order; a larger tensor has a shard of its own."""
+    shards: list[dict[str, torch.Tensor | DeferredTensor]] = [{}]
+    size = 0
+    for name, tensor in tensors.items():
+        if shards[-1] and size + tensor.nbytes > shard_bytes:
+            shards.append({})
+            size = 0
+        shards[-1][name] = tensor
+        size += tensor.nbytes
+    return shards

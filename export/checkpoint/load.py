@@ -1,0 +1,138 @@
+"""`load` reads a quantized checkpoint of `save`, or one of compressed-tensors or ModelOpt that another tool wrote."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from quant.export.checkpoint.open_checkpoint import (
+    CONFIG_TABLES,
+    Checkpoint,
+    config_in,
+    fill,
+    outline,
+    quantization_config,
+    refuse,
+    suspect_problems,
+)
+from quant.export.checkpoint.pretrained import attach
+from quant.base.errors import UserError
+from quant.export.checkpoint.files.layouts import LAYOUTS, layout_of_config
+from quant.export.checkpoint.files.names import StoredNames
+from quant.export.checkpoint.files.read_tensors import weight_files
+from quant.export.checkpoint.files.scan import Scan
+from quant.models.files import find_checkpoint
+from quant.models.huggingface import remote_code
+from quant.models.quantized_config import AFTER_TRAINING, is_in_training
+from quant.recipes.plan import PLAN_FILE, Plan
+from quant.report.saved_report import saved_report
+
+
+def is_checkpoint(path: str | Path) -> bool:
+    """Returns whether `path` is a directory that holds a quantized checkpoint of a known layout."""
+    return quantization_config(Path(path)) is not None or (Path(path) / PLAN_FILE).is_file()
+
+
+def can_run(path: str | Path) -> bool:
+    """Returns whether `load` knows the formats of a quantized checkpoint, judging by its config."""
+    config = quantization_config(Path(path))
+    # A plan names only formats of this toolkit, so a checkpoint with a plan can always run.
+    if config is None or (Path(path) / PLAN_FILE).is_file():
+        return is_checkpoint(path)
+    try:
+        # Empty names do: formats and schemes are read here, and no module is matched with its entry.
+        layout_of_config(config).read_config(config, StoredNames())
+    except ValueError:
+        return False
+    return True
+
+
+def load(
+    directory: str | Path,
+    model: nn.Module | None = None,
+    *,
+    device: torch.device | str | None = None,
+    trust_remote_code: bool = False,
+) -> nn.Module:
+    """Reads a quantized checkpoint: one that `save` wrote, or any of compressed-tensors or ModelOpt in a known format.
+
+    The codes and scales in the files become buffers as they are; nothing is dequantized or rounded again. Every tensor
+    is checked as it is read: its dtype, its shape, and that it is finite. FP8 codes, which are most of a checkpoint,
+    are read when their layer first needs them, on a GPU or in its first forward, and that raises ValueError for NaN.
+
+    Args:
+        directory: the checkpoint, or its name on the Hugging Face hub: "org/name" or "org/name@revision".
+        model: the unquantized module, for a checkpoint without config.json; it is changed in place.
+        device: the device of the returned model, such as "cuda"; None is the CPU. On a Hopper GPU weights take the
+            layout of its kernels, as after `.to("cuda")`; `state_dict` has the layout of the checkpoint.
+        trust_remote_code: lets transformers run the Python files that config.json names in `auto_map`.
+
+    Raises:
+        UserError: not a quantized checkpoint, a plan that does not agree with config.json, or tensors that are damaged
+            or do not fit the model; the message names them.
+    """
+    with remote_code(trust_remote_code):
+        return _load(find_checkpoint(directory), model).to(device)
+
+
+def _load(directory: Path, model: nn.Module | None) -> nn.Module:
+    if not is_checkpoint(directory):
+        raise no_checkpoint(directory)
+    # The headers are read first, so that a truncated file is found before the model is built. FP8 codes are most of a
+    # checkpoint, and are checked when their layer first runs.
+    scan = Scan(weight_files(directory), fp8=False)
+    opened = Checkpoint(directory, model or outline(directory))
+    loaded = fill(opened, built=model is None)
+    refuse(suspect_problems(loaded, scan, opened.tensors))
+    # The model's `save_pretrained` writes codes from here on, and `quantization_plan` is its plan.
+    attach(loaded, opened.plan)
+    return loaded.eval()
+
+
+def no_checkpoint(directory: Path) -> UserError:
+    """Returns the error for a directory that `load` cannot read."""
+    if not directory.exists():
+        return UserError(f"{directory}: no such directory")
+    file = directory / "config.json"
+    # From the most to the least certain: no checkpoint, a checkpoint of our training, one of another method.
+    config = config_in(file, "quantization_config") if file.is_file() else None
+    if config is None:
+        return UserError(
+            f"{directory}: no quantized checkpoint (no {PLAN_FILE}, no quantization_config); make one with `quantize "
+            "MODEL --format nvfp4 --out DIR`"
+        )
+    if is_in_training(config):
+        return UserError(f"{directory}: {AFTER_TRAINING}")
+    return UserError(
+        f"{directory}: quantized by {config.get('quant_method')}; only {' and '.join(LAYOUTS)} run as they are, and "
+        "quant.open_model and `quantize` dequantize others"
+    )
+
+
+def quantization_configs(directory: Path) -> dict[str, dict[str, Any] | None]:
+    """Returns the table about quantization in each config file that a checkpoint has, by file name.
+
+    None without a table.
+    """
+    files = {name: directory / name for name in CONFIG_TABLES if (directory / name).is_file()}
+    tables = {name: config_in(file, CONFIG_TABLES[name]) for name, file in files.items()}
+    return tables if any(tables.values()) else dict.fromkeys(tables)
+
+
+def describe(directory: str | Path) -> tuple[Plan, dict[str, Any] | None]:
+    """Returns plan and saved report (None without one) of a checkpoint, read without building the model.
+
+    The plan of another tool's checkpoint is made from its config, with the model on the meta device.
+
+    Raises:
+        UserError: `directory` holds no quantized checkpoint.
+    """
+    directory = find_checkpoint(directory)
+    if not (directory / PLAN_FILE).is_file():
+        if not is_checkpoint(directory):
+            raise no_checkpoint(directory)
+        return Checkpoint(directory, outline(directory)).plan, None
+    return Plan.load(directory / PLAN_FILE), saved_report(directory)

@@ -1,0 +1,378 @@
+"""`Checkpoint` opens a quantized checkpoint, and `fill` puts its tensors into a model. Every tensor is checked."""
+
+from __future__ import annotations
+
+import re
+from collections import ChainMap
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from operator import attrgetter
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from quant.recipes.blocks import stored_dtype
+from quant.base.errors import UserError, listed
+from quant.kernels.linear.install import install_kv_scales, install_weight, mark_quantized, use_expert_modules
+from quant.export.checkpoint.files import modelopt
+from quant.export.checkpoint.files.tensor_checks import plan_problems, scale_problem, value_problem
+from quant.export.checkpoint.configs.config_plan import plan_of_checkpoint
+from quant.export.checkpoint.joined import in_model
+from quant.export.checkpoint.files.layout import MODELOPT
+from quant.export.checkpoint.files.layouts import LAYOUTS
+from quant.export.checkpoint.files.names import StoredNames, expert_names, stored_names
+from quant.export.checkpoint.files.read_tensors import (
+    TensorFiles,
+    carried_shapes,
+    head_shapes,
+    layer_tensor_names,
+    place,
+    read_layer,
+    read_parts,
+)
+from quant.export.checkpoint.files.scan import Scan
+from quant.export.checkpoint.files.tied import FLAG, clear_flag, untied_pairs
+from quant.base.extras import require
+from quant.formats.finite import is_wide_float
+from quant.models import huggingface
+from quant.models.configs import check_sizes, explained, read_fields, read_generation_config
+from quant.recipes.plan_check import check_plan_fits
+from quant.models.prediction_heads import attach_head_layer, head_layers
+from quant.recipes.expert_stacks import stacking_of
+from quant.recipes.layer_kind import LayerKind
+from quant.recipes.layers import find_layers
+from quant.recipes.plan import PLAN_FILE, Plan
+
+KV_SCALES = (".k_scale", ".v_scale")
+"""Suffixes of the scales of the KV cache."""
+CONFIG_TABLES = {"config.json": "quantization_config", modelopt.CONFIG_FILE: "quantization"}
+"""Config files of a checkpoint, and the table in each that describes its quantization."""
+
+
+@dataclass(frozen=True, eq=False)
+class Checkpoint:
+    """The files of a checkpoint and the model that they are for; each part is read once.
+
+    Attributes:
+        directory: the directory with the files.
+        model: unquantized; its parameters may be on the meta device.
+        meta: whether tensors are on the meta device, read only from the headers of the files.
+    """
+
+    directory: Path
+    model: nn.Module
+    meta: bool = False
+
+    def __post_init__(self) -> None:
+        # Layers of prediction heads, which the model's class lacks, become modules as in `quantize`.
+        missing = self.heads.keys() - head_layers(self.model)
+        for name in (name for name in self.heads if name in missing):
+            attach_head_layer(
+                self.model, name, torch.empty(self.heads[name], dtype=stored_dtype(self.model), device="meta")
+            )
+
+    @cached_property
+    def heads(self) -> dict[str, tuple[int, int]]:
+        """The shapes of the quantized layers of prediction heads, by name."""
+        return head_shapes(self.directory)
+
+    @cached_property
+    def names(self) -> StoredNames:
+        """The names on disk of the model's tensors, and of the tensors that its class ignores."""
+        shapes, others = carried_shapes(self.directory)
+        names = stored_names(self.model).with_carried(shapes, others)
+        return names.with_joined(set(others), self.model.state_dict(keep_vars=True))
+
+    @cached_property
+    def tensors(self) -> TensorFiles:
+        """The tensors, read on access, under the names that the model's modules have."""
+        kv_names = (layout.kv_name_of_module for layout in LAYOUTS.values())
+        # ModelOpt stores `self_attn.k_proj.k_scale` where modules hold `self_attn.k_scale`; these names are changed
+        # first.
+        names = replace(self.names, back=(*kv_names, *self.names.back))
+        return TensorFiles(self.directory, names.of_model, meta=self.meta)
+
+    @cached_property
+    def plan(self) -> Plan:
+        """The checkpoint's plan.json, or else the plan that its config describes."""
+        layers, config = find_layers(self.model), quantization_config(self.directory)
+        file = self.directory / PLAN_FILE
+        if file.is_file():
+            plan = Plan.load(file)
+            check_plan_fits(plan, layers)
+            if (self.directory / "config.json").is_file():
+                # Servers read config.json, and this toolkit plan.json: a checkpoint in which the two differ would run
+                # in two ways.
+                for problem in plan_problems(plan, config, self.names, self.tensors):
+                    raise UserError(
+                        f"{file}: {problem}; both are written together, so restore the one that was changed, or "
+                        "quantize the model again"
+                    )
+            return plan
+        assert config is not None
+        return plan_of_checkpoint(self.directory, layers, config, self.tensors, self.names)
+
+
+def fill(opened: Checkpoint, *, built: bool) -> nn.Module:
+    """Returns the model of a checkpoint with the tensors of its files.
+
+    Args:
+        opened: the files and the model, which is changed in place.
+        built: whether the model's own tensors are on the meta device, and are replaced.
+    """
+    model, tensors, plan = opened.model, opened.tensors, opened.plan
+    owned: set[str] = set()
+    for layer in plan.quantized:
+        # This toolkit writes an empty tensor of this name, so that transformers stops there (`StoredNames.stopped`).
+        if layer.kind == LayerKind.EXPERTS and layer.name in tensors and tensors[layer.name].numel():
+            raise UserError(
+                f"{place(tensors, layer.name)} is left over, because its experts are quantized one by one; quantize "
+                "the model again, or download it again"
+            )
+        weight, input_scale = read_layer(tensors, layer)
+        install_weight(model, layer, weight, input_scale, read_parts(tensors, layer))
+        owned.update((layer.name, *layer_tensor_names(tensors, layer)))
+    if plan.kv_cache is not None:
+        refuse(kv_scale_problems(tensors))
+        install_kv_scales(model, {name: tensors[name] for name in tensors if name.endswith(KV_SCALES)})
+    unquantized = {name: tensors[name] for name in tensors if name not in owned and name not in tensors.carried}
+    refuse(dtype_problems(model, unquantized, tensors))
+    if built:
+        unquantized = _as_in_transformers(model, unquantized)
+    _assign(model, unquantized, opened.directory, assign=built)
+    use_expert_modules(model, plan)
+    mark_quantized(model)
+    for layer in plan.quantized:
+        # A search for NaN among FP8 codes reads every byte. The module searches when a forward has the codes in memory
+        # anyway, and names this file.
+        model.get_submodule(layer.name).check_at_first_use(place(tensors, f"{layer.name}.weight"))  # type: ignore[operator]
+    return model
+
+
+def outline(directory: Path, like: type[nn.Module] | None = None) -> nn.Module:
+    """Returns the model that config.json describes: parameters on the meta device, computed buffers real.
+
+    Args:
+        directory: the directory with config.json.
+        like: the class of the model, if it is known; it replaces the one that config.json names. So a class that comes
+            with Python files of its own, which has been imported already, is not imported again from the directory.
+    """
+    initialization = require("transformers.initialization", "hf")
+    accelerate = require("accelerate", "hf")
+    if not (directory / "config.json").is_file():
+        raise UserError(f"{directory}: no config.json; build the module and pass it: quant.load(directory, model)")
+    with huggingface.quiet():
+        if like is None:
+            config = huggingface.read_config(directory)
+        else:
+            with explained(directory / "config.json"):
+                config = like.config_class.from_pretrained(directory, local_files_only=True)  # type: ignore[attr-defined]
+        # Otherwise transformers would look for a quantizer, and build its own modules for the layers.
+        if hasattr(config, "quantization_config"):
+            del config.quantization_config
+        check_sizes(config, directory.glob("*.safetensors"), directory / "config.json")
+        cls: Any = like or huggingface.model_class(config, str(directory))
+        empty = accelerate.init_empty_weights(include_buffers=False)
+        with explained(directory / "config.json"), empty, initialization.no_init_weights():
+            model: Any = cls._from_config(config, dtype=config.dtype)
+        for module in model.modules():
+            # init_weights computes buffers, and skips modules with this mark. Without it transformers 5 would draw all
+            # weights on the meta device, which takes longer than reading a checkpoint.
+            module._is_hf_initialized = not module._buffers
+        with explained(directory / "config.json"):
+            model.init_weights()
+        read_generation_config(model, directory)
+    return huggingface.patch_forward(model)
+
+
+def config_in(file: Path, key: str) -> dict[str, Any] | None:
+    """Returns a table in a config file, or None."""
+    table = read_fields(file).get(key)
+    return table if isinstance(table, dict) else None
+
+
+def quantization_config(directory: Path) -> dict[str, Any] | None:
+    """Returns the table about quantization of a known layout, or None.
+
+    Older exports of ModelOpt have it in their own file.
+    """
+    for name, key in CONFIG_TABLES.items():
+        file = directory / name
+        if file.is_file() and (config := config_in(file, key)) is not None:
+            has_layout = name == modelopt.CONFIG_FILE or config.get("quant_method") in LAYOUTS
+            return _with_group_size(config, directory) if has_layout else None
+    return None
+
+
+def _with_group_size(config: dict[str, Any], directory: Path) -> dict[str, Any]:
+    """Returns a config with the group size of INT4, which ModelOpt writes only into its own file."""
+    file = directory / modelopt.CONFIG_FILE
+    if config.get("quant_method") != MODELOPT or "config_groups" in config or not file.is_file():
+        return config
+    size = (config_in(file, CONFIG_TABLES[file.name]) or {}).get("group_size")
+    return config if size is None else {**config, "group_size": size}
+
+
+def kv_scale_problems(tensors: Mapping[str, torch.Tensor]) -> Iterator[str]:
+    """Yields the scales of a KV cache that are not positive and finite, or that K has and V lacks."""
+    scales = {name: tensors[name] for name in tensors if name.endswith(KV_SCALES)}
+    for name, scale in scales.items():
+        if problem := scale_problem(scale):
+            yield f"{place(tensors, name)} {problem}; calibrate the KV cache again"
+        attention, _, operand = name.rpartition(".")
+        other = f"{attention}.{'v' if operand == 'k_scale' else 'k'}_scale"
+        if other not in scales:
+            yield f"{place(tensors, other)} is missing next to {name}; calibrate the KV cache again"
+
+
+def untied_in(opened: Checkpoint, plan: Plan) -> dict[str, Any]:
+    """Returns `untied_pairs` of a checkpoint, from its files; a head that `plan` quantizes is never its embedding."""
+    codes = {layer.tensor_name: torch.empty(0) for layer in plan.quantized}
+    return untied_pairs(opened.model, ChainMap(codes, opened.tensors))  # type: ignore[arg-type]
+
+
+def flag_problems(opened: Checkpoint, plan: Plan) -> Iterator[str]:
+    """Yields the output heads that config.json says are the embedding, and that have other values in the files."""
+    file, untied = opened.directory / "config.json", untied_in(opened, plan)
+    if untied and file.is_file() and clear_flag(read_fields(file), opened.model, untied.values()):
+        yield (
+            f"{file}: has {FLAG} true, and {listed(untied, 1)} is not the embedding: vLLM would take the embedding for "
+            "it; write false there"
+        )
+
+
+def suspect_problems(model: nn.Module, scan: Scan, tensors: TensorFiles) -> Iterator[str]:
+    """Yields the tensors that hold NaN or infinity.
+
+    Args:
+        model: the model that the checkpoint is for.
+        scan: the scan of the checkpoint's files.
+        tensors: the tensors in these files.
+    """
+    suspects = scan.suspects()
+    if not suspects:
+        return
+    # A mask may hold -infinity, and is a buffer; a parameter with infinity is damaged.
+    buffers = {name for name, _ in model.named_buffers()}
+    for name in tensors:
+        if tensors.stored_name(name) in suspects and (
+            problem := value_problem(tensors[name], is_buffer=name in buffers)
+        ):
+            yield f"{place(tensors, name)} {problem}; repair the model, or download it again"
+
+
+def dtype_problems(
+    model: nn.Module, tensors: Mapping[str, torch.Tensor], source: Mapping[str, torch.Tensor]
+) -> Iterator[str]:
+    """Yields the tensors that hold integers where the model has floats, or the other way round.
+
+    Args:
+        model: the model that they are for.
+        tensors: the tensors of parameters and buffers, by name.
+        source: the mapping that the tensors were read from, which knows their files.
+    """
+    state = model.state_dict(keep_vars=True)
+    for name, tensor in tensors.items():
+        current = state.get(name)
+        # FP8 counts as integers: codes in the place of a 16-bit tensor have lost their scales.
+        if current is not None and is_wide_float(current) != is_wide_float(tensor):
+            yield (
+                f"{place(source, name)} is {str(tensor.dtype).removeprefix('torch.')}, and the model holds "
+                f"{str(current.dtype).removeprefix('torch.')}; quantize the model again, or download it again"
+            )
+
+
+def refuse(problems: Iterable[str]) -> None:
+    """Raises UserError with the first of `problems`."""
+    for problem in problems:
+        raise UserError(problem)
+
+
+def _as_in_transformers(model: Any, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Returns tensors in the dtype in which transformers runs them: the model parameter's, or float32 for some.
+
+    A checkpoint keeps the dtype of its source, such as float32 for a router's bias in a BF16 model.
+    """
+    state = model.state_dict(keep_vars=True)
+    cast = {}
+    for name, tensor in tensors.items():
+        parameter = state.get(name)
+        if parameter is None or not (parameter.dtype.is_floating_point and is_wide_float(tensor)):
+            cast[name] = tensor
+            continue
+        # transformers keeps the modules of the strict list in float32 always, those of the other list only in float16
+        # models.
+        wide = set(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
+        if parameter.dtype is torch.float16:
+            wide |= set(getattr(model, "_keep_in_fp32_modules", None) or ())
+        keeps_float32 = any(re.search(pattern.replace("*", ".*"), name) for pattern in wide)
+        cast[name] = tensor.to(torch.float32 if keeps_float32 else parameter.dtype)
+    return cast
+
+
+def _assign(model: nn.Module, tensors: Mapping[str, torch.Tensor], directory: Path, *, assign: bool) -> None:
+    """Loads the tensors that are not quantized.
+
+    Raises:
+        UserError: a tensor has another shape in the model, is missing, or belongs to no module.
+    """
+    tensors = as_in_modules(model, tensors)
+    state = model.state_dict(keep_vars=True)
+    for name, tensor in tensors.items():
+        if name in state and tensor.shape != state[name].shape:
+            raise UserError(f"{directory}: {name} is {list(tensor.shape)}, and {list(state[name].shape)} in the model")
+    untied = _untie(model, tensors)
+    missing, unexpected = model.load_state_dict(tensors, strict=False, assign=assign)
+    for target, source in getattr(model, "all_tied_weights_keys", {}).items():
+        # transformers' tie_weights copies the source to the target. This checkpoint has the target only.
+        if source in missing and target in tensors:
+            owner, _, last = source.rpartition(".")
+            setattr(model.get_submodule(owner), last, model.get_parameter(target))
+    if callable(tie := getattr(model, "tie_weights", None)):
+        tie(**({"recompute_mapping": False} if untied else {}))
+    # Not missing: buffers of quantized layers, which are installed already, and other names of tied parameters.
+    modules = model.named_modules(remove_duplicate=False)
+    quantized = {f"{name}." for name, module in modules if hasattr(module, "quantized_weight")}
+    held = {id(p) for n, p in model.named_parameters(remove_duplicate=False) if n in tensors}
+    lost = [n for n in missing if not n.startswith(tuple(quantized)) and id(attrgetter(n)(model)) not in held]
+    # A tool that keeps what transformers ignores, such as heads for multi-token prediction, is right to do so.
+    ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
+    unexpected = [name for name in unexpected if not any(re.search(pattern, name) for pattern in ignored)]
+    if lost or unexpected:
+        verb, names = ("lacks", lost) if lost else ("has, and the model has no use for,", unexpected)
+        raise UserError(f"{directory}: the checkpoint {verb} {', '.join(names[:3])} ({len(names)} tensors)")
+
+
+def _untie(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> bool:
+    """Gives separate tensors to the layers that config.json ties to others, and whose tensors in the files differ.
+
+    transformers does the same; servers take the embedding for the head (`flag_problems`).
+
+    Returns:
+        Whether there are such layers.
+    """
+    untied = untied_pairs(model, tensors)
+    for name in untied:
+        getattr(model, "all_tied_weights_keys", {}).pop(name, None)
+        if name in tensors:
+            owner, _, last = name.rpartition(".")
+            parameter = model.get_parameter(name)
+            setattr(model.get_submodule(owner), last, nn.Parameter(torch.empty_like(parameter), requires_grad=False))
+    return bool(untied)
+
+
+def as_in_modules(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Returns `tensors` in the form of the model: files hold experts in 16 bit one by one, and join others."""
+    joined = in_model(model, tensors)
+    for path, module in model.named_modules():
+        for last, parameter in module.named_parameters(recurse=False):
+            name = f"{path}.{last}"
+            stacking = stacking_of(module, last) if parameter.dim() == 3 and name not in joined else None
+            one_by_one = [] if stacking is None else expert_names(name, stacking.experts)
+            if stacking is not None and all(each in joined for each in one_by_one):
+                matrices = torch.cat([joined.pop(each) for each in one_by_one])
+                joined[name] = stacking.parameter(matrices.view(stacking.weight_shape))
+    return joined

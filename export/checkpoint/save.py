@@ -1,0 +1,306 @@
+"""`save` writes a quantized model or state dict as a compressed-tensors checkpoint with its plan."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+import warnings
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from quant.recipes.blocks import stored_dtype
+from quant.calibration.session import Store
+from quant.export.checkpoint.carry_over import carried_note, carry_over, source_names
+from quant.checkpoints.checkpoint_warnings import checkpoint_warnings
+from quant.export.checkpoint.model_card import write_card
+from quant.export.checkpoint.trial_load import check_experts, check_read_back, hold_device_guard, trial_load
+from quant.base.errors import UserError
+from quant.export.checkpoint.checksums import write_checksums
+from quant.export.checkpoint.files.compressed_tensors import check_plan, compress
+from quant.export.checkpoint.configs.config_file import write_config
+from quant.export.checkpoint.files.directory import new_directory
+from quant.export.checkpoint.files.names import StoredNames, stored_names
+from quant.export.checkpoint.files.write_tensors import (
+    checkpoint_tensors,
+    layer_weights,
+    plan_of_model,
+    write_tensors,
+)
+from quant.formats.tensor import BlockScaledTensor
+from quant.models import huggingface
+from quant.models.files import copy_companions
+from quant.models.origin import source_directory
+from quant.recipes.callers_model import refuse_adapters, unwrapped
+from quant.models.prediction_heads import head_layers
+from quant.recipes.plan import PLAN_FILE, Plan
+
+# transformers writes these fields on each save. They depend on how an object was loaded, and not on its contents.
+_HOW_READ = {"is_local", "local_files_only", "name_or_path", "transformers_version", "trust_remote_code"}
+Finish = Callable[[Path, dict[str, str], list[str]], None]
+"""Called with the unfinished directory, the SHA-256 of each weight file, and warnings about the checkpoint."""
+
+
+@dataclass(frozen=True)
+class Destination:
+    """The directory of a checkpoint, and how its files are written.
+
+    Attributes:
+        directory: appears when everything in it is written, and not before.
+        overwrite: replaces a checkpoint at `directory`.
+        store: the finished steps of the run. The checkpoint is built in its directory, and the steps' tensors move
+            into the checkpoint's files.
+        shard_bytes: as for `write_tensors`.
+        source: directory of the original model, whose config and files the checkpoint gets; None where it is unknown.
+    """
+
+    directory: Path
+    overwrite: bool = False
+    store: Store = field(default_factory=Store)
+    shard_bytes: int | None = None
+    source: Path | None = None
+
+
+def save(
+    model: nn.Module,
+    plan: Plan | None,
+    directory: str | Path,
+    *,
+    tokenizer: Any = None,
+    overwrite: bool = False,
+    allow_missing: bool = False,
+    source: str | Path | None = None,
+    finish: Finish | None = None,
+) -> dict[str, str]:
+    """Writes a checkpoint that vLLM and transformers load as it is, with its `plan.json` and a model card.
+
+    Config, tokenizer, templates, code and other files of the original model go along as they are; its README.md as
+    README.source.md.
+
+    Args:
+        model: quantized by `plan`. Without a transformers config, config.json is left out.
+        plan: the plan that was executed on the model; None for the plan that a model of transformers carries once it is
+            quantized.
+        directory: appears when everything in it is written, and not before.
+        tokenizer: saved with the model, if given, unless it is the one of `source`, whose files are copied.
+        overwrite: replaces a checkpoint at `directory`.
+        allow_missing: writes the checkpoint even if transformers would miss some of its tensors, or ignore some.
+        source: directory of the original model, or its name on the Hugging Face hub; None takes the one that
+            transformers loaded the model from.
+        finish: adds files to the unfinished directory; called with it, the SHA-256 of each weight file, and the
+            warnings of `checkpoint_warnings` and of loading it in transformers on trial. Each is a Python warning too.
+
+    Returns:
+        SHA-256 of each weight file, by name.
+
+    Raises:
+        ValueError: the plan is missing, the layout cannot store one of its formats, a tensor holds NaN or infinity, or
+            transformers would load other tensors than these.
+        FileExistsError: `directory` is not empty and `overwrite` is False.
+    """
+    model = unwrapped(model, "save")
+    refuse_adapters(model, "save", "merge them first with quant.merge_lora, or save them with model.save_pretrained")
+    plan = _own_plan(model) if plan is None else plan
+    check_plan(plan)
+    if tokenizer is not None and not hasattr(tokenizer, "save_pretrained"):
+        raise UserError(
+            f"tokenizer: a {type(tokenizer).__name__} has no save_pretrained; leave it out, and copy its files into "
+            "the checkpoint"
+        )
+    names = stored_names(model)
+
+    def warn_and_finish(temporary: Path, hashes: dict[str, str], messages: list[str]) -> None:
+        for message in messages:
+            warnings.warn(message, stacklevel=4)
+        if finish is not None:
+            finish(temporary, hashes, messages)
+
+    destination = Destination(Path(directory), overwrite, source=source_directory(model, source))
+    return write_model(
+        model, plan, destination, names, tokenizer=tokenizer,
+        allow_missing=allow_missing, finish=warn_and_finish,
+    )  # fmt: skip
+
+
+def _own_plan(model: nn.Module) -> Plan:
+    """Returns the plan that a quantized model carries."""
+    plan = getattr(model, "quantization_plan", None)
+    if not isinstance(plan, Plan):
+        raise UserError(
+            f"{type(model).__name__} carries no plan: pass the .plan of what quant.quantize gave, or "
+            "quant.Plan.load(FILE); one in training is packed first, by quant.convert_trained or quant.convert_qat"
+        )
+    return plan
+
+
+def write_model(
+    model: nn.Module,
+    plan: Plan,
+    destination: Destination,
+    names: StoredNames,
+    *,
+    tokenizer: Any = None,
+    allow_missing: bool = False,
+    finish: Finish | None = None,
+    state: Mapping[str, torch.Tensor] | None = None,
+) -> dict[str, str]:
+    """Saves as `save`, for a plan that `check_plan` has passed.
+
+    Args:
+        model, plan: as for `save`.
+        destination: the destination of the files.
+        names: the names of the model's tensors on disk.
+        tokenizer, allow_missing, finish: as for `save`.
+        state: the tensors that are not quantized, by the model's names; None takes them from the model.
+    """
+    in_source = () if destination.source is None else source_names(destination.source)
+    names = names.as_in(in_source)
+    if not allow_missing:
+        check_experts(plan, names)
+    # Solvers may have given layers rotations, branches or factors of their inputs, which the caller's plan does not
+    # list.
+    plan = plan_of_model(model, plan)
+    origins: dict[str, str] = {}
+    tensors = checkpoint_tensors(model, stored_dtype(model), names, state, origins, in_source)
+    of_heads = head_layers(model)
+    heads = {layer.name: layer.shape for layer in plan.layers if layer.name in of_heads}
+    own = {name: t for name, t in tensors.items() if name.rpartition(".")[0] not in heads}
+    if destination.source is not None:
+        tensors, names = carry_over(model, tensors, names, destination.source)
+        names = names.with_joined(tensors, model.state_dict(keep_vars=True))
+    # Buffers may be masks with -infinity; any other tensor with NaN or infinity stops the writing.
+    masks = {names.stored(name) for name, _ in model.named_buffers()}
+    directory, overwrite, store = destination.directory, destination.overwrite, destination.store
+    log = store.moving(origins)
+    with new_directory(directory, overwrite=overwrite, work=store.directory, resumable=store.shards) as temporary:
+        plan.save(temporary / PLAN_FILE)
+        of_transformers = hasattr(getattr(model, "config", None), "save_pretrained")
+        dtype = stored_dtype(model) if of_transformers else torch.bfloat16
+        messages = checkpoint_warnings(plan, dtype, names)
+        if of_transformers:
+            write_config(temporary, model, plan, names, destination.source, state)
+        # The trial needs names and shapes only, and so runs while the weights are written. Tensors that were carried
+        # over, and prediction heads, are not compared: transformers ignores them.
+        hold_device_guard()
+        with ThreadPoolExecutor(1, thread_name_prefix="trial") as thread:
+            loading = None
+            if of_transformers:
+                loading = thread.submit(trial_load, temporary, model, plan, own, allow_missing=allow_missing)
+            hashes = write_tensors(
+                temporary, tensors, destination.shard_bytes, masks=masks, log=log, carried=names.carried, heads=heads
+            )
+        if loading is not None:
+            # After the trial, not during it: building a model on the meta device replaces functions of PyTorch.
+            check_read_back(temporary, model)
+            messages += [*loading.result(), *carried_note(model, names, destination.source)]
+        _write_companions(model, tokenizer, temporary, destination.source)
+        if finish is not None:
+            finish(temporary, hashes, messages)
+        _write_missing_checksums(temporary, hashes)
+        # After the comparison with the source and the report, whose loss it shows.
+        if of_transformers:
+            write_card(temporary, plan, model, source=destination.source)
+    return hashes
+
+
+def _write_missing_checksums(directory: Path, hashes: dict[str, str]) -> None:
+    """Writes the hashes of a checkpoint whose `finish` wrote no report with them, so that `verify` has them."""
+    if not (directory / "report.json").is_file():
+        write_checksums(directory, hashes, PLAN_FILE)
+
+
+def _write_companions(model: Any, tokenizer: Any, directory: Path, source: Path | None) -> None:
+    """Writes the files besides weights and config: the source's files unchanged, and the objects that differ."""
+    generation = getattr(model, "generation_config", None)
+    if generation is not None and model.can_generate() and not _is_of_source(generation, source):
+        _write_object(generation, directory)
+    if tokenizer is not None and not _is_of_source(tokenizer, source):
+        tokenizer.save_pretrained(directory)
+    # Last, because `copy_companions` skips files that are there: objects that the caller changed win over the source's
+    # files.
+    if source is not None:
+        copy_companions(source, directory)
+
+
+def _write_object(saved: Any, directory: Path) -> None:
+    """Writes a tokenizer or a generation config."""
+    try:
+        saved.save_pretrained(directory)
+    except ValueError:
+        # transformers loads a temperature without do_sample with a warning, and does not save it. The config is the
+        # model's own, so it goes along as it is.
+        if not hasattr(saved, "to_json_file"):
+            raise
+        directory.mkdir(exist_ok=True)
+        saved.to_json_file(directory / "generation_config.json")
+
+
+def _is_of_source(saved: Any, source: Path | None) -> bool:
+    """Returns whether a tokenizer or a generation config is the one in the directory of the source, unchanged."""
+    if source is None:
+        return False
+    with tempfile.TemporaryDirectory() as folder, huggingface.quiet():
+        try:
+            original = type(saved).from_pretrained(source, **huggingface.local_options())
+        except Exception:  # there is none, or one of another class; tokenizers raises anything
+            return False
+        # transformers' objects have no equality, and a save adds defaults that the source's files lack. So both are
+        # saved, and the saved files compared.
+        contents = []
+        for number, each in enumerate((saved, original)):
+            _write_object(each, Path(folder) / str(number))
+            files = sorted((Path(folder) / str(number)).iterdir())
+            contents.append({file.name: _plain(file) for file in files})
+        return contents[0] == contents[1]
+
+
+def _plain(file: Path) -> Any:
+    """Returns the content of a file, without the fields that say how it was read."""
+    if file.name not in ("tokenizer_config.json", "generation_config.json"):
+        return file.read_bytes()
+    fields = json.loads(file.read_text(encoding="utf-8"))
+    return {name: value for name, value in fields.items() if name not in _HOW_READ}
+
+
+def save_state_dict(
+    tensors: Mapping[str, torch.Tensor],
+    solved: Mapping[str, BlockScaledTensor],
+    plan: Plan,
+    directory: str | Path,
+    *,
+    overwrite: bool = False,
+    finish: Finish | None = None,
+) -> dict[str, str]:
+    """Saves as `save`, for a bare state dict quantized weight-only.
+
+    Args:
+        tensors: the original state dict.
+        solved: quantized weights by layer name.
+        plan: the plan that has passed `check_plan`.
+        directory, overwrite, finish: as for `save`.
+    """
+    out: dict[str, torch.Tensor] = {}
+    for name, tensor in tensors.items():
+        layer = name if name in solved else name.removesuffix(".weight")
+        if layer not in solved:
+            out[name] = tensor
+            continue
+        for part, weight in layer_weights(layer, solved[layer]).items():
+            # Weight-only: without a module no inputs were seen, so no input scale exists.
+            for suffix, stored in compress(weight, None, tensor.dtype).items():
+                out[f"{part}.{suffix}"] = stored
+    # A mask is a buffer, and a state dict does not distinguish buffers from parameters: only planned weights must be
+    # finite.
+    masks = tensors.keys() - {f"{layer.name}.weight" for layer in plan.layers}
+    with new_directory(Path(directory), overwrite=overwrite) as temporary:
+        hashes = write_tensors(temporary, out, masks=masks)
+        plan.save(temporary / PLAN_FILE)
+        if finish is not None:
+            finish(temporary, hashes, checkpoint_warnings(plan, torch.bfloat16, StoredNames()))
+        _write_missing_checksums(temporary, hashes)
+    return hashes

@@ -1,0 +1,313 @@
+"""`verify` finds the files, tensors and tables of a checkpoint that have changed or do not fit together.
+
+    files       SHA-256 of each weight file                    against report.json or SHA256SUMS
+    plan        the plan's digest, and the config's formats    against report.json, config.json, hf_quant_config.json
+    tensors     presence, dtypes, shapes, scales, NaN          against the plan
+    groups      tensor scales of layers that runtimes merge    against each other
+    forward     logits of a few tokens are finite              against the fingerprint in report.json, if it holds one
+    source      tensors, config and files outside the plan     against the original model, if it is named
+    runtime     layers, log-probabilities, greedy tokens       of vLLM or transformers against `load`, if it is named
+
+`load` makes the checks that cost little and stops at the first finding; `verify` reports all findings.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from quant.export.checkpoint.load import is_checkpoint, load, no_checkpoint, quantization_configs
+from quant.export.checkpoint.open_checkpoint import (
+    Checkpoint,
+    dtype_problems,
+    flag_problems,
+    kv_scale_problems,
+    outline,
+    suspect_problems,
+)
+from quant.export.checkpoint.runtime_check import RuntimeCheck, check_runtime
+from quant.export.checkpoint.compare_source import compare_with_source
+from quant.evaluation.fingerprint import Fingerprint, fingerprint_problem
+from quant.export.checkpoint.files.tensor_checks import plan_problems
+from quant.export.checkpoint.checksums import CHECKSUMS, read_checksums, sha256_of
+from quant.export.checkpoint.files.read_tensors import layer_tensor_names, read_layer, read_parts, weight_files
+from quant.export.checkpoint.files.scan import Scan
+from quant.base.json_files import read_json
+from quant.models.files import find_checkpoint
+from quant.models.huggingface import remote_code
+from quant.recipes.plan_check import check_plan_fits
+from quant.base.json_data import JsonData, typed
+from quant.recipes.layer_kind import LayerKind
+from quant.recipes.layers import find_layers
+from quant.recipes.plan import PLAN_FILE, LayerPlan, Plan
+from quant.recipes.targets import get_target
+from quant.generate.quantized_attention import quantized_attention
+
+REPORT_FILE = "report.json"
+
+
+@dataclass(frozen=True)
+class Finding(JsonData):
+    """One thing that is wrong.
+
+    Attributes:
+        check: the check that found it.
+        what: one line, which names the file or tensor.
+    """
+
+    check: str
+    what: str
+
+
+@dataclass(frozen=True)
+class Verification(JsonData):
+    """The result of `verify`.
+
+    Attributes:
+        findings: everything that is wrong.
+        checked: the names of the checks that were made.
+        skipped: the reason why each other check could not be made, by its name.
+        explained: differences from the source that are right, with their reasons.
+        runtime: the checkpoint in a runtime, if one was named and ran it.
+    """
+
+    findings: tuple[Finding, ...]
+    checked: tuple[str, ...]
+    skipped: dict[str, str]
+    explained: tuple[str, ...] = ()
+    runtime: RuntimeCheck | None = None
+
+
+def verify(
+    directory: str | Path,
+    model: nn.Module | None = None,
+    *,
+    source: str | Path | None = None,
+    runtime: str | None = None,
+    engine: Mapping[str, Any] | None = None,
+    trust_remote_code: bool = False,
+) -> Verification:
+    """Checks a quantized checkpoint, of either layout.
+
+    Args:
+        directory: the checkpoint, or its name on the Hugging Face hub.
+        model: the unquantized module, for a checkpoint without config.json; it is changed in place. Without either,
+            only the files and the plan are checked.
+        source: the directory of the original model, or its name on the Hugging Face hub: whatever of it the plan does
+            not touch must be in the checkpoint as it is.
+        runtime: "vllm" or "transformers", as installed here: it loads the checkpoint in a process of its own, and each
+            layer, the log-probabilities and greedy tokens are compared with `load`.
+        engine: further arguments of `vllm.LLM`, such as `{"kv_cache_dtype": "nvfp4"}`.
+        trust_remote_code: lets transformers run the Python files that config.json names in `auto_map`.
+
+    Raises:
+        UserError: not a quantized checkpoint, or `source` is not a directory of a model.
+    """
+    with remote_code(trust_remote_code):
+        path = find_checkpoint(directory)
+        result = _verify(path, model, source)
+        if runtime is None:
+            return result
+        check = check_runtime(path, runtime, engine=dict(engine or {}), trust_remote_code=trust_remote_code)
+    problems = tuple(Finding(runtime, problem) for problem in check.problems)
+    return replace(result, findings=result.findings + problems, checked=(*result.checked, check.runtime), runtime=check)
+
+
+def _verify(directory: Path, model: nn.Module | None, source: str | Path | None) -> Verification:
+    if not is_checkpoint(directory):
+        raise no_checkpoint(directory)
+    # The checks share the subject, so that the model is built and each tensor read once.
+    subject = _Subject(directory, model)
+    findings: list[Finding] = []
+    checked, skipped = [], {}
+    for name, check in CHECKS.items():
+        try:
+            findings += [Finding(name, what) for what in check(subject, bool(findings))]
+            checked.append(name)
+        # A damaged file stops one check only; the others still report their findings.
+        except _NotCheckedError as error:
+            skipped[name] = str(error)
+        except (ValueError, OSError) as error:
+            findings.append(Finding(name, " ".join(str(error).split())))
+    explained: list[str] = []
+    if source is not None:
+        differences = compare_with_source(directory, source)
+        findings += [Finding("source", str(each)) for each in differences if each.reason is None]
+        explained = [str(each) for each in differences if each.reason is not None]
+        checked.append("source")
+    # A damaged tensor may show in several checks under the same words, and is reported once.
+    return Verification(tuple(dict.fromkeys(findings)), tuple(checked), skipped, tuple(explained))
+
+
+class _NotCheckedError(Exception):
+    """A check cannot be made; the message says why."""
+
+
+@dataclass(eq=False)
+class _Subject:
+    """A checkpoint under test, and the scales that `_tensors` reads for `_groups`."""
+
+    directory: Path
+    given: nn.Module | None
+    scales: dict[str, dict[str, torch.Tensor | None]] = field(default_factory=dict)
+
+    @cached_property
+    def report(self) -> Mapping[str, Any]:
+        file = self.directory / REPORT_FILE
+        if not file.is_file():
+            raise _NotCheckedError(f"there is no {REPORT_FILE}")
+        return read_json(file, "a valid report", _report)
+
+    @cached_property
+    def hashes(self) -> tuple[str, Mapping[str, str]]:
+        """The name of the file that has the SHA-256 of each weight file, and these by the names of the files."""
+        # A checkpoint with checksums was written after any report beside them.
+        if (self.directory / CHECKSUMS).is_file():
+            return CHECKSUMS, read_checksums(self.directory / CHECKSUMS)
+        return REPORT_FILE, self.report["files"]
+
+    @cached_property
+    def opened(self) -> Checkpoint:
+        if not self.is_described:
+            raise _NotCheckedError(
+                "there is no config.json that says how to build the model: name its module with --model-factory, or "
+                "pass it in Python"
+            )
+        return Checkpoint(self.directory, self.given or outline(self.directory))
+
+    @property
+    def is_described(self) -> bool:
+        """Whether there is a module, or a config that says how to build it."""
+        return self.given is not None or (self.directory / "config.json").is_file()
+
+    @cached_property
+    def plan(self) -> Plan:
+        """The plan as its file has it, though it may not agree with the config."""
+        file = self.directory / PLAN_FILE
+        if not file.is_file():
+            return self.opened.plan
+        plan = Plan.load(file)
+        if self.is_described:
+            check_plan_fits(plan, find_layers(self.opened.model))
+        return plan
+
+
+def _report(document: Any) -> Mapping[str, Any]:
+    """Returns a report whose fields have the types that a comparison needs."""
+    # A report that a user has edited must give a finding and not a TypeError; other fields are compared by `.get`.
+    fields = typed(dict[str, Any], document, "report")
+    return {**fields, "files": typed(dict[str, str], fields.get("files"), "files")}
+
+
+def _files(subject: _Subject, failed: bool) -> Iterator[str]:
+    record, hashes = subject.hashes
+    for name, expected in hashes.items():
+        file = subject.directory / name
+        # A report that was edited may list a path outside the directory.
+        if Path(name).name != name or not file.is_file():
+            yield f"{file}: is missing, and {record} lists it"
+        elif sha256_of(file) != expected:
+            yield f"{file}: is not what was written: its SHA-256 is not that in {record}"
+    for file in weight_files(subject.directory):
+        if file.name not in hashes:
+            yield f"{file}: is not in {record}"
+
+
+def _plan(subject: _Subject, failed: bool) -> Iterator[str]:
+    plan, file = subject.plan, subject.directory / PLAN_FILE
+    if not file.is_file():
+        raise _NotCheckedError(f"there is no {PLAN_FILE}; the plan is what the config says")
+    # Without a readable report the plan is still compared with the config; `_files` reports a damaged one.
+    try:
+        digest = subject.report.get("plan_digest")
+    except (_NotCheckedError, ValueError):
+        digest = None
+    if digest and digest != plan.digest():
+        yield f"{file}: is not the plan that was executed: its digest is not that in {REPORT_FILE}"
+    for source, config in quantization_configs(subject.directory).items():
+        for problem in plan_problems(plan, config, subject.opened.names, subject.opened.tensors):
+            yield f"{file}: {problem} ({source})"
+
+
+def _tensors(subject: _Subject, failed: bool) -> Iterator[str]:
+    opened, owned = subject.opened, set()
+    scan = Scan(weight_files(subject.directory))
+    for layer in subject.plan.quantized:
+        owned.update(layer_tensor_names(opened.tensors, layer))
+        try:
+            weight, input_scale = read_layer(opened.tensors, layer)
+            read_parts(opened.tensors, layer)
+        except ValueError as error:
+            yield str(error)
+        else:
+            # The one scale of the whole matrix: runtimes that merge q, k and v keep a single one.
+            shared = weight.scale if weight.format.per_tensor else weight.global_scale
+            subject.scales[layer.name] = {"weight": shared, "input": input_scale}
+    yield from kv_scale_problems(opened.tensors)
+    unquantized = {name: opened.tensors[name] for name in opened.tensors if name not in owned}
+    yield from dtype_problems(opened.model, unquantized, opened.tensors)
+    yield from flag_problems(opened, subject.plan)
+    yield from suspect_problems(opened.model, scan, opened.tensors)
+
+
+def _groups(subject: _Subject, failed: bool) -> Iterator[str]:
+    """Yields a finding where our plan fused FP8 siblings whose scales differ, which vLLM would requantize."""
+    _ = subject.opened  # without it `_tensors` read no scales
+    groups = {name: members for name, members in subject.plan.groups().items() if members[0].kind != LayerKind.EXPERTS}
+    for members in groups.values() or _siblings(subject.plan.quantized):
+        for part in ("weight", "input"):
+            read = {m.name: subject.scales.get(m.name, {}).get(part) for m in members}
+            scales = {name: scale for name, scale in read.items() if scale is not None}
+            first = next(iter(scales), None)
+            for name, scale in scales.items():
+                # Some scales are float64, where float32 does not hold them.
+                if first is not None and not torch.equal(scale.double(), scales[first].double()):
+                    yield (
+                        f"{name}: the tensor scale of its {part} is {float(scale):g}, and that of {first} is "
+                        f"{float(scales[first]):g}; runtimes merge them and take one"
+                    )
+
+
+def _siblings(layers: Iterable[LayerPlan]) -> list[list[LayerPlan]]:
+    """Returns layers with a global scale that vLLM merges, for a checkpoint of another tool."""
+    siblings: dict[tuple[str, tuple[str, ...]], list[LayerPlan]] = {}
+    for layer in layers:
+        parent, _, last = layer.name.rpartition(".")
+        # ("q_proj", "k_proj", "v_proj") and the like
+        for names in get_target("vllm").fused:
+            if last in names and layer.weight is not None and layer.weight.global_scale:
+                siblings.setdefault((parent, names), []).append(layer)
+    return list(siblings.values())
+
+
+def _forward(subject: _Subject, failed: bool) -> Iterator[str]:
+    if failed:
+        raise _NotCheckedError("the findings above come first")
+    _ = subject.opened  # raises _NotCheckedError if the model cannot be built
+    # Loaded as a user would load it: the checks before read tensors, and filled no model.
+    model = load(subject.directory, subject.given)
+    held = subject.report.get("fingerprint") if (subject.directory / REPORT_FILE).is_file() else None
+    expected = None if held is None else Fingerprint.from_dict(held)
+    with quantized_attention(model, **subject.plan.run_time):
+        try:
+            problem = fingerprint_problem(model, expected)
+        except TypeError as error:
+            raise _NotCheckedError(f"{type(model).__name__} {error}") from None
+    if problem:
+        yield f"{subject.directory}: {problem}"
+
+
+CHECKS: dict[str, Callable[[_Subject, bool], Iterator[str]]] = {
+    "files": _files,
+    "plan": _plan,
+    "tensors": _tensors,
+    "fusion groups": _groups,
+    "forward pass": _forward,
+}
+"""Each gives its findings; the flag says whether a check before it had any."""

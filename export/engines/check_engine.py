@@ -1,0 +1,241 @@
+"""`check_engine` runs an exported decoder next to the checkpoint that it was made from, and compares and times both.
+
+    reference    quant.load of the checkpoint, in the engine's dtype: reads each prompt and adds the likeliest tokens
+    engine       reads all prompts together, then is fed the reference's tokens and gives its own logits after each
+
+Both see the same tokens at every step, so one early difference does not make all later steps differ. A step agrees if
+both have the same likeliest token. Where inputs are quantized, sums that were added in another order round to other
+codes now and then, and two tokens that are nearly as likely may change places: the check passes if such steps are few
+and the mean KL divergence is small. An engine of other weights is off by nats.
+
+With inputs in four bits a model may differ from itself by more than the usual limit: `quant.load` of a small model in
+NVFP4 under two attention functions is 0.05 nats apart. A failing check therefore runs the reference once more, the
+inputs of its linear layers moved by at most one rounding. Such a run is as right as the first, so the limits become a
+multiple of the distance between the two.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from quant.calibration.placement import Device, find_device
+from quant.export.checkpoint.load import describe, load
+from quant.engines.decoding_run import forced_run, reference_run
+from quant.export.engines.decode_loop import check_lengths
+from quant.export.engines.open_engine import is_engine, open_session
+from quant.export.engines.engine_session import EngineSession
+from quant.export.tensorrt.tensorrt_session import read_receipt, runs_here
+from quant.engines.text import check_plan
+from quant.base.errors import UserError
+from quant.export.tensorrt.audit import TENSORS, AuditRow, audit
+from quant.models.huggingface import load_tokenizer
+from quant.generate.generate import cast_unquantized
+from quant.runtime.moved_inputs import inputs_moved
+
+MOST_KL, LEAST_AGREEMENT = 0.02, 0.9
+"""Limits of a check that passes: mean KL divergence in nats, and the share of steps that agree."""
+
+NOISE_MULTIPLE, NOISIEST_KL, NOISIEST_AGREEMENT = 3.0, 0.5, 0.7
+"""Limits where the reference's own noise is larger: this multiple of it, and never beyond these two.
+
+An engine rounds in every operation, the repeated reference at linear layers only, so the engine may be further away."""
+
+_PROMPTS, _APART = (5, 150, 200), 400  # tokens
+
+
+@dataclass(frozen=True)
+class EngineCheck:
+    """The comparison.
+
+    Attributes:
+        backend: library and device that ran the engine; empty if it could not be run here.
+        dtype: the dtype in which both ran.
+        prompts: tokens of each row's prompt.
+        steps: tokens that were compared in each row.
+        agreeing: steps of all rows whose likeliest tokens are the same.
+        first_difference: row and step of the first that is not; None if all are.
+        kl: mean KL divergence from the reference, in nats.
+        error: relative difference of all logits, in the Frobenius norm.
+        engine_ms: prefill of all rows, and a decoding step of all rows.
+        reference_ms: prefill of all rows, one after the other, and a decoding step of one row.
+        noise_kl: mean KL divergence between two runs of the reference that round differently; None if the engine needed
+            no wider limits.
+        noise_agreeing: steps whose likeliest tokens are the same in both runs; None likewise.
+        facts: name and finding of everything that was checked without running it.
+        passed: None if it could not be run here.
+    """
+
+    backend: str = ""
+    dtype: str = ""
+    prompts: list[int] = field(default_factory=list)
+    steps: int = 0
+    agreeing: int = 0
+    first_difference: tuple[int, int] | None = None
+    kl: float = 0.0
+    error: float = 0.0
+    engine_ms: tuple[float, float] = (0.0, 0.0)
+    reference_ms: tuple[float, float] = (0.0, 0.0)
+    noise_kl: float | None = None
+    noise_agreeing: int | None = None
+    facts: list[tuple[str, str]] = field(default_factory=list)
+    passed: bool | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the result as JSON holds it."""
+        return asdict(self)
+
+
+def check_engine(
+    path: str | Path, directory: str | Path, *, new: int = 64, device: Device = "auto", unsafe_load: bool = False
+) -> EngineCheck:
+    """Checks an exported file against the checkpoint that it was made from, as far as this machine can.
+
+    Args:
+        path: ONNX file, directory with `model.onnx`, engine, or package of AOTInductor.
+        directory: the checkpoint.
+        new: tokens that are compared after each prompt.
+        device: the device of the reference, as for `quant.load`.
+        unsafe_load: whether a package, which is compiled code, may be loaded.
+
+    Raises:
+        UserError: a file or a checkpoint that cannot be loaded, or that do not belong together.
+    """
+    path, directory = Path(path), Path(directory)
+    facts: list[tuple[str, str]] = []
+    if is_engine(path):
+        facts, problems = engine_facts(path, directory)
+        reason = runs_here(path)
+        if reason is not None or problems:
+            return EngineCheck(
+                facts=[*facts, ("run", f"not run: {reason or problems}")], passed=False if problems else None
+            )
+    session = open_session(path, unsafe_load=unsafe_load)
+    check_plan(session, directory)
+    new = min(new, session.capacity // 2)
+    model = load(directory, device=find_device(device))
+    cast_unquantized(model, session.dtype)
+    prompts = sample_prompts(directory, model, session, new)
+    return replace(compare(model, session, prompts, new), facts=facts)
+
+
+def engine_facts(path: Path, directory: Path) -> tuple[list[tuple[str, str]], str]:
+    """Returns the facts that an engine's file shows without a GPU, and a sentence on its fault, or an empty text."""
+    receipt = read_receipt(path)
+    record, plan = receipt["engine"], describe(directory)[0]
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    if digest != record.get("sha256"):
+        raise UserError(f"{path} is not the file that its receipt describes: their SHA-256 differ")
+    if receipt.get("plan") not in (None, plan.digest()):
+        raise UserError(f"{path} was built from another plan than that of {directory}: their digests differ")
+    exported = record.get("layers") or None
+    nodes = record.get("attention_nodes", ())
+    findings = audit(path, plan, attention_nodes=nodes, exported=exported, model=load(directory))
+    tensors = [finding for finding in findings if finding.planned == TENSORS]
+    runs = [finding for finding in findings if finding.planned != TENSORS]
+    facts = [
+        ("engine", f"{record.get('backend')} for {record.get('target')}, {path.stat().st_size / 1e6:.1f} MB, whole"),
+        ("profiles", "; ".join(_steps(profile) for profile in record.get("profiles", ()))),
+        ("precision", _passed(runs, "layers run as planned")),
+        ("weights", _passed(tensors, "modules have the checkpoint's tensors")),
+    ]
+    wrong = [finding.name for finding in findings if not finding.passed]
+    return facts, f"{wrong[0]} differs from the plan or the checkpoint; see `quant audit`" if wrong else ""
+
+
+def _steps(profile: str) -> str:
+    """Returns the part of a profile about token ids: `input_ids=1x1:8x1:32x1`."""
+    return profile.partition(",")[0]
+
+
+def _passed(findings: Sequence[AuditRow], words: str) -> str:
+    return f"{sum(finding.passed for finding in findings)} of {len(findings)} {words}"
+
+
+def sample_prompts(directory: Path, model: Any, session: EngineSession, new: int) -> list[list[int]]:
+    """Returns rows of prose of different lengths that fit into the cache; random tokens if no tokenizer makes any."""
+    lengths = [min(length, session.capacity - new) for length in _PROMPTS[: session.most_rows()]]
+    # Each row begins elsewhere.
+    starts = [_APART * row for row in range(len(lengths))]
+    try:
+        text = (resources.files("quant.calibration.texts") / "sample_texts" / "prose.txt").read_text("utf-8")
+        ids = load_tokenizer(directory)(text[:20_000])["input_ids"]
+    except UserError:
+        ids = []
+    if len(ids) < starts[-1] + lengths[-1]:
+        vocabulary = model.get_input_embeddings().num_embeddings
+        ids = torch.randint(0, vocabulary, (1000,), generator=torch.Generator().manual_seed(0), device="cpu").tolist()
+    return [ids[start : start + length] for start, length in zip(starts, lengths, strict=True)]
+
+
+def compare(model: nn.Module, session: EngineSession, prompts: Sequence[Sequence[int]], new: int = 64) -> EngineCheck:
+    """Runs both on some prompts.
+
+    Args:
+        model: the reference, in the session's dtype and on its own device.
+        session: the engine.
+        prompts: token ids of each row.
+        new: tokens that follow each.
+
+    Raises:
+        UserError: a prompt does not fit into the engine.
+    """
+    check_lengths(session, prompts, new)
+    expected = reference_run(model, prompts, new)
+    run = forced_run(session, prompts, expected.tokens)
+    same = run.tokens == expected.tokens
+    differing = np.argwhere(~same)
+    kl, agreement = _mean_kl(expected.logits, run.logits), float(same.mean())
+    # NaN fails: no comparison with it is true.
+    passed, noise_kl, noise_agreeing = kl <= MOST_KL and agreement >= LEAST_AGREEMENT, None, None
+    # No noise widens the limits beyond these, so only an engine within them is worth another run of the reference.
+    if not passed and kl <= NOISIEST_KL and agreement >= NOISIEST_AGREEMENT:
+        with inputs_moved(model, getattr(torch, session.dtype)):
+            repeated = reference_run(model, prompts, new, expected.tokens)
+        noise_kl = _mean_kl(expected.logits, repeated.logits)
+        noise_agreeing = int((repeated.tokens == expected.tokens).sum())
+        most_kl, least_agreement = noise_limits(noise_kl, noise_agreeing / same.size)
+        passed = kl <= most_kl and agreement >= least_agreement
+    difference = np.linalg.norm((run.logits - expected.logits).astype(np.float64))
+    return EngineCheck(
+        backend=session.backend,
+        dtype=session.dtype,
+        prompts=[len(prompt) for prompt in prompts],
+        steps=new,
+        agreeing=int(same.sum()),
+        first_difference=(int(differing[0][0]), int(differing[0][1])) if len(differing) else None,
+        kl=kl,
+        error=float(difference / np.linalg.norm(expected.logits.astype(np.float64))),
+        engine_ms=(1e3 * run.prefill_seconds, 1e3 * run.step_seconds),
+        reference_ms=(1e3 * expected.prefill_seconds, 1e3 * expected.step_seconds),
+        noise_kl=noise_kl,
+        noise_agreeing=noise_agreeing,
+        passed=bool(passed),
+    )
+
+
+def noise_limits(noise_kl: float, noise_agreement: float) -> tuple[float, float]:
+    """Returns the largest mean KL divergence and the smallest share of agreeing steps of a check that passes.
+
+    Args:
+        noise_kl: mean KL divergence between two runs of the reference that round differently.
+        noise_agreement: share of steps that agree between the two.
+    """
+    most_kl = min(max(MOST_KL, NOISE_MULTIPLE * noise_kl), NOISIEST_KL)
+    least_agreement = max(min(LEAST_AGREEMENT, 1 - NOISE_MULTIPLE * (1 - noise_agreement)), NOISIEST_AGREEMENT)
+    return most_kl, least_agreement
+
+
+def _mean_kl(expected: np.ndarray, computed: np.ndarray) -> float:
+    """Returns the mean divergence of the computed distributions from the expected ones."""
+    p, q = (torch.from_numpy(x).double().log_softmax(-1) for x in (expected, computed))
+    return float((p.exp() * (p - q)).sum(-1).mean())

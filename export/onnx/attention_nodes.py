@@ -1,0 +1,189 @@
+"""Attention and the KV cache as ops that PyTorch runs while a model is traced, and their translation to ONNX nodes.
+
+quant::onnx_attention      Attention, or its parts in FP32; in FP8 trt::TRT_QuantizedAttention over QuantizeLinear
+                           and DequantizeLinear of q, k and v, or the node of our own plugin over their codes
+quant::onnx_scatter        TensorScatter: keys or values of new tokens at each row's position in the cache
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from quant.export.onnx.opsets import (
+    BOOL,
+    FLOAT,
+    FLOAT8E4M3FN,
+    PLUGIN_DOMAIN,
+    PLUGIN_VERSION,
+    opset,
+    plugin_opset,
+    round_trip,
+    serving_opset,
+    trt_opset,
+    widened,
+)
+from quant.formats.format import FORMATS
+from quant.formats.number import E4M3
+from quant.formats.tensor import fake_quantize
+from quant.kernels.attention.reference import fp8_attention_reference
+
+
+def attention_translations() -> dict[Any, Callable[..., Any]]:
+    """Returns ONNX translations by PyTorch op."""
+    return {
+        torch.ops.quant.onnx_attention.default: _attention,
+        torch.ops.quant.onnx_scatter.default: _scatter,
+    }
+
+
+def _attention_body(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor | None,
+    scale: float,
+    causal: bool,
+    scales: list[float],
+    kind: str,
+) -> torch.Tensor:
+    """Computes in PyTorch the attention that an exported graph holds as one op.
+
+    Args:
+        q: `[batch, heads, seq_q, dim]`.
+        k, v: `[batch, kv_heads, seq_kv, dim]`.
+        mask: bool `[batch, 1, seq_q, seq_kv]`, True where a query sees a key; or numbers `[batch, heads, seq_q,
+            seq_kv]`, added to the scores; None for all.
+        scale: multiplies q·k.
+        causal: query i sees keys up to i.
+        scales: the scales of q, k, v and the probabilities for FP8; empty for 16 bit.
+        kind: "native" or "plugin".
+    """
+    if scales and kind == "plugin":
+        q8, k8, v8 = (_to_e4m3(x, s) for x, s in zip((q, k, v), scales, strict=False))
+        operands = torch.tensor(scales[:3], dtype=torch.float32)
+        return fp8_attention_reference(q8, k8, v8, operands, causal=causal, softmax_scale=scale, dtype=q.dtype)
+    dtype = q.dtype
+    if scales:
+        fp8 = FORMATS["fp8"]
+        q, k, v = (
+            fake_quantize(x, fp8, scale=torch.tensor(s, dtype=torch.float32))
+            for x, s in zip((q, k, v), scales, strict=False)
+        )
+    # Grouped-query attention: each key head serves several query heads.
+    repeat = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(repeat, 1).float(), v.repeat_interleave(repeat, 1).float()
+    scores = q.float() @ k.mT * scale
+    if causal:
+        mask = torch.ones(scores.shape[-2:], dtype=torch.bool).tril()
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -math.inf) if mask.dtype is torch.bool else scores + mask
+    p = scores.softmax(-1)
+    # TensorRT rounds the probabilities too, with the fourth scale.
+    if scales:
+        p = fake_quantize(p, FORMATS["fp8"], scale=torch.tensor(scales[3], dtype=torch.float32))
+    return (p @ v).to(dtype)
+
+
+def _to_e4m3(x: torch.Tensor, scale: float) -> torch.Tensor:
+    return (x.float() / scale).clamp(-E4M3.max, E4M3.max).to(torch.float8_e4m3fn)
+
+
+def _attention(
+    q: Any, k: Any, v: Any, mask: Any, scale: float, causal: bool, scales: Sequence[float], kind: str
+) -> Any:
+    op = opset()
+    if not scales and int(q.dtype) == FLOAT:
+        return _spelled_attention(q, k, v, mask, scale, causal)
+    if not scales:
+        y, *_ = op.Attention(q, k, v, mask, scale=scale, is_causal=int(causal))
+        return y
+    if kind == "plugin":
+        codes = [
+            op.QuantizeLinear(x, op.Constant(value_float=s), output_dtype=FLOAT8E4M3FN)
+            for x, s in zip((q, k, v), scales, strict=False)
+        ]
+        return plugin_opset().QuantFp8Attention(
+            *codes,
+            op.Constant(value_floats=list(scales[:3])),
+            causal=int(causal),
+            softmax_scale=scale,
+            output_type=int(q.dtype),
+            plugin_version=PLUGIN_VERSION,
+            plugin_namespace=PLUGIN_DOMAIN,
+        )
+    # TensorRT fuses QuantizeLinear, DequantizeLinear and this op into one FP8 kernel.
+    rounded = [
+        round_trip(FORMATS["fp8"], widened(x), op.Constant(value_float=s), x.dtype)
+        for x, s in zip((q, k, v), scales, strict=False)
+    ]
+    return trt_opset().TRT_QuantizedAttention(
+        *rounded,
+        mask,
+        op.Constant(value_float=scales[3]),
+        scale=scale,
+        is_causal=int(causal),
+        normalization_quantize_to_type=FLOAT8E4M3FN,
+    )
+
+
+def _spelled_attention(q: Any, k: Any, v: Any, mask: Any, scale: float, causal: bool) -> Any:
+    """Returns attention in FP32 from single nodes: TensorRT refuses the op, for which it has no fused kernel."""
+    op = opset()
+    heads, kv_heads, dim = q.shape[1], k.shape[1], q.shape[3]
+    # [batch, kv_heads, query heads of each, tokens, dim]: keys and values are broadcast and not repeated.
+    grouped = op.Reshape(q, op.Constant(value_ints=[0, kv_heads, heads // kv_heads, -1, dim]))
+    two = op.Constant(value_ints=[2])
+    scores = op.MatMul(grouped, op.Transpose(op.Unsqueeze(k, two), perm=[0, 1, 2, 4, 3]))
+    scores = op.Mul(scores, op.Constant(value_float=scale))
+    lowest = op.Constant(value_float=-math.inf)
+    # A query sees its own position and earlier ones: row >= column.
+    if causal:
+        zero, one = op.Constant(value_int=0), op.Constant(value_int=1)
+        rows, columns = (op.Range(zero, op.Squeeze(op.Shape(x, start=2, end=3)), one) for x in (q, k))
+        seen = op.GreaterOrEqual(op.Unsqueeze(rows, op.Constant(value_ints=[1])), columns)
+        scores = op.Where(seen, scores, lowest)
+    if mask is not None:
+        if int(mask.dtype) == BOOL:
+            scores = op.Where(op.Unsqueeze(mask, two), scores, lowest)
+        else:  # [1 or batch, heads, queries, tokens], heads are grouped as in q
+            shape = op.Concat(op.Constant(value_ints=[0, kv_heads, -1]), op.Shape(mask, start=2), axis=0)
+            scores = op.Add(scores, op.Reshape(mask, shape))
+    out = op.MatMul(op.Softmax(scores, axis=-1), op.Unsqueeze(v, two))
+    return op.Reshape(out, op.Constant(value_ints=[0, heads, -1, v.shape[3]]))
+
+
+def _scatter_body(cache: torch.Tensor, x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """Returns the cache `[batch, kv_heads, capacity, dim]` with `x` in each row from position `index` `[batch]` on."""
+    out = cache.clone()
+    for row in range(len(cache)):
+        out[row, :, index[row] : index[row] + x.shape[2]] = x[row]
+    return out
+
+
+def _scatter(cache: Any, x: Any, index: Any) -> Any:
+    # Runtimes whose cache input and output are one buffer write only the new tokens.
+    return serving_opset().TensorScatter(cache, x, index, axis=2, mode="linear")
+
+
+def _register_ops() -> None:
+    define, impl, fake = torch.library.define, torch.library.impl, torch.library.register_fake
+    name = "quant::onnx_attention"
+    define(
+        name,
+        "(Tensor q, Tensor k, Tensor v, Tensor? mask, float scale, bool causal, float[] scales, str kind) -> Tensor",
+    )
+    impl(name, "default", _attention_body)
+    fake(name, lambda q, k, v, *_: q.new_empty((*q.shape[:-1], v.shape[-1])))
+    name = "quant::onnx_scatter"
+    define(name, "(Tensor cache, Tensor x, Tensor index) -> Tensor")
+    impl(name, "default", _scatter_body)
+    fake(name, lambda cache, x, index: torch.empty_like(cache))
+
+
+_register_ops()
+attend = torch.ops.quant.onnx_attention
+"""The op, with the arguments of `_attention_body`."""

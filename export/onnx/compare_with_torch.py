@@ -1,0 +1,377 @@
+"""Verifies an exported ONNX file: the checker, shape inference, and a comparison of every layer's numbers.
+
+    fake_quant    the `quant::` op in PyTorch, with the textbook in float64: round the input, multiply, add
+    checkpoint    the weight in the checkpoint's files, with the module's
+    onnx          the layer's nodes, cut out of the file and run by the reference evaluator, with the op; and its
+                  weight, dequantized in float32 from the initializers, with the module's
+
+Errors are relative, in the Frobenius norm. Layers are compared one at a time: in a whole model one flipped rounding in
+FP4 changes everything after it. Wide layers are compared some rows at a time, so that memory does not grow with them.
+
+The result is the export receipt: {"layers": [{"name", "fake_quant", "checkpoint", "onnx", "engine", "passed"}],
+"unreached", "passed"}; `unreached` are the layers on which no output depends, which are not in the file.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn.functional import linear
+
+from quant.recipes.blocks import stored_dtype
+from quant.export.onnx.opsets import register_schemas
+from quant.export.onnx_graph.reference import evaluator
+from quant.export.onnx.translate import UNREACHED_KEY, layer_of
+from quant.formats.tensor import BlockScaledTensor, fake_quantize
+from quant.kernels.linear.conv import QuantConv, round_samples
+from quant.kernels.linear.quant_linear import QuantLinear
+from quant.kernels.linear.ops import quantized_linear
+
+TOKENS = 8
+_WEIGHTS_AT_ONCE = 1 << 22
+_LARGE = 1 << 12  # bytes of a constant that shape inference does not need
+# In half precision, sums that were added up in another order may round to the neighbouring value. Inputs that are
+# scaled by token are twice as far: the op rounds them to half precision after scaling, the graph the output.
+TOLERANCE = {torch.float32: 1e-6, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
+WEIGHT_TOLERANCE = 1e-6
+_TEXTBOOK = {torch.float32: 1e-5, torch.float16: 2.0**-9, torch.bfloat16: 2.0**-6}
+
+
+def verify(
+    model: nn.Module,
+    path: str | Path,
+    *,
+    checkpoint: Callable[[str], BlockScaledTensor] | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> dict[str, Any]:
+    """Returns the receipt of an exported file.
+
+    Args:
+        model: the exported model.
+        path: the file.
+        checkpoint: a function that reads a layer's weight from the checkpoint's files, if there is a checkpoint.
+        progress: a function that is called as `progress(layers done, layers in all)`.
+
+    Raises:
+        ValueError: the file is not valid ONNX, or lacks a layer's nodes; the message names them.
+    """
+    graph = LayerGraphs(Path(path))
+    quantized = [(n, module) for n, module in model.named_modules() if isinstance(module, QuantLinear | QuantConv)]
+    layers = [(name, module) for name, module in quantized if name not in graph.unreached]
+    if quantized and not layers:
+        raise ValueError(
+            f"{path}: its outputs depend on none of the {len(quantized)} quantized layers, {quantized[0][0]} first; "
+            "name inputs that reach them (--input)"
+        )
+    dtype = stored_dtype(model)
+    entries = []
+    for done, (name, module) in enumerate(layers, 1):
+        stored = checkpoint(name) if checkpoint else None
+        if isinstance(module, QuantConv):
+            entries.append(_compare_conv(name, module, graph, stored, dtype))
+        else:
+            entries.append(_compare_linear(name, module, graph, stored, dtype))
+        if progress:
+            progress(done, len(layers))
+    return {"layers": entries, "unreached": graph.unreached, "passed": all(entry["passed"] for entry in entries)}
+
+
+def worst_layer(receipt: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Returns the layer that fails by most, or else the one that comes nearest to it; None without layers."""
+
+    def badness(layer: dict[str, Any]) -> tuple[bool, float]:
+        return not layer["passed"], max(layer["onnx"] or 0.0, layer["checkpoint"] or 0.0)
+
+    return max(receipt["layers"], key=badness, default=None)
+
+
+def check_file(path: str | Path) -> None:
+    """Runs the ONNX checker and strict shape inference; ValueError with their message if they refuse the file."""
+    import onnx
+
+    register_schemas()
+    path = Path(path)
+    try:
+        onnx.checker.check_model(str(path))
+        onnx.shape_inference.infer_shapes(_without_weights(path), check_type=True, strict_mode=True)
+    except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError) as error:
+        raise ValueError(f"{path}: not a valid ONNX file: {' '.join(str(error).split())[:500]}") from error
+
+
+def _without_weights(path: Path) -> Any:
+    """Returns a file's model for shape inference, which needs the shapes of large constants, and copies their bytes."""
+    import onnx
+
+    model = onnx.load(path, load_external_data=False)
+    for tensor in model.graph.initializer:
+        if len(tensor.raw_data) > _LARGE:
+            tensor.ClearField("raw_data")
+            tensor.data_location = onnx.TensorProto.EXTERNAL
+            tensor.external_data.add(key="location", value=path.name)
+    return model
+
+
+class LayerGraphs:
+    """The nodes of each quantized linear in a file of `export_onnx`, as models that read weights on demand."""
+
+    def __init__(self, path: Path) -> None:
+        import onnx
+
+        self.path = path
+        self.model = onnx.load(path, load_external_data=False)
+        graph = self.model.graph
+        metadata = {entry.key: entry.value for entry in self.model.metadata_props}
+        self.unreached: list[str] = json.loads(metadata.get(UNREACHED_KEY, "[]"))
+        self.constants = {tensor.name: tensor for tensor in graph.initializer}
+        self.maker = {name: node for node in graph.node for name in node.output}
+        self.layer = {name: layer_of(node) for name, node in self.maker.items()}
+        # Nodes are in topological order, so the last tagged node of a layer gives its output.
+        self.outputs = {layer_of(node): node.output[0] for node in graph.node if layer_of(node)}
+
+    def linear(self, name: str) -> tuple[Any, str]:
+        """Returns the layer's nodes as a model, and the name of its input; ValueError if they are not a linear's."""
+        if name not in self.outputs:
+            raise ValueError(
+                f"{self.path}: no nodes of layer {name}, on which the outputs depend; the file is of another model, or "
+                "this is a defect of the export"
+            )
+        output = self.outputs[name]
+        return self._cut(output, lambda value: self._is_own(value, output), name)
+
+    def weight(self, name: str) -> Any:
+        """Returns a model that computes the layer's weight `[out, in]`, float32, before any cast to half."""
+        from onnx import TensorProto, helper
+
+        nodes = [node for node in self.model.graph.node if f"{name}.codes" in node.input]
+        if len(nodes) != 1:
+            raise ValueError(f"{self.path}: {len(nodes)} nodes read {name}.codes, expected one")
+        (node,) = nodes
+        output = node.output[0]
+        model, _ = self._cut(output, lambda value: value == output or self._is_constant(value), name, inputs=0)
+        last = model.graph.node[-1]
+        attributes = [attribute for attribute in last.attribute if attribute.name != "output_dtype"]
+        del last.attribute[:]
+        last.attribute.extend([*attributes, helper.make_attribute("output_dtype", TensorProto.FLOAT)])
+        return model
+
+    def _is_own(self, value: str, output: str) -> bool:
+        if value == output:
+            return True
+        tagged = bool(self.layer.get(value))
+        return (tagged and value not in self.outputs.values()) or self._is_constant(value)
+
+    def _is_constant(self, value: str) -> bool:
+        node = self.maker.get(value)
+        return node is not None and all(x in self.constants or self._is_constant(x) for x in node.input if x)
+
+    def _cut(self, output: str, own: Callable[[str], bool], name: str, inputs: int = 1) -> tuple[Any, str]:
+        """Returns the nodes that compute `output`, as far back as `own` says, as a model."""
+        from onnx import helper
+        from onnx.external_data_helper import load_external_data_for_tensor
+
+        # Nodes are visited from the last to the first: one that computes a value in `waiting` belongs to the layer, and
+        # its inputs are constants (`used`), values of the layer, or the layer's inputs (`free`).
+        nodes: list[Any] = []
+        used: set[str] = set()
+        free: list[str] = []
+        waiting = [output]
+        for node in reversed(self.model.graph.node):
+            if not any(value in waiting for value in node.output):
+                continue
+            nodes.insert(0, node)
+            for value in filter(None, node.input):
+                if value in self.constants:
+                    used.add(value)
+                elif own(value):
+                    waiting.append(value)
+                elif value not in free:
+                    free.append(value)
+        if len(free) != inputs:
+            raise ValueError(f"{self.path}: the nodes of {name} read {free or 'nothing'}, expected {inputs} input(s)")
+        constants = []
+        for value in sorted(used):
+            tensor = copy.deepcopy(self.constants[value])
+            if tensor.data_location == tensor.EXTERNAL:
+                load_external_data_for_tensor(tensor, str(self.path.parent))
+            constants.append(tensor)
+        # The evaluator ignores the declared type, FLOAT of any shape.
+        declared = [helper.make_value_info(value, helper.make_tensor_type_proto(1, None)) for value in [*free, output]]
+        graph = helper.make_graph(nodes, name, declared[:-1], declared[-1:], constants)
+        model = helper.make_model(graph, opset_imports=self.model.opset_import, ir_version=self.model.ir_version)
+        return model, free[0] if free else ""
+
+
+def _compare_linear(
+    name: str, module: QuantLinear, graph: LayerGraphs, stored: BlockScaledTensor | None, dtype: torch.dtype
+) -> dict[str, Any]:
+    x = torch.randn(TOKENS, module.in_features, generator=torch.Generator().manual_seed(0), dtype=torch.float32).to(
+        dtype
+    )
+    whole, (layer, input_name), constants = module.quantized_weight, graph.linear(name), graph.weight(name)
+    errors = {key: _Error() for key in ("fake_quant", "checkpoint", "output", "weight")}
+    for rows, part in whole.row_chunks(_WEIGHTS_AT_ONCE):
+        start, stop = rows.start, rows.stop
+        bias = None if module.bias is None else module.bias[start:stop]
+        weight = part.dequantize()
+        with torch.no_grad():
+            op = quantized_linear(x, part, bias, module.input_scale, module.activation_format).float()
+        errors["fake_quant"].add(op, _textbook(x, weight, bias, module))
+        out = evaluator(_model_rows(layer, whole, start, stop)).run(None, {input_name: to_numpy(x)})[0]
+        errors["output"].add(_as_float(out), op)
+        held = evaluator(_model_rows(constants, whole, start, stop)).run(None, {})[0]
+        errors["weight"].add(_as_float(held), weight)
+        if stored is not None:
+            errors["checkpoint"].add(stored.rows(start, stop).dequantize(), weight)
+    return _entry(name, module, errors, stored is not None, dtype)
+
+
+def _compare_conv(
+    name: str, module: QuantConv, graph: LayerGraphs, stored: BlockScaledTensor | None, dtype: torch.dtype
+) -> dict[str, Any]:
+    # The smallest input with two outputs along each axis.
+    size = [d * (k - 1) + 1 + s for k, s, d in zip(module.kernel_size, module.stride, module.dilation, strict=True)]
+    x = torch.randn(2, module.in_channels, *size, generator=torch.Generator().manual_seed(0), dtype=torch.float32).to(
+        dtype
+    )
+    (layer, input_name), constants = graph.linear(name), graph.weight(name)
+    errors = {key: _Error() for key in ("fake_quant", "checkpoint", "output", "weight")}
+    (pads,) = (a.ints for node in layer.graph.node for a in node.attribute if a.name == "pads")
+    # ONNX's optimizer moves a Pad of zeros before the Conv into it, that of the module or of the model's own code; its
+    # nodes then take what was padded, and not the input of the op. ONNX lists the begins of all axes, then the ends.
+    axes = len(module.op_padding)
+    more = [pad - own for pad, own in zip(pads, module.op_padding * 2, strict=True)]
+    padded = nn.functional.pad(x, [more[i] for axis in reversed(range(axes)) for i in (axis, axis + axes)])
+    with torch.no_grad():
+        op = module.convolve(padded, module.output_padding).float()
+        errors["fake_quant"].add(op, _conv_textbook(padded, module))
+    errors["output"].add(_as_float(evaluator(layer).run(None, {input_name: to_numpy(x)})[0]), op)
+    errors["weight"].add(_as_float(evaluator(constants).run(None, {})[0]), module.weight_in(torch.float32))
+    if stored is not None:
+        errors["checkpoint"].add(stored.dequantize(), module.dequantize())
+    return _entry(name, module, errors, stored is not None, dtype)
+
+
+def _entry(
+    name: str, module: QuantLinear | QuantConv, errors: Mapping[str, _Error], has_checkpoint: bool, dtype: torch.dtype
+) -> dict[str, Any]:
+    """Returns a layer's entry in the receipt."""
+    of_output, of_weight, fake_quant = (errors[key].relative for key in ("output", "weight", "fake_quant"))
+    checkpoint = errors["checkpoint"].relative if has_checkpoint else None
+    passed = (
+        fake_quant <= _TEXTBOOK[dtype]
+        and of_output <= TOLERANCE[dtype] * (2 if _is_by_token(module) else 1)
+        and of_weight <= WEIGHT_TOLERANCE
+        and (checkpoint or 0.0) <= WEIGHT_TOLERANCE
+    )
+    return {
+        "name": name,
+        "fake_quant": fake_quant,
+        "checkpoint": checkpoint,
+        "onnx": max(of_output, of_weight),
+        "engine": None,
+        "passed": passed,
+    }
+
+
+class _Error:
+    """Sums of squares of a difference and of its reference, slice by slice."""
+
+    def __init__(self) -> None:
+        self.difference = self.reference = 0.0
+
+    def add(self, computed: torch.Tensor, expected: torch.Tensor) -> None:
+        if not torch.equal(computed, expected):
+            self.difference += float((computed.double() - expected.double()).square().sum())
+        self.reference += float(torch.linalg.vector_norm(expected, dtype=torch.float64)) ** 2
+
+    @property
+    def relative(self) -> float:
+        """Frobenius norm of the difference over the norm of the reference."""
+        return math.sqrt(self.difference) / max(math.sqrt(self.reference), 1e-30)
+
+
+def _model_rows(model: Any, weight: BlockScaledTensor, start: int, stop: int) -> Any:
+    """Returns the model that `LayerGraphs` cut out, for some rows of the weight.
+
+    Constants with an entry for each row, or for each block of rows, are sliced by their bytes.
+    """
+    from onnx import TensorProto, helper
+
+    out, height = weight.shape[0], weight.format.block_shape(weight.shape)[0]
+    if stop - start == out:
+        return model
+    constants = []
+    for tensor in model.graph.initializer:
+        step = next((step for step in (1, height) if tensor.dims and tensor.dims[0] == -(-out // step)), None)
+        if step is None or not tensor.raw_data:
+            constants.append(tensor)
+            continue
+        first, last, row = start // step, -(-stop // step), len(tensor.raw_data) // tensor.dims[0]
+        dims = [last - first, *tensor.dims[1:]]
+        data = tensor.raw_data[first * row : last * row]
+        constants.append(TensorProto(name=tensor.name, data_type=tensor.data_type, dims=dims, raw_data=data))
+    graph = helper.make_graph(model.graph.node, "rows", model.graph.input, model.graph.output, constants)
+    return helper.make_model(graph, opset_imports=model.opset_import, ir_version=model.ir_version)
+
+
+def _as_float(values: np.ndarray) -> torch.Tensor:
+    return torch.from_numpy(np.asarray(values, dtype=np.float32))
+
+
+def _is_by_token(module: QuantLinear | QuantConv) -> bool:
+    format = module.activation_format
+    return format is not None and format.per_row and module.input_scale is None
+
+
+def _textbook(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, module: QuantLinear) -> torch.Tensor:
+    """Returns the layer in float64, for the rows of `weight`."""
+    format = module.activation_format
+    if format is not None:
+        second = format.global_scale
+        x = fake_quantize(
+            x,
+            format,
+            scale=None if second else module.input_scale,
+            global_scale=module.input_scale if second else None,
+        )
+    return linear(x.double(), weight.double(), None if bias is None else bias.double())
+
+
+def _conv_textbook(x: torch.Tensor, module: QuantConv) -> torch.Tensor:
+    """Returns the convolution in float64."""
+    if module.activation_format is not None:
+        x = round_samples(x, module.activation_format, module.input_scale)
+    return torch.convolution(
+        x.double(),
+        module.weight_in(torch.float64),
+        None if module.bias is None else module.bias.double(),
+        module.stride,
+        module.op_padding,
+        module.dilation,
+        module.transposed,
+        module.output_padding,
+        module.groups,
+    )
+
+
+def to_numpy(x: torch.Tensor) -> np.ndarray:
+    """Returns a tensor as numpy, BF16 and FP8 as `ml_dtypes` have them."""
+    import ml_dtypes
+
+    kinds: dict[torch.dtype, tuple[torch.dtype, Any]] = {
+        torch.bfloat16: (torch.uint16, ml_dtypes.bfloat16),
+        torch.float8_e4m3fn: (torch.uint8, ml_dtypes.float8_e4m3fn),
+    }
+    x = x.detach().cpu().contiguous()
+    if x.dtype in kinds:
+        plain, dtype = kinds[x.dtype]
+        return x.view(plain).numpy().view(dtype)
+    return x.numpy()

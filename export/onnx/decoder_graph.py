@@ -1,0 +1,269 @@
+"""A transformers model becomes a graph of one forward pass, with one op for each attention.
+
+    decoder    input_ids [batch, sequence]                         -> logits [batch, sequence, vocabulary]
+    encoder    input_ids, attention_mask [batch, sequence],        -> last_hidden_state and pooler_output, or logits
+                   and token_type_ids if the model has several
+    T5, BART   input_ids, attention_mask [batch, sequence],        -> logits [batch, target, vocabulary]
+                   decoder_input_ids [batch, target]
+    images     pixel_values [batch, channels, height, width]       -> likewise
+
+These graphs have no KV cache; decoders that serve are exported by `serving`.
+
+In transformers 5 every model looks its attention function up by name in `AttentionInterface`. While a graph is traced,
+the name stands for our function, which puts one `quant::onnx_attention` op in place of masks and softmax. Without a
+mask function of that name transformers builds no masks; causality is an attribute of the op, as fused kernels take it.
+T5's bias for the distance of two tokens is added to the scores: such attention has a mask of numbers, with causality in
+it.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from quant.calibration.attention_names import implementations_kept, model_configs, names_registered
+from quant.calibration.evaluating import without_cache
+from quant.calibration.attention_scales import AttentionScales
+from quant.export.onnx.attention_nodes import attend
+from quant.export.onnx.limits import check_attention
+from quant.formats.format import FORMATS
+
+ATTENTIONS = ("native", "plugin", "none")
+Dims = tuple[str | int, ...]
+_TOKENS = 64  # in the example that a graph is traced with
+# Outputs that belong together; a model with a head returns logits, and its hidden states are then not an output.
+_OUTPUTS = (("logits", "pred_boxes"), ("last_hidden_state", "pooler_output"))
+_NAME = "quant_onnx"  # of our attention in transformers' registries
+
+
+@dataclass(frozen=True)
+class GraphInput:
+    """An input of the graph: an example of it, and the names of its dynamic dimensions; a fixed one is a number."""
+
+    example: torch.Tensor
+    dims: Dims
+
+
+@dataclass(eq=False)
+class Attention:
+    """The function that attention modules call while a graph is traced.
+
+    Attributes:
+        names: the names of the attention modules.
+        kind: one of `ATTENTIONS`.
+        scales: FP8 scales by module name; empty keeps attention in 16 bit.
+        window: largest sequence that sliding windows need not cut.
+        outputs: the names of the model's outputs, filled while the model runs; torch.export would reset an attribute of
+            `Graph`.
+        refused: options of transformers' attention functions that the graph cannot hold.
+    """
+
+    names: Mapping[nn.Module, str]
+    kind: str = "native"
+    scales: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    window: int | None = None
+    outputs: list[str] = field(default_factory=list)
+    refused: tuple[str, ...] = ("softcap", "s_aux")
+
+    def __call__(
+        self,
+        module: nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        *,
+        scaling: float | None = None,
+        is_causal: bool | None = None,
+        sliding_window: int | None = None,
+        position_bias: torch.Tensor | None = None,
+        **options: Any,
+    ) -> tuple[torch.Tensor, None]:
+        """Attends, under the signature of transformers' attention functions."""
+        name = self.names[module]
+        present = {**options, "position_bias": position_bias}
+        extra = next((option for option in self.refused if present.get(option) is not None), None)
+        if extra is None and attention_mask is not None and attention_mask.dtype is not torch.bool:
+            extra = "a mask of its own"
+        if extra is not None:
+            raise ValueError(
+                f"{name}: its attention has {extra}, which exported attention cannot carry; serve the model's "
+                "checkpoint (vLLM)"
+            )
+        causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
+        keys = self.attended(name, Keys(key, value, attention_mask, causal), sliding_window)
+        if position_bias is not None:
+            keys = keys.biased(position_bias.to(query.dtype))
+        scale = 1 / math.sqrt(query.shape[-1]) if scaling is None else float(scaling)
+        return self.computed(module, name, query, keys, scale).transpose(1, 2).contiguous(), None
+
+    def computed(self, module: nn.Module, name: str, query: torch.Tensor, keys: Keys, scale: float) -> torch.Tensor:
+        """Returns the attention of one module, `[batch, heads, queries, dim]`; `scale` multiplies q·k."""
+        scales = self.scales.get(name, ())
+        if scales:
+            check_attention(name, self.kind, query, keys.key, keys.mask)
+        arguments = (query, keys.key, keys.value, keys.mask, scale, keys.causal, list(scales), self.kind)
+        out: torch.Tensor = attend(*arguments)
+        return out
+
+    def attended(self, name: str, keys: Keys, window: int | None) -> Keys:
+        """Returns the keys that queries attend to, from the keys of this pass."""
+        if window is not None and (self.window is None or self.window > window):
+            raise ValueError(
+                f"{name}: its window slides over {window} tokens, which fused attention cannot; limit the "
+                f"sequence to the window with --shapes sequence=1:{window}:{window}"
+            )
+        # A mask includes causality, and fused kernels take only one of the two.
+        return keys._replace(causal=keys.causal and keys.mask is None)
+
+
+class Keys(NamedTuple):
+    """The keys that queries attend to.
+
+    Attributes:
+        key, value: `[batch, kv_heads, tokens, dim]`.
+        mask: bool `[batch, 1, queries, tokens]`, true where a query sees a key; or numbers `[batch, heads, queries,
+            tokens]`, which are added to the scores; None for no mask.
+        causal: whether a query sees no later token; False where the mask says so.
+    """
+
+    key: torch.Tensor
+    value: torch.Tensor
+    mask: torch.Tensor | None
+    causal: bool
+
+    def biased(self, bias: torch.Tensor) -> Keys:
+        """Returns the keys with a mask of numbers, from a bias of the scores `[1 or batch, heads, queries, tokens]`."""
+        if self.causal:
+            queries, tokens = (torch.arange(size, device=bias.device) for size in bias.shape[2:])
+            bias = bias.masked_fill(tokens > queries[:, None], -math.inf)
+        mask = bias if self.mask is None else bias.masked_fill(~self.mask, -math.inf)
+        return self._replace(mask=mask, causal=False)
+
+
+@contextmanager
+def attending(model: nn.Module, attention: Attention, *, masked: bool) -> Iterator[None]:
+    """Replaces every attention of a transformers `model` by `attention` while open, and keeps no cache."""
+    masks = {_NAME: _key_mask} if masked else {}
+    with (
+        without_cache(model_configs(model)),
+        implementations_kept(model) as configs,
+        names_registered({_NAME: attention}, masks),
+    ):
+        # Encoder and decoder of one model may have configs of their own.
+        for config, _ in configs:
+            config._attn_implementation_internal = _NAME
+        yield
+
+
+def _key_mask(
+    q_length: int,
+    kv_length: int,
+    mask_function: Callable[..., torch.Tensor],
+    attention_mask: torch.Tensor | None = None,
+    **_: Any,
+) -> torch.Tensor | None:
+    """Returns a mask that is true for the keys that a query sees and that are not padding, `[batch, 1, queries, keys]`.
+
+    `mask_function` is transformers' rule for the positions of a query and a key: causal, bidirectional, or a window.
+    Without padding there is no mask: causality is left to the op.
+    """
+    from transformers.masking_utils import bidirectional_mask_function
+
+    if attention_mask is None:
+        return None
+    keys = attention_mask[:, None, None, :].to(torch.bool).expand(-1, 1, q_length, -1)
+    if mask_function is bidirectional_mask_function:
+        return keys
+    rows = torch.arange(attention_mask.shape[0], device=keys.device)[:, None, None, None]
+    head, queries = rows.new_zeros(1), torch.arange(q_length, device=keys.device)[:, None]
+    return keys & mask_function(rows, head, queries, torch.arange(kv_length, device=keys.device))
+
+
+class Graph(nn.Module):
+    """A transformers model with tensors in and tensors out."""
+
+    model: Any
+
+    def __init__(self, model: nn.Module, attention: Attention) -> None:
+        super().__init__()
+        self.model = model
+        self.attention = attention
+
+    def forward(self, inputs: dict[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        """Returns the model's outputs."""
+        options: dict[str, Any] = {"use_cache": False} if self.model.can_generate() else {}
+        out = self.model(**inputs, **options)
+        tensors = {name: value for name, value in out.items() if isinstance(value, torch.Tensor)}
+        self.attention.outputs = next(
+            (present for names in _OUTPUTS if (present := [name for name in names if name in tensors])), list(tensors)
+        )
+        return tuple(tensors[name] for name in self.attention.outputs)
+
+
+def is_decoder(model: nn.Module) -> bool:
+    """Returns whether `model` is a causal language model of transformers."""
+    can_generate: Any = getattr(model, "can_generate", None)
+    config: Any = getattr(model, "config", None)
+    return callable(can_generate) and can_generate() and not config.is_encoder_decoder
+
+
+def model_inputs(model: Any) -> dict[str, GraphInput]:
+    """Returns the inputs of a transformers model without a KV cache; ValueError if they are not known."""
+    longest = getattr(model.config, "max_position_embeddings", None) or _TOKENS
+    tokens = torch.zeros(2, min(_TOKENS, longest), dtype=torch.long)
+    dims: Dims = ("batch", "sequence")
+    parameters = inspect.signature(model.forward).parameters
+    # CLIP and SigLIP, and BLIP, which writes texts about images.
+    takes_both = {"input_ids", "pixel_values"} <= parameters.keys() and (
+        model.main_input_name == "pixel_values" or not model.can_generate()
+    )
+    if model.main_input_name == "pixel_values" and not takes_both:
+        # A convolutional network takes images of any size, and its config names none: 224 is what they are trained on.
+        config = getattr(model.config, "vision_config", model.config)  # a classifier over CLIP's encoder of images
+        size = getattr(config, "image_size", 224)
+        height, width = (size, size) if isinstance(size, int) else size
+        channels = getattr(config, "num_channels", 3)
+        example = torch.zeros(2, channels, height, width, dtype=model.dtype)
+        return {"pixel_values": GraphInput(example, ("batch", channels, height, width))}
+    if model.main_input_name != "input_ids" or takes_both:
+        raise ValueError(
+            f"{type(model).__name__} takes {'input_ids and pixel_values' if takes_both else model.main_input_name}: "
+            "name each of its inputs, as in --input input_ids:int64:batch,sequence"
+        )
+    if is_decoder(model):
+        return {"input_ids": GraphInput(tokens, dims)}
+    inputs = {"input_ids": GraphInput(tokens, dims), "attention_mask": GraphInput(torch.ones_like(tokens), dims)}
+    if "decoder_input_ids" in parameters:
+        inputs["decoder_input_ids"] = GraphInput(torch.zeros(2, _TOKENS // 2, dtype=torch.long), ("batch", "target"))
+    if getattr(model.config, "type_vocab_size", 1) > 1:
+        inputs["token_type_ids"] = GraphInput(torch.zeros_like(tokens), dims)
+    return inputs
+
+
+def operand_scales(scales: Mapping[str, AttentionScales]) -> dict[str, tuple[float, float, float, float]]:
+    """Returns FP8 scales of q, k, v and p by attention module, from the result of `collect_attention_scales`.
+
+    Raises:
+        ValueError: there is a scale for each head, or for another format than FP8.
+    """
+    by_module = {}
+    for name, module in scales.items():
+        operands = (module.q, module.k, module.v, module.p)
+        if module.attention_format is not FORMATS["fp8"] or any(scale is None for scale in operands):
+            raise ValueError(
+                f"{name}: exported attention is in fp8, its scales are for {module.attention_format}; collect them "
+                "with kv_format and attention_format fp8"
+            )
+        if any(scale is not None and scale.dim() for scale in operands):
+            raise ValueError(f"{name}: exported attention has one scale a tensor; collect with granularity='tensor'")
+        q, k, v, p = (float(scale) for scale in operands if scale is not None)
+        by_module[name] = (q, k, v, p)
+    return by_module

@@ -1,0 +1,254 @@
+"""`export_onnx` writes an ONNX file from a quantized model.
+
+    decoder with a KV cache     `serving`: one graph for prefill and decoding
+    the same for another loop   `genai`: the inputs and outputs of onnxruntime-genai
+    other transformers model    `decoder`: one forward pass
+    any other module            as it is traced, from examples of its inputs
+
+`translate` makes the ONNX model of each. Weights are not copied: initializers point at the module's buffers until they
+are written, and above `EXTERNAL_BYTES` they go to a second file, tensor by tensor. Nodes of a linear are tagged with
+its layer's name and its output is called `<layer>.output`, so that the file itself says which nodes to compare with
+which layer (`verify`); an attention is tagged with its module's name. The file's metadata holds the plan's digest.
+"""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from quant.calibration.attention_names import model_configs, text_config
+from quant.calibration.evaluating import without_cache
+from quant.calibration.attention_scales import AttentionScales
+from quant.export.onnx import limits
+from quant.export.onnx.decoder_graph import (
+    ATTENTIONS,
+    Attention,
+    Graph,
+    GraphInput,
+    attending,
+    model_inputs,
+    operand_scales,
+)
+from quant.export.onnx.genai import genai_program
+from quant.export.onnx.quantized_cache import CACHE_FORMATS, QuantizedCache
+from quant.export.onnx_graph.runtimes import narrowest_dtype, onnxruntime_problem
+from quant.export.onnx.serving import CachedAttention, serving_program
+from quant.export.onnx.dynamic_shapes import SEQUENCE, dimension_ranges
+from quant.export.onnx.attention_use import check_attends
+from quant.export.onnx.trace import MODEL_PREFIX, trace
+from quant.export.onnx.translate import quiet, translate
+from quant.base.atomic import put_file, temporary_directory
+from quant.formats.format import Format
+from quant.formats.known_names import known_names
+from quant.recipes.json_text import json_text
+from quant.recipes.plan import Plan
+
+EXTERNAL_BYTES = 256 << 20
+"""From this size on weights go to a file of their own; protobuf ends at 2 GiB."""
+PLAN_KEY = "blockscale.plan"
+ATTENTION_KEY = "blockscale.attention"
+EXPORT_KEY = "blockscale.export"
+"""Key in the file's metadata; its value is a JSON object of the options by which a model is exported likewise."""
+
+
+def export_onnx(model: nn.Module, path: str | Path, **options: Any) -> Path:
+    """Writes as `write_onnx`, whose options it takes, and warns with the reason if onnxruntime cannot load the file."""
+    plan: Plan | None = options.get("plan")
+    fp8_attention = plan is not None and plan.attention is not None and options.get("attention") != "none"
+    problem = onnxruntime_problem(model, fp8_attention=fp8_attention, kv_cache=options.get("kv_cache"))
+    if problem is not None:
+        warnings.warn(problem, stacklevel=2)
+    return write_onnx(model, path, **options)
+
+
+def write_onnx(
+    model: nn.Module,
+    path: str | Path,
+    *,
+    shapes: str | Sequence[str] | None = None,
+    inputs: Mapping[str, GraphInput] | None = None,
+    attention: str = "native",
+    attention_scales: Mapping[str, AttentionScales] | None = None,
+    capacity: int = 0,
+    genai: bool = False,
+    kv_cache: Format | None = None,
+    plan: Plan | None = None,
+) -> Path:
+    """Writes `model` as an ONNX file that TensorRT builds into low-precision kernels, and returns the path.
+
+    Args:
+        model: quantized or not; a transformers model needs nothing else. It is not changed.
+        path: the path of the file; weights of a big model go to `<path>.data`.
+        shapes: ranges of the dynamic dimensions, as `--shapes` takes them, or several of them; None sets no limits.
+        inputs: examples of a module's positional inputs by name, for modules that are not transformers models.
+        attention: "native" for TensorRT's fused FP8 attention, "plugin" for ours, "none" for 16 bit.
+        attention_scales: the scales from `collect_attention_scales`; required if the plan has attention in FP8, or
+            `kv_cache` needs scales that the model does not hold.
+        capacity: tokens that each row of a decoder's KV cache holds; 0 makes a graph of one pass without a cache.
+        kv_cache: format of the KV cache by our plugin, one of `CACHE_FORMATS`; None for the model's dtype.
+        genai: makes the graph that onnxruntime-genai runs (`genai`), with a cache that grows.
+        plan: the plan of the model; says whether attention is in FP8, and its digest is written.
+
+    Raises:
+        ValueError: a layer, format, shape or option that cannot be exported; the message names it and the way out.
+            Nothing is written.
+    """
+    path = Path(path)
+    if attention not in ATTENTIONS:
+        raise ValueError(f"unknown attention {attention!r}; {known_names(attention, ATTENTIONS)}")
+    limits.check_model(model)
+    scales: Mapping[str, Sequence[float]] = {}
+    if plan is not None and plan.attention is not None and attention != "none":
+        scales = _planned_scales(plan, inputs, attention_scales)
+    if kv_cache is not None:
+        _check_kv_cache(kv_cache, capacity, scales)
+    if inputs is not None and (capacity or genai):
+        raise ValueError("a KV cache is for transformers models, which name their inputs themselves")
+    if inputs is None and not hasattr(model, "main_input_name"):
+        raise ValueError(
+            f"{type(model).__name__} is not a transformers model: name each of its inputs, as in --input "
+            "x:fp32:batch,3,224,224"
+        )
+    with quiet():
+        if inputs is not None:
+            with without_cache(model_configs(model)):
+                exported = trace(model, _arguments(model, inputs), inputs, dimension_ranges(inputs, shapes))
+            program = translate(exported, inputs, None, "", model)
+        elif genai:
+            program = genai_program(model, kind=attention, scales=scales)
+        elif capacity:
+            function = _cached_attention(model, attention, scales, kv_cache, attention_scales)
+            program = serving_program(model, capacity, shapes, function)
+        else:
+            program = _forward_program(model, shapes, attention, scales)
+    if plan is not None:
+        program.metadata_props[PLAN_KEY] = plan.digest()
+    program.metadata_props[ATTENTION_KEY] = attention
+    if inputs is None and not genai:
+        measured = bool(scales) or bool(kv_cache is not None and attention_scales)
+        program.metadata_props[EXPORT_KEY] = _export_record(model, shapes, capacity, kv_cache, measured=measured)
+    return _save(program, path)
+
+
+def _arguments(model: nn.Module, inputs: Mapping[str, GraphInput]) -> tuple[Any, ...] | dict[str, torch.Tensor]:
+    """Returns the caller's inputs by name where the model has parameters of these names, or else in their order.
+
+    Raises:
+        ValueError: a transformers model, whose inputs have names, has none of a name.
+    """
+    # Copies, because torch.export takes one tensor under two names for one input.
+    examples = {name: x.example.clone() for name, x in inputs.items()}
+    parameters = inspect.signature(model.forward).parameters
+    unknown = [name for name in inputs if name not in parameters]
+    if unknown and hasattr(model, "main_input_name"):
+        known = known_names(unknown[0], [name for name in parameters if name != "kwargs"])
+        raise ValueError(f"--input {unknown[0]}: {type(model).__name__} has no input of this name; {known}")
+    return tuple(examples.values()) if unknown else examples
+
+
+def _check_kv_cache(format: Format, capacity: int, scales: Mapping[str, Sequence[float]]) -> None:
+    """Raises ValueError for a cache that the plugin does not have, or that this graph has no place for."""
+    if format.name not in CACHE_FORMATS:
+        raise ValueError(f"--kv-cache {format}: the plugin has caches in {' and '.join(CACHE_FORMATS)}; or pass 16bit")
+    if not capacity:
+        raise ValueError(
+            f"--kv-cache {format} is for a decoder's serving graph; leave --capacity 0, --genai and --input out"
+        )
+    if scales:
+        raise ValueError(
+            f"--kv-cache {format}: the plugin attends in 16 bit over its cache; pass --attention none with it"
+        )
+
+
+def _cached_attention(
+    model: nn.Module,
+    attention: str,
+    scales: Mapping[str, Sequence[float]],
+    kv_cache: Format | None,
+    measured: Mapping[str, AttentionScales] | None,
+) -> CachedAttention:
+    """Returns the attention of a graph with a cache: in the model's dtype, or quantized by our plugin."""
+    names = {module: name for name, module in model.named_modules()}
+    if kv_cache is not None:
+        return QuantizedCache(names, format=kv_cache, measured=measured or {})
+    return CachedAttention(names, kind=attention, scales=scales)
+
+
+def _export_record(
+    model: nn.Module, shapes: str | Sequence[str] | None, capacity: int, kv_cache: Format | None, *, measured: bool
+) -> str:
+    """Returns the options of an export as JSON, from which `quant audit --rebuild` makes the same graph again.
+
+    `measured` says whether scales of attention or of the cache came from calibration text.
+    """
+    options = {
+        "dtype": str(narrowest_dtype(model)).removeprefix("torch."),
+        "shapes": [shapes] if isinstance(shapes, str) else shapes and list(shapes),
+        "capacity": capacity,
+        "kv_cache": None if kv_cache is None else kv_cache.name,
+        "measured": measured,
+    }
+    return json_text(options)
+
+
+def _planned_scales(
+    plan: Plan, inputs: Mapping[str, GraphInput] | None, attention_scales: Mapping[str, AttentionScales] | None
+) -> Mapping[str, Sequence[float]]:
+    """Returns FP8 scales of attention's operands, as the plan requires them; ValueError if they are missing."""
+    if inputs is not None:
+        raise ValueError(f"{plan.attention} attention is exported from transformers models; pass attention='none'")
+    if not attention_scales:
+        raise ValueError(
+            f"the plan has attention in {plan.attention}, and no scales were given; pass attention_scales from "
+            "collect_attention_scales (--calib TEXT on the command line), or attention 'none'"
+        )
+    return operand_scales(attention_scales)
+
+
+def _forward_program(
+    model: nn.Module, shapes: str | Sequence[str] | None, attention: str, scales: Mapping[str, Sequence[float]]
+) -> Any:
+    """Returns the ONNX model of one forward pass of a transformers model, as an `onnx_ir.Model`."""
+    inputs = model_inputs(model)
+    check_attends(model, {name: x.example for name, x in inputs.items()})
+    names = {module: name for name, module in model.named_modules()}
+    ranges = dimension_ranges(inputs, shapes, longest=_positions(model))
+    # Sliding windows need not cut sequences that are no longer than they are. The model's positions alone are no
+    # limit: with RoPE the graph takes more.
+    window = ranges.get(SEQUENCE, (1, None))[1] if shapes else None
+    function = Attention(names, kind=attention, scales=scales, window=window)
+    with attending(model, function, masked="attention_mask" in inputs):
+        arguments = ({name: x.example for name, x in inputs.items()},)
+        exported = trace(Graph(model, function), arguments, inputs, ranges, split=len(inputs))
+    return translate(exported, inputs, function.outputs, MODEL_PREFIX, model)
+
+
+def _positions(model: Any) -> int | None:
+    """Returns how many positions of text the model has, or None.
+
+    Configs of models that read sounds too may have a number of seconds under this name, beside the one of their text.
+    """
+    longest = getattr(text_config(model.config), "max_position_embeddings", None)
+    return longest if isinstance(longest, int) else None
+
+
+def _save(model: Any, path: Path) -> Path:
+    """Writes the file, and above `EXTERNAL_BYTES` a second one of its weights; both or neither."""
+    import onnx_ir as ir
+
+    size = sum(v.const_value.nbytes for v in model.graph.initializers.values() if v.const_value is not None)
+    with temporary_directory(path) as temporary:
+        # The data file is put first (reverse order of names), so that a graph never stands without its weights.
+        external = f"{path.name}.data" if size > EXTERNAL_BYTES else None
+        ir.save(model, temporary / path.name, external_data=external)
+        for file in sorted(temporary.iterdir(), reverse=True):
+            put_file(file, path.parent / file.name)
+        if external is None:
+            (path.parent / f"{path.name}.data").unlink(missing_ok=True)
+    return path

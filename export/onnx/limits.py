@@ -1,0 +1,223 @@
+"""Refuses combinations that TensorRT miscompiles or refuses, or that ONNX cannot express, before anything is built.
+
+The message names the layer and an alternative. A builder's success proves nothing: FP8 weights with one scale per 128
+inputs and FP8 inputs compile silently, and only the first scale of each row is read. The combinations in this table
+were built and read back, and no others pass.
+
+    weight         inputs                     GEMM in TensorRT
+    nvfp4          nvfp4, or 16 bit           FP4; half precision after a dequantizing kernel
+    mxfp8          mxfp8, or 16 bit           half precision
+    fp8            fp8, fp8_token, or 16 bit  FP8; half precision
+    fp8_channel    fp8, fp8_token, or 16 bit  FP8; half precision
+    fp8_block      16 bit                     half precision
+    int8           int8_token, int8_tensor    INT8
+    int8           16 bit                     half precision
+    int4           16 bit                     half precision, dequantized inside the GEMM; groups of 64 and 32 likewise
+
+Convolutions take the same pairs of FP8 and INT8, and run in FP8 and INT8 with inputs of the same kind. With inputs in
+16 bit they run in half precision, and so do transposed ones with any inputs; the engine holds their codes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from quant.formats.format import Format
+from quant.kernels.attention.attention_tiles import HEAD_DIMS as PLUGIN_HEAD_DIMS
+from quant.kernels.linear.conv import QuantConv
+from quant.kernels.linear.expert_modules import QuantExperts
+from quant.kernels.linear.quant_linear import QuantLinear
+
+# Activation formats by weight format; as activations, fp8_channel is fp8_token and int8 is int8_token.
+_TOKEN_FP8 = ("fp8", "fp8_token", "fp8_channel")
+_INPUTS: dict[str, tuple[str, ...]] = {
+    "nvfp4": ("nvfp4",),
+    "mxfp8": ("mxfp8",),
+    "fp8": _TOKEN_FP8,
+    "fp8_channel": _TOKEN_FP8,
+    "fp8_block": (),
+    "int8": ("int8_token", "int8", "int8_tensor"),
+    "int4": (),
+    "int4_g64": (),
+    "int4_g32": (),
+}
+# The format to use in place of one that cannot be exported, and the reason.
+_INSTEAD = {
+    "mxfp4": "nvfp4",
+    "mxfp6": "fp8",
+    "mxfp6_e3m2": "fp8",
+    "mxfp8_e5m2": "mxfp8",
+    "fp8_token": "fp8_channel",
+    "fp8_group": "fp8_block with 16-bit inputs",
+    "int8_token": "int8",
+    "int8_tensor": "int8",
+}
+_WHY = {
+    "mxfp4": "TensorRT has no E2M1 weights with E8M0 scales",
+    "mxfp6": "ONNX has no 6-bit numbers at this opset",
+    "mxfp6_e3m2": "ONNX has no 6-bit numbers at this opset",
+    "mxfp8_e5m2": "TensorRT does not import E5M2 weights",
+    "fp8_group": "TensorRT reads only the first scale of each row of FP8 weights blocked along their inputs",
+}
+# Of TensorRT's fused FP8 attention.
+_NATIVE_HEAD_DIMS = (64, 128)
+
+
+def layer_problem(
+    weight: Format, activation: Format | None, shape: tuple[int, ...], *, static_scale: bool = True
+) -> str | None:
+    """Returns the reason why a linear `[out, in]` cannot be exported and an alternative, in one clause; None if it can.
+
+    `static_scale` says whether the layer has a calibrated input scale; `activation` is None for 16-bit inputs.
+    """
+    if weight.name not in _INPUTS:
+        reason = _WHY.get(weight.name, f"{weight} is a format of inputs")
+        return f"{weight} weights cannot be exported: {reason}; use {_INSTEAD.get(weight.name, 'fp8')}"
+    if len(shape) == 2 and not weight.divides(shape):
+        block = weight.block_shape(shape)[1]
+        return (
+            f"{shape[1]} inputs are not a multiple of the {weight} block of {block}, and neither ONNX nor TensorRT has "
+            "a short last block; keep the layer in 16 bit (--exclude) or use fp8"
+        )
+    if activation is None:
+        return None
+    if activation.name not in _INPUTS[weight.name]:
+        choices = " or ".join((*_INPUTS[weight.name], "16-bit inputs (activation null)"))
+        reason = f"TensorRT has no GEMM of {weight} weights and {activation} inputs"
+        if weight.has_square_blocks:
+            reason = "TensorRT miscompiles FP8 weights in blocks with FP8 inputs"
+        return f"{reason}; use {choices} in the plan"
+    if activation.is_static and not static_scale:
+        return f"{activation} inputs need a calibrated scale in an engine; quantize with calibration text (--calib)"
+    return None
+
+
+def check_model(model: nn.Module) -> None:
+    """Raises ValueError for the first layer that no translation can express, with an alternative."""
+    for name, module in model.named_modules():
+        shape = _experts_shape(module)
+        if shape is not None:
+            raise ValueError(
+                f"{name} {list(shape)}: fused experts choose their tokens at run time, which a static graph cannot; "
+                "serve this model from its checkpoint (vLLM, TensorRT-LLM)"
+            )
+        if isinstance(module, QuantLinear | QuantConv):
+            problem = layer_problem(
+                module.weight_format,
+                module.activation_format,
+                module.weight_shape,
+                static_scale=module.input_scale is not None,
+            ) or (isinstance(module, QuantConv) and _conv_problem(module))
+            if problem:
+                raise ValueError(f"{name} {list(module.weight_shape)}: {problem}")
+
+
+def _experts_shape(module: nn.Module) -> tuple[int, ...] | None:
+    """Returns the shape of a stack of experts that the module multiplies by; None for any other module."""
+    if isinstance(module, QuantExperts):
+        return module.weight_shape
+    # transformers multiplies by experts in 16 bit through a class with these two attributes. Where they are quantized,
+    # they are modules below it.
+    if hasattr(module, "has_gate") and hasattr(module, "is_transposed"):
+        return next((tuple(x.shape) for x in module.parameters(recurse=False) if x.dim() == 3), None)
+    return None
+
+
+def _conv_problem(module: QuantConv) -> str | None:
+    if module.transposed and module.groups > 1 and not module.weight_format.per_tensor:
+        return (
+            f"a transposed convolution of {module.groups} groups in {module.weight_format}: ONNX has one scale for "
+            "each index of an axis, and its groups share that of their output channels; keep it in 16 bit (--exclude) "
+            "or use fp8"
+        )
+    return None
+
+
+def check_graph(exported: torch.export.ExportedProgram, model: nn.Module, prefix: str = "") -> None:
+    """Raises ValueError for a graph that a file cannot hold; the message names the module and the way out.
+
+    Args:
+        exported: the graph.
+        model: the model that it was traced from.
+        prefix: what names in the graph have before those of the model's modules.
+    """
+    _check_complex(exported, prefix)
+    multiplied = {layer for layer, _ in _layer_nodes(exported, prefix)}
+    for layer, codes in _codes(exported, model, prefix).items():
+        if codes.users and layer not in multiplied:
+            raise ValueError(
+                f"{layer}: the model multiplies by this layer's weight in code of its own, where a graph has no "
+                f"quantized layer; keep it in 16 bit (--exclude '{layer}')"
+            )
+    for layer, node in _layer_nodes(exported, prefix):
+        rank = node.args[0].meta["val"].dim()
+        # quant::linear(x, codes, scale, global_scale, bias, input_scale, weight_format, activation)
+        if node.target is torch.ops.quant.linear.default and node.args[7] == "nvfp4" and rank > 3:
+            raise ValueError(
+                f"{layer}: NVFP4 inputs of {rank} dimensions, and TensorRT quantizes at most three; flatten the "
+                "leading dimensions before the layer, or use fp8"
+            )
+
+
+def _check_complex(exported: torch.export.ExportedProgram, prefix: str) -> None:
+    """Raises ValueError for the first module that computes with complex numbers, such as Llama 4's attention."""
+    for node in exported.graph.nodes:
+        value = node.meta.get("val")
+        if node.op == "call_function" and isinstance(value, torch.Tensor) and value.is_complex():
+            # Paths and classes of the modules around a node, the innermost last.
+            path, kind = list(node.meta.get("nn_module_stack", {"": ("", "")}).values())[-1]
+            raise ValueError(
+                f"{path.removeprefix(prefix)} ({str(kind).rpartition('.')[2]}) computes with complex numbers, which "
+                "ONNX graphs do not hold; serve this model from its checkpoint (vLLM, TensorRT-LLM)"
+            )
+
+
+def unreached_layers(exported: torch.export.ExportedProgram, model: nn.Module, prefix: str = "") -> list[str]:
+    """Returns the quantized layers on which no output of a graph depends; arguments as for `check_graph`."""
+    return [layer for layer, codes in _codes(exported, model, prefix).items() if not codes.users]
+
+
+def _codes(exported: torch.export.ExportedProgram, model: nn.Module, prefix: str) -> dict[str, Any]:
+    """Returns the node that gives the codes of each linear and convolution, by the layer's name."""
+    names = {buffer: node for node, buffer in exported.graph_signature.inputs_to_buffers.items()}
+    nodes = {node.name: node for node in exported.graph.nodes if node.op == "placeholder"}
+    layers = [name for name, module in model.named_modules() if isinstance(module, QuantLinear | QuantConv)]
+    return {name: nodes[names[f"{prefix}{name}.codes"]] for name in layers if f"{prefix}{name}.codes" in names}
+
+
+def _layer_nodes(exported: torch.export.ExportedProgram, prefix: str) -> Iterator[tuple[str, Any]]:
+    """Yields each `quant::linear` and `quant::conv` node of a graph, with the name of its layer."""
+    buffers: Mapping[str, str] = exported.graph_signature.inputs_to_buffers
+    for node in exported.graph.nodes:
+        if node.op == "call_function" and node.target in (torch.ops.quant.linear.default, torch.ops.quant.conv.default):
+            yield buffers[node.args[1].name].removesuffix(".codes").removeprefix(prefix), node
+
+
+def check_attention(name: str, kind: str, query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None) -> None:
+    """Raises ValueError for FP8 attention without a fused kernel; the message names the module and the way out.
+
+    Args:
+        name: the name of the attention module.
+        kind: "native" or "plugin".
+        query: `[batch, heads, seq_q, dim]`.
+        key: `[batch, kv_heads, seq_kv, dim]`.
+        mask: the mask besides the causal one, bool, or numbers that are added to the scores.
+    """
+    head_dims = PLUGIN_HEAD_DIMS if kind == "plugin" else _NATIVE_HEAD_DIMS
+    way_out = "pass --attention none to keep attention in 16 bit"
+    heads, kv_heads, head_dim = query.shape[1], key.shape[1], query.shape[3]
+    if head_dim not in head_dims:
+        listed = ", ".join(map(str, head_dims))
+        raise ValueError(f"{name}: {kind} FP8 attention takes heads of {listed}, these are of {head_dim}; {way_out}")
+    if query.dtype not in (torch.float16, torch.bfloat16):
+        raise ValueError(f"{name}: FP8 attention gives FP16 or BF16, and the model is in {query.dtype}; {way_out}")
+    if heads % kv_heads:
+        raise ValueError(f"{name}: {heads} heads are not a multiple of {kv_heads} KV heads; {way_out}")
+    if mask is not None and mask.dtype is not torch.bool:
+        raise ValueError(f"{name}: FP8 attention takes no bias of positions; {way_out}")
+    if mask is not None and kind == "plugin":
+        raise ValueError(f"{name}: the plugin takes no mask besides the causal one; {way_out}, or --attention native")

@@ -1,0 +1,211 @@
+"""The operators of exported graphs: ONNX's own, TensorRT's of the domain `trt`, and our attention plugins.
+
+ONNX's exporter and checker refuse operators that they do not know. `register_schemas` describes the last two kinds to
+them: inputs, outputs, attributes, and how shapes and types follow.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from quant.formats.format import Format
+from quant.formats.number import E2M1, E4M3, INT4, INT8
+
+OPSET = 23
+SERVING_OPSET = 24
+"""The first opset with TensorScatter, which writes into a KV cache."""
+TRT_DOMAIN = "trt"
+PLUGIN, PLUGIN_DOMAIN, PLUGIN_VERSION = "QuantFp8Attention", "quant", "1"
+"""Op type, domain (and namespace in TensorRT) and version of our plugin; `quant.export.tensorrt.plugin` describes it."""
+CACHE_PLUGIN = "QuantCacheAttention"
+"""Op type of our plugin for a KV cache in FP8 or NVFP4; `quant.export.tensorrt.cache_plugin` describes it."""
+# Numbers of `TensorProto.DataType`.
+FLOAT, INT32, BOOL, FLOAT8E4M3FN = 1, 6, 9, 17
+
+
+@functools.cache
+def opset() -> Any:
+    """Returns ONNX's operators."""
+    from onnxscript import opset23
+
+    return opset23
+
+
+@functools.cache
+def serving_opset() -> Any:
+    """Returns ONNX's operators of `SERVING_OPSET`, which onnxscript has no module for."""
+    from onnxscript.values import Opset
+
+    return Opset("", SERVING_OPSET)
+
+
+@functools.cache
+def trt_opset() -> Any:
+    """Returns the opset of TensorRT's domain."""
+    from onnxscript.values import Opset
+
+    return Opset(TRT_DOMAIN, 1)
+
+
+@functools.cache
+def plugin_opset() -> Any:
+    """Returns the opset of our attention plugin."""
+    from onnxscript.values import Opset
+
+    return Opset(PLUGIN_DOMAIN, 1)
+
+
+def round_trip(format: Format, x: Any, scale: Any, dtype: Any) -> Any:
+    """Returns a float32 `x` rounded to `format` with a static scale: TensorRT's pattern of a quantized operand.
+
+    onnxruntime moves QuantizeLinear and DequantizeLinear across reshapes, and makes an invalid graph of them where x
+    or the result has another dtype than the scale; casts stop it.
+    """
+    op = opset()
+    codes = op.QuantizeLinear(x, scale, output_dtype=element_type(format))
+    return narrowed(op.DequantizeLinear(codes, scale), dtype)
+
+
+def narrowed(x: Any, dtype: Any) -> Any:
+    """Returns a float32 value in `dtype`."""
+    return x if int(dtype) == FLOAT else opset().Cast(x, to=int(dtype))
+
+
+def widened(x: Any) -> Any:
+    """Returns an input of an operator in float32."""
+    return x if int(x.dtype) == FLOAT else opset().Cast(x, to=FLOAT)
+
+
+def element_type(format: Format) -> int:
+    """Returns ONNX's number of the type of a format's codes."""
+    import onnx_ir
+
+    types = {E2M1: "FLOAT4E2M1", E4M3: "FLOAT8E4M3FN", INT4: "INT4", INT8: "INT8"}
+    return int(onnx_ir.DataType[types[format.element]])
+
+
+def _parameters(text: str) -> list[Any]:
+    """Returns `x:T mask?:bool caches*:C` as names and types of inputs or outputs.
+
+    `?` marks an optional one, and `*` any number of them, which may have different types.
+    """
+    from onnx.defs import OpSchema
+
+    option, parameters = OpSchema.FormalParameterOption, []
+    options = {"?": option.Optional, "*": option.Variadic}
+    for name, _, type in (part.partition(":") for part in text.split()):
+        needed = options.get(name[-1], option.Single)
+        type = type if type in ("T", "C", "K") else f"tensor({type})"
+        single = needed is not option.Variadic
+        parameters.append(OpSchema.FormalParameter(name.rstrip("?*"), type, param_option=needed, is_homogeneous=single))
+    return parameters
+
+
+def _register(
+    name: str, inputs: str, outputs: str, attributes: str, infer: Callable[[Any], None], domain: str = TRT_DOMAIN
+) -> None:
+    """Registers an operator; `infer` sets the types of its outputs.
+
+    The type `T` is the layer's precision, `C` of any operand of our plugin, and `K` of the codes in its caches.
+    """
+    from onnx.defs import OpSchema, register_schema
+
+    kinds = OpSchema.AttrType
+    kind_of = {"block_shape": kinds.INTS, "scale": kinds.FLOAT, "softmax_scale": kinds.FLOAT}
+    kind_of |= dict.fromkeys(("format", "plugin_version", "plugin_namespace"), kinds.STRING)  # all others are INT
+    wide = [f"tensor({type})" for type in ("float", "float16", "bfloat16")]
+    constraints = [("T", wide, "the layer's precision")]
+    if ":C" in inputs:
+        codes = ["tensor(float8e4m3fn)"]
+        constraints += [("C", [*wide, *codes, "tensor(int32)"], "an operand"), ("K", codes, "codes of a cache")]
+    schema = OpSchema(
+        name,
+        domain,
+        1,
+        inputs=_parameters(inputs),
+        outputs=_parameters(outputs),
+        type_constraints=constraints,
+        attributes=[
+            OpSchema.Attribute(key, kind_of.get(key, kinds.INT), "", required=False) for key in attributes.split()
+        ],
+    )
+    schema.set_type_and_shape_inference_function(infer)
+    register_schema(schema)
+
+
+def _like_input(attribute: str | None) -> Callable[[Any], None]:
+    """Infers one output of the first input's shape; its type is named by an attribute, or is the input's."""
+
+    def infer(context: Any) -> None:
+        type = context.get_input_type(0)
+        if attribute is not None:
+            type.tensor_type.elem_type = context.get_attribute(attribute).i
+        context.set_output_type(0, type)
+
+    return infer
+
+
+def _codes_and_scales(codes: int, scale: int) -> Callable[[Any], None]:
+    """Returns the codes of the first input's shape, and a scale for each block of its last axis."""
+
+    def infer(context: Any) -> None:
+        type = context.get_input_type(0)
+        type.tensor_type.elem_type = codes
+        context.set_output_type(0, type)
+        type.tensor_type.elem_type = scale
+        if type.tensor_type.HasField("shape"):
+            last = type.tensor_type.shape.dim[-1]
+            last.dim_value = last.dim_value // context.get_attribute("block_size").i
+        context.set_output_type(1, type)
+
+    return infer
+
+
+def _like_query_and_caches(context: Any) -> None:
+    """Makes the first output like q, and each further one like a cache; inputs are q, k, v, and then the caches."""
+    context.set_output_type(0, context.get_input_type(0))
+    for index in range(1, context.get_num_outputs()):
+        context.set_output_type(index, context.get_input_type(2 + index))
+
+
+@functools.cache
+def register_schemas() -> None:
+    """Describes the operators of TensorRT's domain and of our plugins to onnx."""
+    from onnx import TensorProto
+
+    # TensorRT's ONNX parser reads these names and attributes in the domain "trt".
+    wide = _like_input("output_dtype")
+    fp4 = _codes_and_scales(TensorProto.FLOAT4E2M1, TensorProto.FLOAT8E4M3FN)
+    mxfp8 = _codes_and_scales(TensorProto.FLOAT8E4M3FN, TensorProto.UINT8)
+    blocks, codes = "axis block_size", "codes:float8e4m3fn"
+    nvfp4_outputs = "codes:float4e2m1 scale:float8e4m3fn"
+    _register("TRT_FP4DynamicQuantize", "x:T global_scale:float", nvfp4_outputs, f"{blocks} scale_type", fp4)
+    _register("TRT_MXFP8DynamicQuantize", "x:T", f"{codes} scale:uint8", f"{blocks} output_dtype", mxfp8)
+    _register("TRT_MXFP8DequantizeLinear", f"{codes} scale:uint8", "x:T", f"{blocks} output_dtype", wide)
+    _register("TRT_BlockDequantize", f"{codes} scale:float", "x:T", "block_shape output_dtype", wide)
+    _register(
+        "TRT_QuantizedAttention",
+        "q:T k:T v:T mask?:bool normalization_quantize_scale:float",
+        "y:T",
+        "scale is_causal normalization_quantize_to_type",
+        _like_input(None),
+    )
+    _register(
+        PLUGIN,
+        "q:float8e4m3fn k:float8e4m3fn v:float8e4m3fn scales:float",
+        "out:T",
+        "causal softmax_scale output_type plugin_version plugin_namespace",
+        _like_input("output_type"),
+        PLUGIN_DOMAIN,
+    )
+    _register(
+        CACHE_PLUGIN,
+        # torch.onnx repeats an operand that stands before a variadic one.
+        "operands*:C",
+        "out:T k_cache:K v_cache:K k_blocks?:float8e4m3fn v_blocks?:float8e4m3fn",
+        "softmax_scale format plugin_version plugin_namespace",
+        _like_query_and_caches,
+        PLUGIN_DOMAIN,
+    )

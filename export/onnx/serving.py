@@ -1,0 +1,283 @@
+"""One graph serves a decoder: the same file computes prefill, in one piece or in chunks, and every decoding step.
+
+    input_ids       [batch, sequence]    tokens of this step; rows with fewer are padded on their right
+    lengths         [batch]              tokens that the row's cache holds already
+    last            [batch]              index in `input_ids` of the row's last real token
+    past_key.N      [batch, kv_heads, capacity, dim]      and past_value.N, of each layer N
+    -> logits       [batch, vocabulary]  of the last real token alone
+    -> new_key.N    [batch, kv_heads, capacity, dim]      and new_value.N: the same cache with the new tokens
+
+A token of row b has the position p = lengths[b] + its index, and its key is written there. It attends to the cached
+keys 0 … p, or to the last `window` of them:
+
+    capacity     0 1 2 3 4 5 6 7 8
+    lengths 3    k k k                 cached before this step
+    token 4        ? ? ? ? .           p = 4 in a window of 4: keys 1 … 4; keys behind p are never seen
+
+So padding needs no mask of its own: padded tokens write keys behind the row's last position, which no real token sees
+before its own key has replaced them. A cache may hold any finite numbers behind the lengths.
+
+The cache has a fixed capacity, so no shape changes from token to token, and a runtime that is given one buffer for
+past_key.N and new_key.N writes only the new tokens. Keys are stored after RoPE, in the model's dtype. The mask is an
+input of the `Attention` operator: the parser of TensorRT-RTX 1.7 drops the operator's own lengths (`nonpad_kv_seqlen`)
+with a warning, and the engine then attends to the whole cache.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from quant.calibration.attention_names import text_config
+from quant.calibration.placement import free_memory
+from quant.export.onnx.decoder_graph import Attention, GraphInput, Keys, attending, is_decoder
+from quant.export.onnx.opsets import SERVING_OPSET
+from quant.export.onnx.dynamic_shapes import SEQUENCE, check_sequence, dimension_ranges
+from quant.export.onnx.attention_use import check_attends
+from quant.export.onnx.trace import MODEL_PREFIX, trace
+from quant.export.onnx.translate import translate
+from quant.kernels.base.processor import memory_left
+
+CAPACITY_KEY = "blockscale.capacity"
+"""Key in the file's metadata; its value is the capacity of the cache."""
+LENGTHS, LAST, IDS, LOGITS = "lengths", "last", "input_ids", "logits"
+_KEPT_LAYERS = {"full_attention", "sliding_attention", "attention"}  # of a config's `layer_types`
+# RoPE whose frequencies depend on the longest position of the batch, as transformers names it.
+_MOVING_ROPE = ("dynamic", "longrope")
+_SMALLEST = 8
+
+
+@dataclass(eq=False)
+class CachedAttention(Attention):
+    """Attention over a KV cache, while a graph is traced.
+
+    Attributes:
+        past: keys and values of earlier tokens, in order of the layers; empty while shapes are being recorded.
+        new: keys and values that the graph returns, filled while the model runs.
+        inputs: the graph's other inputs.
+        masks: the masks by window; layers with the same window share one.
+        refused: as in `Attention`; a bias of positions would cover the new tokens alone.
+    """
+
+    past: Sequence[torch.Tensor] = ()
+    new: list[torch.Tensor] = field(default_factory=list)
+    inputs: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    masks: dict[int | None, torch.Tensor] = field(default_factory=dict)
+    refused: tuple[str, ...] = ("softcap", "s_aux", "position_bias")
+
+    def begin(self, inputs: Mapping[str, torch.Tensor], past: Sequence[torch.Tensor]) -> None:
+        """Prepares for one pass of the model."""
+        self.inputs, self.past, self.new, self.masks = inputs, past, [], {}
+
+    def attended(self, name: str, keys: Keys, window: int | None) -> Keys:
+        """Returns all keys in the cache, including the new ones, and which query sees which key."""
+        if not keys.causal:
+            raise ValueError(f"{name}: its attention is not causal, so it cannot decode over a cache")
+        if not self.past:
+            self.new += [keys.key, keys.value]
+            return keys._replace(mask=None)
+        # Keys and values of layer N are at 2N and 2N + 1.
+        index = len(self.new)
+        key, value = (self.cached(self.past[index + part], x) for part, x in enumerate((keys.key, keys.value)))
+        self.new += [key, value]
+        if window not in self.masks:
+            self.masks[window] = self.visible(key.shape[2], window)[:, None]
+        return Keys(key, value, self.masks[window], False)
+
+    def cached(self, past: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        """Returns the cache `[batch, kv_heads, tokens, dim]` with the new tokens in it."""
+        written: torch.Tensor = torch.ops.quant.onnx_scatter(past, x, self.inputs[LENGTHS])
+        return written
+
+    def cache_inputs(self, shapes: Sequence[tuple[int, int, torch.dtype]], capacity: int) -> dict[str, GraphInput]:
+        """Returns the graph's inputs that hold the cache, from the heads, dimensions and dtypes of keys and values.
+
+        Raises ValueError for a cache that the memory of torch's default device cannot hold.
+        """
+        check_capacity_fits(shapes, capacity)
+        return {
+            name: GraphInput(torch.zeros(2, heads, capacity, dim, dtype=dtype), ("batch", heads, capacity, dim))
+            for name, (heads, dim, dtype) in zip(cache_names("past", len(shapes) // 2), shapes, strict=True)
+        }
+
+    def positions(self) -> torch.Tensor:
+        """Returns the positions of the new tokens, `[batch, sequence]`."""
+        lengths = self.inputs[LENGTHS]
+        return lengths[:, None] + torch.arange(self.inputs[IDS].shape[1], device=lengths.device)[None]
+
+    def visible(self, tokens: int, window: int | None) -> torch.Tensor:
+        """Returns which of the cache's `tokens` each query sees, `[batch, sequence, tokens]`."""
+        positions = self.positions()[:, :, None]
+        columns = torch.arange(tokens, device=positions.device)[None, None]
+        seen = columns <= positions
+        return seen if window is None else seen & (columns > positions - window)
+
+
+class ServingGraph(nn.Module):
+    """A decoder over a KV cache, with tensors in and tensors out."""
+
+    model: Any
+
+    def __init__(self, model: nn.Module, attention: CachedAttention) -> None:
+        super().__init__()
+        self.model = model
+        self.attention = attention
+
+    def forward(self, inputs: dict[str, torch.Tensor], past: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        """Returns logits `[batch, vocabulary]`, then the cache."""
+        self.attention.begin(inputs, past)
+        with last_token_only(self.model, inputs[LAST]):
+            positions = self.attention.positions()
+            logits = self.model(input_ids=inputs[IDS], position_ids=positions, use_cache=False).logits
+        return (logits[:, 0], *self.attention.new)
+
+
+def serving_program(
+    model: nn.Module, capacity: int, shapes: str | Sequence[str] | None, function: CachedAttention
+) -> Any:
+    """Returns the ONNX model of a decoder's serving graph, as an `onnx_ir.Model`.
+
+    Args:
+        model: causal language model of transformers.
+        capacity: tokens that each row of the cache holds.
+        shapes: limits of the dynamic dimensions, as `--shapes` takes them.
+        function: the attention that the graph has in the place of the model's own.
+
+    Raises:
+        ValueError: the model is not a decoder, has a state other than a KV cache, or fewer positions than `capacity`.
+    """
+    check_decoder(model, capacity)
+    with attending(model, function, masked=False):
+        # A first pass without values tells the shapes of the cache, which is an input of the pass that is traced.
+        past = function.cache_inputs(cache_shapes(model, function), capacity)
+        inputs = serving_inputs()
+        exported = trace_serving(ServingGraph(model, function), inputs, past, shapes, capacity)
+    outputs = [LOGITS, *map(new_name, past)]
+    program = translate(exported, {**inputs, **past}, outputs, MODEL_PREFIX, model, opset=SERVING_OPSET)
+    program.metadata_props[CAPACITY_KEY] = str(capacity)
+    return program
+
+
+def serving_inputs() -> dict[str, GraphInput]:
+    """Returns examples of a step's tokens, by the names of the graph's inputs, on torch's default device."""
+    return {
+        IDS: GraphInput(torch.zeros(2, 5, dtype=torch.long), ("batch", "sequence")),
+        LENGTHS: GraphInput(torch.tensor([3, 2]), ("batch",)),
+        LAST: GraphInput(torch.tensor([4, 3]), ("batch",)),
+    }
+
+
+def trace_serving(
+    graph: nn.Module,
+    inputs: Mapping[str, GraphInput],
+    past: Mapping[str, GraphInput],
+    shapes: str | Sequence[str] | None,
+    capacity: int,
+) -> torch.export.ExportedProgram:
+    """Traces a module with the arguments of `ServingGraph` over any rows and steps of up to `capacity` tokens.
+
+    Raises:
+        ValueError: `shapes` have longer steps.
+    """
+    ranges = dimension_ranges(inputs, shapes, longest=capacity)
+    check_sequence(ranges[SEQUENCE][1], capacity)
+    arguments = ({name: x.example for name, x in inputs.items()}, [x.example for x in past.values()])
+    return trace(graph, arguments, {**inputs, **past}, ranges, split=len(inputs))
+
+
+def check_decoder(model: nn.Module, capacity: int | None) -> None:
+    """Raises ValueError for a model that a graph with a KV cache cannot hold; the message names the way out.
+
+    `capacity` is None for a cache that grows.
+    """
+    name = type(model).__name__
+    if not is_decoder(model):
+        config: Any = getattr(model, "config", None)
+        reason = "does not generate text, so it has no KV cache to export"
+        if getattr(config, "is_encoder_decoder", False):
+            reason = "is an encoder with a decoder, whose KV cache no export holds"
+        raise ValueError(f"{name} {reason}; without --capacity and --genai it exports as one pass")
+    config = text_config(model.config)
+    limit = getattr(config, "max_position_embeddings", None)
+    if capacity is not None and limit is not None and capacity > limit:
+        raise ValueError(f"--capacity {capacity}: {name} has positions for {limit} tokens; lower it")
+    if capacity is not None and capacity < _SMALLEST:
+        raise ValueError(f"--capacity {capacity}: a cache holds {_SMALLEST} tokens or more; 0 exports without one")
+    without = f"{name} cannot be exported with a KV cache: %s; serve its checkpoint (vLLM), or pass --capacity 0"
+    states = set(getattr(config, "layer_types", None) or ()) - _KEPT_LAYERS
+    if states:
+        raise ValueError(without % f"its layers of type {', '.join(sorted(states))} keep another state")
+    check_attends(model, {IDS: torch.zeros(2, 5, dtype=torch.long, device=next(model.parameters()).device)})
+    if "position_ids" not in inspect.signature(model.forward).parameters:
+        raise ValueError(without % "its positions are not an input of its forward method")
+    scaling = getattr(config, "rope_parameters", None) or {}
+    each = scaling.values() if all(isinstance(entry, dict) for entry in scaling.values()) else [scaling]
+    moving = next((entry["rope_type"] for entry in each if entry.get("rope_type") in _MOVING_ROPE), None)
+    if moving is not None:
+        raise ValueError(without % f"its RoPE ({moving}) depends on the longest position of a batch")
+
+
+def check_capacity_fits(shapes: Sequence[tuple[int, int, torch.dtype]], capacity: int) -> None:
+    """Raises ValueError if two rows of a KV cache, which a graph is traced with, do not fit into free memory."""
+    device = torch.get_default_device()
+    free = free_memory(device) if device.type == "cuda" else memory_left()
+    nbytes = sum(2 * heads * capacity * dim * dtype.itemsize for heads, dim, dtype in shapes)
+    if free is not None and nbytes > free:
+        raise ValueError(
+            f"--capacity {capacity}: two rows of the KV cache, which the graph is traced with, take "
+            f"{nbytes / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free; lower it"
+        )
+
+
+def cache_shapes(model: nn.Module, function: CachedAttention) -> list[tuple[int, int, torch.dtype]]:
+    """Returns KV heads, dimension and dtype of keys and values of each layer, from a run without values."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    function.begin({}, [])
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
+        device = next(model.parameters()).device
+        model(input_ids=torch.zeros(2, 5, dtype=torch.long, device=device), use_cache=False)
+    shapes = [(x.shape[1], x.shape[3], x.dtype) for x in function.new]
+    config: Any = text_config(model.config)
+    blocks = getattr(config, "num_hidden_layers", None)
+    if not shapes or (blocks is not None and len(shapes) != 2 * blocks):
+        raise ValueError(
+            f"{type(model).__name__}: {len(shapes) // 2} of its {blocks} blocks attend over keys and values, so a KV "
+            "cache is not all that it keeps; serve its checkpoint (vLLM), or pass --capacity 0"
+        )
+    return shapes
+
+
+@contextmanager
+def last_token_only(model: Any, last: torch.Tensor) -> Iterator[None]:
+    """Gives the output head the hidden states of one token a row, while open: logits are `[batch, 1, vocabulary]`.
+
+    The head is the largest matrix of a small model, and all other tokens' logits would be thrown away.
+    """
+
+    def chosen(module: nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        (hidden,) = args  # [batch, sequence, width]
+        rows = torch.arange(hidden.shape[0], device=last.device) * hidden.shape[1] + last
+        return (hidden.flatten(0, 1).index_select(0, rows)[:, None],)
+
+    hook = model.get_output_embeddings().register_forward_pre_hook(chosen)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+def new_name(past: str) -> str:
+    """Returns the name of the output that continues a cache: `new_key.0` of `past_key.0`."""
+    return past.replace("past_", "new_", 1)
+
+
+def cache_names(prefix: str, layers: int) -> list[str]:
+    """Returns the names of keys and values, in the graph's order."""
+    return [f"{prefix}_{part}.{layer}" for layer in range(layers) for part in ("key", "value")]

@@ -1,0 +1,306 @@
+"""Builds an engine, compares it with its plan, and describes it in a receipt.
+
+    model ──export_onnx──▶ ONNX ──checks, profiles──▶ builder in a process of its own ──▶ engine ──audit──▶ receipt
+
+One path serves TensorRT-RTX, which needs no GPU, and TensorRT, which needs the GPU it builds for (`targets`). The
+engine and its receipt are written only if the audit passes: a layer that the plan quantizes and that TensorRT left in
+half precision is an error that names it.
+
+TensorRT compiles some graphs wrongly. `check_graph` refuses those, and graphs that need hardware that the target lacks,
+before anything is built.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import hashlib
+import json
+import time
+import warnings
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from quant.export.tensorrt.audit import (
+    TENSORS,
+    AuditRow,
+    audit,
+    failures,
+    fallback_message,
+    is_storage_only,
+    receipt_path,
+)
+from quant.export.tensorrt.network import (
+    ATTENTION,
+    check_backend,
+    check_graph,
+    label_nodes,
+    load_graph,
+    make_profiles,
+)
+from quant.export.engine.process import Progress, run_worker, timing_cache, worker_environment
+from quant.export.tensorrt.gpu_targets import FEATURES, GpuTarget, choose_common_library, resolve_targets
+from quant.export.onnx.export_onnx import ATTENTION_KEY, EXPORT_KEY, PLAN_KEY, write_onnx
+from quant.export.onnx.opsets import CACHE_PLUGIN, PLUGIN
+from quant.export.onnx.dynamic_shapes import format_profile
+from quant.export.onnx.translate import layer_of
+from quant.base.atomic import put_file, temporary_directory
+from quant.formats.memory import trim_heap
+from quant.recipes.json_text import json_text, write_json
+from quant.recipes.plan import Plan
+
+RECEIPT_VERSION = 1
+# They import torch, so the build process loads a plugin only if the graph holds it.
+PLUGIN_MODULES = {
+    PLUGIN: "quant.export.tensorrt.plugin_tensorrt",
+    CACHE_PLUGIN: "quant.export.tensorrt.cache_plugin_tensorrt",
+}
+
+
+@dataclass(frozen=True)
+class BuildOptions:
+    """The GPU and the shapes that an engine is built for.
+
+    Attributes:
+        target: key of `GPU_TARGETS`, or "local"; several with commas between them, for TensorRT-RTX.
+        shapes: range of every dynamic dimension, see `onnx_graph.shapes`; several texts make several profiles.
+        backend: "tensorrt_rtx" or "tensorrt", to insist on one.
+        features: keys of `targets.FEATURES`.
+        progress: called as `progress(stage, done, total)`.
+    """
+
+    target: str
+    shapes: str | Sequence[str] | None = None
+    backend: str | None = None
+    progress: Progress | None = None
+    features: Sequence[str] = ()
+
+
+@dataclass(frozen=True)
+class BuiltEngine:
+    """An engine file; all other fields are copied to the receipt.
+
+    Attributes:
+        path: path of the engine.
+        warnings: the builder's warnings, each message once.
+        target: compute capability, such as `sm120`, or several of them.
+        backend: `tensorrt_rtx` or `tensorrt`, and its version.
+        reason: the reason for choosing that backend.
+        profiles: ranges of shapes, as `--shapes` writes them.
+        layers: the linear layers in its graph, quantized or not; empty if the graph does not name them.
+        attention_nodes: names of the attention nodes of its graph.
+        kv_cache: format of its KV cache in our plugin; None for other caches, or none.
+        seconds: duration of the build.
+        peak_rss_bytes: peak memory of the build process.
+    """
+
+    path: Path
+    warnings: list[str]
+    target: str
+    backend: str
+    reason: str
+    profiles: list[str]
+    layers: list[str]
+    attention_nodes: list[str]
+    kv_cache: str | None
+    seconds: float
+    peak_rss_bytes: int
+
+
+def export_engine(
+    model: nn.Module | str | Path,
+    out: str | Path,
+    options: BuildOptions,
+    *,
+    plan: Plan | None = None,
+    attention: str = "native",
+    allow_fallback: bool = False,
+    layers: Sequence[Mapping[str, Any]] = (),
+    source: nn.Module | None = None,
+    **onnx_options: Any,
+) -> dict[str, Any]:
+    """Exports, builds and audits; writes `out` and its receipt `<out>.json`, and returns the receipt.
+
+    Args:
+        model: a quantized module, or an ONNX file of one.
+        out: the engine file.
+        options: target and shapes.
+        plan: the plan of the model; the engine is compared with it.
+        attention: how FP8 attention of the plan runs: "native", "plugin", or "none" for 16 bit.
+        allow_fallback: accepts layers that run in half precision; the receipt names them.
+        layers: comparisons of earlier stages by layer, for the receipt.
+        source: the module that an ONNX file is of; the engine's constants are compared with its tensors.
+        onnx_options: further options of `export_onnx`.
+
+    Raises:
+        ValueError: something cannot be exported, built or targeted, or the audit failed; nothing is written.
+    """
+    out = Path(out)
+    storage = [layer for layer in plan.quantized if is_storage_only(layer)] if plan else []
+    if storage:
+        warnings.warn(
+            f"{len(storage)} layers in {storage[0].weight} are stored in 8 bit and multiplied in half precision: "
+            "TensorRT has no GEMM for them; fp8 and nvfp4 layers are multiplied as they are",
+            stacklevel=2,
+        )
+    # The export takes minutes, so first find out whether anything on this machine builds for the target.
+    choose_common_library(resolve_targets(options.target), options.backend, options.features)
+    with temporary_directory(out) as folder:
+        if isinstance(model, nn.Module):
+            source, path = model, folder / "model.onnx"
+            model = write_onnx(model, path, plan=plan, shapes=options.shapes, attention=attention, **onnx_options)
+        built = build_engine(model, folder / out.name, options)
+        findings = audit_built(built, plan, attention, source)
+        problems = failures(findings)
+        if problems and not allow_fallback:
+            raise ValueError(fallback_message(problems))
+        receipt = _receipt(built, out, findings, problems, layers, plan)
+        # The engine first: a receipt never describes an engine that is not there.
+        put_file(built.path, out)
+        write_json(receipt_path(out), receipt)
+    return receipt
+
+
+def build_engine(onnx_path: str | Path, out: str | Path, options: BuildOptions) -> BuiltEngine:
+    """Builds the engine of an ONNX file in a process of its own.
+
+    Raises ValueError if the graph, a shape or the target cannot be built, or the builder failed or died; the message
+    names the model, and the node if it is known. `out` appears when it is complete.
+    """
+    onnx_path, out = Path(onnx_path), Path(out)
+    targets = resolve_targets(options.target)
+    library = choose_common_library(targets, options.backend, options.features)
+    model = _checked_graph(onnx_path, targets, library.module)
+    profiles = make_profiles(model, options.shapes)
+    # The audit expects each of these linear layers in the engine, and has attention among its own nodes.
+    attentions = {layer_of(node) for node in model.graph.node if node.op_type in ATTENTION}
+    layers = list(dict.fromkeys(name for name in map(layer_of, model.graph.node) if name and name not in attentions))
+    # Builders name nodes in their messages, and engines in the list of their kernels: both then name the layer.
+    attention_nodes = label_nodes(model)
+    target_names = ",".join(target.sm for target in targets)
+    record = {
+        **_export_facts(model),
+        "attention_nodes": attention_nodes,
+        "layers": layers,
+        "target": target_names,
+        "features": list(options.features),
+    }
+    with temporary_directory(out) as folder:
+        graph, engine = folder / "graph.onnx", folder / "engine"
+        graph.write_bytes(model.SerializeToString())
+        request = {
+            "backend": library.module,
+            "graph": str(graph),
+            "model": str(onnx_path.resolve()),
+            "engine": str(engine),
+            "compute_capabilities": [target.sm.upper() for target in targets],
+            "flags": [flag for feature in options.features for flag in FEATURES[feature]],
+            "profiles": profiles,
+            "record": json_text(record),
+            "plugins": sorted({PLUGIN_MODULES[n.op_type] for n in model.graph.node if n.op_type in PLUGIN_MODULES}),
+            "timing_cache": timing_cache(library.module, targets[0]),
+        }
+        del model  # the graph is in memory once, in the build process
+        # The export's graphs refer to each other in cycles; the builder next to them takes a gigabyte.
+        gc.collect()
+        trim_heap()
+        started = time.perf_counter()
+        environment = worker_environment(request, folder)
+        result, messages = run_worker(request, onnx_path, options.progress, environment)
+        seconds = time.perf_counter() - started
+        put_file(engine, out)
+    return BuiltEngine(
+        path=out,
+        warnings=messages,
+        target=target_names,
+        backend=f"{library.module} {result['version']}",
+        reason=library.reason,
+        profiles=[format_profile(profile) for profile in profiles],
+        layers=layers,
+        attention_nodes=attention_nodes,
+        kv_cache=(record["export"] or {}).get("kv_cache"),
+        seconds=round(seconds, 2),
+        peak_rss_bytes=result["peak_rss_bytes"],
+    )
+
+
+def _checked_graph(path: Path, targets: Sequence[GpuTarget], backend: str) -> Any:
+    """Returns the graph of an ONNX file that every target and the builder take; ValueError if one of them does not."""
+    model = load_graph(path)
+    for target in targets:
+        check_graph(model, target)
+    check_backend(model, backend)
+    return model
+
+
+def _export_facts(model: Any) -> dict[str, Any]:
+    """Returns the facts that `write_onnx` left in a graph: the plan's digest, the kind of attention, the options.
+
+    The audit reads them from the engine itself, which may come without its receipt.
+    """
+    metadata = {entry.key: entry.value for entry in model.metadata_props}
+    return {
+        "plan": metadata.get(PLAN_KEY),
+        "attention": metadata.get(ATTENTION_KEY),
+        "export": json.loads(metadata[EXPORT_KEY]) if EXPORT_KEY in metadata else None,
+    }
+
+
+def audit_built(
+    built: BuiltEngine, plan: Plan | None, attention: str = "native", source: nn.Module | None = None
+) -> list[AuditRow]:
+    """Audits an engine just built, with the layers and attention nodes of its graph."""
+    required, layers = "half" if attention == "none" else None, built.layers or None
+    return audit(
+        built.path, plan, attention=required, attention_nodes=built.attention_nodes, exported=layers, model=source
+    )
+
+
+def summary(receipt: Mapping[str, Any]) -> list[str]:
+    """Returns a summary of an engine, one line each: its builder, its shapes, and its precisions."""
+    if "engine" not in receipt:
+        return []
+    engine, rows = receipt["engine"], receipt["audit"]
+    precisions = Counter(row["found"] for row in rows if row["planned"] != TENSORS)
+    held = sum(row["found"] == TENSORS for row in rows)
+    lines = [
+        f"{engine['reason']} ({engine['seconds']:.0f} s, {engine['peak_rss_bytes'] / 1e9:.1f} GB)",
+        *(f"shapes {_without_cache(profile)}" for profile in engine["profiles"]),
+        "runs in " + ", ".join(f"{word}: {count}" for word, count in precisions.most_common()),
+    ]
+    if held:
+        lines.append(f"the tensors of {held} modules lie in the engine where their kernels read them")
+    return [*lines, *(f"fallback {problem}" for problem in receipt["fallbacks"])]
+
+
+def _without_cache(profile: str) -> str:
+    """Returns a profile without the KV cache, whose shape follows from the rows, in two inputs for each layer."""
+    return ",".join(part for part in profile.split(",") if not part.startswith("past_"))
+
+
+def _receipt(
+    built: BuiltEngine,
+    out: Path,
+    findings: Sequence[AuditRow],
+    problems: Sequence[str],
+    layers: Sequence[Mapping[str, Any]],
+    plan: Plan | None,
+) -> dict[str, Any]:
+    with built.path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    engine = {key: value for key, value in vars(built).items() if key not in ("path", "warnings")}
+    return {
+        "schema_version": RECEIPT_VERSION,
+        "passed": not problems and all(layer["passed"] for layer in layers),
+        "layers": [dict(layer) for layer in layers],
+        "audit": [dataclasses.asdict(finding) for finding in findings],
+        "fallbacks": list(problems),
+        "warnings": built.warnings,
+        "plan": plan.digest() if plan else None,
+        "engine": {"file": out.name, "bytes": built.path.stat().st_size, "sha256": digest, **engine},
+    }

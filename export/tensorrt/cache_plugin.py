@@ -1,0 +1,172 @@
+"""The plugin `QuantCacheAttention` attends to a KV cache in FP8 or NVFP4 inside a TensorRT engine.
+
+    domain "quant", op type "QuantCacheAttention"
+    inputs     q                   BF16 or FP16 [batch, heads, new, dim]
+               k, v                likewise [batch, kv_heads, new, dim], after RoPE: they are rounded and appended
+               k_cache, v_cache    FP8 [batch, kv_heads, capacity, dim], or [..., dim / 2], two E2M1 codes a byte, which
+                                   is called FP8 as well: TensorRT-RTX 1.7 builds no graph of INT8 and FP8
+               k_blocks, v_blocks  FP8 [batch, kv_heads, capacity, dim / 16], block scales, for NVFP4 alone
+               k_scale, v_scale    FLOAT [kv_heads]
+               past, lengths       INT32 [batch]: tokens in the cache before, and with the new ones
+    outputs    out                 like q
+               the caches (and block scales) again: bind them to the addresses of the inputs, since the new tokens are
+               written in place and nothing is copied
+    attributes softmax_scale  FLOAT, 0 for 1/√dim
+               format         STRING "fp8" or "nvfp4"
+
+It launches the kernels of our paged cache, with one page of `capacity` tokens for each sequence. A step launches the
+rounding of the new tokens, attention over splits of the keys, and the sum of the splits; a chunk of a prompt, whose
+tile of queries is large, has one split. The launch is in C++ (`cpp/launch.cpp`), for engines that are served without
+Python, and decides how many splits fill the GPU.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from quant.export.engine.kernel_bundle import BundledKernel
+from quant.formats.known_names import known_names
+from quant.kernels.base.ptx import compile_kernel
+from quant.kernels.attention.attention_tiles import DIMS
+
+CACHE_FORMATS = ("fp8", "nvfp4")
+CACHE_DTYPES = {"BF16": "*bf16", "FP16": "*fp16"}
+# Rows of the tiles of queries: heads of a group times new tokens. Only the largest is used without splits, too.
+FEW, MANY = (8, 16), 64
+BLOCK_N = 32
+MOST_SPLITS = 128
+_WRITE_TILE = 2048
+PAGE_STRIDE = "i64"
+"""Triton's type of the elements between two pages, which are whole sequences here."""
+_PAGES = ("code_page", "block_page")
+
+
+@dataclass(frozen=True)
+class CacheSpec:
+    """The constants that the kernels are compiled for.
+
+    Attributes:
+        dim: head dimension, one of `DIMS`.
+        group: query heads of a KV head.
+        capacity: tokens of a sequence that the cache holds.
+        format: one of `CACHE_FORMATS`.
+        dtype: of q and the output, a key of `CACHE_DTYPES`.
+        softmax_scale: multiplies q·k; 0 stands for 1/√dim.
+    """
+
+    dim: int
+    group: int
+    capacity: int
+    format: str
+    dtype: str
+    softmax_scale: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.dim not in DIMS:
+            raise ValueError(f"cache attention: heads of {self.dim}; the kernels take {', '.join(map(str, DIMS))}")
+        if self.format not in CACHE_FORMATS:
+            raise ValueError(f"cache attention: a cache in {self.format!r}; {known_names(self.format, CACHE_FORMATS)}")
+        if self.dtype not in CACHE_DTYPES:
+            raise ValueError(f"cache attention: q in {self.dtype!r}; {known_names(self.dtype, CACHE_DTYPES)}")
+        if self.capacity % BLOCK_N:
+            raise ValueError(f"cache attention: a capacity of {self.capacity}; it must be a multiple of {BLOCK_N}")
+
+
+def compile_cache_attention(spec: CacheSpec, arch: int) -> list[BundledKernel]:
+    """Compiles the kernels of the plugin for one compute capability, by role: write, attend, reduce."""
+    import triton
+
+    kernels = [_write(spec, arch, 1, 1)]
+    # The search for NVFP4's block scales is unrolled, and a tile of many tokens would not fit the registers.
+    if spec.format == "fp8":
+        kernels.append(_write(spec, arch, _WRITE_TILE // triton.next_power_of_2(spec.dim), 4))
+    for rows in FEW:
+        warps = 1 if rows * spec.dim <= FEW[0] * 128 else 2
+        kernels.append(_attend(spec, arch, "split", (rows, BLOCK_N, warps, 3)))
+    many = (MANY, BLOCK_N if spec.dim > 128 else 2 * BLOCK_N, 4, 2)
+    kernels += [_attend(spec, arch, "split", many), _attend(spec, arch, "whole", many)]
+    kernels += [_reduce(spec, arch, most) for most in (32, MOST_SPLITS)]
+    return kernels
+
+
+def _write(spec: CacheSpec, arch: int, tokens: int, warps: int) -> BundledKernel:
+    import triton
+
+    from quant.kernels.attention.portable_paged_kv_cache import kv_pages_write_kernel
+
+    codes = "*fp8e4nv" if spec.format == "fp8" else "*u8"
+    signature = dict.fromkeys(("k", "v"), CACHE_DTYPES[spec.dtype]) | dict.fromkeys(("k_codes", "v_codes"), codes)
+    signature |= dict.fromkeys(("k_scale", "v_scale"), "*fp32") | dict.fromkeys(("k_blocks", "v_blocks"), "*fp8e4nv")
+    signature |= dict.fromkeys(("table", "first"), "*i32")
+    signature |= dict.fromkeys(_PAGES, PAGE_STRIDE)
+    strides = ("k_batch", "k_head", "k_token", "v_batch", "v_head", "v_token", "table_stride", "kv_heads", "new")
+    signature |= dict.fromkeys(strides, "i32")
+    constants = {
+        "kind": spec.format,
+        "per_token": False,
+        "dim": spec.dim,
+        "width": triton.next_power_of_2(spec.dim),
+        "page": spec.capacity,
+        "tokens": tokens,
+    }
+    compiled = compile_kernel(
+        kv_pages_write_kernel, signature, constants, arch=arch, num_warps=warps, num_stages=2, multiples=_PAGES
+    )
+    return BundledKernel("write", tokens, compiled)
+
+
+def _attend(spec: CacheSpec, arch: int, role: str, tile: tuple[int, int, int, int]) -> BundledKernel:
+    import triton
+
+    from quant.kernels.attention.portable_paged_attention import paged_attention_kernel
+
+    block_m, block_n, warps, stages = tile
+    pieces = 2 if spec.format == "fp8" else 4
+    signature = {"q": CACHE_DTYPES[spec.dtype], "k": "*i16", "v": "*i16", "k_scale": "*fp32", "v_scale": "*fp32"}
+    signature |= dict.fromkeys(("k_blocks", "v_blocks"), "*fp8e4nv") | dict.fromkeys(("table", "lengths"), "*i32")
+    # Splits are summed in float32, and a single one is written at once in the dtype of q.
+    signature |= {"out": "*fp32", "lse": "*fp32"} if role == "split" else {"out": CACHE_DTYPES[spec.dtype]}
+    signature |= dict.fromkeys(_PAGES, PAGE_STRIDE)
+    signature |= dict.fromkeys(("q_batch", "q_head", "q_new", "table_stride", "kv_heads", "new", "splits"), "i32")
+    constants = {
+        "softmax_scale": spec.softmax_scale or 1 / math.sqrt(spec.dim),
+        "softcap": 0.0,
+        "window": 0,
+        "kind": spec.format,
+        "per_token": False,
+        "capped": False,
+        "windowed": False,
+        "asm": True,
+        "dim": spec.dim,
+        "width": max(16, triton.next_power_of_2(spec.dim // pieces)),
+        "group": spec.group,
+        "page": spec.capacity,
+        "head_units": spec.capacity * (spec.dim // pieces),
+        "token_units": spec.dim // pieces,
+        "block_m": block_m,
+        "block_n": block_n,
+        "stages": stages,
+        "overlap": False,
+    }
+    if role != "split":
+        constants["lse"] = None
+    compiled = compile_kernel(
+        paged_attention_kernel, signature, constants, arch=arch, num_warps=warps, num_stages=stages, multiples=_PAGES
+    )
+    return BundledKernel(role, block_m, compiled)
+
+
+def _reduce(spec: CacheSpec, arch: int, most: int) -> BundledKernel:
+    import triton
+
+    from quant.kernels.attention.portable_paged_attention import paged_attention_reduce_kernel
+
+    width = triton.next_power_of_2(spec.dim)
+    signature = {"parts": "*fp32", "lses": "*fp32", "out": CACHE_DTYPES[spec.dtype], "rows": "i32", "splits": "i32"}
+    constants = {"dim": spec.dim, "width": width, "most": most, "overlap": False}
+    warps = min(max(min(most, 32) * width // 1024, 1), 4)
+    compiled = compile_kernel(
+        paged_attention_reduce_kernel, signature, constants, arch=arch, num_warps=warps, num_stages=2
+    )
+    return BundledKernel("reduce", most, compiled)

@@ -1,0 +1,95 @@
+"""Compiled kernels are launched here through the CUDA driver, without Triton.
+
+    kernel = LoadedKernel(compiled)                     # on the current device
+    kernel.launch(grid, [x.data_ptr(), 128, …], stream)
+
+TensorRT launches a plugin's PTX in the same way, so tests of this launch also test an engine's code. A CUDA context
+must exist; PyTorch and TensorRT both make one.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+from quant.kernels.base.ptx import CompiledKernel
+
+_MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+_JIT_ERROR_LOG = (5, 6)  # CU_JIT_ERROR_LOG_BUFFER, CU_JIT_ERROR_LOG_BUFFER_SIZE_BYTES
+_LOG_BYTES = 8192
+
+
+@cache
+def cuda_driver() -> Any:
+    """Returns the driver's library.
+
+    Raises:
+        ValueError: there is none on this machine.
+    """
+    try:
+        return ctypes.CDLL("libcuda.so.1")
+    except OSError as error:
+        raise ValueError(f"no CUDA driver on this machine: {error}") from error
+
+
+def check_status(status: int, action: str, log: str = "") -> None:
+    """Raises ValueError with the action and the driver's error text, where `status` is an error."""
+    if status:
+        text = ctypes.c_char_p()
+        cuda_driver().cuGetErrorString(status, ctypes.byref(text))
+        reason = (text.value or b"unknown").decode()
+        raise ValueError(f"{action}: CUDA error {status}: {reason}{'; ' + ' '.join(log.split()) if log else ''}")
+
+
+class LoadedKernel:
+    """A compiled kernel on the current device.
+
+    Raises:
+        ValueError: there is no driver, or it refuses the PTX: another architecture, or a driver too old for it.
+    """
+
+    def __init__(self, compiled: CompiledKernel) -> None:
+        self.compiled = compiled
+        self._module, self._function = ctypes.c_void_p(), ctypes.c_void_p()
+        log = ctypes.create_string_buffer(_LOG_BYTES)
+        options = (ctypes.c_int * 2)(*_JIT_ERROR_LOG)
+        # Option values are passed as pointers; a size is stored in the pointer itself.
+        values = (ctypes.c_void_p * 2)(ctypes.addressof(log), _LOG_BYTES)
+        image = ctypes.c_char_p(compiled.ptx.encode())
+        status = cuda_driver().cuModuleLoadDataEx(ctypes.byref(self._module), image, 2, options, values)
+        check_status(
+            status, f"{compiled.name} for compute capability {compiled.arch}", log.value.decode(errors="replace")
+        )
+        name = ctypes.c_char_p(compiled.name.encode())
+        check_status(cuda_driver().cuModuleGetFunction(ctypes.byref(self._function), self._module, name), compiled.name)
+        # More than 48 KiB of dynamic shared memory must be requested explicitly.
+        status = cuda_driver().cuFuncSetAttribute(self._function, _MAX_DYNAMIC_SHARED, compiled.shared)
+        check_status(status, f"{compiled.name}: {compiled.shared} bytes of shared memory")
+
+    def launch(self, grid: Sequence[int], arguments: Sequence[int], stream: int = 0) -> None:
+        """Starts the kernel.
+
+        Args:
+            grid: blocks in x, y and z.
+            arguments: one integer per parameter: an address for a pointer, the value for an i32.
+            stream: handle of a CUDA stream.
+
+        Raises:
+            ValueError: a wrong number of arguments, or the driver refuses.
+        """
+        types = self.compiled.arguments
+        if len(arguments) != len(types):
+            raise ValueError(f"{self.compiled.name}: {len(arguments)} arguments, expected {len(types)}: {types}")
+        cells = [
+            (ctypes.c_void_p if type_.startswith("*") else ctypes.c_int32)(value)
+            for value, (_, type_) in zip(arguments, types, strict=True)
+        ]
+        # cuLaunchKernel takes an array of pointers to the arguments, which must live until it returns.
+        pointers = (ctypes.c_void_p * len(cells))(*(ctypes.addressof(cell) for cell in cells))
+        block, shared = (self.compiled.threads, 1, 1), self.compiled.shared
+        status = cuda_driver().cuLaunchKernel(
+            self._function, *grid, *block, shared, ctypes.c_void_p(stream), pointers, ctypes.c_void_p()
+        )
+        check_status(status, f"{self.compiled.name}: grid {tuple(grid)}")

@@ -1,0 +1,140 @@
+"""The target of an engine is the kind of GPU that it runs on; here is chosen which TensorRT can build for it.
+
+    TensorRT-RTX  `tensorrt_rtx`  builds ahead of time, on any machine, for the GPUs it lists; never for Hopper or B200
+    TensorRT      `tensorrt`      times kernels while it builds, so it builds for the GPU in this machine and no other
+
+Both have one API. Code that must tell them apart asks whether the module has `ComputeCapability`: only TensorRT-RTX
+takes its target as a setting.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from quant.formats.install_command import install_command
+from quant.formats.known_names import known_names
+from quant.kernels.base.hardware import CAPABILITIES
+
+# Turing, Ampere (three), Ada, Hopper, Blackwell for data centres (two) and for workstations (two).
+_GENERATIONS = ((7, 5), (8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (10, 3), (12, 0), (12, 1))
+GPU_TARGETS = {f"sm{major}{minor}": (major, minor) for major, minor in _GENERATIONS} | CAPABILITIES
+# What `tensorrt_rtx.ComputeCapability` lists; the worker asks the installed one, which may know fewer or more.
+RTX_TARGETS = ("sm75", "sm80", "sm86", "sm89", "sm120", "sm121")
+FEATURES = {
+    "refit": ("REFIT",),
+    "weight-streaming": ("WEIGHT_STREAMING",),
+    "version-compatible": ("VERSION_COMPATIBLE", "EXCLUDE_LEAN_RUNTIME"),
+}
+"""What an engine can be built for in addition, and TensorRT's flags: weights that are replaced without a build, weights
+that stay in the host's memory, and a lean runtime of other versions that loads it."""
+# The extra of this package that installs each library.
+EXTRAS = {"tensorrt_rtx": "tensorrt-rtx", "tensorrt": "tensorrt"}
+
+
+@dataclass(frozen=True)
+class GpuTarget:
+    """A GPU generation: its name as the user wrote it, and its CUDA compute capability."""
+
+    name: str
+    capability: tuple[int, int]
+
+    @property
+    def sm(self) -> str:
+        """`sm120`, however the user named it."""
+        return f"sm{self.capability[0]}{self.capability[1]}"
+
+    @property
+    def has_fp8(self) -> bool:
+        """Whether its tensor cores multiply FP8."""
+        return self.capability >= (8, 9)
+
+    @property
+    def has_fp4(self) -> bool:
+        """Whether its tensor cores multiply FP4."""
+        return self.capability >= (10, 0)
+
+    def __str__(self) -> str:
+        return self.sm if self.name == self.sm else f"{self.name} ({self.sm})"
+
+
+@dataclass(frozen=True)
+class Library:
+    """The library that builds the engine, and one sentence for the user and the receipt why that one."""
+
+    module: str
+    reason: str
+
+
+_REASONS = {
+    "tensorrt": "it times kernels on this machine's GPU",
+    "tensorrt_rtx": "it builds ahead of time and needs no GPU",
+}
+
+
+def resolve_target(name: str) -> GpuTarget:
+    """Returns the target of a name; `local` is this machine's GPU. ValueError for an unknown name, or without a GPU."""
+    if name == "local":
+        capability = local_capability()
+        if capability is None:
+            raise ValueError(f"target local: this machine has no CUDA GPU; name the target: {', '.join(GPU_TARGETS)}")
+        return GpuTarget("local", capability)
+    if name.lower() not in GPU_TARGETS:
+        raise ValueError(f"unknown target {name!r}; {known_names(name, [*GPU_TARGETS, 'local'], 'targets')}")
+    return GpuTarget(name.lower(), GPU_TARGETS[name.lower()])
+
+
+def resolve_targets(names: str) -> list[GpuTarget]:
+    """Returns the targets in a list such as `sm89,sm120`, each once; ValueError as `resolve_target`."""
+    targets = {target.sm: target for target in map(resolve_target, names.replace(" ", "").split(","))}
+    return list(targets.values())
+
+
+def choose_common_library(targets: Sequence[GpuTarget], backend: str | None, features: Collection[str]) -> Library:
+    """Returns the library that builds one engine for all targets, with these features; ValueError if none does."""
+    unknown = sorted(set(features) - FEATURES.keys())
+    if unknown:
+        raise ValueError(f"unknown engine feature {unknown[0]!r}; {known_names(unknown[0], FEATURES)}")
+    # Full TensorRT builds for the one GPU that it times kernels on.
+    several = "tensorrt_rtx" if len(targets) > 1 and backend is None else backend
+    if several == "tensorrt" and len(targets) > 1:
+        raise ValueError("TensorRT builds for one GPU; --backend tensorrt_rtx builds one engine for several")
+    chosen, *_ = [choose_library(target, several) for target in targets]
+    if len(targets) > 1:
+        reason = f"{chosen.module} builds one engine for {', '.join(map(str, targets))}: {_REASONS[chosen.module]}"
+        chosen = Library(chosen.module, reason)
+    if chosen.module == "tensorrt_rtx" and "refit" in features and local_capability() is None:
+        raise ValueError("TensorRT-RTX builds engines for refit on machines with a GPU alone; leave refit out")
+    return chosen
+
+
+def local_capability() -> tuple[int, int] | None:
+    """Returns the compute capability of this machine's first GPU, or None."""
+    import torch
+
+    return torch.cuda.get_device_capability(0) if torch.cuda.is_available() else None
+
+
+def choose_library(target: GpuTarget, backend: str | None = None) -> Library:
+    """Returns the library that builds for `target` on this machine; `backend` insists on one.
+
+    If both can, TensorRT is chosen, since it times the kernels on the GPU itself. Raises ValueError if none can, or if
+    none that can is installed; the message names the extra and the targets of each library.
+    """
+    if backend is not None and backend not in EXTRAS:
+        raise ValueError(f"unknown backend {backend!r}; {known_names(backend, EXTRAS, 'backends')}")
+    # In order of preference; `able` says whether a library builds for the target on this machine, installed or not.
+    able = {"tensorrt": local_capability() == target.capability, "tensorrt_rtx": target.sm in RTX_TARGETS}
+    for name in able:
+        if backend in (None, name) and able[name] and importlib.util.find_spec(name):
+            return Library(name, f"{name} builds for {target}: {_REASONS[name]}")
+    ways_out = {
+        ("tensorrt_rtx", True): f"TensorRT-RTX can build it on any machine: {install_command('tensorrt-rtx')}",
+        ("tensorrt_rtx", False): f"TensorRT-RTX builds for {', '.join(RTX_TARGETS)} alone",
+        ("tensorrt", True): f"TensorRT can build it on this machine's GPU: {install_command('tensorrt')}",
+        ("tensorrt", False): f"TensorRT builds for the GPU it runs on, so run it on a machine with {target} "
+        f"({install_command('tensorrt')})",
+    }
+    advice = [ways_out[name, able[name]] for name in EXTRAS if backend in (None, name)]
+    raise ValueError("; ".join([f"no engine for {target}", *advice]))

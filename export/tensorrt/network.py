@@ -1,0 +1,298 @@
+"""Checks and prepares an ONNX graph before an engine is built from it.
+
+    load_graph       the graph without its weights
+    check_backend    refuses nodes that the library which builds the engine does not take
+    check_graph      refuses graphs that TensorRT compiles wrongly, or that need hardware that the target lacks
+    make_profiles    the ranges of shapes, as `onnx_graph.shapes` reads them, above the minimum of fused attention
+    label_nodes      names nodes after their layers, by which the audit finds a layer in the engine
+
+Each refusal names the layer and an alternative. The failing combinations were found by building them.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from quant.export.tensorrt.gpu_targets import GpuTarget
+from quant.export.onnx.opsets import CACHE_PLUGIN, PLUGIN
+from quant.export.onnx.serving import CAPACITY_KEY, IDS
+from quant.export.onnx.dynamic_shapes import (
+    FP8_ATTENTION_MINIMUM,
+    Input,
+    Shapes,
+    as_profiles,
+    check_sequence,
+    graph_inputs,
+    parse_profile,
+)
+from quant.export.onnx.translate import layer_of, module_of
+from quant.formats.install_command import install_command
+
+# Op types that become one attention each.
+ATTENTION = ("Attention", "TRT_QuantizedAttention", PLUGIN, CACHE_PLUGIN)
+# Ops whose output has the shape of their first input.
+_SAME_SHAPE = ("Cast", "DequantizeLinear", "Identity", "Mul", "QuantizeLinear")
+_LONGEST_CHUNK = 512  # of a prompt, in the default profile
+_SMALL_GROUP = 32  # of INT4 weights
+_FEWEST_HEADS = 4  # of attention with a single query, in half precision
+# The hardware that types of weights need: see `GpuTarget.has_fp4` and `has_fp8`.
+_FEATURES = {"FLOAT4E2M1": "FP4", "FLOAT8E4M3FN": "FP8"}
+# Types of initializers that TensorRT's parser refuses, with an alternative.
+_NOT_IMPORTED = {
+    "FLOAT8E5M2": "E5M2 numbers; use fp8 (E4M3)",
+    "FLOAT8E8M0": "E8M0 scales as FLOAT8E8M0; export them as UINT8 through TRT_MXFP8DequantizeLinear",
+    "UINT4": "unsigned 4-bit weights; use int4",
+}
+
+
+def load_graph(path: Path) -> Any:
+    """Loads the ONNX model in a file, its external data left on disk; ValueError if the file holds none."""
+    onnx = require("onnx")
+    if not path.is_file():
+        raise FileNotFoundError(f"{path}: no such ONNX file")
+    try:
+        model = onnx.load(path, load_external_data=False)
+    except Exception as error:  # protobuf's own exception class, which is in no fixed module
+        raise ValueError(f"{path}: not an ONNX file ({error})") from error
+    if not model.graph.node:
+        raise ValueError(f"{path}: not an ONNX file, or one without a graph")
+    for tensor in model.graph.initializer:
+        for entry in tensor.external_data:
+            if entry.key == "location" and not (path.parent / entry.value).is_file():
+                raise ValueError(f"{path}: its weights {entry.value} are missing; the two files belong together")
+    return model
+
+
+def check_graph(model: Any, target: GpuTarget) -> None:
+    """Raises ValueError for the first node that TensorRT miscompiles or the target cannot run, by layer."""
+    onnx = require("onnx")
+    types = {tensor.name: onnx.TensorProto.DataType.Name(tensor.data_type) for tensor in model.graph.initializer}
+    producer = {name: node for node in model.graph.node for name in node.output}
+    shapes = _shapes(model)
+    for node in model.graph.node:
+        for problem in _node_problems(node, types, producer, shapes, target):
+            raise ValueError(f"{_node_label(node)}: {problem}")
+
+
+def check_backend(model: Any, backend: str) -> None:
+    """Raises ValueError for the first node that `backend`, a key of `EXTRAS`, does not build; by layer."""
+    if backend != "tensorrt":
+        return
+    for node in model.graph.node:
+        if node.op_type == CACHE_PLUGIN:
+            raise ValueError(
+                f"{_node_label(node)}: full TensorRT takes this plugin of several kernels from its C++ library alone; "
+                "pass --backend tensorrt_rtx, or export with --kv-cache 16bit"
+            )
+        if node.op_type == "DequantizeLinear" and _attribute(node, "block_size", 0) == _SMALL_GROUP:
+            raise ValueError(
+                f"{_node_label(node)}: full TensorRT has weights in groups of 64 and 128, these are of {_SMALL_GROUP}; "
+                "pass --backend tensorrt_rtx, or use int4 or int4_g64"
+            )
+
+
+def make_profiles(model: Any, shapes: str | Sequence[str] | None) -> list[Shapes]:
+    """Returns the optimization profiles of a graph, none if its shapes are fixed; ValueError as in `parse_profile`."""
+    inputs = graph_inputs(model)
+    floors = attention_floors(model, inputs)
+    texts = as_profiles(shapes)
+    capacity = cache_capacity(model)
+    if capacity is not None:
+        # One token a row is a profile of its own: its kernels differ from the kernels for a long sequence.
+        profiles = [parse_profile(text, inputs, {}, capacity) for text in texts or default_profiles(capacity, floors)]
+        for profile in profiles:
+            check_step(profile[IDS], capacity, floors)
+        return profiles
+    if not any(item.is_dynamic for item in inputs):
+        for text in texts:
+            parse_profile(text, inputs, floors)
+        return []
+    return [parse_profile(text, inputs, floors) for text in texts or [""]]
+
+
+def cache_capacity(model: Any) -> int | None:
+    """Returns how many tokens the KV cache of a serving graph holds; None for other graphs."""
+    return next((int(entry.value) for entry in model.metadata_props if entry.key == CAPACITY_KEY), None)
+
+
+def default_profiles(capacity: int, floors: Mapping[str, int]) -> list[str]:
+    """Returns profiles for decoding steps of many rows, and for chunks of prompts of a few."""
+    low, high = max(1, floors.get("sequence", 1)), min(_LONGEST_CHUNK, capacity)
+    return ["batch=1:8:32,sequence=1:1:1", f"batch=1:1:8,sequence={low}:{max(low, high // 2)}:{high}"]
+
+
+def check_step(ids: tuple[tuple[int, ...], ...], capacity: int, floors: Mapping[str, int]) -> None:
+    """Raises ValueError for a range of steps that the cache, or FP8 attention, cannot take."""
+    (_, low), _, (_, high) = ids
+    check_sequence(high, capacity)
+    floor = floors.get("sequence", 1)
+    if high > 1 and low < floor:
+        raise ValueError(
+            f"--shapes: sequence starts at {low}, and TensorRT's fused FP8 attention needs one token or at least "
+            f"{floor}: start it there, or export with --attention none"
+        )
+
+
+def attention_floors(model: Any, inputs: Sequence[Input]) -> dict[str, int]:
+    """Returns the smallest value of each dimension that is the sequence of a quantized attention.
+
+    Raises ValueError for a fixed sequence that has no fused kernel.
+    """
+    nodes = [node for node in model.graph.node if node.op_type == "TRT_QuantizedAttention"]
+    if not nodes:
+        return {}
+    shapes = _shapes(model)
+    producer = {name: node for node in model.graph.node for name in node.output}
+    named = {dim for item in inputs for dim in item.dims if isinstance(dim, str)}
+    floors: set[str] = set()
+    for node in nodes:
+        sequences = [_sequence(name, shapes, producer) for name in node.input[:3]]
+        # A single query, as in decoding, has a fused kernel for any number of keys.
+        if sequences[0] == 1:
+            continue
+        for sequence in sequences:
+            if sequence is None:
+                # The graph does not state it: any dimension but the batch may be a sequence.
+                floors |= named - {item.dims[0] for item in inputs if item.dims}
+            elif isinstance(sequence, str):
+                floors |= {sequence} & named
+            elif sequence < FP8_ATTENTION_MINIMUM:
+                raise ValueError(
+                    f"{_node_label(node)}: FP8 attention over a fixed sequence of {sequence}; TensorRT fuses it for "
+                    f"one query, or from {FP8_ATTENTION_MINIMUM} on: pad the sequence, or export with --attention none"
+                )
+    return dict.fromkeys(sorted(floors), FP8_ATTENTION_MINIMUM)
+
+
+def _shapes(model: Any) -> dict[str, Any]:
+    """Returns the dimensions of every value whose shape the file states."""
+    return {value.name: value.type.tensor_type.shape.dim for value in (*model.graph.value_info, *model.graph.input)}
+
+
+def _heads_and_queries(name: str, shapes: Mapping[str, Any]) -> tuple[int, int]:
+    """Returns the heads and queries of q `[batch, heads, sequence, dim]`; 0 for one that the graph does not state."""
+    dims = shapes.get(name, ())
+    return (dims[1].dim_value, dims[2].dim_value) if len(dims) == 4 else (0, 0)
+
+
+def _sequence(name: str, shapes: Mapping[str, Any], producer: Mapping[str, Any]) -> int | str | None:
+    """Returns the sequence length of an operand `[batch, heads, sequence, dim]`, its name, or None if unknown."""
+    while name not in shapes and name in producer and producer[name].op_type in _SAME_SHAPE:
+        name = producer[name].input[0]
+    dims = shapes.get(name)
+    if not dims:
+        return None
+    return dims[-2].dim_value if dims[-2].HasField("dim_value") else dims[-2].dim_param or None
+
+
+def label_nodes(model: Any) -> list[str]:
+    """Names every node of a module `<module>/<op type>`; returns the names of the attention nodes.
+
+    A node of a layer's low-rank branch is `<layer>/branch/<op type>`, since the MatMul of a layer's own is its GEMM.
+    """
+    names = {node.name for node in model.graph.node}
+    layers = {layer_of(node) for node in model.graph.node}
+    attention = []
+    for index, node in enumerate(model.graph.node):
+        layer, module = layer_of(node), module_of(node)
+        if not layer and module:
+            layer = f"{module}/branch" if module in layers and node.op_type in ("MatMul", "Gemm") else module
+        if layer or not node.name:
+            label = f"{layer or 'graph'}/{node.op_type}"
+            node.name = label if label not in names else f"{label}_{index}"
+            names.add(node.name)
+        if node.op_type in ATTENTION:
+            attention.append(node.name)
+    return attention
+
+
+def _node_problems(
+    node: Any,
+    types: Mapping[str, str],
+    producer: Mapping[str, Any],
+    shapes: Mapping[str, Any],
+    target: GpuTarget,
+) -> Iterator[str]:
+    """Yields reasons why TensorRT does not run a node as it is.
+
+    Args:
+        node: of the graph.
+        types: ONNX types of the initializers, by name.
+        producer: the node that computes each value.
+        shapes: dimensions of values.
+        target: of the engine.
+    """
+    for name in node.input:
+        kind = types.get(name, "")
+        if kind in _NOT_IMPORTED:
+            yield f"TensorRT does not import {_NOT_IMPORTED[kind]}"
+        if _FEATURES.get(kind) == "FP4" and not target.has_fp4:
+            yield f"{target} has no FP4; use fp8 or int4 for it, or target sm120"
+        if _FEATURES.get(kind) == "FP8" and not target.has_fp8:
+            yield f"{target} has no FP8; use int8 or int4 for it, or target sm89 or later"
+    if node.op_type == "MatMulNBits":
+        yield "TensorRT does not import MatMulNBits; export int4 weights as DequantizeLinear"
+    # x ─> QuantizeLinear ─> DequantizeLinear ─┐
+    # codes ───────────────> DequantizeLinear ─┴─> MatMul      codes are an initializer, and so have an entry in `types`
+    if node.op_type == "MatMul":
+        sources = [_unwrap(producer.get(name), producer) for name in node.input]
+        if all(source is not None and source.op_type == "DequantizeLinear" for source in sources):
+            weight = next((s for s in sources if types.get(s.input[0])), None)
+            inputs = next((s for s in sources if not types.get(s.input[0])), None)
+            blocked = weight is not None and _attribute(weight, "block_size", 0) > 0
+            source = producer.get(inputs.input[0]) if inputs is not None else None
+            if blocked and weight is not None and source is not None and source.op_type == "QuantizeLinear":
+                yield _blocked_and_quantized(types[weight.input[0]])
+    if node.op_type == "Attention":
+        heads, queries = _heads_and_queries(node.input[0], shapes)
+        if queries == 1 and 0 < heads < _FEWEST_HEADS:
+            yield (
+                f"TensorRT has no kernel for attention of one query with {heads} heads; it has from {_FEWEST_HEADS} "
+                "on; let PyTorch or vLLM decode"
+            )
+        if _attribute(node, "softcap", 0.0):
+            yield "TensorRT has no attention with a soft cap; it cannot run this model's attention as one node"
+        if len(node.input) > 4 and any(node.input[4:6]):
+            yield "TensorRT does not take past keys and values at Attention; concatenate them before the node"
+
+
+def _blocked_and_quantized(kind: str) -> str:
+    if kind == "FLOAT4E2M1":
+        return (
+            "TensorRT's builder fails or crashes on FP4 weights with inputs quantized to another format; use nvfp4 "
+            "inputs, or 16-bit ones"
+        )
+    return (
+        f"TensorRT miscompiles {kind} weights in blocks along the inputs when the input is quantized too: it reads "
+        "only the first scale of a row; use one scale a channel, or 16-bit inputs"
+    )
+
+
+def _unwrap(node: Any, producer: Mapping[str, Any]) -> Any:
+    """Returns the node behind casts and transposes."""
+    while node is not None and node.op_type in ("Cast", "CastLike", "Transpose"):
+        node = producer.get(node.input[0])
+    return node
+
+
+def _attribute(node: Any, name: str, default: Any) -> Any:
+    attribute = next((a for a in node.attribute if a.name == name), None)
+    return default if attribute is None else (attribute.f if isinstance(default, float) else attribute.i)
+
+
+def _node_label(node: Any) -> str:
+    layer = layer_of(node)
+    return f"{layer} ({node.op_type})" if layer else f"node {node.name or node.output[0]} ({node.op_type})"
+
+
+def require(module: str) -> Any:
+    """Imports a module; ValueError names the extra that installs it."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise ValueError(
+            f"engines need the package `{module}`, which is not installed: {install_command('onnx')}"
+        ) from error

@@ -1,0 +1,222 @@
+"""This process builds an engine: `python -m quant.export.tensorrt.worker FD`, with a JSON request on standard input.
+
+TensorRT is a large C++ compiler that some graphs bring down. In a process of its own a crash costs the build and not
+the caller, which still knows the builder's last message. The process imports neither torch nor the model, so nearly
+all of its memory is TensorRT's.
+
+It writes one JSON object per line to the file descriptor FD, apart from the prints of libraries on standard output.
+
+    {"said": "…", "severity": 3}               a message of the builder
+    {"stage": "…", "done": 3, "of": 100}       progress
+    {"built": {…}}                             the last line of a build that worked
+    {"failed": "…", "node": "…"}               the last line of one that did not
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any, BinaryIO, TextIO
+
+from quant.export.tensorrt.engine_file import RECORD
+from quant.base.atomic import write_atomically
+
+# Messages up to this severity are passed on: internal error, error, warning, info, and verbose (4) kept to oneself.
+_VERBOSE = 4
+_SHORT = 2000
+
+
+class BuildError(Exception):
+    """A build that TensorRT refused: its message, and the ONNX node at which it stopped, if it named one."""
+
+    def __init__(self, text: str, node: str = "") -> None:
+        super().__init__(text)
+        self.node = node
+
+
+def build(request: dict[str, Any], out: TextIO) -> dict[str, Any]:
+    """Builds one engine and returns version, layers and memory; writes messages to `out`.
+
+    Args:
+        request: `backend`, `graph` (ONNX file to parse), `model` (ONNX file next to the external data), `engine` (file
+            to write), `compute_capabilities` (["SM120"]), `flags` (of the builder), `profiles` (shapes by input),
+            `record` (text for the audit), `plugins` (modules that register the plugins in the graph),
+            `timing_cache` (file, or None).
+        out: the messages, one JSON object per line.
+    """
+    trt = importlib.import_module(request["backend"])
+    logger = _logger(trt, out)
+    builder = trt.Builder(logger)
+    # From TensorRT 11 on every network is strongly typed; before, types were the builder's choice.
+    strict = getattr(getattr(trt, "NetworkDefinitionCreationFlag", None), "STRONGLY_TYPED", None)
+    network = builder.create_network(0 if strict is None else 1 << int(strict))
+    for module in request["plugins"]:
+        archs = [int(name.removeprefix("SM")) for name in request["compute_capabilities"]]
+        importlib.import_module(module).register(trt, archs)
+    _parse(trt, network, logger, request)
+    record = {**json.loads(request["record"]), "builder": f"{trt.__name__} {trt.__version__}"}
+    network.name = RECORD + json.dumps(record, allow_nan=False)
+    config = builder.create_builder_config()
+    # Names and types of all kernels stay readable in the engine, for the audit.
+    config.profiling_verbosity = trt.ProfilingVerbosity.DETAILED
+    for flag in request["flags"]:
+        config.set_flag(getattr(trt.BuilderFlag, flag))
+    config.progress_monitor = monitor = _monitor(trt, out)
+    for shapes in request["profiles"]:
+        profile = builder.create_optimization_profile()
+        for name, (low, best, high) in shapes.items():
+            profile.set_shape(name, low, best, high)
+        config.add_optimization_profile(profile)
+    # TensorRT-RTX takes its target as a setting. TensorRT builds for the GPU that it times kernels on.
+    cache = None
+    if hasattr(trt, "ComputeCapability"):
+        config.num_compute_capabilities = len(request["compute_capabilities"])
+        for index, name in enumerate(request["compute_capabilities"]):
+            config.set_compute_capability(_capability(trt, name), index)
+    elif request["timing_cache"]:
+        cache = _load_timing_cache(config, Path(request["timing_cache"]))
+    with open(request["engine"], "wb") as file:
+        writer = _writer(trt, file)
+        if not builder.build_serialized_network_to_stream(network, config, writer):
+            raise BuildError(logger.worst or "the builder gave no engine and no reason", logger.node)
+    if cache is not None:
+        write_atomically(request["timing_cache"], bytes(memoryview(cache.serialize())))
+    del monitor  # the bindings hold no reference to it, so it must live until here
+    return {"version": trt.__version__, "layers": network.num_layers, "peak_rss_bytes": _peak_rss()}
+
+
+def _parse(trt: Any, network: Any, logger: Any, request: dict[str, Any]) -> None:
+    parser = trt.OnnxParser(network, logger)
+    if parser.parse(Path(request["graph"]).read_bytes(), request["model"]):
+        return
+    error = parser.get_error(0) if parser.num_errors else None
+    if error is None:
+        raise BuildError(logger.worst or "the ONNX parser gave no reason", logger.node)
+    raise BuildError(f"operator {error.node_operator()}: {error.desc()}", error.node_name())
+
+
+def _capability(trt: Any, name: str) -> Any:
+    capability = getattr(trt.ComputeCapability, name, None)
+    if capability is None:
+        listed = ", ".join(word.lower() for word in dir(trt.ComputeCapability) if word.startswith("SM"))
+        raise BuildError(f"this {trt.__name__} {trt.__version__} builds for {listed}, not for {name.lower()}")
+    return capability
+
+
+def _load_timing_cache(config: Any, path: Path) -> Any:
+    """Loads the kernel timings of earlier builds, so that this one need not measure them again."""
+    cache = config.create_timing_cache(path.read_bytes() if path.exists() else b"")
+    config.set_timing_cache(cache, ignore_mismatch=False)
+    return config.get_timing_cache()
+
+
+def _logger(trt: Any, out: TextIO) -> Any:
+    class Logger(trt.ILogger):  # type: ignore[misc]
+        """Passes messages on, and remembers the first error and the current node for the message of a failed build."""
+
+        def __init__(self) -> None:
+            trt.ILogger.__init__(self)
+            self.worst = ""
+            self.node = ""
+
+        def log(self, severity: Any, text: str) -> None:
+            """Prints a message of TensorRT as JSON, and remembers errors and the node."""
+            level = int(severity)
+            # "Parsing node: model.layers.0.mlp.up_proj/MatMul [MatMul]"; it names the node if the parser crashes.
+            if text.startswith(("Parsing node: ", "Searching for plugin: ")):
+                self.node = text.partition(": ")[2].partition(" [")[0]
+                _say(out, said=text[:_SHORT], severity=level, node=self.node)
+            elif level < _VERBOSE:
+                if level < 2 and not self.worst:
+                    self.worst = text
+                _say(out, said=text[:_SHORT], severity=level, node=self.node)
+
+    return Logger()
+
+
+def _monitor(trt: Any, out: TextIO) -> Any:
+    class Monitor(trt.IProgressMonitor):  # type: ignore[misc]
+        """Sums up nested phases as one percentage."""
+
+        def __init__(self) -> None:
+            trt.IProgressMonitor.__init__(self)
+            self.phases: dict[str, tuple[int, int]] = {}  # open phases, outermost first: steps done, steps in all
+            self.shown = -1
+
+        def phase_start(self, phase: str, parent: str | None, steps: int) -> None:
+            """Adds a phase that begins."""
+            self.phases[phase] = (0, max(steps, 1))
+
+        def phase_finish(self, phase: str) -> None:
+            """Removes a phase that has ended."""
+            steps = self.phases.pop(phase, (0, 1))[1]
+            if not self.phases:
+                self.phases[phase] = (steps, steps)
+                self.show()
+                self.phases.clear()
+
+        def step_complete(self, phase: str, step: int) -> bool:
+            """Records a finished step; returns True to go on."""
+            if phase in self.phases:
+                self.phases[phase] = (step + 1, self.phases[phase][1])
+                self.show()
+            return True
+
+        def show(self) -> None:
+            """Reports a higher percentage: each open phase counts as the current step of the phase around it."""
+            part = 0.0
+            for done, steps in reversed(self.phases.values()):
+                part = min((done + part) / steps, 1.0)
+            if int(100 * part) > self.shown:
+                self.shown = int(100 * part)
+                _say(out, stage="building engine", done=self.shown, of=100)
+
+    return Monitor()
+
+
+def _writer(trt: Any, file: BinaryIO) -> Any:
+    class Writer(trt.IStreamWriter):  # type: ignore[misc]
+        """Takes the engine piece by piece, so that it is never in memory as a whole."""
+
+        def __init__(self) -> None:
+            trt.IStreamWriter.__init__(self)
+
+        def write(self, data: Any) -> int:
+            """Writes one piece; the number of bytes taken."""
+            return file.write(data)
+
+    return Writer()
+
+
+def _say(out: TextIO, **message: Any) -> None:
+    out.write(json.dumps(message, allow_nan=False) + "\n")
+    out.flush()
+
+
+def _peak_rss() -> int:
+    """Returns the peak resident memory of this process, file-backed pages included, in bytes."""
+    import resource
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def main() -> None:
+    """Reads a request and builds. The exit code is 0, or 3 if TensorRT refused."""
+    out = os.fdopen(int(sys.argv[1]), "w", encoding="utf-8")
+    request = json.load(sys.stdin)
+    try:
+        _say(out, built=build(request, out))
+    except BuildError as error:
+        _say(out, failed=str(error), node=error.node)
+        sys.exit(3)
+    except Exception as error:  # the bindings raise TypeError, AttributeError, RuntimeError and more
+        _say(out, failed=f"{type(error).__name__}: {error}", node="")
+        sys.exit(3)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,686 @@
+"""Hopper's attention kernel is warp-specialised and persistent, in FP8 or 16 bit, and written in Gluon.
+
+One producer warp copies tiles into shared memory (TMA); each of two or three consumer warpgroups owns 64 queries:
+
+    producer     Q ─▶ [groups · 64, dim]      K, V ─▶ `stages` pairs of tiles of `block_kv` keys
+    consumer i   S = Q_i Kᵀ                   wgmma, FP32 in registers
+                 P = 2^(S · scale − m + 8)    m: the reference of the row
+                 O = O · decay + P V          wgmma, P from registers
+
+In step j a consumer issues S(j) = Q K(j)ᵀ and P V(j − 1), and computes P(j) from S(j). A stage therefore holds K(j)
+and V(j − 1), the tiles that a step needs and frees.
+
+The tensor cores and the 2^x units take about the same time, so speed depends on both being busy at once. Other
+arithmetic counts twice, because it shares the register file with the tensor cores. There are two variants:
+
+optimistic   FP8 with heads of up to 128. P(j) uses the previous reference, without a search for the largest score;
+             `quant.kernels.attention.sm90_fp8_softmax` says why that is safe.
+cautious     Everything else. m is the largest score so far, within 0.75, for which P has room below 448.
+
+P V(j − 1) runs while P(j) is computed. ptxas would move the powers of two behind the wait for the products, since no
+dependency ties them; `_fence` ends the basic block between them. With heads of 64 the products are short and three
+consumers share the tensor cores: there a consumer waits for its products before it computes powers.
+
+Keys pass from last to first, so that the tiles that a mask crosses come first and the long loop has no mask (a window
+also masks some at its end). V's scale goes into the exponent of P: the decay is then 1 wherever the reference stays,
+and warps whose rows all have a decay of 1 skip the multiplication of O.
+
+P leaves the first wgmma in the accumulator's layout, where a thread holds 2 neighbours of every 8 columns; FP8 operands
+need 4 of every 16. So the columns of P are taken in another order, at no cost, and V's keys are stored in that order:
+`attention_operands.lay_out_v` stores V as `[dim, keys]`, since FP8 operands of wgmma must be K-major. 16-bit operands
+need neither.
+
+Programs are persistent, one on each SM, and draw tiles of queries from a counter: heads in groups whose K and V fit
+into the L2 cache, causal tiles of a group from long to short. Where memory allows, the next tile of queries is fetched
+while the last keys of this one pass, so a consumer that has finished starts on it at once.
+
+Gluon has no interpreter: `tests/kernels/hopper/test_sm90_dense_attention.py` compiles the PTX on any machine, and the
+values are tested on a GPU.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import triton
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
+
+from quant.kernels.attention.attention_operands import SCALE_BLOCK, AttentionOptions
+from quant.kernels.base.sm90_gluon import async_load
+from quant.kernels.hopper.sm90_attention_structures import (
+    TILES,
+    Barriers,
+    Buffers,
+    Consumed,
+    HopperTiles,
+    KeyScales,
+    Kind,
+    Mask,
+    Produced,
+    Scales,
+    Sequences,
+    State,
+    Tokens,
+)
+from quant.kernels.attention.sm90_fp8_softmax import OPERANDS, softmax
+
+SCALE_ROWS = gl.constexpr(SCALE_BLOCK)
+_RESIDENT = 24 << 20  # bytes of K and V that stay in the L2 cache
+
+
+_SOFTMAX = gl.constexpr(softmax(first=False))
+_SOFTMAX_OF_FIRST = gl.constexpr(softmax(first=True))
+_SOFTMAX_LIKE = gl.constexpr(OPERANDS)
+
+# 32 numbers times their factors (the first and the third stand for all), skipped where all of a warp's are 1.
+_DECAY = gl.constexpr(
+    "{ .reg .pred p, q; setp.neu.f32 p, $64, 0f3F800000; setp.neu.f32 q, $66, 0f3F800000; or.pred p, p, q;"
+    "vote.sync.any.pred p, p, 0xffffffff; @!p bra DONE;"
+    + "".join(f"mul.f32 ${i}, ${i}, ${64 + i};" for i in range(32))
+    + "DONE: }"
+)
+_DECAY_LIKE = gl.constexpr(",".join(["=f"] * 32 + [str(i) for i in range(32)] + ["f"] * 32))
+
+_WORD_OF_FP8 = gl.constexpr(
+    "{ .reg .b16 a, b; cvt.rn.satfinite.e4m3x2.f32 a, $2, $1; cvt.rn.satfinite.e4m3x2.f32 b, $4, $3;"
+    "mov.b32 $0, {a, b}; }"
+)
+_WORD_OF_BF16 = gl.constexpr("cvt.rn.bf16x2.f32 $0, $2, $1;")
+_WORD_OF_FP16 = gl.constexpr("cvt.rn.f16x2.f32 $0, $2, $1;")
+# A loop that ends at once: ptxas moves nothing past it, and cannot know that the clock never has that value.
+_FENCE = gl.constexpr(
+    "{ .reg .pred p; .reg .b32 t; AGAIN: mov.u32 t, %clock; setp.eq.u32 p, t, 0x12345671; @p bra AGAIN;"
+    "mov.u32 $0, $1; }"
+)
+_ZERO = gl.constexpr("mov.u32 $0, %nsmid; shr.u32 $0, $0, 20;")
+
+
+@gluon.jit
+def _fence(x):
+    """Ends a basic block."""
+    gl.inline_asm_elementwise(_FENCE, "=r,r", [x], gl.int32, False, 1)
+
+
+@gluon.jit
+def _tile(index, sequences, kind: gl.constexpr):
+    """Returns where tile `index` is: block, head, batch, first query and key, lengths, and first scale blocks."""
+    heads = sequences.heads
+    blocks = sequences.blocks
+    group = sequences.group
+    seq_q = sequences.seq_q
+    seq_kv = sequences.seq_kv
+    # `group` heads side by side, then their next block of queries: programs at work at one time share K and V in L2.
+    within = index % (group * blocks)
+    block = within // group
+    if kind.causal:
+        # Blocks with the most keys first, so that short ones fill the end of the launch.
+        block = blocks - 1 - block
+    item = index // (group * blocks) * group + within % group
+    head = item % heads
+    batch = item // heads
+    start_q = 0
+    start_kv = 0
+    scale_q = 0
+    scale_kv = 0
+    sequence = batch
+    if kind.packed:
+        start_q = gl.load(sequences.cu_q + sequence)
+        start_kv = gl.load(sequences.cu_kv + sequence)
+        seq_q = gl.load(sequences.cu_q + sequence + 1) - start_q
+        seq_kv = gl.load(sequences.cu_kv + sequence + 1) - start_kv
+        scale_q = start_q // SCALE_ROWS + sequence
+        scale_kv = start_kv // SCALE_ROWS + sequence
+        batch = 0
+    return block, head, batch, start_q, start_kv, seq_q, seq_kv, scale_q, scale_kv
+
+
+@gluon.jit
+def _bounds(first, seq_q, seq_kv, window, kind: gl.constexpr):
+    """Returns the tiles of keys that queries [first, first + block_q) see: begin, begin and end without a mask, end."""
+    diagonal = first + seq_kv - seq_q  # the key at which the first query stands
+    begin = 0
+    whole_begin = 0
+    whole_end = seq_kv
+    end = seq_kv
+    if kind.causal:
+        end = gl.minimum(end, diagonal + kind.block_q)
+        whole_end = gl.minimum(whole_end, diagonal + 1)
+    if kind.windowed:
+        begin = gl.maximum(diagonal - window + 1, 0)
+        whole_begin = gl.maximum(diagonal + kind.block_q - window, 0)
+        if not kind.causal:
+            end = gl.minimum(end, diagonal + kind.block_q + window - 1)
+            whole_end = gl.minimum(whole_end, diagonal + window)
+    begin = begin // kind.block_kv
+    end = gl.maximum((end + kind.block_kv - 1) // kind.block_kv, begin)
+    if first >= seq_q:
+        end = begin
+    whole_begin = gl.minimum((whole_begin + kind.block_kv - 1) // kind.block_kv, end)
+    whole_end = gl.maximum(gl.maximum(whole_end, 0) // kind.block_kv, whole_begin)
+    return begin, whole_begin, gl.minimum(whole_end, end), end
+
+
+@gluon.jit
+def _produce(arguments, kind: gl.constexpr):
+    """The producer warp: copies the tiles of the consumers, each as soon as its buffer is free."""
+    q_map = arguments.q_map
+    k_map = arguments.k_map
+    v_map = arguments.v_map
+    barriers = arguments.barriers
+    full = barriers.full
+    tokens = arguments.tokens
+    ratio = tokens.ratio
+    groups: gl.constexpr = kind.groups
+    programs = gl.num_programs(0)
+    # Stages and buffers of queries that were filled so far, and tickets taken: a slot and a phase follow from each.
+    count = 0
+    queries = 0
+    tickets = 0
+    index = gl.program_id(0)
+    while index < arguments.total:
+        # Taken before this tile is fetched: the answer takes a microsecond, and arrives during the fetch.
+        following = gl.atomic_add(arguments.counter, 1, sem="relaxed") + programs
+        block, head, batch, start_q, start_kv, seq_q, seq_kv, _, scale_kv = _tile(index, arguments.sequences, kind)
+        begin, _, _, end = _bounds(block * kind.block_q, seq_q, seq_kv, arguments.window, kind)
+        if end > begin:
+            turn = queries % kind.queries
+            mbarrier.wait(barriers.q_empty.index(turn), ((queries // kind.queries) & 1) ^ 1)
+            # One barrier for the queries of all consumers: they start together.
+            mbarrier.expect(barriers.q_full.index(turn), groups * q_map.block_type.nbytes)
+            row = (batch * tokens.heads + head) * tokens.q + start_q + block * kind.block_q
+            for i in gl.static_range(groups):
+                async_load(
+                    q_map, [row + 64 * i, 0], barriers.q_full.index(turn), arguments.buffers.q.index(turn * groups + i)
+                )
+            kv_head = batch * (tokens.heads // ratio) + head // ratio
+            tiles = end - begin
+            # Stage i holds K of tile i and V of tile i − 1, counted from the last key: the tiles that one step needs.
+            for i in range(0, tiles + 1):
+                slot = count % kind.stages
+                mbarrier.wait(barriers.empty.index(slot), ((count // kind.stages) & 1) ^ 1)
+                has_k = i < tiles
+                has_v = i > 0
+                mbarrier.expect(full.index(slot), 2 * k_map.block_type.nbytes, pred=has_k & has_v)
+                mbarrier.expect(full.index(slot), k_map.block_type.nbytes, pred=has_k != has_v)
+                # Keys pass from last to first.
+                key = start_kv + (end - 1 - i) * kind.block_kv
+                async_load(
+                    k_map, [kv_head * tokens.kv + key, 0], full.index(slot), arguments.buffers.k.index(slot), pred=has_k
+                )
+                tile = end - i
+                if kind.fp8:
+                    # Laid out: [dim, keys], where each sequence begins at a multiple of the scale block.
+                    at = [kv_head * kind.dim, scale_kv * SCALE_ROWS + tile * kind.block_kv]
+                else:
+                    at = [kv_head * tokens.v + start_kv + tile * kind.block_kv, 0]
+                async_load(v_map, at, full.index(slot), arguments.buffers.v.index(slot), pred=has_v)
+                count += 1
+            queries += 1
+        mbarrier.wait(barriers.ticket_empty, (tickets & 1) ^ 1)
+        arguments.ticket.store(gl.full([1], following, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
+        mbarrier.arrive(barriers.ticket_full, count=1)
+        index = following
+        tickets += 1
+
+
+@gluon.jit
+def _seen(scores, factor, cap, key, mask, masked: gl.constexpr, kind: gl.constexpr):
+    """Returns scores, capped and masked, and the factor that is left to multiply them by."""
+    if kind.capped:
+        # cap · tanh(s / cap) with s in units of log2(e); tanh(x) = 1 − 2 / (e^2x + 1).
+        scores = cap - (2.0 * cap) / (gl.exp2(scores * (factor * (2.8853900817779268 / cap))) + 1.0)
+        factor = 1.0
+    if masked:
+        visible = key[None, :] <= mask.last[:, None]
+        if kind.windowed:
+            visible = visible & (key[None, :] > mask.diagonal[:, None] - mask.window)
+        scores = gl.where(visible, scores, float("-inf"))
+    return scores, factor
+
+
+@gluon.jit
+def _powers(scores, factor, bias, row_max):
+    """Returns P of a tile, the maximum subtracted from its rows, and their decay. `factor` is positive."""
+    # The reference follows the largest score only where it grows by more than 0.75: most tiles then need no decay.
+    top = gl.max(scores, 1) * factor + bias
+    new_max = gl.where(top > row_max + 0.75, top, row_max)
+    shift = (8.0 + bias) - new_max
+    p = gl.exp2(scores * factor + shift[:, None])
+    return p, new_max, gl.exp2(row_max - new_max)
+
+
+@gluon.jit
+def _spread(x, octets: gl.constexpr, to: gl.constexpr, columns: gl.constexpr):
+    """Spreads [64, 4], one number for each row of each thread, to [64, columns]."""
+    x = gl.convert_layout(x, gl.SliceLayout(1, gl.SliceLayout(3, octets)))
+    # Columns of a thread share its number: a broadcast along octets and pairs, without a shuffle.
+    wide, _ = gl.broadcast(x[:, None, :][:, :, :, None], gl.zeros([64, columns // 8, 4, 2], gl.float32, octets))
+    return gl.convert_layout(wide.reshape([64, columns]), to)
+
+
+@gluon.jit
+def _optimistic(scores, factor, bias, reference, first: gl.constexpr, kind: gl.constexpr):
+    """Returns P of a tile as words, the sums of each thread's part of its rows, their reference, and their decay."""
+    # One instruction block for all 64 scores of a thread; its 64 results are codes, sums, references and decays.
+    wide = _spread(reference, kind.octets, kind.scores, kind.block_kv)
+    code: gl.constexpr = _SOFTMAX_OF_FIRST if first else _SOFTMAX
+    out = gl.inline_asm_elementwise(code, _SOFTMAX_LIKE, [scores, wide, factor, bias], gl.int32, False, 64)
+    even, odd = gl.split(out.reshape([64, kind.block_kv // 16, 2, 4, 2]).permute([0, 1, 3, 2, 4]))
+    # Results 8 i + 2 j are words of codes; 1 + 2 j, 9 + 2 j and 17 + 2 j the sum, reference and decay of row j.
+    words, _ = gl.split(even)
+    numbers, _ = gl.split(odd)
+    even, odd = gl.split(numbers.reshape([64, 2, 2, 2, 4]).permute([0, 4, 1, 2, 3]))
+    row_sum, decay = gl.split(even)
+    row_sum, _ = gl.split(row_sum)
+    decay, _ = gl.split(decay)
+    reference, _ = gl.split(odd)
+    reference, _ = gl.split(reference)
+    return words, _number(row_sum, kind), _number(reference, kind), _number(decay, kind)
+
+
+@gluon.jit
+def _number(word, kind: gl.constexpr):
+    return gl.convert_layout(word.to(gl.float32, bitcast=True), kind.quad)
+
+
+@gluon.jit
+def _sums(p, kind: gl.constexpr):
+    """Returns the sum of each row over the columns that a thread holds, [64, 4]."""
+    return gl.sum(gl.sum(p.reshape([64, kind.block_kv // 8, 4, 2]), 3), 1)
+
+
+@gluon.jit
+def _added(row_sum, decay, p, weight, kind: gl.constexpr):
+    decay = gl.convert_layout(decay, gl.SliceLayout(1, row_sum.type.layout))[:, None]
+    return row_sum * decay + _sums(p, kind) * weight
+
+
+@gluon.jit
+def _decayed(output, decay, kind: gl.constexpr):
+    if kind.optimistic:
+        wide = _spread(decay, kind.output_octets, kind.output, kind.width)
+    else:
+        decay = gl.convert_layout(decay, kind.output_row)[:, None]
+        wide, output = gl.broadcast(decay, output)
+    return gl.inline_asm_elementwise(_DECAY, _DECAY_LIKE, [output, wide], gl.float32, True, 32)
+
+
+@gluon.jit
+def _rounded(p, v_buffer, kind: gl.constexpr):
+    """Returns P in the dtype of V, in place, as words of four columns or two."""
+    if kind.fp8:
+        # Columns 2q, 2q + 1, 2q + 8, 2q + 9 of 16 become one word: V's keys are laid out in this order.
+        even, odd = gl.split(p.reshape([64, kind.block_kv // 16, 2, 4, 2]).permute([0, 1, 3, 2, 4]))
+        a, c = gl.split(even)
+        b, d = gl.split(odd)
+        return gl.inline_asm_elementwise(_WORD_OF_FP8, "=r,f,f,f,f", [a, b, c, d], gl.int32, True, 1)
+    else:
+        a, b = gl.split(p.reshape([64, kind.block_kv // 8, 4, 2]))
+        if v_buffer.dtype == gl.bfloat16:
+            return gl.inline_asm_elementwise(_WORD_OF_BF16, "=r,f,f", [a, b], gl.int32, True, 1)
+        else:
+            return gl.inline_asm_elementwise(_WORD_OF_FP16, "=r,f,f", [a, b], gl.int32, True, 1)
+
+
+@gluon.jit
+def _left(words, zero, v_buffer, kind: gl.constexpr):
+    """Returns the left operand of P V.
+
+    Where steps overlap, the registers of the words are written while the previous product reads its own; without an
+    operation in between, ptxas would merge the two and wait. `zero` is a zero that the compiler cannot know.
+    """
+    operation: gl.constexpr = "xor.b32 $0, $1, " if kind.tiles.overlap else "mov.b32 $0, $1; //"
+    if kind.fp8:
+        words = gl.convert_layout(
+            gl.join(gl.join(words, words), gl.join(words, words)), kind.words, assert_trivial=True
+        )
+        p = gl.inline_asm_elementwise(operation + "$5;", "=r,r,r,r,r,r,r,r,r", [words, zero], v_buffer.dtype, False, 4)
+    else:
+        words = gl.convert_layout(gl.join(words, words), kind.words, assert_trivial=True)
+        p = gl.inline_asm_elementwise(operation + "$3;", "=r,r,r,r,r", [words, zero], v_buffer.dtype, False, 2)
+    return gl.convert_layout(p.reshape([64, kind.block_kv]), kind.left, assert_trivial=True)
+
+
+@gluon.jit
+def _value(v_buffer, slot, kind: gl.constexpr):
+    return v_buffer.index(slot).permute((1, 0)) if kind.fp8 else v_buffer.index(slot)
+
+
+@gluon.jit
+def _scales_of(tile, log2_scale, scales, kind: gl.constexpr):
+    """Returns the factor of a tile's scores; log2 of the unit of its values, and one over that unit."""
+    factor = log2_scale
+    bias = 0.0
+    weight = 1.0
+    if kind.fp8:
+        block = tile * kind.block_kv // SCALE_ROWS
+        # V's scale as a power of two in the exponent of P: a product with O's unit is then no work of its own.
+        factor = log2_scale * gl.load(scales.k + block * scales.k_block)
+        unit = gl.maximum(gl.load(scales.v + block * scales.v_block), 1e-30)
+        bias = gl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [unit], gl.float32, True, 1)
+        weight = gl.exp2(-bias)
+    return factor, bias, weight
+
+
+@gluon.jit
+def _scores(q_tile, k_buffer, slot, kind: gl.constexpr):
+    """Issues Q Kᵀ."""
+    keys: gl.constexpr = kind.block_kv
+    # `use_acc=False`: the zeros are never read.
+    zeros = gl.zeros([64, keys], gl.float32, kind.scores)
+    return warpgroup_mma(q_tile, k_buffer.index(slot).permute((1, 0)), zeros, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _steps(
+    low, high, end, count, state, q_tile, buffers, barriers, scales, log2_scale, cap, mask, zero,
+    masked: gl.constexpr, kind: gl.constexpr,
+):  # fmt: skip
+    """Adds tiles low ≤ i < high, counted from the last one; step i computes P V of tile i − 1.
+
+    wait full[slot] ─▶ issue S = Q K(i)ᵀ ─▶ issue O += P(i − 1) V(i − 1) ─▶ wait for S ─▶ P(i) ─▶ wait for O
+                                                                                   └─▶ arrive on empty[slot]
+    """
+    output, words, row_max, row_sum, decay = state
+    k_buffer = buffers.k
+    v_buffer = buffers.v
+    full = barriers.full
+    empty = barriers.empty
+    keys: gl.constexpr = kind.block_kv
+    columns = gl.arange(0, keys, kind.column)
+    for i in range(low, high):
+        at = count + i
+        slot = at % kind.stages
+        key = (end - 1 - i) * keys + columns
+        factor, bias, weight = _scales_of(end - 1 - i, log2_scale, scales, kind)
+        mbarrier.wait(full.index(slot), (at // kind.stages) & 1)
+        pending = _scores(q_tile, k_buffer, slot, kind)
+        output = _decayed(output, decay, kind)
+        left = _left(words, zero, v_buffer, kind)
+        product = warpgroup_mma(left, _value(v_buffer, slot, kind), output, is_async=True)
+        if kind.tiles.overlap:
+            scores = warpgroup_mma_wait(1, deps=[pending])
+        else:
+            scores, output = warpgroup_mma_wait(0, deps=[pending, product])
+            mbarrier.arrive(empty.index(slot), count=1)
+        scores, factor = _seen(scores, factor, cap, key, mask, masked, kind)
+        if kind.optimistic:
+            words, sums, row_max, decay = _optimistic(scores, factor, bias, row_max, False, kind)
+            row_sum = row_sum * decay + sums * weight
+        else:
+            p, row_max, decay = _powers(scores, factor, bias, row_max)
+            row_sum = _added(row_sum, decay, p, weight, kind)
+            words = _rounded(p, v_buffer, kind)
+        if kind.tiles.overlap:
+            # ptxas keeps the powers before this point, and the wait for the products behind it.
+            _fence(end)
+            output = warpgroup_mma_wait(0, deps=[product])
+            mbarrier.arrive(empty.index(slot), count=1)
+    return State(output, words, row_max, row_sum, decay)
+
+
+@gluon.jit
+def _consume(arguments, warpgroup: gl.constexpr, kind: gl.constexpr):
+    """One of the consumer warpgroups: computes 64 of the queries of each tile."""
+    scales = arguments.scales
+    buffers = arguments.buffers
+    k_buffer = buffers.k
+    v_buffer = buffers.v
+    barriers = arguments.barriers
+    full = barriers.full
+    empty = barriers.empty
+    tokens = arguments.tokens
+    window = arguments.window
+    log2_scale = arguments.log2_scale
+    cap = arguments.cap
+    width: gl.constexpr = kind.width
+    keys: gl.constexpr = kind.block_kv
+    columns = gl.arange(0, keys, kind.column)
+    zero = gl.inline_asm_elementwise(_ZERO, "=r,r", [arguments.total], gl.int32, False, 1)
+    count = 0
+    queries = 0
+    tickets = 0
+    index = gl.program_id(0)
+    while index < arguments.total:
+        block, head, batch, start_q, _, seq_q, seq_kv, scale_q, scale_kv = _tile(index, arguments.sequences, kind)
+        begin, whole_begin, whole_end, end = _bounds(block * kind.block_q, seq_q, seq_kv, window, kind)
+        first_row = block * kind.block_q + warpgroup * 64
+        first_token = (batch * tokens.heads + head).to(gl.int64) * tokens.q + start_q
+        row_max = gl.full([64], -1e30, gl.float32, kind.row)
+        row_total = gl.full([64], 0.0, gl.float32, kind.row)
+        output = gl.zeros([64, width], gl.float32, kind.output)
+        if end > begin:
+            k_scale = scales.k
+            v_scale = scales.v
+            factor = log2_scale
+            if kind.fp8:
+                kv_head = head // tokens.ratio
+                q_scale = scales.q + batch.to(gl.int64) * scales.q_batch + head * scales.q_head
+                k_scale = scales.k + batch.to(gl.int64) * scales.k_batch + kv_head * scales.k_head
+                k_scale += scale_kv * scales.k_block
+                v_scale = scales.v + batch.to(gl.int64) * scales.v_batch + kv_head * scales.v_head
+                v_scale += scale_kv * scales.v_block
+                # A warpgroup may lie beyond the last query; it still needs a scale that exists.
+                row_block = gl.minimum(first_row, seq_q - 1) // SCALE_ROWS
+                factor = log2_scale * gl.load(q_scale + (scale_q + row_block) * scales.q_block)
+            per_tile = KeyScales(k_scale, v_scale, scales.k_block, scales.v_block)
+            diagonal = first_row + seq_kv - seq_q + gl.arange(0, 64, kind.row)
+            last = gl.full([64], seq_kv - 1, gl.int32, kind.row)
+            if kind.causal:
+                last = gl.minimum(last, diagonal)
+            elif kind.windowed:
+                last = gl.minimum(last, diagonal + window - 1)
+            mask = Mask(diagonal, last, window)
+
+            tiles = end - begin
+            # Tiles that only later warpgroups see are skipped: all warpgroups share the stages, and give them back.
+            first = 0
+            if kind.causal:
+                first = gl.maximum(gl.minimum(end - 1 - (first_row + 63 + seq_kv - seq_q) // keys, tiles - 1), 0)
+                whole_end = gl.minimum(gl.maximum(first_row + seq_kv - seq_q + 1, 0), seq_kv) // keys
+                whole_end = gl.maximum(whole_end, whole_begin)
+            if first_row >= seq_q:
+                first = tiles - 1
+            for i in range(0, first):
+                mbarrier.wait(full.index((count + i) % kind.stages), ((count + i) // kind.stages) & 1)
+                mbarrier.arrive(empty.index((count + i) % kind.stages), count=1)
+            # The first step has no P V: only scores, their reference, and P.
+            first_factor, bias, weight = _scales_of(end - 1 - first, factor, per_tile, kind)
+            turn = queries % kind.queries
+            q_tile = buffers.q.index(turn * kind.groups + warpgroup)
+            at = count + first
+            slot = at % kind.stages
+            mbarrier.wait(barriers.q_full.index(turn), (queries // kind.queries) & 1)
+            mbarrier.wait(full.index(slot), (at // kind.stages) & 1)
+            scores = warpgroup_mma_wait(0, deps=[_scores(q_tile, k_buffer, slot, kind)])
+            mbarrier.arrive(empty.index(slot), count=1)
+            key = (end - 1 - first) * keys + columns
+            scores, first_factor = _seen(scores, first_factor, cap, key, mask, True, kind)
+            if kind.optimistic:
+                reference = gl.full([64, 4], -1e30, gl.float32, kind.quad)
+                words, sums, reference, decay = _optimistic(scores, first_factor, bias, reference, True, kind)
+                state = State(output, words, reference, sums * weight, decay)
+            else:
+                p, row_max, decay = _powers(scores, first_factor, bias, row_max)
+                state = State(output, _rounded(p, v_buffer, kind), row_max, _sums(p, kind) * weight, decay)
+            # Tiles in the order of steps: masked by the diagonal, seen whole, masked by the window's far end.
+            masked_first = gl.maximum(end - whole_end, first + 1)
+            masked_last = tiles
+            if kind.windowed:
+                masked_last = gl.maximum(end - whole_begin, masked_first)
+            for part in gl.static_range(3):
+                low = first + 1
+                high = masked_first
+                if part == 1:
+                    low = masked_first
+                    high = masked_last
+                if part == 2:
+                    low = masked_last
+                    high = tiles
+                if part < 2 or kind.windowed:
+                    state = _steps(
+                        low, high, end, count, state, q_tile, buffers, barriers, per_tile, factor, cap, mask, zero,
+                        part != 1, kind,
+                    )  # fmt: skip
+            output, words, reference, row_sum, decay = state
+            if kind.optimistic:
+                row_max = gl.convert_layout(gl.max(reference, 1), kind.row)
+            else:
+                row_max = reference
+            mbarrier.arrive(barriers.q_empty.index(turn), count=1)
+            # P V of the last tile is left: its V came in a stage of its own.
+            count += tiles + 1
+            slot = (count - 1) % kind.stages
+            output = _decayed(output, decay, kind)
+            mbarrier.wait(full.index(slot), ((count - 1) // kind.stages) & 1)
+            product = warpgroup_mma(
+                _left(words, zero, v_buffer, kind), _value(v_buffer, slot, kind), output, is_async=True
+            )
+            row_total = gl.convert_layout(gl.sum(row_sum, 1), kind.row)
+            output = warpgroup_mma_wait(0, deps=[product])
+            mbarrier.arrive(empty.index(slot), count=1)
+            queries += 1
+        _finish(arguments.out, arguments.lse, output, row_max, row_total, first_token, first_row, seq_q, kind)
+        # The number of the next tile, which the producer has taken for all warps of the program.
+        mbarrier.wait(barriers.ticket_full, tickets & 1)
+        index = gl.max(arguments.ticket.load(gl.BlockedLayout([1], [32], [4], [0])), 0)
+        mbarrier.arrive(barriers.ticket_empty, count=1)
+        tickets += 1
+
+
+@gluon.jit
+def _finish(out, lse, output, row_max, row_sum, first_token, first_row, seq_q, kind: gl.constexpr):
+    """Divides by the sum and writes; a row without a visible key has the sum 0."""
+    # m is in units of log2, and P was 2^8 too large: ln Σ = (m − 8 + log2 total) · ln 2.
+    seen = row_sum > 0
+    total = gl.where(seen, row_sum, 1.0)
+    output = output * gl.convert_layout(1.0 / total, kind.output_row)[:, None]
+    row = first_row + gl.arange(0, 64, kind.output_row)
+    d = gl.arange(0, kind.width, kind.output_column)
+    inside = (row < seq_q)[:, None]
+    if kind.width != kind.dim:
+        inside = inside & (d < kind.dim)[None, :]
+    at = (first_token + row)[:, None] * kind.dim + d[None, :]
+    gl.store(out + at, output.to(out.dtype.element_ty), mask=inside)
+    if kind.with_lse:
+        row_of_score = first_row + gl.arange(0, 64, kind.row)
+        value = (row_max - 8.0 + gl.log2(total)) * 0.6931471805599453
+        gl.store(lse + first_token + row_of_score, gl.where(seen, value, float("-inf")), mask=row_of_score < seq_q)
+
+
+_INTEGERS = (
+    "tokens_q", "tokens_kv", "tokens_v", "heads", "ratio", "seq_q", "seq_kv", "blocks", "group", "total", "window",
+    "q_batch", "q_head", "q_block", "k_batch", "k_head", "k_block", "v_batch", "v_head", "v_block",
+)  # fmt: skip
+
+
+@gluon.jit(do_not_specialize=_INTEGERS)
+def sm90_dense_attention(
+    q_map, k_map, v_map, out, lse, q_scale, k_scale, v_scale, cu_q, cu_kv, counter,
+    tokens_q, tokens_kv, tokens_v, heads, ratio, seq_q, seq_kv, blocks, group, total, window,
+    q_batch, q_head, q_block, k_batch, k_head, k_block, v_batch, v_head, v_block, log2_scale, cap, kind: gl.constexpr,
+):  # fmt: skip
+    """Grid: as many programs as there are SMs. See the module docstring."""
+    groups: gl.constexpr = kind.groups
+    stages: gl.constexpr = kind.stages
+    tiles_of_q: gl.constexpr = [groups * kind.queries] + q_map.block_type.shape  # noqa: RUF005
+    q_buffer = gl.allocate_shared_memory(q_map.dtype, tiles_of_q, q_map.layout)
+    k_buffer = gl.allocate_shared_memory(k_map.dtype, [stages] + k_map.block_type.shape, k_map.layout)  # noqa: RUF005
+    v_buffer = gl.allocate_shared_memory(v_map.dtype, [stages] + v_map.block_type.shape, v_map.layout)  # noqa: RUF005
+    q_full = gl.allocate_shared_memory(gl.int64, [kind.queries, 1], mbarrier.MBarrierLayout())
+    q_empty = gl.allocate_shared_memory(gl.int64, [kind.queries, 1], mbarrier.MBarrierLayout())
+    full = gl.allocate_shared_memory(gl.int64, [stages, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [stages, 1], mbarrier.MBarrierLayout())
+    ticket = gl.allocate_shared_memory(gl.int32, [1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    ticket_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    ticket_empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    # The producer arrives once on a full barrier (TMA's bytes do the rest), every consumer once on an empty one.
+    mbarrier.init(ticket_full, count=1)
+    mbarrier.init(ticket_empty, count=groups)
+    for i in gl.static_range(kind.queries):
+        mbarrier.init(q_full.index(i), count=1)
+        mbarrier.init(q_empty.index(i), count=groups)
+    for i in gl.static_range(stages):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(empty.index(i), count=groups)
+    buffers = Buffers(q_buffer, k_buffer, v_buffer)
+    barriers = Barriers(q_full, q_empty, full, empty, ticket_full, ticket_empty)
+    sequences = Sequences(cu_q, cu_kv, heads, seq_q, seq_kv, blocks, group)
+    tokens = Tokens(tokens_q, tokens_kv, tokens_v, heads, ratio)
+    scales = Scales(
+        q_scale, k_scale, v_scale, q_batch, q_head, q_block, k_batch, k_head, k_block, v_batch, v_head, v_block
+    )  # fmt: skip
+    consumed = Consumed(
+        out, lse, scales, ticket, buffers, barriers, sequences, tokens, window, total, log2_scale, cap
+    )  # fmt: skip
+    produced = Produced(
+        q_map, k_map, v_map, buffers, barriers, sequences, tokens, window, total, counter, ticket
+    )  # fmt: skip
+    if groups == 2:
+        gl.warp_specialize(
+            [(_consume, (consumed, 0, kind)), (_consume, (consumed, 1, kind)), (_produce, (produced, kind))],
+            [4, 1], [kind.tiles.registers, 24],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [
+                (_consume, (consumed, 0, kind)),
+                (_consume, (consumed, 1, kind)),
+                (_consume, (consumed, 2, kind)),
+                (_produce, (produced, kind)),
+            ],
+            [4, 4, 1], [kind.tiles.registers, kind.tiles.registers, 24],
+        )  # fmt: skip
+
+
+def attend(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+    options: AttentionOptions,
+    tiles: HopperTiles | None = None,
+) -> None:
+    """Runs the kernel on dense operands, as `portable.attention.dense_attention.attend` does; V in FP8 is laid out."""
+    if not out.numel():
+        return
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    batch, heads, tokens_q, dim = q.shape
+    kv_heads, tokens_kv = k.shape[1:3]
+    fp8 = options.scales is not None
+    packed, windowed, capped = (x is not None for x in (options.cu_seqlens_q, options.window, options.softcap))
+    width = triton.next_power_of_2(dim)
+    tiles = tiles or TILES[width, q.dtype.itemsize]
+    blocks = triton.cdiv(options.max_seqlen_q, 64 * tiles.groups)
+    items = heads * options.sequences(batch)
+    total = items * blocks
+    group = _heads_at_once(items, heads // kv_heads, 2 * tokens_kv * dim * q.dtype.itemsize)
+    dtype = gl.float8e4nv if fp8 else gl.bfloat16 if q.dtype == torch.bfloat16 else gl.float16
+
+    def tensor_map(x: torch.Tensor, rows: int, columns: int) -> object:
+        layout = gl.NVMMASharedLayout.get_default_for([rows, columns], dtype)
+        return TensorDescriptor.from_tensor(x.view(-1, x.shape[-1]), [rows, columns], layout)
+
+    v_tile = (width, tiles.block_kv) if fp8 else (tiles.block_kv, width)
+    programs = torch.cuda.get_device_properties(q.device).multi_processor_count
+    sm90_dense_attention[min(programs, total),](
+        tensor_map(q, 64, width), tensor_map(k, tiles.block_kv, width), tensor_map(v, *v_tile), out, lse,
+        *(options.scales or (out, out, out)), options.cu_seqlens_q, options.cu_seqlens_k,
+        torch.zeros(1, dtype=torch.int32, device=q.device),
+        tokens_q, tokens_kv, v.shape[2], heads, heads // kv_heads, tokens_q, tokens_kv, blocks, group, total,
+        options.window or 0, *options.strides,
+        options.scale_of(dim) * math.log2(math.e), (options.softcap or 0.0) * math.log2(math.e),
+        Kind(tiles, dim, fp8, options.causal, windowed, capped, packed, lse is not None),
+        num_warps=4, maxnreg=tiles.at_launch,
+    )  # fmt: skip
+
+
+def _heads_at_once(items: int, ratio: int, nbytes: int) -> int:
+    """Returns how many heads are processed together: whole groups that share a KV head and fit the L2 cache."""
+    fits = max(1, _RESIDENT // nbytes) * ratio
+    return max(n for n in range(1, items + 1) if items % n == 0 and (n <= fits or n == 1))

@@ -1,0 +1,119 @@
+"""Triton kernels round to E2M1 and E4M3 in registers with these functions, to nearest even and saturating.
+
+    nearest_e2m1              float32 to the nearest value of E2M1
+    encode_e2m1               float32 to codes of E2M1
+    to_e4m3, from_e4m3        float32 to E4M3, and back
+
+A value becomes its code of E2M1 on a line of three parts that gets flatter, which is the minimum of three lines: 2x,
+x + 2 and x / 2 + 4. Each is one FMA that ends at 1.5 · 2^23, where float32 rounds to whole numbers, even ones at ties.
+
+Triton has no E4M3 on NVIDIA GPUs before Ada (compute capability 8.9). A kernel takes it as bytes there: the dtype of
+the pointer says so, and `to_e4m3` and `from_e4m3` compile to integer operations instead of the GPU's conversions. The
+values and the codes are the same, bit for bit.
+
+    code  s eeee mmm ─▶ float32  s 0000eeee mmm0…     2^120 times too small, because the biases are 127 and 7
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from quant.kernels.base import hardware
+
+
+@triton.jit
+def nearest_e2m1(x):
+    """Returns the nearest value of E2M1. Its step is half the power of two below x, and at least a half."""
+    x = tl.clamp(x, -6.0, 6.0)
+    power = tl.maximum((x.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True), 1.0)
+    magic = power * 6291456.0  # 1.5 · 2^22 powers leave room for only the digits of E2M1
+    return (x + magic) - magic
+
+
+@triton.jit
+def encode_e2m1(x):
+    """Returns the codes, int32, of float32; NaN becomes 6 with its sign."""
+    # Bit 31 of the float to bit 3 of the code.
+    sign = (x.to(tl.uint32, bitcast=True) >> 28).to(tl.int32, bitcast=True) & 8
+    return (code_bits(tl.abs(x)) - 0x4B400000) | sign
+
+
+@triton.jit
+def code_bits(magnitude):
+    """Returns the codes of float32 magnitudes plus 0x4B400000, the bits of 1.5 · 2^23. See the module docstring."""
+    magnitude = tl.minimum(magnitude, 6.0)
+    line = tl.minimum(tl.fma(magnitude, 2.0, 12582912.0), magnitude + 12582914.0)
+    line = tl.minimum(line, tl.fma(magnitude, 0.5, 12582916.0))
+    return line.to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def decode_e4m3(code):
+    """Converts codes, integers from 0 to 255, to float32, exactly."""
+    code = code.to(tl.int32)
+    bits = ((code & 0x80) << 24) | ((code & 0x7F) << 20)
+    # Subnormal codes are subnormal float32 numbers, and the product makes both normal.
+    value = bits.to(tl.float32, bitcast=True) * 1.329227995784916e36
+    return tl.where((code & 0x7F) == 0x7F, float("nan"), value)
+
+
+@triton.jit
+def encode_e4m3(x):
+    """Returns the codes (uint8) nearest to float32, ties to even, saturating at 448; NaN is 0x7F, without a sign."""
+    bits = x.to(tl.int32, bitcast=True)
+    magnitude = bits & 0x7FFFFFFF
+    # The mantissa loses 20 bits; adding half of the last bit, and one where it is odd, carries into the exponent.
+    normal = ((magnitude + 0x7FFFF + ((magnitude >> 20) & 1)) >> 20) - (120 << 3)
+    # Below 2^-6 codes are multiples of 2^-9. 1.5 · 2^23 leaves the nearest whole number in the low bits of the sum.
+    small = (tl.abs(x) * 512.0 + 12582912.0).to(tl.int32, bitcast=True) - 0x4B400000
+    code = tl.minimum(tl.where(magnitude < 0x3C800000, small, normal), 0x7E) | ((bits >> 24) & 0x80)
+    return tl.where(magnitude > 0x7F800000, 0x7F, code).to(tl.uint8)
+
+
+@triton.jit
+def from_e4m3(x):
+    """Converts E4M3, or its bytes, to float32."""
+    if x.dtype == tl.uint8:
+        return decode_e4m3(x)
+    else:
+        return x.to(tl.float32)
+
+
+@triton.jit
+def to_e4m3(x, dtype: tl.constexpr):
+    """Rounds float32 to nearest even, saturating: to E4M3, or to its bytes where `dtype` is uint8."""
+    if dtype == tl.uint8:
+        return encode_e4m3(x)
+    else:
+        return x.to(tl.float8e4nv)
+
+
+def compilable(x: torch.Tensor) -> torch.Tensor:
+    """Returns a tensor as a kernel takes it: E4M3 as its bytes where Triton does not compile the type."""
+    return x.view(torch.uint8) if x.dtype is torch.float8_e4m3fn and hardware.lacks_e4m3(x) else x
+
+
+@triton.jit
+def refined(step, near):
+    """Returns 1 / step, correctly rounded, from an approximation a few units off, by one step of Newton's method.
+
+    The step ends one unit low where the mantissa is all ones; its residual, then larger than any other, shows it.
+    """
+    near = tl.fma(tl.fma(-step, near, 1.0), near, near)
+    return tl.where(tl.fma(-step, near, 1.0) >= 5.960464477539063e-08, near * 1.0000001192092896, near)
+
+
+@triton.jit
+def columns(x):
+    """Returns the columns of `[rows, 8]`."""
+    rows: tl.constexpr = x.shape[0]
+    even, odd = tl.split(x.reshape(rows, 4, 2))
+    x04, x26 = tl.split(even.reshape(rows, 2, 2))
+    x15, x37 = tl.split(odd.reshape(rows, 2, 2))
+    x0, x4 = tl.split(x04)
+    x2, x6 = tl.split(x26)
+    x1, x5 = tl.split(x15)
+    x3, x7 = tl.split(x37)
+    return x0, x1, x2, x3, x4, x5, x6, x7

@@ -1,0 +1,99 @@
+"""This file puts quantized weights into a model: modules that replace the original ones, and scales as buffers.
+
+Loading a checkpoint and quantizing a model both end here. Nothing is imported that decides or measures.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from quant.base.errors import UserError
+from quant.execution.encoder_layers import call_encoder_layers
+from quant.formats.tensor import BlockScaledTensor
+from quant.kernels.linear.conv import QuantConv
+from quant.kernels.linear.embedding import QuantEmbedding, embedding_refusal
+from quant.kernels.linear.expert_modules import QuantExperts
+from quant.kernels.linear.quant_linear import QuantLinear, RunTimeParts
+from quant.models.experts_forward import run_experts_one_by_one
+from quant.recipes.expert_stacks import stacking_of
+from quant.recipes.layer_kind import LayerKind
+from quant.recipes.module_hooks import take_over
+from quant.recipes.plan import LayerPlan, Plan
+
+
+def install_weight(
+    model: nn.Module,
+    layer: LayerPlan,
+    weight: BlockScaledTensor,
+    input_scale: torch.Tensor | None,
+    parts: RunTimeParts | None = None,
+) -> None:
+    """Replaces the layer's weight by a quantized module. A bias stays as it is, as do hooks and users' attributes.
+
+    Raises:
+        UserError: an embedding that does more than look up.
+    """
+    parent_name, _, last = layer.name.rpartition(".")
+    parent = model.get_submodule(parent_name)
+    parts = parts or RunTimeParts()
+    # Members of a fusion group were given one tensor; a checkpoint holds one for each of them.
+    input_scale = None if input_scale is None else input_scale.clone()
+    parts = replace(parts, pre_scale=None if parts.pre_scale is None else parts.pre_scale.clone())
+    new: nn.Module
+    if layer.kind == LayerKind.EXPERTS:
+        dtype = parent.get_parameter(last).dtype
+        new = QuantExperts(weight, layer.activation, input_scale, dtype, stacking_of(parent, last))
+        delattr(parent, last)
+    elif layer.kind == LayerKind.EMBEDDING:
+        table = parent.get_submodule(last)
+        if refusal := embedding_refusal(table):
+            raise UserError(f"{layer.name}: cannot be in {layer.weight}: {refusal}; keep it in 16 bit")
+        assert isinstance(table, nn.Embedding)
+        new = QuantEmbedding(weight, table.weight.dtype, table.padding_idx)
+    elif layer.kind == LayerKind.CONV:
+        new = QuantConv(weight, parent.get_submodule(last), layer.activation, input_scale)
+    else:
+        linear = parent.get_submodule(last)
+        assert isinstance(linear.weight, torch.Tensor)
+        bias = getattr(linear, "bias", None)
+        new = QuantLinear(weight, bias, layer.activation, input_scale, dtype=linear.weight.dtype, **vars(parts))
+    # Experts were a parameter, which had no mode of its own.
+    old = None if layer.kind == LayerKind.EXPERTS else parent.get_submodule(last)
+    take_over(new, old)
+    new.train(parent.training if old is None else old.training)
+    setattr(parent, last, new)
+
+
+def install_kv_scales(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Registers KV-cache scales as buffers of their attention modules, under the names of the checkpoint layout.
+
+    Raises:
+        UserError: the model has no such module.
+    """
+    for name, tensor in tensors.items():
+        attention, _, operand = name.rpartition(".")
+        try:
+            module = model.get_submodule(attention)
+        except AttributeError:
+            raise UserError(f"{name}: a scale of the KV cache, and the model has no module {attention}") from None
+        module.register_buffer(operand, tensor)
+
+
+def use_expert_modules(model: nn.Module, plan: Plan) -> None:
+    """Tells a transformers model to call its experts as modules, so that activation formats apply to them too."""
+    if any(layer.kind == LayerKind.EXPERTS for layer in plan.quantized):
+        run_experts_one_by_one(model)
+
+
+def mark_quantized(model: nn.Module) -> None:
+    """Tells modeling code to call layers whose weight it would otherwise multiply by directly.
+
+    Falcon-Mamba of transformers does this with its dt_proj, and torch's encoder layers with theirs.
+    """
+    call_encoder_layers(model)
+    if hasattr(model, "save_pretrained"):
+        model.config._is_quantized = True  # type: ignore[union-attr]

@@ -1,0 +1,321 @@
+"""Each step between the matmuls of a decoder layer is one launch here: few launches keep decoding fast.
+
+    add_rmsnorm        h = x + residual, and h / rms(h) · weight
+    swiglu             silu(gate) · up, of one matmul's output [tokens, 2 · intermediate]
+    rotate_and_store   q, k, v of one matmul's output: q and k normed and rotated, k and v written to their page
+    greedy             the column of the largest logit of each row, -1 where a logit is NaN
+
+Decoding one token reads every weight once and takes a millisecond or two, in which some hundreds of kernels start,
+each before the previous one has ended (`kernels/base/portable_dependent_launch.py`). Every intermediate is rounded to 16
+bit where the modules of transformers round it, so the values are equal to theirs up to the last bit of a reciprocal
+root or an exponential.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+import triton
+import triton.language as tl
+
+from quant.kernels.attention.kv_pages import KVPages
+from quant.kernels.base.portable_dependent_launch import overlap_options, start_next, wait_for_previous
+
+MAX_HIDDEN = 32768
+
+
+@triton.jit
+def _scaled(normed, weight, dtype: tl.constexpr, offset: tl.constexpr):
+    """Returns `normed · weight` as Llama rounds it; with `offset`, `normed · (1 + weight)` as Gemma does."""
+    if offset:
+        return (normed * (1.0 + weight)).to(dtype)
+    return (normed.to(dtype).to(tl.float32) * weight).to(dtype)
+
+
+@triton.jit
+def add_rmsnorm_kernel(
+    x, residual, weight, hidden, out, K, eps,
+    add: tl.constexpr, offset: tl.constexpr, width: tl.constexpr, overlap: tl.constexpr,
+):  # fmt: skip
+    """One row."""
+    if overlap:
+        start_next()
+    row = tl.program_id(0).to(tl.int64) * K
+    column = tl.arange(0, width)
+    inside = column < K
+    dtype: tl.constexpr = x.dtype.element_ty
+    # No kernel of a step writes the norm's weight: it is read before the wait.
+    scale = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+    if overlap:
+        wait_for_previous()
+    value = tl.load(x + row + column, mask=inside, other=0.0).to(tl.float32)
+    if add:
+        value += tl.load(residual + row + column, mask=inside, other=0.0).to(tl.float32)
+        # The module rounds h to 16 bit, and its norm reads the rounded values.
+        rounded = value.to(dtype)
+        tl.store(hidden + row + column, rounded, mask=inside)
+        value = rounded.to(tl.float32)
+    normed = _scaled(value * tl.rsqrt(tl.sum(value * value, axis=0) / K + eps), scale, dtype, offset)
+    tl.store(out + row + column, normed, mask=inside)
+
+
+@triton.jit
+def swiglu_kernel(both, out, K, gelu: tl.constexpr, width: tl.constexpr, overlap: tl.constexpr):
+    """A program computes `width` columns of one row of `out`, from as many of gate and of up, which follows gate."""
+    if overlap:
+        start_next()
+        wait_for_previous()
+    pieces = tl.cdiv(K, width)
+    row = (tl.program_id(0) // pieces).to(tl.int64)
+    column = tl.program_id(0) % pieces * width + tl.arange(0, width)
+    inside = column < K
+    dtype: tl.constexpr = both.dtype.element_ty
+    start = both + row * 2 * K
+    gate = tl.load(start + column, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(start + K + column, mask=inside, other=0.0).to(tl.float32)
+    # gelu's approximation by tanh is gate · sigmoid(2z).
+    z = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate) if gelu else gate
+    gate = (gate / (1.0 + tl.exp(-z))).to(dtype).to(tl.float32)
+    tl.store(out + row * K + column, (gate * up).to(dtype), mask=inside)
+
+
+@triton.jit
+def rotate_and_store_kernel(
+    qkv, cos, sin, q_norm, k_norm, q, k, v, table, lengths, table_stride, heads, kv_heads, eps,
+    norm: tl.constexpr, offset: tl.constexpr, page: tl.constexpr, dim: tl.constexpr, width: tl.constexpr,
+    overlap: tl.constexpr,
+):  # fmt: skip
+    """One head of one sequence. cos, sin: [batch, dim], the two halves alike; q_norm, k_norm: [dim]."""
+    if overlap:
+        start_next()
+        wait_for_previous()
+    head, batch = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    half: tl.constexpr = dim // 2
+    column = tl.arange(0, width)
+    inside = column < half
+    dtype: tl.constexpr = qkv.dtype.element_ty
+    source = qkv + (batch * (heads + 2 * kv_heads) + head) * dim + column
+    low = tl.load(source, mask=inside, other=0.0).to(tl.float32)
+    high = tl.load(source + half, mask=inside, other=0.0).to(tl.float32)
+    if norm and head < heads + kv_heads:
+        weight = q_norm if head < heads else k_norm
+        factor = tl.rsqrt((tl.sum(low * low, axis=0) + tl.sum(high * high, axis=0)) / dim + eps)
+        first = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+        second = tl.load(weight + half + column, mask=inside, other=0.0).to(tl.float32)
+        low = _scaled(low * factor, first, dtype, offset).to(tl.float32)
+        high = _scaled(high * factor, second, dtype, offset).to(tl.float32)
+    if head < heads + kv_heads:
+        c = tl.load(cos + batch * dim + column, mask=inside, other=0.0).to(tl.float32)
+        s = tl.load(sin + batch * dim + column, mask=inside, other=0.0).to(tl.float32)
+        # Each product is rounded before the sum, as the modules do.
+        turned = (low * c).to(dtype).to(tl.float32) - (high * s).to(dtype).to(tl.float32)
+        high = (high * c).to(dtype).to(tl.float32) + (low * s).to(dtype).to(tl.float32)
+        low = turned
+    if head < heads:
+        turned_query = q + (batch * heads + head) * dim
+        tl.store(turned_query + column, low.to(dtype), mask=inside)
+        tl.store(turned_query + half + column, high.to(dtype), mask=inside)
+    else:
+        # The new token is the last of its sequence.
+        last = tl.load(lengths + batch) - 1
+        of = tl.load(table + batch * table_stride + last // page).to(tl.int64)
+        kv_head = (head - heads) % kv_heads
+        line = ((of * kv_heads + kv_head) * page + last % page) * dim
+        if head < heads + kv_heads:
+            tl.store(k + line + column, low.to(dtype), mask=inside)
+            tl.store(k + line + half + column, high.to(dtype), mask=inside)
+        else:
+            tl.store(v + line + column, low.to(dtype), mask=inside)
+            tl.store(v + line + half + column, high.to(dtype), mask=inside)
+
+
+@triton.jit
+def _first_largest(value, column):
+    """Returns the largest value and its first column; NaN and -1 where one value is NaN."""
+    is_nan = tl.max((value != value).to(tl.int32), axis=0) > 0
+    top = tl.max(tl.where(value == value, value, float("-inf")), axis=0)
+    first = tl.min(tl.where(value == top, column, 2147483647), axis=0)
+    return tl.where(is_nan, float("nan"), top), tl.where(is_nan, -1, first)
+
+
+@triton.jit
+def largest_of_pieces_kernel(logits, tops, columns, K, pieces, width: tl.constexpr, overlap: tl.constexpr):
+    """The largest of one piece of a row."""
+    if overlap:
+        start_next()
+        wait_for_previous()
+    row = tl.program_id(1).to(tl.int64)
+    column = tl.program_id(0) * width + tl.arange(0, width)
+    value = tl.load(logits + row * K + column, mask=column < K, other=float("-inf")).to(tl.float32)
+    top, first = _first_largest(value, column)
+    tl.store(tops + row * pieces + tl.program_id(0), top)
+    tl.store(columns + row * pieces + tl.program_id(0), first)
+
+
+@triton.jit
+def largest_of_row_kernel(tops, columns, out, pieces, width: tl.constexpr, overlap: tl.constexpr):
+    """The largest of one row's pieces."""
+    if overlap:
+        start_next()
+        wait_for_previous()
+    row = tl.program_id(0).to(tl.int64)
+    piece = tl.arange(0, width)
+    value = tl.load(tops + row * pieces + piece, mask=piece < pieces, other=float("-inf"))
+    column = tl.load(columns + row * pieces + piece, mask=piece < pieces, other=2147483647)
+    _, first = _first_largest(value, column)
+    tl.store(out + row, first.to(out.dtype.element_ty))
+
+
+def add_rmsnorm(
+    x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float, *, offset: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns `h / rms(h) · weight` and h, where `h = x + residual`, or x without one.
+
+    Args:
+        x: `[tokens, hidden]`, FP16 or BF16, contiguous.
+        residual: a tensor shaped as `x`, or None.
+        weight: `[hidden]`.
+        eps: added to the mean square.
+        offset: the weight is 1 + `weight`, and only the product is rounded, as in Gemma.
+
+    Raises:
+        ValueError: an argument of another shape, dtype or device, or not contiguous.
+    """
+    check_operands(
+        "add_rmsnorm", x, {"x": (x, x.shape), "residual": (residual, x.shape), "weight": (weight, x.shape[-1:])}
+    )
+    columns = x.shape[-1]
+    if x.dim() != 2 or not 0 < columns <= MAX_HIDDEN:
+        raise ValueError(f"add_rmsnorm: x is {list(x.shape)}, expected [tokens, hidden], at most {MAX_HIDDEN} wide")
+    out, hidden = torch.empty_like(x), x if residual is None else torch.empty_like(x)
+    if len(x):
+        width = triton.next_power_of_2(columns)
+        add_rmsnorm_kernel[len(x),](
+            x, x if residual is None else residual, weight, hidden, out, columns, eps,
+            add=residual is not None, offset=offset, width=width, num_warps=min(max(width // 256, 1), 16),
+            **overlap_options(x),
+        )  # fmt: skip
+    return out, hidden
+
+
+def swiglu(both: torch.Tensor, *, gelu: bool = False) -> torch.Tensor:
+    """Returns `silu(gate) · up`, `[tokens, intermediate]`.
+
+    Args:
+        both: `[tokens, 2 · intermediate]`, gate first; FP16 or BF16, contiguous.
+        gelu: the gate passes gelu, approximated by tanh, instead of silu.
+
+    Raises:
+        ValueError: an odd width, another dtype, or not contiguous.
+    """
+    check_operands("swiglu", both, {"both": (both, both.shape)})
+    if both.dim() != 2 or both.shape[1] % 2:
+        raise ValueError(f"swiglu: both is {list(both.shape)}, expected [tokens, 2 · intermediate]")
+    tokens, columns = both.shape[0], both.shape[1] // 2
+    out = both.new_empty(tokens, columns)
+    if out.numel():
+        options = {"width": 1024, "num_warps": 4, **overlap_options(both)}
+        swiglu_kernel[tokens * triton.cdiv(columns, 1024),](both, out, columns, gelu=gelu, **options)
+    return out
+
+
+def rotate_and_store(
+    qkv: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    pages: KVPages,
+    block_table: torch.Tensor,
+    lengths: torch.Tensor,
+    *,
+    norms: tuple[torch.Tensor, torch.Tensor] | None = None,
+    eps: float = 0.0,
+    offset: bool = False,
+) -> torch.Tensor:
+    """Returns rotated q, `[batch, heads, 1, dim]`; k, rotated, and v go to the last position of each sequence.
+
+    Args:
+        qkv: `[batch, (heads + 2 · kv_heads) · dim]`, contiguous, in the dtype of the pages.
+        cos, sin: `[batch, dim]`, in the dtype of `qkv`, the two halves alike.
+        pages: a layer's pages, in 16 bit.
+        block_table: int32 `[batch, most pages]`.
+        lengths: int32 `[batch]`: tokens of each sequence, the new one included; at least 1.
+        norms: weights `[dim]` of the RMS norms that each head of q and of k passes before it is rotated; None for none.
+        eps: added to the mean square of a head.
+        offset: the offset of these norms, as in `add_rmsnorm`.
+
+    Raises:
+        ValueError: an argument of another shape, dtype or device, or not contiguous.
+    """
+    batch, dim, kv_heads = qkv.shape[0], pages.dim, pages.kv_heads
+    heads, remainder = divmod(qkv.shape[-1] - 2 * kv_heads * dim, dim)
+    if pages.format is not None or pages.k.dtype != qkv.dtype:
+        held = pages.format or pages.k.dtype
+        raise ValueError(f"rotate_and_store: the pages are in {held}, expected {qkv.dtype}, the dtype of qkv")
+    if qkv.dim() != 2 or remainder or heads < 1:
+        raise ValueError(f"rotate_and_store: qkv is {list(qkv.shape)}, expected [batch, (heads + 2·{kv_heads})·{dim}]")
+    shape = (batch, dim)
+    expected: dict[str, tuple[torch.Tensor | None, tuple[int, ...]]]
+    expected = {"qkv": (qkv, qkv.shape), "cos": (cos, shape), "sin": (sin, shape), "pages": (pages.k, pages.k.shape)}
+    q_norm, k_norm = norms or (None, None)
+    expected |= {"the norm of q": (q_norm, (dim,)), "the norm of k": (k_norm, (dim,))}
+    check_operands("rotate_and_store", qkv, expected)
+    for name, tensor in (("block_table", block_table), ("lengths", lengths)):
+        if tensor.dtype != torch.int32 or len(tensor) != batch or tensor.device != qkv.device:
+            raise ValueError(f"rotate_and_store: {name} is {tensor.dtype} {list(tensor.shape)} on {tensor.device}")
+    q = qkv.new_empty(batch, heads, 1, dim)
+    if batch:
+        # Unfused: an FMA would not round a product that the modules round before adding it.
+        rotate_and_store_kernel[heads + 2 * kv_heads, batch](
+            qkv, cos, sin, qkv if q_norm is None else q_norm, qkv if k_norm is None else k_norm, q, pages.k, pages.v,
+            block_table, lengths, block_table.stride(0), heads, kv_heads, eps, norm=norms is not None,
+            offset=offset, page=pages.page_size, dim=dim, width=triton.next_power_of_2(dim // 2), num_warps=1,
+            enable_fp_fusion=False,
+            **overlap_options(qkv),
+        )  # fmt: skip
+    return q
+
+
+def greedy(logits: torch.Tensor) -> torch.Tensor:
+    """Returns the first column of the largest logit of each row, int64 `[tokens]`; -1, no token, where a logit is NaN.
+
+    Args:
+        logits: `[tokens, vocabulary]`, FP16 or BF16, contiguous.
+
+    Raises:
+        ValueError: another shape or dtype, or not contiguous.
+    """
+    check_operands("greedy", logits, {"logits": (logits, logits.shape)})
+    if logits.dim() != 2 or not logits.shape[1]:
+        raise ValueError(f"greedy: logits is {list(logits.shape)}, expected [tokens, vocabulary]")
+    tokens, columns = logits.shape
+    out = torch.empty(tokens, dtype=torch.int64, device=logits.device)
+    if tokens:
+        # At most 1024 pieces, which the second kernel reads at once.
+        width = max(1024, triton.next_power_of_2(triton.cdiv(columns, 1024)))
+        pieces = triton.cdiv(columns, width)
+        tops = torch.empty(tokens, pieces, dtype=torch.float32, device=logits.device)
+        firsts = torch.empty(tokens, pieces, dtype=torch.int32, device=logits.device)
+        overlap = overlap_options(logits)
+        largest_of_pieces_kernel[pieces, tokens](logits, tops, firsts, columns, pieces, width=width, **overlap)
+        wide = triton.next_power_of_2(pieces)
+        largest_of_row_kernel[(tokens,)](tops, firsts, out, pieces, width=wide, num_warps=1, **overlap)
+    return out
+
+
+def check_operands(
+    name: str, x: torch.Tensor, arguments: Mapping[str, tuple[torch.Tensor | None, tuple[int, ...]]]
+) -> None:
+    """Raises ValueError unless every argument has its shape, and the 16-bit dtype and the device of x."""
+    if x.dtype not in (torch.float16, torch.bfloat16):
+        raise ValueError(f"{name}: {next(iter(arguments))} is {x.dtype}, expected float16 or bfloat16")
+    for argument, (tensor, shape) in arguments.items():
+        if tensor is None:
+            continue
+        if tuple(tensor.shape) != tuple(shape) or tensor.dtype != x.dtype or tensor.device != x.device:
+            raise ValueError(
+                f"{name}: {argument} is {list(tensor.shape)} {tensor.dtype} on {tensor.device}, expected {list(shape)} "
+                f"{x.dtype} on {x.device}"
+            )
+        if not tensor.is_contiguous():
+            raise ValueError(f"{name}: {argument} is not contiguous (strides {tensor.stride()})")

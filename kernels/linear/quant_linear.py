@@ -1,0 +1,188 @@
+"""`QuantLinear` is `nn.Linear` with a quantized weight.
+
+Some solvers leave work for run time. A linear does it to its input x in this order, before the matmul:
+
+    x' = hadamard(x · pre_scale)                a scale that no neighbour could absorb, then a blockwise rotation
+    y  = round(x') Wqᵀ + (x' Aᵀ) Bᵀ + bias      a low-rank branch in 16 bit takes x' unrounded (SVDQuant)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+import quant.kernels.linear.ops  # noqa: F401 - defines torch.ops.quant.linear
+from quant.formats.format import Format
+from quant.formats.tensor import BlockScaledTensor
+from quant.kernels.rounding.hadamard import hadamard_block, hadamard_transform
+from quant.kernels.linear.quantized_module import QuantizedModule
+
+
+@dataclass(frozen=True, eq=False)
+class RunTimeParts:
+    """The work of a quantized linear at run time in addition to its matmul; by default there is none.
+
+    Attributes:
+        pre_scale: multiplies the input, `[in]`, in the model's dtype.
+        hadamard: block of the rotation that follows, a power of two; 0 for none.
+        lowrank: (down `[rank, in]`, up `[out, rank]`) in the model's dtype: a branch that is added to the matmul.
+    """
+
+    pre_scale: torch.Tensor | None = None
+    hadamard: int = 0
+    lowrank: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def __bool__(self) -> bool:
+        return self.pre_scale is not None or self.hadamard > 0 or self.lowrank is not None
+
+    @property
+    def rank(self) -> int:
+        """Rank of the branch, 0 without one."""
+        return 0 if self.lowrank is None else self.lowrank[0].shape[0]
+
+    def input(self, x: torch.Tensor) -> torch.Tensor:
+        """Returns `[..., in]` as the weight and the branch see it, in the dtype of `x`."""
+        if self.pre_scale is not None:
+            x = x * self.pre_scale.to(x.dtype)
+        return hadamard_transform(x, self.hadamard) if self.hadamard else x
+
+    def branch(self, x: torch.Tensor) -> torch.Tensor | None:
+        """Returns the branch's share of the output, `[..., out]`, for an input that `input` returned."""
+        if self.lowrank is None:
+            return None
+        down, up = self.lowrank
+        return nn.functional.linear(nn.functional.linear(x, down.to(x.dtype)), up.to(x.dtype))
+
+    def check(self, name: str, shape: tuple[int, ...]) -> None:
+        """Raises ValueError where a part does not fit a weight of `shape` `[out, in]`."""
+        rows, columns = shape
+        if self.pre_scale is not None and self.pre_scale.shape != (columns,):
+            raise ValueError(f"{name} {list(shape)}: pre_scale is {list(self.pre_scale.shape)}, expected [{columns}]")
+        block = self.hadamard
+        if block < 0 or block & (block - 1) or (block and columns % block):
+            raise ValueError(
+                f"{name} {list(shape)}: Hadamard block {block} must be a power of two that divides {columns}; "
+                f"the largest is {hadamard_block(columns)}, 0 is none"
+            )
+        if self.lowrank is not None:
+            down, up = self.lowrank
+            if down.shape != (self.rank, columns) or up.shape != (rows, self.rank):
+                raise ValueError(
+                    f"{name} {list(shape)}: low-rank branch of {list(down.shape)} and {list(up.shape)}, "
+                    f"expected [rank, {columns}] and [{rows}, rank]"
+                )
+
+
+class QuantLinear(QuantizedModule):
+    """A linear layer over a quantized weight.
+
+    Args:
+        weight: `[out, in]`.
+        bias: `[out]`, or None.
+        activation: format the input is rounded to; None leaves it in 16 bit.
+        input_scale: static scale of the activation format, float32 scalar, where the format has one.
+        pre_scale, hadamard, lowrank: see `RunTimeParts`.
+        dtype: the dtype of `weight` for code that reads it; `.to(dtype)` changes it.
+
+    Raises:
+        ValueError: one of them does not fit the weight.
+    """
+
+    bias: nn.Parameter | None
+    pre_scale: torch.Tensor | None
+    lowrank_down: torch.Tensor | None
+    lowrank_up: torch.Tensor | None
+
+    def __init__(
+        self,
+        weight: BlockScaledTensor,
+        bias: torch.Tensor | None = None,
+        activation: Format | None = None,
+        input_scale: torch.Tensor | None = None,
+        *,
+        pre_scale: torch.Tensor | None = None,
+        hadamard: int = 0,
+        lowrank: tuple[torch.Tensor, torch.Tensor] | None = None,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        RunTimeParts(pre_scale, hadamard, lowrank).check("QuantLinear", weight.shape)
+        # Parts are buffers of their own, so that `.to` moves and casts them with the module.
+        down, up = lowrank or (None, None)
+        super().__init__(weight, activation, input_scale, pre_scale=pre_scale, lowrank_down=down, lowrank_up=up)
+        self.out_features, self.in_features = weight.shape
+        self.register_parameter("bias", None if bias is None else nn.Parameter(bias.detach(), requires_grad=False))
+        self.hadamard = hadamard
+        self.dtype = dtype
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """The matrix `[out, in]` that the layer multiplies its input by, dequantized again for each access.
+
+        Modeling code reads the weight of some layers, for its dtype or to multiply by it without calling the layer;
+        the input is then not rounded to the activation format.
+        """
+        # The order undoes `forward` from the right: branch, rotation, pre-scale.
+        weight = self.dequantize()
+        if self.lowrank_down is not None and self.lowrank_up is not None:
+            weight += self.lowrank_up.float() @ self.lowrank_down.float()
+        if self.hadamard:  # a symmetric matrix that is its own inverse: (x H) Wᵀ = x (W H)ᵀ
+            weight = hadamard_transform(weight, self.hadamard)
+        if self.pre_scale is not None:
+            weight = weight * self.pre_scale.float()
+        return weight.to(self.dtype)
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> QuantLinear:
+        super()._apply(fn, recurse)
+        self.dtype = fn(torch.empty(0, dtype=self.dtype)).dtype
+        return self
+
+    @property
+    def parts(self) -> RunTimeParts:
+        """The run-time work in addition to the matmul, sharing the module's buffers."""
+        lowrank = None
+        if self.lowrank_down is not None and self.lowrank_up is not None:
+            lowrank = (self.lowrank_down, self.lowrank_up)
+        return RunTimeParts(self.pre_scale, self.hadamard, lowrank)
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Maps `[..., in]` to `[..., out]`, in the dtype of `input`, which is named as in `nn.Linear`."""
+        x = input
+        # Reading a buffer as an attribute is one more Python call before the launch.
+        buffers = self._buffers
+        codes = buffers["codes"]
+        assert codes is not None
+        if (codes.device, codes.dtype, x.dtype) != self._arranged:
+            self.arrange(x.dtype)
+        if x.shape[-1] != self.in_features:
+            raise ValueError(f"input {list(x.shape)} does not fit a weight of {list(self.weight_shape)} [out, in]")
+        # Most layers have no work at run time; `RunTimeParts` would be made for nothing at each call.
+        parts = None
+        if self.hadamard or buffers["pre_scale"] is not None or buffers["lowrank_down"] is not None:
+            parts = self.parts
+            x = parts.input(x)
+        activation = self.activation_format
+        y: torch.Tensor = torch.ops.quant.linear.default(
+            x,
+            buffers["codes"],
+            buffers["scale"],
+            buffers["global_scale"],
+            self._parameters["bias"],
+            buffers["input_scale"],
+            self.weight_format.name,
+            "" if activation is None else activation.name,
+        )
+        branch = None if parts is None else parts.branch(x)
+        return y if branch is None else y + branch
+
+    def extra_repr(self) -> str:
+        words = [super().extra_repr()]
+        if self.pre_scale is not None:
+            words.append("pre_scale")
+        if self.hadamard:
+            words.append(f"hadamard={self.hadamard}")
+        if self.lowrank_down is not None:
+            words.append(f"rank={self.parts.rank}")
+        return ", ".join(words)

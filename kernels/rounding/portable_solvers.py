@@ -1,0 +1,365 @@
+"""Three solvers round to NVFP4 on a GPU in one launch each, where PyTorch needs a dozen or thousands.
+
+    solve_nvfp4_window, search_nvfp4_blocks    GPTQ's windows and `local_hessian`'s blocks, with a search for scales
+    fake_quantize_nvfp4                        `formats.tensor.fake_quantize` of inputs
+    learned_values, learned_gradient           the weight of `autoround` and its straight-through gradient, graph-free
+
+The rows of a weight are independent in GPTQ, so a program takes a few of them through the whole window:
+
+    for each block b:   target  = targets[b] - Σ C[a, b]ᵀ move[a]      over the blocks a before it
+                        sixteen scales are tried at once, each with feedback inside the block:
+                            q[j]    = nearest(left[j] / step) · step,      e[j] = (left[j] - q[j]) / U[j, j]
+                            left[i] -= U[j, i] · e[j]     for i > j,       loss = Σ e[j]²
+                        the scale with the least loss stays
+
+A lane of the program is one row with one of its scales, and holds the sixteen inputs in registers. Moves go to later
+blocks through memory that only this program reads. All sixteen scales are tried, because a trial is cheap here. The
+other kernels take tiles of blocks of sixteen values.
+"""
+
+from contextlib import suppress
+from functools import cache
+from threading import Thread
+
+import torch
+import triton
+import triton.language as tl
+
+from quant.formats.format import FORMATS, Format
+from quant.formats.scaling import global_scale_of
+from quant.kernels.base.launch_cache import CachedLaunch
+from quant.kernels.rounding.portable_block_scales import amax_of
+from quant.kernels.base.portable_small_floats import nearest_e2m1
+
+WIDTH = 16
+_CANDIDATES = 16
+# Rows of the weight per program of one warp: with their scales they fill its lanes, so no lanes exchange data.
+_ROWS = 2
+_BLOCKS = 64
+
+
+@triton.jit
+def _decode_e4m3(code):
+    """Returns the values of codes 0 to 126."""
+    normal = ((code + (120 << 3)) << 20).to(tl.float32, bitcast=True)
+    return tl.where(code < 8, code.to(tl.float32) * 0.001953125, normal)
+
+
+@triton.jit
+def _encode_e4m3_up(x):
+    """Returns the least code whose value is not below x, for 0 <= x <= 448."""
+    bits = x.to(tl.int32, bitcast=True)
+    normal = ((bits + ((1 << 20) - 1)) >> 20) - (120 << 3)
+    return tl.where(x < 0.015625, tl.ceil(x * 512.0).to(tl.int32), normal)
+
+
+@triton.jit
+def nvfp4_solve_kernel(
+    targets, coupling, inverses, values, scales, moves, global_scale, n, blocks, targets_stride, coupling_row,
+    coupling_column, targets_matrix, coupling_matrix, inverses_matrix, values_matrix, scales_matrix, moves_matrix,
+    improve: tl.constexpr, WIDTH: tl.constexpr, CANDIDATES: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Takes `ROWS` rows of a weight through one window; see the module docstring.
+
+    Grid: (groups of rows, windows, weights).
+    """
+    matrix = tl.program_id(2).to(tl.int64)
+    targets += matrix * targets_matrix
+    coupling += matrix * coupling_matrix
+    inverses += matrix * inverses_matrix
+    values += matrix * values_matrix
+    scales += matrix * scales_matrix
+    moves += matrix * moves_matrix
+    column = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    valid = column < n
+    row = tl.arange(0, WIDTH)
+    candidate = tl.arange(0, CANDIDATES)
+    second = tl.load(global_scale + matrix)
+    start = tl.program_id(1) * blocks
+    for b in range(start, start + blocks):
+        offset = (b * WIDTH + row)[:, None] * n + column[None, :]
+        target = tl.load(
+            targets + (b * WIDTH + row)[:, None] * targets_stride + column[None, :], mask=valid[None, :], other=0.0
+        )
+        # Feedback of the blocks before this one, with their final moves.
+        for a in range(start, b):
+            move = tl.load(moves + (a * WIDTH + row)[:, None] * n + column[None, :], mask=valid[None, :], other=0.0)
+            weight = tl.load(
+                coupling
+                + ((a - start) * WIDTH + row)[:, None] * coupling_row
+                + ((b - start) * WIDTH + row)[None, :] * coupling_column
+            )
+            target -= tl.sum(weight[:, :, None] * move[:, None, :], axis=0)
+        amax = tl.max(tl.abs(target), axis=0)
+        ideal = tl.minimum(tl.div_rn(amax, 6.0 * second), 448.0)
+        # Sixteen neighbouring codes of E4M3: eight below the `max` rule's, that one, and seven above.
+        first = tl.minimum(tl.maximum(_encode_e4m3_up(ideal) - 8, 1), 111)
+        scale = _decode_e4m3(first[None, :] + candidate[:, None])
+        step = scale * second
+        left = tl.broadcast_to(target[:, None, :], [WIDTH, CANDIDATES, ROWS])
+        rounded = tl.zeros([WIDTH, CANDIDATES, ROWS], tl.float32)
+        errors = tl.zeros([WIDTH, CANDIDATES, ROWS], tl.float32)
+        loss = tl.zeros([CANDIDATES, ROWS], tl.float32)
+        old = tl.load(values + offset, mask=valid[None, :], other=0.0)
+        old_left = target
+        old_loss = tl.zeros([ROWS], tl.float32)
+        for j in tl.static_range(WIDTH):
+            # Registers cannot be indexed: input j is selected by a sum over a mask, in every lane at once.
+            own = (row == j)[:, None, None]
+            current = tl.sum(tl.where(own, left, 0.0), axis=0)
+            value = nearest_e2m1(tl.div_rn(current, step)) * step
+            upper = tl.load(inverses + b * WIDTH * WIDTH + j * WIDTH + row)
+            pivot = tl.load(inverses + b * WIDTH * WIDTH + j * WIDTH + j)
+            error = tl.div_rn(current - value, pivot)
+            loss += error * error
+            left -= upper[:, None, None] * error[None, :, :]
+            rounded = tl.where(own, value[None, :, :], rounded)
+            errors = tl.where(own, error[None, :, :], errors)
+            if improve:
+                # The loss of the previous values, under the same feedback.
+                old_error = tl.div_rn(tl.sum(tl.where((row == j)[:, None], old_left - old, 0.0), axis=0), pivot)
+                old_loss += old_error * old_error
+                old_left -= upper[:, None] * old_error[None, :]
+        # The first of equal losses, the smallest scale.
+        best = tl.argmin(loss, axis=0)
+        chosen = candidate[:, None] == best[None, :]
+        new = tl.sum(tl.where(chosen[None, :, :], rounded, 0.0), axis=1)
+        new_scale = tl.sum(tl.where(chosen, scale, 0.0), axis=0)
+        scale_offset = b * n + column
+        if improve:
+            better = tl.min(loss, axis=0) < old_loss
+            new = tl.where(better[None, :], new, old)
+            new_scale = tl.where(better, new_scale, tl.load(scales + scale_offset, mask=valid, other=0.0))
+            move = new - old
+        else:
+            move = tl.sum(tl.where(chosen[None, :, :], errors, 0.0), axis=1)
+        tl.store(values + offset, new, mask=valid[None, :])
+        tl.store(scales + scale_offset, new_scale, mask=valid)
+        tl.store(moves + offset, move, mask=valid[None, :])
+        tl.debug_barrier()  # the next block reads values that other threads of this program wrote
+
+
+def solve_nvfp4_window(
+    global_scale: torch.Tensor,
+    targets: torch.Tensor,
+    coupling: torch.Tensor,
+    inverses: torch.Tensor,
+    values: torch.Tensor,
+    scales: torch.Tensor | None,
+    start: int,
+    improve: bool,
+) -> torch.Tensor:
+    """Solves a window as `gptq._solve_window` does, in whole blocks of sixteen, trying every scale with feedback.
+
+    Args:
+        global_scale: float32 scalar.
+        targets: `[inputs, n]`, rows contiguous.
+        coupling: `[inputs, inputs]`.
+        inverses: `[blocks, 16, 16]`.
+        values, scales: contiguous, filled here.
+        start: not used.
+        improve: as in `gptq._solve_window`.
+
+    Several weights are solved in one launch where all of these have one more dimension in front; `global_scale` is
+    then float32 `[weights]`, contiguous.
+
+    Returns:
+        The moves, `[inputs, n]`.
+    """
+    assert scales is not None
+    return _launch_solver(global_scale, targets, coupling, inverses, values, scales, windows=1, improve=improve)
+
+
+def search_nvfp4_blocks(
+    blocks: torch.Tensor, inverses: torch.Tensor, global_scale: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the best values and scales of independent blocks, all in one launch.
+
+    Args:
+        blocks: `[16 · blocks, n]`, float32, contiguous.
+        inverses: U of each, `[blocks, 16, 16]`.
+        global_scale: float32 scalar.
+
+    Returns:
+        Values `[16 · blocks, n]` and block scales `[blocks, n]`.
+    """
+    values = torch.empty_like(blocks)
+    scales = torch.empty(len(inverses), blocks.shape[1], device=blocks.device, dtype=torch.float32)
+    _launch_solver(global_scale, blocks, inverses, inverses, values, scales, windows=len(inverses), improve=False)
+    return values, scales
+
+
+def _launch_solver(
+    global_scale: torch.Tensor,
+    targets: torch.Tensor,
+    coupling: torch.Tensor,
+    inverses: torch.Tensor,
+    values: torch.Tensor,
+    scales: torch.Tensor,
+    *,
+    windows: int,
+    improve: bool,
+) -> torch.Tensor:
+    *weights, inputs, n = targets.shape
+    moves = torch.empty(targets.shape, device=targets.device, dtype=torch.float32)
+    targets = targets if targets.stride(-1) == 1 else targets.contiguous()
+    inverses = inverses.contiguous()
+    several = (targets, coupling, inverses, values, scales, moves)
+    strides = [tensor.stride(0) if weights else 0 for tensor in several]
+    _solver(triton.cdiv(n, _ROWS), windows, weights[0] if weights else 1, improve)(
+        *several, global_scale, n, inputs // WIDTH // windows, targets.stride(-2), coupling.stride(-2),
+        coupling.stride(-1), *strides,
+    )  # fmt: skip
+    return moves
+
+
+def compile_solver(device: torch.device) -> None:
+    """Compiles both kernels of GPTQ's windows, each in a thread; a launch waits for the one that it needs.
+
+    Triton takes 4 s for each, most of them without Python's lock, and keeps the result on the disk for later processes.
+    """
+
+    def launch(improve: bool) -> None:
+        # An error is left to the launch that needs the kernel.
+        with suppress(Exception), torch.cuda.device(device):
+            rows, inputs = 16, 2 * WIDTH
+            targets = torch.zeros(inputs, rows, device=device, dtype=torch.float32)
+            blocks = torch.ones(2, WIDTH, WIDTH, device=device, dtype=torch.float32)
+            # Triton compiles another kernel for other strides: U and its products are stored by columns.
+            coupling = torch.zeros(inputs, inputs, device=device, dtype=torch.float32).t()
+            values, scales = torch.zeros_like(targets), torch.zeros(2, rows, device=device, dtype=torch.float32)
+            solve_nvfp4_window(
+                torch.ones((), device=device, dtype=torch.float32),
+                targets,
+                coupling,
+                blocks,
+                values,
+                scales,
+                0,
+                improve,
+            )
+
+    for improve in (False, True):
+        Thread(target=launch, args=(improve,), name="compile").start()
+
+
+@cache
+def _solver(programs: int, windows: int, weights: int, improve: bool) -> CachedLaunch:
+    """Returns the launch of a grid of programs; a layer has hundreds of windows of one shape."""
+    constants = {"improve": improve, "WIDTH": WIDTH, "CANDIDATES": _CANDIDATES, "ROWS": _ROWS, "num_warps": 1}
+    return CachedLaunch(nvfp4_solve_kernel, (programs, windows, weights), constants)
+
+
+@triton.jit
+def _nearest_e4m3(x):
+    """Returns the value of E4M3 nearest to 0 < x, to even, saturating at 448 and at the least above zero."""
+    x = tl.minimum(tl.maximum(x, 0.001953125), 448.0)
+    power = tl.maximum((x.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True), 0.015625)
+    magic = power * 1572864.0  # 1.5 · 2^20 powers
+    return (x + magic) - magic
+
+
+@triton.jit
+def nvfp4_fake_quantize_kernel(
+    x, out, global_scale, blocks, four_or_six: tl.constexpr, WIDTH: tl.constexpr, BLOCKS: tl.constexpr
+):
+    """Rounds and dequantizes `BLOCKS` blocks of sixteen values; grid: (groups of blocks,)."""
+    block = tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
+    offset = block[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
+    valid = (block < blocks)[:, None]
+    value = tl.load(x + offset, mask=valid, other=0.0).to(tl.float32)
+    second = tl.load(global_scale)
+    amax = amax_of(value, 1)
+    step = tl.fma(amax, 0.0, _nearest_e4m3(tl.div_rn(amax, 6.0 * second))) * second
+    if four_or_six:
+        four = tl.fma(amax, 0.0, _nearest_e4m3(tl.div_rn(amax * 1.5, 6.0 * second))) * second
+        # The two errors, both in units of `step`.
+        ratio = tl.div_rn(four, step)
+        step = tl.where(_squared_error(value, four) * ratio * ratio < _squared_error(value, step), four, step)
+    step = tl.broadcast_to(step[:, None], [BLOCKS, WIDTH])
+    rounded = nearest_e2m1(tl.div_rn(value, step)) * step
+    tl.store(out + offset, rounded.to(out.dtype.element_ty), mask=valid)
+
+
+@triton.jit
+def _squared_error(x, step):
+    """Returns the squared error of blocks `[blocks, values]` on a grid of `step` `[blocks]`, in units of it."""
+    steps = tl.div_rn(x, step[:, None])
+    error = nearest_e2m1(steps) - steps
+    return tl.sum(error * error, axis=1)
+
+
+@triton.jit
+def nvfp4_learned_kernel(
+    latent, first_step, step, gradient, values, scale_gradient, blocks,
+    backward: tl.constexpr, WIDTH: tl.constexpr, BLOCKS: tl.constexpr,
+):  # fmt: skip
+    """Computes `BLOCKS` blocks of the learned weight; with `backward`, gradients of its latent values and scales."""
+    block = tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
+    offset = block[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
+    inside = block < blocks
+    valid = inside[:, None]
+    first = tl.broadcast_to(tl.load(first_step + block, mask=inside, other=1.0)[:, None], [BLOCKS, WIDTH])
+    now = tl.broadcast_to(tl.load(step + block, mask=inside, other=1.0)[:, None], [BLOCKS, WIDTH])
+    quotient = tl.div_rn(tl.load(latent + offset, mask=valid, other=0.0) * first, now)
+    nearest = nearest_e2m1(quotient)
+    if backward:
+        error = tl.load(gradient + offset, mask=valid, other=0.0).to(tl.float32)
+        # Straight through: within the range the latent value gets the gradient, beyond it only the scale does.
+        free = tl.abs(quotient) <= 6.0
+        tl.store(values + offset, tl.where(free, error * first, 0.0), mask=valid)
+        total = tl.sum(error * (nearest - tl.where(free, quotient, 0.0)), axis=1)
+        tl.store(scale_gradient + block, total, mask=inside)
+    else:
+        tl.store(values + offset, nearest * now, mask=valid)
+
+
+def fake_quantize_nvfp4(
+    x: torch.Tensor, global_scale: torch.Tensor | None, format: Format = FORMATS["nvfp4"]
+) -> torch.Tensor:
+    """Returns `fake_quantize(x, format, global_scale=global_scale)`, the same to the bit except for the sign of zeros.
+
+    Under the rule `four_over_six`, scales of equal errors may differ, because these add up in another order.
+
+    Args:
+        x: `[..., in]` on a GPU, `in` a multiple of sixteen; any float dtype up to float32.
+        global_scale: float32 scalar; None measures it.
+        format: one that is laid out as NVFP4.
+    """
+    x = x.contiguous()
+    if global_scale is None:
+        global_scale = global_scale_of(x.abs().amax(), format)
+    out = torch.empty_like(x)
+    blocks = x.numel() // WIDTH
+    nvfp4_fake_quantize_kernel[(triton.cdiv(blocks, _BLOCKS),)](
+        x, out, global_scale, blocks, four_or_six=format.input_rule == "four_over_six", WIDTH=WIDTH, BLOCKS=_BLOCKS
+    )
+    return out
+
+
+def learned_values(latent: torch.Tensor, first_step: torch.Tensor, step: torch.Tensor) -> torch.Tensor:
+    """Returns step · nearest(latent · first_step / step), float32 `[out, in]`.
+
+    Args:
+        latent: `[out, in]`, float32, contiguous.
+        first_step, step: `[out, in / 16]`, float32, contiguous.
+    """
+    values = torch.empty_like(latent)
+    _launch_learned(latent, first_step, step, latent, values, values, backward=False)
+    return values
+
+
+def learned_gradient(
+    latent: torch.Tensor, first_step: torch.Tensor, step: torch.Tensor, gradient: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the gradients of `latent` `[out, in]` and of `step` `[out, in / 16]`."""
+    of_latent, of_step = torch.empty_like(latent), torch.empty_like(step)
+    _launch_learned(latent, first_step, step, gradient.contiguous(), of_latent, of_step, backward=True)
+    return of_latent, of_step
+
+
+def _launch_learned(*tensors: torch.Tensor, backward: bool) -> None:
+    blocks = tensors[0].numel() // WIDTH
+    nvfp4_learned_kernel[(triton.cdiv(blocks, _BLOCKS),)](
+        *tensors, blocks, backward=backward, WIDTH=WIDTH, BLOCKS=_BLOCKS
+    )

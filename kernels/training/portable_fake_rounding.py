@@ -1,0 +1,374 @@
+"""These kernels round weights to a format on a GPU and keep them as floats: the weights of a model in training.
+
+A program owns a tile `[block_n, block_k]` of the weight `[N, K]`, and reads it once:
+
+    w ─▶ scale of its block (the `max` rule, or one that is given) ─▶ w / step ─▶ nearest value of the grid ─▶ · step
+
+The grid may be any element number's, computed as `quant.formats.rounding.round_to` does: the exponent bits of the
+quotient give the distance of its neighbours, a power of two, and adding and subtracting 1.5 · 2^23 rounds to integers.
+Divisions are correctly rounded, so the result is the oracle's bit for bit. `mask_kernel` is the straight-through
+gradient under a scale that is given: it passes where the weight is within the range of its block. `slope_kernel` sums
+LSQ's gradient of a scale over its block. `input_kernel` adds such a sum to the gradient of an input: to the one that
+decides the scale of its block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from quant.formats.format import FORMATS, INPUT_FORMATS, Format
+from quant.kernels.base import hardware
+from quant.kernels.base.launch_cache import CachedLaunch
+from quant.kernels.rounding.portable_block_scales import amax_of
+from quant.kernels.base.portable_small_floats import from_e4m3, to_e4m3
+
+_BLOCK_N, _BLOCK_K = 16, 256
+_MOST_ROWS = _BLOCK_N * 65535  # of CUDA's grids
+_RUN = 2048
+
+
+@triton.jit
+def block_scale(amax, second, largest: tl.constexpr, kind: tl.constexpr):
+    """Returns a block's step by the `max` rule: its scale, to E4M3 or up to a power of two, times the second.
+
+    `kind` is "e4m3", or "e4m3 in bytes" where Triton has no such type, or "e8m0".
+    """
+    if kind != "e8m0":
+        ideal = tl.maximum(tl.div_rn(amax, largest * second), 0.001953125)
+        # In this order: NaN and infinity become NaN.
+        dtype: tl.constexpr = tl.float8e4nv if kind == "e4m3" else tl.uint8
+        return from_e4m3(to_e4m3(tl.fma(amax, 0.0, tl.minimum(ideal, 448.0)), dtype)) * second
+    else:
+        bits = tl.div_rn(amax, largest).to(tl.int32, bitcast=True)
+        exponent = (bits >> 23) + tl.where((bits & 0x7FFFFF) != 0, 1, 0)
+        # Exponent 0 stands for 2^-127, a subnormal.
+        up = tl.where(bits <= 0x400000, 0x400000, exponent << 23).to(tl.float32, bitcast=True)
+        return tl.fma(amax, 0.0, up)
+
+
+@triton.jit
+def _given_scale(scale, second, n, k, N, K, stride, rows: tl.constexpr, columns: tl.constexpr):
+    """Returns the step of each weight of a tile; a block is `rows` by `columns`, 0 for the whole axis."""
+    first = n // rows if rows > 0 else n * 0
+    across = k // columns if columns > 0 else k * 0
+    inside = (n[:, None] < N) & (k[None, :] < K)
+    return tl.load(scale + first.to(tl.int64)[:, None] * stride + across[None, :], mask=inside, other=1.0) * second
+
+
+@triton.jit
+def on_grid(
+    steps, largest: tl.constexpr, least: tl.constexpr, mantissa: tl.constexpr, lowest: tl.constexpr, top: tl.constexpr,
+    integer: tl.constexpr,
+):  # fmt: skip
+    """Returns `steps` rounded to the nearest value of a number, ties to even, saturating at `least` and `largest`.
+
+    `lowest` is its smallest normal, and `top` the power of two below its largest value.
+    """
+    bound = tl.where(steps < 0, -least, largest)
+    magnitude = tl.minimum(tl.abs(steps), bound, propagate_nan=tl.PropagateNan.ALL)
+    # 1.5 · 2^23: the sum has no bits below one, and rounds ties to even.
+    if integer:
+        rounded = (magnitude + 12582912.0) - 12582912.0
+    else:
+        # The power of two below the magnitude, from its exponent bits; subnormals share the step of the lowest normal.
+        power = (magnitude.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+        power = tl.minimum(tl.maximum(power, lowest), top) * (0.5**mantissa)
+        rounded = (tl.div_rn(magnitude, power) + 12582912.0 - 12582912.0) * power
+        rounded = tl.minimum(rounded, bound, propagate_nan=tl.PropagateNan.ALL)
+    return tl.where(steps < 0, -rounded, rounded)
+
+
+@triton.jit
+def round_kernel(
+    weight, scale, global_scale, out, N, K, weight_stride, scale_stride,
+    largest: tl.constexpr, least: tl.constexpr, mantissa: tl.constexpr, lowest: tl.constexpr, top: tl.constexpr,
+    integer: tl.constexpr,
+    kind: tl.constexpr, rows: tl.constexpr, columns: tl.constexpr, measured: tl.constexpr, has_global: tl.constexpr,
+    block_n: tl.constexpr, block_k: tl.constexpr,
+):  # fmt: skip
+    """The tile of `out`, contiguous `[N, K]`: the weight, rounded."""
+    n = tl.program_id(1) * block_n + tl.arange(0, block_n)
+    k = tl.program_id(0) * block_k + tl.arange(0, block_k)
+    inside = (n[:, None] < N) & (k[None, :] < K)
+    w = tl.load(weight + n.to(tl.int64)[:, None] * weight_stride + k[None, :], mask=inside, other=0.0).to(tl.float32)
+    second = tl.load(global_scale).to(tl.float32) if has_global else 1.0
+    if measured:
+        blocks = w.reshape(block_n, block_k // columns, columns)
+        step = block_scale(amax_of(blocks, 2), second, largest, kind)
+        step = tl.broadcast_to(step[:, :, None], (block_n, block_k // columns, columns)).reshape(block_n, block_k)
+    else:
+        step = _given_scale(scale, second, n, k, N, K, scale_stride, rows, columns)
+    rounded = on_grid(tl.div_rn(w, step), largest, least, mantissa, lowest, top, integer) * step
+    tl.store(out + n.to(tl.int64)[:, None] * K + k[None, :], rounded.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _backward_tile(
+    gradient, weight, scale, global_scale, n, k, N, K, gradient_stride, weight_stride, scale_stride,
+    rows: tl.constexpr, columns: tl.constexpr, has_global: tl.constexpr,
+):  # fmt: skip
+    """Loads the operands of a gradient: tiles of dY, of the weight and of its steps, and the global scale."""
+    inside = (n[:, None] < N) & (k[None, :] < K)
+    row = n.to(tl.int64)[:, None]
+    w = tl.load(weight + row * weight_stride + k[None, :], mask=inside, other=0.0).to(tl.float32)
+    dy = tl.load(gradient + row * gradient_stride + k[None, :], mask=inside, other=0.0).to(tl.float32)
+    second = tl.load(global_scale).to(tl.float32) if has_global else 1.0
+    return dy, w, _given_scale(scale, second, n, k, N, K, scale_stride, rows, columns), second
+
+
+@triton.jit
+def mask_kernel(
+    gradient, weight, scale, global_scale, out, N, K, gradient_stride, weight_stride, scale_stride,
+    largest: tl.constexpr, least: tl.constexpr, rows: tl.constexpr, columns: tl.constexpr, has_global: tl.constexpr,
+    block_n: tl.constexpr, block_k: tl.constexpr,
+):  # fmt: skip
+    """The tile of `out`, contiguous `[N, K]`: the gradient, zero where the weight is beyond the range of its block."""
+    n = tl.program_id(1) * block_n + tl.arange(0, block_n)
+    k = tl.program_id(0) * block_k + tl.arange(0, block_k)
+    dy, w, step, _ = _backward_tile(
+        gradient, weight, scale, global_scale, n, k, N, K, gradient_stride, weight_stride, scale_stride,
+        rows, columns, has_global,
+    )  # fmt: skip
+    dw = tl.where((w >= least * step) & (w <= largest * step), dy, 0.0).to(out.dtype.element_ty)
+    tl.store(out + n.to(tl.int64)[:, None] * K + k[None, :], dw, mask=(n[:, None] < N) & (k[None, :] < K))
+
+
+@triton.jit
+def slope_kernel(
+    gradient, weight, scale, global_scale, out, N, K, gradient_stride, weight_stride, scale_stride,
+    largest: tl.constexpr, least: tl.constexpr, mantissa: tl.constexpr, lowest: tl.constexpr, top: tl.constexpr,
+    integer: tl.constexpr,
+    rows: tl.constexpr, columns: tl.constexpr, has_global: tl.constexpr, block_n: tl.constexpr, block_k: tl.constexpr,
+):  # fmt: skip
+    """The tile of `out`, float32 contiguous `[N, K / columns]`: the sum over each block of dY · (q - u), or dY · q."""
+    n = tl.program_id(1) * block_n + tl.arange(0, block_n)
+    k = tl.program_id(0) * block_k + tl.arange(0, block_k)
+    dy, w, step, second = _backward_tile(
+        gradient, weight, scale, global_scale, n, k, N, K, gradient_stride, weight_stride, scale_stride,
+        rows, columns, has_global,
+    )  # fmt: skip
+    # LSQ: the slope of q(w / s) · s in s is q − w / s inside the range, and q at its ends.
+    steps = tl.div_rn(w, step)
+    within = tl.where((w >= least * step) & (w <= largest * step), steps, 0.0)
+    slope = dy * (on_grid(steps, largest, least, mantissa, lowest, top, integer) - within)
+    summed = tl.sum(slope.reshape(block_n, block_k // columns, columns), 2) * second
+    blocks = tl.program_id(0) * (block_k // columns) + tl.arange(0, block_k // columns)
+    at = n.to(tl.int64)[:, None] * (K // columns) + blocks[None, :]
+    tl.store(out + at, summed, mask=(n[:, None] < N) & (blocks[None, :] < K // columns))
+
+
+@triton.jit
+def input_kernel(
+    gradient, x, rounded, scale, out, N, K, gradient_stride, stride, rounded_stride,
+    least: tl.constexpr, most: tl.constexpr, columns: tl.constexpr, has_scale: tl.constexpr,
+    block_n: tl.constexpr, block_k: tl.constexpr,
+):  # fmt: skip
+    """The tile of `out`, contiguous `[N, K]`: the gradient of inputs that were rounded in blocks of `columns`.
+
+    With a scale, blocks whose largest magnitude is at most `least` times it, or above `most` times it, have a scale
+    that does not follow them, and inputs above have no gradient.
+    """
+    n = tl.program_id(1) * block_n + tl.arange(0, block_n)
+    k = tl.program_id(0) * block_k + tl.arange(0, block_k)
+    inside = (n[:, None] < N) & (k[None, :] < K)
+    row = n.to(tl.int64)[:, None]
+    dy = tl.load(gradient + row * gradient_stride + k[None, :], mask=inside, other=0.0).to(tl.float32)
+    value = tl.load(x + row * stride + k[None, :], mask=inside, other=0.0).to(tl.float32)
+    change = tl.load(rounded + row * rounded_stride + k[None, :], mask=inside, other=0.0).to(tl.float32) - value
+    size = tl.abs(value).reshape(block_n, block_k // columns, columns)
+    amax = tl.max(size, 2)
+    # The scale is amax / largest, so it follows the largest input; equal ones share its gradient.
+    follows = amax > 0.0
+    passed = dy
+    if has_scale:
+        unit = tl.load(scale).to(tl.float32)
+        follows = (amax > least * unit) & (amax <= most * unit)
+        passed = tl.where(tl.abs(value) <= most * unit, dy, 0.0)
+    # d scale / d x is sign(x) / largest at the largest inputs of a block, and zero elsewhere.
+    is_largest = size == amax[:, :, None]
+    slope = tl.sum((dy * change).reshape(block_n, block_k // columns, columns), 2)
+    slope = tl.where(follows, slope / (tl.where(follows, amax, 1.0) * tl.sum(is_largest.to(tl.float32), 2)), 0.0)
+    added = tl.where(is_largest, slope[:, :, None], 0.0).reshape(block_n, block_k)
+    dx = passed + tl.where(value < 0, -added, added)
+    tl.store(out + row * K + k[None, :], dx.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def within_kernel(gradient, x, scale, out, count, largest: tl.constexpr, block: tl.constexpr):
+    """A run of `out`: the gradient, zero where a value is beyond `largest` steps of a scale that all share."""
+    at = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
+    reach = tl.load(scale).to(tl.float32) * largest
+    value = tl.load(x + at, mask=at < count, other=0.0).to(tl.float32)
+    dy = tl.load(gradient + at, mask=at < count, other=0.0)
+    tl.store(out + at, tl.where(tl.abs(value) <= reach, dy, 0.0).to(out.dtype.element_ty), mask=at < count)
+
+
+def can_measure(format: Format, shape: Sequence[int]) -> bool:
+    """Returns whether `round_weight` finds the block scales of a weight of `shape` itself: short runs, E4M3 or E8M0."""
+    by_amax = format.input_rule == "max"
+    return by_amax and not format.scale.is_wide and format.block[1] <= 32 and can_sum(format, shape)
+
+
+def can_sum(format: Format, shape: Sequence[int]) -> bool:
+    """Returns whether `scale_gradient` takes a weight of `shape`: tiles hold whole blocks, which are runs of a row."""
+    rows, columns = format.block
+    if shape[0] > _MOST_ROWS:
+        return False
+    return rows == 1 and 0 < columns <= _BLOCK_K and _BLOCK_K % columns == 0 and shape[-1] % columns == 0
+
+
+def round_weight(
+    weight: torch.Tensor,
+    format: Format,
+    dtype: torch.dtype,
+    scale: torch.Tensor | None,
+    global_scale: torch.Tensor | None,
+) -> torch.Tensor:
+    """Returns the weight `[N, K]` as a packed model multiplies by it, in one pass.
+
+    Args:
+        weight: FP32, BF16 or FP16.
+        format: the format of the values.
+        dtype: the dtype of the result.
+        scale: block scale values, float32; None measures them by the `max` rule, where `can_measure`.
+        global_scale: float32 scalar, for formats that have one.
+    """
+    weight, (N, K) = _rows(weight), weight.shape
+    out = torch.empty(N, K, dtype=dtype, device=weight.device)
+    steps = weight if scale is None else scale.contiguous()
+    has_global = global_scale is not None
+    kind = format.scale.name
+    if kind == "e4m3" and hardware.lacks_e4m3(weight):
+        kind = "e4m3 in bytes"
+    constants = {"kind": kind, "measured": scale is None}
+    launch = _launch(round_kernel, N, K, format.name, has_global, **constants)
+    launch(weight, steps, global_scale if has_global else weight, out, N, K, weight.stride(0), steps.stride(0))
+    return out
+
+
+def masked_gradient(
+    gradient: torch.Tensor,
+    weight: torch.Tensor,
+    format: Format,
+    scale: torch.Tensor,
+    global_scale: torch.Tensor | None,
+) -> torch.Tensor:
+    """Returns the gradient `[N, K]`, with zeros where the weight is beyond the range of its block."""
+    out = torch.empty(weight.shape, dtype=weight.dtype, device=weight.device)
+    return _backward(mask_kernel, out, gradient, weight, format, scale, global_scale)
+
+
+def scale_gradient(
+    gradient: torch.Tensor,
+    weight: torch.Tensor,
+    format: Format,
+    scale: torch.Tensor,
+    global_scale: torch.Tensor | None,
+) -> torch.Tensor:
+    """Returns LSQ's gradient of the block scales `[N, K / columns]`, float32; for weights that `can_sum` accepts."""
+    out = torch.empty(scale.shape, dtype=torch.float32, device=weight.device)
+    return _backward(slope_kernel, out, gradient, weight, format, scale, global_scale)
+
+
+def input_gradient(
+    gradient: torch.Tensor, x: torch.Tensor, rounded: torch.Tensor, format: Format, scale: torch.Tensor | None
+) -> torch.Tensor:
+    """Returns the gradient `[N, K]` of inputs that were rounded in short blocks; `can_sum` tells in which.
+
+    Args:
+        gradient: the gradient of the rounded inputs; the result has its dtype.
+        x, rounded: the inputs before and after rounding.
+        format: theirs.
+        scale: global scale, for formats that have one.
+    """
+    gradient, x, rounded, (N, K) = _rows(gradient), _rows(x), _rows(rounded), x.shape
+    out = torch.empty(N, K, dtype=gradient.dtype, device=x.device)
+    launch = _input_launch(N, K, format.name, scale is not None)
+    second_level = x if scale is None else scale
+    launch(gradient, x, rounded, second_level, out, N, K, gradient.stride(0), x.stride(0), rounded.stride(0))
+    return out
+
+
+@lru_cache(maxsize=1024)
+def _input_launch(N: int, K: int, format: str, has_scale: bool) -> CachedLaunch:
+    """Returns the launch of `input_kernel` for inputs of a shape and format."""
+    form = INPUT_FORMATS[format]
+    constants = {
+        "least": form.element.max * form.scale.min_subnormal, "most": form.element.max * form.scale.max,
+        "columns": form.block[1], "has_scale": has_scale, "block_n": _BLOCK_N, "block_k": _BLOCK_K, "num_warps": 8,
+    }  # fmt: skip
+    return CachedLaunch(input_kernel, _grid(N, K), constants)
+
+
+def within(gradient: torch.Tensor, x: torch.Tensor, scale: torch.Tensor, largest: float) -> torch.Tensor:
+    """Returns the gradient of `x`, with zeros where `x` is beyond `largest` steps of a scalar scale."""
+    gradient = gradient.contiguous()
+    out = torch.empty_like(gradient)
+    if x.numel():
+        _within(x.numel(), largest)(gradient, x, scale, out, x.numel())
+    return out
+
+
+@lru_cache(maxsize=1024)
+def _within(count: int, largest: float) -> CachedLaunch:
+    """Returns the launch of `within_kernel` for a number of elements."""
+    return CachedLaunch(within_kernel, (triton.cdiv(count, _RUN),), {"largest": largest, "block": _RUN, "num_warps": 8})
+
+
+def _backward(
+    kernel: Any,
+    out: torch.Tensor,
+    gradient: torch.Tensor,
+    weight: torch.Tensor,
+    format: Format,
+    scale: torch.Tensor,
+    global_scale: torch.Tensor | None,
+) -> torch.Tensor:
+    """Returns `out`, contiguous, which `kernel` fills from the gradient `[N, K]` of the rounded weight."""
+    gradient, weight, scale, (N, K) = _rows(gradient), _rows(weight), scale.contiguous(), weight.shape
+    has_global = global_scale is not None
+    launch = _launch(kernel, N, K, format.name, has_global)
+    launch(
+        gradient, weight, scale, global_scale if has_global else weight, out, N, K, gradient.stride(0),
+        weight.stride(0), scale.stride(0),
+    )  # fmt: skip
+    return out
+
+
+@lru_cache(maxsize=1024)
+def _launch(kernel: Any, N: int, K: int, format: str, has_global: bool, **constants: Any) -> CachedLaunch:
+    """Returns the launch of one of these kernels for weights of a shape and format."""
+    form = FORMATS[format]
+    numbers = {} if kernel is mask_kernel else _number(form)
+    return CachedLaunch(kernel, _grid(N, K), constants | numbers | _common(form, has_global))
+
+
+def _rows(x: torch.Tensor) -> torch.Tensor:
+    """Returns a matrix whose rows are contiguous."""
+    return x if x.stride(1) == 1 else x.contiguous()
+
+
+def _grid(N: int, K: int) -> tuple[int, int]:
+    return triton.cdiv(K, _BLOCK_K), triton.cdiv(N, _BLOCK_N)
+
+
+def _number(format: Format) -> dict[str, Any]:
+    """Returns the constants of `on_grid` for an element's number, except its largest value."""
+    element = format.element
+    return {
+        "mantissa": element.mantissa, "lowest": element.min_normal, "top": 2.0**element.max_exponent,
+        "integer": element.is_integer,
+    }  # fmt: skip
+
+
+def _common(format: Format, has_global: bool) -> dict[str, Any]:
+    return {
+        "largest": format.element.max, "least": format.element.min, "rows": format.block[0], "columns": format.block[1],
+        "has_global": has_global, "block_n": _BLOCK_N, "block_k": _BLOCK_K, "num_warps": 8,
+    }  # fmt: skip

@@ -1,0 +1,52 @@
+"""`BlockscaleLM` is a model of lm-eval over any model that can run here; lm-eval knows it by the name "blockscale"."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from lm_eval.api.registry import register_model
+from lm_eval.models.huggingface import HFLM
+from torch import nn
+
+from quant.export.checkpoint.load import can_run, load
+from quant.base.errors import UserError
+from quant.models import huggingface
+from quant.models.files import find_model
+from quant.models.open_model import open_model
+
+
+@register_model("blockscale")
+class BlockscaleLM(HFLM):  # type: ignore[misc]
+    """lm-eval's model of transformers, with quantized checkpoints opened by `quant.load`.
+
+    Args:
+        pretrained: a model, or the path or name of one, quantized or not.
+        tokenizer: a tokenizer; by default the one in the model's directory.
+        device: the device where the model runs; by default where it is, or the CPU.
+        options: other arguments of `HFLM`, such as `batch_size` and `max_length`.
+    """
+
+    def __init__(
+        self, pretrained: str | Path | nn.Module, tokenizer: Any = None, device: str | None = None, **options: Any
+    ) -> None:
+        if isinstance(pretrained, nn.Module):
+            model: Any = pretrained
+        else:
+            path = find_model(str(pretrained))
+            if can_run(path):
+                model, found_tokenizer = (
+                    load(path),
+                    huggingface.load_tokenizer(path) if tokenizer is None else tokenizer,
+                )
+            else:
+                source = open_model(pretrained)
+                model, found_tokenizer = source.model, source.load_tokenizer() if tokenizer is None else tokenizer
+            tokenizer = found_tokenizer
+        if not hasattr(model, "config"):
+            raise UserError(f"{pretrained}: lm-eval asks a model of transformers, which this is not")
+        if tokenizer is None:
+            raise UserError("lm-eval needs the model's tokenizer; pass it with the model")
+        # HFLM takes a module as it is, on the device where it is: its own `device` option is for models that it loads
+        # by name.
+        super().__init__(pretrained=model if device is None else model.to(device), tokenizer=tokenizer, **options)

@@ -1,0 +1,109 @@
+"""Tasks of lm-eval (EleutherAI's evaluation harness) measure a model, quantized or not.
+
+The command is `quant evaluate DIR --tasks arc_easy,hellaswag`. In Python:
+
+    quant.evaluate_tasks(model, ["arc_easy"], tokenizer)
+
+    import quant.adapters.lm_eval_model    # registers the model "blockscale"
+    lm_eval.simple_evaluate("blockscale", {"pretrained": DIR}, ["arc_easy"])
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Sequence
+from contextlib import redirect_stdout
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from quant.base.errors import UserError
+from quant.base.extras import require
+
+# Of metrics without a formula for the standard error, such as F1. Zero would make lm-eval leave out every error.
+_RESAMPLES = 1000
+
+
+@dataclass(frozen=True)
+class TaskScore:
+    """One metric of one task.
+
+    Attributes:
+        task, metric: as lm-eval calls them.
+        filter: the filter of lm-eval, applied to the answers before scoring; "none" if there is none.
+        value: the value of the metric.
+        stderr: standard error of the value, if lm-eval knows it.
+        samples: how many documents were asked.
+    """
+
+    task: str
+    metric: str
+    filter: str
+    value: float
+    stderr: float | None
+    samples: int
+
+
+def evaluate_tasks(
+    model: str | Path | nn.Module,
+    tasks: str | Sequence[str],
+    tokenizer: Any = None,
+    *,
+    task_path: str | Path | None = None,
+    shots: int | None = None,
+    limit: int | None = None,
+    batch_size: int = 1,
+    device: str | None = None,
+) -> list[TaskScore]:
+    """Runs tasks of lm-eval.
+
+    Args:
+        model: a causal language model of transformers, quantized or not, or the path or name of one.
+        tasks: the names of tasks or groups; several may be joined by commas.
+        tokenizer: the tokenizer of the model; for a path or name, it is found there.
+        task_path: a folder with YAML files of tasks of your own.
+        shots: solved examples before each question; None takes the task's own number.
+        limit: documents of each task; None takes all.
+        batch_size: requests that run together.
+        device: the device where the model runs; by default where it is.
+
+    Raises:
+        UserError: lm-eval is not installed, or knows no such task.
+    """
+    lm_eval = require("lm_eval", "lm-eval")
+    managers = require("lm_eval.tasks", "lm-eval")
+    # Imported late: this module subclasses lm-eval's HFLM, and can be read only where lm-eval is installed.
+    from quant.adapters.lm_eval_model import BlockscaleLM
+
+    names = tasks.split(",") if isinstance(tasks, str) else list(tasks)
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)
+    manager = managers.TaskManager(include_path=None if task_path is None else str(task_path))
+    if unknown := [name for name in names if not manager.match_tasks([name])]:
+        raise UserError(
+            f"lm-eval has no task {unknown[0]!r}; `lm-eval ls tasks` lists them; --task-path takes a folder of yours"
+        )
+    # lm-eval prints while it resamples; standard output is for the caller's results, such as the JSON of a command.
+    with redirect_stdout(sys.stderr):
+        results = lm_eval.simple_evaluate(
+            BlockscaleLM(model, tokenizer=tokenizer, batch_size=batch_size, device=device), tasks=names,
+            num_fewshot=shots, limit=limit, task_manager=manager, log_samples=False, bootstrap_iters=_RESAMPLES,
+        )  # fmt: skip
+    return list(_scores(results))
+
+
+def _scores(results: dict[str, Any]) -> Any:
+    for task, values in results["results"].items():
+        samples = results.get("n-samples", {}).get(task, {}).get("effective", 0)
+        for key, value in values.items():
+            # Keys are "metric,filter", such as "acc,none" or "exact_match,strict-match"; "alias" has no comma and is no
+            # metric.
+            metric, _, which = key.partition(",")
+            if not which or metric.endswith("_stderr"):
+                continue
+            error = values.get(f"{metric}_stderr,{which}")
+            # lm-eval writes "N/A" where it has no standard error; NaN, for a single sample, does not equal itself.
+            has_error = isinstance(error, int | float) and error == error
+            yield TaskScore(task, metric, which, float(value), float(error) if has_error else None, samples)

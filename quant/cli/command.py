@@ -1,0 +1,328 @@
+"""All commands share this file: `Command`, which prints and fails in the same way for all, and common options.
+
+An expected error (`ValueError`, `OSError`, out of memory) is one line on standard error and exit code 2. Any other
+exception is a bug, in this toolkit or in transformers; it ends in one line too, which says where
+(`quant/cli/terminal/unexpected.py`), with exit code 70. `--debug` shows the traceback of either. A warning of this
+package is one line. Ctrl-C and SIGTERM end a command in the same way: unfinished output is removed, a line says
+whether --out was written and whether the same command goes on from there, and the exit code is 128 plus the signal's
+number. How the process itself behaves is in `quant/cli/process.py`.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+import sys
+import traceback
+from collections import Counter
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import click
+
+from quant.cli.process import Terminated, patient, terminable, warnings_in_one_line
+from quant.cli.ranks.launch import is_rank, launch, local_device
+from quant.cli.ranks.watch import Watch
+from quant.cli.terminal.unexpected import explained
+from quant.base.errors import UserError, printable
+from quant.kernels.base.processor import set_up_threads
+from quant.models.files import with_revision
+from quant.recipes.json_text import json_text
+from quant.recipes.plan import PLAN_FILE, Plan, RunTimeFormats
+
+HELP = {"help_option_names": ["-h", "--help"]}
+"""Context settings of all commands."""
+_BUG = 70  # what sysexits.h calls an internal software error
+# Key in click's context, with the package's name as click asks of extensions.
+_ARGUMENTS = "quant.arguments"
+_KEPT = "finished layers are kept, and the same command continues after them"
+QUIET = click.option("--quiet", is_flag=True, help="Print errors only.")
+JSON = click.option("--json", "as_json", is_flag=True, help="Print the result as JSON on standard output.")
+DEVICE = click.option(
+    "--device",
+    default="auto",
+    show_default=True,
+    help="Where to compute: cpu, cuda, cuda:N, or auto, a GPU if any.",
+)
+DEVICES = click.option(
+    "--devices",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Share the work among N processes, each with a GPU of its own.",
+)
+SEED = click.option(
+    "--seed",
+    type=click.IntRange(0, 2**63 - 1),
+    default=0,
+    show_default=True,
+    help="Seed of all random numbers.",
+)
+ATTENTION = click.option(
+    "--attention", metavar="FORMAT", help="Format of attention's operands: fp8 or 16bit.  [default: the plan's]"
+)
+KV_CACHE = click.option(
+    "--kv-cache", metavar="FORMAT", help="Format of the KV cache: fp8, nvfp4 or 16bit.  [default: the plan's]"
+)
+
+
+REVISION = click.option(
+    "--revision", metavar="REV", help="Branch, tag or commit of a MODEL on the Hugging Face hub, such as org/name."
+)
+
+
+def _trust(context: click.Context, _: click.Parameter, trusted: bool) -> None:
+    # Trust ends with the command's context, so that a later command in the same process asks again.
+    if trusted:
+        from quant.models.huggingface import remote_code
+
+        context.with_resource(remote_code(True))
+
+
+TRUST = click.option(
+    "--trust-remote-code",
+    is_flag=True,
+    expose_value=False,
+    callback=_trust,
+    help="Let transformers run the model's own Python files.",
+)
+
+
+UNSAFE = click.option("--unsafe-load", is_flag=True, help="Open pickled modules and .pt2, which runs their code.")
+
+
+def model_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Adds the options that say how to load MODEL where it is not a Hugging Face model."""
+    factory = click.option(
+        "--model-factory",
+        metavar="PACKAGE.MODULE:FUNCTION",
+        help="Function that builds the module, for a state dict or a directory of weights.",
+    )
+    return factory(UNSAFE(TRUST(REVISION(command))))
+
+
+def attention_options(model: Path | None, attention: str | None, kv_cache: str | None) -> RunTimeFormats:
+    """Returns the values of --attention and --kv-cache.
+
+    One that was not given is taken from the plan of the checkpoint `model`, if any.
+    """
+    # Only our own checkpoints have a plan; a model of the hub attends in 16 bit unless an option says otherwise.
+    file = Path(PLAN_FILE) if model is None else model / PLAN_FILE
+    if model is not None and file.is_file() and None in (attention, kv_cache):
+        planned = Plan.load(file).run_time
+        attention, kv_cache = attention or planned["attention"], kv_cache or planned["kv_cache"]
+    return {"attention": attention, "kv_cache": kv_cache}
+
+
+def print_json(value: Any) -> None:
+    """Prints the result of --json."""
+    click.echo(json_text(value, indent=1).replace("\x7f", "\\u007f"))  # the one control character that JSON allows
+
+
+def echo(text: str, *, err: bool = False, newline: bool = True) -> None:
+    """Prints a line, or part of one, in which names from files are only shown, whatever they hold."""
+    click.echo(printable(text), err=err, nl=newline)
+
+
+class Command(click.Command):
+    """A command with --debug, whose expected errors end in one line and exit code 2."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **{"context_settings": HELP, **options})
+        self.params.append(click.Option(["--debug"], is_flag=True, help="Show the traceback of an error."))
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Parses the arguments, and keeps them as they were given."""
+        ctx.meta[_ARGUMENTS] = list(args)
+        # click silently takes the last of several values.
+        _, _, order = self.make_parser(ctx).parse_args(list(args))
+        for option, count in Counter(order).items():
+            if isinstance(option, click.Option) and not (option.multiple or option.is_flag) and count > 1:
+                raise click.UsageError(f"{option.opts[0]} takes one value, and {count} are given", ctx)
+        return super().parse_args(ctx, args)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Runs the command."""
+        with patient("stdout"), patient("stderr"):
+            return self._invoke(ctx)
+
+    def _invoke(self, ctx: click.Context) -> Any:
+        debug = ctx.params.pop("debug")
+        _check_working_directory(ctx)
+        # Not passed on: the commands take the name of the model with its revision in one.
+        revision = ctx.params.pop("revision", None)
+        out = ctx.params.get("out")
+        # Taken first, so that a signal at any later moment can be answered.
+        before = _identity(out)
+        # Before anything imports torch, which reads OMP_NUM_THREADS once.
+        _share_processor(quiet=bool(ctx.params.get("quiet")) or _is_silent_rank())
+        watch = None
+        try:
+            with terminable(), warnings_in_one_line(quiet=bool(ctx.params.get("quiet")) or _is_silent_rank()):
+                if "devices" in ctx.params:
+                    watch = _join_ranks(ctx)
+                if revision is not None:
+                    _at_revision(ctx.params, revision)
+                try:
+                    result = super().invoke(ctx)
+                finally:
+                    ctx.close()  # releases the command's locks and files, while signals are handled
+                if watch is not None:
+                    watch.ends()
+                return result
+        # SIGTERM arrives here too: `Terminated` is a KeyboardInterrupt.
+        except KeyboardInterrupt as signalled:
+            number = signal.SIGTERM if isinstance(signalled, Terminated) else signal.SIGINT
+            if watch is not None:
+                watch.fails(f"stopped by {number.name}", follows=True)
+            # The inode or the time of change of --out shows whether the result was put there already.
+            when = "before" if _identity(out) == before else "after"
+            what = "" if out is None else f" {when} {out} was written"
+            echo(f"error: stopped by {number.name}{what}{_goes_on(ctx.params)}", err=True)
+            ctx.exit(128 + number)
+        # click prints these and sets the exit code itself.
+        except (click.ClickException, click.exceptions.Exit, click.Abort):
+            raise
+        except Exception as error:
+            failure = _Failure.of(error)
+            if watch is not None:
+                # `fails` ends the process on every rank but the first, so the traceback has to come before.
+                if debug and watch.rank:
+                    traceback.print_exc()
+                watch.fails(failure.message, follows=failure.follows)
+            if debug:
+                raise
+            echo(f"error: {failure.message}", err=True)
+            ctx.exit(failure.exit_code)
+
+
+class _Failure(NamedTuple):
+    """An error as a command reports it.
+
+    Attributes:
+        message: one line for the user.
+        exit_code: 2 for an error that users can cause, `_BUG` for any other.
+        follows: whether it is only the consequence of another rank's error.
+    """
+
+    message: str
+    exit_code: int
+    follows: bool
+
+    @classmethod
+    def of(cls, error: Exception) -> _Failure:
+        """Tells errors of users and of memory, and connections that other ranks broke, from bugs."""
+        message = " ".join(str(error).split()) or type(error).__name__
+        if _is_out_of_memory(error):
+            advice = "no output was written. It takes a machine with more, or fewer rows"
+            return cls(f"out of memory: {message}; {advice}", 2, follows=False)
+        # Everything that users can cause is a ValueError or an OSError here; any other class is a bug.
+        if isinstance(error, ValueError | OSError):
+            return cls(message, 2, follows=False)
+        # A rank that died breaks the collective calls of all others: their errors are consequences, not causes.
+        return cls(explained(error, message), _BUG, follows=_is_broken_connection(message))
+
+
+def _check_working_directory(ctx: click.Context) -> None:
+    """Ends a command whose working directory was deleted: no relative path and no library of torch is found there."""
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        echo("error: the working directory was deleted; change to one that exists, and run the command again", err=True)
+        ctx.exit(2)
+
+
+def _share_processor(*, quiet: bool) -> None:
+    """Sets up the threads that torch will start. A process that has loaded torch already has decided on them."""
+    # In tests and notebooks torch is there already, and its pool of threads cannot be resized from outside.
+    if "torch" not in sys.modules:
+        warning = set_up_threads(os.environ)
+        if warning is not None and not quiet:
+            echo(warning, err=True)
+
+
+def _at_revision(params: dict[str, Any], revision: str) -> None:
+    """Adds --revision to the name of the command's model."""
+    # Commands call their first argument one or the other.
+    argument = "model" if "model" in params else "directory"
+    if params[argument] is None:
+        raise UserError(f"--revision {revision} needs --model")
+    params[argument] = with_revision(str(params[argument]), revision)
+
+
+def command_line(ctx: click.Context) -> str:
+    """Returns the command as it was given."""
+    return shlex.join([str(ctx.info_name), *ctx.meta[_ARGUMENTS]])
+
+
+def _is_silent_rank() -> bool:
+    return os.environ.get("RANK", "0") != "0"
+
+
+def _join_ranks(ctx: click.Context) -> Watch | None:
+    """Makes this process one of the ranks that a launcher has started, or starts them itself and ends with them."""
+    devices = ctx.params.pop("devices")
+    if not is_rank():
+        if devices in (None, 1):
+            return None
+        assert ctx.info_name is not None
+        ctx.exit(launch(ctx.info_name, ctx.meta[_ARGUMENTS], devices))
+    # Imports torch, which a launching process does not need.
+    from quant.calibration.ranks import join
+
+    join()
+    resumes = ctx.params.get("out") is not None
+    watch = Watch(f"{_KEPT}, on any number of ranks" if resumes else "run the same command again")
+    if watch.rank:
+        ctx.params |= {"quiet": True, "as_json": False}
+    try:
+        ctx.params["device"] = local_device(ctx.params["device"])
+    except ValueError as error:
+        watch.fails(str(error))
+        raise
+    return watch
+
+
+def _is_broken_connection(message: str) -> bool:
+    """Returns whether an error says that another rank does not answer."""
+    return any(word in message for word in ("gloo", "NCCL", "onnection closed", "onnection reset", "Broken pipe"))
+
+
+class Toolbox(click.Group):
+    """A group of such commands."""
+
+    command_class = Command
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **{"context_settings": HELP, **options})
+
+
+def _identity(out: Any) -> tuple[int, int] | None:
+    """Identifies the file or directory `out`, and changes when a command puts its result there; None without one."""
+    try:
+        status = Path(out).stat()
+    except (OSError, TypeError):
+        return None
+    # A directory that is renamed into place has another inode; a file that is rewritten, another time.
+    return status.st_ino, status.st_mtime_ns
+
+
+def _goes_on(params: Mapping[str, Any]) -> str:
+    """Returns the end of a stopped command's message, if its next run can continue after the finished steps.
+
+    Else empty.
+    """
+    # A run that keeps something has loaded it.
+    store, out = sys.modules.get("quant.calibration.walk.step_store"), params.get("out")
+    if store is None or out is None or not store.partial_path(Path(out)).is_dir():
+        return ""
+    return f"; {_KEPT}" + (" without --restart" if params.get("restart") else "")
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    """Returns whether Python, numpy or torch found no memory, on a CPU or a GPU."""
+    return isinstance(error, MemoryError) or (
+        isinstance(error, RuntimeError)
+        and (type(error).__name__ == "OutOfMemoryError" or "can't allocate memory" in str(error))
+    )

@@ -1,0 +1,211 @@
+"""The two streams of a command, through rich: standard output is a `page`, standard error shows progress."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import accumulate
+from typing import Any
+
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    Task,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+from rich.segment import Segment
+from rich.table import Column
+
+from quant.base.listener import SILENT, Listener
+from quant.base.errors import megabytes, printable
+
+
+class _Console(Console):
+    """A console that escapes the control characters that names from files may hold."""
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        """Renders text with its control characters escaped."""
+        for segment in super().render(renderable, options):
+            # Control segments are rich's own cursor movements; text may hold escape sequences of a hostile file name.
+            yield segment if segment.control else Segment(printable(segment.text), segment.style)
+
+
+CONSOLE = _Console(stderr=True, markup=False)
+_PIPE_WIDTH = 240  # columns
+_SECONDS_A_LINE = 10
+_SECONDS_OF_SPEED = 60  # the last ones, which speed is the mean of
+_STAGES = {
+    "generate": "writing text",
+    "calibrate": "calibrating",
+    "score": "scoring",
+    "verify": "measuring",
+    "alone": "solving alone",
+    "gradients": "measuring gradients",
+    "solve": "quantizing",
+    "evaluate": "evaluating",
+    "cache": "caching the teacher",
+    "train": "training",
+}
+
+
+def page() -> Console:
+    """Returns standard output; a pipe or a file is as wide as needed, so that no line or cell is broken there."""
+    # Without markup: rich would read the brackets of a glob such as `*.[0-9]` as one of its tags.
+    out = _Console(markup=False)
+    return out if out.is_terminal else _Console(markup=False, width=_PIPE_WIDTH)
+
+
+def status(text: str, quiet: bool) -> Any:
+    """Returns a spinner with `text` while the block runs."""
+    return nullcontext() if quiet else CONSOLE.status(text)
+
+
+class Printer(Listener):
+    """Prints messages and progress on standard error."""
+
+    is_silent = False
+
+    def message(self, text: str) -> None:
+        """Prints one line."""
+        CONSOLE.print(text, soft_wrap=True)
+
+    def step(self, text: str) -> AbstractContextManager[Any]:
+        """Returns a spinner with `text`."""
+        return CONSOLE.status(text)
+
+    def stages(self) -> AbstractContextManager[Stages]:
+        """Returns a progress bar for each stage."""
+        return stages(quiet=False)
+
+
+def listener(quiet: bool) -> Listener:
+    """Returns a listener that prints, or a silent one."""
+    return SILENT if quiet else Printer()
+
+
+class Stages:
+    """The progress of a command's stages, called as `progress(stage, done, total)`."""
+
+    def __init__(self, bars: Progress) -> None:
+        self.bars = bars
+        self.tasks: dict[str, TaskID] = {}
+        self.steps: dict[str, tuple[Sequence[str], list[float], str]] = {}
+        self.reports: deque[tuple[float, float]] = deque()  # of the stage that runs: time, work done so far
+        self.stage: str | None = None
+
+    def expect(self, stage: str, names: Sequence[str], amounts: Sequence[float], unit: str) -> None:
+        """Begins a stage whose steps are known.
+
+        Args:
+            stage: the name of the stage.
+            names: the layer or block that each step works on.
+            amounts: how much work each is.
+            unit: the unit of the amounts.
+        """
+        # Sums of the work, so that the work done after step i is entry i.
+        self.steps[stage] = names, [0, *accumulate(amounts)], unit
+        self(stage, 0, len(names))
+
+    def __call__(self, stage: str, done: int, total: int) -> None:
+        """Notes that `done` steps of `total` are finished."""
+        if stage not in self.tasks:
+            self.tasks[stage] = self.bars.add_task(_STAGES.get(stage, stage), total=total, facts="")
+        # The speed of one stage does not predict the next.
+        if stage != self.stage:
+            self.stage = stage
+            self.reports.clear()
+        names, work, unit = self.steps.get(stage, ((), [], ""))
+        facts = []
+        if done < len(names):
+            facts.append(names[done])
+        if len(names) == total:
+            self.reports.append((time.monotonic(), work[done]))
+            # Two reports stay, however old: a block may take longer than the window.
+            while len(self.reports) > 2 and self.reports[-1][0] - self.reports[1][0] > _SECONDS_OF_SPEED:
+                self.reports.popleft()
+            (start, done_before), (now, done_now) = self.reports[0], self.reports[-1]
+            if done_now > done_before:
+                facts.append(f"{(done_now - done_before) / max(now - start, 1e-9):,.0f} {unit}/s")
+        self.bars.update(self.tasks[stage], completed=done, total=total, facts=", ".join((*facts, _memory())))
+
+    def line(self) -> str | None:
+        """Returns one line about the running stage; None while no stage runs."""
+        return None if self.stage is None or self._task(self.stage).finished else self._line(self.stage)
+
+    def last_lines(self) -> list[str]:
+        """Returns a line for every stage."""
+        return [self._line(stage) for stage in self.tasks]
+
+    def _task(self, stage: str) -> Task:
+        return self.bars.tasks[self.tasks[stage]]
+
+    def _line(self, stage: str) -> str:
+        task = self._task(stage)
+        left = "" if task.finished or task.time_remaining is None else f", {task.time_remaining:.0f} s left"
+        elapsed = f"{(task.finished_time if task.finished else task.elapsed) or 0:.0f} s{left}"
+        return f"{task.description} {task.completed:.0f}/{task.total or 0:.0f}, {elapsed}; {task.fields['facts']}"
+
+
+@contextmanager
+def stages(quiet: bool) -> Iterator[Stages]:
+    """Shows a bar for each stage; in a pipe a line every ten seconds, and one at the end of each stage."""
+    columns = TextColumn("{task.description:<12}"), BarColumn(14), MofNCompleteColumn()
+    times = TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn()
+    facts = TextColumn("{task.fields[facts]}", table_column=Column(ratio=1, no_wrap=True))  # the remaining width
+    # A bar that redraws itself would fill a log file with control characters.
+    plain = not CONSOLE.is_terminal
+    with Progress(*columns, *times, facts, console=CONSOLE, disable=quiet or plain, expand=True) as progress:
+        running = Stages(progress)
+        with _printed_now_and_then(running) if plain and not quiet else nullcontext():
+            yield running
+
+
+@contextmanager
+def _printed_now_and_then(running: Stages) -> Iterator[None]:
+    """Prints the line of the running stage every ten seconds, whether or not a step has ended."""
+    over = threading.Event()
+
+    def print_lines() -> None:
+        # `wait` is true as soon as the stage is over, so the thread ends without a last delay.
+        while not over.wait(_SECONDS_A_LINE):
+            line = running.line()
+            if line is not None:
+                CONSOLE.print(line, soft_wrap=True)
+
+    thread = threading.Thread(target=print_lines, name="progress", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+    for line in running.last_lines():
+        CONSOLE.print(line, soft_wrap=True)
+
+
+def _memory() -> str:
+    """Returns the most memory that the process has taken so far, and its tensors on a GPU."""
+    from quant.report.report import peak_rss
+
+    # Not imported for this line: some stages run before torch is loaded.
+    torch = sys.modules.get("torch")
+    parts = [f"{megabytes(peak)} of memory" for peak in [peak_rss()] if peak]
+    if torch is not None and torch.cuda.is_initialized():
+        parts.append(f"{megabytes(torch.cuda.max_memory_allocated())} on the GPU")
+    return ", ".join(parts)
+
+
+@contextmanager
+def bar(stage: str, quiet: bool) -> Iterator[Callable[[int, int], None]]:
+    """Shows one progress bar, and yields `advance(done, total)`."""
+    with stages(quiet) as advance:
+        yield lambda done, total: advance(stage, done, total)

@@ -1,0 +1,214 @@
+"""The command `quant evaluate` measures a model, quantized or not, on texts or other inputs, or by tasks of lm-eval."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from quant.cli.command import (
+    ATTENTION,
+    DEVICE,
+    DEVICES,
+    JSON,
+    KV_CACHE,
+    QUIET,
+    Command,
+    attention_options,
+    model_options,
+    print_json,
+)
+from quant.cli.completion import MODELS
+from quant.cli.console import bar, listener, page
+from quant.cli.tables import fitting, print_table
+from quant.base.errors import UserError
+from quant.evaluation.loss_text import loss_text
+from quant.models.watched_files import WatchedFiles
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import torch
+    from torch import nn
+
+    from quant.calibration.inputs import Inputs
+    from quant.base.listener import Listener
+    from quant.calibration.session import Session
+    from quant.evaluation.evaluation import Evaluation
+    from quant.calibration.texts.sources import Rows
+    from quant.adapters.tasks import TaskScore
+    from quant.models.open_model import Source
+
+
+@click.command("evaluate", cls=Command)
+@click.argument("model", shell_complete=MODELS)
+@click.option(
+    "--text", "texts", multiple=True, type=click.Path(path_type=Path),
+    help="Text, or token ids in safetensors. Repeatable: figures stand side by side.",
+)  # fmt: skip
+@click.option(
+    "--data", multiple=True, metavar="SOURCE",
+    help="In place of a text: images/, sounds/, hf:NAME or named inputs, as for `quantize --calib`. Repeatable.",
+)  # fmt: skip
+@click.option(
+    "--baseline",
+    shell_complete=MODELS,
+    help="Model to compare with; gives KL, top-1 agreement, cosine and relative error.",
+)
+@click.option("--samples", default=16, show_default=True, help="Rows of each text; images or sounds.")
+@click.option("--seqlen", default=512, show_default=True, help="Tokens per row.")
+@click.option("--batch-size", default=1, show_default=True, help="Rows per forward pass.")
+@click.option("--tasks", metavar="NAMES", help="In place of a text: tasks of lm-eval, such as arc_easy,hellaswag.")
+@click.option("--task-path", type=click.Path(path_type=Path), help="Folder with YAML files of tasks of your own.")
+@click.option("--shots", type=click.IntRange(min=0), help="Solved examples before each question of --tasks.")
+@click.option("--limit", type=click.IntRange(min=1), help="Documents of each of --tasks.  [default: all]")
+@DEVICE
+@DEVICES
+@ATTENTION
+@KV_CACHE
+@model_options
+@QUIET
+@JSON
+def evaluate_command(
+    model: str,
+    texts: tuple[Path, ...],
+    data: tuple[str, ...],
+    baseline: str | None,
+    samples: int,
+    seqlen: int,
+    batch_size: int,
+    tasks: str | None,
+    task_path: Path | None,
+    shots: int | None,
+    limit: int | None,
+    device: str,
+    attention: str | None,
+    kv_cache: str | None,
+    model_factory: str | None,
+    unsafe_load: bool,
+    quiet: bool,
+    as_json: bool,
+) -> None:
+    """Measure the perplexity of MODEL, quantized or not, and its KL and top-1 agreement with a baseline.
+
+    Models of images, sounds and two texts take --data; encoders are compared by cosine and relative error. The
+    baseline always attends in 16 bit.
+    """
+    from quant.calibration.session import Session
+    from quant.checkpoints.runnable import open_runnable
+    from quant.evaluation.evaluate import evaluate_texts
+    from quant.run.announcements import announce_device, announce_source
+    from quant.calibration.texts.sources import Rows, check_sources
+    from quant.adapters.tasks import evaluate_tasks
+    from quant.generate.quantized_attention import quantized_attention
+
+    _check_inputs(texts, data, tasks, baseline, has_task_options=(task_path, shots, limit) != (None, None, None))
+    check_sources(tuple(map(str, texts or data)), "--data" if data else "--text")
+    terminal, session = listener(quiet or as_json), Session.on(device)
+    announce_device(terminal, session)
+    source, module = open_runnable(model, model_factory=model_factory, unsafe_load=unsafe_load)
+    announce_source(terminal, source)
+    attention_formats = quantized_attention(module, **attention_options(source.path, attention, kv_cache))
+    if tasks is not None:
+        with attention_formats:
+            scores = evaluate_tasks(
+                module.to(session.device), tasks, source.load_tokenizer(), task_path=task_path, shots=shots,
+                limit=limit, batch_size=batch_size,
+            )  # fmt: skip
+        if as_json:
+            print_json([dataclasses.asdict(score) for score in scores])
+        elif not quiet:
+            _print_scores(scores)
+        return
+    other = None
+    if baseline:
+        # Both models are in memory together, since each row is run through both.
+        _, other = open_runnable(baseline, model_factory=model_factory, unsafe_load=unsafe_load)
+    rows = _read_texts(source, Rows(tuple(map(str, data or texts)), samples, seqlen), other, session, terminal)
+    # Attention is patched only on the module of the model; the baseline keeps its own.
+    with attention_formats, bar("evaluate", quiet or as_json) as advance:
+        result = evaluate_texts(module, rows, other, batch_size=batch_size, device=session.device, progress=advance)
+    if as_json:
+        print_json(result.to_dict())
+    elif not quiet:
+        _print_evaluation(result)
+
+
+def _check_inputs(
+    texts: Sequence[Path], data: Sequence[str], tasks: str | None, baseline: str | None, *, has_task_options: bool
+) -> None:
+    """Raises UserError unless the options name one kind of inputs, and only options that go with it."""
+    if bool(texts) + bool(data) + bool(tasks) != 1:
+        raise UserError(
+            "give one of --text, --data and --tasks: a text, inputs of a model that takes more than tokens, or tasks "
+            "of lm-eval"
+        )
+    if tasks is None and has_task_options:
+        raise UserError("--task-path, --shots and --limit are for --tasks; leave them out")
+    # lm-eval measures one model at a time.
+    if tasks is not None and baseline:
+        raise UserError("--baseline is for --text and --data; run --tasks on each model")
+
+
+def _read_texts(
+    source: Source, rows: Rows, baseline: nn.Module | None, session: Session, terminal: Listener
+) -> dict[str, torch.Tensor | Inputs]:
+    """Returns the rows of each text by its name, the same ones on all ranks; a `baseline` may have to write them."""
+    from quant.calibration.texts.sources import digest_of, read_evaluation
+    from quant.run.same_on_ranks import check_same
+
+    with terminal.stages() as progress:
+        session = dataclasses.replace(session, progress=progress)
+        texts = read_evaluation(source, rows, session, writer=baseline, listener=terminal)
+    # Ranks measure different rows of the same text, so all must have read the same one.
+    hashes = {f"the text {name}": digest_of(text) for name, text in texts.items()}
+    check_same(hashes, session, WatchedFiles(source.path).files)
+    return texts
+
+
+def _print_scores(scores: Sequence[TaskScore]) -> None:
+    columns = {
+        "!task": [score.task for score in scores],
+        "metric": [each.metric if each.filter == "none" else f"{each.metric} ({each.filter})" for each in scores],
+        "!>value": [f"{score.value:.4f}" for score in scores],
+        "!>± standard error": ["–" if score.stderr is None else f"{score.stderr:.4f}" for score in scores],
+        "!>documents": [f"{score.samples:,}" for score in scores],
+    }
+    print_table(columns, drops=("documents",))
+
+
+def _print_evaluation(result: Evaluation) -> None:
+    figures = {f"{each.text}": _figures(each) for each in result.texts}
+    labels = list(dict.fromkeys(label for column in figures.values() for label in column))
+    columns = {f"!>{name}": [column.get(label, "–") for label in labels] for name, column in figures.items()}
+    out = page()
+    grid, left_out = fitting({"!": labels, **columns}, out, drops=list(figures)[1:], show_header=len(columns) > 1)
+    if not left_out:
+        out.print(grid)
+        return
+    # Without room side by side, the texts stand below each other.
+    for name, cells in columns.items():
+        out.print(fitting({"!": labels, name: cells}, out)[0])
+
+
+def _figures(result: Evaluation) -> dict[str, str]:
+    """Returns the figures on one text, by label."""
+    from quant.report.summary import interval_text
+
+    # Labels are in the order of the table; a figure that one text lacks leaves its cell empty.
+    figures = {} if result.perplexity is None else {"perplexity": f"{result.perplexity:.3f}"}
+    interval = interval_text(result)
+    if result.cosine is not None and result.error is not None:
+        figures["1 − cosine of the embeddings"] = f"{result.cosine:.6f}{interval}"
+        figures["relative error"] = f"{result.error:.2%}"
+    for each in result.outputs:
+        figures[f"… of {each.name}"] = f"{each.cosine:.6f}, {each.error:.2%}"
+    if result.baseline_perplexity is not None:
+        figures["baseline perplexity"] = f"{result.baseline_perplexity:.3f}"
+    if result.kl is not None and result.top1 is not None:
+        figures["KL(baseline‖model), nats"] = f"{loss_text(result.kl)}{interval}"
+        figures["top-1 agreement"] = f"{result.top1:.1%}"
+    figures[result.unit] = f"{result.tokens:,}"
+    return figures | {"seconds": f"{result.seconds:.1f}"}

@@ -1,0 +1,188 @@
+"""The command `quant generate` continues a prompt with a model, or with a file that was exported from it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from quant.cli.command import (
+    ATTENTION,
+    DEVICE,
+    JSON,
+    KV_CACHE,
+    QUIET,
+    REVISION,
+    SEED,
+    TRUST,
+    UNSAFE,
+    Command,
+    attention_options,
+    echo,
+    print_json,
+)
+from quant.cli.completion import MODELS
+from quant.cli.console import listener, status
+from quant.base.errors import UserError
+from quant.models.files import find_checkpoint
+
+if TYPE_CHECKING:
+    from quant.export.engines.engine_session import EngineSession
+
+
+@click.command("generate", cls=Command)
+@click.argument("model", shell_complete=MODELS)
+@click.option("--prompt", "prompts", required=True, multiple=True, help="Text to continue. Repeatable with --engine.")
+@click.option("--max-new-tokens", default=64, show_default=True, help="Maximum number of tokens to add.")
+@DEVICE
+@click.option("--dtype", help="bfloat16, float16 or float32, for what is not quantized.  [default: the model's]")
+@ATTENTION
+@KV_CACHE
+@click.option(
+    "--engine",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Run this file, which was exported from the checkpoint MODEL: an ONNX file in onnxruntime, an engine in "
+    "TensorRT, or a .pt2 of AOTInductor, which is code and needs --unsafe-load.",
+)
+@click.option("--temperature", default=0.0, show_default=True, help="With --engine: 0 takes the likeliest token.")
+@click.option("--top-k", default=0, show_default=True, help="With --engine: number of tokens to draw among; 0 is all.")
+@click.option("--top-p", default=1.0, show_default=True, help="With --engine: draw among tokens of this probability.")
+@SEED
+@UNSAFE
+@TRUST
+@REVISION
+@QUIET
+@JSON
+def generate_command(
+    model: str,
+    prompts: tuple[str, ...],
+    max_new_tokens: int,
+    engine: Path | None,
+    unsafe_load: bool,
+    quiet: bool,
+    as_json: bool,
+    **choices: Any,
+) -> None:
+    """Continue a prompt with MODEL, quantized or not, by greedy decoding, which is repeatable.
+
+    On a GPU our kernels multiply by the quantized weights; on a CPU their PyTorch reference does. With --engine, the
+    exported file runs in the place of MODEL: several prompts at once, and sampling, if requested.
+    """
+    _check_options(engine is not None)
+    if engine is not None:
+        from quant.export.engines.open_engine import open_session
+
+        sampling = {name: choices[name] for name in ("temperature", "top_k", "top_p", "seed")}
+        with status(f"loading {engine}", quiet or as_json):
+            session = open_session(engine, unsafe_load=unsafe_load)
+        _run_session(session, model, prompts, max_new_tokens, sampling, quiet=quiet, as_json=as_json)
+        return
+    if len(prompts) > 1:
+        raise UserError(f"{len(prompts)} prompts: MODEL takes one, and an exported file several (--engine)")
+    options = {name: choices[name] for name in ("device", "dtype", "attention", "kv_cache")}
+    _run_model(model, prompts[0], max_new_tokens, options, quiet=quiet, as_json=as_json)
+
+
+def _check_options(has_engine: bool) -> None:
+    """Raises UserError for options of the other kind of run."""
+    context = click.get_current_context()
+    foreign = ("device", "dtype", "attention", "kv_cache") if has_engine else ("temperature", "top_k", "top_p", "seed")
+    for name in foreign:
+        if context.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE:
+            clause = (
+                "which is as it was exported" if has_engine else "by greedy decoding; pass --engine FILE to draw tokens"
+            )
+            runs = "--engine runs a file" if has_engine else "MODEL runs"
+            raise UserError(f"--{name.replace('_', '-')}: {runs} {clause}")
+
+
+def _run_session(
+    session: EngineSession,
+    model: str,
+    prompts: tuple[str, ...],
+    max_new_tokens: int,
+    sampling: dict[str, Any],
+    *,
+    quiet: bool,
+    as_json: bool,
+) -> None:
+    """Continues prompts with an exported file, and prints the texts."""
+    from quant.export.engines.decode_loop import Sampling
+    from quant.engines.text import generate_text
+
+    chosen = Sampling(**sampling)
+    # Pieces of several texts would be mixed up, so those are printed whole.
+    single = len(prompts) == 1 and not as_json
+    with _line(prompts[0]) if single else nullcontext() as on_text:
+        written = generate_text(
+            session, find_checkpoint(model), prompts, max_new_tokens, sampling=chosen, on_text=on_text
+        )
+    if as_json:
+        print_json({**dataclasses.asdict(written), "tokens_per_second": written.tokens_per_second})
+        return
+    if not single:
+        for prompt, text in zip(prompts, written.texts, strict=True):
+            echo(prompt + text)
+    if not quiet:
+        count = sum(map(len, written.tokens))
+        rate = f"{count} tokens in {written.seconds:.2f} s, {written.tokens_per_second:.1f} a second"
+        echo(f"{rate}, on {written.backend}", err=True)
+
+
+def _run_model(
+    model: str,
+    prompt: str,
+    max_new_tokens: int,
+    options: dict[str, Any],
+    *,
+    quiet: bool,
+    as_json: bool,
+) -> None:
+    """Continues a prompt with a model, and prints the text; `options` are keywords of `generate`."""
+    from quant.checkpoints.runnable import open_runnable
+    from quant.run.announcements import announce_source
+    from quant.generate.generate import generate
+
+    terminal = listener(quiet or as_json)
+    with terminal.step(f"loading {model}"):
+        source, module = open_runnable(model)
+    announce_source(terminal, source)
+    if not source.is_causal_lm:
+        raise UserError(f"{model} ({type(module).__name__}) is not a causal language model; it cannot continue text")
+    options |= attention_options(source.path, options["attention"], options["kv_cache"])
+    # JSON has the text whole; without it, pieces appear as they are decoded.
+    with nullcontext() if as_json else _line(prompt) as on_text:
+        written = generate(module, source.load_tokenizer(), prompt, max_new_tokens, **options, on_text=on_text)
+    if as_json:
+        print_json({**dataclasses.asdict(written), "tokens_per_second": written.tokens_per_second})
+    elif not quiet:
+        rate = f"{len(written.tokens)} tokens in {written.seconds:.2f} s, {written.tokens_per_second:.1f} a second"
+        echo(f"{rate}, on {written.device}: {written.kernels}, {written.decoder}", err=True)
+        if written.kv_cache_bytes is not None or written.attention != "16bit":
+            size = f" ({written.kv_cache_bytes:,} bytes of pages)" if written.kv_cache_bytes is not None else ""
+            echo(f"attention in {written.attention}, KV cache in {written.kv_cache}{size}", err=True)
+
+
+@contextmanager
+def _line(prompt: str) -> Iterator[Callable[[str], None]]:
+    """Prints `prompt` and each new piece of text as it arrives; the line is ended even after an error."""
+    begun = False
+
+    def show(piece: str) -> None:
+        nonlocal begun
+        # The prompt waits for the first piece, so that an error before it leaves no half line.
+        echo(piece if begun else prompt + piece, newline=False)
+        begun = True
+
+    try:
+        yield show
+        if not begun:
+            show("")
+    finally:
+        if begun:
+            echo("")

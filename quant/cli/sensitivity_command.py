@@ -1,0 +1,135 @@
+"""The command `quant sensitivity` scores the loss of each fusion group of a model in each format."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from quant.calibration.sensitivity.candidates import parse_candidates
+from quant.calibration.sensitivity.table import METHODS
+from quant.cli.command import DEVICE, DEVICES, JSON, QUIET, SEED, Command, model_options, print_json
+from quant.cli.completion import MODELS, PRESET_LIST, SOLVERS, SOURCES
+from quant.cli.console import listener
+from quant.cli.tables import print_table
+from quant.export.checkpoint.files.directory import check_apart
+from quant.base.atomic import claimed
+from quant.models.files import find_model
+from quant.models.watched_files import WatchedFiles
+
+if TYPE_CHECKING:
+    from quant.calibration.sensitivity.table import Sensitivity
+
+
+@click.command("sensitivity", cls=Command)
+@click.argument("model", shell_complete=MODELS)
+@click.option(
+    "--formats",
+    shell_complete=PRESET_LIST,
+    default="nvfp4,mxfp8,fp8",
+    show_default=True,
+    help="Presets, PRESETa16, or WEIGHT@INPUT.",
+)
+@click.option(
+    "--method",
+    type=click.Choice(METHODS),
+    default="fisher",
+    show_default=True,
+    help="fisher: one backward pass; kl: measured for each group; output: relative error of each layer's output.",
+)
+@click.option("--out", type=click.Path(path_type=Path), help="File for the table; an interrupted run continues it.")
+@click.option(
+    "--calib",
+    shell_complete=SOURCES,
+    multiple=True,
+    metavar="SOURCE",
+    help="Calibration data, as for `quantize`.  [default: mix]",
+)
+@click.option(
+    "--samples", type=click.IntRange(min=1), default=8, show_default=True, help="Rows of text; 2 are enough for kl."
+)
+@click.option("--seqlen", default=512, show_default=True, help="Tokens per row.")
+@click.option(
+    "--solver",
+    shell_complete=SOLVERS,
+    default="rtn",
+    show_default=True,
+    help="Method that rounds the weights to be scored.",
+)
+@click.option("--include", multiple=True, metavar="GLOB", help="Score only layers that match. Repeatable.")
+@click.option("--exclude", multiple=True, metavar="GLOB", help="Leave out layers that match. Repeatable.")
+@SEED
+@DEVICE
+@DEVICES
+@model_options
+@QUIET
+@JSON
+def sensitivity_command(
+    model: str,
+    out: Path | None,
+    calib: tuple[str, ...],
+    samples: int,
+    seqlen: int,
+    seed: int,
+    device: str,
+    model_factory: str | None,
+    unsafe_load: bool,
+    quiet: bool,
+    as_json: bool,
+    **options: Any,
+) -> None:
+    """Score the loss of each fusion group of MODEL in each format.
+
+    Ranks share the work; the scores do not depend on their number.
+    """
+    from quant.calibration.allocation.allocate import score
+    from quant.calibration.inputs import call_on_first_row
+    from quant.calibration.ranks import rank_and_world
+    from quant.calibration.session import Session
+    from quant.checkpoints.runnable import open_original
+    from quant.run.announcements import announce_device, announce_source
+    from quant.calibration.texts.sources import Rows, as_rows, check_sources, digest_of, read_calibration
+    from quant.run.same_on_ranks import check_same
+
+    # Before the model writes text, which takes minutes.
+    parse_candidates(options["formats"])
+    check_sources(calib, "--calib")
+    if out is not None:
+        check_apart(out, find_model(model), *calib)
+    terminal = listener(quiet or as_json)
+    # The first rank writes the table for all.
+    if out is not None and rank_and_world()[0] == 0:
+        click.get_current_context().with_resource(claimed(out))
+    session = Session.on(device, seed=seed)
+    announce_device(terminal, session)
+    with terminal.step(f"loading {model}"):
+        source, module = open_original(model, model_factory=model_factory, unsafe_load=unsafe_load)
+    announce_source(terminal, source)
+    with terminal.stages() as progress:
+        session = replace(session, progress=progress)
+        data, _ = read_calibration(source, Rows(calib, samples, seqlen, seed), session, listener=terminal)
+        rows = as_rows(module, data, "a sensitivity table")
+        # Scores are sums over rows that ranks share: different text would add up without an error.
+        check_same({"the calibration text": digest_of(rows)}, session, WatchedFiles(source.path).files)
+        if rows.is_floating_point():
+            options["run"] = call_on_first_row(rows)
+        sensitivity = score(
+            module, rows[:samples], seed=seed, path=out, device=session.device, progress=progress, **options
+        )
+    if as_json:
+        print_json(sensitivity.to_dict())
+    elif not quiet:
+        _print_table(sensitivity)
+
+
+def _print_table(sensitivity: Sensitivity) -> None:
+    """Prints groups by falling score, with the scores of each format."""
+    formats = [name for name in sensitivity.formats if name != "keep"]
+    groups = sorted(sensitivity.groups, key=lambda group: -max(group.scores.values()))
+    columns = {"group": [group.name for group in groups], "!>weights": [f"{group.numel:,}" for group in groups]}
+    for name in formats:
+        columns[f"!>{name}"] = [f"{group.scores[name]:.2e}" if name in group.scores else "–" for group in groups]
+    # Names of groups are long, so they are broken before a format goes.
+    print_table(columns, title=f"{sensitivity.method}: {sensitivity.unit}", drops=("weights", *formats[:0:-1]))

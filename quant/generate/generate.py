@@ -1,0 +1,328 @@
+"""`generate` continues a prompt with a model, quantized or not, by greedy decoding with a key-value cache.
+
+The same machine always gives the same tokens. Two machines do while the two likeliest tokens lie further apart than
+rounding moves their logits. On SmolLM2 that is, on average:
+
+    float32                              0       sums differ only in their last bits
+    BF16                                 0.1
+    FP8 attention and an FP8 cache       0.1     in either dtype
+    FP8 attention and an NVFP4 cache     0.3     a key that rounds the other way changes the keys of later layers
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+
+from quant.recipes.blocks import cache_argument, cache_of
+from quant.calibration.evaluating import evaluating
+from quant.calibration.placement import Device, device_of, find_device
+from quant.base.errors import UserError
+from quant.export.checkpoint.files.tensor_checks import value_problem
+from quant.formats.format import is_16bit
+from quant.formats.known_names import known_names
+from quant.kernels.base.hardware import has_triton
+from quant.recipes.callers_model import unwrapped
+from quant.recipes.layers import output_head
+from quant.generate.quantized_attention import quantized_attention
+from quant.generate.fused_decoder import Decoder, decoder_refusal
+from quant.runtime.text_stream import TextStream
+
+_HEAD_ROWS = 1 << 13  # of an output head, widened at a time on a CPU
+DTYPES = ("bfloat16", "float16", "float32")
+"""Values of --dtype."""
+GRAPH = "a CUDA graph a token"
+
+
+@dataclass(frozen=True)
+class Generation:
+    """The text that a model wrote, and how.
+
+    Attributes:
+        prompt: the text before.
+        text: the text that was added.
+        prompt_tokens: ids of the prompt.
+        tokens: ids that were added, an end-of-text token included.
+        seconds: the seconds of generating, loading excluded.
+        device: the device where the model ran.
+        kernels: the kernels that multiplied by the quantized weights.
+        attention: "fp8" or "16bit".
+        kv_cache: format of the KV cache, "fp8", "nvfp4" or "16bit".
+        kv_cache_bytes: bytes of the pages of a quantized KV cache; None for one in 16 bit.
+        decoder: how the model ran for each token: `GRAPH`, or "transformers", with the reason why on a GPU.
+    """
+
+    prompt: str
+    text: str
+    prompt_tokens: tuple[int, ...]
+    tokens: tuple[int, ...]
+    seconds: float
+    device: str
+    kernels: str
+    attention: str = "16bit"
+    kv_cache: str = "16bit"
+    kv_cache_bytes: int | None = None
+    decoder: str = "transformers"
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens added a second, the prompt's own pass included."""
+        return len(self.tokens) / self.seconds if self.seconds else 0.0
+
+
+def generate(
+    model: nn.Module,
+    tokenizer: Any,
+    prompt: str,
+    max_new_tokens: int,
+    *,
+    device: Device = "auto",
+    dtype: str | None = None,
+    attention: str | None = None,
+    kv_cache: str | None = None,
+    on_text: Callable[[str], object] | None = None,
+) -> Generation:
+    """Continues `prompt` with the likeliest tokens, until one that ends the text or `max_new_tokens`.
+
+    Args:
+        model: a causal language model of transformers; it is moved to `device`, and on a GPU its weights are put in
+            the layout of the kernels.
+        tokenizer: a tokenizer of transformers.
+        prompt: text.
+        max_new_tokens: at least 1.
+        device: "cpu", "cuda", "cuda:1", …, "auto" for the GPU where there is one, or None for where the model is.
+        dtype: one of `DTYPES`, for all that is not quantized; None keeps the model's.
+        attention: "fp8" or "16bit".
+        kv_cache: "fp8", "nvfp4" or "16bit"; scales that were calibrated for the model are used.
+        on_text: a function that is called with each piece of the text as soon as no later token can change it; the
+            pieces, joined, are the text.
+
+    Raises:
+        UserError: an empty prompt, too many tokens for the model, a device that is not there, or NaN in the logits,
+            with the tensor named that it comes from.
+    """
+    model = unwrapped(model, "generate")
+    target = find_device(device) or device_of(model)
+    ids = torch.tensor([tokenizer(prompt)["input_ids"]], device="cpu")
+    _check(model, ids, max_new_tokens)
+    if dtype is not None:
+        cast_unquantized(model, dtype)
+    # After the cast, so that a float32 model never takes its full size on the GPU.
+    model.to(target)
+    ids = ids.to(target)
+    kernels = _multiplies(ids)
+    cache = _cache(model, kv_cache)
+    stream = TextStream(tokenizer, on_text)
+    started = time.perf_counter()
+    formats = quantized_attention(model, attention=attention, kv_cache=kv_cache)
+    with torch.no_grad(), evaluating(model), _wide_logits(model), formats:
+        reason = "its attention is in FP8 over a KV cache in 16 bit"
+        if is_16bit(attention) or cache is not None:
+            reason = _decode(model, ids, max_new_tokens, stream.add, cache)
+            # The decoder may have written the prompt into its cache before it refused: transformers starts with an
+            # empty one.
+            cache = cache if not reason else _cache(model, kv_cache)
+        if reason:
+            options = {"max_new_tokens": max_new_tokens, "pad_token_id": _pad_token(model, tokenizer)}
+            _generate_by_transformers(model, ids, stream, **options, **cache_argument(model, cache))
+    seconds = time.perf_counter() - started
+    # Only a GPU has a decoder of our own, so on a CPU the reason says nothing.
+    decoder = GRAPH
+    if reason:
+        decoder = f"transformers: {reason}" if target.type == "cuda" else "transformers"
+    return Generation(
+        prompt=prompt,
+        text=stream.finish(),
+        prompt_tokens=tuple(ids[0].tolist()),
+        tokens=tuple(stream.tokens),
+        seconds=seconds,
+        device=str(target),
+        kernels=kernels,
+        attention="16bit" if is_16bit(attention) else str(attention),
+        kv_cache="16bit" if is_16bit(kv_cache) else str(kv_cache),
+        kv_cache_bytes=None if cache is None else cache.nbytes,
+        decoder=decoder,
+    )
+
+
+def _generate_by_transformers(model: nn.Module, ids: torch.Tensor, stream: TextStream, **options: Any) -> None:
+    """Decodes greedily by the model's own `generate`, whatever its generation config says of sampling."""
+    model.generate(  # type: ignore[operator]
+        ids,
+        # A mask of ones, and None for the options of sampling, or transformers warns: of a missing mask, and of options
+        # from the generation config that greedy decoding ignores.
+        attention_mask=torch.ones_like(ids),
+        do_sample=False,
+        num_beams=1,
+        temperature=None,
+        top_p=None,
+        top_k=None,
+        logits_processor=[partial(_check_logits, model)],
+        streamer=stream,
+        **options,
+    )
+
+
+def _decode(
+    model: nn.Module,
+    ids: torch.Tensor,
+    max_new_tokens: int,
+    tell: Callable[[list[int]], object],
+    cache: Any = None,
+) -> str:
+    """Decodes the tokens after `ids` `[1, tokens]` by `Decoder`, or returns why transformers has to give them.
+
+    `cache` is an empty `QuantizedKVCache`; None keeps keys and values in 16 bit.
+    """
+    if reason := decoder_refusal(model):
+        return reason
+    count = ids.shape[1]
+    is_quantized = cache is not None
+    seen = model(ids, use_cache=True, logits_to_keep=1, **cache_argument(model, cache))
+    cache = cache_of(seen)
+    # The prompt's own logits choose the first token; the decoder computes from the second one on.
+    first = int(_check_logits(model, ids, seen.logits[:, -1]).argmax())
+    stops = end_tokens(model)
+    if max_new_tokens == 1 or first in stops:
+        tell([first])
+        return ""
+    decoder = Decoder(model, count + max_new_tokens, has_quantized_cache=is_quantized)
+    decoder.begin(cache, first)
+    # The same token both ways: models that this decoder misunderstands show it here, before any text is shown.
+    expected = model(ids.new_tensor([[first]]), **cache_argument(model, cache)).logits[:, -1]
+    if not decoder.agrees(decoder.step(), expected):
+        return "the logits of its first token would be others"
+    # The prompt and the step above have made two tokens; with more, the steps are replays.
+    if max_new_tokens > 2:
+        decoder.capture()
+    for tokens in decoder.run(count, count + max_new_tokens, stops, steps_done=1):
+        if not decoder.finite:
+            _refuse_logits(model, count)
+        tell(tokens)
+    return ""
+
+
+def _check_logits(model: nn.Module, ids: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+    """Returns the logits unchanged, after a check for NaN.
+
+    Transformers calls this before it chooses a token, and would choose one of NaN, too.
+    """
+    # NaN compares as false, so one comparison finds both NaN and infinity.
+    if bool((logits < torch.inf).all()):  # a token that must not come has -infinity
+        return logits
+    return _refuse_logits(model, ids.shape[1])
+
+
+def _refuse_logits(model: nn.Module, count: int) -> NoReturn:
+    """Raises UserError for NaN in the logits behind `count` tokens or more."""
+    named = [(False, model.named_parameters()), (True, model.named_buffers())]
+    for is_buffer, tensors in named:
+        for name, tensor in tensors:
+            if problem := value_problem(tensor.detach(), is_buffer=is_buffer):
+                raise UserError(f"{name} {list(tensor.shape)} {problem}; repair the model, or download it again")
+    raise UserError(
+        f"{type(model).__name__} gives NaN or infinite logits behind token {count}, and its weights hold "
+        "neither: what it computes overflows; generate in another --dtype, or with 16-bit attention and KV cache"
+    )
+
+
+def _cache(model: nn.Module, kv_cache: str | None) -> Any:
+    """Returns the requested quantized cache; None leaves the cache to transformers."""
+    if is_16bit(kv_cache):
+        return None
+    from quant.generate.quantized_kv_cache import QuantizedKVCache
+
+    return QuantizedKVCache(model, str(kv_cache))
+
+
+@contextmanager
+def _wide_logits(model: nn.Module) -> Iterator[None]:
+    """Makes a 16-bit head give the logits of one position in float32, as its sums are, while open.
+
+    Rounded to BF16, the two largest logits of SmolLM2 are equal at 1 position in 20, and order decides.
+    """
+    head = output_head(model)
+    if type(head) is not nn.Linear or head.weight.dtype not in (torch.bfloat16, torch.float16):
+        yield
+        return
+    narrow = head.forward
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        if x.shape[:-1].numel() > 1:
+            return narrow(x)
+        row = x.flatten(0, -2)
+        logits = _widened_product(row, head.weight)
+        if head.bias is not None:
+            logits = logits + head.bias.float()
+        wide: torch.Tensor = logits.unflatten(0, x.shape[:-1])
+        return wide
+
+    # An instance attribute hides the method of the class; deleting it brings the method back.
+    head.forward = forward  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        del head.forward
+
+
+def _widened_product(row: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Returns `row @ weight.T` of 16-bit operands in float32."""
+    if row.is_cuda:
+        return torch.mm(row, weight.T, out_dtype=torch.float32)
+    return torch.cat([row.float() @ part.float().T for part in weight.split(_HEAD_ROWS)], 1)
+
+
+def _check(model: nn.Module, ids: torch.Tensor, max_new_tokens: int) -> None:
+    if not ids.numel():
+        raise UserError("the prompt holds no token; give some text with --prompt")
+    if max_new_tokens < 1:
+        raise UserError(f"--max-new-tokens is {max_new_tokens}; expected 1 or more")
+    limit = getattr(getattr(model, "config", None), "max_position_embeddings", None)
+    if limit is not None and ids.shape[1] + max_new_tokens > limit:
+        raise UserError(
+            f"the prompt has {ids.shape[1]} tokens and {max_new_tokens} more are wanted, but the model takes {limit}; "
+            "shorten the prompt or lower --max-new-tokens"
+        )
+
+
+def cast_unquantized(model: nn.Module, dtype: str) -> None:
+    """Puts all that is not quantized in a dtype; buffers in float32, such as the frequencies of positions, stay."""
+    if dtype not in DTYPES:
+        raise UserError(f"--dtype {dtype}: unknown; {known_names(dtype, DTYPES)}")
+    # `.to(dtype)` casts all floating-point buffers, also frequencies that models keep in float32 on purpose.
+    wide = [
+        (module, name, buffer)
+        for module in model.modules()
+        for name, buffer in module.named_buffers(recurse=False)
+        if buffer.dtype is torch.float32 and buffer.numel()
+    ]
+    model.to(getattr(torch, dtype))
+    for module, name, buffer in wide:
+        setattr(module, name, buffer)
+
+
+def end_tokens(model: Any) -> tuple[int, ...]:
+    """Returns the ids of the tokens that end a text of a transformers model."""
+    stops = model.generation_config.eos_token_id
+    return () if stops is None else tuple(stops) if isinstance(stops, list | tuple) else (int(stops),)
+
+
+def _multiplies(x: torch.Tensor) -> str:
+    """Returns the kernels that multiply by quantized weights where `x` is, in words."""
+    if not x.is_cuda:
+        return "PyTorch reference"
+    return "Triton" if has_triton() else "PyTorch reference (Triton is not installed)"
+
+
+def _pad_token(model: nn.Module, tokenizer: Any) -> int | None:
+    """Returns a token for padding, which transformers requires although a single row is never padded."""
+    end = getattr(model.config, "eos_token_id", None)
+    end = end[0] if isinstance(end, list) else end
+    return tokenizer.pad_token_id if tokenizer.pad_token_id is not None else end

@@ -1,0 +1,409 @@
+"""A transformers model attends with FP8 operands, over a quantized KV cache, or both.
+
+    with quantized_attention(model, attention="fp8", kv_cache="nvfp4"):
+        evaluate(model, rows)
+
+    register(); AutoModelForCausalLM.from_pretrained(…, attn_implementation="quant_fp8")
+
+transformers 5 looks the attention function up by name in `AttentionInterface` and calls it with q, k and v after RoPE.
+Two names are ours:
+
+    quant_fp8     q, k, v and the probabilities in E4M3
+    quant_16bit   attention in 16 bit, over a quantized cache
+
+Keys and values are first rounded to the format of the KV cache, if there is one: by the `QuantizedKVCache` that the
+model was called with, or, in a forward pass without a cache, by the config's `quant_kv_cache`. So a forward pass over
+a whole text sees the same keys and values as decoding token by token. The function depends on the call:
+
+    a sequence from its start     `quant.kernels.attention.forward`: FP8 or 16 bit, causal, windows, soft cap
+    new tokens over a cache       `quant.kernels.attention.decode` on the pages, with queries in 16 bit
+    padding, another mask, sinks  plain PyTorch on the rounded operands
+
+Queries and keys are first multiplied by a pair of inverse matrices (`quant.generate.key_rotation`), which keeps their
+scores and cuts the KL of rounding them to E4M3 by two thirds. Scales are one a KV head. The scale of the values comes
+from the model's `v_scale`, which `quantize --kv-cache fp8` calibrates and a checkpoint keeps; scales of turned keys,
+and of values without calibration, come from the first tokens. Where attention itself stays in 16 bit, a checkpoint
+with calibrated FP8 scales is not turned and `k_scale` is used as well, as other runtimes will read it.
+
+A long text is spread over the processes of a group, each of which runs the model on its share of the tokens:
+
+    rank, world = group.rank(), group.size()
+    with quantized_attention(model, kv_cache="nvfp4", group=group):
+        model(shard(ids, rank, world, dim=1), position_ids=shard(positions, rank, world, dim=1), use_cache=False)
+
+Keys and values go around the ring of `quant.kernels.attention.ring` in the format of the KV cache. They are not turned,
+since the turn would depend on all tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.functional import pad
+
+from quant.calibration.attention_names import implementations_kept, names_registered, text_config
+from quant.calibration.attention_scales import is_latent, latents_changed, rotary_key, with_rotary_key
+from quant.base.errors import UserError
+from quant.base.extras import require
+from quant.formats.format import Format, is_16bit
+from quant.formats.known_names import known_names
+from quant.formats.number import E4M3
+from quant.formats.rounding import encode
+from quant.formats.scaling import scale_of
+from quant.kernels.attention.forward import attention
+from quant.kernels.attention.quantize_qkv import quantize_attention
+from quant.kernels.attention.ring import quantize_blocks
+from quant.kernels.attention.attention_operands import SCALE_BLOCK
+from quant.kernels.attention.reference import reference
+from quant.kernels.attention.attention_tiles import DIMS
+from quant.kernels.attention.kv_pages import HEADROOM, first_scale, kv_format, round_kv
+from quant.runtime.attention_call import AttentionCall
+from quant.runtime.ring import attend_in_ring, refuse_padding, ring_format
+from quant.generate.key_rotation import turning
+
+FP8, SIXTEEN_BIT = "quant_fp8", "quant_16bit"
+IMPLEMENTATIONS = (FP8, SIXTEEN_BIT)
+"""Names under which transformers finds our attention."""
+_RING = "quant_ring"
+ATTENTIONS = ("fp8", "16bit")
+"""Values of --attention."""
+KV_CACHES = ("fp8", "nvfp4", "16bit")
+"""Values of --kv-cache where a model runs."""
+
+KVScales = tuple[torch.Tensor, torch.Tensor]
+
+
+def register() -> None:
+    """Makes `attn_implementation="quant_fp8"` and `"quant_16bit"` known to transformers.
+
+    Raises:
+        UserError: transformers is not installed.
+    """
+    for interface, functions in _interfaces():
+        for name, function in functions.items():
+            interface.register(name, function)
+
+
+def _interfaces() -> list[tuple[Any, dict[str, Callable[..., Any]]]]:
+    """Returns registries of transformers, each with our functions by name."""
+    modeling = require("transformers.modeling_utils", "hf")
+    masking = require("transformers.masking_utils", "hf")
+    attends: dict[str, Callable[..., Any]] = {FP8: partial(_attend, fp8=True), SIXTEEN_BIT: partial(_attend, fp8=False)}
+    return [
+        (modeling.AttentionInterface, attends),
+        (masking.AttentionMaskInterface, dict.fromkeys(attends, mask_unless_causal)),
+    ]
+
+
+@contextmanager
+def quantized_attention(
+    model: nn.Module,
+    *,
+    attention: str | None = None,
+    kv_cache: str | None = None,
+    group: dist.ProcessGroup | None = None,
+) -> Iterator[None]:
+    """Makes `model` attend in FP8, or over keys and values rounded to a cache format, or both, while open.
+
+    Args:
+        model: a model of transformers.
+        attention: one of `ATTENTIONS`; None is "16bit".
+        kv_cache: one of `KV_CACHES`; None is "16bit".
+        group: processes that each run the model on their share of a text, as `quant.kernels.attention.ring.shard`
+            cuts the ids and positions, causally and without padding. FP8 attention passes keys and values on in E4M3,
+            attention in 16 bit in NVFP4 or 16 bit. None is no group.
+
+    Raises:
+        UserError: an unknown name, a model whose attention cannot be replaced, or an option that no group computes.
+    """
+    attention, format = _named(attention, kv_cache)
+    if attention == "16bit" and format is None and group is None:
+        yield
+        return
+    if getattr(model, "config", None) is None or not hasattr(model, "set_attn_implementation"):
+        raise UserError(
+            f"{type(model).__name__} is not a transformers model; --attention and --kv-cache act on transformers' own "
+            "attention interface"
+        )
+    config = text_config(model.config)
+    functions, masks = (own for _, own in _interfaces())
+    name = FP8 if attention == "fp8" else SIXTEEN_BIT
+    if group is not None:
+        name, passed = _RING, ring_format(attention, format)
+        functions, masks = {name: partial(attend_in_ring, format=passed, group=group)}, {name: refuse_padding}
+    # Our names are registered only while the context is open: a model saved later does not refer to them.
+    with implementations_kept(model), names_registered(functions, masks), _latents_rounded(model, format):
+        try:
+            model.set_attn_implementation(name)  # type: ignore[operator]
+            if config._attn_implementation != name:
+                raise UserError(
+                    f"{type(model).__name__}: its attention is its own and cannot be replaced (--attention 16bit)"
+                )
+            # Read by `_rounded` in a forward pass without a cache; one with a cache carries its own format.
+            config.quant_kv_cache = None if format is None else format.name
+            yield
+        finally:
+            vars(config).pop("quant_kv_cache", None)
+
+
+def _named(attention: str | None, kv_cache: str | None) -> tuple[str, Format | None]:
+    attention = "16bit" if is_16bit(attention) else str(attention)
+    if attention not in ATTENTIONS:
+        raise UserError(f"--attention {attention}: unknown; {known_names(attention, ATTENTIONS)}")
+    try:
+        return attention, kv_format(kv_cache)
+    except ValueError:
+        raise UserError(f"--kv-cache {kv_cache}: unknown; {known_names(kv_cache, KV_CACHES)}") from None
+
+
+def turns(module: nn.Module, format: Format | None, fp8: bool) -> bool:
+    """Returns whether queries and keys are turned before a cache in `format`.
+
+    `fp8` says whether attention is in FP8.
+    """
+    return fp8 or (format is not None and not _is_calibrated(module, format))
+
+
+def scales_of(
+    module: nn.Module, format: Format, kv_heads: int, turned: bool
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Returns the calibrated scales of K and V for a cache in `format`, float32 `[kv_heads]`.
+
+    None where nothing was calibrated.
+
+    K was calibrated without turning, so its scale serves only unturned keys. Where keys are turned, values get the
+    headroom of a measured scale: saturating values that calibration did not meet costs SmolLM2 0.2% of perplexity,
+    and a power of two changes no code.
+    """
+    if not _is_calibrated(module, format):
+        return None, None
+    scales = []
+    for name in ("k_scale", "v_scale"):
+        scale = getattr(module, name)
+        if scale.numel() not in (1, kv_heads):
+            raise UserError(f"{name} {list(scale.shape)} of an attention with {kv_heads} KV heads: one, or one a head")
+        scales.append(scale.float().flatten().expand(kv_heads))
+    return (None, scales[1] * HEADROOM) if turned else (scales[0], scales[1])
+
+
+def _is_calibrated(module: nn.Module, format: Format) -> bool:
+    """Returns whether a module has scales for a cache in `format`; checkpoints keep scales only for FP8."""
+    return format.is_fp8 and format.per_tensor and isinstance(getattr(module, "k_scale", None), torch.Tensor)
+
+
+def mask_unless_causal(
+    *,
+    kv_length: int,
+    kv_offset: int = 0,
+    mask_function: Any = None,
+    attention_mask: torch.Tensor | None = None,
+    local_size: int | None = None,
+    **arguments: Any,
+) -> torch.Tensor | None:
+    """Returns None for a causal mask, which our functions apply (with a window, too); else bool, True where seen."""
+    from transformers.masking_utils import causal_mask_function, sdpa_mask
+
+    # A tensor of a mask costs batch · queries · keys; none is made where a kernel masks by position itself.
+    plain = mask_function is None or mask_function is causal_mask_function
+    # A graph can depend on no value: compiled models compute the mask of a window, and of given masks.
+    if not torch.compiler.is_compiling():
+        plain = plain or _is_window(mask_function, local_size)
+        if attention_mask is not None and bool(attention_mask[:, :kv_length].all()):
+            attention_mask = None
+    if plain and kv_offset == 0 and attention_mask is None:
+        return None
+    arguments |= {"mask_function": mask_function or causal_mask_function, "allow_is_causal_skip": False}
+    arguments |= {"kv_length": kv_length, "kv_offset": kv_offset, "attention_mask": attention_mask}
+    mask: torch.Tensor | None = sdpa_mask(**arguments, local_size=local_size)
+    return mask
+
+
+def _is_window(mask_function: Any, size: int | None) -> bool:
+    """Returns whether this is the causal window of `size` keys, judged by the keys at both ends for two queries."""
+    if size is None:
+        return False
+    # Two queries, because one could not distinguish a sliding window from a fixed block of keys.
+    seen = [
+        bool(mask_function(torch.tensor(0), torch.tensor(0), torch.tensor(query), torch.tensor(key)))
+        for query in (2 * size, 2 * size + 1)
+        for key in (query - size, query - size + 1, query, query + 1)
+    ]
+    return seen == [False, True, True, False] * 2
+
+
+def _attend(
+    module: nn.Module,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor | None,
+    *,
+    fp8: bool,
+    **keywords: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attends, as the function that transformers calls with q `[batch, heads, new, dim]`.
+
+    k and v are `[batch, kv_heads, …, dim]`. Of the keywords it reads the fields of `AttentionCall`.
+
+    A k with `quant_layer` holds only new keys: its layer of a `QuantizedKVCache` has the others.
+    """
+    call = AttentionCall.of(module, keywords)
+    options = {"softmax_scale": call.scaling, "softcap": call.softcap}
+    layer = getattr(k, "quant_layer", None)
+    if layer is not None:
+        q = layer.write(q, k, v, **options)
+        if layer.length > k.shape[2] and mask is None and call.s_aux is None:
+            out = layer.attend(q, window=call.sliding_window, **options)
+            return out.transpose(1, 2).contiguous(), None
+        (k, v), scales = layer.read_turned(k.dtype), layer.scales
+    else:
+        q, k, v, scales = _rounded(module, q, k, v, fp8, **options)
+    if call.s_aux is not None and mask is None:
+        # Kernels have no sinks; `_masked` does.
+        mask = _mask_of(call, q.shape[2], k.shape[2], q.device)
+    if mask is not None:
+        out = _masked(q, k, v, mask[..., : k.shape[2]], fp8, sinks=call.s_aux, **options)
+    else:
+        # A window belongs to a causal mask; attention without one sees everything.
+        window = call.sliding_window if call.is_causal else None
+        out = _dense(q, k, v, scales if fp8 else None, fp8, causal=call.is_causal, window=window, **options)
+    return out.transpose(1, 2).contiguous(), None
+
+
+def _mask_of(call: AttentionCall, queries: int, keys: int, device: torch.device) -> torch.Tensor:
+    """Returns which keys each query sees, bool `[1, 1, queries, keys]`; the queries are the last tokens."""
+    if not call.is_causal:
+        return torch.ones(1, 1, queries, keys, dtype=torch.bool, device=device)
+    distance = torch.arange(keys - queries, keys, device=device)[:, None] - torch.arange(keys, device=device)
+    seen = distance >= 0
+    if call.sliding_window is not None:
+        seen &= distance < call.sliding_window
+    return seen[None, None]
+
+
+def _rounded(
+    module: nn.Module, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, fp8: bool, **options: float | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, KVScales | None]:
+    """Returns q, k and v as a cache in the config's format would return them, and the scales of K and V in FP8."""
+    format = kv_format(getattr(getattr(module, "config", None), "quant_kv_cache", None))
+    if format is not None and is_latent(module):
+        # The cache holds no expanded keys: `_latents_rounded` has rounded the vector that they come from.
+        k = with_rotary_key(module, k, _through_latent_cache(module, rotary_key(module, k), format))
+        format = None
+    turned = turns(module, format, fp8)
+    if turned:
+        turn = turning(q, k, **options)
+        q, k = turn.q(q), turn.k(k)
+    if format is None:
+        return q, k, v, None
+    # A scale that was not calibrated comes from these tokens, as it would from the first tokens of a cache.
+    k_scale, v_scale = scales_of(module, format, k.shape[1], turned)
+    k_scale = first_scale(k, format) if k_scale is None else k_scale
+    v_scale = first_scale(v, format) if v_scale is None else v_scale
+    k, v = round_kv(k, format, k_scale), round_kv(v, format, v_scale)
+    if not format.per_tensor or k_scale is None or v_scale is None:
+        return q, k, v, None
+    return q, k, v, (k_scale, v_scale)
+
+
+def _latents_rounded(model: nn.Module, format: Format | None) -> AbstractContextManager[None]:
+    """Makes latent attention expand keys and values from a vector as a cache in `format` returns it, while open."""
+    if format is None:
+        return nullcontext()
+    return latents_changed(model, lambda module, x: _through_latent_cache(module, x[:, None], format)[:, 0])
+
+
+def _through_latent_cache(module: nn.Module, x: torch.Tensor, format: Format) -> torch.Tensor:
+    """Returns a part of the cached vector, `[batch, 1, tokens, dim]`, as a cache in `format` returns it."""
+    k_scale, _ = scales_of(module, format, 1, turned=False)
+    return round_kv(x, format, first_scale(x, format) if k_scale is None else k_scale)
+
+
+def _dense(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scales: KVScales | None, fp8: bool, **options: Any
+) -> torch.Tensor:
+    """Returns attention by our kernels, or by their oracle on a CPU and for FP32 without FP8.
+
+    `scales` belong to k and v that are values of E4M3 already: the same codes come out, so nothing is rounded twice.
+    A GPU's quantizer takes 16 bit, so the operands of a float32 model are rounded as on a CPU.
+    """
+    dtype, value_dim = q.dtype, v.shape[3]
+    # 1/√dim of the head itself: the padded operands below have a larger dimension.
+    if options["softmax_scale"] is None:
+        options["softmax_scale"] = q.shape[3] ** -0.5
+    dim = max(q.shape[3], value_dim)  # keys of latent attention are wider than its values
+    room = next((size for size in DIMS if size >= dim), None)
+    if room is None:
+        raise UserError(f"head dimension {dim}: quantized attention takes at most {DIMS[-1]} (--attention 16bit)")
+    on_gpu = q.is_cuda and (fp8 or dtype is not torch.float32)
+    # Zeros in added channels change no score, and their outputs are cut off.
+    width = room if on_gpu else dim
+    q, k, v = (x if x.shape[3] == width else pad(x, (0, width - x.shape[3])) for x in (q, k, v))
+    out: torch.Tensor
+    if on_gpu and fp8 and dtype is not torch.float32:
+        qkv_scales = None if scales is None else _scales_of_heads(q, *scales)
+        out = quantize_attention(q, k, v, scales=qkv_scales).attend(**options, dtype=dtype)
+        return out[..., :value_dim]
+    if fp8 and scales is not None:
+        qkv_scales = _scales_of_heads(q, *scales)
+        q, k, v = (encode(x.float() / s[..., None, None], E4M3) for x, s in zip((q, k, v), qkv_scales, strict=True))
+        options |= zip(("q_scale", "k_scale", "v_scale"), qkv_scales, strict=True)
+    elif fp8:
+        (q, options["q_scale"]), (k, options["k_scale"]), (v, options["v_scale"]) = map(quantize_blocks, (q, k, v))
+    if on_gpu:
+        out = attention(q, k, v, **options, dtype=dtype)
+        return out[..., :value_dim]
+    out, _ = reference(q, k, v, **options, dtype=dtype, round_p=fp8)
+    return out[..., :value_dim]
+
+
+def _scales_of_heads(
+    q: torch.Tensor, k_scale: torch.Tensor, v_scale: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Returns the scales `[batch, heads]`: of q measured, of k and v as given."""
+    q_scale = scale_of(q.abs().amax((2, 3)), E4M3.max)
+    return q_scale, k_scale.expand(len(q), -1).contiguous(), v_scale.expand(len(q), -1).contiguous()
+
+
+def _masked(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor,
+    fp8: bool,
+    *,
+    softmax_scale: float | None,
+    softcap: float | None,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Returns attention under any mask, in PyTorch: operands rounded to FP8 where asked, probabilities unrounded.
+
+    Sinks `[heads]` are the score of a key for each head that has no value, as in GPT-OSS.
+    """
+    dtype = q.dtype
+    if fp8:
+        q, k, v = (_dequantized(x) for x in (q, k, v))
+    grouped = q.float().unflatten(1, (k.shape[1], -1))
+    # Query heads of a KV head are one group: [batch, kv_heads, group, queries, keys].
+    scores = grouped @ k.float()[:, :, None].mT * (q.shape[3] ** -0.5 if softmax_scale is None else softmax_scale)
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    scores = scores.masked_fill(~mask.bool()[:, :, None], -torch.inf)
+    if sinks is not None:
+        sink = sinks.float().unflatten(0, (k.shape[1], -1))[None, :, :, None, None]
+        scores = torch.cat([scores, sink.expand(*scores.shape[:-1], 1)], -1)
+    probabilities = scores.softmax(-1).nan_to_num(0.0)[..., : k.shape[2]]
+    out: torch.Tensor = probabilities @ v.float()[:, :, None]
+    return out.flatten(1, 2).to(dtype)
+
+
+def _dequantized(x: torch.Tensor) -> torch.Tensor:
+    # A scale for each block of 128 tokens, repeated for its tokens.
+    codes, scale = quantize_blocks(x)
+    return codes.float() * scale.repeat_interleave(SCALE_BLOCK, 2)[:, :, : x.shape[2], None]

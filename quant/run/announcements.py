@@ -1,0 +1,51 @@
+"""Sentences about a run that a listener hears before the slow steps: its device, its source, a lower effort."""
+
+from __future__ import annotations
+
+from quant.base.listener import Listener
+from quant.calibration.placement import describe
+from quant.calibration.session import Session
+from quant.base.errors import megabytes
+from quant.models.open_model import Source
+from quant.recipes.plan import Plan
+from quant.recipes.solver_names import parse_solver
+
+
+def announce_device(listener: Listener, session: Session) -> None:
+    """Says that a run computes on a GPU, if it does."""
+    if session.device is not None and session.device.type != "cpu":
+        listener.message(f"on {describe(session.device)}")
+
+
+def announce_source(listener: Listener, source: Source) -> None:
+    """Says that the files of a model hold it quantized, if they do."""
+    if source.quantization is not None:
+        dtype = str(source.dtype).removeprefix("torch.")
+        listener.message(f"the source is quantized ({source.quantization}); its weights are dequantized to {dtype}")
+
+
+def announce_untied_head(listener: Listener, plan: Plan) -> None:
+    """Says what the weight takes that a learned rotation gives to a head which has shared the embedding's."""
+    heads = [layer for layer in plan.layers if layer.weight is None and layer.tied_to is not None]
+    if heads and any(parse_solver(layer.solver).learns_rotation for layer in plan.quantized):
+        listener.message(
+            f"{heads[0].name} shares the weight of {heads[0].tied_to}; a learned rotation gives it one of its own, "
+            f"which takes {megabytes(sum(2 * head.numel for head in heads))} more in 16 bit"
+        )
+
+
+def announce_rounding_of_choice(listener: Listener, plan: Plan) -> None:
+    """Says that a budget's formats are chosen for weights rounded to nearest, where the plan has better solvers."""
+    solver = next((layer.solver for layer in plan.quantized if layer.solver != "rtn"), None)
+    if solver is not None:
+        listener.message(
+            f"formats are chosen for weights rounded to nearest, and then solved by {solver}; --solver {solver} "
+            "chooses them for solved weights, which takes longer (docs/budgets.md)"
+        )
+
+
+def announce_effort(listener: Listener, plan: Plan) -> None:
+    """Says why a plan has a lower effort than the requested one, if so."""
+    chosen = plan.provenance.get("effort")
+    if isinstance(chosen, dict) and "why" in chosen:
+        listener.message(f"effort {chosen['level']} ({chosen['solver']}) instead of {chosen['asked']}: {chosen['why']}")

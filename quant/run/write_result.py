@@ -1,0 +1,207 @@
+"""The last stage writes the checkpoint with its report; a module in memory gets its plan instead."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from quant.calibration.placement import describe
+from quant.calibration.ranks import leave, rank_and_world
+from quant.export.checkpoint.pretrained import attach
+from quant.export.checkpoint.save import Destination, Finish, save_state_dict, write_model
+from quant.export.checkpoint.compare_source import compare_with_source
+from quant.checkpoints.write_report import write_report
+from quant.base.errors import UserError, counted, listed
+from quant.calibration.layer_result import LayerResult, loss_warnings
+from quant.calibration.texts.sources import tokenizer_if_any
+from quant.export.checkpoint.files.names import stored_names
+from quant.base.extras import versions
+from quant.models.files import SourceKind
+from quant.models.origin import described_by
+from quant.models.prediction_heads import head_layers
+from quant.recipes.plan import Plan
+from quant.report.report import Report, kv_cache_of, peak_rss
+from quant.run.job import Decision, Job, Outcome, SolvedModel
+from quant.run.measure import Measured
+
+
+def write(job: Job, decision: Decision, solved: SolvedModel, measured: Measured) -> Outcome:
+    """Writes a checkpoint with its report, on the first rank; the others have nothing left to do."""
+    out = job.request.out
+    if out is None:
+        assert solved.quantized is not None
+        attach(solved.quantized.model, solved.plan)
+        for message in _warnings(decision, solved):
+            warnings.warn(message, stacklevel=4)  # the caller of `quant.quantize`
+        return Outcome(solved.plan, quantized=solved.quantized)
+    report = _report(job, decision, solved, measured)
+    # Other ranks' steps must be on disk before this process leaves the group: afterwards it can receive none.
+    job.session.store.flush()
+    is_first = rank_and_world()[0] == 0
+    leave()  # compressed-tensors, which the trial load imports, waits for all ranks of a process group
+    if is_first:
+        _write_checkpoint(job, out, solved, report)
+    return Outcome(solved.plan, report)
+
+
+def _write_checkpoint(job: Job, out: Path, solved: SolvedModel, report: Report) -> None:
+    request, source = job.request, job.source
+    finish = _finish(job, solved.plan, report)
+    if solved.quantized is None:
+        assert source.state_dict is not None and solved.tensors is not None
+        save_state_dict(source.state_dict, solved.tensors, solved.plan, out, overwrite=request.overwrite, finish=finish)
+        return
+    # For a model in a directory, the files of its tokenizer are copied.
+    directory = described_by(solved.quantized.model, source.directory)
+    write_model(
+        solved.quantized.model,
+        solved.plan,
+        Destination(out, request.overwrite, job.session.store, source=directory),
+        stored_names(job.model),
+        tokenizer=tokenizer_if_any(source) if directory is None else None,
+        allow_missing=request.allow_missing,
+        finish=finish,
+    )
+
+
+def _finish(job: Job, plan: Plan, report: Report) -> Finish:
+    """Returns a function that completes the directory of the checkpoint before it appears under its name."""
+    started = time.perf_counter()
+
+    def finish(directory: Path, hashes: Mapping[str, str], messages: list[str]) -> None:
+        report.notes += _differences(job, directory)
+        report.seconds["write"] = time.perf_counter() - started
+        # Warnings on the checkpoint come first: they may stop a server from loading it.
+        report.warnings[:0] = messages
+        write_report(report, plan, directory, hashes)
+        # Last of all: if a file of the model changed while it was read, the directory never gets its name.
+        job.source.files.check()
+
+    return finish
+
+
+def _differences(job: Job, directory: Path) -> list[str]:
+    """Returns how a checkpoint deviates from the directory that it was made from, outside the quantized weights.
+
+    A step of the run explains each deviation. There is one line for each such step, and not for each tensor.
+
+    Raises:
+        UserError: there is a deviation that no step of the run explains; the message names it.
+    """
+    source = job.source
+    # A module in memory may have been trained since it was loaded.
+    if source.kind != SourceKind.HUGGINGFACE or source.directory is None:
+        return []
+    if described_by(job.model, source.directory) is None:
+        return []
+    differences = compare_with_source(directory, source.directory, job.model)
+    faults = [str(each) for each in differences if each.reason is None]
+    if faults:
+        raise UserError(
+            f"{source.directory}: the checkpoint would not be this model outside its quantized weights: "
+            f"{listed(faults, 3)}; nothing was written: this is our bug, so please report it"
+        )
+    by_reason: dict[str, list[str]] = {}
+    for each in differences:
+        by_reason.setdefault(each.reason or "", []).append(each.name)
+    return [f"not as in the source: {listed(names, 2)}: {reason}" for reason, names in by_reason.items()]
+
+
+def _report(job: Job, decision: Decision, solved: SolvedModel, measured: Measured) -> Report:
+    source, plan = job.source, solved.plan
+    layers = _as_stored(solved.layers, plan, _stored_tensors(job, solved))
+    # Formats replace 16-bit weights: two bytes each. The files of the checkpoint correct this estimate in the end.
+    saved = sum(2 * layer.numel - layer.nbytes for layer in plan.quantized)
+    allocation = decision.allocation
+    return Report(
+        model=source.name,
+        layers=[replace(layer, output_error=measured.output_errors.get(layer.name)) for layer in layers],
+        bytes_before=solved.bytes_before,
+        bytes_after=solved.bytes_before - saved,
+        effective_bits=plan.effective_bits,
+        evaluation=measured.evaluation,
+        plan_digest=plan.digest(),
+        command=job.request.command,
+        versions=versions(),
+        seconds=job.seconds,
+        peak_rss_bytes=peak_rss(),
+        device=describe(job.session.device),
+        files={},
+        warnings=_warnings(decision, solved),
+        sensitivity=None if allocation is None else allocation.sensitivity,
+        allocation=None if allocation is None else allocation.record,
+        kv_cache=kv_cache_of(source.config, plan),
+        fingerprint=measured.fingerprint,
+        examples=measured.examples,
+    )
+
+
+def _stored_tensors(job: Job, solved: SolvedModel) -> Mapping[str, torch.Tensor]:
+    if solved.quantized is None:
+        return job.source.state_dict or {}
+    return dict(solved.quantized.model.named_parameters(remove_duplicate=False))
+
+
+def _as_stored(results: Sequence[LayerResult], plan: Plan, tensors: Mapping[str, torch.Tensor]) -> list[LayerResult]:
+    """Returns the results with the sizes of layers that stay in a dtype other than 16 bit in the checkpoint.
+
+    Args:
+        results: the results of the plan's layers.
+        plan: the plan that was executed.
+        tensors: the tensors of the quantized model or the original state dict, by name.
+    """
+
+    def stored(result: LayerResult) -> LayerResult:
+        layer = plan.by_name[result.name]
+        # A tied layer has the dtype of the tensor that it shares.
+        tensor = tensors.get(plan.by_name.get(layer.tied_to or "", layer).tensor_name)
+        if result.format is not None or tensor is None:
+            return result
+        size = tensor.dtype.itemsize
+        return replace(result, bits=8.0 * size, nbytes=0 if layer.tied_to else size * layer.numel)
+
+    return [stored(result) for result in results]
+
+
+def _warnings(decision: Decision, solved: SolvedModel) -> list[str]:
+    """Returns warnings about the run; `write_model` adds those about the checkpoint itself."""
+    return [
+        *loss_warnings(solved.layers),
+        *_guard_warnings(decision.plan, solved.plan),
+        *_head_warnings(solved),
+        *([] if decision.allocation is None else decision.allocation.record.warnings()),
+    ]
+
+
+def _head_warnings(solved: SolvedModel) -> list[str]:
+    """Returns a sentence on the quantized layers of prediction heads, if there are any."""
+    names = set() if solved.quantized is None else head_layers(solved.quantized.model)
+    heads = [layer for layer in solved.plan.quantized if layer.name in names]
+    if not heads:
+        return []
+    scales = (
+        " and have input scales measured on the model's last block" if any(h.has_static_scale for h in heads) else ""
+    )
+    return [
+        f"{counted(len(heads), 'layer')} of prediction heads, {heads[0].name} first, were solved with "
+        f"{listed(sorted({layer.solver for layer in heads}))}, without data{scales}, because transformers does not run "
+        "them: compare how many of a server's draft tokens are accepted"
+    ]
+
+
+def _guard_warnings(decided: Plan, executed: Plan) -> list[str]:
+    """Returns a sentence on the layers that a guard gave another format, if there are any."""
+    changed = [layer for layer in executed.layers if layer.weight != decided.by_name[layer.name].weight]
+    if not changed:
+        return []
+    unquantized = sum(layer.weight is None for layer in changed)
+    return [
+        f"the guard {executed.guard!r} gave {len(changed)} of "
+        f"{counted(len(decided.quantized), 'layer')} another format, {unquantized} of them 16 bit, "
+        f"{changed[0].name} first: {changed[0].reason}"
+    ]

@@ -1,0 +1,222 @@
+"""`LowPrecisionLinear` is an `nn.Linear` whose three matrix products take rounded operands.
+
+It is put in place by changing the class of a module: parameters, buffers, hooks and attributes stay the same objects,
+so optimizers made before go on, tied weights stay tied, and a state dict has the keys of `nn.Linear`. Everything that
+training adds is in `low_precision`, a plain attribute.
+
+A layer in training mode rounds as the recipe says. A layer in eval mode computes as the deployed layer will, with the
+static input scale of the steps so far: the loss that a training loop evaluates is the loss of the packed model.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from quant.base.errors import UserError
+from quant.kernels.linear.ops import autocast_dtype
+from quant.training.low_precision.merged_layers import merged_product
+from quant.training.low_precision.operands import Operand, multiply, operand_of
+from quant.training.low_precision.packed import deployed_layer
+from quant.training.low_precision.training_recipe import TrainingRecipe
+from quant.training.low_precision.state import LowPrecision
+from quant.training.rounding.hadamard import transform_tokens
+from quant.training.rounding.rms_norm import cast
+
+
+class LowPrecisionLinear(nn.Linear):
+    """A linear layer in low-precision training; see `to_low_precision_training`."""
+
+    low_precision: LowPrecision
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Maps `[..., in]` to `[..., out]`, in the dtype of `input`, or autocast's."""
+        # The backward pass of delayed scaling changes a history, which no compiled graph can.
+        return _outside_graphs(self, input) if self.low_precision.recipe.history else _forward(self, input)
+
+
+def _forward(layer: LowPrecisionLinear, x: torch.Tensor) -> torch.Tensor:
+    # Autocast would give each layer another tensor, and hide that q, k and v read the same one.
+    merged = merged_product(layer, x) if layer.training and x.numel() else None
+    x = cast(x, autocast_dtype(x) or x.dtype)
+    bias = None if layer.bias is None else layer.bias.to(x.dtype)
+    if merged is not None:
+        layer.low_precision.note_weight(layer.weight)
+        return merged if bias is None else merged + bias
+    # No tokens, as an expert may have in a step: there is no largest magnitude to scale by.
+    if not x.numel():
+        return functional.linear(x, layer.weight.to(x.dtype), bias)
+    if hasattr(layer.weight, "full_tensor"):
+        return _trained_on_shards(layer, x, bias)
+    if layer.training:
+        return _trained(layer, x, bias)
+    y: torch.Tensor = _deployed(layer, x)
+    if not torch.is_grad_enabled():
+        return y
+    return ValueOf.apply(_trained(layer, x, bias), y)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def _trained(layer: LowPrecisionLinear, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """Computes the product as the recipe rounds it, with gradients."""
+    y = _product(layer, x, layer.weight, x)
+    return y if bias is None else y + bias
+
+
+def _trained_on_shards(layer: LowPrecisionLinear, x: Any, bias: Any) -> torch.Tensor:
+    """Computes `_trained` under tensor parallelism: each rank multiplies by its shard of the weight, a DTensor.
+
+    Shards of outputs (colwise) give shards of y, shards of inputs (rowwise) give summands of it. Blocks lie on one rank
+    where shards are whole blocks; a scale of the whole x or w is common to all ranks. A model in eval mode rounds as in
+    training, for a deployed layer is not sharded.
+    """
+    from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+    weight: Any = layer.weight
+    mesh, placements = weight.device_mesh, tuple(weight.placements)
+    if placements not in ((Shard(0),), (Shard(1),)):
+        raise UserError(
+            f"{layer.low_precision.name}: its weight is a DTensor placed as {placements}; tensor parallelism shards "
+            "outputs (ColwiseParallel) or inputs (RowwiseParallel) along one axis of a mesh"
+        )
+    by_outputs, last = placements == (Shard(0),), Shard(x.dim() - 1)
+    if not isinstance(x, DTensor):
+        x = DTensor.from_local(x, mesh, [Replicate() if by_outputs else last], run_check=False)
+    x = x.redistribute(placements=[Replicate() if by_outputs else last])
+    # dx of a shard of outputs is a summand.
+    local = x.to_local(grad_placements=[Partial() if by_outputs else last])
+    product = _product(layer, local, weight.to_local(), x)
+    y: Any = DTensor.from_local(product, mesh, [last if by_outputs else Partial()], run_check=False)
+    # A bias is added once, to the sum.
+    return y if bias is None else (y if by_outputs else y.redistribute(placements=[Replicate()])) + bias  # type: ignore[no-any-return]
+
+
+def _product(layer: LowPrecisionLinear, x: torch.Tensor, weight: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
+    """Computes x wᵀ as the recipe rounds it; `whole` is x of all ranks, whose largest magnitude counts."""
+    state = layer.low_precision
+    y: torch.Tensor
+    if layer.training:
+        state.note_weight(layer.weight)
+    # A schedule that ends the forward's rounding is ours alone, and so are gradients in eval mode.
+    if state.products is not None and state.rounds_forward and layer.training:
+        y = state.products(x, weight, state, whole)
+    else:
+        if layer.training:
+            of_x, of_w = state.scaled_by(whole)
+        else:
+            of_x, of_w = None, state.weight_amax() if state.recipe.weight and state.recipe.weight.is_static else None
+        y = RoundedProducts.apply(x, weight, of_x, of_w, state)  # type: ignore[no-untyped-call]
+    return y
+
+
+@torch.compiler.disable(  # type: ignore[untyped-decorator]
+    reason="delayed scaling changes a history in the backward pass: compile without fullgraph=True, or train in "
+    "fp8_tensorwise"
+)
+def _outside_graphs(layer: LowPrecisionLinear, x: torch.Tensor) -> torch.Tensor:
+    return _forward(layer, x)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+@torch.no_grad()
+def _deployed(layer: LowPrecisionLinear, x: torch.Tensor) -> torch.Tensor:
+    """Computes the product of the deployed layer, without gradients."""
+    return deployed_layer(layer, layer.low_precision, x)(x)  # type: ignore[no-any-return]
+
+
+class ValueOf(torch.autograd.Function):
+    """The gradient of `y` with another value: a deployed layer's product is trained by the recipe's gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, y: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return dy, None
+
+
+class RoundedProducts(torch.autograd.Function):
+    """The three products of a linear layer, each on rounded operands.
+
+    The weight may be wider than the input: it is rounded to the format from its own dtype, never through a third one.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        of_x: torch.Tensor | None,
+        of_w: torch.Tensor | None,
+        state: LowPrecision,
+    ) -> torch.Tensor:
+        ctx.state, ctx.shape = state, x.shape
+        ctx.rows_amax, ctx.weight_amax = of_x, of_w
+        rows = x.reshape(-1, x.shape[-1])
+        recipe = state.recipe
+        state.note_input(rows)
+        # The operands themselves, and not their codes: dw rounds x along the tokens, dx rounds w along the outputs.
+        ctx.save_for_backward(rows, weight)
+        if recipe.input is None or recipe.weight is None or not state.rounds_forward:
+            return functional.linear(x, weight.to(x.dtype))
+        a = operand_of(rows, recipe.input, recipe, amax=of_x)
+        b = operand_of(weight, recipe.weight, recipe, amax=of_w)
+        return multiply(a, b, x.dtype).reshape(*x.shape[:-1], -1)
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (rows, weight), state = ctx.saved_tensors, ctx.state
+        flat = dy.reshape(-1, dy.shape[-1])
+        state.note_gradient(flat)
+        amax = state.gradient_scaled_by(flat)
+        dx = dw = None
+        if ctx.needs_input_grad[0]:
+            dx = _input_gradient(flat, weight, state.recipe, amax, ctx.weight_amax).reshape(ctx.shape)
+        if ctx.needs_input_grad[1]:
+            # Without a history the transposed input has a scale of its own, after the Hadamard transform.
+            of_x = ctx.rows_amax if state.recipe.history else None
+            dw = _weight_gradient(flat, rows, state.recipe, amax, of_x).to(weight.dtype)
+        return dx, dw, None, None, None
+
+
+def _input_gradient(
+    dy: torch.Tensor,
+    weight: torch.Tensor,
+    recipe: TrainingRecipe,
+    amax: torch.Tensor | None,
+    weight_amax: torch.Tensor | None,
+) -> torch.Tensor:
+    """Computes dx = dy w, `[tokens, in]`."""
+    if recipe.gradient is None or recipe.weight is None or not recipe.rounds_dx:
+        return dy @ weight.to(dy.dtype)
+    a = operand_of(dy, recipe.gradient, recipe.of_gradients, stochastic=recipe.stochastic_gradients, amax=amax)
+    return multiply(a, _transposed_weight(weight, recipe, weight_amax), dy.dtype)
+
+
+def _weight_gradient(
+    dy: torch.Tensor,
+    x: torch.Tensor,
+    recipe: TrainingRecipe,
+    amax: torch.Tensor | None,
+    input_amax: torch.Tensor | None,
+) -> torch.Tensor:
+    """Computes dw = dyᵀ x, `[out, in]`, summed over the tokens."""
+    if recipe.gradient is None or recipe.input is None or not recipe.rounds_dw:
+        return dy.t() @ x
+    # Both operands are transformed before they are rounded, so that H cancels in their product.
+    columns = transform_tokens(dy.t(), recipe.hadamard)
+    a = operand_of(columns, recipe.gradient, recipe.of_gradients, stochastic=recipe.stochastic_gradients, amax=amax)
+    b = operand_of(transform_tokens(x.t(), recipe.hadamard), recipe.input, recipe, amax=input_amax)
+    return multiply(a, b, torch.float32)
+
+
+def _transposed_weight(weight: torch.Tensor, recipe: TrainingRecipe, amax: torch.Tensor | None) -> Operand:
+    """Rounds wᵀ along the outputs: to the forward product's codes if blocks are square or the whole tensor."""
+    format = recipe.weight_for_dx
+    assert format is not None
+    if format.per_tensor or format.has_square_blocks:
+        return operand_of(weight, format, recipe, amax=amax).transposed
+    return operand_of(weight.t(), format, recipe, amax=amax if format.global_scale else None)

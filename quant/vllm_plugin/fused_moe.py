@@ -1,0 +1,297 @@
+"""These classes run fused experts for vLLM, over our grouped matmuls, and experts in NVFP4 are offered to it here.
+
+    route rows to experts ─▶ gate and up ─▶ activation ─▶ down ─▶ weigh and add
+
+Under expert parallelism a GPU has some of the experts. Tokens come to it with numbers among all experts, those of other
+GPUs are left out, and vLLM adds up the GPUs' sums.
+
+Inputs stay in 16 bit. `mxfp4_experts.py` and `fp8_experts.py` derive classes for other weights and say where vLLM meets
+them. vLLM's methods for NVFP4 experts ask one function for a backend and a class. A wrapper answers with our class
+where the user left `--moe-backend` at "auto" and the class takes the layer, and asks vLLM's function otherwise. The
+backend that the wrapper names is vLLM's "emulation", which hands the loaded parameters on unchanged; nothing is
+emulated.
+"""
+
+from __future__ import annotations
+
+from functools import wraps
+from typing import Any, ClassVar
+
+import torch
+import vllm.model_executor.layers.fused_moe.modular_kernel as mk
+from vllm import envs
+from vllm.logger import init_logger
+from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig, FusedMoEParallelConfig
+from vllm.model_executor.layers.fused_moe.oracle import nvfp4
+from vllm.model_executor.layers.quantization.utils.quant_utils import QuantKey, kNvfp4Static
+from vllm.model_executor.utils import replace_parameter
+from vllm.platforms import current_platform
+
+from quant.formats.tensor import BlockScaledTensor
+from quant.kernels.linear.experts import grouped_linear
+from quant.vllm_plugin import releases, warm_up, loaded_weights
+from quant.vllm_plugin.self_test import SelfTest
+
+logger = init_logger("vllm.blockscale")
+
+_GLOBAL_SCALE = "blockscale_global_scale"
+"""Of a layer's parameters with the global scales of its experts, behind `w13_` and `w2_`."""
+
+
+class BlockscaleExperts(mk.FusedMoEExpertsModular):
+    """Experts with inputs in 16 bit, all of them or those of this GPU."""
+
+    format: ClassVar[str]
+    """The name of the format in the log and in the self-test."""
+    weight_keys: ClassVar[tuple[QuantKey, ...]]
+    """vLLM's names for the weights that the class takes."""
+    takes_bias: ClassVar[bool] = False
+
+    def weight_of(self, layer: torch.nn.Module, name: str) -> BlockScaledTensor:
+        """Returns the stack of experts "w13" (gate and up) or "w2" (down) in the parameters that vLLM has loaded."""
+        raise NotImplementedError
+
+    @property
+    def expects_unquantized_inputs(self) -> bool:
+        return True
+
+    @staticmethod
+    def activation_format() -> mk.FusedMoEActivationFormat:
+        return mk.FusedMoEActivationFormat.Standard
+
+    @staticmethod
+    def _supports_current_device() -> bool:
+        return current_platform.is_cuda() and current_platform.is_device_capability(90)
+
+    @staticmethod
+    def _supports_no_act_and_mul() -> bool:
+        return True
+
+    @staticmethod
+    def _supports_quant_scheme(weight_key: QuantKey | None, activation_key: QuantKey | None) -> bool:
+        # Any key of the inputs: a checkpoint with NVFP4 inputs also runs with inputs in 16 bit, which only adds
+        # precision. `is_supported_config` has looked at the weights, because this method does not know its class.
+        return True
+
+    @staticmethod
+    def _supports_activation(activation: MoEActivation) -> bool:
+        return activation in (
+            MoEActivation.SILU,
+            MoEActivation.GELU,
+            MoEActivation.GELU_TANH,
+            MoEActivation.SILU_NO_MUL,
+            MoEActivation.GELU_NO_MUL,
+            MoEActivation.GELU_TANH_NO_MUL,
+            MoEActivation.RELU2_NO_MUL,
+            # Of gpt-oss: gate and up alternate, in the weights as in the checkpoint.
+            MoEActivation.SWIGLUOAI,
+        )
+
+    @staticmethod
+    def _supports_parallel_config(moe_parallel_config: FusedMoEParallelConfig) -> bool:
+        return not parallel_refusal(moe_parallel_config)
+
+    @staticmethod
+    def is_supported_config(
+        cls: type[BlockscaleExperts],
+        moe_config: FusedMoEConfig,
+        weight_key: QuantKey | None,
+        activation_key: QuantKey | None,
+        activation_format: mk.FusedMoEActivationFormat,
+    ) -> tuple[bool, str | None]:
+        # The sizes of this GPU's share; vLLM rounds neither up for its emulation backend.
+        sizes = moe_config.hidden_dim, moe_config.intermediate_size_per_partition
+        if moe_config.in_dtype is not torch.bfloat16:
+            return False, f"inputs in {moe_config.in_dtype}"
+        if weight_key not in cls.weight_keys:
+            return False, f"weights in {weight_key}"
+        if moe_config.has_bias and not cls.takes_bias:
+            return False, "experts with a bias"
+        if moe_config.swiglu_limit is not None and not releases.limits_activations():
+            return False, "experts with a limit of their activation"
+        if reason := parallel_refusal(moe_config.moe_parallel_config):
+            return False, reason
+        if any(size % 64 for size in sizes):
+            return False, f"hidden and intermediate sizes of {sizes}, which are not multiples of 64"
+        return mk.FusedMoEExpertsModular.is_supported_config(
+            cls, moe_config, weight_key, activation_key, activation_format
+        )
+
+    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+        self.layer, self.sizes = layer, {}
+        # By stack, whether the first weights of the layer fitted the layout of our kernels.
+        fitted = vars(layer).setdefault("blockscale_fitted", {})
+        for name in ("w13", "w2"):
+            weight = self.weight_of(layer, name)
+            if name not in fitted and releases.loads_placeholders():
+                weight = loaded_weights.placeholder(weight)
+            label = f"{getattr(layer, 'layer_name', type(layer).__name__)}.{name}"
+            weight, reason = loaded_weights.arranged_as_before(weight, fitted.get(name), label)
+            fitted[name] = not reason
+            replace_parameter(layer, f"{name}_weight", weight.codes)
+            replace_parameter(layer, f"{name}_weight_scale", weight.scale)
+            if weight.global_scale is not None:
+                # Some releases keep theirs outside of the layer's parameters, which a reload would not fill.
+                second = torch.nn.Parameter(weight.global_scale.clone(), requires_grad=False)
+                layer.register_parameter(f"{name}_{_GLOBAL_SCALE}", second)
+            self.sizes[name] = weight.format, weight.shape
+            if reason := reason or loaded_weights.portable_experts_reason(self.stack(name)):
+                logger.warning_once("Blockscale: experts in %s take our portable kernel: %s", self.format, reason)
+            else:
+                # Every data-parallel GPU's tokens come to this one.
+                slots = self.moe_config.experts_per_token * self.moe_config.moe_parallel_config.dp_size
+                warm_up.note_experts(self.stack(name), self.w1_bias if name == "w13" else self.w2_bias, slots)
+        logger.info_once("Blockscale: fused experts in %s take our kernels", self.format)
+
+    def stack(self, name: str) -> BlockScaledTensor:
+        """Returns the experts "w13" or "w2" as the parameters of the layer hold them.
+
+        CUDA graphs know the memory of these parameters. When vLLM loads other weights, it makes an instance of this
+        class for them, copies what that has arranged into the same memory, and drops the rest.
+        """
+        format, shape = self.sizes[name]
+        held = self.layer._parameters
+        codes, scale = held[f"{name}_weight"], held[f"{name}_weight_scale"]
+        assert codes is not None and scale is not None
+        return BlockScaledTensor(codes, scale, format, shape, held.get(f"{name}_{_GLOBAL_SCALE}"))
+
+    def workspace_shapes(self, *sizes: Any, **named: Any) -> tuple[tuple[int, ...], ...]:
+        # Our ops allocate what they return, and the sum goes to vLLM's own output.
+        return (1,), (1,), (1, 1)
+
+    def finalize_weight_and_reduce_impl(self) -> mk.TopKWeightAndReduce:
+        return _Sum(self)
+
+    def apply(
+        self,
+        output: torch.Tensor,
+        hidden_states: torch.Tensor,
+        w1: torch.Tensor,
+        w2: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        activation: MoEActivation,
+        global_num_experts: int,
+        expert_map: torch.Tensor | None,
+        *ignored: Any,
+        **named: Any,
+    ) -> None:
+        """Leaves the unweighted output of every slot's expert for `finalize_weight_and_reduce_impl`."""
+        from quant.kernels.linear.portable_decoder_step import swiglu
+        from quant.kernels.portable.expert_rows import route
+
+        # rows: hidden states sorted by expert; places: where each token's slots went, [tokens, k].
+        rows, offsets, places = route(hidden_states, topk_ids.contiguous(), len(w1), expert_map)
+        both = grouped_linear(rows, self.stack("w13"), offsets, bias=self.w1_bias)
+        if activation is MoEActivation.SILU and releases.activation_limit(self) is None:
+            # Rounded as vLLM's kernel rounds it, and the next matmul may begin before it has ended.
+            middle = swiglu(both)
+        else:
+            middle = both.new_empty(len(both), self.adjust_N_for_activation(both.shape[1], activation))
+            self.activation(activation, middle, both)
+        # vLLM calls `apply` and then the reduction, in the same thread; the reduction takes and deletes this.
+        self.slots = grouped_linear(middle, self.stack("w2"), offsets, bias=self.w2_bias), places
+
+
+class _Sum(mk.TopKWeightAndReduce):
+    """The weighted sum over a token's experts, written where vLLM expects it: no copy follows."""
+
+    def __init__(self, experts: BlockscaleExperts) -> None:
+        self.experts = experts
+
+    def apply(
+        self,
+        output: torch.Tensor | None,
+        fused_expert_output: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        apply_router_weight_on_input: bool,
+    ) -> torch.Tensor:
+        from quant.kernels.portable.expert_rows import weigh
+
+        if not len(topk_ids):
+            # No token came to this GPU, and `apply` was not called.
+            return fused_expert_output if output is None else output
+        down, places = self.experts.slots
+        del self.experts.slots
+        if output is None:
+            output = down.new_empty(len(places), down.shape[1])
+        weigh(down, places, None if apply_router_weight_on_input else topk_weights, output)
+        return output
+
+
+class BlockscaleNvFp4Experts(BlockscaleExperts):
+    """NVFP4 experts, with scales for inputs or without."""
+
+    format = "nvfp4"
+    weight_keys = (kNvfp4Static,)
+
+    def weight_of(self, layer: torch.nn.Module, name: str) -> BlockScaledTensor:
+        second = self.g1_alphas if name == "w13" else self.g2_alphas
+        codes, scale = getattr(layer, f"{name}_weight").data, getattr(layer, f"{name}_weight_scale").data
+        return loaded_weights.nvfp4_weight(codes, scale, second)
+
+
+def parallel_refusal(parallel: FusedMoEParallelConfig) -> str:
+    """Returns why our classes do not take experts that are spread over GPUs like this, empty if they do."""
+    if parallel.use_ep and parallel.enable_eplb:
+        return "experts that move between GPUs (--enable-eplb)"
+    if parallel.use_all2all_kernels and parallel.all2all_backend != "allgather_reducescatter":
+        return f"experts that get their tokens by --all2all-backend {parallel.all2all_backend}"
+    return ""
+
+
+def refusal(
+    cls: type[BlockscaleExperts], config: FusedMoEConfig, weight_key: QuantKey | None, activation_key: QuantKey | None
+) -> str:
+    """Returns why `cls` does not take the experts of a layer, empty if it does.
+
+    Args:
+        cls: one of our classes.
+        config: vLLM's description of the layer.
+        weight_key: vLLM's name for the quantization of weights.
+        activation_key: vLLM's name for that of inputs.
+    """
+    if config.moe_backend != "auto":
+        return "--moe-backend is given"
+    if envs.VLLM_BATCH_INVARIANT:
+        return "VLLM_BATCH_INVARIANT is set, and our launches depend on the number of tokens"
+    batched = config.moe_parallel_config.use_batched_activation_format
+    formats = mk.FusedMoEActivationFormat
+    layout = formats.BatchedExperts if batched else formats.Standard
+    able, reason = cls.is_supported_config(cls, config, weight_key, activation_key, layout)
+    if not able:
+        return reason or "vLLM says no reason"
+    if not torch.cuda.is_available():
+        return ""
+    return SelfTest.on_current_gpu().experts_failure(cls.format)
+
+
+def install() -> str:
+    """Wraps the function that chooses a backend, wherever vLLM has bound it, once however often it is called.
+
+    Raises:
+        AttributeError, TypeError: this vLLM lacks a name or calls a method with other arguments; nothing was changed.
+    """
+    chosen_by_vllm = nvfp4.select_nvfp4_moe_backend
+    if getattr(chosen_by_vllm, "is_blockscale", False):
+        return "experts in NVFP4"
+    if problems := releases.signature_problems(BlockscaleNvFp4Experts):
+        raise TypeError(problems[0])
+    emulation = nvfp4.NvFp4MoeBackend.EMULATION
+
+    @wraps(chosen_by_vllm)
+    def select(
+        config: FusedMoEConfig, weight_key: QuantKey | None, activation_key: QuantKey | None
+    ) -> tuple[nvfp4.NvFp4MoeBackend, type[mk.FusedMoEExperts]]:
+        reason = refusal(BlockscaleNvFp4Experts, config, weight_key, activation_key)
+        if not reason:
+            # The emulation backend passes parameters on as they were loaded; the others reorder them.
+            return emulation, BlockscaleNvFp4Experts
+        logger.warning_once("Blockscale: fused experts in nvfp4 stay with vLLM: %s", reason)
+        return chosen_by_vllm(config, weight_key, activation_key)
+
+    select.is_blockscale = True  # type: ignore[attr-defined]
+    releases.rebind("select_nvfp4_moe_backend", select, nvfp4)
+    return "experts in NVFP4"

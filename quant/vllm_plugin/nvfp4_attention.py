@@ -1,0 +1,369 @@
+"""This attention backend keeps vLLM's KV cache in NVFP4 on Hopper GPUs: `vllm serve … --kv-cache-dtype nvfp4`.
+
+vLLM plans such a cache (head_dim / 2 + head_dim / 16 bytes for a key or a value) and has a backend for it only on
+Blackwell. Ours reads and writes the pages with the kernels of `quant.kernels.attention.decode`.
+
+    decoding, one token a sequence    paged attention straight over the codes; CUDA graphs capture it
+    a few tokens (speculation)        the same, one launch for the sequences with equally many tokens
+    first chunk of a prompt           FlashAttention over keys and values in 16 bit, which are then in the cache too
+    later chunks, cached prefixes     the earlier keys and values dequantized, FlashAttention over them and the new ones
+
+A block of vLLM's cache is a page, in the layout of `kernels/attention/kv_blocks.py`. KV connectors cut blocks by heads
+or tokens, which that layout does not allow; they are refused before weights are loaded.
+
+A layer that shares the cache of an earlier one (Gemma 3n) reads keys and values there, under that layer's scales.
+
+The global scales come from the checkpoint's `k_scale` and `v_scale`, one a tensor or one a KV head. These are
+made for an FP8 cache, amax / 448, and NVFP4 needs amax / 2688. Without them the scale is 1 / 6, with which keys and
+values may be as large as 448.
+"""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import replace
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+from vllm.config import get_current_vllm_config_or_none
+from vllm.forward_context import get_forward_context
+from vllm.logger import init_logger
+from vllm.v1.attention.backend import AttentionBackend, AttentionImpl, AttentionType
+
+from quant.kernels.attention.kv_blocks import cell_bytes, pages_of
+from quant.kernels.attention.attention_operands import AttentionOptions
+from quant.kernels.attention.attention_tiles import decode_tiles_for
+from quant.kernels.attention.kv_pages import PAGE_SIZES, KVPages
+from quant.vllm_plugin import releases
+from quant.vllm_plugin.attention_batch import Batch, Builder
+from quant.vllm_plugin.self_test import SelfTest
+
+logger = init_logger("vllm.blockscale")
+
+
+def cache_refusal(config: Any) -> str:
+    """Returns the reason why a cache in NVFP4 cannot serve under these settings; empty if it can."""
+    if getattr(config, "kv_transfer_config", None) is not None or getattr(
+        config.cache_config, "kv_offloading_size", None
+    ):
+        return "a KV connector (kv_transfer_config or kv_offloading_size) moves parts of blocks, whose order it assumes"
+    if getattr(config.cache_config, "kv_sharing_fast_prefill", False):
+        return "kv_sharing_fast_prefill leaves tokens out of a step on the GPU, and they are counted on the host"
+    parallel = getattr(config, "parallel_config", None)
+    if getattr(parallel, "enable_dbo", False):
+        return "enable_dbo cuts a step into two, which was never run over such a cache"
+    for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
+        if getattr(parallel, name, 1) > 1:
+            return f"{name} is {getattr(parallel, name)}, which spreads a sequence over GPUs"
+    return ""
+
+
+class BlockscaleNvFp4Attention(AttentionImpl[Batch]):
+    """Attention of one layer over NVFP4 pages."""
+
+    supports_quant_query_input = False
+    supports_dcp = False
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int | None = None,
+        alibi_slopes: list[float] | None = None,
+        sliding_window: int | None = None,
+        kv_cache_dtype: str = "nvfp4",
+        logits_soft_cap: float | None = None,
+        attn_type: str = AttentionType.DECODER,
+        kv_sharing_target_layer_name: str | None = None,
+        **others: Any,
+    ) -> None:
+        from vllm.v1.attention.backends.fa_utils import flash_attn_varlen_func, get_flash_attn_version
+
+        unknown = [name for name, value in others.items() if value is not None and value is not False]
+        if alibi_slopes is not None or unknown:
+            kind = unknown[0] if unknown else "ALiBi slopes"
+            raise NotImplementedError(f"an NVFP4 KV cache has no attention with {kind}: leave out --kv-cache-dtype")
+        # Here and not in the builder, which vLLM makes after it has loaded the weights.
+        config = get_current_vllm_config_or_none()
+        reason = "" if config is None else cache_refusal(config)
+        if not reason and torch.cuda.is_available():
+            reason = SelfTest.on_current_gpu().attention_failure()
+        if reason:
+            raise ValueError(f"NVFP4 KV cache: {reason}; leave out --kv-cache-dtype {kv_cache_dtype}")
+        self.num_heads, self.head_size, self.scale = num_heads, head_size, scale
+        self.num_kv_heads = num_kv_heads or num_heads
+        self.kv_cache_dtype = kv_cache_dtype
+        self.shares_with = kv_sharing_target_layer_name
+        # FlashAttention counts the tokens before the last, and takes -1 and 0 for "without".
+        window = [-1, -1] if sliding_window is None else [sliding_window - 1, 0]
+        self.flash = partial(
+            flash_attn_varlen_func, softmax_scale=scale, causal=True, window_size=window,
+            softcap=logits_soft_cap or 0.0, fa_version=get_flash_attn_version(head_size=head_size),
+        )  # fmt: skip
+        self.options = AttentionOptions(
+            causal=True, window=sliding_window, softcap=logits_soft_cap or None, softmax_scale=scale
+        )
+        self._layer: Any = None
+        self._scales: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._pages: dict[tuple[int, int, int], KVPages] = {}
+
+    def scales(self, layer: Any, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns the global scales of keys and of values, float32 `[kv_heads]`, where `like` is.
+
+        They are made in the first forward pass, by which vLLM measures its memory. Made while a CUDA graph is
+        captured, they would exist only once that graph was replayed.
+        """
+        if self._scales is None:
+            self._layer, self._scales = layer, self._scales_of(layer, like.device)
+        return self._scales
+
+    def _scales_of(self, layer: Any, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        # A forward pass is in inference mode, whose tensors a reload, which is not, could not write.
+        with torch.inference_mode(False), torch.no_grad():
+            k, v = (
+                self._scale_of(getattr(layer, name), getattr(layer, f"{name}_float"), device)
+                for name in ("_k_scale", "_v_scale")
+            )
+        return k, v
+
+    def _scale_of(self, scale: torch.Tensor, on_host: float, device: torch.device) -> torch.Tensor:
+        # After a sleep of level 2 vLLM restores its tensor only if the checkpoint has scales; the host's number stays.
+        one = torch.tensor([on_host], dtype=torch.float32, device="cpu")
+        each = one if scale.numel() == 1 else scale.detach().float().reshape(-1)
+        # From the FP8 scale amax / 448 to NVFP4's amax / 2688.
+        return (each.to(device) / 6).expand(self.num_kv_heads).contiguous()
+
+    def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
+        """Follows a reload of the layer's scales, in the memory that captured CUDA graphs read."""
+        if self._scales is not None:
+            for scale, loaded in zip(self._scales, self._scales_of(self._layer, self._scales[0].device), strict=True):
+                scale.copy_(loaded)
+
+    def compile_steps(self, layer: Any, dtype: torch.dtype) -> None:
+        """Attends to one key in each way that a decoding step may, and writes none, so that no step has to compile.
+
+        How many parts keys are split into depends on the batch and on the longest sequence, and which kernels run
+        depends on the power of two above. vLLM's start meets few of them. The results are dropped.
+        """
+        from quant.kernels.attention.portable_paged_attention import attend_pages
+        from quant.kernels.attention.portable_paged_kv_cache import write_kv_slots
+
+        if self.shares_with is not None:
+            return  # as the layer whose cache it reads
+        cache = layer.kv_cache[0] if isinstance(layer.kv_cache, list) else layer.kv_cache
+        pages, group = self.pages(layer, cache), self.num_heads // self.num_kv_heads
+        q = torch.zeros(1, self.num_heads, 1, self.head_size, dtype=dtype, device=cache.device)
+        table = torch.zeros(1, 1, dtype=torch.int32, device=cache.device)
+        tiles, one = decode_tiles_for(pages, group, self.num_kv_heads, 1, 1), torch.ones_like(table[0])
+        for splits in (1, 2, 4, 8, 16, 32, 64, 128):
+            for overlap in (True, False):
+                launch = replace(tiles, splits=splits, overlap=overlap)
+                attend_pages(q, pages, table, one, self.options, launch)
+        # Few tokens and many are written by two kernels; a slot below 0 is nowhere.
+        for tokens in (1, 256):
+            rows = q.new_zeros(tokens, self.num_kv_heads, self.head_size)
+            write_kv_slots(pages, torch.full((tokens,), -1, dtype=torch.int64, device=cache.device), rows, rows)
+        values_of(pages, table[0], 1, dtype)
+
+    def pages(self, layer: Any, cache: torch.Tensor) -> KVPages:
+        """Returns the pages in the buffer that vLLM has bound to the layer."""
+        key = (cache.data_ptr(), len(cache), cache.stride(0))
+        if key not in self._pages:
+            if self.shares_with is None:
+                scales = self.scales(layer, cache)
+                pages = pages_of(cache, self.num_kv_heads, cache.shape[2], self.head_size, scales)
+            else:
+                target = get_forward_context().no_compile_layers[self.shares_with]
+                pages = target.impl.pages(target, cache)
+            self._pages = {key: pages}
+            logger.info_once("Blockscale: attention reads and writes an NVFP4 KV cache with our kernels")
+        return self._pages[key]
+
+    def forward(
+        self,
+        layer: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        attn_metadata: Batch | None,
+        output: torch.Tensor | None = None,
+        output_scale: torch.Tensor | None = None,
+        output_block_scale: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Returns `[tokens, heads, dim]`, into `output`; query alike, key and value `[tokens, kv_heads, dim]`."""
+        from quant.kernels.attention.portable_paged_kv_cache import write_kv_slots
+
+        assert output is not None
+        out = output.view(-1, self.num_heads, self.head_size)
+        if attn_metadata is None:
+            self.scales(layer, output)
+            return output.fill_(0)
+        batch, pages = attn_metadata, self.pages(layer, kv_cache)
+        query, key, value = query[: batch.tokens], key[: batch.tokens], value[: batch.tokens]
+        if self.shares_with is None:
+            write_kv_slots(pages, batch.slots[: batch.tokens], key, value)
+        if batch.decodes:
+            table, lengths = batch.table[: batch.decodes], batch.lengths[: batch.decodes]
+            # [decodes, heads, 1, dim]: one new token a sequence, written in place.
+            self._attend(query[: batch.decodes, :, None], pages, table, lengths, batch.longest,
+                         out[: batch.decodes, :, None])  # fmt: skip
+        for rows, tokens in batch.verified:
+            q, table, lengths = query[tokens].transpose(1, 2), batch.table[rows], batch.lengths[rows]
+            out[tokens] = self._attend(q, pages, table, lengths, batch.longest).transpose(1, 2)
+        if batch.chunks:
+            self._attend_to_chunks(batch, pages, query, key, value, out)
+        return output
+
+    def _attend(
+        self,
+        q: torch.Tensor,
+        pages: KVPages,
+        table: torch.Tensor,
+        lengths: torch.Tensor,
+        longest: int,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Returns the paged attention of q `[sequences, heads, new, dim]`, each sequence's last tokens."""
+        from quant.kernels.attention.portable_paged_attention import attend_pages
+
+        sms = torch.cuda.get_device_properties(q.device).multi_processor_count
+        rows = q.shape[2] * (self.num_heads // self.num_kv_heads)
+        tiles = decode_tiles_for(pages, rows, len(q) * self.num_kv_heads, longest, sms)
+        return attend_pages(q, pages, table, lengths, self.options, tiles, out=out)
+
+    def _attend_to_chunks(
+        self, batch: Batch, pages: KVPages, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor
+    ) -> None:
+        start, stop = batch.chunks[0][1], batch.chunks[-1][2]
+        longest = max(last - first for _, first, last, _ in batch.chunks)
+        is_run = sum(last - first for _, first, last, _ in batch.chunks) == stop - start
+        # Prompts from their start need no cache: FlashAttention reads the keys and values of this step in 16 bit.
+        if self.shares_with is None and is_run and all(last - first == n for _, first, last, n in batch.chunks):
+            out[start:stop] = self.flash(
+                q[start:stop], k[start:stop], v[start:stop], cu_seqlens_q=batch.starts, cu_seqlens_k=batch.starts,
+                max_seqlen_q=longest, max_seqlen_k=longest,
+            )  # fmt: skip
+            return
+        for (row, first, last, length), ends in zip(batch.chunks, batch.ends, strict=True):
+            if self.shares_with is not None:  # nobody reads the layer's own keys and values
+                both = values_of(pages, batch.table[row], length, q.dtype)
+            else:
+                both = [k[first:last], v[first:last]]
+                if earlier := length - (last - first):
+                    cached = values_of(pages, batch.table[row], earlier, q.dtype)
+                    both = [torch.cat(pair) for pair in zip(cached, both, strict=True)]
+            out[first:last] = self.flash(
+                q[first:last], *both, cu_seqlens_q=ends[0], cu_seqlens_k=ends[1], max_seqlen_q=last - first,
+                max_seqlen_k=length,
+            )  # fmt: skip
+
+
+def values_of(pages: KVPages, table: torch.Tensor, length: int, dtype: torch.dtype) -> list[torch.Tensor]:
+    """Returns keys and values `[length, kv_heads, dim]` of the first tokens in the pages that `table` names."""
+    from quant.kernels.attention.portable_paged_kv_cache import read_nvfp4_kv
+
+    # Rows of the block table end in meaningless entries; only pages up to `length` are read.
+    used = table[: -(-length // pages.page_size)].long()
+
+    def gathered(x: torch.Tensor) -> torch.Tensor:
+        return x[used].transpose(0, 1).flatten(1, 2)[None, :, :length].contiguous()
+
+    both = []
+    for codes, blocks, scale in ((pages.k, pages.k_blocks, pages.k_scale), (pages.v, pages.v_blocks, pages.v_scale)):
+        assert blocks is not None and scale is not None
+        # As bytes, because not every indexing kernel takes FP8.
+        steps = gathered(blocks.view(torch.uint8)).view(torch.float8_e4m3fn)
+        both.append(read_nvfp4_kv(gathered(codes), steps, scale[None], dtype)[0].transpose(0, 1))
+    return both
+
+
+class BlockscaleNvFp4AttentionBackend(AttentionBackend):
+    """Registered as vLLM's backend "CUSTOM"."""
+
+    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.bfloat16, torch.float16]
+    # vLLM's 4over6 chooses between two scales of a block; our rounding tries both, and six more, under either name.
+    supported_kv_cache_dtypes: ClassVar[list[Any]] = ["nvfp4", "nvfp4_4over6"]
+
+    @staticmethod
+    def get_name() -> str:
+        return "CUSTOM"
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[Any]:
+        return list(PAGE_SIZES)
+
+    @staticmethod
+    def get_impl_cls() -> type[BlockscaleNvFp4Attention]:
+        return BlockscaleNvFp4Attention
+
+    @staticmethod
+    def get_builder_cls() -> type[Builder]:
+        return Builder
+
+    @staticmethod
+    def get_kv_cache_shape(
+        num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, cache_dtype_str: str = "nvfp4"
+    ) -> tuple[int, ...]:
+        # vLLM 0.28 and older ask for this shape, later ones for the spec and the layouts below.
+        return num_blocks, num_kv_heads, block_size, cell_bytes(head_size)
+
+    @classmethod
+    def customize_spec(cls, spec: Any) -> Any:
+        return releases.spec_with_cell_bytes(spec, cell_bytes(spec.head_size))
+
+    @classmethod
+    def supported_kv_cache_layouts(cls) -> tuple[Any, ...]:
+        return releases.contiguous_block_layouts()
+
+    @classmethod
+    def supports_device_cpu_query_lens_mismatch(cls) -> bool:
+        return False  # the builder reads the number of new tokens on the host
+
+    @classmethod
+    def supports_head_size(cls, head_size: int) -> bool:
+        return head_size in (64, 128, 256)
+
+    @classmethod
+    def supports_kv_cache_dtype(cls, kv_cache_dtype: Any) -> bool:
+        return kv_cache_dtype in cls.supported_kv_cache_dtypes
+
+    @classmethod
+    def supports_sliding_window(cls) -> bool:
+        return True
+
+
+def install() -> str:
+    """Registers the backend and puts it first in vLLM's order for NVFP4 caches, once however often it is called.
+
+    Raises:
+        AttributeError, ImportError, TypeError: this vLLM lacks a name or an argument; nothing was changed.
+    """
+    from vllm.platforms import cuda
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+
+    theirs = cuda._get_backend_priorities
+    if getattr(theirs, "is_blockscale", False):
+        return "NVFP4 KV caches"
+    signature = inspect.signature(theirs)
+    classes = BlockscaleNvFp4AttentionBackend, BlockscaleNvFp4Attention, Builder
+    problems = [problem for cls in classes for problem in releases.signature_problems(cls)]
+    if "kv_cache_dtype" not in signature.parameters:
+        problems.append("_get_backend_priorities takes no kv_cache_dtype")
+    if problems:
+        raise TypeError(problems[0])
+    path = f"{__name__}.{BlockscaleNvFp4AttentionBackend.__qualname__}"
+    register_backend(AttentionBackendEnum.CUSTOM, path)
+
+    # Later releases added arguments, which are handed on.
+    def priorities(use_mla: bool, capability: Any, *arguments: Any, **named: Any) -> list[Any]:
+        backends = theirs(use_mla, capability, *arguments, **named)
+        dtype = signature.bind(use_mla, capability, *arguments, **named).arguments.get("kv_cache_dtype")
+        ours = dtype in BlockscaleNvFp4AttentionBackend.supported_kv_cache_dtypes and not use_mla
+        return [AttentionBackendEnum.CUSTOM, *backends] if ours else backends
+
+    priorities.is_blockscale = True  # type: ignore[attr-defined]
+    cuda._get_backend_priorities = priorities
+    return "NVFP4 KV caches"

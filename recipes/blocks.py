@@ -1,0 +1,280 @@
+"""This file finds the repeated blocks of a model, and the arguments that each one is called with.
+
+Layer-by-layer calibration needs to run one block at a time. Blocks are found by structure: the children of a
+`ModuleList` or `Sequential` that are all of one class and hold linear layers (decoder layers, encoder layers), and the
+outermost such list wins. The arguments of a block are captured while the model runs: positional embeddings, masks and
+whatever else a model passes along are kept as they came, and only the hidden state is replaced.
+
+Consecutive blocks form a chain where the output of one *is* the input of the next, the same tensor object. A chain
+can be walked without the model around it; where it breaks (between encoder and decoder, around a downsampling),
+the model is run again up to the next block. A model with no such blocks is one block.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections import UserDict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from quant.kernels.linear.quant_linear import QuantLinear
+
+
+class Stop(Exception):  # noqa: N818 -- no error
+    """Ends a forward pass whose further results are not needed."""
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """One call of a block.
+
+    Attributes:
+        args, kwargs: the arguments of the call.
+        slot: the index or keyword of the hidden state among the arguments.
+    """
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    slot: int | str
+
+    @property
+    def hidden(self) -> torch.Tensor:
+        """The hidden state."""
+        return self.args[self.slot] if isinstance(self.slot, int) else self.kwargs[self.slot]  # type: ignore[no-any-return]
+
+    def with_hidden(self, hidden: torch.Tensor) -> Call:
+        """Returns the same call on another hidden state."""
+        return self.with_arguments({self.slot: hidden})
+
+    def with_arguments(self, values: Mapping[int | str, Any]) -> Call:
+        """Returns the same call with other arguments at some positions or under some keywords."""
+        args = tuple(values.get(slot, value) for slot, value in enumerate(self.args))
+        return replace(self, args=args, kwargs={name: values.get(name, value) for name, value in self.kwargs.items()})
+
+
+@contextmanager
+def removing(hooks: Iterable[RemovableHandle]) -> Iterator[None]:
+    """Removes hooks when the block ends."""
+    hooks = list(hooks)
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def all_arguments(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Returns the arguments of a call, keyword arguments last: a linear layer may be called as `layer(input=x)`."""
+    return (*args, *kwargs.values())
+
+
+def output_of(result: Any) -> torch.Tensor:
+    """Returns the hidden state of a block's result: the tensor, or the first of a tuple or of a model output."""
+    if isinstance(result, Mapping):
+        result = tuple(result.values())
+    return result[0] if isinstance(result, tuple | list) else result  # type: ignore[no-any-return]
+
+
+def cache_argument(model: Any, cache: Any) -> dict[str, Any]:
+    """Returns `cache` as a keyword argument of a transformers model or its `generate`.
+
+    The name of the argument changed in transformers 5.24.
+    """
+    name = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+    return {name: cache}
+
+
+def is_cache(value: Any) -> bool:
+    """Returns whether an argument of a model is a key-value cache of transformers."""
+    return hasattr(value, "get_seq_length")
+
+
+def cache_of(output: Any) -> Any:
+    """Returns the key-value cache that a model of transformers returned; None where it keeps none."""
+    return output.cache if hasattr(output, "cache") else getattr(output, "past_key_values", None)
+
+
+def stored_dtype(model: nn.Module) -> torch.dtype:
+    """Returns the dtype of the model's 16-bit or 32-bit weights, to which a checkpoint's scales are rounded."""
+    return next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+
+
+def in_float64(block: nn.Module) -> nn.Module:
+    """Returns a copy of a block in float64, to trace on a few tokens how its modules depend on each other."""
+    block = copy.deepcopy(block).double()
+    for module in block.modules():
+        config: Any = getattr(module, "config", None)
+        if hasattr(config, "_experts_implementation"):
+            config._experts_implementation = "eager"  # grouped matmuls take no float64
+    return block
+
+
+def block_names(model: nn.Module) -> list[str]:
+    """Returns the names of the repeated blocks, outermost lists only, in model order."""
+    names: list[str] = []
+    for name, module in model.named_modules():
+        if not isinstance(module, nn.ModuleList | nn.Sequential) or any(name.startswith(f"{f}.") for f in names):
+            continue
+        children = list(module.named_children())
+        # Heads of several classes, or a list of norms, are not repeated blocks.
+        alike = len({type(child) for _, child in children}) == 1
+        if alike and all(_holds_linear(child) for _, child in children):
+            names.extend(f"{name}.{child_name}".lstrip(".") for child_name, _ in children)
+    return names
+
+
+def _holds_linear(module: nn.Module) -> bool:
+    # A quantized layer is no `nn.Linear`: without it, a model whose layers are all quantized would have no blocks.
+    linear = nn.Linear | QuantLinear
+    return any(isinstance(m, linear) for m in module.modules()) and not isinstance(module, linear)
+
+
+def find_chains(model: nn.Module, names: Sequence[str], run: Callable[[], Any]) -> list[list[str]]:
+    """Returns the blocks in order of execution, grouped into chains.
+
+    Args:
+        model: the model.
+        names: the names of its blocks.
+        run: calls the model on a small input.
+
+    Returns:
+        Chains of names. Empty where a block is called more than once in a pass: then the whole model must be taken
+        as one block.
+    """
+    order: list[str] = []
+    linked: set[str] = set()
+    # The output of the block before. It is kept alive, or a new tensor could take its address and pass for it.
+    last: torch.Tensor | None = None
+
+    def before(name: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            order.append(name)
+            if any(value is last for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)):
+                linked.add(name)
+
+        return hook
+
+    def after(module: nn.Module, args: tuple[Any, ...], result: Any) -> None:
+        nonlocal last
+        last = output_of(result)
+
+    blocks = [(name, model.get_submodule(name)) for name in names]
+    handles = [block.register_forward_pre_hook(before(name), with_kwargs=True) for name, block in blocks]
+    handles += [block.register_forward_hook(after) for _, block in blocks]
+    with removing(handles), torch.no_grad():
+        run()
+    # ALBERT calls one block for every layer: then a name does not identify a call.
+    if len(set(order)) != len(order):
+        return []
+    chains: list[list[str]] = []
+    for name in order:
+        if name in linked and chains:
+            chains[-1].append(name)
+        else:
+            chains.append([name])
+    return chains
+
+
+def capture(model: nn.Module, names: Sequence[str], run: Callable[[], Any]) -> dict[str, Call]:
+    """Records the calls of the blocks `names` in one pass, which ends when the last of them is reached."""
+    calls: dict[str, Call] = {}
+
+    def watch(name: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            calls[name] = _as_called(Call(args, dict(kwargs), _hidden_slot(args, kwargs)))
+            # The last block need not run: only its arguments are needed.
+            if len(calls) == len(names):
+                raise Stop
+
+        return hook
+
+    handles = [model.get_submodule(n).register_forward_pre_hook(watch(n), with_kwargs=True) for n in names]
+    with removing(handles), suppress(Stop), torch.no_grad():
+        run()
+    return calls
+
+
+def _as_called(call: Call) -> Call:
+    """Returns the call as it is before the block runs.
+
+    A key-value cache is left out, because each pass would find the keys of earlier passes in it. Mappings that blocks
+    add to are copied.
+    """
+
+    def at_the_time(value: Any) -> Any:
+        if isinstance(value, UserDict) or type(value) is dict:
+            return copy.copy(value)
+        return None if is_cache(value) else value
+
+    return replace(
+        call, args=tuple(map(at_the_time, call.args)), kwargs={k: at_the_time(v) for k, v in call.kwargs.items()}
+    )
+
+
+def _hidden_slot(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | str:
+    """Returns the position or name of the first floating-point tensor, positional arguments first.
+
+    Every known block takes its hidden state there.
+    """
+    arguments: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
+    for slot, value in arguments:
+        if isinstance(value, torch.Tensor) and value.is_floating_point():
+            return slot
+    raise ValueError("a block was called without a floating-point tensor")
+
+
+def calls_of_chain(model: nn.Module, chain: Sequence[str], runs: Sequence[Callable[[], Any]]) -> list[dict[str, Call]]:
+    """Records the calls of a chain's blocks on each batch; only the first block's hidden states are kept.
+
+    The first batch runs through the whole chain. The others stop at its first block, and where that is called with
+    equal arguments (the same positions, the same mask), the later blocks are taken to be too; a batch for which it
+    is not runs through.
+    """
+    if not runs:
+        return []
+    first = capture(model, chain, runs[0])
+    lead = first[chain[0]]
+    calls = [_first_hidden(first, chain)]
+    for run in runs[1:]:
+        lead_call = capture(model, chain[:1], run)[chain[0]]
+        # Rows of one length share positions and masks: one short pass then stands for a whole one.
+        if equal_but_hidden(lead_call, lead):
+            calls.append({**calls[0], chain[0]: lead.with_hidden(lead_call.hidden)})
+        else:
+            calls.append(_first_hidden(capture(model, chain, run), chain))
+    return calls
+
+
+def _first_hidden(calls: dict[str, Call], chain: Sequence[str]) -> dict[str, Call]:
+    return {**without_hidden(calls), chain[0]: calls[chain[0]]}
+
+
+def without_hidden(calls: Mapping[str, Call]) -> dict[str, Call]:
+    """Returns the calls of blocks without their hidden states."""
+    empty = torch.empty(0)
+    return {name: call.with_hidden(empty) for name, call in calls.items()}
+
+
+def equal_but_hidden(a: Call, b: Call) -> bool:
+    """Returns whether two calls of a block are equal but for the values of their hidden states."""
+    if a.hidden.shape != b.hidden.shape:
+        return False
+    empty = torch.empty(0)
+    flat_a, tree_a = torch.utils._pytree.tree_flatten((a.with_hidden(empty).args, a.with_hidden(empty).kwargs))
+    flat_b, tree_b = torch.utils._pytree.tree_flatten((b.with_hidden(empty).args, b.with_hidden(empty).kwargs))
+    return tree_a == tree_b and all(_equal(x, y) for x, y in zip(flat_a, flat_b, strict=True))
+
+
+def _equal(a: Any, b: Any) -> bool:
+    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+        return a is b or (a.shape == b.shape and a.dtype == b.dtype and torch.equal(a, b))
+    if isinstance(a, UserDict) and isinstance(b, UserDict):
+        return not a and not b  # filled ones hold tensors of their own batch
+    return a is b or (not isinstance(a, torch.Tensor) and not isinstance(b, torch.Tensor) and bool(a == b))

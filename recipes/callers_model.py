@@ -1,0 +1,194 @@
+"""The module that a Python user passes: wrappers are looked through, and one that cannot be quantized is refused.
+
+A wrapper of torch.compile, DDP or `nn.DataParallel` changes the names of all weights, and wrappers of adapters hide
+the layers that they belong to. A model that holds quantized layers already cannot be quantized by a new plan: the plan
+would not say how they were made, and no checkpoint could be saved by it. All of this is checked before any work.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+from torch.optim.swa_utils import AveragedModel
+
+from quant.base.errors import UserError, counted
+
+_TOOLKITS = {
+    "bitsandbytes": "bitsandbytes", "torchao": "torchao", "modelopt": "ModelOpt", "hqq": "HQQ", "eetq": "EETQ",
+    "compressed_tensors": "compressed-tensors", "awq": "AutoAWQ", "auto_gptq": "AutoGPTQ", "gptqmodel": "GPTQModel",
+    "quanto": "quanto", "auto_round": "AutoRound",
+}  # fmt: skip
+ADAPTERS_AFTER = (
+    "merge them first (model = model.merge_and_unload()), or take them off (.unload()) and put new ones on afterwards"
+)
+_PACKED = ("qweight", "weight_packed", "weight_scale", "weight_scale_inv")
+
+
+def unwrapped(model: Any, taker: str) -> nn.Module:
+    """Returns the module inside the wrappers of `inner_model`.
+
+    Raises:
+        UserError: `model` is not a module, but a path or an object that holds a module; the message names `taker`.
+    """
+    if isinstance(model, nn.Module):
+        return inner_model(model)
+    if isinstance(model, str | os.PathLike):
+        raise UserError(f"{model}: {taker} takes a module; open it with quant.open_model({str(model)!r}).model")
+    hint = "pass its .model" if isinstance(getattr(model, "model", None), nn.Module) else "pass a torch.nn.Module"
+    raise UserError(f"{taker} takes a module, and this is a {type(model).__name__}: {hint}")
+
+
+def inner_model(model: nn.Module) -> nn.Module:
+    """Returns the model inside the wrappers of DDP, nn.DataParallel, averaged weights (EMA, SWA) or torch.compile."""
+    while True:
+        # Wrappers nest: DDP around torch.compile and the other way round are both in use.
+        if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel | AveragedModel):
+            model = model.module
+        elif isinstance(inner := getattr(model, "_orig_mod", None), nn.Module):
+            model = inner
+        else:
+            return model
+
+
+def check_original(model: nn.Module, taker: str) -> None:
+    """Raises UserError where a model is not in 16 or 32 bit throughout, or its layers are hidden from `taker`."""
+    refuse_opaque_modules(model, taker)
+    refuse_adapters(model, taker, ADAPTERS_AFTER)
+    for name, module in model.named_modules():
+        if isinstance(getattr(module, "_orig_mod", None), nn.Module):
+            raise UserError(
+                f"{name}: torch.compile has wrapped it, which renames its weights: put its ._orig_mod there before "
+                f"{taker}, and compile afterwards, or in place with .compile()"
+            )
+        if (toolkit := _quantized_by(module)) is not None:
+            raise UserError(
+                f"{name or 'the model'}: {taker} takes the original model, and this layer is quantized already, by "
+                f"{toolkit}; start from the original one, with one plan for all layers"
+            )
+    # DTensor of FSDP2 and tensor parallelism has `full_tensor`; FSDP1 flattens parameters and is known by its class.
+    sharded = next((name for name, p in model.named_parameters() if hasattr(p, "full_tensor")), None)
+    if sharded is not None or type(model).__name__ == "FullyShardedDataParallel":
+        raise UserError(
+            f"{sharded or 'the model'}: its weights are sharded (FSDP or tensor parallelism), and {taker} takes whole "
+            "ones: quantize first, or load the gathered state into an unsharded model"
+        )
+
+
+def refuse_opaque_modules(model: nn.Module, taker: str) -> None:
+    """Raises UserError where a module is compiled by torch.jit, or has weights without a shape."""
+    for name, module in model.named_modules():
+        where = name or "the model"
+        if isinstance(module, torch.jit.ScriptModule):
+            raise UserError(
+                f"{where}: torch.jit has compiled it, so that none of its layers can be replaced; {taker} takes the "
+                "module that was scripted or traced"
+            )
+        if any(is_lazy(tensor) for tensor in (*module._parameters.values(), *module._buffers.values())):
+            raise UserError(
+                f"{where}: a {type(module).__name__}, whose weight has no shape before its first input; call the "
+                f"model once, then {taker}"
+            )
+
+
+def refuse_partial_layer(name: str, weight: torch.Tensor, taker: str, reload: str) -> None:
+    """Raises UserError where packing a trained layer would lose its adapter, or pack one process's shard of it.
+
+    Args:
+        name: the name of the layer.
+        weight: the weight of the layer.
+        taker: the function that packs models, such as `quant.convert_qat`.
+        reload: the user's next step with the gathered state, which ends the message.
+    """
+    # PEFT keeps the module that it wraps under this name. Packing a layer in it would lose the adapter.
+    if "base_layer" in name.split("."):
+        raise UserError(
+            f"{name}: an adapter is on this layer; merge it first, and convert what that returns: "
+            f"{taker}(model.merge_and_unload())"
+        )
+    # Only a DTensor has this method; FSDP2 shards parameters as DTensors.
+    if hasattr(weight, "full_tensor"):
+        raise UserError(
+            f"{name}: its weight is sharded (FSDP); gather the state with torch.distributed.checkpoint.state_dict."
+            f"get_model_state_dict(model, options=StateDictOptions(full_state_dict=True)), {reload}"
+        )
+
+
+def optimizers_of(identities: Collection[int]) -> list[torch.optim.Optimizer]:
+    """Returns the optimizers of this process that hold a parameter with one of these ids."""
+    # Nothing leads from a parameter to its optimizers, so the garbage collector's list of all objects is searched.
+    # `isinstance` would ask objects that only pretend to have a class.
+    optimizers = [each for each in gc.get_objects() if issubclass(type(each), torch.optim.Optimizer)]
+    return [
+        each for each in optimizers if any(id(p) in identities for group in each.param_groups for p in group["params"])
+    ]
+
+
+def refuse_adapters(model: nn.Module, taker: str, way_out: str) -> None:
+    """Raises UserError where PEFT has put adapters on layers of a model, or wraps it for a prompt."""
+    adapted = [name for name, module in model.named_modules() if isinstance(_base_of(module), nn.Module)]
+    if adapted:
+        raise UserError(
+            f"{adapted[0]}: has an adapter of PEFT, as {counted(len(adapted), 'layer')} of the model in all; {taker} "
+            f"would take them for weights of the model: {way_out}"
+        )
+    if any(cls.__module__.startswith("peft.") for cls in type(model).__mro__):
+        raise UserError(f"{taker} takes the model inside of a {type(model).__name__}: pass model.get_base_model()")
+
+
+@contextmanager
+def uncompiled(model: nn.Module) -> Iterator[None]:
+    """Makes modules that were compiled in place (`module.compile()`) run as they are written while open.
+
+    The code would be compiled again for each hook and each layer that is replaced.
+    """
+    # torch 2: Module.compile() stores the compiled call here, and __call__ prefers it over forward.
+    calls = [(module, call) for module in model.modules() if (call := vars(module).get("_compiled_call_impl"))]
+    for module, _ in calls:
+        module._compiled_call_impl = None
+    try:
+        yield
+    finally:
+        for module, call in calls:
+            module._compiled_call_impl = call
+
+
+def _base_of(module: nn.Module) -> Any:
+    return vars(module)["_modules"].get("base_layer")
+
+
+def _quantized_by(module: nn.Module) -> str | None:
+    """Returns the toolkit that has quantized a module, its own submodules apart; None where it is in 16 or 32 bit."""
+    # On the class: a property, which on the object would decode the weight to answer.
+    if hasattr(type(module), "quantized_weight"):
+        return "Blockscale"
+    rooms = {cls.__module__ for cls in type(module).__mro__}
+    if "quant.training.rounding.rounded_weight" in rooms:
+        return "quant.prepare_qat; pack it with quant.convert_qat(model)"
+    if "quant.training.low_precision.low_precision_linear" in rooms or "low_precision_experts" in vars(module):
+        return "quant.to_low_precision_training; pack it with quant.convert_trained(model)"
+    own = {**module._parameters, **module._buffers}
+    classes = [type(module), *(type(tensor) for tensor in own.values() if tensor is not None)]
+    # By the package of a module's or tensor's class, without importing it: bitsandbytes has both, torchao tensor
+    # subclasses only.
+    for cls in classes:
+        package = cls.__module__.partition(".")[0]
+        if package in _TOOLKITS and any(tensor is not None for tensor in own.values()):
+            return _TOOLKITS[package]
+    # ModelOpt converts modules in place: it adds quantizers, and swaps the class for one that it makes at run time.
+    if hasattr(module, "weight_quantizer") and hasattr(module, "input_quantizer"):
+        return _TOOLKITS["modelopt"]
+    if hasattr(module, "quantization_scheme"):
+        return _TOOLKITS["compressed_tensors"]
+    weight = own.get("weight")
+    # Matrices of bytes hold packed codes; a vector of integers, such as a table of positions, may be the model's own.
+    is_packed = isinstance(weight, torch.Tensor) and weight.dim() > 1 and weight.dtype in (torch.int8, torch.uint8)
+    if is_packed or any(own.get(name) is not None for name in _PACKED):
+        return f"another toolkit (it is a {type(module).__name__})"
+    return None

@@ -1,0 +1,295 @@
+"""Checks a plan against a model and a runtime by shapes, and reports all problems at once.
+
+The layers that a plan is checked against come from `quant.models.stored_layers`, which reads no weight.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from quant.base.errors import UserError, counted
+from quant.base.json_files import read_json
+from quant.recipes.guard import Guard
+from quant.base.json_data import JsonData, typed
+from quant.recipes.layer_kind import LayerKind
+from quant.recipes.layers import Layer
+from quant.recipes.plan import LayerPlan, Plan
+from quant.recipes.resolve import obstacle
+from quant.recipes.solver_names import check_observer, parse_solver
+from quant.recipes.targets import TARGETS, Target
+
+
+@dataclass(frozen=True)
+class Problem(JsonData):
+    """One thing that is wrong.
+
+    Attributes:
+        where: a layer, a fusion group, or "plan".
+        what: one sentence on the problem, with the limit.
+        remedy: the way out.
+    """
+
+    where: str
+    what: str
+    remedy: str = ""
+
+
+def read_plan(path: str | Path) -> tuple[Plan, list[Problem]]:
+    """Returns a plan file with everything in it that can be read, and a problem for every part that cannot.
+
+    `Plan.load` stops at the first mistake; this goes on, so that all can be corrected at once.
+
+    Raises:
+        UserError: no file, no JSON, or no plan at all.
+    """
+    path = Path(path)
+    try:
+        fields = read_json(path, "a plan", _with_layers)
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror}") from None
+    except ValueError as error:
+        raise UserError(str(error)) from None
+    layers, problems = [], []
+    for entry in fields["layers"]:
+        try:
+            layers.append(LayerPlan.from_dict(entry))
+        except ValueError as error:
+            name = entry.get("name", "a layer without name") if isinstance(entry, dict) else repr(entry)
+            what = str(error).removeprefix(f"plan layer {name!r}: ")
+            problems.append(Problem(str(name), what, "mend the entry, or make the plan again"))
+    try:
+        # The fields of the plan apart from its layers, so that one bad layer does not hide a bad field.
+        plan = Plan.from_dict({**fields, "layers": []})
+    except ValueError as error:
+        problems.append(Problem("plan", str(error)))
+        plan = Plan(())
+    names = [layer.name for layer in layers]
+    for name in dict.fromkeys(n for n in names if names.count(n) > 1):
+        problems.append(Problem(name, f"has {names.count(name)} entries", "keep one"))
+    # Duplicates would make lookups by name ambiguous; the last entry stays, and the problem names the others.
+    return replace(plan, layers=tuple({layer.name: layer for layer in layers}.values())), problems
+
+
+def _with_layers(document: Any) -> dict[str, Any]:
+    fields: dict[str, Any] = typed(dict[str, Any], document, "plan")
+    typed(list[Any], fields.get("layers"), "layers")
+    return fields
+
+
+def validate(plan: Plan, layers: Sequence[Layer] | None = None, target: Target | None = None) -> list[Problem]:
+    """Finds every problem that would stop `plan` or make its result wrong, from shapes alone.
+
+    Args:
+        plan: the plan as `read_plan` gives it.
+        layers: the layers of the model it is for; None checks the plan by itself.
+        target: runtime that the result is for.
+    """
+    problems = _check_model(plan, layers) if layers is not None else []
+    problems += [*_check_layers(plan), *_check_solvers(plan), *_check_groups(plan)]
+    if target is not None:
+        problems += _check_target(plan, target)
+    return problems
+
+
+def first_problem(plan: Plan, target: str) -> str | None:
+    """Returns the first reason why a runtime, a key of `TARGETS`, would not take a plan; None if it takes it."""
+    return next((f"{each.where}: {each.what}" for each in validate(plan, target=TARGETS[target])), None)
+
+
+def refuse(plan: Plan, problems: Sequence[Problem], layers: Sequence[Layer]) -> None:
+    """Raises UserError where `plan` cannot be executed on a model: one line with every problem and every place.
+
+    Args:
+        plan, problems: as `read_plan` gives them.
+        layers: the layers of the model.
+    """
+    # A layer whose entry was unreadable is missing from the plan, which is not a second problem.
+    unread = {problem.where for problem in problems}
+    all_problems = validate(plan, layers, TARGETS.get(plan.target or ""))
+    _raise([*problems, *(problem for problem in all_problems if problem.where not in unread)])
+
+
+def check_plan_fits(plan: Plan, layers: Sequence[Layer]) -> None:
+    """Raises UserError where `plan` was made for another model, or cannot be stored; whatever solved it or runs it."""
+    _raise([*_check_model(plan, layers), *_check_layers(plan), *_check_groups(plan)])
+
+
+def places_of(problems: Sequence[Problem]) -> dict[tuple[str, str], list[str]]:
+    """Returns all places of each problem, by its sentence and its way out.
+
+    Blocks of a model repeat, and so do their problems: users see each problem once.
+    """
+    places: dict[tuple[str, str], list[str]] = {}
+    for problem in problems:
+        places.setdefault((problem.what, problem.remedy), []).append(problem.where)
+    return places
+
+
+def _raise(problems: Sequence[Problem]) -> None:
+    if alike := places_of(problems):
+        listed = "; ".join(
+            f"{_places(where)}: {what}{f' ({remedy})' if remedy else ''}" for (what, remedy), where in alike.items()
+        )
+        raise UserError(f"the plan does not fit this model, {counted(len(problems), 'problem')}: {listed}")
+
+
+def _check_model(plan: Plan, layers: Sequence[Layer]) -> list[Problem]:
+    have = {layer.name: layer for layer in layers}
+    # Tied weights in the other direction: the layer that owns a weight, and one that uses it too.
+    sharers = {layer.tied_to: layer.name for layer in layers if layer.tied_to is not None}
+    problems = []
+    for planned in plan.layers:
+        layer = have.get(planned.name)
+        if layer is None:
+            problems.append(
+                Problem(planned.name, "is not in the model", "remove it, or name the model the plan is for")
+            )
+        # The tests go from the coarsest mistake to the finest, and a layer gets one problem.
+        elif layer.shape != planned.shape:
+            what = f"is {list(layer.shape)} in the model and {list(planned.shape)} in the plan"
+            problems.append(Problem(planned.name, what, "name the model the plan is for"))
+        elif planned.weight is not None and _as_multiplied(layer) != _as_multiplied(planned):
+            what = f"is {_as_multiplied(layer)} in the model and {_as_multiplied(planned)} in the plan"
+            problems.append(Problem(planned.name, what, "name the model the plan is for"))
+        elif planned.weight is not None and (other := layer.tied_to or sharers.get(layer.name)) and not planned.tied_to:
+            what = f"its weight is also that of {other} in the model, and is stored once and in 16 bit"
+            problems.append(Problem(planned.name, what, "keep it in 16 bit"))
+        elif planned.weight is not None and layer.obstacle is not None:
+            problems.append(Problem(planned.name, layer.obstacle, "keep it in 16 bit"))
+    for name, layer in have.items():
+        # A plan may leave out parameters that no plan can quantize.
+        if name not in plan.by_name and layer.kind != LayerKind.PARAMETER:
+            problems.append(Problem(name, "is in the model and not in the plan", "add it, with weight null for 16 bit"))
+    return problems
+
+
+def _as_multiplied(layer: Layer | LayerPlan) -> str:
+    """Returns how a weight is read.
+
+    A plan must agree with the model in this, and shapes do not always show it.
+    """
+    what = "a convolution" if layer.kind == LayerKind.CONV else "a matrix"
+    return f"{what} stored with its inputs first" if layer.transposed else what
+
+
+def _check_layers(plan: Plan) -> list[Problem]:
+    problems = []
+    sharers = sharers_of(plan)
+    for layer in plan.layers:
+        if problem := layer_problem(layer, sharers.get(layer.name)):
+            problems.append(Problem(layer.name, problem, "choose another format, or keep it in 16 bit"))
+        if layer.weight is None and layer.activation is not None:
+            what = f"inputs in {layer.activation} and weights in 16 bit: no kernel takes that"
+            problems.append(Problem(layer.name, what, "give the weight a format, or the input none"))
+    return problems
+
+
+def _check_solvers(plan: Plan) -> list[Problem]:
+    problems = []
+    try:
+        check_guard_and_observer(plan)
+    except ValueError as error:
+        problems.append(Problem("plan", str(error)))
+    for layer in plan.quantized:
+        try:
+            check_solver(layer.solver)
+        except ValueError as error:
+            problems.append(Problem(layer.name, str(error)))
+    return problems
+
+
+def sharers_of(plan: Plan) -> dict[str, str]:
+    """Returns layers whose weight another layer has too, and which."""
+    return {layer.tied_to: layer.name for layer in plan.layers if layer.tied_to is not None}
+
+
+def layer_problem(layer: LayerPlan, sharer: str | None) -> str | None:
+    """Returns why no runtime could store the layer as planned, or None.
+
+    `sharer` is another layer with the same weight.
+    """
+    if layer.weight is None:
+        return None
+    if len(layer.shape) < 2:
+        return f"{layer.weight} is for matrices; this is {list(layer.shape)}"
+    if sharer is not None:
+        return f"its weight is also that of {sharer}, and is stored once and in 16 bit"
+    as_layer = Layer(layer.name, layer.kind, layer.shape, tied_to=layer.tied_to)
+    return obstacle(as_layer, layer.weight, layer.activation)
+
+
+def _check_groups(plan: Plan) -> list[Problem]:
+    return [Problem(name, what, "give its members one: they are fused") for name, what in plan.mixed_groups()]
+
+
+def _check_target(plan: Plan, target: Target) -> list[Problem]:
+    problems: list[Problem] = []
+    followed = _check_fused(plan, target, problems)
+    # Some runtimes accept a pair of formats only where the whole checkpoint has it (`Pair.mixes`).
+    mixed = len({layer.formats for layer in plan.quantized}) > 1
+    for layer in plan.quantized:
+        remedy = "plan edit --set 'LAYER=FORMAT@INPUT', or another target"
+        whats = target.problems(layer, merged=layer.name in followed, mixed=mixed)
+        problems += [Problem(layer.name, what, remedy) for what in whats]
+    if problem := target.kv_cache_problem(plan.kv_cache):
+        problems.append(Problem("plan", problem, "plan edit --kv-cache keep"))
+    return problems
+
+
+def _check_fused(plan: Plan, target: Target, problems: list[Problem]) -> set[str]:
+    """Adds siblings that `target` merges and the plan does not; gives the layers that another one follows there."""
+    siblings: dict[tuple[str, tuple[str, ...]], list[LayerPlan]] = {}
+    for layer in plan.layers:
+        parent, _, last = layer.name.rpartition(".")
+        for names in target.fused:
+            if last in names and layer.kind == LayerKind.LINEAR:
+                siblings.setdefault((parent, names), []).append(layer)
+    followed: set[str] = set()
+    for (parent, names), members in siblings.items():
+        members.sort(key=lambda m: names.index(m.name.rpartition(".")[2]))
+        # In the merged matrix the rows of the next member follow, so only the last may end within a tile.
+        followed.update(m.name for m in members[:-1])
+        # A runtime merges by name, whether or not the plan has a fusion group for these layers.
+        if len({m.group for m in members}) == 1 and members[0].group is not None:
+            continue  # one fusion group, which has been checked
+        # The spelling of fusion groups: PARENT.(q_proj|k_proj|v_proj).
+        where = f"{parent}.({'|'.join(m.name.rpartition('.')[2] for m in members)})"
+        if len({m.formats for m in members}) > 1:
+            listed = ", ".join(f"{m.name}={m.formats}" for m in members)
+            problems.append(Problem(where, f"{target.name} merges these, in one format: {listed}", "give them one"))
+        # E.g. NVFP4: two-level scales, whose tensor scale is one float32 for the whole merged matrix.
+        elif len(members) > 1 and members[0].weight is not None and members[0].weight.is_static:
+            what = f"{target.name} merges these, and {members[0].weight} then needs one tensor scale for all"
+            problems.append(Problem(where, what, "give them the same `group` in the plan, so that they share it"))
+    return followed
+
+
+def _places(names: Sequence[str], limit: int = 8) -> str:
+    """Returns `names` as a text; in a long list, names that differ only in numbers become one."""
+    if len(names) <= limit:
+        return ", ".join(names)
+    alike = Counter(re.sub(r"\d+", "*", name) for name in names)
+    return ", ".join(f"{name} ({counted(count, 'layer')})" for name, count in alike.items())
+
+
+def check_solver(name: str) -> None:
+    """Raises ValueError where no solver has that name.
+
+    Importing the registry of solvers takes torch; only a program that has imported it can have added to it.
+    """
+    registry = sys.modules.get("quant.calibration.solvers.registry")
+    (registry.get_solver if registry else parse_solver)(name)
+
+
+def check_guard_and_observer(plan: Plan) -> None:
+    """Raises ValueError where the plan's guard cannot be read, or no observer has the name."""
+    if plan.guard is not None:
+        Guard.parse(plan.guard)
+    registry = sys.modules.get("quant.calibration.observers")
+    (registry.get_observer if registry else check_observer)(plan.observer)
