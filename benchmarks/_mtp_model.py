@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from quant.recipes.json_text import json_text
+from quant.base.json_files import json_text
 
 LAYERS = 4
 SIZES: dict[str, Any] = {

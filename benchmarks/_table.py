@@ -13,8 +13,8 @@ from pathlib import Path
 
 import torch
 
+from quant.base.json_files import json_text
 from quant.kernels.base.processor import describe_processor
-from quant.recipes.json_text import json_text
 
 Row = Mapping[str, object]
 

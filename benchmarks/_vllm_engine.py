@@ -13,7 +13,7 @@ import sys
 import time
 from typing import Any
 
-from quant.recipes.json_text import json_text
+from quant.base.json_files import json_text
 
 STEPS, SETTLED = 64, 4
 """Decoding steps that are timed, after those in which sequences start."""

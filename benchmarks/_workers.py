@@ -23,7 +23,7 @@ from queue import Queue
 from threading import Lock
 from typing import IO, Any
 
-from quant.recipes.json_text import json_text
+from quant.base.json_files import json_text
 
 Result = dict[str, Any]
 

@@ -69,15 +69,15 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import quant
+from quant.base.errors import UserError
 from quant.calibration.allocation.allocate import allocate
 from quant.calibration.allocation.goal import Goal
 from quant.calibration.session import Session
 from quant.calibration.solvers.registry import SOLVERS, TRANSFORMS, get_solver
+from quant.calibration.texts.data_needs import mixed_text
 from quant.calibration.texts.self_written import generate_rows
-from quant.base.errors import UserError
 from quant.evaluation.evaluate import evaluate_texts
 from quant.evaluation.evaluation import Evaluation
-from quant.execution.mixed_text import mixed_text
 from quant.formats.format import FORMATS
 from quant.models.open_model import open_model
 from quant.recipes.effort import rows_of, solver_of

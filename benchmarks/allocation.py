@@ -39,13 +39,13 @@ from _table import machine, show, versions, write_json
 from torch import nn
 
 import quant
+from quant.base.json_files import json_text
 from quant.calibration.allocation.allocate import allocate, score
-from quant.calibration.allocation.measure_choices import Effort
 from quant.calibration.allocation.goal import Goal
+from quant.calibration.allocation.measure_choices import Effort
 from quant.calibration.sensitivity.knapsack import KnapsackProblem, smallest, solve
 from quant.evaluation.evaluate import evaluate
 from quant.models.open_model import open_model
-from quant.recipes.json_text import json_text
 
 TITLE = "Allocation: KL at a budget of bits"
 TOKENS = Path(__file__).parent / "data" / "smollm2_wikitext2_512.safetensors"

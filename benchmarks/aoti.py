@@ -36,17 +36,17 @@ from torch import nn
 from torch.nn.functional import rms_norm, scaled_dot_product_attention, silu
 
 import quant
-from quant.recipes.blocks import cache_of
-from quant.export.aoti.aoti_session import AotiSession
-from quant.engines.decoding_run import DecodingRun, forced_run, reference_run
-from quant.export.aoti.package import export_aoti
 from quant.export.aoti.aoti_decoder import export_aoti_decoder
+from quant.export.aoti.aoti_session import AotiSession
+from quant.export.aoti.package import export_aoti
+from quant.export.engines.check_engine import DecodingRun, forced_run, reference_run
 from quant.formats.format import FORMATS
 from quant.formats.tensor import quantize
+from quant.generate.fused_decoder import Decoder, decoder_refusal
 from quant.kernels.attention.forward import fp8_attention
 from quant.kernels.linear.fp8_gemm import round_to_e4m3
 from quant.kernels.linear.quant_linear import QuantLinear
-from quant.generate.fused_decoder import Decoder, decoder_refusal
+from quant.recipes.blocks import cache_of
 
 HIDDEN, HEADS, KV_HEADS, DIM, MLP = 4096, 32, 8, 128, 14336
 PROMPT, NEW = 256, 64  # tokens that a decoder reads and writes

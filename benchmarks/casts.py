@@ -20,9 +20,8 @@ import torch
 from _table import machine, show_all, versions
 
 from quant.formats.format import FORMATS
-from quant.kernels.ceilings import copy_rate
+from quant.kernels.base.timing import copy_rate, graph_microseconds
 from quant.kernels.rounding import portable_casts
-from quant.kernels.base.timing import graph_microseconds
 
 ELEMENTS = 1 << 26
 WIDTHS = (4096, 14336)
@@ -69,7 +68,9 @@ def latencies() -> list[dict[str, Any]]:
 def main() -> None:
     """Parses the options, prints the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--formats", default="nvfp4,mxfp8,fp8_token", help=f"of {', '.join(portable_casts.FORMATS_OUT)}")
+    parser.add_argument(
+        "--formats", default="nvfp4,mxfp8,fp8_token", help=f"of {', '.join(portable_casts.FORMATS_OUT)}"
+    )
     parser.add_argument("--json", type=Path, help="also write the rows to this file")
     options = parser.parse_args()
     if not torch.cuda.is_available():

@@ -26,10 +26,10 @@ import torch
 from _table import machine, show, versions
 from torch import nn
 
-from quant.export.tensorrt.build import BuildOptions, export_engine
+from quant.export.onnx.compare_with_torch import check_file, verify
 from quant.export.onnx.decoder_graph import GraphInput
 from quant.export.onnx.export_onnx import export_onnx
-from quant.export.onnx.compare_with_torch import check_file, verify
+from quant.export.tensorrt.build import BuildOptions, export_engine
 from quant.formats.format import FORMATS, Format
 from quant.formats.tensor import BlockScaledTensor
 from quant.kernels.linear.quant_linear import QuantLinear

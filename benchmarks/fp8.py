@@ -22,11 +22,10 @@ from _table import machine, show_all, versions
 from quant.formats.format import FORMATS
 from quant.formats.tensor import BlockScaledTensor, quantize
 from quant.kernels.base.hardware import current
-from quant.kernels.base.weight_layout import prepack
-from quant.kernels.linear import experts
-from quant.kernels.rounding import portable_casts
-from quant.kernels.portable import fp8_block_gemm
 from quant.kernels.base.timing import graph_microseconds
+from quant.kernels.base.weight_layout import prepack
+from quant.kernels.linear import experts, portable_block_scaled_gemm
+from quant.kernels.rounding import portable_casts
 
 SHAPES = ((4096, 28672, 4096), (8192, 8192, 8192), (1024, 4096, 14336))
 EXPERTS, HIDDEN, INNER, CHOICES = 128, 2048, 1536, 8
@@ -53,8 +52,8 @@ def plain() -> list[dict[str, Any]]:
             "bf16": lambda x=x, dense=dense: x @ dense.T,
             "tensor": lambda scaled=scaled, one=one: scaled(one, one),
             "row": lambda scaled=scaled, a=by_row, b=by_channel: scaled(a, b),
-            "block": lambda x8=x8, w=weight: fp8_block_gemm.fp8_block_gemm(x8, w, None, torch.bfloat16),
-            "block, Triton": lambda x8=x8, w=weight: fp8_block_gemm.by_triton(x8, w, None, torch.bfloat16),
+            "block": lambda x8=x8, w=weight: portable_block_scaled_gemm.fp8_block_gemm(x8, w, None, torch.bfloat16),
+            "block, Triton": lambda x8=x8, w=weight: portable_block_scaled_gemm.by_triton(x8, w, None, torch.bfloat16),
         }
         times = {name: graph_microseconds([call]) for name, call in calls.items()}
         for name, us in times.items():

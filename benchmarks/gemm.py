@@ -35,16 +35,14 @@ from _gemm_peers import humming
 from _plot import lines
 from _table import Row, machine, show, versions, write_json
 
+from quant.base.json_files import json_text
 from quant.formats.format import FORMATS, Format
 from quant.formats.tensor import BlockScaledTensor
-from quant.kernels import launch_table
-from quant.kernels.linear import tiles
-from quant.kernels.ceilings import copy_rate, warm_up
 from quant.kernels.base.hardware import current
-from quant.kernels.linear import dispatch, tuning
+from quant.kernels.base.timing import copy_rate, graph_microseconds, warm_up
+from quant.kernels.linear import dispatch, tiles, tuning
+from quant.kernels.linear import tiles as launch_table
 from quant.kernels.linear.fp8_gemm import prefill_linear
-from quant.kernels.base.timing import graph_microseconds
-from quant.recipes.json_text import json_text
 
 _search = "--search" in sys.argv
 WIDE, TALL, SQUARE = (28672, 4096), (4096, 14336), (4096, 4096)
@@ -197,8 +195,8 @@ def peers(compile_only: bool) -> Iterator[Row]:
 
 def prefill(compile_only: bool) -> Iterator[Row]:
     """NVFP4 weights by FP8 activations: x to E4M3, the weight to E4M3, the library's product, as one time."""
-    from quant.kernels.linear import sm90_decode_nvfp4
     from quant.kernels.base.weight_layout import prepack
+    from quant.kernels.linear import sm90_decode_nvfp4
 
     if not current().has_wgmma:
         return
@@ -269,7 +267,7 @@ SECTIONS: dict[str, Callable[[bool], Iterator[Row]]] = {
     "4bit": lambda compile_only: chain(
         weights("int4", [(WIDE, 16), *SOME])(compile_only), weights("mxfp4", [(WIDE, 16)])(compile_only)
     ),
-    "casts": portable_casts,
+    "casts": casts,
 }
 
 

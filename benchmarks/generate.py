@@ -18,9 +18,9 @@ from _table import machine, show, versions
 from decode import measure
 
 import quant
-from quant.recipes.blocks import cache_of
 from quant.generate import generate as generation
 from quant.generate.fused_decoder import Decoder
+from quant.recipes.blocks import cache_of
 
 
 def model_of(layers: int, format: str) -> Any:

@@ -24,9 +24,8 @@ import torch
 from _table import machine, show, versions, write_json
 
 from quant.kernels.attention.decode import paged_attention, paged_reference
-from quant.kernels.ceilings import copy_rate, warm_up
 from quant.kernels.attention.kv_pages import KVPages, encode_kv, kv_format, token_bytes
-from quant.kernels.base.timing import graph_microseconds
+from quant.kernels.base.timing import copy_rate, graph_microseconds, warm_up
 
 Run = Callable[[], torch.Tensor]
 

@@ -27,9 +27,9 @@ from torch import Tensor, nn
 import quant
 from quant.calibration.solvers.factor import Factor, block_order, factorize
 from quant.calibration.solvers.gptq import gptq
-from quant.calibration.solvers.solve_group import shared_global_scale
 from quant.calibration.solvers.local_hessian import local_hessian
 from quant.calibration.solvers.registry import RoundToNearest
+from quant.calibration.solvers.solve_group import shared_global_scale
 from quant.calibration.statistics import MomentSum, diagonal_blocks
 from quant.formats.format import Format, get_format
 

@@ -28,8 +28,8 @@ import torch
 from _table import machine, show_all, versions
 
 import quant
-from quant.kernels.linear.install import install_weight
 from quant.formats.tensor import BlockScaledTensor
+from quant.kernels.linear.install import install_weight
 
 HIDDEN, INTERMEDIATE, VOCABULARY = 2048, 5632, 32000
 CHILD = """

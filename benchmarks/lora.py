@@ -26,7 +26,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
 
 import quant
-from quant.recipes.json_text import json_text
+from quant.base.json_files import json_text
 
 TITLE = "LoRA over a quantized model"
 CHUNK = 512  # tokens whose logits are held at a time

@@ -26,7 +26,7 @@ from torch import nn
 
 from quant.formats.format import FORMATS
 from quant.formats.tensor import quantize
-from quant.kernels.ceilings import warm_up
+from quant.kernels.base.timing import warm_up
 from quant.kernels.linear.quant_linear import QuantLinear
 
 OUT, IN = 512, 1024

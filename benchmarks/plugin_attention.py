@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from quant.export.tensorrt.cache_plugin import CacheSpec, compile_cache_attention
-from quant.export.engine.kernel_bundle import pack
+from quant.export.tensorrt.plugin import pack
 from quant.export.tensorrt.plugin_library import PluginKernels, build_launches
 from quant.kernels.attention.decode import paged_attention
 from quant.kernels.attention.kv_pages import KVPages, kv_format

@@ -29,12 +29,12 @@ import click
 import torch
 from _table import machine, show, versions
 
+from quant.base.extras import install_command
+from quant.base.json_files import json_text
 from quant.formats.format import FORMATS
-from quant.formats.install_command import install_command
 from quant.formats.number import E2M1
 from quant.formats.rounding import round_to
 from quant.formats.tensor import quantize
-from quant.recipes.json_text import json_text
 
 BLOCK = FORMATS["nvfp4"].block[1]
 TITLE = "Quantizing one BF16 weight on a CPU"

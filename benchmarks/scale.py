@@ -42,7 +42,7 @@ from _plot import lines
 from _table import machine, show, versions
 from safetensors.torch import load_file, save_file
 
-from quant.recipes.json_text import json_text
+from quant.base.json_files import json_text
 
 TITLE = "A large model from disk to disk"
 SMALL_VOCABULARY = 16384

@@ -36,9 +36,9 @@ from torch import nn
 
 import quant
 from quant.calibration.session import Session
+from quant.calibration.texts.data_needs import mixed_text
 from quant.calibration.texts.self_written import generate_rows
 from quant.evaluation.evaluate import evaluate
-from quant.execution.mixed_text import mixed_text
 from quant.training.train_loop import Hyperparameters, Trained, train, train_only_rounded
 
 TITLE = "Training under the deployed rounding"

@@ -45,8 +45,8 @@ from torch.nn.functional import scaled_dot_product_attention
 import quant
 from quant.kernels.training.fp8_attention import fp8_training_attention
 from quant.training.low_precision.backends import TORCHAO
-from quant.training.low_precision.training_recipe import RECIPES, TrainingRecipe
 from quant.training.low_precision.te_products import TRANSFORMER_ENGINE
+from quant.training.low_precision.training_recipe import RECIPES, TrainingRecipe
 
 _EXPERTS = (
     {"num_experts": 128, "moe_intermediate_size": 768, "hidden_size": 2048, "num_experts_per_tok": 8},

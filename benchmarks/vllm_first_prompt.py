@@ -26,7 +26,7 @@ from typing import Any
 
 from vllm_speed import SHAPES, write_config
 
-from quant.recipes.json_text import json_text
+from quant.base.json_files import json_text
 
 LENGTHS = (40, 90, 140, 200, 300, 450, 700, 1000, 1500, 2200, 3000, 4500, 7000)
 ENGINES: dict[str, tuple[str, dict[str, Any]]] = {

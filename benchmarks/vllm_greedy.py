@@ -30,7 +30,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from quant.recipes.json_text import json_text
+from quant.base.json_files import json_text
 
 PROMPTS, TOKENS, NEW = 64, 200, 64
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}
@@ -75,10 +75,10 @@ def make(out: Path, source: str) -> None:
     from safetensors.torch import load_file, save_file
     from vllm_presets import DATA, DENSE, token_rows, trained
 
-    from quant.run.quantize import quantize
     from quant.export.checkpoint.save import save
     from quant.models.open_model import open_model
     from quant.recipes.plan_make import make_plan
+    from quant.run.quantize import quantize
 
     args = argparse.Namespace(name=DENSE, model=source, steps=300, device="cuda")
     model = trained(args) if source == "bytes" else open_model(source).model

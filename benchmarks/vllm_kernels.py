@@ -20,12 +20,12 @@ from unittest.mock import patch
 import torch
 from _table import machine, show, versions
 
+from quant.base.json_files import json_text
 from quant.export.checkpoint.files.compressed_tensors import compress
 from quant.formats.format import FORMATS
 from quant.formats.tensor import BlockScaledTensor, quantize
 from quant.kernels.base.hardware import current
 from quant.kernels.base.timing import graph_microseconds
-from quant.recipes.json_text import json_text
 
 SHAPES = ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336))
 TOKENS = (1, 16, 64, 256, 1024, 4096)

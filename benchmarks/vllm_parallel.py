@@ -90,10 +90,10 @@ def make(out: Path, model: str, steps: int, device: str) -> None:
     """Writes the checkpoint of a model; of the MoE also in ModelOpt's layout, which vLLM can rearrange."""
     from vllm_presets import DENSE, token_rows, trained
 
-    from quant.run.quantize import quantize
     from quant.export.checkpoint.convert import convert
     from quant.export.checkpoint.save import save
     from quant.recipes.plan_make import make_plan
+    from quant.run.quantize import quantize
 
     name = DENSE if model == "dense" else "qwen3_moe"
     args = argparse.Namespace(name=name, model="bytes", steps=steps, device=device)

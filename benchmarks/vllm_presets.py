@@ -32,7 +32,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from quant.recipes.json_text import json_text
+from quant.base.json_files import json_text
 
 DATA = Path(__file__).parent / "data"
 PRESETS = (
@@ -105,13 +105,13 @@ def make(args: argparse.Namespace) -> None:
     """Writes every checkpoint of one model."""
     import torch
 
-    from quant.run.quantize import quantize
+    from quant.evaluation.evaluate import evaluate
     from quant.export.checkpoint.convert import convert
     from quant.export.checkpoint.save import save
-    from quant.evaluation.evaluate import evaluate
     from quant.formats.format import FORMATS, FP8_HEAD
     from quant.models.open_model import open_model
     from quant.recipes.plan_make import make_plan
+    from quant.run.quantize import quantize
 
     rows, evaluation = token_rows(args)
     is_file = args.name == DENSE and args.model != "bytes"

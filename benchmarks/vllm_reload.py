@@ -29,7 +29,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from quant.recipes.json_text import json_text
+from quant.base.json_files import json_text
 
 LLAMA = {
     "vocab_size": 8192, "hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 3,
@@ -73,9 +73,9 @@ def make(out: Path, models: set[str]) -> None:
     import torch
     import transformers
 
-    from quant.run.quantize import quantize
     from quant.export.checkpoint.save import save
     from quant.recipes.plan_make import make_plan
+    from quant.run.quantize import quantize
 
     for name in models:
         family, sizes, preset, head = MODELS[name]

@@ -33,7 +33,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from quant.recipes.json_text import json_text
+from quant.base.json_files import json_text
 
 SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-8b": (

@@ -44,15 +44,15 @@ from typing import Any
 import torch
 from torch import nn
 
+from quant.base.errors import known_names
 from quant.calibration.attention_names import Watch, watching_attention
-from quant.recipes.blocks import removing
 from quant.calibration.observers import Observer, get_observer
 from quant.calibration.placement import device_of, placed
 from quant.calibration.ranks import gathered, own_batches
 from quant.calibration.session import Session
 from quant.formats.format import FORMATS, Format
-from quant.formats.known_names import known_names
 from quant.formats.scaling import global_scale_of, scale_of
+from quant.recipes.blocks import removing
 
 CACHE_GRANULARITIES = ("tensor", "head")
 _EXPANDED = ("minicpm3",)  # vLLM caches their expanded keys and values

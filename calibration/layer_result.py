@@ -19,8 +19,8 @@ from torch import nn
 
 from quant.base.errors import counted
 from quant.base.html_table import html_table
-from quant.formats.tensor import BlockScaledTensor
 from quant.base.json_data import JsonData
+from quant.formats.tensor import BlockScaledTensor
 from quant.recipes.plan import LayerPlan, Plan
 
 _CHUNK_ELEMENTS = 1 << 18

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from quant.recipes.blocks import block_names, removing
 from quant.calibration.prefetch import Prefetcher
+from quant.recipes.blocks import block_names, removing
 from quant.recipes.module_hooks import forwarding
 
 # Share of a GPU's free memory that a whole model may take; activations and logits need the rest.

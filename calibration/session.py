@@ -16,9 +16,9 @@ Below them a function takes the session. It runs models `placed(model, session.d
 listener or a store ignores these calls. Functions that compute with tensors or move them take a device.
 
 A finished step is some tensors and a JSON-ready record under a name: a solved block, the calibration text, an
-evaluation. `quant.calibration.walk.step_store.DirectoryStore` keeps steps in a directory; the `Store` here keeps nothing.
-Callers need not ask which one it is: a step that was put into a plain `Store` is never in it, and `get` gives None, so
-the work is done.
+evaluation. `quant.calibration.walk.step_store.DirectoryStore` keeps steps in a directory; the `Store` here keeps
+nothing. Callers need not ask which one it is: a step that was put into a plain `Store` is never in it, and `get` gives
+None, so the work is done.
 """
 
 from __future__ import annotations

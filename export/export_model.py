@@ -20,24 +20,32 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from quant.export.exporters import EXPORTERS, check_attention, check_request
-from quant.api.export_job import ExportJob, cache_capacity
-from quant.api.export_kinds import CALIB_SAMPLES, CHOICES, DTYPES, KINDS, SEQLEN
-from quant.calibration.attention_scales import AttentionScales, collect_attention_scales
+from quant.base.atomic import claimed, temporary_directory
+from quant.base.errors import UserError, known_names
 from quant.base.listener import SILENT, Listener
+from quant.calibration.attention_scales import AttentionScales, collect_attention_scales
+from quant.calibration.layer_result import Quantized
 from quant.calibration.session import Session
+from quant.calibration.texts.sources import Rows, as_rows, check_sources, read_calibration
+from quant.export.checkpoint.files.layout import LAYOUT_NAMES
 from quant.export.checkpoint.load import describe, is_checkpoint, load, no_checkpoint
 from quant.export.checkpoint.open_checkpoint import outline
 from quant.export.checkpoint.save import save
-from quant.base.errors import UserError
-from quant.calibration.layer_result import Quantized
-from quant.calibration.texts.sources import Rows, as_rows, check_sources, read_calibration
-from quant.export.checkpoint.files.layout import LAYOUT_NAMES
+from quant.export.exporters import (
+    CALIB_SAMPLES,
+    CHOICES,
+    DTYPES,
+    EXPORTERS,
+    KINDS,
+    SEQLEN,
+    ExportJob,
+    cache_capacity,
+    check_attention,
+    check_request,
+)
 from quant.export.onnx.decoder_graph import GraphInput
 from quant.export.onnx.quantized_cache import holds_cache_scales
-from quant.base.atomic import claimed, temporary_directory
 from quant.formats.format import Format
-from quant.formats.known_names import known_names
 from quant.kernels.attention.kv_pages import kv_format
 from quant.models.files import SourceKind, find_checkpoint
 from quant.models.huggingface import remote_code

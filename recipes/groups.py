@@ -2,22 +2,23 @@
 
 Every serving runtime merges them into one matmul, so they must share their format and their global scales.
 Layers that receive the very same tensor object form a group, within one numbered block. Layers that the pass does not
-call (experts without tokens, towers without images) are left to `quant.recipes.fusion_groups`.
+call (experts without tokens, towers without images) are left to `quant.recipes.groups`.
 """
 
 from __future__ import annotations
 
+import inspect
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from quant.recipes.layer_kind import LayerKind
-from quant.recipes.layers import Layer
+from quant.recipes.layers import Layer, LayerKind
 
 if TYPE_CHECKING:
     from torch import nn
+
 
 _NUMBERED = re.compile(r".*?\.\d+(?=\.)")
 
@@ -147,3 +148,151 @@ def group_name(names: Sequence[str]) -> str:
         return "|".join(names)
     tails = "|".join(name.rpartition(".")[2] for name in names)
     return f"{prefixes[0]}.({tails})".lstrip(".")
+
+
+# `group_unseen` gives fusion groups to linear layers that no forward pass has called.
+#
+# `shared_inputs.watching` sees the layers that two tokens of text, or one calibration row, go through. Experts that got
+# no token are not called, nor is the tower for images of a model that was given none, and nothing runs a bare state
+# dict. Serving runtimes merge these layers nevertheless, so their global scales must be common. Two sources are left:
+#
+# 1. A sibling that was called, and whose name differs in numbers only (`experts.3` for `experts.5`), shows the group.
+# 2. Otherwise the names by which runtimes merge layers of one module: q, k and v, or gate and up, of one input size.
+#
+# Solvers that need data take the statistics of a group from its first member, so a group by name must not hold layers
+# with different inputs. In attention across two inputs q is not in the group, and where q, k and v are separate
+# arguments there is no group. Names cannot tell that DETR adds positions to the inputs of q and k, or that SegFormer
+# shortens the inputs of k and v: both run on a stand-in image, which reveals it.
+
+
+_ATTENTION = (("q_proj", "k_proj", "v_proj"), ("query", "key", "value"), ("q", "k", "v"))
+_GATED = (("gate_proj", "up_proj"), ("w1", "w3"))
+_OUTPUTS = {"o_proj", "out_proj", "down_proj", "c_proj", "proj", "o", "w2", "fc2"} | {
+    "linear_2", "linear_fc2", "linear_out",
+}  # fmt: skip
+"""Names of layers that read what the others of their module give."""
+
+_ACROSS = re.compile(r"cross|encoder_attn|encdec|perceiver|resampler", re.IGNORECASE)
+_SECOND_INPUTS = {"context", "memory", "key_value_states", "encoder_hidden_states"}
+_NUMBER = re.compile(r"\d+")
+
+
+def group_unseen(layers: Sequence[Layer], model: nn.Module | None = None) -> list[Layer]:
+    """Returns `layers` with groups for the linear ones that no pass has called, and that have none.
+
+    Args:
+        layers: the layers as `Watched.of` or `layers_of_state_dict` gives them.
+        model: the model that they came from, whose classes show attention across two inputs; None where there is none.
+    """
+    unseen = {layer.name: layer for layer in layers if _is_unseen(layer) and layer.group is None}
+    groups = _by_sibling(layers, unseen)
+    siblings = {_numberless(layer.name) for layer in layers if layer.input_dims is not None}
+    # A sibling that was called and has no group is evidence too: its name is not merged here.
+    unknown = [layer for name, layer in unseen.items() if _numberless(name) not in siblings]
+    named = _by_name(unknown, model)
+    groups |= named
+    return [
+        replace(layer, group=groups[layer.name], is_named=layer.name in named) if layer.name in groups else layer
+        for layer in layers
+    ]
+
+
+def without_group(layers: Iterable[Layer]) -> list[Layer]:
+    """Returns the layers that a runtime may or may not merge: they were not called and are in no group.
+
+    Layers of one module that have one input size may be merged, unless they are numbered modules of a sequence.
+    """
+    layers = list(layers)
+    siblings = {_numberless(layer.name) for layer in layers if layer.input_dims is not None}
+    beside: dict[tuple[str, int], list[Layer]] = {}
+    for layer in layers:
+        last = layer.name.rpartition(".")[2]
+        open_to_merge = _is_unseen(layer) and layer.group is None and not last.isdecimal() and last not in _OUTPUTS
+        if open_to_merge and _numberless(layer.name) not in siblings:
+            beside.setdefault((parent_of(layer.name), layer.shape[-1]), []).append(layer)
+    return [layer for members in beside.values() if len(members) > 1 for layer in members]
+
+
+def patterns(names: Iterable[str]) -> list[str]:
+    """Returns names with `*` for their numbers, each once: blocks and experts of a model repeat."""
+    return list(dict.fromkeys(map(_numberless, names)))
+
+
+def _is_unseen(layer: Layer) -> bool:
+    return layer.kind == LayerKind.LINEAR and layer.input_dims is None and layer.obstacle is None
+
+
+def _numberless(name: str) -> str:
+    return _NUMBER.sub("*", name)
+
+
+def _by_sibling(layers: Sequence[Layer], unseen: dict[str, Layer]) -> dict[str, str]:
+    """Returns the groups by name of an unseen layer, as a layer that differs in numbers has them."""
+    members: dict[str, list[str]] = {}
+    for layer in layers:
+        if layer.group is not None and layer.input_dims is not None:
+            members.setdefault(layer.group, []).append(layer.name)
+    twins = {key: (name, names) for names in members.values() for name in names for key in _twin_keys(name)}
+    groups: dict[str, str] = {}
+    for name in unseen:
+        twin_group = next((twins[key] for key in _twin_keys(name) if key in twins), None)
+        # Siblings of an earlier name have been given their group together.
+        if name in groups or twin_group is None:
+            continue
+        twin, names = twin_group
+        own = [_moved(each, twin, name) for each in names]
+        new_members = [each for each in dict.fromkeys(own) if each in unseen and each not in groups]
+        # One input has one width: members of different `in` cannot read the same tensor.
+        if len(new_members) > 1 and name in new_members and len({unseen[each].shape[-1] for each in new_members}) == 1:
+            groups |= dict.fromkeys(new_members, group_name(new_members))
+    return groups
+
+
+def _twin_keys(name: str) -> list[tuple[str, ...]]:
+    """Returns two keys of a name: without the number of its block, and without any number."""
+    pattern = _numberless(name)
+    return [(pattern, *_NUMBER.findall(name)[1:]), (pattern, "any")]
+
+
+def _moved(member: str, twin: str, name: str) -> str:
+    """Returns a name of `twin`'s group, with the numbers of `twin` replaced by the numbers of `name`."""
+    numbers = iter(zip(_NUMBER.findall(twin), _NUMBER.findall(name), strict=True))
+
+    def new(number: re.Match[str]) -> str:
+        old, own = next(numbers, (None, ""))
+        return own if number[0] == old else number[0]
+
+    return _NUMBER.sub(new, member)
+
+
+def _by_name(layers: Iterable[Layer], model: nn.Module | None) -> dict[str, str]:
+    """Returns the groups by layer name, of layers in one module whose names runtimes merge."""
+    modules: dict[str, dict[str, Layer]] = {}
+    for layer in layers:
+        parent, _, last = layer.name.rpartition(".")
+        modules.setdefault(parent, {})[last] = layer
+    groups: dict[str, str] = {}
+    for parent, children in modules.items():
+        module = None if model is None else model.get_submodule(parent)
+        attention = [names for names in _ATTENTION if children.keys() >= set(names)]
+        for lasts in (*(_one_input(names, parent, module) for names in attention), *_GATED):
+            merged = [layer for last, layer in children.items() if last in lasts]
+            if len(merged) > 1 and len({layer.shape[-1] for layer in merged}) == 1:
+                names = [layer.name for layer in merged]
+                groups |= dict.fromkeys(names, group_name(names))
+    return groups
+
+
+def _one_input(names: tuple[str, str, str], parent: str, module: nn.Module | None) -> tuple[str, ...]:
+    """Returns the names among q, k and v that read one input, by their module's name, class and forward."""
+    kind, required = "", set[str]()
+    if module is not None:
+        kind = type(module).__name__
+        parameters = inspect.signature(module.forward).parameters.values()
+        required = {p.name for p in parameters if p.default is p.empty}
+    # forward(query, key, value): three inputs, which may be three tensors.
+    if {"key", "value"} <= required:
+        return ()
+    across = _ACROSS.search(f"{parent}.{kind}") is not None or not required.isdisjoint(_SECOND_INPUTS)
+    # Across two inputs, k and v read the second one, so they may be merged without q.
+    return names[1:] if across else names

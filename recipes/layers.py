@@ -18,13 +18,14 @@ Layers that read the same input are found by `quant.recipes.groups`.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
 from quant.recipes.expert_stacks import EXPERT_NAMES, are_transposed, stacking_of
-from quant.recipes.layer_kind import LayerKind
 from quant.recipes.plain_layers import (
     PATCHED,
     conv_obstacle,
@@ -37,6 +38,40 @@ from quant.recipes.plain_layers import (
 if TYPE_CHECKING:
     import torch
     from torch import nn
+
+
+# `LayerKind` is the purpose of a weight; plans and files hold it by its value, such as `linear`.
+
+
+class LayerKind(StrEnum):
+    """The use that a layer makes of its weight.
+
+    A member equals its value, so `"linear"` may stand for `LayerKind.LINEAR` wherever users write plans.
+    """
+
+    LINEAR = "linear"  # y = x Wᵀ + b
+    EXPERTS = "experts"  # the matrices of all experts in one parameter [experts, out, in]
+    EMBEDDING = "embedding"  # a table whose rows are looked up
+    HEAD = "head"  # a linear layer that turns the last hidden states into the result
+    NORM = "norm"  # one dimension
+    CONV = "conv"
+    PARAMETER = "parameter"  # two dimensions or more, in a module of an unknown kind
+    OTHER = "other"  # the weight of a module of an unknown class
+
+    @property
+    def is_named_by_parameter(self) -> bool:
+        """Whether a layer is named by the path of its parameter, and not by the path of the owner of `weight`."""
+        return self in (LayerKind.EXPERTS, LayerKind.PARAMETER)
+
+    def matrix(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Returns the shape `[..., out, in]` that formats divide into blocks.
+
+        Args:
+            shape: the shape of the weight; a convolution's `[out, in / groups, kernel...]` becomes `[out, in / groups *
+                kernel]`, with one row for each output channel.
+        """
+        return (shape[0], math.prod(shape[1:])) if self is LayerKind.CONV else shape
+
 
 _CONV1D_NAMES = ("c_attn", "q_attn", "c_fc", "c_proj")
 

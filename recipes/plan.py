@@ -29,13 +29,12 @@ from pathlib import Path
 from typing import Any, TypedDict, get_type_hints
 
 from quant.base.atomic import write_atomically
-from quant.formats.format import FORMATS, FP8_HEAD, Format, cache_format, get_format, parse_format
+from quant.base.errors import known_names
 from quant.base.html_table import html_table
-from quant.base.json_files import read_json
-from quant.formats.known_names import known_names
 from quant.base.json_data import check_fields, typed
-from quant.recipes.json_text import json_text
-from quant.recipes.layer_kind import LayerKind
+from quant.base.json_files import json_text, read_json
+from quant.formats.format import FORMATS, FP8_HEAD, Format, cache_format, get_format, parse_format
+from quant.recipes.layers import LayerKind
 from quant.recipes.solver_names import DEFAULT_OBSERVER
 
 SCHEMA_VERSION = 2
@@ -235,7 +234,7 @@ class Plan:
         kv_cache: format of the KV cache; None keeps 16 bit. `FP8_HEAD` is FP8 with a scale for each KV head.
         attention: format of attention's operands; None keeps 16 bit.
         guard: "LIMIT FORMAT …": a layer whose relative output error on held-out calibration rows exceeds the limit gets
-            the next format, see `quant.recipes.guard`; None leaves the formats as they are.
+            the next format, see `quant.recipes.plan`; None leaves the formats as they are.
         observer: name of the method that sets static activation scales, a key of `OBSERVERS`.
         target: name of the hardware the plan was made for, if any.
         provenance: recipe, command line, versions, seed and data, for readers; nothing in it is executed.
@@ -481,3 +480,46 @@ def bits_per_weight(layers: Iterable[LayerPlan]) -> float:
 def _check_shape(shape: tuple[int, ...]) -> None:
     if len(shape) > _DIMENSIONS or any(size < 1 for size in shape) or math.prod(shape) >= _ELEMENTS:
         raise ValueError(f"shape: {reprlib.repr(list(shape))} is not the shape of a weight")
+
+
+# A `Guard` gives a layer whose quantized output strays too far from the original the next format in its list.
+#
+# Recipes, plans and the command line write it as its limit and the formats to try: `0.1 fp8_channel keep`.
+
+
+@dataclass(frozen=True)
+class Guard:
+    """When a layer is promoted, and to which format.
+
+    Attributes:
+        limit: largest relative error of a layer's output on held-out calibration rows.
+        formats: formats that follow the planned one, in this order; None is 16 bit.
+    """
+
+    limit: float
+    formats: tuple[Format | None, ...] = (None,)
+
+    @classmethod
+    def parse(cls, text: str) -> Guard:
+        """Returns a guard from `LIMIT [FORMAT …]`; without formats, a layer beyond the limit stays in 16 bit.
+
+        Raises:
+            ValueError: the limit is not a positive number, or a format is unknown.
+        """
+        first, *names = text.split() or [""]
+        try:
+            limit = float(first)
+        except ValueError:
+            limit = math.nan
+        if not 0 < limit < math.inf:
+            raise ValueError(f"guard {text!r}: write a positive limit and the formats to try, as in '0.1 fp8 keep'")
+        try:
+            formats = tuple(map(parse_format, names))
+        except ValueError as error:
+            raise ValueError(f"guard {text!r}: {error}") from None
+        return cls(limit, formats or (None,))
+
+    def formats_for(self, layer: LayerPlan) -> tuple[Format | None, ...]:
+        """Returns the list for one layer, its present format first where it is not in it."""
+        # A layer may have been given a format further along the list, from which it is promoted.
+        return self.formats if layer.weight in self.formats else (layer.weight, *self.formats)

@@ -16,9 +16,9 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from quant.formats.format import FORMATS, INPUT_FORMATS, Format, cache_format, get_format, is_16bit, parse_format
+from quant.base.errors import known_names
 from quant.base.json_files import check_depth
-from quant.formats.known_names import known_names
+from quant.formats.format import FORMATS, INPUT_FORMATS, Format, cache_format, get_format, is_16bit, parse_format
 from quant.recipes.solver_names import DEFAULT_OBSERVER
 
 KEEP = "keep"

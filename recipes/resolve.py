@@ -22,11 +22,10 @@ import math
 from collections.abc import Iterable, Mapping, Sequence, Set
 
 from quant.formats.format import Format, cache_format, is_16bit
-from quant.recipes.layer_kind import LayerKind
-from quant.recipes.layers import ROUTER, Layer
+from quant.recipes.groups import group_name
+from quant.recipes.layers import ROUTER, Layer, LayerKind
 from quant.recipes.plan import LayerPlan, Plan, groups_of
 from quant.recipes.recipe import KEEP, Recipe, Rule, matched, named_format, no_match
-from quant.recipes.groups import group_name
 
 QUANTIZABLE = (LayerKind.LINEAR, LayerKind.EXPERTS, LayerKind.CONV)
 _KEPT_KINDS = {

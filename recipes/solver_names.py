@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cache
 
-from quant.formats.known_names import did_you_mean, known_names
+from quant.base.errors import did_you_mean, known_names
 
 METHODS = {
     "rtn": "rounds to nearest, scales from the largest magnitude of each block",

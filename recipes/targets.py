@@ -16,9 +16,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
+from quant.base.errors import known_names
 from quant.formats.format import Format
-from quant.formats.known_names import known_names
-from quant.recipes.layer_kind import LayerKind
+from quant.recipes.layers import LayerKind
 from quant.recipes.plan import LayerPlan
 
 NATIVE, STORAGE = "native", "storage"

@@ -7,7 +7,7 @@ import copy
 from torch import nn
 
 import quant
-from quant.integrations.dequantized_layers import dense_linear
+from quant.adapters.dense_layers import dense_linear
 
 
 def dequantized(model: nn.Module) -> nn.Module:

@@ -43,12 +43,12 @@ import torch
 from safetensors import safe_open
 
 from quant.export.checkpoint.convert import convert
-from quant.export.checkpoint.load import load
 from quant.export.checkpoint.files.names import cut_experts, expert_names
-from quant.kernels.linear.expert_stack import ExpertStack
+from quant.export.checkpoint.load import load
+from quant.kernels.linear.expert_modules import ExpertStack
 from quant.models.huggingface import patch_forward
 from quant.recipes.expert_stacks import expert_matrices
-from quant.recipes.layer_kind import LayerKind
+from quant.recipes.layers import LayerKind
 from quant.recipes.plan import PLAN_FILE, Plan
 from quant.run.request import Request
 from quant.run.run import run

@@ -130,7 +130,7 @@ def _decoded(caches: Sequence[np.ndarray], scale: np.ndarray) -> np.ndarray:
 
 def attention_operators() -> list[type]:
     """Our plugins and TensorRT's attention, for `evaluator`."""
-    from quant.export.onnx_graph.reference import operator
+    from quant.export.onnx.compare_with_torch import operator
 
     return [
         operator("TRT_QuantizedAttention", _trt),

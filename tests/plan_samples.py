@@ -8,11 +8,10 @@ from typing import Any
 from torch import nn
 
 from quant.formats.format import get_format
-from quant.recipes.plan_check import Problem
-from quant.recipes.layer_kind import LayerKind
-from quant.recipes.layers import Layer, find_layers
-from quant.recipes.plan import LayerPlan, Plan
 from quant.recipes.groups import watching
+from quant.recipes.layers import Layer, LayerKind, find_layers
+from quant.recipes.plan import LayerPlan, Plan
+from quant.recipes.plan_check import Problem
 
 NVFP4, FP8C, TOKEN = get_format("nvfp4"), get_format("fp8_channel"), get_format("fp8_token")
 ATTENTION = "model.layers.{}.self_attn.{}_proj"

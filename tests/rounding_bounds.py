@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import torch
 
 from quant.formats.format import Format
+from quant.training.low_precision.low_precision_linear import hadamard_matrix
 from quant.training.low_precision.training_recipe import TrainingRecipe
-from quant.training.rounding.hadamard import hadamard_matrix
 
 
 @dataclass

@@ -67,7 +67,7 @@ class EvaluatorSession:
         import onnx
         from onnx.helper import tensor_dtype_to_np_dtype
 
-        from quant.export.onnx_graph.reference import evaluator
+        from quant.export.onnx.compare_with_torch import evaluator
 
         model = onnx.load(path)
         self._evaluator = evaluator(model, operators)

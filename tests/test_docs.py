@@ -19,7 +19,8 @@ DOCUMENTS += sorted((ROOT / "docs").glob("*.md"))
 # A path with a folder, and perhaps a function or method of it: `kernels/base/weight_layout.py:prepack`.
 PLACE = re.compile(r"`((?:[\w.]+/)+[\w.]+\.\w+)(?::([\w.]+))?`")
 LINK = re.compile(r"\]\(([^)#:]+)\)")
-# Names of files and modules in comments and docstrings: `kernels/base/weight_layout.py`, `calibration.sensitivity.scores`.
+# Names of files and modules in comments and docstrings: `kernels/base/weight_layout.py`,
+# `calibration.sensitivity.scores`.
 FOLDERS = "|".join((*PARTS, "tests", "benchmarks", "docs"))
 FILE = re.compile(rf"(?<![\w/.-])((?:{FOLDERS})/[\w/]*\w\.(?:py|toml|md))\b")
 MODULE = re.compile(rf"`(?:quant\.)?((?:{'|'.join(PARTS.keys() - {'quant'})})(?:\.\w+)+)`")

@@ -5,13 +5,15 @@
     measure    the joint loss of that choice, with all groups quantized together
     correct    one backward pass at the quantized model gives the gain of each change there; the best few are made,
                measured again, and kept if they did gain
-    search     changes and exchanges near that, each measured, until none helps `quant.calibration.allocation.search`, or in a
-               model that the plan's solver has solved `quant.allocation.where_solved`
+    search     changes and exchanges near that, each measured, until none helps `quant.calibration.allocation.search`,
+    or in a
+               model that the plan's solver has solved `quant.calibration.allocation.real_solver`
 
 Scores are estimates that add up. They ignore that errors of different groups cancel or amplify each other, and that the
 loss does not grow in proportion to the error. So a limit on the loss is never checked by the sum: `--max-kl` searches
 for the budget at which the *measured* loss stays just below it, and every plan ends with a measured figure. It is
-measured on one part of the text, and in the end on another that took no part (`quant.allocation.held_out`).
+measured on one part of the text, and in the end on another that took no part
+(`quant.calibration.allocation.measure_choices`).
 
 A mix of formats is only chosen if it beats every single format: each one that the budget has room for is measured for
 all groups as well, and the best one wins.
@@ -26,40 +28,215 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Concatenate, NamedTuple, ParamSpec, TypeVar, Unpack
 
 import torch
 from torch import nn
 
-from quant.calibration.allocation.measure_choices import Bench, Effort
-from quant.calibration.allocation.goal import Constraint, Goal
-from quant.allocation.held_out import HeldOut
+from quant.base.errors import UserError
+from quant.base.listener import Progress
 from quant.calibration.allocation.curve import Loop, MeasuredChoice
-from quant.allocation.make_space import make_space
-from quant.allocation.options import DEFAULT_FORMATS, OptionArguments, Options, RunModel
-from quant.calibration.allocation.real_solver import RealSolver
+from quant.calibration.allocation.goal import (
+    DEFAULT_FORMATS,
+    Constraint,
+    ConstraintKind,
+    Goal,
+    OptionArguments,
+    Options,
+    RunModel,
+)
+from quant.calibration.allocation.measure_choices import Bench, Effort, HeldOut
+from quant.calibration.allocation.real_solver import RealSolver, better_where_solved, rows_where_solved
 from quant.calibration.allocation.record import AllocationRecord, Chosen, CurvePoint, Uniform, Verified
 from quant.calibration.allocation.space import Space
-from quant.allocation.where_solved import better_where_solved, rows_where_solved
-from quant.recipes.blocks import stored_dtype
 from quant.calibration.evaluating import evaluating, prepared
-from quant.base.listener import Progress
+from quant.calibration.layer_result import Quantized
 from quant.calibration.placement import Device, device_of
+from quant.calibration.sensitivity.costs import group_bytes, kv_cache_bytes
 from quant.calibration.sensitivity.divergence import divergence_of
 from quant.calibration.sensitivity.group_solutions import solve_each_group
 from quant.calibration.sensitivity.knapsack import SCORE
 from quant.calibration.sensitivity.scores import Scoring, score_groups
 from quant.calibration.sensitivity.switchable_model import SwitchableModel, measure_amax
-from quant.calibration.sensitivity.table import Sensitivity
+from quant.calibration.sensitivity.table import Candidate, Sensitivity, parse_candidates
 from quant.calibration.session import Session
 from quant.calibration.solvers.registry import get_pipeline
-from quant.execution.encoder_layers import calling_encoder_layers
-from quant.calibration.layer_result import Quantized
 from quant.formats.tensor import moved
-from quant.plan.conv1d import as_linears
-from quant.recipes.plan import Plan
+from quant.kernels.linear.install import calling_encoder_layers
+from quant.recipes.blocks import stored_dtype
+from quant.recipes.layers import LayerKind
+from quant.recipes.plain_layers import as_linears
+from quant.recipes.plan import LayerPlan, Plan, groups_of
+from quant.recipes.plan_make import make_plan
+from quant.recipes.recipe import KEEP, Recipe, matched
+from quant.recipes.targets import TARGETS, Target, get_target
+
+# `make_space` finds the formats that each fusion group of a model may take.
+#
+# Everything that can be refused is refused here, before anything is measured: a format that no layer can take, a
+# runtime that has none of them, a constraint that leaves a group without a choice.
+
+
+def make_space(model: nn.Module, goal: Goal, options: Options) -> Space:
+    """Returns the choices that an allocation has for `model`.
+
+    Raises:
+        UserError: no layer can take any of the formats, a runtime has none of them, or a constraint leaves a group
+            without a choice.
+    """
+    candidates = parse_candidates(options.formats)
+    runtimes = [get_target(name) for name in goal.target if name in TARGETS]
+    plans = _plan_each(model, candidates, options)
+    # Layers, kinds and groups are the same in all plans; only formats differ.
+    base = next(iter(plans.values()))
+    # A layer is open to choice if at least one format can quantize it; others keep 16 bit and count as fixed.
+    quantized = {layer.name for plan in plans.values() for layer in plan.quantized}
+    groups = groups_of([layer for layer in base.layers if layer.name in quantized])
+    by_name = {c.name: c for c in candidates}
+    # Some runtimes take each format by itself but not several in one checkpoint.
+    mixed = len(plans) > 1
+    allowed = {
+        group: [c for c in candidates if all(_fits(c, m, plans.get(c.name), runtimes, mixed) for m in members)]
+        for group, members in groups.items()
+    }
+    for runtime in runtimes:
+        _check_runtime(runtime, allowed, candidates)
+    for constraint in options.constraints:
+        _constrain(constraint, matched(constraint.match, base.by_name), groups, allowed, by_name)
+    fixed_layers = [layer for layer in base.layers if layer.name not in quantized]
+    # By identity, since tied weights are one tensor under several names.
+    planned = {id(p) for layer in base.layers for p in _parameters_of(model, layer)}
+    unplanned_bytes = sum(t.nbytes for t in _tensors(model) if id(t) not in planned)
+    cache_bytes = kv_cache_bytes(getattr(model, "config", None), goal.context, goal.batch, base.kv_cache)
+    timing = goal.timing
+    return Space(
+        base=base,
+        groups=groups,
+        candidates=by_name,
+        allowed=allowed,
+        unplanned_bytes=unplanned_bytes,
+        cache_bytes=cache_bytes,
+        fixed_bytes=sum(layer.nbytes for layer in fixed_layers) + unplanned_bytes + cache_bytes,
+        fixed_seconds=timing.read(_bytes_read(fixed_layers) + cache_bytes) if timing is not None else 0.0,
+        timing=timing,
+        batch=goal.batch,
+    )
+
+
+def _plan_each(model: nn.Module, candidates: Sequence[Candidate], options: Options) -> dict[str, Plan]:
+    """Returns the plan of each candidate for all layers, by its name; candidates that no layer can take are left out.
+
+    Raises:
+        UserError: no layer can take any of them.
+    """
+    plans: dict[str, Plan] = {}
+    refusal: UserError | None = None
+    for candidate in (c for c in candidates if c.weight is not None):
+        recipe = _recipe_of(candidate, options.solver, options.kv_cache)
+        try:
+            plan = make_plan(model, recipe, include=options.include, exclude=options.exclude, run=options.run)
+            plan = replace(plan, provenance={**(options.provenance or {}), **plan.provenance})
+            plans[candidate.name] = _without_convs(plan)
+        except UserError as error:
+            refusal = error
+    if not plans:
+        raise refusal or UserError("no formats to choose from")
+    return plans
+
+
+def _without_convs(plan: Plan) -> Plan:
+    """Returns the plan with its convolutions in 16 bit; UserError if nothing else is quantized."""
+    reason = (
+        "convolution: scores and searches are for linear layers; without a budget, it is quantized as its format says"
+    )
+    convs = [layer for layer in plan.quantized if layer.kind == LayerKind.CONV]
+    plan = plan.replace_layers(replace(layer, weight=None, activation=None, reason=reason) for layer in convs)
+    if convs and not plan.quantized:
+        raise UserError(
+            "formats are chosen for linear layers, and this model has only convolutions: quantize it in one format, "
+            "such as --format int8, without a budget"
+        )
+    return plan
+
+
+def _recipe_of(candidate: Candidate, solver: str, kv_cache: str | None) -> Recipe:
+    activation = candidate.activation.name if candidate.activation else KEEP
+    return Recipe(candidate.name, candidate.weight_format.name, activation, solver, kv_cache=kv_cache or KEEP)
+
+
+def _fits(candidate: Candidate, layer: LayerPlan, plan: Plan | None, runtimes: Sequence[Target], mixed: bool) -> bool:
+    """Returns whether a layer can take a candidate: its plan quantizes the layer, and every runtime runs it."""
+    planned = candidate.weight is None or (plan is not None and plan.by_name[layer.name].weight is not None)
+    # Branches are made for plain linear layers only.
+    planned = planned and (layer.kind == LayerKind.LINEAR or not candidate.rank)
+    return planned and not any(runtime.problems(candidate.applied(layer), mixed=mixed) for runtime in runtimes)
+
+
+def _bytes_read(fixed: Sequence[LayerPlan]) -> int:
+    """Returns the bytes of layers with a fixed format that a decoding step reads.
+
+    Of an embedding, only a row a token.
+    """
+    # A head that is tied to an embedding has no bytes of its own in the plan, but each step reads it in 16 bit.
+    heads = (2 * layer.numel for layer in fixed if layer.kind == LayerKind.HEAD and layer.tied_to is not None)
+    return sum(layer.nbytes for layer in fixed if layer.kind != LayerKind.EMBEDDING) + sum(heads)
+
+
+def _check_runtime(
+    runtime: Target, allowed: Mapping[str, Sequence[Candidate]], candidates: Sequence[Candidate]
+) -> None:
+    if any(c.weight is not None for choices in allowed.values() for c in choices):
+        return
+    requested = ", ".join(c.name for c in candidates if c.weight is not None)
+    has = ", ".join(dict.fromkeys(map(str, runtime.pairs)))
+    raise UserError(f"{runtime.name} runs none of {requested} for this model's layers; it has {has}")
+
+
+def _constrain(
+    constraint: Constraint,
+    names: Collection[str],
+    groups: Mapping[str, Sequence[LayerPlan]],
+    allowed: dict[str, list[Candidate]],
+    candidates: Mapping[str, Candidate],
+) -> None:
+    """Removes the formats from `allowed` that a constraint rules out for the layers of these names."""
+    option = f"{constraint.kind.option} {constraint.match}={constraint.format}"
+    if constraint.format not in candidates:
+        raise UserError(f"{option}: {constraint.format!r} is none of the formats {', '.join(candidates)}")
+    meant = [group for group, members in groups.items() if any(layer.name in names for layer in members)]
+    if not meant:
+        raise UserError(f"{option}: no layer that a format is chosen for matches {constraint.match!r}")
+    named = candidates[constraint.format]
+    for group in meant:
+        # "At least" compares bytes, which count scales: 4-bit formats differ by the size of their blocks.
+        least = group_bytes(groups[group], named)
+        remaining = [
+            candidate
+            for candidate in allowed[group]
+            if {
+                ConstraintKind.PIN: candidate.name == named.name,
+                ConstraintKind.FORBID: candidate.name != named.name,
+                ConstraintKind.AT_LEAST: group_bytes(groups[group], candidate) >= least,
+            }[constraint.kind]
+        ]
+        if not remaining:
+            has = ", ".join(c.name for c in allowed[group]) or "none"
+            raise UserError(f"{option}: {group} cannot take any such format; it can take {has}")
+        allowed[group] = remaining
+
+
+def _parameters_of(model: nn.Module, layer: LayerPlan) -> list[torch.Tensor]:
+    if layer.kind.is_named_by_parameter:
+        return [model.get_parameter(layer.name)]
+    weight = getattr(model.get_submodule(layer.name), "weight", None)
+    return [weight] if isinstance(weight, torch.Tensor) else []
+
+
+def _tensors(model: nn.Module) -> list[torch.Tensor]:
+    return list({id(t): t for t in (*model.parameters(), *model.buffers())}.values())
+
 
 # Rounds switchable layers where the plan's solver works from data.
 _STAND_IN = "mse"
@@ -122,7 +299,7 @@ def allocate(
             default where it is.
         progress: a function that is called as `progress(stage, done, total)`.
         options: formats, solver, include, exclude, constraints, kv_cache, run, provenance, method, dtype, seed and
-            path, see `quant.allocation.options.Options`.
+            path, see `quant.calibration.allocation.goal.Options`.
 
     Raises:
         Infeasible: no choice keeps the budgets; the message names the smallest feasible value.

@@ -1,9 +1,9 @@
 """The `Loop` of an allocation solves the knapsack, measures all groups together, and corrects the choice.
 
 With a budget the best choice by the scores is improved: a few groups at a time by gradients at the quantized model,
-then by measuring single changes on separate text (`quant.calibration.allocation.search`), so that the reported loss is measured on
-text that the choice was not made on. With a limit on the loss, the scores order the sizes, and measurements find the
-smallest that keeps the limit.
+then by measuring single changes on separate text (`quant.calibration.allocation.search`), so that the reported loss is
+measured on text that the choice was not made on. With a limit on the loss, the scores order the sizes, and
+measurements find the smallest that keeps the limit.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from quant.calibration.allocation.measure_choices import Bench, Effort, uniform_choices
 from quant.calibration.allocation.goal import Goal
+from quant.calibration.allocation.measure_choices import Bench, Effort, uniform_choices
 from quant.calibration.allocation.record import CurvePoint, Round
 from quant.calibration.allocation.search import Search
 from quant.calibration.allocation.space import Space, key_of

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from pathlib import Path
+from typing import Any, TypedDict
 
+import torch
+from torch import nn
+
+from quant.base.errors import UserError, did_you_mean
 from quant.calibration.allocation.record import Budget, BudgetKind
-from quant.calibration.sensitivity.candidates import KEPT
 from quant.calibration.sensitivity.costs import Timing, get_timing
-from quant.base.errors import UserError
+from quant.calibration.sensitivity.table import KEPT
 from quant.formats.format import is_16bit
-from quant.formats.known_names import did_you_mean
 from quant.kernels.base.hardware import GPUS
 from quant.recipes.targets import TARGETS
 
@@ -133,3 +138,58 @@ class Constraint:
         if not separator or not match or not format_:
             raise UserError(f"{kind.option} {text!r}: write it as GLOB=FORMAT, such as '*.down_proj=fp8'")
         return cls(kind, match, KEPT.name if is_16bit(format_) else format_)
+
+
+# `Options` are the settings of an allocation: formats on offer, solver and scoring. The goal is apart.
+
+
+DEFAULT_FORMATS = ("nvfp4", "fp8")
+RunModel = Callable[[nn.Module], Any]
+
+
+class OptionArguments(TypedDict, total=False):
+    """The attributes of `Options` as keyword arguments of `allocate` and `score`."""
+
+    formats: str | Sequence[str]
+    solver: str
+    include: Sequence[str]
+    exclude: Sequence[str]
+    constraints: Sequence[Constraint]
+    kv_cache: str | None
+    run: RunModel | None
+    provenance: Mapping[str, Any] | None
+    method: str
+    dtype: torch.dtype | None
+    seed: int
+    path: Path | None
+
+
+@dataclass(frozen=True, eq=False)
+class Options:
+    """The settings of an allocation.
+
+    Attributes:
+        formats: formats to choose from, in addition to 16 bit; see `calibration.sensitivity.candidates`.
+        solver: the solver that the plan will name.
+        include, exclude, run: as in `quantize`.
+        constraints: the constraints on groups, by glob.
+        kv_cache: format of the KV cache, or None for 16 bit.
+        provenance: recorded in the plan.
+        method: the method of the scores, see `calibration.sensitivity.scores`.
+        dtype: dtype to which 16-bit tensors are widened while measuring; None leaves them.
+        seed: the seed of the tokens and directions that the method `fisher` draws.
+        path: file of the sensitivity table; None writes none.
+    """
+
+    formats: str | Sequence[str] = DEFAULT_FORMATS
+    solver: str = "rtn"
+    include: Sequence[str] = ()
+    exclude: Sequence[str] = ()
+    constraints: Sequence[Constraint] = ()
+    kv_cache: str | None = None
+    run: RunModel | None = None
+    provenance: Mapping[str, Any] | None = None
+    method: str = "fisher"
+    dtype: torch.dtype | None = torch.float32
+    seed: int = 0
+    path: Path | None = None

@@ -14,12 +14,11 @@ from typing import Any
 
 import numpy as np
 
+from quant.base.errors import megabytes
 from quant.calibration.allocation.goal import Goal
-from quant.calibration.sensitivity.candidates import KEPT, Candidate
 from quant.calibration.sensitivity.costs import Timing, group_bytes, memory_of
 from quant.calibration.sensitivity.knapsack import Infeasible, KnapsackProblem, smallest
-from quant.calibration.sensitivity.table import Sensitivity
-from quant.base.errors import megabytes
+from quant.calibration.sensitivity.table import KEPT, Candidate, Sensitivity
 from quant.recipes.plan import LayerPlan, Plan
 from quant.recipes.targets import TARGETS
 

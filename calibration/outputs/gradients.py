@@ -37,22 +37,19 @@ from torch import nn
 from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import checkpoint
 
-from quant.recipes.blocks import block_names, removing
 from quant.calibration.fast_matmul import fast_matmul
 from quant.calibration.outputs.logits import Logits, logits_of
-from quant.calibration.outputs.substitutes import other_tensors, run_with
 from quant.calibration.placement import NARROW, device_of, free_memory, placed
 from quant.calibration.prefetch import value_of
 from quant.calibration.ranks import Exchange, gathered, number_of, rank_and_world
 from quant.calibration.session import Session
 from quant.calibration.shrinkage import MomentSpread
 from quant.calibration.statistics import LayerStats, MomentSum, add_up, rows_of
-from quant.formats.stacking import Stacking
 from quant.kernels.linear.expert_modules import can_run_experts_one_by_one, experts_forward
-from quant.recipes.expert_stacks import stacking_of_experts
-from quant.recipes.layer_kind import LayerKind
-from quant.recipes.layers import output_head
-from quant.recipes.module_hooks import forwarding
+from quant.recipes.blocks import block_names, removing
+from quant.recipes.expert_stacks import Stacking, stacking_of_experts
+from quant.recipes.layers import LayerKind, output_head
+from quant.recipes.module_hooks import forwarding, other_tensors, run_with
 from quant.recipes.plan import LayerPlan
 
 CLIP = 3.0

@@ -17,12 +17,11 @@ from typing import Any
 
 import torch
 
-from quant.recipes.blocks import find_chains, removing
 from quant.calibration.placement import free_memory
 from quant.calibration.sensitivity.divergence import Divergence, Later
-from quant.calibration.sensitivity.switchable_layer import CallCache
-from quant.calibration.sensitivity.switchable_model import SwitchableModel
+from quant.calibration.sensitivity.switchable_model import CallCache, SwitchableModel
 from quant.calibration.texts.rows import trial_rows
+from quant.recipes.blocks import find_chains, removing
 
 # Rows run together up to this many tokens.
 _BATCH_TOKENS = 4096

@@ -27,14 +27,14 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from quant.calibration.attention_names import text_config
-from quant.calibration.sensitivity.candidates import Candidate
-from quant.formats.format import Format
-from quant.base.json_files import read_json
-from quant.formats.known_names import known_names
-from quant.kernels.base.hardware import GPUS, Hardware
+from quant.base.errors import known_names
 from quant.base.json_data import typed
-from quant.recipes.layer_kind import LayerKind
+from quant.base.json_files import read_json
+from quant.calibration.attention_names import text_config
+from quant.calibration.sensitivity.table import Candidate
+from quant.formats.format import Format
+from quant.kernels.base.hardware import GPUS, Hardware
+from quant.recipes.layers import LayerKind
 from quant.recipes.plan import LayerPlan, Plan
 
 

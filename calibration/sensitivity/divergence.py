@@ -31,10 +31,10 @@ import torch
 from torch import nn
 from torch.linalg import vecdot
 
-from quant.recipes.blocks import output_of
 from quant.calibration.fast_matmul import PairedWeight, difference_dtype, has_pairs
 from quant.calibration.outputs.logits import Logits, logits_of
 from quant.calibration.texts.rows import trial_rows
+from quant.recipes.blocks import output_of
 from quant.recipes.layers import output_head
 
 

@@ -27,18 +27,18 @@ from functools import partial
 import torch
 from torch import nn
 
-from quant.recipes.blocks import Stop
 from quant.calibration.fast_matmul import fast_matmul
-from quant.calibration.sensitivity.candidates import Candidate
+from quant.calibration.sensitivity.table import Candidate
 from quant.calibration.session import Session
 from quant.calibration.solvers.interfaces import SAMPLED_TOKENS, GroupInputs, sampled
-from quant.calibration.solvers.solve_group import solve_group
 from quant.calibration.solvers.lowrank import Branch, take_branches
 from quant.calibration.solvers.registry import get_pipeline, supports
+from quant.calibration.solvers.solve_group import solve_group
 from quant.calibration.statistics import LayerStats, MomentSum, round_activation, rows_of, static_input_scale
 from quant.calibration.walk.collect import watch_inputs
 from quant.formats.tensor import BlockScaledTensor, moved
-from quant.recipes.layer_kind import LayerKind
+from quant.recipes.blocks import Stop
+from quant.recipes.layers import LayerKind
 from quant.recipes.plan import LayerPlan
 from quant.recipes.solver_names import with_branch
 

@@ -26,7 +26,7 @@ from typing import Any
 
 import numpy as np
 
-from quant.formats.install_command import install_command
+from quant.base.extras import install_command
 
 SCORE = "score"
 

@@ -15,13 +15,102 @@ run continues from it, and never from another model's scores.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
-from quant.base.json_files import read_json
+from quant.base.errors import known_names
 from quant.base.json_data import JsonData
-from quant.recipes.json_text import write_json
+from quant.base.json_files import read_json, write_json
+from quant.formats.format import Format, get_format, is_16bit, parse_format
+from quant.recipes.plan import LayerPlan, Parts
+from quant.recipes.recipe import FURTHER_NAMES, KEEP, find_preset, presets
+from quant.recipes.solver_names import with_branch
+
+# A `Candidate` is one choice that an allocator has for a layer, under the name that `--formats` takes.
+#
+# nvfp4, mxfp8, fp8, …     a preset: its weights and its inputs
+# nvfp4a16, fp8a16, …      the same weights, inputs in 16 bit
+# nvfp4@fp8, fp8@16bit     a weight format and an input format, written out
+# nvfp4+lowrank:32, …      any of these with a branch of this rank in 16 bit, whose bits are counted
+# keep                     16 bit; always among them
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One choice for a fusion group.
+
+    Attributes:
+        name: the name as the user wrote it.
+        weight: weight format; None keeps 16 bit.
+        activation: input format; None keeps 16 bit.
+        rank: the rank of the low-rank branch in 16 bit; 0 without a branch.
+    """
+
+    name: str
+    weight: Format | None
+    activation: Format | None
+    rank: int = 0
+
+    @property
+    def weight_format(self) -> Format:
+        """The weight format; ValueError for the candidate that keeps 16 bit."""
+        if self.weight is None:
+            raise ValueError(f"candidate {self.name}: keeps 16 bit and has no weight format")
+        return self.weight
+
+    @property
+    def has_static_scale(self) -> bool:
+        """Whether the input has a scale that calibration measures."""
+        return self.activation is not None and self.activation.is_static
+
+    def applied(self, layer: LayerPlan) -> LayerPlan:
+        """Returns the layer in these formats, with the solver that splits off the branch and no other extra parts."""
+        rank = min(self.rank, *layer.shape[-2:]) if self.rank else 0
+        solver = with_branch(layer.solver, rank) if rank else layer.solver
+        planned = replace(layer, weight=self.weight, activation=self.activation)
+        return replace(planned, solver=solver, parts=Parts(rank=rank), cost=None)
+
+
+KEPT = Candidate(KEEP, None, None)
+
+
+def parse_candidates(names: str | Iterable[str]) -> tuple[Candidate, ...]:
+    """Returns candidates by name, in the order given, `keep` last.
+
+    Args:
+        names: a list, or one string with commas.
+
+    Raises:
+        ValueError: an unknown name, or the same pair of formats twice.
+    """
+    names = names.split(",") if isinstance(names, str) else list(names)
+    candidates = [_parse(name.strip()) for name in names if name.strip() and not is_16bit(name.strip())]
+    if not candidates:
+        raise ValueError("no formats to choose from; name some, such as nvfp4,mxfp8,fp8")
+    # Two names for the same formats would give the knapsack two equal columns, and the plan an arbitrary name.
+    pairs: dict[tuple[Format | None, Format | None, int], str] = {}
+    for candidate in candidates:
+        other = pairs.setdefault((candidate.weight, candidate.activation, candidate.rank), candidate.name)
+        if other != candidate.name or [c.name for c in candidates].count(other) > 1:
+            raise ValueError(f"formats {other!r} and {candidate.name!r} are the same; name each once")
+    return (*candidates, KEPT)
+
+
+def _parse(name: str) -> Candidate:
+    if "+" in name:  # nvfp4+lowrank:32
+        stem, _, branch = name.partition("+")
+        rank = branch.removeprefix("lowrank:")
+        if rank == branch or not rank.isdecimal() or int(rank) < 1:
+            raise ValueError(f"format {name!r}: after '+' comes lowrank:RANK, such as {stem}+lowrank:32")
+        return replace(_parse(stem), name=name, rank=int(rank))
+    recipe = find_preset(name)
+    if recipe is None:
+        more = f"{FURTHER_NAMES}; with +lowrank:RANK after it, a branch in 16 bit"
+        raise ValueError(f"unknown format {name!r}; {known_names(name, presets(), 'formats', more=more)}")
+    return Candidate(name, get_format(recipe.weight), parse_format(recipe.activation))
+
 
 METHODS = ("fisher", "kl", "output")
 UNITS = {

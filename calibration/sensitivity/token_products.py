@@ -18,10 +18,15 @@ from functools import partial
 import torch
 from torch.linalg import vecdot
 
-from quant.calibration.sensitivity.candidates import KEPT, Candidate
 from quant.calibration.sensitivity.divergence import finite_sum
-from quant.calibration.sensitivity.switchable_layer import LayerGradient, SwitchableLayer, same_tensor
-from quant.calibration.sensitivity.switchable_model import SwitchableModel, recomputed
+from quant.calibration.sensitivity.switchable_model import (
+    LayerGradient,
+    SwitchableLayer,
+    SwitchableModel,
+    recomputed,
+    same_tensor,
+)
+from quant.calibration.sensitivity.table import KEPT, Candidate
 from quant.calibration.sensitivity.work_units import Result
 
 # Inputs of all layers of a batch that autograd may hold; above this, blocks are recomputed in the backward pass.

@@ -35,15 +35,15 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from quant.base.parallel import in_parts
 from quant.calibration.fast_matmul import SplitMatrix
-from quant.calibration.solvers.interfaces import required_stats
 from quant.calibration.solvers.block_search import round_with_feedback, search_block, search_threads, to_errors
 from quant.calibration.solvers.factor import Factor, block_factors, block_order, corrected_weight, factorize
+from quant.calibration.solvers.interfaces import required_stats
 from quant.calibration.solvers.row_parallel import LEAST_ROWS, WHOLE, solve_by_rows
 from quant.calibration.statistics import LayerStats, diagonal_blocks
 from quant.formats.format import Format
 from quant.formats.number import E4M3, Number
-from quant.base.parallel import in_parts
 from quant.formats.tensor import BlockScaledTensor, choose_scale, quantize_with_scale
 
 # Columns whose feedback to the rest of the matrix is gathered into one product.
@@ -341,7 +341,7 @@ def compile_ahead(formats: Iterable[Format], device: torch.device | None) -> Non
 
 def _fixed_window(element: Number, step: Tensor) -> _SolveWindow:
     """Returns `_solve_window` as one kernel for windows on a GPU whose grid steps are fixed."""
-    from quant.kernels.portable.fixed_scale_solver import solve_fixed_window
+    from quant.kernels.rounding.portable_solvers import solve_fixed_window
 
     return partial(solve_fixed_window, element, step)
 

@@ -29,13 +29,13 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor
 
-from quant.calibration.solvers.interfaces import required_stats
+from quant.base.parallel import in_parts
 from quant.calibration.solvers.block_search import search_threads
 from quant.calibration.solvers.factor import Factor, corrected_weight
 from quant.calibration.solvers.gptq import FixedScales, Gptq, Rounding, by_input, encoded, fixed_scales
+from quant.calibration.solvers.interfaces import required_stats
 from quant.calibration.statistics import LayerStats
 from quant.formats.format import Format
-from quant.base.parallel import in_parts
 from quant.formats.scaling import nonzero
 from quant.formats.tensor import BlockScaledTensor
 

@@ -14,13 +14,13 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from quant.calibration.solvers.interfaces import required_stats
+from quant.base.parallel import in_parts
 from quant.calibration.solvers.block_search import search_block
 from quant.calibration.solvers.factor import block_factors
+from quant.calibration.solvers.interfaces import required_stats
 from quant.calibration.solvers.row_parallel import solve_by_rows
 from quant.calibration.statistics import LayerStats
 from quant.formats.format import Format
-from quant.base.parallel import in_parts
 from quant.formats.scaling import nonzero
 from quant.formats.tensor import BlockScaledTensor, quantize_with_scale
 

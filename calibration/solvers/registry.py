@@ -20,8 +20,8 @@ from torch import Tensor
 
 from quant.calibration.solvers.autoround import Reconstruction
 from quant.calibration.solvers.awq import Awq, SmoothQuant
-from quant.calibration.solvers.interfaces import Solver, Transform, required_stats
 from quant.calibration.solvers.gptq import Gptq, Shares
+from quant.calibration.solvers.interfaces import Solver, Transform, required_stats
 from quant.calibration.solvers.kfac import Kfac
 from quant.calibration.solvers.local_hessian import LocalHessian
 from quant.calibration.solvers.peers import Peer, quantize_like_compressed_tensors, quantize_like_modelopt

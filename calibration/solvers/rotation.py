@@ -20,8 +20,8 @@ from __future__ import annotations
 
 import torch
 
-from quant.kernels.rounding.hadamard import hadamard_block, hadamard_transform
 from quant.kernels.linear.quant_linear import RunTimeParts
+from quant.kernels.rounding.hadamard import hadamard_block, hadamard_transform
 
 LARGEST_BLOCK = 128
 

@@ -15,10 +15,10 @@ from itertools import accumulate, pairwise
 
 import torch
 
+from quant.base.parallel import bounds_of, run_parts
 from quant.calibration.ranks import Exchange, dealt, rank_and_world, shares_rows
 from quant.calibration.solvers.block_search import search_threads
 from quant.formats.format import Format
-from quant.base.parallel import bounds_of, run_parts
 from quant.formats.tensor import BlockScaledTensor
 
 # On a GPU: rows of a part at least, and numbers of parts, which two ranks share evenly.

@@ -13,8 +13,8 @@ from dataclasses import replace
 import torch
 
 from quant.calibration.ranks import Exchange
-from quant.calibration.solvers.interfaces import Solver, shared_global_scale
 from quant.calibration.solvers.gptq import Gptq
+from quant.calibration.solvers.interfaces import Solver, shared_global_scale
 from quant.calibration.solvers.peers import Peer
 from quant.calibration.solvers.row_parallel import TOGETHER
 from quant.calibration.statistics import LayerStats

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from quant.formats.install_command import install_command
+from quant.base.extras import install_command
 
 SHUFFLE_WINDOW = 1024
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from quant.base.errors import UserError
 from quant.calibration.attention_names import text_config
 from quant.calibration.inputs import Inputs
 from quant.calibration.outputs.logits import logits_of
 from quant.calibration.placement import device_of
 from quant.calibration.texts.rows import check_positions
-from quant.base.errors import UserError
 
 
 def check_evaluable(model: nn.Module, rows: torch.Tensor | Inputs) -> None:

@@ -30,8 +30,8 @@ from torch import nn
 from quant.calibration.attention_names import text_config
 from quant.calibration.session import Session
 from quant.calibration.texts.documents import cut_rows, pack_rows, read_documents, shuffled, start_token, whole_rows
-from quant.calibration.texts.self_written import generate_rows
 from quant.calibration.texts.records import Corpus, parse_corpus, read_records
+from quant.calibration.texts.self_written import generate_rows
 
 Text = str | Path | torch.Tensor
 

@@ -33,10 +33,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from quant.recipes.blocks import cache_argument, cache_of
 from quant.calibration.evaluating import evaluating
 from quant.calibration.placement import device_of
 from quant.calibration.session import Session
+from quant.recipes.blocks import cache_argument, cache_of
 
 _ALONE = Session()
 ROWS_AT_ONCE = 64

@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from quant.recipes.blocks import Call, Stop, all_arguments, output_of, removing
 from quant.calibration.fast_matmul import fast_matmul, paired_linears
 from quant.calibration.outputs.stream import Stream
 from quant.calibration.placement import DeviceCopies
@@ -24,6 +23,7 @@ from quant.calibration.walk.fused_experts import FusedExperts
 from quant.calibration.walk.group import Group, Settings, Solved
 from quant.calibration.walk.stand_in import CurrentBatch, RememberedModules, StandIn, weight_of
 from quant.formats.tensor import moved
+from quant.recipes.blocks import Call, Stop, all_arguments, output_of, removing
 from quant.recipes.plan import LayerPlan
 
 

@@ -24,19 +24,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from quant.recipes.blocks import Stop
 from quant.calibration.fast_matmul import fast_matmul
 from quant.calibration.outputs.gradients import OutputMoments
 from quant.calibration.ranks import Exchange, gathered, rank_and_world
 from quant.calibration.solvers.gptq import Gptq
-from quant.calibration.solvers.solve_group import all_solved, solve_matrices
 from quant.calibration.solvers.local_hessian import LocalHessian
 from quant.calibration.solvers.registry import get_pipeline
+from quant.calibration.solvers.solve_group import all_solved, solve_matrices
 from quant.calibration.statistics import LayerStats, round_activation
-from quant.calibration.walk.collect import put_back, watch_experts
+from quant.calibration.walk.block_memory import IN_MEMORY, Scratch
+from quant.calibration.walk.collect import InputNotFiniteError, put_back, watch_experts
 from quant.calibration.walk.group import Solved
-from quant.calibration.walk.not_finite import InputNotFiniteError
-from quant.calibration.walk.scratch import IN_MEMORY, Scratch
 from quant.calibration.walk.shared_moments import Moments, pooled, slices_that_fit, stats_of
 from quant.calibration.walk.stand_in import CurrentBatch
 from quant.formats.scaling import nonzero
@@ -48,6 +46,7 @@ from quant.kernels.linear.expert_modules import (
     tokens_by_expert,
 )
 from quant.kernels.linear.quant_linear import RunTimeParts
+from quant.recipes.blocks import Stop
 from quant.recipes.expert_stacks import expert_matrices, stacking_of
 from quant.recipes.module_hooks import forwarding
 from quant.recipes.plan import LayerPlan

@@ -22,8 +22,7 @@ from quant.calibration.statistics import LayerStats, round_activation, static_in
 from quant.formats.format import Format
 from quant.formats.tensor import BlockScaledTensor
 from quant.kernels.linear.quant_linear import RunTimeParts
-from quant.recipes.guard import Guard
-from quant.recipes.plan import LayerPlan, groups_of
+from quant.recipes.plan import Guard, LayerPlan, groups_of
 
 
 @dataclass(frozen=True, eq=False)

@@ -5,16 +5,16 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from quant.recipes.blocks import stored_dtype
-from quant.calibration.evaluating import evaluating
+from quant.base.errors import UserError
 from quant.base.listener import Progress
+from quant.calibration.evaluating import evaluating
 from quant.calibration.observers import get_observer
 from quant.calibration.placement import Device
 from quant.calibration.session import Session
 from quant.calibration.statistics import static_input_scale
-from quant.calibration.walk.collect import collect_input_amax
-from quant.base.errors import UserError
 from quant.calibration.texts.data_needs import lacks_data
+from quant.calibration.walk.collect import collect_input_amax
+from quant.recipes.blocks import stored_dtype
 from quant.recipes.plan import Plan, groups_by_input
 
 

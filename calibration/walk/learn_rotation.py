@@ -23,15 +23,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from quant.recipes.blocks import all_arguments, removing
 from quant.calibration.fast_matmul import columns_product, fast_matmul
 from quant.calibration.outputs.gradients import OutputMoments, output_moments
 from quant.calibration.placement import device_of, free_memory, placed
 from quant.calibration.prefetch import value_of
 from quant.calibration.ranks import Exchange, from_first, gathered
 from quant.calibration.session import Session
-from quant.calibration.solvers.rotations.learn import learned_rotation
-from quant.calibration.solvers.merge_rotations import find_residual, gain_of, merge_residual_rotation
+from quant.calibration.solvers.merge_rotations import find_residual, gain_of, learned_rotation, merge_residual_rotation
+from quant.recipes.blocks import all_arguments, removing
 from quant.recipes.plan import LayerPlan, groups_of
 
 # Rows that the moments are measured on; more change the rotation little.

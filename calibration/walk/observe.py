@@ -18,8 +18,8 @@ from torch import nn
 from quant.calibration.ranks import gathered
 from quant.calibration.statistics import rows_of
 from quant.calibration.walk.block import Block
+from quant.calibration.walk.collect import InputNotFiniteError
 from quant.calibration.walk.group import Group
-from quant.calibration.walk.not_finite import InputNotFiniteError
 from quant.calibration.walk.shared_moments import Moments
 from quant.calibration.walk.transform import fix_input_scale, searches_input_scale
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from quant.calibration.solvers.registry import check_solvers
 from quant.base.errors import UserError
-from quant.export.checkpoint.files.tensor_checks import value_problem
 from quant.base.mapped import in_memory
-from quant.recipes.plan_check import check_plan_fits
+from quant.calibration.solvers.registry import check_solvers
+from quant.export.checkpoint.files.tensor_checks import value_problem
 from quant.recipes.layers import find_layers
 from quant.recipes.plan import Plan
+from quant.recipes.plan_check import check_plan_fits
 
 
 def check_solvable(model: nn.Module, plan: Plan) -> None:

@@ -12,12 +12,12 @@ from operator import itemgetter
 
 import torch
 
-from quant.recipes.blocks import Call
 from quant.calibration.ranks import at_first, from_first, number_of, rank_and_world
 from quant.calibration.solvers.autoround import BlockLayer, Reconstructed, Reconstruction, reconstruct_block
 from quant.calibration.solvers.solve_group import all_solved
 from quant.calibration.walk.block import Block
 from quant.formats.tensor import moved
+from quant.recipes.blocks import Call
 
 
 def reconstruct(block: Block, outputs: Sequence[torch.Tensor]) -> None:

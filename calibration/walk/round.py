@@ -20,19 +20,19 @@ from typing import Any
 import torch
 from torch import nn
 
-from quant.recipes.blocks import Stop
 from quant.calibration.ranks import dealt, gathered, rank_and_world, sharing
 from quant.calibration.solvers.gptq import Gptq
-from quant.calibration.solvers.solve_group import all_solved, solve_group
 from quant.calibration.solvers.lowrank import Branch, refit_branches, take_branches
 from quant.calibration.solvers.registry import get_pipeline
+from quant.calibration.solvers.solve_group import all_solved, solve_group
 from quant.calibration.statistics import LayerStats, rows_of
 from quant.calibration.walk.block import Block
 from quant.calibration.walk.group import Group, Solved
+from quant.calibration.walk.promote import HeldOut, promote_group
 from quant.calibration.walk.shared_moments import Moments, pooled, slices_that_fit, stats_of
 from quant.calibration.walk.stand_in import StandIn
-from quant.calibration.walk.promote import HeldOut, promote_group
 from quant.formats.tensor import BlockScaledTensor
+from quant.recipes.blocks import Stop
 
 _Pair = tuple[int, list[torch.Tensor]]  # of a held-out batch: its number, original input and input
 _DATA_FREE = "mse"  # the solver of effort 1

@@ -12,34 +12,30 @@ from typing import Any
 import torch
 from torch import nn
 
-from quant.recipes.blocks import stored_dtype
+from quant.base.errors import UserError
+from quant.calibration.attention_scales import collect_attention_scales, kv_scale_tensors, latent_norms
 from quant.calibration.evaluating import evaluating
 from quant.calibration.inputs import Inputs, inputs_of, taking_inputs
-from quant.calibration.attention_scales import collect_attention_scales, kv_scale_tensors, latent_norms
+from quant.calibration.layer_result import Quantized
 from quant.calibration.ranks import Exchange
 from quant.calibration.session import Session
 from quant.calibration.solvers.registry import get_pipeline
+from quant.calibration.texts.data_needs import lacks_data, mixed_text, solver_needs_data, with_calibration
 from quant.calibration.walk.group import Settings
-from quant.base.errors import UserError
-from quant.calibration.walk.plan_fits import check_solvable, check_unquantized
-from quant.execution.encoder_layers import call_encoder_layers
 from quant.calibration.walk.input_scales import input_scales_of, observer_of
-from quant.kernels.linear.install import install_kv_scales, mark_quantized
-from quant.calibration.layer_result import Quantized
-from quant.execution.mixed_text import mixed_text
+from quant.calibration.walk.plan_fits import check_solvable, check_unquantized
 from quant.calibration.walk.solve_blocks import Rounded, solve_blocks
 from quant.calibration.walk.solve_weights import solve_weights
 from quant.export.checkpoint.files.names import stored_names
 from quant.export.checkpoint.files.write_tensors import plan_of_model
 from quant.formats.format import FP8_HEAD
+from quant.kernels.linear.install import call_encoder_layers, install_kv_scales, mark_quantized
+from quant.models.prediction_heads import head_layers, scale_donors, split_heads
 from quant.models.stored_weights import read_stored, stored_in
-from quant.plan.conv1d import as_linears
-from quant.calibration.texts.data_needs import lacks_data, solver_needs_data, with_calibration
-from quant.plan.head_plan import scale_donors, split_heads
-from quant.models.prediction_heads import head_layers
-from quant.recipes.guard import Guard
-from quant.recipes.layer_kind import LayerKind
-from quant.recipes.plan import Plan
+from quant.recipes.blocks import stored_dtype
+from quant.recipes.layers import LayerKind
+from quant.recipes.plain_layers import as_linears
+from quant.recipes.plan import Guard, Plan
 
 
 def solve_plan(

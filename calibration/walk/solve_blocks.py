@@ -13,27 +13,26 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from quant.recipes.blocks import block_names, stored_dtype
+from quant.base.errors import UserError, megabytes
+from quant.calibration.layer_result import LayerResult, layer_result
 from quant.calibration.placement import device_of
 from quant.calibration.session import Session
 from quant.calibration.solvers.lowrank import residual_weight
 from quant.calibration.solvers.rotation import rotate_weight
-from quant.calibration.walk.chain import BlockStore
-from quant.calibration.walk.group import Settings, Solved
-from quant.calibration.walk.block_memory import block_bytes
-from quant.calibration.walk.scratch import Scratch
-from quant.calibration.walk.walk import solve_sequentially
-from quant.base.errors import UserError, megabytes
-from quant.calibration.walk.finished_layers import BlockKeeper
-from quant.calibration.walk.input_scales import input_scales_of
-from quant.kernels.linear.install import install_weight, use_expert_modules
-from quant.calibration.layer_result import LayerResult, layer_result
-from quant.calibration.walk.solve_weights import solve_weights
-from quant.formats.tensor import moved
-from quant.kernels.linear.quant_linear import RunTimeParts
-from quant.models.experts_forward import run_experts_one_by_one
 from quant.calibration.texts.data_needs import solver_needs_data
-from quant.recipes.layer_kind import LayerKind
+from quant.calibration.walk.block_memory import Scratch, block_bytes
+from quant.calibration.walk.chain import BlockStore
+from quant.calibration.walk.finished_layers import BlockKeeper
+from quant.calibration.walk.group import Settings, Solved
+from quant.calibration.walk.input_scales import input_scales_of
+from quant.calibration.walk.solve_weights import solve_weights
+from quant.calibration.walk.walk import solve_sequentially
+from quant.formats.tensor import moved
+from quant.kernels.linear.expert_modules import run_experts_one_by_one
+from quant.kernels.linear.install import install_weight, use_expert_modules
+from quant.kernels.linear.quant_linear import RunTimeParts
+from quant.recipes.blocks import block_names, stored_dtype
+from quant.recipes.layers import LayerKind
 from quant.recipes.plan import LayerPlan, Parts, Plan
 
 Rounded = Callable[[str, torch.Tensor], None]

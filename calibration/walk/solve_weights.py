@@ -12,23 +12,23 @@ import torch
 from torch import nn
 
 from quant.base.listener import Progress
+from quant.calibration.layer_result import LayerResult, layer_result
 from quant.calibration.placement import Device, device_of
 from quant.calibration.prefetch import Prefetcher
 from quant.calibration.ranks import dealt, from_first, wait_for_all
 from quant.calibration.session import Session
-from quant.calibration.solvers.solve_group import solve_group
 from quant.calibration.solvers.registry import get_solver
-from quant.calibration.walk.fused_experts import stacked
-from quant.calibration.walk.scratch import Scratch
-from quant.calibration.walk.plan_fits import check_values
+from quant.calibration.solvers.solve_group import solve_group
+from quant.calibration.walk.block_memory import Scratch
 from quant.calibration.walk.finished_layers import keep_layers, put_back
-from quant.kernels.linear.install import install_weight, use_expert_modules
-from quant.calibration.layer_result import LayerResult, layer_result
+from quant.calibration.walk.fused_experts import stacked
+from quant.calibration.walk.plan_fits import check_values
 from quant.calibration.walk.undo import restored_on_error
 from quant.formats.tensor import BlockScaledTensor
 from quant.kernels.linear.conv import weight_of_conv
+from quant.kernels.linear.install import install_weight, use_expert_modules
 from quant.recipes.expert_stacks import expert_matrices
-from quant.recipes.layer_kind import LayerKind
+from quant.recipes.layers import LayerKind
 from quant.recipes.plan import LayerPlan, Plan, groups_by_input
 
 

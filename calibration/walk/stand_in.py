@@ -13,12 +13,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from quant.calibration.outputs.substitutes import Substitute
 from quant.calibration.ranks import number_of
 from quant.calibration.solvers.rotation import matrix_of
 from quant.calibration.walk.group import Group
 from quant.kernels.linear.quant_linear import RunTimeParts
-from quant.recipes.module_hooks import has_hooks, take_hooks
+from quant.recipes.module_hooks import Substitute, has_hooks, take_hooks
 
 
 @dataclass(eq=False)

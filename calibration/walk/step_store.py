@@ -19,26 +19,266 @@ checkpoint's files, see `MovedSteps`.
 
 from __future__ import annotations
 
+import ctypes
+import hashlib
+import json
+import re
 import shutil
 import threading
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 
+from quant.base.atomic import claimed, sync, write_atomically
+from quant.base.json_data import JsonData, typed
+from quant.base.json_files import json_text, parse_json, read_json
+from quant.base.mapped import trim_heap
 from quant.calibration.ranks import from_first, rank_and_world, wait_for_all
 from quant.calibration.session import Mapped, Step, Store
-from quant.execution.steps.moved_steps import NOTE, MovedSteps
-from quant.execution.steps.run_record import RUN, WAY_OUT, RunRecord
-from quant.execution.steps.step_file import StepFile
-from quant.execution.steps.step_writer import StepWriter
 from quant.export.checkpoint.files.directory import COMPLETE, NEW, finish_directory
-from quant.base.atomic import claimed
+from quant.export.checkpoint.files.tensor_file import sha256_of, write_tensor_file
 from quant.models.watched_files import WatchedFiles
+
+# A `StepFile` holds one finished step of a run: its tensors, its name, and a record of JSON.
+#
+#     00007-SHA256.safetensors       the seventh step that the run wrote; with -2 after the number, by its rank 2
+#
+# The file is written under another name and renamed when it is whole, and its name holds the hash of its contents. So
+# however a run stops, a step is whole or missing, and a step that was damaged later is noticed.
+
+
+_NAME = re.compile(r"(\d{5})(-\d+)?-([0-9a-f]{64})\.safetensors")
+
+
+@dataclass(frozen=True)
+class StepFile:
+    """The file of a finished step."""
+
+    path: Path
+    step: str
+
+    @classmethod
+    def read(cls, path: Path) -> StepFile | None:
+        """Returns the file at `path`; None where it is no longer there, or its header is damaged."""
+        try:
+            with safe_open(path, framework="pt") as opened:
+                step = (opened.metadata() or {}).get("step")
+        except (OSError, SafetensorError):
+            return None
+        return cls(path, step) if step is not None and is_step_file(path.name) else None
+
+    @classmethod
+    def write(
+        cls, start: Path, step: str, tensors: Mapping[str, torch.Tensor], record: Any, *, durable: bool = False
+    ) -> StepFile:
+        """Writes a step whole or not at all.
+
+        Args:
+            start: the path up to the hash, such as `….partial/00007`.
+            step: the name of the step.
+            tensors: the tensors by name.
+            record: JSON-ready.
+            durable: whether it is on the disk when this returns.
+        """
+        unfinished = start.with_suffix(".unfinished")
+        metadata = {"step": step, "record": json_text(record)}
+        try:
+            sha256 = write_tensor_file(unfinished, tensors, metadata, durable=durable)
+        except OSError as error:
+            unfinished.unlink(missing_ok=True)
+            raise OSError(
+                f"{start} cannot be written: {error}; what was finished before is kept: make room, and run the same "
+                "command again"
+            ) from error
+        # A rename within a directory is atomic, so a file under its final name is whole.
+        path = unfinished.rename(f"{start}-{sha256}.safetensors")
+        if durable:
+            sync(path.parent)
+        return cls(path, step)
+
+    @property
+    def number(self) -> int:
+        """Steps are numbered in the order in which they were begun."""
+        return int(self.path.name[:5])
+
+    def is_whole(self) -> bool:
+        """Returns whether the contents are as they were written."""
+        return self.path.is_file() and sha256_of(self.path) == self.path.stem.rpartition("-")[2]
+
+    def record(self) -> Any:
+        """Returns the record of the step."""
+        with safe_open(self.path, framework="pt") as opened:
+            return parse_json(opened.metadata()["record"].encode())
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Returns the tensors, as views of the mapped file."""
+        with safe_open(self.path, framework="pt") as opened:
+            return {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+
+
+def is_step_file(name: str) -> bool:
+    """Returns whether a file name has the form of a step's, and so leads into no other folder."""
+    return _NAME.fullmatch(name) is not None
+
+
+# A `StepWriter` writes finished steps in threads, while the next step is worked on.
+#
+# Each thread hashes and writes one step. A step's tensors are released as soon as its file is whole, and its callback
+# then gets the file. At most two steps wait at a time, which bounds their memory.
+
+
+_IN_FLIGHT = 2  # steps that are written at a time, each by a thread: SHA-256 is slower than a GPU solves
+
+
+class StepWriter:
+    """The threads that write the steps of one store."""
+
+    def __init__(self) -> None:
+        self._threads = ThreadPoolExecutor(_IN_FLIGHT, thread_name_prefix="writer")
+        self._writing: list[Future[None]] = []
+        # A guess, 500 MB/s, until the first large step has been timed.
+        self._bytes_per_second = 5e8
+
+    def put(
+        self,
+        start: Path,
+        step: str,
+        tensors: Mapping[str, torch.Tensor],
+        record: Any,
+        done: Callable[[StepFile], None],
+    ) -> None:
+        """Writes a step in a thread, which then calls `done` with its file. Waits while two others are written.
+
+        Args:
+            start, step, tensors, record: as in `StepFile.write`.
+            done: called when the file is whole, and the tensors are released unless the caller holds them.
+
+        Raises:
+            OSError: an earlier step could not be written.
+        """
+        while len(self._writing) >= _IN_FLIGHT:
+            self._writing.pop(0).result()
+        own = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
+        devices = {tensor.device for tensor in own.values() if tensor.is_cuda}
+        # A writer thread has a stream of its own: without the events it could copy a tensor before its kernel has run.
+        computed = [torch.cuda.current_stream(device).record_event() for device in devices]
+        self._writing.append(self._threads.submit(self._write, start, step, own, record, computed, done))
+
+    def _write(
+        self,
+        start: Path,
+        step: str,
+        own: dict[str, torch.Tensor],
+        record: Any,
+        computed: Sequence[torch.cuda.Event],
+        done: Callable[[StepFile], None],
+    ) -> None:
+        for event in computed:
+            event.synchronize()
+        started = time.perf_counter()
+        file = StepFile.write(start, step, own, record)
+        nbytes = sum(tensor.nbytes for tensor in own.values())
+        # Small files time the file system's latency instead of its bandwidth.
+        if nbytes > 1 << 24:
+            self._bytes_per_second = nbytes / (time.perf_counter() - started)
+        # Drops the originals before their maps take over, so that `trim_heap` finds their memory free.
+        own.clear()
+        done(file)
+        # The heap is locked meanwhile; a run on a GPU has left nothing there.
+        if not computed:
+            trim_heap()
+
+    def seconds(self, nbytes: int) -> float:
+        """Returns the seconds that `nbytes` take to write at the speed that was last measured."""
+        return nbytes / self._bytes_per_second
+
+    def flush(self) -> None:
+        """Waits until everything is written; OSError if a step could not be."""
+        while self._writing:
+            self._writing.pop(0).result()
+
+    def close(self, *, unfinished: bool) -> None:
+        """Ends the threads after the steps that they write, and with `unfinished` after those that wait too."""
+        self._threads.shutdown(wait=True, cancel_futures=not unfinished)
+
+
+# A `RunRecord` is the file `run.json` of a partial directory: the dependencies of the run that the steps belong to.
+#
+# Steps of two runs with different models, plans, data or versions would not fit together. So a run compares its
+# dependencies with those of the record before it goes on, and names the first difference.
+
+
+RUN = "run.json"
+WAY_OUT = "give what it was begun with, or pass --restart to begin anew"
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """The dependencies of a run.
+
+    Attributes:
+        depends: those that were known when the run began, by name, JSON-ready.
+        expected: those that became known later.
+    """
+
+    depends: dict[str, Any]
+    expected: dict[str, Any]
+
+    @classmethod
+    def begin(cls, depends: Mapping[str, Any]) -> RunRecord:
+        """Returns the record of a run that begins, with lists for tuples as in the file."""
+        return cls(json.loads(json_text(depends)), {})
+
+    @classmethod
+    def read(cls, directory: Path) -> RunRecord:
+        """Returns the record of the run in a partial directory.
+
+        Raises:
+            ValueError: the file cannot be read as one; the message names it and the way out.
+        """
+
+        def make(document: Any) -> RunRecord:
+            run: dict[str, Any] = typed(dict[str, dict[str, Any]], document, "run")
+            if set(run) != {"depends", "expected"}:
+                raise ValueError("it does not say what the run depends on")
+            return cls(**run)
+
+        try:
+            return read_json(directory / RUN, "the start of a run", make)
+        except ValueError as error:
+            raise ValueError(f"{error}; pass --restart to begin anew") from None
+
+    def write(self, directory: Path) -> None:
+        """Writes the record into a partial directory, whole or not at all."""
+        write_atomically(directory / RUN, json_text({"depends": self.depends, "expected": self.expected}))
+
+    def changes(self, new: RunRecord) -> str:
+        """Returns the first dependency in which a new run differs, in words; nothing where there is none."""
+        return _difference(self.depends, new.depends)
+
+
+def _difference(old: Any, new: Any, name: str = "") -> str:
+    """Returns the first thing in which two values differ, in words; nothing where they are equal."""
+    if isinstance(old, Mapping) and isinstance(new, Mapping):
+        for key in dict.fromkeys((*old, *new)):
+            if difference := _difference(old.get(key), new.get(key), f"{name} {key}".lstrip()):
+                return difference
+        return ""
+    if old == new:
+        return ""
+    if any(isinstance(value, str) and len(value) > 40 for value in (old, new)):
+        return f"{name} was another"
+    return f"{name} was {old}, and is {new} now"
+
 
 _STEPS = "*.safetensors"
 
@@ -327,3 +567,121 @@ def partial_path(out: Path) -> Path:
 def is_finished(out: Path) -> bool:
     """Returns whether an earlier run to `out` got as far as a whole checkpoint, and not to its own end."""
     return (partial_path(out) / COMPLETE).exists()
+
+
+# The tensors of finished steps move into the files of the checkpoint, so that they do not lie on the disk twice.
+#
+#     1. tensors are written to a file of the checkpoint, and flushed to the disk
+#     2. a note in the store says how far that file is whole, and which steps have no tensor left to be written
+#     3. the files of these steps release their space, and keep their headers
+#
+# Whatever stops a run, the same command continues after the last tensor that a note knows of. A step's file is emptied
+# and not deleted: this process maps it, and a mapped file keeps its space after its name is deleted. Besides, the next
+# run needs the names, shapes and dtypes in its header, though the tensors read as zeros then.
+
+
+NOTE = "shard "  # before the name of the checkpoint's file, in the names of steps
+_KEEP_SIZE, _PUNCH_HOLE = 1, 2  # of Linux's falloc.h
+
+
+@dataclass(frozen=True)
+class Note(JsonData):
+    """The first `bytes` bytes of a file of the checkpoint are whole; the step files named in `moved` are emptied."""
+
+    bytes: int
+    sha256: str
+    moved: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        for name in self.moved:
+            if not is_step_file(name):
+                raise ValueError(f"moved: {name!r} is not a file of a step")
+
+
+class MovedSteps:
+    """The steps of a store that are in the checkpoint's files, and the `FileLog` that moves more of them there.
+
+    Args:
+        store: the store; it has notes if an earlier run was stopped while it moved steps.
+    """
+
+    def __init__(self, store: DirectoryStore) -> None:
+        self._store, self._lock = store, threading.Lock()
+        # By file of the checkpoint: its note, and the state of the hash there, from which hashing continues.
+        self._notes: dict[str, tuple[Note, Any]] = {}
+        self._sources: dict[str, str] = {}
+        self._left: Counter[str] = Counter()
+        for shard in store.shards():
+            step = store.get(f"{NOTE}{shard}")
+            with store.reading():
+                note = Note(0, "", ()) if step is None else Note.from_dict(step.record)
+            hashed = _hash_of_start(store.path / NEW / shard, note.bytes)
+            if hashed is None or hashed.hexdigest() != note.sha256:
+                # If one file has changed, no note is trusted, and the steps that were moved run again.
+                self._notes.clear()
+                for each in store.shards():
+                    store.drop(f"{NOTE}{each}")
+                return
+            self._notes[shard] = note, hashed
+
+    @property
+    def files(self) -> set[str]:
+        """Names of the files of steps whose tensors are only in the checkpoint's files."""
+        return {name for note, _ in self._notes.values() for name in note.moved}
+
+    def begin(self, made_of: Mapping[str, str]) -> None:
+        """Prepares the log.
+
+        Args:
+            made_of: by tensor of the checkpoint, the name of the model's layer or tensor that it is made of.
+        """
+        holds, sources = self._store.holds, set(made_of.values())
+        self._sources = {stored: holds[name] for stored, name in made_of.items() if name in holds}
+        self._left = Counter(self._sources.values())
+        # A file that holds anything else is kept: tensors tied to it may still have to be written.
+        self._left.update(file for name, file in holds.items() if name not in sources)
+        for file in self.files:  # a run that was stopped between steps 2 and 3 has not released it
+            _release_space(self._store.path / file)
+
+    def begun(self, file: str) -> tuple[int, Any]:
+        """Returns the size of the whole part of a file, and the state of its hash there, as `FileLog` asks."""
+        note, hashed = self._notes.get(file, (Note(0, "", ()), hashlib.sha256()))
+        return note.bytes, hashed.copy()
+
+    def reached(self, file: str, size: int, sha256: str, tensors: Sequence[str]) -> None:
+        """Notes that a file is whole up to `size`, as `FileLog` asks; several threads write files at a time."""
+        with self._lock:  # a step's file is emptied when the notes of all files that hold some of it are written
+            sources = [self._sources.pop(name) for name in tensors if name in self._sources]
+            self._left.subtract(sources)
+            emptied = {source for source in sources if not self._left[source]} - self.files
+            before, hashed = self._notes.get(file, (Note(0, "", ()), None))
+            if emptied or size != before.bytes:
+                note = Note(size, sha256, tuple(sorted({*before.moved, *emptied})))
+                self._notes[file] = note, hashed
+                self._store.note(f"{NOTE}{file}", note.to_dict())
+                for source in emptied:
+                    _release_space(self._store.path / source)
+
+
+def _hash_of_start(file: Path, size: int) -> Any:
+    """Returns SHA-256 of the first `size` bytes of a file; None where it has fewer."""
+    hashed = hashlib.sha256()
+    if not file.is_file() or file.stat().st_size < size:
+        return None
+    with file.open("rb") as opened:
+        while size:
+            piece = opened.read(min(size, 1 << 24))
+            hashed.update(piece)
+            size -= len(piece)
+    return hashed
+
+
+def _release_space(file: Path) -> None:
+    """Gives the pages of a file's tensors back to the disk, where the file system can; they read as zeros then."""
+    with file.open("r+b") as opened, suppress(OSError, AttributeError):
+        # A safetensors file: 8 bytes with the length of the JSON header, the header, then the tensors.
+        start = 8 + int.from_bytes(opened.read(8), "little")
+        size = file.stat().st_size - start
+        fallocate = ctypes.CDLL(None, use_errno=True).fallocate
+        fallocate.argtypes = ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64
+        fallocate(opened.fileno(), _KEEP_SIZE | _PUNCH_HOLE, start, size)

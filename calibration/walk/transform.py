@@ -15,9 +15,8 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from quant.recipes.blocks import in_float64
-from quant.calibration.solvers.interfaces import SAMPLED_TOKENS, GroupInputs
 from quant.calibration.solvers.fold import Fold, apply_fold, find_fold, modules_in_order
+from quant.calibration.solvers.interfaces import SAMPLED_TOKENS, GroupInputs
 from quant.calibration.solvers.rotation import rotate_weight, rotation_block
 from quant.calibration.statistics import round_activation
 from quant.calibration.walk.block import Block
@@ -25,6 +24,7 @@ from quant.calibration.walk.group import Group
 from quant.calibration.walk.stand_in import weight_of
 from quant.formats.number import E4M3
 from quant.formats.tensor import moved
+from quant.recipes.blocks import in_float64
 
 # Static scales of FP8 inputs that are tried, and outputs that judge them.
 _SCALES_AN_OCTAVE, _SAMPLED_OUTPUTS = 16, 512

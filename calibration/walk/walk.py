@@ -25,31 +25,310 @@ beginnings; a block costs three forward passes in all, one of them the reference
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from quant.recipes.blocks import output_of
 from quant.calibration.evaluating import without_cache
+from quant.calibration.inputs import call_of
+from quant.calibration.outputs.gradients import OutputMoments, output_moments
 from quant.calibration.outputs.stream import find_writers
-from quant.calibration.prefetch import Prefetcher
+from quant.calibration.placement import (
+    DeviceCopies,
+    elsewhere,
+    experts_on_device,
+    fits,
+    placed,
+    tensors_of,
+    without_experts,
+)
+from quant.calibration.prefetch import Prefetcher, value_of
+from quant.calibration.ranks import own_batches
 from quant.calibration.session import Session
+from quant.calibration.solvers.merge_rotations import merge_rotations
 from quant.calibration.solvers.registry import check_solvers, get_pipeline
-from quant.calibration.texts.rows import check_ids
-from quant.calibration.walk.block import Block
-from quant.calibration.walk.chain import BlockStore, States
-from quant.calibration.walk.group import Group, Settings
-from quant.calibration.walk.block_memory import reporting_block
-from quant.calibration.walk.model_walk import Apply, ModelWalk
-from quant.calibration.walk.not_finite import reporting_bad_tensor
+from quant.calibration.texts.rows import check_ids, trial_rows
+from quant.calibration.walk.block import Block, BlockCalls
+from quant.calibration.walk.block_memory import Scratch, reporting_block
+from quant.calibration.walk.chain import BlockStore, Chain, States, is_filled
+from quant.calibration.walk.collect import reporting_bad_tensor
+from quant.calibration.walk.fused_experts import FusedExperts
+from quant.calibration.walk.group import Group, Settings, Solved, gather
+from quant.calibration.walk.learn_rotation import merge_learned_rotation
 from quant.calibration.walk.observe import observe, observe_and_sum
 from quant.calibration.walk.reconstruct import reconstruct
 from quant.calibration.walk.round import round_stage, solve_siblings, stages_of
+from quant.calibration.walk.stand_in import weight_of
 from quant.calibration.walk.transform import fix_input_scale, rotate, scale_inputs
-from quant.recipes.plan import Plan
+from quant.recipes.blocks import block_names, calls_of_chain, equal_but_hidden, find_chains, output_of, stored_dtype
+from quant.recipes.expert_stacks import expert_matrices
+from quant.recipes.layers import LayerKind
+from quant.recipes.plan import LayerPlan, Plan, groups_of
+
+# `ModelWalk` opens the blocks of a model one after the other, and closes them when they are solved.
+#
+# An open block has copies of its weights on the session's device, and the calls of all calibration rows with the hidden
+# states that the block before it gave. Closing it restores the original tensors, passes the solutions to the caller,
+# and tells the store.
+
+
+Apply = Callable[[LayerPlan, Solved | None, torch.Tensor], None]
+"""Takes a layer, its solution (None for one kept in 16 bit), and the weight that was solved."""
+Run = Callable[[torch.Tensor], Any]
+"""Runs the model on a batch of rows, where it is placed."""
+_ATTENTION = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+@dataclass(eq=False)
+class ModelWalk:
+    """A model, the arguments of `solve_sequentially`, and how far the walk is.
+
+    Attributes:
+        merged: notes on layers whose rotation was merged into the model, by name.
+        outputs: second moments of the gradients at outputs, for solvers that look at them.
+        done: layers that are finished.
+        block_name: the block that is worked on; "" for the model itself.
+        experts: an exit stack that puts the experts of that block back into their files.
+    """
+
+    model: nn.Module
+    plan: Plan
+    rows: torch.Tensor
+    apply: Apply
+    session: Session
+    settings: Settings
+    input_scales: Mapping[str, torch.Tensor]
+    store: BlockStore
+    merged: dict[str, str] = field(default_factory=dict)
+    outputs: OutputMoments = field(default_factory=OutputMoments)
+    done: int = 0
+    block_name: str = ""
+    experts: ExitStack = field(default_factory=ExitStack)
+
+    def __post_init__(self) -> None:
+        self.layers = [layer for layer in self.plan.quantized if layer.kind in (LayerKind.LINEAR, LayerKind.EXPERTS)]
+        self.home = next(self.model.parameters()).device
+        batches = self.rows.split(self.settings.batch)
+        self.batches = [batches[number] for number in own_batches(len(batches))]
+        self.few = trial_rows(self.rows)
+        self.stored = stored_dtype(self.model)
+        self.dtype = self.settings.dtype_for(self.stored)
+
+    # ---- the model around the blocks
+
+    def merge_rotations(self) -> None:
+        """Merges rotations into the modules around, in the model itself, before the walk."""
+        linears = (layer for layer in self.layers if layer.kind == LayerKind.LINEAR)
+        merging = [layer for layer in linears if get_pipeline(layer.solver).spec.merges_rotations]
+        learned = [layer for layer in merging if get_pipeline(layer.solver).spec.learns_rotation]
+        # `check_solvers` refuses a plan with both.
+        if learned:
+            device = self._device_of_whole()
+            self.merged = merge_learned_rotation(self.model, self.few, self.batches, learned, device, self.session)
+        elif merging:
+            device = self._device_of_whole()
+            blocks = block_names(self.model)
+            names = [layer.name for layer in merging]
+            self.merged = merge_rotations(self.model.to(device), self.few.to(device), blocks, names)
+            self.model.to(self.home)
+
+    def measure_outputs(self) -> None:
+        """Measures the gradients at outputs, in the original model, where a solver needs them."""
+        linears = [layer for layer in self.layers if layer.kind == LayerKind.LINEAR]
+        groups = [members for members in groups_of(linears).values() if get_pipeline(members[0].solver).two_sided]
+        experts = [[layer] for layer in self.layers if layer.kind == LayerKind.EXPERTS]
+        groups += [members for members in experts if get_pipeline(members[0].solver).two_sided]
+        if groups:
+            self.outputs = output_moments(self.model, groups, self.batches, self.session)
+
+    def find_chains(self) -> tuple[list[list[str]], list[Chain]]:
+        """Returns the names of the blocks of each chain, and the first planned chain, while the model is placed."""
+        names = block_names(self.model)
+        if names and elsewhere(self.model, self.session.device):
+            # To copy 16 GB to a GPU takes seconds, and the values of weights in blocks do not matter as a rule.
+            filler = torch.zeros((), dtype=self.stored, device=self.session.device)
+            # A model that stops at such weights runs with its own next, or says why it does not.
+            with suppress(Exception), self._placed(filler) as run:
+                chains, captured = self._find_chains(names, run)
+                if all(self._ignores_weights(chains[0], chain, run, filler) for chain in captured):
+                    return chains, captured
+        with self._placed() as run:
+            return self._find_chains(names, run)
+
+    def _find_chains(self, names: Sequence[str], run: Run) -> tuple[list[list[str]], list[Chain]]:
+        # No value that a block gives is looked at here: not which blocks follow each other, and not the arguments of
+        # later blocks but the hidden states.
+        with without_experts(self.model, names):
+            chains = find_chains(self.model, names, partial(run, self.few)) if names else []
+        planned = [walked for walked in map(self.up_to_last_planned, chains) if walked]
+        with without_experts(self.model, planned[0] if planned else []):
+            return chains, [self._capture(walked, run) for walked in planned[:1]]
+
+    def _ignores_weights(self, first: Sequence[str], chain: Chain, run: Run, filler: torch.Tensor) -> bool:
+        """Returns whether a chain has the calls of the model whatever the weights in its blocks are.
+
+        Args:
+            first: the blocks that the model calls first.
+            chain: the chain, captured while every weight was `filler`.
+            run: runs the model.
+            filler: a number, which gets another value.
+        """
+        if list(chain.names) != list(first[: len(chain.names)]):
+            return False  # blocks of another chain give it its hidden states
+        filler.fill_(2**-10)
+        with without_experts(self.model, chain.names):
+            again = calls_of_chain(self.model, chain.names, [partial(run, self.few)])[0]
+        start = chain.names[0]
+        same_start = torch.equal(again[start].hidden, chain.few_calls[start].hidden)
+        return same_start and all(equal_but_hidden(again[name], call) for name, call in chain.few_calls.items())
+
+    def up_to_last_planned(self, chain: list[str]) -> list[str]:
+        """Returns the blocks of a chain up to the last one with a planned layer."""
+        planned = [position for position, name in enumerate(chain) if self._layers_of(name)]
+        return chain[: planned[-1] + 1] if planned else []
+
+    def capture(self, names: list[str]) -> Chain:
+        """Returns a chain behind others, which are quantized by now: the model runs up to it once more."""
+        with self._placed() as run:
+            return self._capture(names, run)
+
+    def _capture(self, names: list[str], run: Run) -> Chain:
+        return Chain(self.model, names, partial(run, self.few), [partial(run, batch) for batch in self.batches])
+
+    @contextmanager
+    def _placed(self, filler: torch.Tensor | None = None) -> Iterator[Run]:
+        """Puts the model on the session's device while open, where it runs on the rows that the function is given."""
+        # These passes look for the calls of blocks. cuDNN would compile its attention for each of their shapes first,
+        # in 0.4 s, to save microseconds.
+        with placed(self.model, self.session.device, filler=filler) as device, sdpa_kernel(_ATTENTION):
+            yield lambda batch: self.model(batch.to(device))
+
+    def begin(self, chain: Chain) -> tuple[States, Sequence[str]]:
+        """Returns the hidden states in front of the first block that is not finished, and the blocks from there on."""
+        states, home = chain.take_states(self.session, self.dtype)
+        # Without saved states no block is skipped, unless the whole chain is finished.
+        finished, saved = self.store.resume(chain.names)
+        if saved is not None:
+            states = saved.moved(lambda state: state.to(home))
+        self.done += sum(len(self._layers_of(name)) for name in chain.names[:finished])
+        self.block_name = chain.names[0]
+        return states, chain.names[finished:]
+
+    # ---- one block
+
+    def open_block(self, chain: Chain, name: str, copies: list[torch.Tensor], states: States) -> Block:
+        """Returns a block with its weights and its calls on the device where it is worked on.
+
+        Args:
+            chain: the chain that holds the block.
+            name: the name of the block.
+            copies: copies of the block's tensors, on the device.
+            states: the hidden states in front of it.
+        """
+        self.block_name = name
+        self.store.begin(name)
+        device = self.session.device
+        module = self.model.get_submodule(name)
+        self.experts.enter_context(experts_on_device(module, device))
+        on_device = DeviceCopies(list(module.modules()), copies, device, self.dtype, _FLOATS)
+        calls = BlockCalls(*chain.calls_of(name, states, self.session, self.dtype))
+        return self._block(module, on_device, self._layers_of(name), calls, f"{name}.")
+
+    def close_block(self, name: str, block: Block, outputs: States | None) -> States | None:
+        """Restores the original tensors of the model, and passes the solved layers to `apply`.
+
+        Args:
+            name: the name of the block.
+            block: the block whose layers are solved.
+            outputs: the hidden states after it; None after the last block of a chain.
+
+        Returns:
+            The same hidden states, perhaps mapped from a file.
+        """
+        results = block.results()  # the original modules are in the block again, and go home with it
+        block.copies.restore_dtypes()
+        weights = [_weight_of(self.model, layer) for layer, _ in results]
+        block.copies.keep_changes()
+        for (layer, solved), weight in zip(results, weights, strict=True):
+            self.apply(layer, solved, weight)
+            self.done += 1
+            self.session.report("solve", self.done, len(self.layers))
+        self.experts.close()
+        if is_filled(block.calls.few):
+            # The store has room only for hidden states: a walk that is resumed begins before these blocks.
+            self.store.end(name, None)
+            return outputs
+        return self.store.end(name, outputs)
+
+    def open_outside(self, chains: Sequence[Sequence[str]]) -> Block | None:
+        """Opens the layers outside every block as a block of their own.
+
+        The model itself is their block, with its quantized blocks in place already. Returns None where there are no
+        such layers, or they are finished.
+        """
+        inside = {layer.name for chain in chains for name in chain for layer in self._layers_of(name)}
+        members = [layer for layer in self.layers if layer.name not in inside]
+        # The empty name stands for the model itself, as the block of these layers.
+        if not members or self.store.resume([""])[0]:
+            return None
+        self.store.begin("")
+        if any(layer.kind == LayerKind.EXPERTS and layer.name in inside for layer in self.layers):
+            self.settings.run_experts(self.model)
+        device, modules = self._device_of_whole(), list(self.model.modules())
+        copies = [value_of(tensor).to(device) for tensor in tensors_of(modules)]
+        on_device = DeviceCopies(modules, copies, device, None)
+        batches = [call_of(batch.to(device)) for batch in self.batches]
+        calls = BlockCalls(batches, batches, call_of(self.few.to(device)))
+        return self._block(self.model, on_device, members, calls, "")
+
+    def _block(
+        self, module: nn.Module, copies: DeviceCopies, members: Sequence[LayerPlan], calls: BlockCalls, prefix: str
+    ) -> Block:
+        """Returns the block with the planned layers `members`, whose names begin with `prefix`."""
+        scratch = Scratch.of(self.session)
+        projections: dict[str, list[LayerPlan]] = {}
+        for layer in members:
+            if layer.kind == LayerKind.EXPERTS:
+                projections.setdefault(layer.name.removeprefix(prefix).rpartition(".")[0], []).append(layer)
+        experts = [
+            FusedExperts(module, path, layers, calls.batch, self.input_scales, scratch, self.stored, self.outputs)
+            for path, layers in projections.items()
+        ]
+        groups = gather([layer for layer in members if layer.kind == LayerKind.LINEAR], prefix)
+        for group in groups:
+            group.notes.extend(dict.fromkeys(self.merged[m.name] for m in group.members if m.name in self.merged))
+            group.outputs = self.outputs.moments.pop(group.members[0].name, None)
+            group.token_weights = self.outputs.token_weights.pop(group.members[0].name, [])
+            if group.members[0].name in self.outputs.missing:
+                reason = self.outputs.missing[group.members[0].name]
+                group.notes.append(f"rounded for its own output's error, as by gptq: {reason}")
+        return Block(module, copies, groups, experts, calls, self.settings, self.stored)
+
+    def _layers_of(self, block: str) -> list[LayerPlan]:
+        return [layer for layer in self.layers if layer.name.startswith(f"{block}.")]
+
+    def tensors_of(self, block: str) -> list[torch.Tensor]:
+        """Returns the parameters and buffers of a block."""
+        return tensors_of(self.model.get_submodule(block).modules())
+
+    def _device_of_whole(self) -> torch.device:
+        """Returns the device on which the whole model can be worked on."""
+        device = self.session.device
+        return device if device is not None and fits(self.model, device) else self.home
+
+
+def _weight_of(model: nn.Module, layer: LayerPlan) -> torch.Tensor:
+    """Returns the weight of a layer as it is now; a parameter that goes home keeps no reference to it."""
+    if layer.kind == LayerKind.EXPERTS:
+        return expert_matrices(model, layer.name)  # type: ignore[no-any-return]
+    return weight_of(model, layer.name).data
 
 
 def solve_sequentially(

@@ -21,6 +21,16 @@ from typing import Any
 import torch
 from torch import nn
 
+from quant.base.json_files import json_text
+from quant.export.aoti.op_bodies import BODIES, EXPORTED_ATTENTION
+from quant.export.aoti.package import (
+    METADATA,
+    collecting_rarely,
+    compile_package,
+    find_device,
+    scales_as_matrices,
+    share_input_scales,
+)
 from quant.export.onnx.decoder_graph import attending
 from quant.export.onnx.serving import (
     CachedAttention,
@@ -30,17 +40,7 @@ from quant.export.onnx.serving import (
     serving_inputs,
     trace_serving,
 )
-from quant.export.aoti.package import (
-    METADATA,
-    collecting_rarely,
-    compile_package,
-    find_device,
-    scales_as_matrices,
-    share_input_scales,
-)
-from quant.export.aoti.op_bodies import BODIES, EXPORTED_ATTENTION
 from quant.kernels.linear.quantized_module import restore_layout
-from quant.recipes.json_text import json_text
 
 _SCATTER = "quant::onnx_scatter"
 

@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from quant.calibration.placement import free_memory
-from quant.export.engines.engine_session import check_memory
 from quant.base.errors import UserError
-from quant.export.onnx.serving import IDS, LAST, LENGTHS
-from quant.export.aoti.package import METADATA, load_aoti
 from quant.base.json_files import parse_json
+from quant.calibration.placement import free_memory
+from quant.export.aoti.package import METADATA, load_aoti
+from quant.export.engines.engine_session import check_memory
+from quant.export.onnx.serving import IDS, LAST, LENGTHS
 from quant.kernels.base.processor import memory_left
 
 _FIELDS = {"capacity": int, "caches": list, "dtype": str, "plan": str, "torch": str}

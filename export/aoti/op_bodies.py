@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from quant.export.onnx_graph.ops import ConvCall
 from quant.export.aoti.triton_linear import TritonLinear, dequantize, fp8_product
+from quant.export.onnx.translate import ConvCall
 from quant.formats.format import FORMATS, Format
 from quant.formats.packing import unpack
 from quant.formats.rounding import decode_power_of_two

@@ -36,20 +36,88 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
+from quant.base.atomic import put_file, temporary_directory
 from quant.calibration.attention_scales import AttentionScales
-from quant.export.onnx.decoder_graph import Attention, Graph, attending, operand_scales
-from quant.export.onnx.attention_use import check_attends
-from quant.export.onnx_graph.tracing.trace_errors import explained
-from quant.export.packages.cpp_linear import has_cpp_linears, linear_settings
 from quant.export.aoti.op_bodies import BODIES, INNER_BODIES, launches
 from quant.export.aoti.triton_linear import analysed_once
-from quant.base.atomic import put_file, temporary_directory
-from quant.formats.format import FORMATS
+from quant.export.onnx.attention_use import check_attends
+from quant.export.onnx.decoder_graph import Attention, Graph, attending, operand_scales
+from quant.export.onnx.trace import explained
+from quant.formats.format import FORMATS, Format
+from quant.formats.number import Number
 from quant.formats.tensor import fake_quantize
 from quant.kernels.linear.conv import QuantConv
-from quant.kernels.linear.quant_linear import QuantLinear
 from quant.kernels.linear.ops import LINEAR
+from quant.kernels.linear.quant_linear import QuantLinear
 from quant.kernels.linear.quantized_module import restore_layout
+
+# `quant::linear` in packages for CPUs is one C++ function, `cpp/linear.h`, that Inductor calls as it is.
+#
+# Replaced by PyTorch ops, a linear is some dozens of nodes, and tracing, fusing and compiling them anew for every layer
+# takes minutes for a model of 30 layers. As one op it is one node, and the function is compiled once a package. It
+# rounds inputs and decodes weights as the oracle does, and multiplies by PyTorch's own matrix product, so that a
+# package has the results of eager PyTorch.
+#
+# The numbers and formats become tables of the C++ source: a format is data there, too.
+
+
+SOURCE = Path(__file__).with_name("cpp") / "linear.h"
+# Packages of different versions may be loaded together, so the name is none that another library can see.
+_DECLARATION = (
+    '__attribute__((visibility("hidden"))) '
+    "AOTITorchError aoti_torch_cpu_linear(AtenTensorHandle, AtenTensorHandle, AtenTensorHandle, AtenTensorHandle*, "
+    "AtenTensorHandle*, AtenTensorHandle*, char const*, char const*, AtenTensorHandle*)"
+)
+
+
+def linear_settings() -> dict[str, Any]:
+    """Returns the settings by which Inductor calls the function for `quant::linear`, and has its source."""
+    # Inductor writes `extern "C" { extern DECLARATION; }` before its own code. The text closes this block after the
+    # declaration and opens another, so that the definition stands between the two.
+    shim = f'{_DECLARATION};\n}}\n{linear_source()}\nextern "C" {{\nextern {_DECLARATION}'
+    namespace, name = LINEAR.split("::")
+    return {"aot_inductor.custom_ops_to_c_shims": {getattr(getattr(torch.ops, namespace), name).default: [shim]}}
+
+
+def has_cpp_linears(program: torch.export.ExportedProgram) -> bool:
+    """Returns whether the function computes all linears of a graph; it has no input format with a rule of its own."""
+    activations = {node.args[-1] for node in program.graph.nodes if str(node.target).startswith("quant.linear")}
+    return all(not name or name in FORMATS for name in activations)
+
+
+def linear_source() -> str:
+    """Returns the C++ source, with the tables of all numbers and formats in it."""
+    numbers = {number.name: number for format in FORMATS.values() for number in (format.element, format.scale)}
+    lines = [_number(number) for number in numbers.values()]
+    rows = ",\n".join(f"    {_format(format)}" for format in FORMATS.values())
+    lines.append(f"constexpr Format kFormats[] = {{\n{rows}}};")
+    return SOURCE.read_text(encoding="utf-8").replace("// @tables@", "\n".join(lines))
+
+
+def _number(number: Number) -> str:
+    values, lines = "nullptr", []
+    if not number.is_wide:
+        values = f"k{number.name.upper()}Values"
+        listed = ", ".join(map(_literal, number.values().tolist()))
+        lines.append(f"constexpr float {values}[] = {{{listed}}};")
+    limits = (2.0**-number.mantissa, number.min_normal, 2.0**number.max_exponent, number.min, number.max)
+    fields = [str(number.bits), str(number.is_integer).lower(), *map(_literal, limits), values]
+    lines.append(f"constexpr Number k{number.name.upper()} = {{{', '.join(fields)}}};")
+    return "\n".join(lines)
+
+
+def _format(format: Format) -> str:
+    rows, columns = format.block
+    numbers = f"&k{format.element.name.upper()}, &k{format.scale.name.upper()}"
+    return f'{{"{format.name}", {numbers}, {rows}, {columns}, {str(format.global_scale).lower()}}}'
+
+
+def _literal(value: float) -> str:
+    """Returns a float32 as C++ writes it: hexadecimal, and so exact."""
+    if value != value:
+        return "NAN"
+    return ("-" if value < 0 else "") + "INFINITY" if abs(value) == float("inf") else f"{value.hex()}f"
+
 
 # The line of a traceback that names an exception, such as `triton.compiler.errors.CompilationError: at 3:4:`.
 _EXCEPTION = re.compile(r"(?:[a-z_]\w*\.)*[A-Z]\w*: ")

@@ -98,8 +98,8 @@ class Rows(NamedTuple):
 
 def multiply(rows: Rows, weight: BlockScaledTensor, bias: torch.Tensor | None) -> torch.Tensor:
     """Returns `rows @ weight.T + bias`, `[tokens, out]`."""
-    from quant.kernels.linear.portable_codes_gemm import codes_gemm_kernel, gemm_constants
     from quant.kernels.base.portable_small_floats import compilable
+    from quant.kernels.linear.portable_codes_gemm import codes_gemm_kernel, gemm_constants
 
     kernel = torch.library.wrap_triton(codes_gemm_kernel)
     x, (tokens, columns), features = rows.values, rows.values.shape, weight.shape[0]
@@ -120,8 +120,8 @@ def multiply(rows: Rows, weight: BlockScaledTensor, bias: torch.Tensor | None) -
 
 def dequantize(weight: BlockScaledTensor, dtype: torch.dtype) -> torch.Tensor:
     """Returns `[rows, columns]` in `dtype`, by one launch."""
-    from quant.kernels.linear.portable_codes_gemm import dequantize_codes_kernel, dequantizing_launch
     from quant.kernels.base.portable_small_floats import compilable
+    from quant.kernels.linear.portable_codes_gemm import dequantize_codes_kernel, dequantizing_launch
 
     (rows, columns), codes, scale = weight.shape, compilable(weight.codes), compilable(weight.scale)
     second = weight.global_scale

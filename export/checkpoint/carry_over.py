@@ -14,16 +14,16 @@ from __future__ import annotations
 import copy
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
-from quant.recipes.blocks import stored_dtype
 from quant.base.errors import listed
-from quant.export.checkpoint.files.names import EXPERT_PARTS, StoredNames
+from quant.export.checkpoint.files.names import EXPERT_PARTS, StoredNames, cut_experts, stored_names
 from quant.export.checkpoint.files.read_tensors import TensorFiles
 from quant.export.checkpoint.files.tensor_file import DeferredTensor
 from quant.formats.finite import is_wide_float
@@ -32,6 +32,7 @@ from quant.models.configs import explained, read_fields
 from quant.models.quantized_config import quantization_of
 from quant.models.quantized_tensors import QuantizedTensors
 from quant.models.torch_files import load as load_pickle
+from quant.recipes.blocks import stored_dtype
 from quant.recipes.plan import PLAN_FILE
 
 Tensors = dict[str, torch.Tensor | DeferredTensor]
@@ -208,3 +209,45 @@ def _as_in_source(
         return tensor
     # Values that were changed after loading, by a transform or by training, must not be undone by the source's.
     return stored if torch.equal(stored.to(tensor.dtype), tensor.cpu()) else tensor
+
+
+# `head_weights` finds matrices of multi-token-prediction heads that a model's files hold and its class ignores.
+
+
+_STACKS = {*EXPERT_PARTS, "down_proj"}
+
+
+def head_weights(model: nn.Module, source: Path, is_asked: Callable[[str], bool]) -> dict[str, torch.Tensor]:
+    """Returns the source's matrices that the model's class has no use for, by the names that their layers would have.
+
+    Experts that are stored as one stack `[experts, out, in]` come matrix by matrix, as servers read quantized ones.
+
+    Args:
+        model: a model of transformers, not quantized.
+        source: directory of the model.
+        is_asked: whether a layer of this name is requested.
+    """
+    original, names = source_tensors(source, stored_dtype(model)), stored_names(model)
+    # transformers is asked about all experts of a block or about none, because it joins their matrices.
+    stems = {_stem(name) for name in original if is_asked(name.removesuffix(".weight"))}
+    candidates = [name for name in original if _stem(name) in stems]
+    weights: dict[str, torch.Tensor] = {}
+    for name in unused_tensors(model, original, (), names, candidates):
+        tensor = original[name]
+        if not is_wide_float(tensor):
+            continue
+        if tensor.dim() == 2 and name.endswith(".weight"):
+            weights[name.removesuffix(".weight")] = tensor
+        elif tensor.dim() == 3 and name.rpartition(".")[2] in _STACKS and ".experts." in name:
+            weights |= {each.removesuffix(".weight"): part for each, part in cut_experts(name, tensor).items()}
+    # Names that transformers would change on the way to the disk could not be read back.
+    return {
+        name: weight
+        for name, weight in weights.items()
+        if is_asked(name) and names.stored(f"{name}.weight") == f"{name}.weight"
+    }
+
+
+def _stem(name: str) -> str:
+    """Returns the name of a tensor; of the matrices of all experts of a block, their common part."""
+    return name.partition(".experts.")[0] if ".experts." in name else name

@@ -22,19 +22,19 @@ from typing import Any
 import torch
 from torch import nn
 
-from quant.recipes.blocks import stored_dtype
-from quant.export.checkpoint.carry_over import CODES, main_dtype, source_tensors, unused_tensors
-from quant.export.checkpoint.model_card import CARD, SOURCE_CARD
-from quant.export.checkpoint.open_checkpoint import outline
 from quant.base.errors import UserError
+from quant.base.json_data import JsonData
+from quant.base.json_files import text_as_in_source
+from quant.export.checkpoint.carry_over import CODES, main_dtype, source_tensors, unused_tensors
 from quant.export.checkpoint.files.names import StoredNames, cut_experts, stored_names
 from quant.export.checkpoint.files.read_tensors import TensorFiles
+from quant.export.checkpoint.model_card import CARD, SOURCE_CARD
+from quant.export.checkpoint.open_checkpoint import outline
 from quant.models.configs import read_fields
 from quant.models.files import companion_files, find_model
 from quant.models.quantized_tensors import QuantizedTensors
+from quant.recipes.blocks import stored_dtype
 from quant.recipes.expert_stacks import expert_matrices
-from quant.base.json_data import JsonData
-from quant.recipes.json_text import text_as_in_source
 from quant.recipes.plan import PLAN_FILE, LayerPlan, Plan
 from quant.recipes.solver_names import parse_solver
 

@@ -11,7 +11,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from quant.recipes.blocks import stored_dtype
+from quant.base.errors import UserError, known_names
+from quant.base.json_files import text_as_in_source
+from quant.export.checkpoint.files import modelopt
+from quant.export.checkpoint.files.directory import check_apart, new_directory
+from quant.export.checkpoint.files.layout import Layout
+from quant.export.checkpoint.files.layouts import LAYOUTS
+from quant.export.checkpoint.files.read_tensors import layer_tensor_names, read_layer, read_parts, weight_files
+from quant.export.checkpoint.files.scan import Scan
+from quant.export.checkpoint.files.tensor_file import CHECKSUMS, write_checksums
+from quant.export.checkpoint.files.tied import clear_flag
+from quant.export.checkpoint.files.write_tensors import SECOND_LEVEL, layer_weights, write_tensors
 from quant.export.checkpoint.model_card import CARD, is_own_card, write_card
 from quant.export.checkpoint.open_checkpoint import (
     KV_SCALES,
@@ -23,22 +33,11 @@ from quant.export.checkpoint.open_checkpoint import (
     suspect_problems,
     untied_in,
 )
-from quant.base.errors import UserError
-from quant.export.checkpoint.files import modelopt
-from quant.export.checkpoint.checksums import CHECKSUMS, write_checksums
-from quant.export.checkpoint.files.directory import check_apart, new_directory
-from quant.export.checkpoint.files.layout import Layout
-from quant.export.checkpoint.files.layouts import LAYOUTS
-from quant.export.checkpoint.files.read_tensors import layer_tensor_names, read_layer, read_parts, weight_files
-from quant.export.checkpoint.files.scan import Scan
-from quant.export.checkpoint.files.tied import clear_flag
-from quant.export.checkpoint.files.write_tensors import SECOND_LEVEL, layer_weights, write_tensors
-from quant.formats.known_names import known_names
 from quant.models.files import copy_along
 from quant.models.huggingface import remote_code
-from quant.plan.plan_warnings import fusion_warnings
-from quant.recipes.json_text import text_as_in_source
+from quant.recipes.blocks import stored_dtype
 from quant.recipes.plan import PLAN_FILE
+from quant.recipes.plan_check import fusion_warnings
 
 # Not copied: config files are written anew, and a report and checksums are of the old files.
 _NOT_COPIED = (

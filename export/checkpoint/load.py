@@ -8,6 +8,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from quant.base.errors import UserError
+from quant.export.checkpoint.files.layouts import LAYOUTS, layout_of_config
+from quant.export.checkpoint.files.names import StoredNames
+from quant.export.checkpoint.files.read_tensors import weight_files
+from quant.export.checkpoint.files.scan import Scan
 from quant.export.checkpoint.open_checkpoint import (
     CONFIG_TABLES,
     Checkpoint,
@@ -19,14 +24,11 @@ from quant.export.checkpoint.open_checkpoint import (
     suspect_problems,
 )
 from quant.export.checkpoint.pretrained import attach
-from quant.base.errors import UserError
-from quant.export.checkpoint.files.layouts import LAYOUTS, layout_of_config
-from quant.export.checkpoint.files.names import StoredNames
-from quant.export.checkpoint.files.read_tensors import weight_files
-from quant.export.checkpoint.files.scan import Scan
-from quant.models.files import find_checkpoint
+from quant.models.files import SourceKind, find_checkpoint, find_model
 from quant.models.huggingface import remote_code
+from quant.models.open_model import Source, open_model
 from quant.models.quantized_config import AFTER_TRAINING, is_in_training
+from quant.models.state_dict import call_factory
 from quant.recipes.plan import PLAN_FILE, Plan
 from quant.report.saved_report import saved_report
 
@@ -136,3 +138,40 @@ def describe(directory: str | Path) -> tuple[Plan, dict[str, Any] | None]:
             raise no_checkpoint(directory)
         return Checkpoint(directory, outline(directory)).plan, None
     return Plan.load(directory / PLAN_FILE), saved_report(directory)
+
+
+# `open_runnable` opens a model that can run: a quantized checkpoint, or any original that `quantize` takes.
+
+
+def open_runnable(
+    name: str, *, model_factory: str | None = None, unsafe_load: bool = False
+) -> tuple[Source, nn.Module]:
+    """Opens a quantized checkpoint as it is, or any other model.
+
+    Raises:
+        UserError: it cannot be opened, or it is a bare state dict.
+    """
+    path = find_model(name)
+    # A checkpoint in codes that no kernel here runs, such as GPTQ's or AWQ's, is dequantized by `open_original`.
+    if can_run(path):
+        model = load(path, call_factory(model_factory) if model_factory else None)
+        # Codes are buffers. The first parameter, an embedding or a norm, has the dtype that the model runs in.
+        dtype = next((p.dtype for p in model.parameters()), torch.float32)
+        return Source(
+            name=name, kind=SourceKind.HUGGINGFACE, model=model, state_dict=None, path=path, dtype=dtype
+        ), model
+    return open_original(name, model_factory=model_factory, unsafe_load=unsafe_load)
+
+
+def open_original(
+    name: str, *, model_factory: str | None = None, unsafe_load: bool = False
+) -> tuple[Source, nn.Module]:
+    """Opens a model that can run; a quantized one is dequantized.
+
+    Raises:
+        UserError: it cannot be opened, or it is a bare state dict.
+    """
+    source = open_model(name, model_factory=model_factory, unsafe_load=unsafe_load)
+    if source.model is None:
+        raise UserError(f"{name}: a bare state dict cannot be run; pass --model-factory to build its module")
+    return source, source.model

@@ -14,14 +14,14 @@ from typing import Any
 
 from torch import nn
 
-from quant.evaluation.loss_text import loss_text
-from quant.base.extras import require
 from quant.base.atomic import write_atomically
+from quant.base.extras import require
+from quant.base.json_files import json_text
+from quant.evaluation.evaluation import loss_text
 from quant.formats.format import FORMATS
 from quant.models.hub import hub_name
-from quant.recipes.plan_check import first_problem
-from quant.recipes.json_text import json_text
 from quant.recipes.plan import Plan, bits_per_weight
+from quant.recipes.plan_check import first_problem
 from quant.report.saved_report import saved_report
 
 CARD, SOURCE_CARD = "README.md", "README.source.md"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import ChainMap
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from operator import attrgetter
@@ -14,16 +14,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from quant.recipes.blocks import stored_dtype
 from quant.base.errors import UserError, listed
-from quant.kernels.linear.install import install_kv_scales, install_weight, mark_quantized, use_expert_modules
+from quant.base.extras import require
 from quant.export.checkpoint.files import modelopt
-from quant.export.checkpoint.files.tensor_checks import plan_problems, scale_problem, value_problem
-from quant.export.checkpoint.configs.config_plan import plan_of_checkpoint
-from quant.export.checkpoint.joined import in_model
+from quant.export.checkpoint.files.conversion_rules import in_model
 from quant.export.checkpoint.files.layout import MODELOPT
-from quant.export.checkpoint.files.layouts import LAYOUTS
-from quant.export.checkpoint.files.names import StoredNames, expert_names, stored_names
+from quant.export.checkpoint.files.layouts import LAYOUTS, layout_of_config
+from quant.export.checkpoint.files.names import StoredNames, expert_names, matrix_names, stored_names
 from quant.export.checkpoint.files.read_tensors import (
     TensorFiles,
     carried_shapes,
@@ -34,17 +31,101 @@ from quant.export.checkpoint.files.read_tensors import (
     read_parts,
 )
 from quant.export.checkpoint.files.scan import Scan
+from quant.export.checkpoint.files.tensor_checks import plan_problems, scale_problem, value_problem
 from quant.export.checkpoint.files.tied import FLAG, clear_flag, untied_pairs
-from quant.base.extras import require
 from quant.formats.finite import is_wide_float
+from quant.kernels.linear.install import install_kv_scales, install_weight, mark_quantized, use_expert_modules
 from quant.models import huggingface
 from quant.models.configs import check_sizes, explained, read_fields, read_generation_config
-from quant.recipes.plan_check import check_plan_fits
 from quant.models.prediction_heads import attach_head_layer, head_layers
+from quant.recipes.blocks import stored_dtype
 from quant.recipes.expert_stacks import stacking_of
-from quant.recipes.layer_kind import LayerKind
-from quant.recipes.layers import find_layers
-from quant.recipes.plan import PLAN_FILE, Plan
+from quant.recipes.groups import group_experts, group_unseen
+from quant.recipes.layers import Layer, LayerKind, find_layers
+from quant.recipes.plan import PLAN_FILE, LayerPlan, Parts, Plan
+from quant.recipes.plan_check import check_plan_fits
+
+# Makes the plan of a checkpoint that came without one: a config, the model's layers and the tensors determine it.
+
+
+def plan_of_checkpoint(
+    directory: Path,
+    model_layers: Sequence[Layer],
+    config: Mapping[str, Any],
+    tensors: Mapping[str, torch.Tensor],
+    names: StoredNames | None = None,
+) -> Plan:
+    """Returns the plan of a checkpoint of any layout that came without one, as its config describes it.
+
+    Layers that runtimes merge are in a fusion group if the checkpoint has one tensor scale for them.
+
+    Args:
+        directory: the directory that error messages name.
+        model_layers: all layers; linear ones, the head and experts may be quantized.
+        config: the `quantization_config`, or `quantization` of ModelOpt's `hf_quant_config.json`.
+        tensors: the tensors of the checkpoint, under the model's names.
+        names: the names of the model's tensors on disk, which the config may use.
+
+    Raises:
+        ValueError: the config has a scheme that is not supported, or does not fit the tensors.
+    """
+    names = names or StoredNames()
+    layers = []
+    try:
+        layout = layout_of_config(config)
+        formats_of, kv_cache = layout.read_config(config, names, tensors)
+        rotation_of = layout.read_rotations(config, names)
+        for layer in group_unseen(group_experts(model_layers)):
+            # A config names the matrices of single experts; all of a projection are in one format.
+            matrix = matrix_names(layer.name, 0)[0] if layer.kind == LayerKind.EXPERTS else layer.name
+            # A target such as "Linear" may match any module, and other tools leave convolutions as they are.
+            may_be_quantized = layer.kind in (LayerKind.LINEAR, LayerKind.HEAD, LayerKind.EXPERTS) or (
+                layer.kind == LayerKind.CONV and f"{layer.name}.weight_scale" in tensors
+            )
+            formats = formats_of(matrix) if may_be_quantized else None
+            weight, activation = formats or (None, None)
+            parts = Parts() if weight is None else Parts(hadamard=rotation_of(matrix))
+            layers.append(
+                LayerPlan(
+                    layer.name,
+                    layer.kind,
+                    layer.shape,
+                    weight,
+                    activation,
+                    reason=f"as {directory.name} was written",
+                    group=layer.group if weight is not None else None,
+                    tied_to=layer.tied_to if weight is None else None,
+                    parts=parts,
+                    transposed=layer.transposed,
+                )
+            )
+    except ValueError as error:
+        raise ValueError(f"{directory}: {error}") from None
+    # `group_unseen` guesses groups by names; the tensors show which members really share their scales.
+    plan = Plan(tuple(layers), kv_cache=kv_cache, provenance={"checkpoint": str(directory)})
+    return plan.replace_layers(_ungrouped(plan, tensors))
+
+
+def _ungrouped(plan: Plan, tensors: Mapping[str, torch.Tensor]) -> list[LayerPlan]:
+    """Returns, without their group, the layers that runtimes cannot merge: formats or per-tensor scales differ."""
+    return [
+        replace(member, group=None)
+        for members in plan.groups().values()
+        if len(members) == 1
+        or len({(member.formats, member.parts) for member in members}) > 1
+        or (members[0].kind == LayerKind.LINEAR and len({_tensor_scales(tensors, member) for member in members}) > 1)
+        for member in members
+    ]
+
+
+def _tensor_scales(tensors: Mapping[str, torch.Tensor], layer: LayerPlan) -> tuple[float, ...]:
+    """Returns the scales that a layer of any layout has for its whole weight and for its input."""
+    names = ["weight_scale_2", "weight_global_scale", "input_global_scale", "input_scale"]
+    if layer.weight is not None and layer.weight.per_tensor:
+        names.append("weight_scale")
+    scales = [tensors[f"{layer.name}.{name}"] for name in names if f"{layer.name}.{name}" in tensors]
+    return tuple(float(scale) for scale in scales if scale.numel() == 1)
+
 
 KV_SCALES = (".k_scale", ".v_scale")
 """Suffixes of the scales of the KV cache."""

@@ -16,15 +16,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from quant.export.checkpoint.model_card import CARD, is_own_card
-from quant.export.checkpoint.open_checkpoint import as_in_modules
-from quant.export.checkpoint.save import Destination, write_model
 from quant.base.errors import UserError
+from quant.base.extras import require
 from quant.export.checkpoint.files.compressed_tensors import check_plan
 from quant.export.checkpoint.files.names import stored_names
 from quant.export.checkpoint.files.read_tensors import layer_tensor_names, read_layer, read_parts
 from quant.export.checkpoint.files.write_tensors import SHARD_BYTES
-from quant.base.extras import require
+from quant.export.checkpoint.model_card import CARD, is_own_card
+from quant.export.checkpoint.open_checkpoint import as_in_modules
+from quant.export.checkpoint.save import Destination, write_model
 from quant.models.files import companion_files
 from quant.models.origin import source_directory
 from quant.models.quantized_config import IN_TRAINING

@@ -25,19 +25,18 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
+from quant.base.errors import UserError, known_names
+from quant.base.json_data import JsonData
+from quant.base.json_files import json_text
 from quant.calibration.texts.mixture import sample_texts
+from quant.evaluation.outputs import inputs_moved
+from quant.export.checkpoint.files.known_failures import unpacking_warnings
 from quant.export.checkpoint.load import describe, load
 from quant.export.checkpoint.runtime_probe import PROBES, continue_greedily, score
-from quant.base.errors import UserError
-from quant.export.checkpoint.files.known_failures import unpacking_warnings
-from quant.formats.known_names import known_names
+from quant.generate.quantized_attention import quantized_attention
 from quant.kernels.linear.quant_linear import QuantLinear
 from quant.kernels.linear.quantized_module import QuantizedModule
 from quant.models.huggingface import load_tokenizer
-from quant.base.json_data import JsonData
-from quant.recipes.json_text import json_text
-from quant.generate.quantized_attention import quantized_attention
-from quant.runtime.moved_inputs import inputs_moved
 
 LAYER_LIMIT = 0.02
 """Largest relative error of a layer. Kernels in BF16 stay below 0.005; one wrong block in a hundred makes 0.1."""

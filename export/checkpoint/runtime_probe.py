@@ -26,7 +26,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from quant.recipes.json_text import json_text
+from quant.base.json_files import json_text
 from quant.vllm_plugin.register import register
 
 ROWS = 8

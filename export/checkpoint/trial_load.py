@@ -33,15 +33,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from quant.export.checkpoint.open_checkpoint import KV_SCALES, Checkpoint, fill, outline
 from quant.base.errors import UserError, counted, listed
+from quant.base.extras import require
 from quant.export.checkpoint.files.names import StoredNames
 from quant.export.checkpoint.files.read_tensors import RUN_TIME_PARTS
 from quant.export.checkpoint.files.tensor_file import DeferredTensor
-from quant.base.extras import require
+from quant.export.checkpoint.open_checkpoint import KV_SCALES, Checkpoint, fill, outline
 from quant.models import huggingface
 from quant.models.configs import one_line
-from quant.recipes.layer_kind import LayerKind
+from quant.recipes.layers import LayerKind
 from quant.recipes.plan import LayerPlan, Plan
 
 _PEER = "compressed_tensors"

@@ -22,6 +22,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from quant.base.json_data import JsonData, typed
+from quant.base.json_files import read_json
+from quant.evaluation.fingerprint import Fingerprint, fingerprint_problem
+from quant.export.checkpoint.compare_source import compare_with_source
+from quant.export.checkpoint.files.read_tensors import layer_tensor_names, read_layer, read_parts, weight_files
+from quant.export.checkpoint.files.scan import Scan
+from quant.export.checkpoint.files.tensor_checks import plan_problems
+from quant.export.checkpoint.files.tensor_file import CHECKSUMS, read_checksums, sha256_of
 from quant.export.checkpoint.load import is_checkpoint, load, no_checkpoint, quantization_configs
 from quant.export.checkpoint.open_checkpoint import (
     Checkpoint,
@@ -32,22 +40,13 @@ from quant.export.checkpoint.open_checkpoint import (
     suspect_problems,
 )
 from quant.export.checkpoint.runtime_check import RuntimeCheck, check_runtime
-from quant.export.checkpoint.compare_source import compare_with_source
-from quant.evaluation.fingerprint import Fingerprint, fingerprint_problem
-from quant.export.checkpoint.files.tensor_checks import plan_problems
-from quant.export.checkpoint.checksums import CHECKSUMS, read_checksums, sha256_of
-from quant.export.checkpoint.files.read_tensors import layer_tensor_names, read_layer, read_parts, weight_files
-from quant.export.checkpoint.files.scan import Scan
-from quant.base.json_files import read_json
+from quant.generate.quantized_attention import quantized_attention
 from quant.models.files import find_checkpoint
 from quant.models.huggingface import remote_code
-from quant.recipes.plan_check import check_plan_fits
-from quant.base.json_data import JsonData, typed
-from quant.recipes.layer_kind import LayerKind
-from quant.recipes.layers import find_layers
+from quant.recipes.layers import LayerKind, find_layers
 from quant.recipes.plan import PLAN_FILE, LayerPlan, Plan
+from quant.recipes.plan_check import check_plan_fits
 from quant.recipes.targets import get_target
-from quant.generate.quantized_attention import quantized_attention
 
 REPORT_FILE = "report.json"
 

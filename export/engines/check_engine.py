@@ -17,6 +17,7 @@ multiple of the distance between the two.
 from __future__ import annotations
 
 import hashlib
+import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from importlib import resources
@@ -27,19 +28,92 @@ import numpy as np
 import torch
 from torch import nn
 
-from quant.calibration.placement import Device, find_device
-from quant.export.checkpoint.load import describe, load
-from quant.engines.decoding_run import forced_run, reference_run
-from quant.export.engines.decode_loop import check_lengths
-from quant.export.engines.open_engine import is_engine, open_session
-from quant.export.engines.engine_session import EngineSession
-from quant.export.tensorrt.tensorrt_session import read_receipt, runs_here
-from quant.engines.text import check_plan
 from quant.base.errors import UserError
+from quant.calibration.placement import Device, find_device
+from quant.evaluation.outputs import inputs_moved
+from quant.export.checkpoint.load import describe, load
+from quant.export.engines.decode_loop import check_lengths, check_plan, read, step
+from quant.export.engines.engine_session import EngineSession
+from quant.export.engines.open_engine import is_engine, open_session
 from quant.export.tensorrt.audit import TENSORS, AuditRow, audit
-from quant.models.huggingface import load_tokenizer
+from quant.export.tensorrt.tensorrt_session import read_receipt, runs_here
 from quant.generate.generate import cast_unquantized
-from quant.runtime.moved_inputs import inputs_moved
+from quant.models.huggingface import load_tokenizer
+from quant.recipes.blocks import cache_argument, cache_of
+
+# Runs of one set of prompts and tokens, by the model in PyTorch and by an exported decoder; both keep all logits.
+
+
+@dataclass(frozen=True)
+class DecodingRun:
+    """The tokens that a model wrote, or was fed, after some prompts.
+
+    Attributes:
+        logits: `[rows, steps, vocabulary]`, float32; step 0 follows the prompt.
+        prefill_seconds: the time that reading the prompts took.
+        step_seconds: the median time of a decoding step of all rows; of the reference, of one row.
+    """
+
+    logits: np.ndarray
+    prefill_seconds: float
+    step_seconds: float
+
+    @property
+    def tokens(self) -> np.ndarray:
+        """The likeliest token of each step, `[rows, steps]`."""
+        likeliest: np.ndarray = self.logits.argmax(-1)
+        return likeliest
+
+
+def reference_run(
+    model: Any, prompts: Sequence[Sequence[int]], new: int, tokens: np.ndarray | None = None
+) -> DecodingRun:
+    """Runs the model itself, one row after the other, with transformers' cache.
+
+    Args:
+        model: a decoder of transformers.
+        prompts: token ids of each row.
+        new: steps after each prompt.
+        tokens: the tokens that it is fed, `[rows, steps]`; by default its own likeliest ones.
+    """
+    device = next(model.parameters()).device
+    rows, prefill, steps = [], 0.0, []
+    with torch.no_grad():
+        for row, prompt in enumerate(prompts):
+            ids, cache, logits = torch.tensor([list(prompt)], device=device), None, []
+            for index in range(new):
+                started = time.perf_counter()
+                seen = model(ids, use_cache=True, **cache_argument(model, cache))
+                logits.append(seen.logits[0, -1].float().cpu())
+                seconds = time.perf_counter() - started
+                if cache is None:
+                    prefill += seconds
+                else:
+                    steps.append(seconds)
+                cache = cache_of(seen)
+                token = logits[-1].argmax() if tokens is None else torch.tensor(tokens[row, index], device="cpu")
+                ids = token.reshape(1, 1).to(device)
+            rows.append(torch.stack(logits))
+    return DecodingRun(torch.stack(rows).numpy(), prefill, float(np.median(steps)) if steps else 0.0)
+
+
+def forced_run(
+    session: EngineSession, prompts: Sequence[Sequence[int]], tokens: np.ndarray, *, chunk: int | None = None
+) -> DecodingRun:
+    """Runs the engine on prompts and then feeds it `tokens` `[rows, steps]`, and returns its logits."""
+    rows = [list(prompt) for prompt in prompts]
+    session.begin(len(rows))
+    started = time.perf_counter()
+    logits = [read(session, rows, chunk=chunk)]
+    prefill, steps = time.perf_counter() - started, []
+    for column in tokens.T[:-1]:
+        for row, token in zip(rows, column, strict=True):
+            row.append(int(token))
+        started = time.perf_counter()
+        logits.append(step(session, rows))
+        steps.append(time.perf_counter() - started)
+    return DecodingRun(np.stack(logits, 1), prefill, float(np.median(steps)) if steps else 0.0)
+
 
 MOST_KL, LEAST_AGREEMENT = 0.02, 0.9
 """Limits of a check that passes: mean KL divergence in nats, and the share of steps that agree."""

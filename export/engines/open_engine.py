@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from quant.export.aoti.aoti_session import AotiSession
-from quant.export.onnx.onnxruntime_session import OnnxruntimeSession
-from quant.export.engines.engine_session import EngineSession
-from quant.export.tensorrt.tensorrt_session import TensorrtSession
 from quant.base.errors import UserError
+from quant.export.aoti.aoti_session import AotiSession
+from quant.export.engines.engine_session import EngineSession
+from quant.export.onnx.onnxruntime_session import OnnxruntimeSession
+from quant.export.tensorrt.tensorrt_session import TensorrtSession
 
 ONNX_FILE = "model.onnx"
 PACKAGE_ENDING = ".pt2"

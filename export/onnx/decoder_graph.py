@@ -29,8 +29,8 @@ import torch
 from torch import nn
 
 from quant.calibration.attention_names import implementations_kept, model_configs, names_registered
-from quant.calibration.evaluating import without_cache
 from quant.calibration.attention_scales import AttentionScales
+from quant.calibration.evaluating import without_cache
 from quant.export.onnx.attention_nodes import attend
 from quant.export.onnx.limits import check_attention
 from quant.formats.format import FORMATS

@@ -22,10 +22,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from quant.base.atomic import put_file, temporary_directory
+from quant.base.errors import known_names
+from quant.base.json_files import json_text
 from quant.calibration.attention_names import model_configs, text_config
-from quant.calibration.evaluating import without_cache
 from quant.calibration.attention_scales import AttentionScales
+from quant.calibration.evaluating import without_cache
 from quant.export.onnx import limits
+from quant.export.onnx.attention_use import check_attends
 from quant.export.onnx.decoder_graph import (
     ATTENTIONS,
     Attention,
@@ -35,18 +39,14 @@ from quant.export.onnx.decoder_graph import (
     model_inputs,
     operand_scales,
 )
-from quant.export.onnx.genai import genai_program
-from quant.export.onnx.quantized_cache import CACHE_FORMATS, QuantizedCache
-from quant.export.onnx_graph.runtimes import narrowest_dtype, onnxruntime_problem
-from quant.export.onnx.serving import CachedAttention, serving_program
 from quant.export.onnx.dynamic_shapes import SEQUENCE, dimension_ranges
-from quant.export.onnx.attention_use import check_attends
+from quant.export.onnx.genai import genai_program
+from quant.export.onnx.limits import narrowest_dtype, onnxruntime_problem
+from quant.export.onnx.quantized_cache import CACHE_FORMATS, QuantizedCache
+from quant.export.onnx.serving import CachedAttention, serving_program
 from quant.export.onnx.trace import MODEL_PREFIX, trace
 from quant.export.onnx.translate import quiet, translate
-from quant.base.atomic import put_file, temporary_directory
 from quant.formats.format import Format
-from quant.formats.known_names import known_names
-from quant.recipes.json_text import json_text
 from quant.recipes.plan import Plan
 
 EXTERNAL_BYTES = 256 << 20

@@ -22,12 +22,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from quant.base.json_files import write_json
 from quant.calibration.attention_names import text_config
 from quant.export.onnx.decoder_graph import GraphInput, attending
 from quant.export.onnx.serving import IDS, LOGITS, CachedAttention, cache_shapes, check_decoder
 from quant.export.onnx.trace import MODEL_PREFIX, trace
 from quant.export.onnx.translate import translate
-from quant.recipes.json_text import write_json
 
 CONFIG_FILE = "genai_config.json"
 _MASK, _POSITIONS = "attention_mask", "position_ids"

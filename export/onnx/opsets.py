@@ -18,7 +18,7 @@ SERVING_OPSET = 24
 """The first opset with TensorScatter, which writes into a KV cache."""
 TRT_DOMAIN = "trt"
 PLUGIN, PLUGIN_DOMAIN, PLUGIN_VERSION = "QuantFp8Attention", "quant", "1"
-"""Op type, domain (and namespace in TensorRT) and version of our plugin; `quant.export.tensorrt.plugin` describes it."""
+"""Op type, domain (namespace in TensorRT) and version of our plugin; `quant.export.tensorrt.plugin` describes it."""
 CACHE_PLUGIN = "QuantCacheAttention"
 """Op type of our plugin for a KV cache in FP8 or NVFP4; `quant.export.tensorrt.cache_plugin` describes it."""
 # Numbers of `TensorProto.DataType`.

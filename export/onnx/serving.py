@@ -36,10 +36,10 @@ from torch import nn
 
 from quant.calibration.attention_names import text_config
 from quant.calibration.placement import free_memory
-from quant.export.onnx.decoder_graph import Attention, GraphInput, Keys, attending, is_decoder
-from quant.export.onnx.opsets import SERVING_OPSET
-from quant.export.onnx.dynamic_shapes import SEQUENCE, check_sequence, dimension_ranges
 from quant.export.onnx.attention_use import check_attends
+from quant.export.onnx.decoder_graph import Attention, GraphInput, Keys, attending, is_decoder
+from quant.export.onnx.dynamic_shapes import SEQUENCE, check_sequence, dimension_ranges
+from quant.export.onnx.opsets import SERVING_OPSET
 from quant.export.onnx.trace import MODEL_PREFIX, trace
 from quant.export.onnx.translate import translate
 from quant.kernels.base.processor import memory_left

@@ -32,7 +32,7 @@ from quant.calibration.attention_names import text_config
 from quant.export.checkpoint.files.read_tensors import weight_files
 from quant.export.onnx.decoder_graph import is_decoder
 from quant.export.packages.edge_llm_experts import expert_problems, nvfp4_stacks
-from quant.recipes.layer_kind import LayerKind
+from quant.recipes.layers import LayerKind
 from quant.recipes.plan import Plan
 
 PACKAGE, MODULE = "tensorrt_edgellm", "tensorrt_edgellm.scripts.export"

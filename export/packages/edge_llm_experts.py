@@ -19,7 +19,7 @@ from safetensors import safe_open
 from torch.nn.functional import pad
 
 from quant.export.checkpoint.files.read_tensors import weight_files
-from quant.recipes.layer_kind import LayerKind
+from quant.recipes.layers import LayerKind
 from quant.recipes.plan import Plan
 
 TURN = 64

@@ -20,10 +20,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from quant.base.atomic import write_atomically
+from quant.base.json_files import json_text, write_json
 from quant.export.onnx.genai import TOKENIZER_FILES
 from quant.export.packages.triton_server import RECEIPT_FILE, SERVED, Bundle, publish_version
-from quant.base.atomic import write_atomically
-from quant.recipes.json_text import json_text, write_json
 
 TEXT, MAX_TOKENS, STREAM, OUTPUT = "text_input", "max_tokens", "stream", "text_output"
 INPUTS = {

@@ -27,9 +27,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from quant.export.onnx.dynamic_shapes import Input, graph_inputs, parse_profile
 from quant.base.atomic import put_file, replace_directory, temporary_directory, write_atomically
-from quant.recipes.json_text import json_text, write_json
+from quant.base.json_files import json_text, write_json
+from quant.export.onnx.dynamic_shapes import Input, graph_inputs, parse_profile
 
 CONFIG_FILE, RECEIPT_FILE, SERVE_FILE = "config.pbtxt", "receipt.json", "serve.md"
 ENGINE_FILES = {"tensorrt": "model.plan", "tensorrt_rtx": "model.engine"}

@@ -25,10 +25,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from quant.export.engine.kernel_bundle import BundledKernel
-from quant.formats.known_names import known_names
-from quant.kernels.base.ptx import compile_kernel
+from quant.base.errors import known_names
+from quant.export.tensorrt.plugin import BundledKernel
 from quant.kernels.attention.attention_tiles import DIMS
+from quant.kernels.base.ptx import compile_kernel
 
 CACHE_FORMATS = ("fp8", "nvfp4")
 CACHE_DTYPES = {"BF16": "*bf16", "FP16": "*fp16"}

@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 
+from quant.export.onnx.opsets import CACHE_PLUGIN
 from quant.export.tensorrt.cache_plugin import CACHE_DTYPES, CacheSpec, compile_cache_attention
-from quant.export.engine.kernel_bundle import pack
-from quant.export.tensorrt.plugin import KERNELS
+from quant.export.tensorrt.plugin import KERNELS, pack
 from quant.export.tensorrt.plugin_tensorrt import (
     PluginMethods,
     data_type,
@@ -23,7 +23,6 @@ from quant.export.tensorrt.plugin_tensorrt import (
     register_creator,
     type_name,
 )
-from quant.export.onnx.opsets import CACHE_PLUGIN
 
 _FIRST_CACHE = 3  # after q, k and v
 _TYPES = {"fp8": ("FP8", "FP8"), "nvfp4": ("FP8", "FP8", "FP8", "FP8")}

@@ -13,8 +13,8 @@ import importlib.util
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from quant.formats.install_command import install_command
-from quant.formats.known_names import known_names
+from quant.base.errors import known_names
+from quant.base.extras import install_command
 from quant.kernels.base.hardware import CAPABILITIES
 
 # Turing, Ampere (three), Ada, Hopper, Blackwell for data centres (two) and for workstations (two).

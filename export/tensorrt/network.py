@@ -16,9 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from quant.export.tensorrt.gpu_targets import GpuTarget
-from quant.export.onnx.opsets import CACHE_PLUGIN, PLUGIN
-from quant.export.onnx.serving import CAPACITY_KEY, IDS
+from quant.base.extras import install_command
 from quant.export.onnx.dynamic_shapes import (
     FP8_ATTENTION_MINIMUM,
     Input,
@@ -28,8 +26,10 @@ from quant.export.onnx.dynamic_shapes import (
     graph_inputs,
     parse_profile,
 )
+from quant.export.onnx.opsets import CACHE_PLUGIN, PLUGIN
+from quant.export.onnx.serving import CAPACITY_KEY, IDS
 from quant.export.onnx.translate import layer_of, module_of
-from quant.formats.install_command import install_command
+from quant.export.tensorrt.gpu_targets import GpuTarget
 
 # Op types that become one attention each.
 ATTENTION = ("Attention", "TRT_QuantizedAttention", PLUGIN, CACHE_PLUGIN)

@@ -12,10 +12,12 @@ from typing import Any
 
 import numpy as np
 
-from quant.export.engine.kernel_bundle import BundledKernel
+from quant.export.onnx.opsets import PLUGIN, PLUGIN_DOMAIN, PLUGIN_VERSION
+from quant.export.tensorrt.cuda_driver import LoadedKernel
 from quant.export.tensorrt.plugin import (
     INPUTS,
     Attributes,
+    BundledKernel,
     bundle_attention,
     check_shapes,
     compile_attention,
@@ -26,9 +28,7 @@ from quant.export.tensorrt.plugin import (
     launch,
     launch_grid,
 )
-from quant.export.onnx.opsets import PLUGIN, PLUGIN_DOMAIN, PLUGIN_VERSION
 from quant.kernels.attention.attention_tiles import tiles_for
-from quant.export.tensorrt.cuda_driver import LoadedKernel
 
 _DATA_TYPES = {"FP32": "FLOAT", "FP16": "HALF"}
 

@@ -15,14 +15,14 @@ from typing import Any
 import numpy as np
 import torch
 
+from quant.base.errors import UserError
+from quant.base.extras import install_command
+from quant.base.json_files import read_json
 from quant.calibration.placement import free_memory
 from quant.export.engines.engine_session import check_memory, check_names
-from quant.base.errors import UserError
+from quant.export.onnx.serving import IDS, LAST, LENGTHS, LOGITS, cache_names
 from quant.export.tensorrt.audit import receipt_path
 from quant.export.tensorrt.gpu_targets import EXTRAS, local_capability
-from quant.export.onnx.serving import IDS, LAST, LENGTHS, LOGITS, cache_names
-from quant.formats.install_command import install_command
-from quant.base.json_files import read_json
 
 _TORCH = {"FLOAT": torch.float32, "HALF": torch.float16, "BF16": torch.bfloat16}
 _NUMPY = {"FLOAT": "float32", "HALF": "float16", "BF16": "bfloat16"}

@@ -21,8 +21,8 @@ import sys
 from pathlib import Path
 from typing import Any, BinaryIO, TextIO
 
-from quant.export.tensorrt.engine_file import RECORD
 from quant.base.atomic import write_atomically
+from quant.export.tensorrt.engine_file import RECORD
 
 # Messages up to this severity are passed on: internal error, error, warning, info, and verbose (4) kept to oneself.
 _VERBOSE = 4

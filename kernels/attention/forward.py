@@ -4,9 +4,10 @@
     out, lse = attention(q, k, v, window=4096, softcap=50.0, return_lse=True)     BF16 operands
 
 A scale covers a tensor, a head, or a block of 128 tokens of a head. A CPU runs the oracle
-(`quant.kernels.attention.reference`), Hopper a warp-specialised kernel (`kernels/attention/sm90_dense_attention.py`), any
-other GPU with the tensor cores a Triton kernel (`kernels/attention/portable_dense_attention.py`), and a GPU without
-them the oracle. `quant.kernels.attention.quantize_qkv` makes E4M3 operands and lays V out as Hopper's tensor cores read it.
+(`quant.kernels.attention.reference`), Hopper a warp-specialised kernel (`kernels/attention/sm90_dense_attention.py`),
+any other GPU with the tensor cores a Triton kernel (`kernels/attention/portable_dense_attention.py`), and a GPU without
+them the oracle. `quant.kernels.attention.quantize_qkv` makes E4M3 operands and lays V out as Hopper's tensor cores
+read it.
 
 `fp8_attention` is the op with one scale per tensor that exporters know; its kernel is compiled ahead of time for
 TensorRT (`quant.export.tensorrt.plugin`).
@@ -28,8 +29,8 @@ from quant.kernels.attention.attention_operands import (
     restore_v,
     scale_blocks,
 )
-from quant.kernels.attention.reference import fp8_attention_reference, reference
 from quant.kernels.attention.attention_tiles import DIMS, HEAD_DIMS
+from quant.kernels.attention.reference import fp8_attention_reference, reference
 from quant.kernels.base.hardware import capability_of, has_fp8_tensor_cores, is_on_hopper
 
 
@@ -210,8 +211,8 @@ def _attention(
     # Kernels take contiguous operands; a view, such as from `transpose(1, 2)`, is copied here.
     q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
     if hopper:
-        from quant.kernels.attention import sm90_dense_attention as kernel
         from quant.kernels.attention import portable_fp8_operands
+        from quant.kernels.attention import sm90_dense_attention as kernel
 
         # wgmma reads FP8 operands K-major only, and the K of P · V is the keys: V must be transposed.
         if options.scales is not None and not options.v_laid_out:

@@ -21,8 +21,8 @@ from dataclasses import dataclass
 
 import torch
 
+from quant.base.errors import known_names
 from quant.formats.format import FORMATS, Format, is_16bit
-from quant.formats.known_names import known_names
 from quant.formats.number import E2M1, E4M3
 from quant.formats.packing import pack
 from quant.formats.rounding import decode, encode, round_to

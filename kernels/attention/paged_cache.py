@@ -19,8 +19,8 @@ from typing import Unpack
 import torch
 
 from quant.formats.format import Format
-from quant.kernels.attention.decode import paged_attention
 from quant.kernels.attention.attention_operands import ScoreKeywords
+from quant.kernels.attention.decode import paged_attention
 from quant.kernels.attention.kv_pages import PAGE_SIZES, KVPages, check_kv_format, first_scale, write_reference
 
 

@@ -15,16 +15,16 @@ import triton
 import triton.language as tl
 
 from quant.kernels.attention.kv_pages import CANDIDATES, KVPages
-from quant.kernels.rounding.portable_block_scales import amax_of, encode_scale, finite_or_nan, nonzero
 from quant.kernels.base.portable_dependent_launch import overlap_options, wait_for_previous
 from quant.kernels.base.portable_small_floats import compilable, encode_e2m1, from_e4m3, nearest_e2m1, to_e4m3
+from quant.kernels.rounding.portable_block_scales import amax_of, encode_scale, finite_or_nan, nonzero
 
 _FIRST, _LAST = (tl.constexpr(offset) for offset in CANDIDATES)
 
 
 @triton.jit
 def _best_scale(value, stored, scale):
-    """Returns `quant.kernels.attention.kv_pages.block_scales` of `value` [tokens, blocks, 16], from the `max` rule's scales."""
+    """Returns `quant.kernels.attention.kv_pages.block_scales` of `value` [tokens, blocks, 16]: `max` scales."""
     # The code comes from the value's bits: on an H100 a bitcast of `stored` gave zero for every other token.
     first = from_e4m3(stored)
     bits = first.to(tl.int32, bitcast=True)

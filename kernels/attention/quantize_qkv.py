@@ -22,11 +22,9 @@ from typing import Literal, Unpack, overload
 
 import torch
 
-from quant.formats.known_names import known_names
+from quant.base.errors import known_names
 from quant.formats.number import E4M3
 from quant.formats.scaling import finite_or_nan
-from quant.kernels.base import hardware
-from quant.kernels.attention.forward import attention
 from quant.kernels.attention.attention_operands import (
     AttentionInputs,
     AttentionOptions,
@@ -42,8 +40,10 @@ from quant.kernels.attention.attention_operands import (
     sequence_of_rows,
 )
 from quant.kernels.attention.attention_tiles import DIMS
-from quant.kernels.rounding.hadamard import random_sign_rotation
+from quant.kernels.attention.forward import attention
+from quant.kernels.base import hardware
 from quant.kernels.base.hardware import is_on_hopper
+from quant.kernels.rounding.hadamard import random_sign_rotation
 
 GRANULARITIES = ("block", "head", "tensor")
 

@@ -37,10 +37,10 @@ from torch.nn.functional import pad
 from quant.formats.format import Format
 from quant.formats.number import E4M3
 from quant.formats.scaling import global_scale_of, scale_of
-from quant.kernels.attention.forward import attention
 from quant.kernels.attention.attention_operands import SCALE_BLOCK, AttentionOptions, scale_blocks
-from quant.kernels.attention.reference import reference
+from quant.kernels.attention.forward import attention
 from quant.kernels.attention.kv_pages import KVPages, decode_kv, encode_kv
+from quant.kernels.attention.reference import reference
 
 RING_FORMATS = ("fp8", "nvfp4")
 """Formats in which keys and values are passed on; None is 16 bit."""

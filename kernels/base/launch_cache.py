@@ -5,7 +5,7 @@ and finds the compiled kernel by the answers: 10 to 40 µs of host time, as much
 of an earlier call are recognized by dtypes, by integers, and by whether all pointers are aligned.
 
 The first call of a kind waits while Triton compiles its kernel. A server does that beforehand: within `recorded()`
-launches are noted, not made, each kernel once, and can then be compiled (`kernels/linear/variants.py`).
+launches are noted, not made, each kernel once, and can then be compiled (`quant/vllm_plugin/warm_up.py`).
 """
 
 from __future__ import annotations

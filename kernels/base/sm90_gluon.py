@@ -2,8 +2,53 @@
 
 from __future__ import annotations
 
+import torch
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from quant.formats.tensor import BlockScaledTensor
+
+# Tensor maps tell TMA, the Hopper GPU's copy engine, which tile of which matrix in memory it fetches or writes.
+#
+# Their constructor checks everything, and takes as long as a launch. So the fields of a map are checked once for
+# arguments of one shape, and each call puts its tensors, of that shape, into maps with these fields:
+#
+#     map = object.__new__(TensorDescriptor)
+#     vars(map).update(fields, base=tensor)
+#
+# The callers write these two lines in a loop, because a function call for each map would also take time.
+
+
+Fields = dict[str, object]
+"""A tensor map without its tensor."""
+
+
+def fields_of(descriptor: TensorDescriptor) -> Fields:
+    """Returns the fields of a descriptor that has checked them, without its tensor."""
+    return {name: value for name, value in vars(descriptor).items() if name != "base"}
+
+
+def matrix_fields(matrix: torch.Tensor, rows: int, columns: int) -> Fields:
+    """Returns the fields for a BF16 or E4M3 matrix of which tiles `[rows, columns]` are copied, swizzled for wgmma."""
+    dtype = gl.bfloat16 if matrix.dtype is torch.bfloat16 else gl.float8e4nv
+    layout = gl.NVMMASharedLayout.get_default_for([rows, columns], dtype)
+    return fields_of(TensorDescriptor(matrix, list(matrix.shape), [matrix.stride(0), 1], [rows, columns], layout))
+
+
+def prepacked_fields(weight: BlockScaledTensor, depth: int) -> tuple[Fields, Fields]:
+    """Returns the fields for words and scales of a prepacked weight with `depth` tiles of 64 × 64 at a time.
+
+    A tile is 512 words and 64 scales, one after another. TMA takes boxes of at most 256 elements a side.
+    """
+    # Words need no swizzle: a thread reads the 16 bytes that belong to it.
+    linear = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
+    words, scales = weight.codes, weight.scale
+    return (
+        fields_of(TensorDescriptor(words, [words.numel() // 256, 256], [256, 1], [2 * depth, 256], linear)),
+        fields_of(TensorDescriptor(scales, [scales.numel() // 64, 64], [64, 1], [depth, 64], linear)),
+    )
+
 
 # Until Triton 3.6.
 barrier = getattr(gl, "barrier", None) or gl.thread_barrier

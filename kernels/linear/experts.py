@@ -23,8 +23,8 @@ from quant.formats.format import FORMATS, INPUT_FORMATS, Format
 from quant.formats.tensor import BlockScaledTensor
 from quant.kernels.base.hardware import current, has_triton
 from quant.kernels.base.weight_layout import is_prepacked, restore
-from quant.kernels.rounding.round_inputs import aligned_rows, round_rows
 from quant.kernels.linear.ops import below_autograd, input_gradient, quantized_linear, register
+from quant.kernels.rounding.round_inputs import aligned_rows, round_rows
 
 GROUPED_LINEAR = "quant::grouped_linear"
 STORED_ROWS = 8
@@ -158,8 +158,7 @@ def _on_gpu(
     activation: Format | None,
     bias: torch.Tensor | None,
 ) -> torch.Tensor:
-    from quant.kernels.linear import sm90_codes_gemm_many
-    from quant.kernels.linear import portable_block_scaled_gemm, portable_grouped_gemm
+    from quant.kernels.linear import portable_block_scaled_gemm, portable_grouped_gemm, sm90_codes_gemm_many
     from quant.kernels.rounding import portable_casts
 
     portable_grouped_gemm.check(x, weight, offsets)

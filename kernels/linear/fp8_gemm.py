@@ -19,9 +19,9 @@ import torch
 from quant.formats.format import Format
 from quant.formats.scaling import finite_or_nan, scale_of
 from quant.formats.tensor import BlockScaledTensor
-from quant.kernels.linear import tiles
 from quant.kernels.base.hardware import has_triton
 from quant.kernels.base.weight_layout import is_prepacked
+from quant.kernels.linear import tiles
 from quant.kernels.linear.tiles import Product
 
 _STEP = 16

@@ -5,24 +5,62 @@ Loading a checkpoint and quantizing a model both end here. Nothing is imported t
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
 from torch import nn
 
 from quant.base.errors import UserError
-from quant.execution.encoder_layers import call_encoder_layers
 from quant.formats.tensor import BlockScaledTensor
 from quant.kernels.linear.conv import QuantConv
 from quant.kernels.linear.embedding import QuantEmbedding, embedding_refusal
-from quant.kernels.linear.expert_modules import QuantExperts
+from quant.kernels.linear.expert_modules import QuantExperts, run_experts_one_by_one
 from quant.kernels.linear.quant_linear import QuantLinear, RunTimeParts
-from quant.models.experts_forward import run_experts_one_by_one
 from quant.recipes.expert_stacks import stacking_of
-from quant.recipes.layer_kind import LayerKind
+from quant.recipes.layers import LayerKind
 from quant.recipes.module_hooks import take_over
 from quant.recipes.plan import LayerPlan, Plan
+
+# `call_encoder_layers` makes torch's encoder layers call their linear layers, which they otherwise multiply by.
+#
+# In eval mode without gradients, `nn.TransformerEncoderLayer` hands the weights of its linear layers to one fused
+# operation. Quantized layers, and layers in training, would round neither their inputs there nor, in training, their
+# weights. A layer whose activation is not marked as ReLU or GELU calls its parts instead.
+
+
+# By class, the attribute that only the condition of the fused operation reads: the activation, and whether padding is
+# left out by nested tensors, which no other operation takes.
+_ATTRIBUTES: dict[type[nn.Module], str] = {
+    nn.TransformerEncoderLayer: "activation_relu_or_gelu",
+    nn.TransformerEncoder: "use_nested_tensor",
+}
+
+
+def call_encoder_layers(model: nn.Module) -> None:
+    """Turns off the fused operation of every encoder layer in a model."""
+    for module, attribute in _fused(model):
+        setattr(module, attribute, 0)
+
+
+@contextmanager
+def calling_encoder_layers(model: nn.Module) -> Iterator[None]:
+    """Turns off the fused operation of every encoder layer while open."""
+    before = [(module, attribute, getattr(module, attribute)) for module, attribute in _fused(model)]
+    call_encoder_layers(model)
+    try:
+        yield
+    finally:
+        for module, attribute, value in before:
+            setattr(module, attribute, value)
+
+
+def _fused(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
+    for module in model.modules():
+        for kind, attribute in _ATTRIBUTES.items():
+            if isinstance(module, kind) and hasattr(module, attribute):
+                yield module, attribute
 
 
 def install_weight(

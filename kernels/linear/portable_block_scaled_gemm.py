@@ -5,22 +5,181 @@ The tensor cores of compute capability 10.0 and 12.0 take codes and block scales
     x  codes [M, K]  scale [M, K / block]       acc += dot_scaled(x tile, its scales, W tile, its scales)
     W  codes [N, K]  scale [N, K / block]       y = acc · global scale of x · global scale of W + bias
 
-x is quantized in the pass before (`kernels/rounding/portable_casts.py`). A program owns a tile of y; tiles are visited in bands
-of `_BAND` rows of tiles, so that programs at work at one time share tiles of x and W in the L2 cache. With `offsets`,
-rows are sorted by expert and each tile takes the weight of its own (`kernels/linear/portable_grouped_gemm.py`).
+x is quantized in the pass before (`kernels/rounding/portable_casts.py`). A program owns a tile of y; tiles are visited
+in bands of `_BAND` rows of tiles, so that programs at work at one time share tiles of x and W in the L2 cache. With
+`offsets`, rows are sorted by expert and each tile takes the weight of its own
+(`kernels/linear/portable_grouped_gemm.py`).
 """
 
 from __future__ import annotations
 
+import warnings
+
 import torch
 import triton
 import triton.language as tl
+from torch.nn.functional import pad
 
-from quant.formats.format import Format
-from quant.formats.tensor import BlockScaledTensor
+from quant.formats.format import FORMATS, Format
+from quant.formats.tensor import BlockScaledTensor, quantize
 from quant.kernels.base.hardware import current
 from quant.kernels.linear import portable_grouped_gemm
 from quant.kernels.linear.portable_grouped_gemm import group_of
+
+# This matmul is FP8 by FP8 with block scales: y = x · Wᵀ + bias, x in groups of 1×128, W in squares of 128×128.
+#
+#     acc = Σ over steps of 128 columns:  (x8 [block_m, 128] · w8 [block_n, 128]ᵀ) · sx [block_m] · sw [block_n / 128]
+#
+# The tensor core sums one step's products from zero; the step is then scaled and added in FP32 registers. The scales
+# are applied at each step, which also keeps the sum exact: Hopper adds FP8 products with few bits beyond FP16's. A
+# row's scale and a square's are each one number a step, so scaling costs one multiply-add an element and step.
+#
+# On Hopper, cuBLASLt of CUDA 12.9 and later has the same product, written for that chip and 1.6 times as fast. It
+# requires the scales of x by columns, and squares in multiples of four along K: otherwise it reads them from wrong
+# addresses and gives no error. So `cublas_takes` accepts few shapes, and the first product in a process is compared
+# with the kernel's.
+
+
+TILES = {"block_m": 128, "block_n": 128}
+WARPS = 8
+_BAND_of_fp8_block_gemm = tl.constexpr(8)
+
+
+@triton.jit
+def fp8_block_gemm_kernel(
+    x, x_scale, codes, scale, bias, y, M, N, K,
+    has_bias: tl.constexpr, block_m: tl.constexpr, block_n: tl.constexpr,
+):  # fmt: skip
+    """One tile of y; `block_n` divides 128, so that a tile has one row of squares. Tails are masked."""
+    tiles_m, tiles_n = tl.cdiv(M, block_m), tl.cdiv(N, block_n)
+    index = tl.program_id(0)
+    # Bands of `_BAND_of_fp8_block_gemm` rows of tiles, column by column: programs at work at one time share tiles of x
+    # and W in L2.
+    band = index // (_BAND_of_fp8_block_gemm * tiles_n)
+    height = tl.minimum(tiles_m - band * _BAND_of_fp8_block_gemm, _BAND_of_fp8_block_gemm)
+    within = index % (_BAND_of_fp8_block_gemm * tiles_n)
+    tile_n = within // height
+    m = (band * _BAND_of_fp8_block_gemm + within % height) * block_m + tl.arange(0, block_m)
+    n = tile_n * block_n + tl.arange(0, block_n)
+    k = tl.arange(0, 128)
+    # Rows beyond the end read the last one; their results are not stored.
+    m_row, n_row = tl.minimum(m, M - 1).to(tl.int64), tl.minimum(n, N - 1).to(tl.int64)
+    steps = tl.cdiv(K, 128)
+    acc = tl.zeros((block_m, block_n), dtype=tl.float32)
+    for step in range(steps):
+        inside = (step * 128 + k)[None, :] < K
+        a = tl.load(x + m_row[:, None] * K + (step * 128 + k)[None, :], mask=inside, other=0.0)
+        b = tl.load(codes + n_row[:, None] * K + (step * 128 + k)[None, :], mask=inside, other=0.0)
+        rows = tl.load(x_scale + m_row * steps + step)
+        square = tl.load(scale + (tile_n * block_n // 128) * steps + step)
+        acc += tl.dot(a, tl.trans(b)) * (rows * square)[:, None]
+    if has_bias:
+        acc += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
+    pointer = y + m.to(tl.int64)[:, None] * N + n[None, :]
+    tl.store(pointer, acc.to(y.dtype.element_ty), mask=(m[:, None] < M) & (n[None, :] < N))
+
+
+def fp8_block_gemm(
+    x: BlockScaledTensor, weight: BlockScaledTensor, bias: torch.Tensor | None, dtype: torch.dtype
+) -> torch.Tensor:
+    """Returns `x @ weight.T + bias`.
+
+    Args:
+        x: `[tokens, in]` in `fp8_group`.
+        weight: `[out, in]` in `fp8_block`.
+        bias: `[out]`, or None.
+        dtype: the dtype of the result.
+
+    Returns:
+        `[tokens, out]`.
+
+    Raises:
+        ValueError: other formats, or widths that do not match.
+    """
+    if x.format is not FORMATS["fp8_group"] or weight.format is not FORMATS["fp8_block"]:
+        raise ValueError(f"FP8 block matmul of {x.format} by {weight.format}: expected fp8_group by fp8_block")
+    if x.shape[1] != weight.shape[1]:
+        raise ValueError(f"FP8 block matmul of x {list(x.shape)} by {list(weight.shape)}: the widths differ")
+    if cublas_takes(x.codes, weight.shape, dtype):
+        return by_cublas(x, weight, bias)
+    return by_triton(x, weight, bias, dtype)
+
+
+def by_triton(
+    x: BlockScaledTensor, weight: BlockScaledTensor, bias: torch.Tensor | None, dtype: torch.dtype
+) -> torch.Tensor:
+    """Returns `fp8_block_gemm` by the Triton kernel."""
+    (tokens, columns), rows = x.shape, weight.shape[0]
+    y = torch.empty(tokens, rows, dtype=dtype, device=x.codes.device)
+    if tokens:
+        depth = stages(current(y.device.index or 0).arch if y.is_cuda else 90)
+        grid = (triton.cdiv(tokens, TILES["block_m"]) * triton.cdiv(rows, TILES["block_n"]),)
+        fp8_block_gemm_kernel[grid](
+            x.codes, x.scale, weight.codes, weight.scale, y if bias is None else bias, y, tokens, rows, columns,
+            has_bias=bias is not None, **TILES, num_warps=WARPS, num_stages=depth,
+        )  # fmt: skip
+    return y
+
+
+def by_cublas(x: BlockScaledTensor, weight: BlockScaledTensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """Returns `fp8_block_gemm` by cuBLASLt, BF16; `cublas_takes` tells where."""
+    tokens = x.shape[0]
+    # cuBLASLt reads the scales of x, by columns, at multiples of 16 bytes.
+    missing = -tokens % 4
+    codes, scale = x.codes, x.scale
+    if missing:
+        codes = pad(codes.view(torch.uint8), (0, 0, 0, missing)).view(codes.dtype)
+        scale = pad(scale, (0, 0, 0, missing))
+    by_columns = scale.t().contiguous().t()
+    y = torch._scaled_mm(codes, weight.codes.t(), by_columns, weight.scale.t(), out_dtype=torch.bfloat16)[:tokens]
+    return y if bias is None else y + bias
+
+
+def cublas_takes(x: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> bool:
+    """Returns whether cuBLASLt multiplies `x` by a weight of `shape` on this GPU, and got a first product right."""
+    rows, columns = shape
+    if not x.shape[0] or rows % 128 or columns % 512 or dtype is not torch.bfloat16 or not x.is_cuda:
+        return False
+    version = tuple(map(int, (torch.version.cuda or "0.0").split(".")[:2]))
+    index = x.device.index or 0
+    if version < (12, 9) or not current(index).has_wgmma:
+        return False
+    if index not in _checked:
+        if torch.cuda.is_current_stream_capturing():
+            return False  # a check waits for its result, which a capture cannot
+        _checked[index] = _cublas_is_right(index)
+    return _checked[index]
+
+
+_checked: dict[int, bool] = {}
+
+
+def _cublas_is_right(index: int) -> bool:
+    """Compares two products of random matrices on GPU `index`, with blocks of many sizes; says where they differ."""
+    generator = torch.Generator().manual_seed(0)
+    x, w = (torch.randn(size, 1024, generator=generator, dtype=torch.float32, device="cpu") for size in (130, 384))
+    sizes = torch.randn(3, 1, 8, 1, generator=generator, dtype=torch.float32, device="cpu").mul(2).exp()
+    w = (w.view(3, 128, 8, 128) * sizes).view(384, 1024)
+    gpu = f"cuda:{index}"
+    rows, weight = quantize(x, FORMATS["fp8_group"]).to(gpu), quantize(w, FORMATS["fp8_block"]).to(gpu)
+    try:
+        y = by_cublas(rows, weight, None).double()
+    except RuntimeError as error:
+        why = " ".join(str(error).split())[:200]
+    else:
+        exact = by_triton(rows, weight, None, torch.float32).double()
+        error_ = float((y - exact).norm() / exact.norm())
+        if error_ < 2**-7:
+            return True
+        why = f"error {error_:.1e}"
+    warnings.warn(f"cuBLASLt's FP8 product with block scales is not used on this GPU: {why}", stacklevel=2)
+    return False
+
+
+def stages(arch: int) -> int:
+    """Returns the depth of the pipeline: four steps of both tiles fit in 228 KB of shared memory, two in 100 KB."""
+    return 4 if arch in (90, 100, 103) else 2
+
 
 SCALED_FORMATS = ("nvfp4", "mxfp4", "mxfp8")
 """Formats that both sides may have; both have the same."""

@@ -7,8 +7,8 @@ import triton
 import triton.language as tl
 
 from quant.formats.tensor import BlockScaledTensor
-from quant.kernels.linear.portable_codes_gemm import decode_element, decode_scale, layout
 from quant.kernels.base.portable_small_floats import compilable
+from quant.kernels.linear.portable_codes_gemm import decode_element, decode_scale, layout
 
 
 @triton.jit

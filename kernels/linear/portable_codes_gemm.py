@@ -34,8 +34,8 @@ from quant.formats.tensor import BlockScaledTensor
 from quant.kernels.base import hardware
 from quant.kernels.base.arrival_counters import arrival_counters
 from quant.kernels.base.launch_cache import CachedLaunch
-from quant.kernels.linear.tiles import Launch, Tiles
 from quant.kernels.base.portable_small_floats import compilable, from_e4m3
+from quant.kernels.linear.tiles import Launch, Tiles
 
 
 @triton.jit

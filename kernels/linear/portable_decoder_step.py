@@ -6,8 +6,8 @@
     greedy             the column of the largest logit of each row, -1 where a logit is NaN
 
 Decoding one token reads every weight once and takes a millisecond or two, in which some hundreds of kernels start,
-each before the previous one has ended (`kernels/base/portable_dependent_launch.py`). Every intermediate is rounded to 16
-bit where the modules of transformers round it, so the values are equal to theirs up to the last bit of a reciprocal
+each before the previous one has ended (`kernels/base/portable_dependent_launch.py`). Every intermediate is rounded to
+16 bit where the modules of transformers round it, so the values are equal to theirs up to the last bit of a reciprocal
 root or an exponential.
 """
 

@@ -17,8 +17,8 @@ from torch import nn
 import quant.kernels.linear.ops  # noqa: F401 - defines torch.ops.quant.linear
 from quant.formats.format import Format
 from quant.formats.tensor import BlockScaledTensor
-from quant.kernels.rounding.hadamard import hadamard_block, hadamard_transform
 from quant.kernels.linear.quantized_module import QuantizedModule
+from quant.kernels.rounding.hadamard import hadamard_block, hadamard_transform
 
 
 @dataclass(frozen=True, eq=False)

@@ -3,10 +3,10 @@
 `model.float()`, `.half()` and `.to(dtype)` cast the floating-point tensors of a module, and FP8 counts as floating
 point, so `_apply` is overridden: codes and scales follow the module to a device and never change their dtype.
 
-On a Hopper GPU a weight takes the layout of the fastest kernel (`kernels/base/weight_layout.py`) when the module arrives there by
-`.to` or `.cuda`, and otherwise at its first forward, because tools such as accelerate move tensors one by one. That
-layout is for inputs in BF16; a module that gets inputs of another dtype returns to the checkpoint's layout.
-`state_dict` returns the checkpoint's layout and `load_state_dict` takes it, bit for bit, wherever the module is.
+On a Hopper GPU a weight takes the layout of the fastest kernel (`kernels/base/weight_layout.py`) when the module
+arrives there by `.to` or `.cuda`, and otherwise at its first forward, because tools such as accelerate move tensors one
+by one. That layout is for inputs in BF16; a module that gets inputs of another dtype returns to the checkpoint's
+layout. `state_dict` returns the checkpoint's layout and `load_state_dict` takes it, bit for bit, on any device.
 """
 
 from __future__ import annotations

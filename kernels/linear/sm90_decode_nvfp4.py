@@ -1,4 +1,4 @@
-"""These kernels decode NVFP4 weights in the layout of `kernels/base/weight_layout.py`: in registers, and to BF16 or E4M3 in memory.
+"""Decodes NVFP4 weights in the layout of `kernels/base/weight_layout.py`, in registers or to BF16 or E4M3 in memory.
 
 A thread holds four words of a tile, 32 codes, and the scales of the two rows that they belong to. Eleven integer
 instructions and four packed products turn a word into eight BF16 values. Each is element times block scale, exactly,

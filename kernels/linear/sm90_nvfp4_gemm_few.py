@@ -9,9 +9,9 @@ The tensor cores compute yᵀ = W · xᵀ, so that rows of W fill the 64 rows of
 owns 16 rows of W, a warpgroup a panel of 64. With 8 tokens a tile, mma.sync replaces wgmma, so that a warp does not
 wait for the other three of its warpgroup. `sm90_gemm_pipeline.py` draws the ring and says who waits for whom.
 
-Words are read from shared memory by the thread that multiplies them (`kernels/base/weight_layout.py` put them in that order), so
-that decoding needs no exchange: 3 instructions a weight in all, where reading at 3 TB/s leaves time for 5.5. A tile is
-decoded while the tensor cores work on the one before it.
+Words are read from shared memory by the thread that multiplies them (`kernels/base/weight_layout.py` put them in that
+order), so that decoding needs no exchange: 3 instructions a weight in all, where reading at 3 TB/s leaves time for 5.5.
+A tile is decoded while the tensor cores work on the one before it.
 
 A unit of work is `depth` tiles of 64 columns of K for 64 · panels rows of W and block_m tokens. The units of the whole
 product, ordered by output tile, are dealt out evenly to programs that stay on their SM ("stream-K"):
@@ -50,7 +50,8 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from quant.formats.tensor import BlockScaledTensor
 from quant.kernels.base.arrival_counters import arrival_counters
-from quant.kernels.base.sm90_gluon import async_load, barrier
+from quant.kernels.base.launch_cache import CachedLaunch
+from quant.kernels.base.sm90_gluon import async_load, barrier, matrix_fields, prepacked_fields
 from quant.kernels.linear.sm90_decode_nvfp4 import DECODED, decode
 from quant.kernels.linear.sm90_gemm_epilogue import Output, halve, store_sum
 from quant.kernels.linear.sm90_gemm_pipeline import (
@@ -62,8 +63,6 @@ from quant.kernels.linear.sm90_gemm_pipeline import (
     wait_for_previous_kernel,
     weight_rings,
 )
-from quant.kernels.hopper.tensor_maps import matrix_fields, prepacked_fields
-from quant.kernels.base.launch_cache import CachedLaunch
 from quant.kernels.linear.tiles import GluonTiles, Launch
 
 ALONE = gl.constexpr(8)

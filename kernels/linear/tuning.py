@@ -19,13 +19,12 @@ import torch
 from torch import nn
 
 from quant.formats.tensor import BlockScaledTensor
-from quant.kernels.linear import tiles
 from quant.kernels.base.hardware import Hardware, current
-from quant.kernels.launch_table import MeasuredChoice, key, store, to_entry
-from quant.kernels.base.weight_layout import as_computed, is_prepacked, prepack, prepack_refusal, restore
-from quant.kernels.linear import dispatch
-from quant.kernels.linear.quant_linear import QuantLinear
 from quant.kernels.base.timing import graph_microseconds
+from quant.kernels.base.weight_layout import as_computed, is_prepacked, prepack, prepack_refusal, restore
+from quant.kernels.linear import dispatch, tiles
+from quant.kernels.linear.quant_linear import QuantLinear
+from quant.kernels.linear.tiles import MeasuredChoice, key, store, to_entry
 
 
 def search(

@@ -15,8 +15,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from quant.kernels.linear.portable_codes_gemm import decode_scale
 from quant.kernels.base.portable_small_floats import from_e4m3, nearest_e2m1, refined, to_e4m3
+from quant.kernels.linear.portable_codes_gemm import decode_scale
 
 
 @triton.jit

@@ -17,15 +17,194 @@ from typing import Any
 
 import torch
 import triton
+import triton.language as tl
 
 from quant.formats.format import INPUT_FORMATS, Format
 from quant.formats.scaling import global_scale_of, scale_of
 from quant.formats.tensor import BlockScaledTensor
 from quant.kernels.base import hardware
 from quant.kernels.base.launch_cache import CachedLaunch
-from quant.kernels.portable.nvfp4_rows_to_codes import BLOCK, nvfp4_rows_to_codes_kernel
-from quant.kernels.portable.rows_to_codes import rows_to_codes_kernel
-from quant.kernels.base.portable_small_floats import compilable
+from quant.kernels.base.portable_small_floats import code_bits, columns, compilable, to_e4m3
+from quant.kernels.rounding.portable_block_scales import (
+    amax_of,
+    encode_scale,
+    encode_scale_for_four_or_six,
+    finite_or_nan,
+    quotient_to_code,
+    reciprocal,
+)
+
+# This kernel turns 16-bit rows into codes and scales; a program owns a row, and the compiler places its elements.
+#
+#     x [K] ─▶ blocks [K / block, block] ─▶ amax ─▶ scale ─▶ x / scale ─▶ codes [K · bits / 8]
+#                                                   └──────────────────▶ scale [K / block], or one a row
+#
+# It serves formats with one scale for a row, or a static one for the tensor, and blocks of FP8: there, each reduction
+# goes across threads anyway. NVFP4's blocks of 16 take `kernels/rounding/portable_casts.py`.
+#
+# With `flat`, a program owns `width` elements as they lie in memory, whole blocks of one or several rows, so that short
+# rows leave no lane idle.
+
+
+@triton.jit
+def rows_to_codes_kernel(
+    x, codes, scale, global_scale, x_stride, K,
+    element: tl.constexpr, largest: tl.constexpr, kind: tl.constexpr, block: tl.constexpr,
+    static: tl.constexpr, flat: tl.constexpr, width: tl.constexpr,
+):  # fmt: skip
+    """A row of K a program, or `width` elements where `flat`. With `block` 0 the row has one scale.
+
+    `static` divides by `global_scale`, a scale that was measured before, and writes none.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, width)
+    dtype: tl.constexpr = x.dtype.element_ty
+    start = row * K
+    inside = column < (width if flat else K)
+    value = tl.load(x + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
+
+    if static:
+        steps = tl.div_rn(finite_or_nan(value), tl.load(global_scale).to(tl.float32))
+    elif block == 0:
+        # The row waits here for the slowest of its threads. It waits in 16 bit, which takes half of the registers, so
+        # that more rows fit on an SM. Bits of magnitudes sort like their values, NaN above infinity.
+        half = value.to(dtype)
+        bits = half.to(tl.int16, bitcast=True) & 0x7FFF
+        amax = tl.max(bits, axis=0).to(tl.int16).to(dtype, bitcast=True).to(tl.float32)
+        stored, step = encode_scale(amax, 1.0, kind, largest, scale.dtype.element_ty)
+        tl.store(scale + row, stored)
+        if (amax > 1e-20) & (amax < 1e30):
+            steps = quotient_to_code(half.to(tl.float32), step, reciprocal(step))
+        else:
+            steps = tl.div_rn(half.to(tl.float32), step)
+    else:
+        blocks = value.reshape(width // block, block)
+        stored, step = encode_scale(amax_of(blocks, 1), 1.0, kind, largest, scale.dtype.element_ty)
+        index = tl.arange(0, width // block)
+        tl.store(scale + start // block + index, stored, mask=index < (width if flat else K) // block)
+        if kind == "wide":
+            steps = tl.div_rn(blocks, tl.broadcast_to(step[:, None], (width // block, block))).reshape(width)
+        else:
+            # The reciprocal of a power of two is exact.
+            steps = (blocks * tl.div_rn(1.0, step)[:, None]).reshape(width)
+
+    if element == "e2m1":
+        word = e2m1_words(steps.reshape(width // 8, 8), value.reshape(width // 8, 8))
+        index = tl.arange(0, width // 8)
+        words = (codes + start // 2).to(tl.pointer_type(tl.int32))
+        tl.store(words + index, word, mask=index < (width if flat else K) // 8)
+    else:
+        tl.store(codes + start + column, byte_code(steps, element, codes.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def byte_code(steps, element: tl.constexpr, dtype: tl.constexpr):
+    """Rounds float32 to INT8 or E4M3 (or its bytes): to nearest even, saturating, as a cast to E4M3 does by itself."""
+    if element == "int8":
+        # 1.5 · 2^23: the sum has no bits below one.
+        return tl.clamp((steps + 12582912.0) - 12582912.0, -127.0, 127.0).to(tl.int8)
+    else:
+        return to_e4m3(steps, dtype)
+
+
+@triton.jit
+def e2m1_words(steps, signed):
+    """Packs rows of eight E2M1 codes into one int32 each, the first in the lowest bits, with the signs of `signed`."""
+    s0, s1, s2, s3, s4, s5, s6, s7 = columns(signed.to(tl.uint32, bitcast=True))
+    signs = s7 >> 28
+    signs = (signs << 4) | (s6 >> 28)
+    signs = (signs << 4) | (s5 >> 28)
+    signs = (signs << 4) | (s4 >> 28)
+    signs = (signs << 4) | (s3 >> 28)
+    signs = (signs << 4) | (s2 >> 28)
+    signs = (signs << 4) | (s1 >> 28)
+    signs = (signs << 4) | (s0 >> 28)
+    # Subtract 0x4B400000 eight times, each time four bits further left: the sum of these wraps to 0x3F400000.
+    words = tl.sum(code_bits(tl.abs(steps)) << (tl.arange(0, 8) * 4)[None, :], axis=1) - 0x3F400000
+    return (words & 0x77777777) | (signs.to(tl.int32, bitcast=True) & -0x77777778)
+
+
+# This kernel turns 16-bit rows into NVFP4, whose blocks are so short that a thread owns whole ones.
+#
+# A program owns a row, or `width` elements where `flat`, and reads it as `[threads, 16]`:
+#
+#     thread 0    x[0 … 16)     a block: amax ─▶ scale ─▶ x / scale ─▶ two words of eight codes
+#     thread 1    x[16 … 32)
+#     …
+#
+# With one row as one vector, a block would be shared by threads, and each of them would compute its scale. Here
+# reshapes split and join registers of one thread, and no element moves to another. A thread reads 16 bytes at a time.
+
+
+BLOCK = 16
+_BLOCK = tl.constexpr(BLOCK)
+
+
+@triton.jit
+def nvfp4_rows_to_codes_kernel(
+    x, codes, scale, global_scale, x_stride, K,
+    largest: tl.constexpr, flat: tl.constexpr, width: tl.constexpr, whole: tl.constexpr, four_or_six: tl.constexpr,
+):  # fmt: skip
+    """See the module docstring; `whole` says that rows of K are whole numbers of blocks.
+
+    With `four_or_six`, the largest value of a block becomes 4 or 6, whichever has the smaller error.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    threads: tl.constexpr = width // _BLOCK
+    start, end = row * K, K
+    if flat:
+        start, end = row * width, width
+    elif whole:
+        # The same numbers, so written that the compiler sees that they are multiples of a block.
+        start, end = row * (K // _BLOCK) * _BLOCK, K // _BLOCK * _BLOCK
+    value = _floats(_load_row(x + row * x_stride, end, threads))
+    blocks = value.reshape(threads, 1, _BLOCK)
+    second_level = tl.load(global_scale).to(tl.float32)
+    dtype: tl.constexpr = scale.dtype.element_ty
+    if four_or_six:
+        stored, step = encode_scale_for_four_or_six(blocks, amax_of(blocks, 2), second_level, dtype)
+    else:
+        stored, step = encode_scale(amax_of(blocks, 2), second_level, "e4m3", largest, dtype)
+    index = tl.arange(0, threads)[:, None]
+    tl.store(scale + start // _BLOCK + index, stored, mask=index < end // _BLOCK)
+    step = step[:, :, None]
+    steps = quotient_to_code(blocks, step, reciprocal(step))
+    words = e2m1_words(steps.reshape(width // 8, 8), value.reshape(width // 8, 8)).reshape(threads, 2)
+    word = tl.arange(0, threads)[:, None] * 2 + tl.arange(0, 2)[None, :]
+    tl.store((codes + start // 2).to(tl.pointer_type(tl.int32)) + word, words, mask=word < end // 8)
+
+
+@triton.jit
+def _load_row(pointer, end, threads: tl.constexpr):
+    """Returns a row as `[threads, 16]`, zeros beyond `end`; BF16 as words of two, `[threads, 8]`.
+
+    A word is taken apart by a shift and an AND; where the compiler takes two BF16 apart, it needs three instructions.
+    The row begins at a multiple of four bytes.
+    """
+    if pointer.dtype.element_ty == tl.bfloat16:
+        return _load_halves(pointer.to(tl.pointer_type(tl.int32)), end // 2, threads, 4)
+    else:
+        return _load_halves(pointer, end, threads, 8)
+
+
+@triton.jit
+def _load_halves(pointer, end, threads: tl.constexpr, at_once: tl.constexpr):
+    """Returns `[threads, 2 at_once]` by two loads of `at_once` elements, 16 bytes each, joined in registers."""
+    offset = tl.arange(0, threads)[:, None] * (2 * at_once) + tl.arange(0, at_once)[None, :]
+    first = tl.load(pointer + offset, mask=offset < end, other=0)
+    second = tl.load(pointer + offset + at_once, mask=offset + at_once < end, other=0)
+    return tl.join(first, second).permute(0, 2, 1).reshape(threads, 2 * at_once)
+
+
+@triton.jit
+def _floats(x):
+    """Converts `x` to float32: int32 holds two BF16 values (`_load_row` returns such words), FP16 is cast."""
+    if x.dtype == tl.int32:
+        low, high = (x << 16).to(tl.float32, bitcast=True), (x & -65536).to(tl.float32, bitcast=True)
+        return tl.join(low, high).reshape(x.shape[0], 2 * x.shape[1])
+    else:
+        return x.to(tl.float32)
+
 
 FORMATS_OUT = ("nvfp4", "nvfp4_four_over_six", "mxfp8", "mxfp4", "fp8", "fp8_token", "fp8_group", "int8_token")
 """Activation formats that can be written."""

@@ -39,13 +39,15 @@ def round_rows(x: torch.Tensor, format: Format, input_scale: torch.Tensor | None
 
 def prepare_rounding(x: torch.Tensor, format: Format, input_scale: torch.Tensor | None) -> Rounding:
     """Returns `round_rows` for arguments like these, with everything decided that does not depend on their values."""
-    from quant.kernels.rounding import portable_casts
     from quant.kernels.linear import portable_codes_gemm
+    from quant.kernels.rounding import portable_casts
 
     columns = x.shape[-1]
     # The kernel takes whole blocks, and whole bytes of 4-bit codes.
     is_whole = columns % max(format.block[1], 2 if format.element.bits == 4 else 1) == 0
-    if not (format.name in portable_casts.FORMATS_OUT and is_whole and columns <= portable_casts.MAX_COLUMNS and x.numel()):
+    if not (
+        format.name in portable_casts.FORMATS_OUT and is_whole and columns <= portable_casts.MAX_COLUMNS and x.numel()
+    ):
         return lambda x, input_scale: round_activation(x, format, input_scale)
     has_global = format.global_scale  # an input scale is then the global scale, and block scales are measured
     portable_casts.check_scales(x, format, *((None, input_scale) if has_global else (input_scale, None)))

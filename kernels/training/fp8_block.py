@@ -138,7 +138,7 @@ def _swiglu_gradients_on_gpu(
 ) -> SwiGLUGradients:
     if not runs_on(dh):
         return _swiglu_gradients(dh, gate, up, rule, columns, product)
-    from quant.kernels.hopper.sm90_fp8_block_swiglu import sm90_fp8_block_swiglu_gradients, takes
+    from quant.kernels.training.sm90_fp8_block import sm90_fp8_block_swiglu_gradients, takes
 
     if not takes(dh):
         return _swiglu_gradients(dh, gate, up, rule, columns, product)

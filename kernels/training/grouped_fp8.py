@@ -15,13 +15,193 @@ from __future__ import annotations
 
 import torch
 from torch.nn import functional
+from torch.nn.functional import pad
 
 from quant.formats.number import E4M3
-from quant.formats.rounding import decode_power_of_two, encode, encode_power_of_two
+from quant.formats.rounding import decode_power_of_two, encode, encode_power_of_two, round_to
 from quant.formats.scaling import divided
 from quant.kernels.base.hardware import has_triton
 from quant.kernels.linear.ops import register
-from quant.kernels.training.e4m3_blocks import has_e4m3
+
+# Blocks of a matrix in E4M3 under power-of-two scales, as a custom op that torch.compile leaves whole.
+#
+#     quant::e4m3_blocks(x, height, width, dtype) -> element · scale of x [R, C] in blocks [height, width], scales
+#
+# Values take 4 significant bits, so BF16 holds them exactly. On a GPU one kernel computes them
+# (`kernels/training/portable_grouped_fp8.py`), elsewhere PyTorch.
+
+
+def _reference(x: torch.Tensor, height: int, width: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    rows, columns = x.shape
+    filled = pad(x.float(), (0, -columns % width, 0, -rows % height))
+    blocks = filled.unflatten(1, (-1, width)).unflatten(0, (-1, height))
+    amax = blocks.abs().amax(dim=(1, 3), keepdim=True)
+    # Rounded up, so that no element saturates; the least is 2^-127.
+    scale = decode_power_of_two(encode_power_of_two(divided(amax, E4M3.max)))
+    values = round_to(blocks / scale, E4M3) * scale
+    values = values.flatten(2).flatten(0, 1)[:rows, :columns].to(dtype, memory_format=torch.contiguous_format)
+    return values, scale[:, 0, :, 0].masked_fill(~amax.isfinite()[:, 0, :, 0], torch.nan)
+
+
+def _on_gpu(x: torch.Tensor, height: int, width: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    if not has_triton():
+        return _reference(x, height, width, dtype)
+    from quant.kernels.training.portable_grouped_fp8 import round_e4m3_blocks
+
+    with torch.cuda.device_of(x):
+        return round_e4m3_blocks(x, height, width, dtype, has_e4m3(x))
+
+
+def has_e4m3(x: torch.Tensor) -> bool:
+    """Returns whether Triton casts to E4M3 on the GPU of `x`: Ada and newer."""
+    return torch.cuda.get_device_capability(x.device) >= (8, 9)
+
+
+def _fake(x: torch.Tensor, height: int, width: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    scales = x.new_empty(-(-x.shape[0] // height), -(-x.shape[1] // width), dtype=torch.float32)
+    return x.new_empty(x.shape, dtype=dtype), scales
+
+
+register(
+    "quant::e4m3_blocks",
+    "(Tensor x, int height, int width, ScalarType dtype) -> (Tensor, Tensor)",
+    _fake,
+    default=_reference,
+    cuda=_on_gpu,
+)
+
+
+# silu(gate) · up of one matrix and its gradients, as custom ops: on a GPU one kernel each, elsewhere PyTorch.
+#
+# quant::swiglu(both) -> silu(gate) · up of both = [gate, up]
+# quant::swiglu_backward(dy, both) -> [d gate, d up]
+
+
+def _reference_of_swiglu(both: torch.Tensor) -> torch.Tensor:
+    gate, up = both.chunk(2, 1)
+    return functional.silu(gate) * up
+
+
+def _reference_backward(dy: torch.Tensor, both: torch.Tensor) -> torch.Tensor:
+    gate, up = both.chunk(2, 1)
+    return torch.cat([torch.ops.aten.silu_backward(dy * up, gate), dy * functional.silu(gate)], 1)
+
+
+def _on_gpu_of_swiglu(both: torch.Tensor) -> torch.Tensor:
+    if not has_triton():
+        return _reference_of_swiglu(both)
+    from quant.kernels.training.portable_grouped_fp8 import swiglu
+
+    with torch.cuda.device_of(both):
+        return swiglu(both)
+
+
+def _on_gpu_backward(dy: torch.Tensor, both: torch.Tensor) -> torch.Tensor:
+    if not has_triton():
+        return _reference_backward(dy, both)
+    from quant.kernels.training.portable_grouped_fp8 import swiglu_backward
+
+    with torch.cuda.device_of(both):
+        return swiglu_backward(dy, both)
+
+
+def _fake_of_swiglu(both: torch.Tensor) -> torch.Tensor:
+    return both.new_empty(both.shape[0], both.shape[1] // 2)
+
+
+def _fake_backward(dy: torch.Tensor, both: torch.Tensor) -> torch.Tensor:
+    return both.new_empty(both.shape)
+
+
+register(
+    "quant::swiglu", "(Tensor both) -> Tensor", _fake_of_swiglu, default=_reference_of_swiglu, cuda=_on_gpu_of_swiglu
+)
+register(
+    "quant::swiglu_backward",
+    "(Tensor dy, Tensor both) -> Tensor",
+    _fake_backward,
+    default=_reference_backward,
+    cuda=_on_gpu_backward,
+)
+
+
+# The sum of the rows of each token's experts, as custom ops that torch.compile leaves whole.
+#
+#     quant::weigh_rows(rows, positions, weights, tokens, dtype) -> Σ weight · row of each token, [tokens, H]
+#     quant::weigh_rows_backward(dy, rows, positions, slots, weights) -> d rows, d weights
+#
+# On a GPU kernels compute them (`kernels/training/portable_grouped_fp8.py`), elsewhere PyTorch. The sum of a token has
+# the order of its slots at every call.
+
+
+def _reference_of_weighted_rows(
+    rows: torch.Tensor, positions: torch.Tensor, weights: torch.Tensor | None, tokens: int, dtype: torch.dtype
+) -> torch.Tensor:
+    slots: torch.Tensor = rows.index_select(0, positions).unflatten(0, (tokens, -1)).float()
+    slots = slots if weights is None else slots * weights.float()[..., None]
+    return slots.sum(1).to(dtype)
+
+
+def _reference_backward_of_weighted_rows(
+    dy: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor, weights: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    has_token = (slots < weights.numel())[:, None]
+    products = (dy.float()[:, None] * weights.float()[..., None]).flatten(0, 1)
+    d_rows = torch.where(has_token, products[slots.clamp(max=len(products) - 1)], 0)
+    # A slot of no expert has a row of zeros, whose product is zero.
+    own = rows.index_select(0, positions).unflatten(0, weights.shape).float()
+    return d_rows.to(rows.dtype), (own * dy.float()[:, None]).sum(2).to(weights.dtype)
+
+
+def _on_gpu_of_weighted_rows(
+    rows: torch.Tensor, positions: torch.Tensor, weights: torch.Tensor | None, tokens: int, dtype: torch.dtype
+) -> torch.Tensor:
+    if not has_triton():
+        return _reference_of_weighted_rows(rows, positions, weights, tokens, dtype)
+    from quant.kernels.training.portable_grouped_fp8 import weigh_rows
+
+    with torch.cuda.device_of(rows):
+        return weigh_rows(rows, positions, weights, tokens, dtype)
+
+
+def _on_gpu_backward_of_weighted_rows(
+    dy: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor, weights: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    if not has_triton():
+        return _reference_backward_of_weighted_rows(dy, rows, positions, slots, weights)
+    from quant.kernels.training.portable_grouped_fp8 import weigh_rows_backward
+
+    with torch.cuda.device_of(rows):
+        return weigh_rows_backward(dy, rows, slots, weights)
+
+
+def _fake_of_weighted_rows(
+    rows: torch.Tensor, positions: torch.Tensor, weights: torch.Tensor | None, tokens: int, dtype: torch.dtype
+) -> torch.Tensor:
+    return rows.new_empty(tokens, rows.shape[1], dtype=dtype)
+
+
+def _fake_backward_of_weighted_rows(
+    dy: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor, weights: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return rows.new_empty(rows.shape), weights.new_empty(weights.shape)
+
+
+register(
+    "quant::weigh_rows",
+    "(Tensor rows, Tensor positions, Tensor? weights, SymInt tokens, ScalarType dtype) -> Tensor",
+    _fake_of_weighted_rows,
+    default=_reference_of_weighted_rows,
+    cuda=_on_gpu_of_weighted_rows,
+)
+register(
+    "quant::weigh_rows_backward",
+    "(Tensor dy, Tensor rows, Tensor positions, Tensor slots, Tensor weights) -> (Tensor, Tensor)",
+    _fake_backward_of_weighted_rows,
+    default=_reference_backward_of_weighted_rows,
+    cuda=_on_gpu_backward_of_weighted_rows,
+)
+
 
 _Rounded = tuple[torch.Tensor, torch.Tensor]  # codes and their scales
 _LEAST = 2.0**-126

@@ -24,8 +24,8 @@ from torch.autograd.function import once_differentiable
 from quant.formats.format import INPUT_FORMATS, Format
 from quant.formats.tensor import round_activation
 from quant.kernels.base.hardware import has_triton
-from quant.kernels.rounding.round_inputs import round_rows
 from quant.kernels.linear.ops import below_autograd, register, runs_eagerly
+from quant.kernels.rounding.round_inputs import round_rows
 
 _FLOATS = (torch.float16, torch.bfloat16)
 _SHORT = 32  # inputs of a block whose scale has a gradient
@@ -48,7 +48,9 @@ def _round_input(x: torch.Tensor, input_scale: torch.Tensor | None, activation: 
 
         with torch.cuda.device_of(x):
             rows = x.reshape(-1, x.shape[-1])
-            if portable_fake_rounding.can_measure(format, rows.shape) and format.global_scale == (input_scale is not None):
+            if portable_fake_rounding.can_measure(format, rows.shape) and format.global_scale == (
+                input_scale is not None
+            ):
                 return portable_fake_rounding.round_weight(rows, format, x.dtype, None, input_scale).view(x.shape)
             return round_rows(rows, format, input_scale).view(x.shape)
     # An op returns no tensor that it was given, as rounding does of no rows.

@@ -100,7 +100,7 @@ def measured_global_scale(weights: Sequence[torch.Tensor], format: Format) -> to
     It has gone through the reciprocal that files may store.
     """
     if all(runs_eagerly(weight) and weight.dim() == 2 for weight in weights):
-        from quant.kernels.portable.training import global_scale
+        from quant.kernels.training import portable_fake_rounding as global_scale
 
         with torch.cuda.device_of(weights[0]):
             return global_scale.global_scale(weights, format)

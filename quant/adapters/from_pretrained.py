@@ -31,17 +31,17 @@ from transformers.quantizers.auto import (
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import CompressedTensorsConfig
 
-from quant.run.quantize import quantize
-from quant.export.checkpoint.open_checkpoint import KV_SCALES, Checkpoint, kv_scale_problems, refuse, suspect_problems
-from quant.export.checkpoint.pretrained import attach
 from quant.base.errors import UserError
-from quant.kernels.linear.install import install_kv_scales, install_weight, mark_quantized, use_expert_modules
 from quant.export.checkpoint.files.names import EXPERT_PARTS
 from quant.export.checkpoint.files.read_tensors import RUN_TIME_PARTS, read_layer, read_parts, weight_files
 from quant.export.checkpoint.files.scan import Scan
-from quant.recipes.layer_kind import LayerKind
+from quant.export.checkpoint.open_checkpoint import KV_SCALES, Checkpoint, kv_scale_problems, refuse, suspect_problems
+from quant.export.checkpoint.pretrained import attach
+from quant.kernels.linear.install import install_kv_scales, install_weight, mark_quantized, use_expert_modules
+from quant.recipes.layers import LayerKind
 from quant.recipes.plan import LayerPlan, Plan
 from quant.recipes.recipe import Recipe
+from quant.run.quantize import quantize
 
 METHOD = "blockscale"
 """Name of our quantizer in transformers' registry."""

@@ -17,14 +17,14 @@ from typing import Any
 
 from torch import nn
 
-from quant.export.checkpoint.pretrained import detach
-from quant.export.checkpoint.save import save
 from quant.base.errors import UserError
 from quant.base.extras import require
+from quant.export.checkpoint.pretrained import detach
+from quant.export.checkpoint.save import save
 from quant.recipes.plan import Plan
 from quant.recipes.recipe import Recipe
-from quant.training.qat_layers import put_layer
 from quant.training.qat import convert_qat, prepare_qat
+from quant.training.qat_layers import put_layer
 from quant.training.rounding.rounded_weight import PLAN, RoundedWeight
 
 Callback = require("lightning.pytorch", "lightning").Callback

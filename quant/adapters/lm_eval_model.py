@@ -9,8 +9,8 @@ from lm_eval.api.registry import register_model
 from lm_eval.models.huggingface import HFLM
 from torch import nn
 
-from quant.export.checkpoint.load import can_run, load
 from quant.base.errors import UserError
+from quant.export.checkpoint.load import can_run, load
 from quant.models import huggingface
 from quant.models.files import find_model
 from quant.models.open_model import open_model

@@ -8,7 +8,7 @@
 
 PEFT looks up the adapter class of an unknown layer among the custom modules of a `LoraConfig`, where `lora` registers
 ours. The base stays packed: a gradient passes through it to its input, and the adapters train in 16 or 32 bit. Other
-adapters (`adaptable_linear.py`) are PEFT's own. On a model that `prepare_qat` prepared, LoRA is inside of the rounding
+adapters (`dense_layers.py`) are PEFT's own. On a model that `prepare_qat` prepared, LoRA is inside of the rounding
 (`lora_qat_layers.py`), and `convert_qat` packs the weights that PEFT has merged.
 
 Merging changes the weight by less than a step of its format in most places, so rounding again could lose much of the
@@ -26,22 +26,21 @@ from typing import Any
 import torch
 from torch import nn
 
+from quant.adapters.dense_layers import CONFIGS, DenseExperts, dense_linear, make_adaptable
+from quant.base.errors import UserError, listed
+from quant.base.extras import require
 from quant.base.listener import Progress
+from quant.calibration.layer_result import Quantized
 from quant.calibration.placement import Device
 from quant.calibration.session import Session
 from quant.calibration.solvers.registry import get_pipeline
-from quant.export.checkpoint.pretrained import attach
-from quant.base.errors import UserError, listed
-from quant.calibration.layer_result import Quantized
 from quant.calibration.walk.solve import solve_plan
-from quant.base.extras import require
-from quant.integrations.adaptable_linear import CONFIGS, make_adaptable
-from quant.integrations.dequantized_layers import DenseExperts, dense_linear
+from quant.export.checkpoint.pretrained import attach
 from quant.kernels.linear.expert_modules import QuantExperts
 from quant.kernels.linear.quant_linear import QuantLinear
 from quant.recipes.layers import find_layers
 from quant.recipes.plan import LayerPlan, Parts, Plan
-from quant.training.modules import QATLinear
+from quant.training.qat_layers import QATLinear
 from quant.training.rounding.rounded_weight import RoundedWeight
 
 _INTO_THE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga", "mica")
@@ -93,7 +92,7 @@ def lora(config: Any, model: nn.Module) -> Any:
 
 def _adapt_inside_rounding(config: Any) -> None:
     """Makes PEFT put LoRA inside the rounding of layers in training."""
-    from quant.integrations.lora_qat_layers import LoraQATLinear, check_inside
+    from quant.adapters.lora_layers import LoraQATLinear, check_inside
 
     if type(config).__name__ in CONFIGS:
         raise UserError(

@@ -17,7 +17,7 @@ from functools import cache
 from types import NoneType, UnionType
 from typing import Any, Self, get_args, get_origin, get_type_hints
 
-from quant.formats.known_names import known_names
+from quant.base.errors import known_names
 
 _NAMES = {str: "text", bool: "true or false", int: "a whole number", float: "a number"}
 _LARGEST = 2**63  # of whole numbers, which other programs keep in 64 bits

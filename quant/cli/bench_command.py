@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from quant.base.errors import UserError
 from quant.cli.command import JSON, QUIET, TRUST, Command, echo, print_json
 from quant.cli.console import bar
-from quant.base.errors import UserError
 
 if TYPE_CHECKING:
     from quant.formats.tensor import BlockScaledTensor
@@ -27,8 +27,8 @@ def bench_command(model: str | None, ceilings: bool, tokens: str, quiet: bool, a
     Byte rates count the weight as it is stored. Nothing is searched: the timed launches are the ones that a call uses
         (`quant tune` searches).
     """
-    from quant.kernels.ceilings import measure_ceilings
     from quant.kernels.base.hardware import current
+    from quant.kernels.base.timing import measure_ceilings
     from quant.kernels.linear.tuning import time_as_called
 
     if model is None and not ceilings:
@@ -94,7 +94,7 @@ def tune_command(model: str, tokens: str, quiet: bool, as_json: bool) -> None:
 
 def _weights(model: str, what: str) -> list[BlockScaledTensor]:
     """Returns one weight for each shape and format in a quantized model."""
-    from quant.checkpoints.runnable import open_runnable
+    from quant.export.checkpoint.load import open_runnable
     from quant.kernels.linear.tuning import shapes_of
 
     weights = shapes_of(open_runnable(model)[1])

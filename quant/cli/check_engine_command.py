@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 
 import click
 
+from quant.base.errors import UserError
 from quant.cli.command import DEVICE, JSON, QUIET, TRUST, UNSAFE, Command, print_json
 from quant.cli.console import status
 from quant.cli.tables import print_table
-from quant.base.errors import UserError
 from quant.models.files import find_checkpoint
 
 if TYPE_CHECKING:

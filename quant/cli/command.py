@@ -2,35 +2,204 @@
 
 An expected error (`ValueError`, `OSError`, out of memory) is one line on standard error and exit code 2. Any other
 exception is a bug, in this toolkit or in transformers; it ends in one line too, which says where
-(`quant/cli/terminal/unexpected.py`), with exit code 70. `--debug` shows the traceback of either. A warning of this
+(`quant/cli/command.py`), with exit code 70. `--debug` shows the traceback of either. A warning of this
 package is one line. Ctrl-C and SIGTERM end a command in the same way: unfinished output is removed, a line says
 whether --out was written and whether the same command goes on from there, and the exit code is 128 plus the signal's
-number. How the process itself behaves is in `quant/cli/process.py`.
+number. How the process itself behaves is in `quant/cli/command.py`.
 """
 
 from __future__ import annotations
 
+import atexit
+import gc
 import os
 import shlex
 import signal
 import sys
+import threading
 import traceback
+import warnings
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_stdout
+from importlib import metadata
 from pathlib import Path
-from typing import Any, NamedTuple
+from types import FrameType
+from typing import Any, Literal, NamedTuple, TextIO, cast
 
 import click
 
-from quant.cli.process import Terminated, patient, terminable, warnings_in_one_line
+from quant.base.errors import UserError, printable
+from quant.base.json_files import json_text
 from quant.cli.ranks.launch import is_rank, launch, local_device
 from quant.cli.ranks.watch import Watch
-from quant.cli.terminal.unexpected import explained
-from quant.base.errors import UserError, printable
 from quant.kernels.base.processor import set_up_threads
 from quant.models.files import with_revision
-from quant.recipes.json_text import json_text
 from quant.recipes.plan import PLAN_FILE, Plan, RunTimeFormats
+
+# The process of a command: SIGTERM ends it like Ctrl-C, a reader may leave early, and a warning is one line.
+#
+# A reader that closes the pipe, as in `quant … --json | head`, loses the rest of the text, and nothing else changes.
+
+
+@atexit.register
+def _end_without_collection() -> None:
+    """Freezes all objects: otherwise Python looks for garbage among those of torch and transformers, for a second.
+
+    Triton 3.9, whose classes are made by nanobind, reports each of its objects that is not collected as a leak, in
+    hundreds of lines.
+    """
+    triton = sys.modules.get("triton._C.libtriton")
+    if triton is None or type(triton.ir.builder).__module__ != "nanobind":
+        gc.freeze()
+
+
+class Terminated(KeyboardInterrupt):
+    """The process got SIGTERM. It ends like Ctrl-C, so that code that cleans up after Ctrl-C runs."""
+
+
+@contextmanager
+def terminable() -> Iterator[None]:
+    """Makes SIGTERM raise `Terminated`; later ones do not disturb the cleaning up.
+
+    Python drops an exception that is raised in a destructor or in the callback of a weak reference. If that happens to
+    `Terminated`, it is raised again at the end: a command that got the signal never ends as if it had not.
+    """
+    # Python delivers signals to the main thread and refuses handlers from any other.
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    stopped = False
+
+    def stop(*_: Any) -> None:
+        nonlocal stopped
+        stopped = True
+        # A second signal during the clean-up would leave half-deleted directories.
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        raise Terminated
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+        if stopped:
+            raise Terminated
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@contextmanager
+def patient(name: Literal["stdout", "stderr"]) -> Iterator[None]:
+    """Keeps writes to standard output or error from failing while open: text without a reader or stream is dropped."""
+    own: TextIO | None = getattr(sys, name)
+    # Python has no stream where the process was started without its descriptor (`>&-`). The null device takes that
+    # number, which the next file would get.
+    with open(os.devnull, "w") if own is None else nullcontext(own) as shown:
+        stream = cast(TextIO, PatientStream(shown))
+        with redirect_stdout(stream) if name == "stdout" else redirect_stderr(stream):
+            try:
+                yield
+            finally:
+                stream.flush()
+
+
+class PatientStream:
+    """A text stream whose reader may leave before the end."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        """Writes text, which is dropped without a reader."""
+        try:
+            return self._stream.write(text)
+        except BrokenPipeError:
+            self._drop()
+            return len(text)
+
+    def flush(self) -> None:
+        """Flushes the stream; text without a reader is dropped."""
+        try:
+            self._stream.flush()
+        except BrokenPipeError:
+            self._drop()
+
+    def _drop(self) -> None:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, self._stream.fileno())  # what its buffer still holds goes there at the end
+        os.close(nowhere)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+@contextmanager
+def warnings_in_one_line(*, quiet: bool) -> Iterator[None]:
+    """Prints warnings of this package without file and line, which do not help users; leaves others to Python."""
+    # The folder of the package: `filename` is the place that raised the warning, given its stacklevel.
+    ours = str(Path(__file__).parents[1])
+    with warnings.catch_warnings():
+        # pytest and notebooks replace this function; theirs is called for warnings of other packages.
+        usual = warnings.showwarning
+
+        def show(message: Warning | str, category: type[Warning], filename: str, *line: Any, **options: Any) -> None:
+            if not filename.startswith(ours):
+                usual(printable(str(message)), category, filename, *line, **options)
+            elif not quiet:
+                click.echo(printable(f"warning: {message}"), err=True)
+
+        warnings.showwarning = show
+        yield
+
+
+# Says whose code an unexpected exception came from: this package's, transformers', or a model's own files.
+#
+# The innermost frame of one of the three decides. Frames below it are of torch or of the standard library, which only
+# report a bad call.
+
+
+_OURS = "quant"
+_REMOTE = "transformers_modules"  # where transformers puts the Python files of a model
+
+
+def explained(error: Exception, message: str) -> str:
+    """Returns one line about an exception that is not a mistake of the user.
+
+    Args:
+        error: the exception with its traceback.
+        message: the text of the exception in one line.
+    """
+    frames = list(_frames(error))
+    packages = (_OURS, "transformers", _REMOTE)
+    frame, line = next(((f, n) for f, n in reversed(frames) if _package(f) in packages), frames[-1])
+    where = f"{type(error).__name__} at {Path(frame.f_code.co_filename).name}:{line}: {message}"
+    function = getattr(frame.f_code, "co_qualname", frame.f_code.co_name)
+    if _package(frame) == "transformers":
+        return (
+            f"transformers {metadata.version('transformers')} fails in its own {function} ({where}); try another "
+            "version of it, or other inputs. If transformers by itself runs the model on these, report what --debug "
+            "prints"
+        )
+    if _package(frame) == _REMOTE:
+        return (
+            f"the model's own Python files fail in {function} ({where}); they may need another version of "
+            "transformers. --debug shows the traceback"
+        )
+    innermost, line = frames[-1]
+    where = f"{type(error).__name__} at {Path(innermost.f_code.co_filename).name}:{line}: {message}"
+    return f"this is a bug in Blockscale: run with --debug, and report what that prints ({where})"
+
+
+def _frames(error: Exception) -> Iterator[tuple[FrameType, int]]:
+    """Returns frames and line numbers, the innermost last."""
+    traceback = error.__traceback__
+    while traceback is not None:
+        yield traceback.tb_frame, traceback.tb_lineno
+        traceback = traceback.tb_next
+
+
+def _package(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__", "")).partition(".")[0]
+
 
 HELP = {"help_option_names": ["-h", "--help"]}
 """Context settings of all commands."""

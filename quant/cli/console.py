@@ -25,8 +25,8 @@ from rich.progress import (
 from rich.segment import Segment
 from rich.table import Column
 
-from quant.base.listener import SILENT, Listener
 from quant.base.errors import megabytes, printable
+from quant.base.listener import SILENT, Listener
 
 
 class _Console(Console):

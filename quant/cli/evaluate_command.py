@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from quant.base.errors import UserError
 from quant.cli.command import (
     ATTENTION,
     DEVICE,
@@ -23,8 +24,7 @@ from quant.cli.command import (
 from quant.cli.completion import MODELS
 from quant.cli.console import bar, listener, page
 from quant.cli.tables import fitting, print_table
-from quant.base.errors import UserError
-from quant.evaluation.loss_text import loss_text
+from quant.evaluation.evaluation import loss_text
 from quant.models.watched_files import WatchedFiles
 
 if TYPE_CHECKING:
@@ -33,12 +33,12 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from quant.calibration.inputs import Inputs
-    from quant.base.listener import Listener
-    from quant.calibration.session import Session
-    from quant.evaluation.evaluation import Evaluation
-    from quant.calibration.texts.sources import Rows
     from quant.adapters.tasks import TaskScore
+    from quant.base.listener import Listener
+    from quant.calibration.inputs import Inputs
+    from quant.calibration.session import Session
+    from quant.calibration.texts.sources import Rows
+    from quant.evaluation.evaluation import Evaluation
     from quant.models.open_model import Source
 
 
@@ -96,13 +96,13 @@ def evaluate_command(
     Models of images, sounds and two texts take --data; encoders are compared by cosine and relative error. The
     baseline always attends in 16 bit.
     """
-    from quant.calibration.session import Session
-    from quant.checkpoints.runnable import open_runnable
-    from quant.evaluation.evaluate import evaluate_texts
-    from quant.run.announcements import announce_device, announce_source
-    from quant.calibration.texts.sources import Rows, check_sources
     from quant.adapters.tasks import evaluate_tasks
+    from quant.calibration.session import Session
+    from quant.calibration.texts.sources import Rows, check_sources
+    from quant.evaluation.evaluate import evaluate_texts
+    from quant.export.checkpoint.load import open_runnable
     from quant.generate.quantized_attention import quantized_attention
+    from quant.run.announcements import announce_device, announce_source
 
     _check_inputs(texts, data, tasks, baseline, has_task_options=(task_path, shots, limit) != (None, None, None))
     check_sources(tuple(map(str, texts or data)), "--data" if data else "--text")

@@ -8,10 +8,10 @@ from typing import Any
 
 import click
 
-from quant.api.export_kinds import CALIB_SAMPLES, CHOICES, KINDS, SEQLEN
+from quant.base.errors import UserError, counted
 from quant.cli.command import JSON, QUIET, TRUST, Command, print_json
 from quant.cli.console import CONSOLE, listener
-from quant.base.errors import UserError, counted
+from quant.export.exporters import CALIB_SAMPLES, CHOICES, KINDS, SEQLEN
 
 
 @click.command("export", cls=Command)
@@ -140,9 +140,9 @@ def _by_name(texts: tuple[str, ...]) -> dict[str, str]:
 
 
 def _print(record: Mapping[str, Any], out: Path) -> None:
+    from quant.export.onnx.compare_with_torch import worst_layer
     from quant.export.tensorrt.audit import TENSORS
     from quant.export.tensorrt.build import summary
-    from quant.export.onnx.compare_with_torch import worst_layer
 
     layers = [layer for layer in record.get("layers", ()) if layer["onnx"] is not None]
     if layers:

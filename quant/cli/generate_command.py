@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from quant.base.errors import UserError
 from quant.cli.command import (
     ATTENTION,
     DEVICE,
@@ -27,7 +28,6 @@ from quant.cli.command import (
 )
 from quant.cli.completion import MODELS
 from quant.cli.console import listener, status
-from quant.base.errors import UserError
 from quant.models.files import find_checkpoint
 
 if TYPE_CHECKING:
@@ -112,8 +112,7 @@ def _run_session(
     as_json: bool,
 ) -> None:
     """Continues prompts with an exported file, and prints the texts."""
-    from quant.export.engines.decode_loop import Sampling
-    from quant.engines.text import generate_text
+    from quant.export.engines.decode_loop import Sampling, generate_text
 
     chosen = Sampling(**sampling)
     # Pieces of several texts would be mixed up, so those are printed whole.
@@ -144,9 +143,9 @@ def _run_model(
     as_json: bool,
 ) -> None:
     """Continues a prompt with a model, and prints the text; `options` are keywords of `generate`."""
-    from quant.checkpoints.runnable import open_runnable
-    from quant.run.announcements import announce_source
+    from quant.export.checkpoint.load import open_runnable
     from quant.generate.generate import generate
+    from quant.run.announcements import announce_source
 
     terminal = listener(quiet or as_json)
     with terminal.step(f"loading {model}"):

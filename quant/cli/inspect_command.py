@@ -7,14 +7,14 @@ from typing import Any
 
 import click
 
+from quant.base.atomic import write_atomically
+from quant.base.errors import UserError
+from quant.base.json_files import read_json
 from quant.cli.command import JSON, REVISION, TRUST, Command, echo, print_json
 from quant.cli.completion import MODELS
 from quant.cli.tables import print_plan, print_table
-from quant.base.errors import UserError
 from quant.export.checkpoint.files.directory import check_apart
-from quant.base.atomic import write_atomically
 from quant.formats.format import FORMATS
-from quant.base.json_files import read_json
 from quant.models.files import find_checkpoint
 from quant.recipes.effort import EFFORTS, solver_of
 from quant.recipes.plan import PLAN_FILE, Plan

@@ -28,7 +28,10 @@ COMMANDS = {
     "report": ("quant.cli.inspect_command:report_command", "Write the HTML report of a checkpoint again."),
     "evaluate": ("quant.cli.evaluate_command:evaluate_command", "Measure perplexity, and KL to a baseline."),
     "generate": ("quant.cli.generate_command:generate_command", "Continue a prompt."),
-    "export": ("quant.cli.export_command:export_command", "Export a checkpoint: ONNX, TensorRT, AOTInductor, other layouts."),
+    "export": (
+        "quant.cli.export_command:export_command",
+        "Export a checkpoint: ONNX, TensorRT, AOTInductor, other layouts.",
+    ),
     "verify": ("quant.cli.audit_command:verify_command", "Check the files, the plan and the tensors of a checkpoint."),
     "audit": ("quant.cli.audit_command:audit_command", "Check in which precision the layers of an engine run."),
     "check-engine": (
@@ -39,7 +42,10 @@ COMMANDS = {
     "tune": ("quant.cli.bench_command:tune_command", "Find and keep the fastest kernel launches for a model."),
     "formats": ("quant.cli.inspect_command:formats_command", "List presets and number formats."),
     "solvers": ("quant.cli.inspect_command:solvers_command", "List the solvers, with what each needs and costs."),
-    "doctor": ("quant.cli.doctor_command:doctor_command", "Show what this machine has: torch, GPUs, optional packages."),
+    "doctor": (
+        "quant.cli.doctor_command:doctor_command",
+        "Show what this machine has: torch, GPUs, optional packages.",
+    ),
 }
 """Every command of the toolbox: where it is defined, and its summary."""
 

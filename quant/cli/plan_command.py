@@ -9,18 +9,17 @@ from typing import Any
 
 import click
 
+from quant.base.atomic import claimed
+from quant.base.errors import UserError, counted, megabytes
 from quant.cli.command import JSON, Toolbox, echo, model_options, print_json
 from quant.cli.completion import MODELS, RUNTIMES
 from quant.cli.console import page
 from quant.cli.tables import print_plan, print_table
-from quant.base.errors import UserError, counted, megabytes
 from quant.export.checkpoint.files.directory import check_apart
-from quant.base.atomic import claimed
 from quant.models.stored_layers import stored_layers
-from quant.recipes.plan_check import Problem, places_of, read_plan, validate
-from quant.plan.diff import Change, diff, totals
-from quant.recipes.plan_edit import edit, parse_setting, set_guard_and_observer, set_kv_cache
 from quant.recipes.plan import PLAN_FILE, Plan
+from quant.recipes.plan_check import Problem, places_of, read_plan, validate
+from quant.recipes.plan_edit import Change, diff, edit, parse_setting, set_guard_and_observer, set_kv_cache, totals
 from quant.recipes.recipe import matched
 from quant.recipes.targets import TARGETS, get_target
 

@@ -9,12 +9,12 @@ from typing import Any
 import click
 
 from quant import __version__
+from quant.base.extras import importing
 from quant.calibration.sensitivity.table import METHODS
 from quant.cli.command import DEVICE, DEVICES, JSON, QUIET, SEED, Command, command_line, model_options, print_json
 from quant.cli.completion import FORMAT_NAMES, MODELS, OBSERVERS, PRESET_LIST, PRESETS, RUNTIMES, SOLVERS, SOURCES
 from quant.cli.console import CONSOLE, listener
 from quant.cli.tables import print_plan
-from quant.base.extras import importing
 from quant.models.read_ahead import read_ahead
 from quant.models.text_imports import skip_image_packages
 
@@ -200,8 +200,7 @@ def quantize_command(quiet: bool, as_json: bool, **options: Any) -> None:
         skip_image_packages(options["model"])
         from quant.report.next_steps import next_steps
         from quant.report.summary import print_summary
-        from quant.run.budget import AllocationRequest
-        from quant.run.request import Request
+        from quant.run.request import AllocationRequest, Request
         from quant.run.run import run
 
     budget = AllocationRequest(**{field.name: options.pop(field.name) for field in fields(AllocationRequest)})

@@ -8,14 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from quant.calibration.sensitivity.candidates import parse_candidates
-from quant.calibration.sensitivity.table import METHODS
+from quant.base.atomic import claimed
+from quant.calibration.sensitivity.table import METHODS, parse_candidates
 from quant.cli.command import DEVICE, DEVICES, JSON, QUIET, SEED, Command, model_options, print_json
 from quant.cli.completion import MODELS, PRESET_LIST, SOLVERS, SOURCES
 from quant.cli.console import listener
 from quant.cli.tables import print_table
 from quant.export.checkpoint.files.directory import check_apart
-from quant.base.atomic import claimed
 from quant.models.files import find_model
 from quant.models.watched_files import WatchedFiles
 
@@ -88,9 +87,9 @@ def sensitivity_command(
     from quant.calibration.inputs import call_on_first_row
     from quant.calibration.ranks import rank_and_world
     from quant.calibration.session import Session
-    from quant.checkpoints.runnable import open_original
-    from quant.run.announcements import announce_device, announce_source
     from quant.calibration.texts.sources import Rows, as_rows, check_sources, digest_of, read_calibration
+    from quant.export.checkpoint.load import open_original
+    from quant.run.announcements import announce_device, announce_source
     from quant.run.same_on_ranks import check_same
 
     # Before the model writes text, which takes minutes.

@@ -16,8 +16,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from quant.cli.console import page
 from quant.base.errors import counted, megabytes, printable
+from quant.cli.console import page
 from quant.recipes.plan import LayerPlan, Plan, bits_per_weight
 
 _WORDS_WIDTH = 20  # least width of a column whose text may go on in the next line

@@ -1,8 +1,8 @@
 """Generates text with an exported decoder in Triton Inference Server's Python backend.
 
 `quant export --to triton-server` writes a `model.py` that imports this class; next to it lie the file that
-`quant.export.engines.open_engine` loads, its receipt and the tokenizer. The server puts requests together that wait at the same time
-(dynamic batching): they are read and continued as rows of one batch, each with its own length, limit and sampling, and
+`quant.export.engines.open_engine` loads, its receipt and the tokenizer. The server puts requests together that wait at
+the same time (dynamic batching): they are read and continued as rows of one batch, each with its own length, limit and sampling, and
 each is answered when its row ends. Requests that arrive meanwhile wait for the next batch.
 
     text_input   STRING [1]        the prompt
@@ -25,14 +25,14 @@ from typing import Any
 import numpy as np
 import torch
 
+from quant.base.errors import UserError
+from quant.base.json_files import parse_json, read_json
 from quant.export.engines.decode_loop import GREEDY, Sampling, check_lengths, generate_tokens
 from quant.export.engines.open_engine import open_session
-from quant.base.errors import UserError
 from quant.export.packages.triton_decoder import END_TOKENS, FILE, MAX_TOKENS, OUTPUT, STREAM, TEXT, TOKENIZER
 from quant.export.packages.triton_server import RECEIPT_FILE
-from quant.base.json_files import parse_json, read_json
+from quant.generate.generate import TextStream
 from quant.models.huggingface import load_tokenizer
-from quant.runtime.text_stream import TextStream
 
 _SAMPLING = {"temperature": float, "top_k": int, "top_p": float, "seed": int}  # inputs that are fields of `Sampling`
 DEFAULT_NEW = 64

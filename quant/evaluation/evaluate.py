@@ -7,7 +7,7 @@ Every row of n tokens gives n − 1 next-token predictions, and all figures are 
     top-1      = mean [argmax p = argmax p_base]
 
 A mean over rows is an estimate: the interval of 95 % around KL, or the cosine, is Student's over rows
-(`quant.evaluation.interval`). Text of another kind is another question, and `evaluate_texts` measures
+(`quant.calibration.evaluating`). Text of another kind is another question, and `evaluate_texts` measures
 several.
 
 Perplexity looks at one token of each distribution and is blind to changes in the other 49,151; KL compares whole
@@ -32,28 +32,199 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
-from quant.calibration.evaluating import prepared
+from quant.base.errors import UserError
+from quant.calibration.evaluating import mean_interval, prepared
 from quant.calibration.fast_matmul import fast_matmul
 from quant.calibration.inputs import Inputs, cast_for, taking_inputs
 from quant.calibration.outputs.logits import Logits
-from quant.calibration.placement import Device, device_of, is_visited
+from quant.calibration.placement import Device, DeviceCopies, device_of, home_of_states, is_visited, tensors_of
+from quant.calibration.prefetch import Prefetcher
 from quant.calibration.ranks import gathered, own_batches
+from quant.calibration.sensitivity.divergence import finite_sum, last_hidden
 from quant.calibration.session import Session
-from quant.calibration.walk.block_major import blocks_first
-from quant.base.errors import UserError
 from quant.calibration.texts.row_checks import check_evaluable, predicts_tokens
-from quant.evaluation.distances import embedding_sums, prediction_sums
-from quant.evaluation.examples import WorstPredictions
-from quant.evaluation.interval import mean_interval
-from quant.evaluation.outputs import DISTANCE, ERROR, KL, PREDICTIONS, SQUARE, compare
+from quant.calibration.texts.rows import trial_rows
+from quant.calibration.walk.chain import handed_on
 from quant.evaluation.evaluation import Evaluation, OutputDistance
+from quant.evaluation.examples import WorstPredictions
+from quant.evaluation.outputs import DISTANCE, ERROR, KL, PREDICTIONS, SAME, SQUARE, compare, embedded
+from quant.formats.tensor import moved
+from quant.recipes.blocks import block_names, calls_of_chain, find_chains, output_of, without_hidden
 from quant.recipes.callers_model import unwrapped
 from quant.recipes.layers import output_head
+from quant.recipes.module_hooks import forwarding
+
+# Distances of a model from its baseline on one batch of token rows, summed over each row in float64.
+
+
+_SOURCES = ("the model's logits", "the baseline's logits", "KL")
+"""The tensor that a NaN in one of the first three sums comes from."""
+
+
+def prediction_sums(
+    logits: Sequence[Logits], batch: torch.Tensor, first_row: int, worst: WorstPredictions | None = None
+) -> torch.Tensor:
+    """Returns the sums of each row over its next-token predictions.
+
+    Args:
+        logits: the logits of the model, and of the baseline if there is one.
+        batch: token ids, int64 `[rows, seqlen]`.
+        first_row: number of its first row, for errors.
+        worst: keeps the predictions with the largest KL.
+
+    Returns:
+        float64 `[rows, 4]`, with the columns of `quant.evaluation.outputs`: `NLL` and `BASE_NLL` (negative
+        log-likelihood in nats), `KL` (nats) and `SAME` (positions at which both models' likeliest token is the same).
+        Without a baseline all but the first are zero.
+
+    Raises:
+        ValueError: NaN or infinity, with the row and position named; models of different vocabularies.
+    """
+    # Position i predicts token i + 1, so the last position has no target.
+    targets = batch[:, 1:].flatten()
+    positions_per_row = batch.shape[1] - 1
+    by_position = torch.zeros(4, len(targets), dtype=torch.float64, device="cpu")
+    hidden = [each.hidden(batch.to(device_of(each.model))) for each in logits]
+    # Slices of positions: the logits of 512 positions take 300 MB in FP32 at a vocabulary of 150k, for each model.
+    for part in logits[0].parts(hidden[0]):
+        logp = [each.logp(h[part]) for each, h in zip(logits, hidden, strict=True)]
+        if len({x.shape[-1] for x in logp}) > 1:
+            raise ValueError(f"model and baseline have different vocabularies: {[x.shape[-1] for x in logp]} tokens")
+        # The two models may be on different devices: sums are taken on the model's.
+        target = targets[part, None].to(logp[0].device)
+        values = torch.zeros(4, len(target), dtype=torch.float64, device=target.device)
+        for i, of_model in enumerate(logp):
+            values[i] = -of_model.gather(1, target.to(of_model.device))[:, 0]
+        if len(logp) == 2:
+            # `_kl_` destroys the baseline's log-probabilities, so it comes last.
+            values[SAME] = logp[0].argmax(dim=-1) == logp[1].argmax(dim=-1).to(target.device)
+            values[KL] = _kl_(logp[1].to(target.device), logp[0])
+        _check_finite(values, first_row * positions_per_row + part.start, positions_per_row)
+        by_position[:, part] = values.cpu()
+    if worst is not None and len(logits) == 2:
+        worst.look(logits, hidden, batch, by_position[KL])
+    return by_position.view(4, len(batch), positions_per_row).sum(dim=2).T
+
+
+def _check_finite(values: torch.Tensor, first_position: int, positions_per_row: int) -> None:
+    if bool(values.isfinite().all()):
+        return
+    bad = ~values.isfinite()
+    row, position = divmod(first_position + int(bad.any(dim=0).nonzero()[0]), positions_per_row)
+    source = _SOURCES[int(bad.any(dim=1).nonzero()[0])]
+    raise ValueError(
+        f"row {row}, position {position}: NaN or infinity in {source}; "
+        "find the layer that makes it, or keep it in 16 bit"
+    )
+
+
+def _kl_(logp_base: torch.Tensor, logp: torch.Tensor) -> torch.Tensor:
+    """Returns KL(base‖model) at each position, float32 `[positions]`, from log-probabilities `[positions, vocabulary]`.
+
+    Overwrites `logp_base`: at this size, memory that the system must first hand out costs more than the arithmetic.
+    """
+    p = logp_base.exp()
+    # A token that the baseline rules out (p = 0) adds zero, though its logarithms may differ by infinity.
+    return logp_base.sub_(logp).masked_fill_(p == 0, 0).mul_(p).sum(dim=-1)
+
+
+def embedding_sums(models: Sequence[nn.Module], batch: torch.Tensor, first_row: int) -> torch.Tensor:
+    """Returns the sums of each row `[rows, 3]` over the last hidden states of a model and its baseline.
+
+    Raises:
+        NotFinite: NaN or infinity in an embedding, with the row named.
+    """
+    model_hidden, base_hidden = (last_hidden(each(batch.to(device_of(each)))).double().cpu() for each in models)
+    sums = embedded(model_hidden, base_hidden, _row_name(first_row, 0))
+    finite_sum(sums[:, DISTANCE], partial(_row_name, first_row), "an embedding")
+    return sums
+
+
+def _row_name(first_row: int, index: int) -> str:
+    return f"row {first_row + index}"
+
+
+# `blocks_first` runs a model that a device cannot hold block by block over all rows, not row by row over all blocks.
+#
+# Row by row, every block is copied to the device for every row, or read from the disk where memory does not hold the
+# model either. Here each block is copied once: it runs on the hidden states that the one before it gave, of all
+# batches. The norm and the head behind the last block then run batch by batch in the model itself, whose blocks return
+# the hidden states that they gave before.
+
+
+@contextmanager
+def blocks_first(
+    model: nn.Module,
+    batches: Sequence[torch.Tensor],
+    dtype: torch.dtype | None,
+) -> Iterator[None]:
+    """Requires that `model` is called with `batches`, each once and in this order, and no other input, while open.
+
+    A model whose blocks do not form a single chain is not changed, and neither is one with few batches.
+
+    Args:
+        model: a model without a cache, `placed` on `device` block by block.
+        batches: token ids, int64 `[rows, seqlen]`.
+        dtype: the dtype, as for `placed`.
+    """
+    names, device = block_names(model), device_of(model)
+    run = [partial(model, batch.to(device)) for batch in batches]
+    # Finding the chain and its arguments takes two passes of their own.
+    if len(batches) < 3 or find_chains(model, names, partial(model, trial_rows(batches[0]).to(device))) != [names]:
+        yield
+        return
+    blocks = {name: model.get_submodule(name) for name in names}
+    # The first block is on the device while all batches run up to it, and again for its own turn.
+    prefetcher = Prefetcher(device, whole=False)
+    steps = prefetcher.steps([names[0], *names], lambda name: tensors_of(blocks[name].modules()))
+    borrowed = DeviceCopies(list(blocks[names[0]].modules()), next(steps)[1], device, dtype)
+    calls = calls_of_chain(model, names, run)
+    borrowed.restore()
+    first = [by_block[names[0]].hidden for by_block in calls]
+    home = home_of_states(sum(hidden.nbytes for hidden in first), device)
+    states = [hidden.to(home) for hidden in first]
+    slots = {name: call.slot for name, call in calls[0].items()}
+    own = [moved(handed_on(by_block), device) for by_block in calls]
+    calls = [without_hidden(by_block) for by_block in calls]
+    del first
+    results: dict[str, Any] = {}
+    for name, copies in steps:
+        borrowed = DeviceCopies(list(blocks[name].modules()), copies, device, dtype)
+        for index, by_block in enumerate(calls):
+            call = moved(by_block[name].with_arguments(own[index]).with_hidden(states[index]), device)
+            results[name] = blocks[name](*call.args, **call.kwargs)
+            states[index] = output_of(results[name]).to(home)
+        # Only the other results of a block are kept, such as attention weights.
+        results[name] = _replaced(results[name], torch.empty(0))
+        borrowed.restore()
+    last_states = iter(states)
+
+    def pass_on(name: str, *args: Any, **kwargs: Any) -> Any:
+        slot = slots[name]
+        hidden = args[slot] if isinstance(slot, int) else kwargs[slot]
+        return _replaced(results[name], next(last_states).to(device) if name == names[-1] else hidden)
+
+    with ExitStack() as stack:
+        for name, block in blocks.items():
+            stack.enter_context(forwarding(block, partial(pass_on, name)))
+        yield
+
+
+def _replaced(result: Any, hidden: torch.Tensor) -> Any:
+    """Returns the result of a block with another hidden state in it."""
+    if isinstance(result, torch.Tensor):
+        return hidden
+    if isinstance(result, tuple | list):
+        return type(result)((hidden, *result[1:]))
+    key = next(iter(result))
+    return type(result)({**result, key: hidden})
+
 
 T = TypeVar("T")
 Reporter = Callable[[int, int], None]

@@ -21,11 +21,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from quant.recipes.blocks import output_of
+from quant.base.json_data import JsonData
 from quant.calibration.outputs.logits import Logits, logits_of
 from quant.calibration.placement import device_of
 from quant.calibration.ranks import gathered
-from quant.base.json_data import JsonData
+from quant.recipes.blocks import output_of
 
 Decode = Callable[[Sequence[int]], str]
 """A function from token ids to text."""

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from quant.calibration.texts.row_checks import run_probe
 from quant.base.json_data import JsonData
+from quant.calibration.texts.row_checks import run_probe
 
 _PROMPT_TOKENS = 16
 _KEPT_LOGITS = 8

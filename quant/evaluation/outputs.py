@@ -12,16 +12,40 @@ Sums are kept in float64, so that batches and ranks add up.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.functional import cosine_similarity
 
-from quant.recipes.blocks import output_of
 from quant.calibration.texts.prepare import DECODER
+from quant.kernels.linear.quantized_module import QuantizedModule
+from quant.recipes.blocks import output_of, removing
 from quant.recipes.layers import output_head
+
+# `inputs_moved` measures how far a model's output depends on the last bit of its layers' inputs.
+
+
+@contextmanager
+def inputs_moved(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
+    """Moves the inputs of linear layers by at most one rounding of the dtype, at random, while the block runs.
+
+    The sums of other kernels end in such differences: each result is as right as the other. Where inputs are rounded to
+    few bits, the last bit of a sum can turn one code into another.
+    """
+    epsilon, generator = torch.finfo(dtype).eps, torch.Generator().manual_seed(0)
+
+    def move(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        x, *further = args
+        uniform = torch.rand(x.shape, generator=generator, dtype=torch.float64, device="cpu").to(x.device)
+        return ((x * (1 + epsilon * (2 * uniform - 1))).to(x.dtype), *further)
+
+    layers = [module for module in model.modules() if isinstance(module, nn.Linear | QuantizedModule)]
+    with removing([layer.register_forward_pre_hook(move) for layer in layers]):
+        yield
+
 
 _MEDIA_TOKENS = re.compile(r"(image|video|vision|audio)\w*_token_(id|index)$")
 # Columns of the sums over predictions, and of those over embeddings.

@@ -11,8 +11,9 @@ rounding moves their logits. On SmolLM2 that is, on average:
 
 from __future__ import annotations
 
+import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -21,19 +22,80 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from quant.recipes.blocks import cache_argument, cache_of
+from quant.base.errors import UserError, known_names
 from quant.calibration.evaluating import evaluating
 from quant.calibration.placement import Device, device_of, find_device
-from quant.base.errors import UserError
 from quant.export.checkpoint.files.tensor_checks import value_problem
 from quant.formats.format import is_16bit
-from quant.formats.known_names import known_names
+from quant.generate.fused_decoder import Decoder, decoder_refusal
+from quant.generate.quantized_attention import quantized_attention
 from quant.kernels.base.hardware import has_triton
+from quant.recipes.blocks import cache_argument, cache_of
 from quant.recipes.callers_model import unwrapped
 from quant.recipes.layers import output_head
-from quant.generate.quantized_attention import quantized_attention
-from quant.generate.fused_decoder import Decoder, decoder_refusal
-from quant.runtime.text_stream import TextStream
+
+# `TextStream` gives the text of tokens while a model still writes them.
+#
+# Tokens hold parts of characters, and a tokenizer may remove a space once it sees the next word. So all tokens are
+# decoded together, and only the text that later tokens cannot change is given: it ends before an unfinished character,
+# and before the last word where the tokenizer cleans up spaces. The pieces, joined, are the decoded text.
+
+
+_UNFINISHED = "\ufffd"
+_EVERY = 256  # from this number of tokens on, several are decoded at once, because each time all tokens are decoded
+
+
+class TextStream:
+    """The text of one sequence, in pieces; also a streamer of transformers' `generate`.
+
+    Args:
+        tokenizer: a tokenizer of transformers.
+        tell: a function that is called with each piece; None for no listener.
+    """
+
+    def __init__(self, tokenizer: Any, tell: Callable[[str], object] | None) -> None:
+        self.tokens: list[int] = []
+        self._tokenizer, self._tell = tokenizer, tell
+        self._told = ""
+        self._decoded = 0
+        self._is_prompt = True
+
+    @property
+    def text(self) -> str:
+        """The text of all tokens."""
+        return str(self._tokenizer.decode(self.tokens, skip_special_tokens=True))
+
+    def add(self, tokens: Sequence[int]) -> None:
+        """Takes the next tokens."""
+        self.tokens += tokens
+        if self._tell is None or len(self.tokens) - self._decoded <= len(self.tokens) // _EVERY:
+            return
+        # A character cut in two decodes to U+FFFD at the end, until its last token comes.
+        self._decoded, text = len(self.tokens), self.text.rstrip(_UNFINISHED)
+        if getattr(self._tokenizer, "clean_up_tokenization_spaces", False):
+            text = re.sub(r"\s*\S*$", "", text)
+        self._give(text)
+
+    def finish(self) -> str:
+        """Gives the remaining text to the listener, and returns the whole text."""
+        text = self.text
+        self._give(text)
+        return text
+
+    def put(self, value: torch.Tensor) -> None:
+        """Adds tokens for transformers, which begins with the prompt."""
+        if not self._is_prompt:
+            self.add(value.flatten().tolist())
+        self._is_prompt = False
+
+    def end(self) -> None:
+        """Does nothing; transformers calls it after the last token."""
+
+    def _give(self, text: str) -> None:
+        if self._tell is not None and len(text) > len(self._told) and text.startswith(self._told):
+            piece, self._told = text[len(self._told) :], text
+            self._tell(piece)
+
 
 _HEAD_ROWS = 1 << 13  # of an output head, widened at a time on a CPU
 DTYPES = ("bfloat16", "float16", "float32")

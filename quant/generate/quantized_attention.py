@@ -37,35 +37,138 @@ since the turn would depend on all tokens.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.functional import pad
 
+from quant.base.errors import UserError, known_names
+from quant.base.extras import require
 from quant.calibration.attention_names import implementations_kept, names_registered, text_config
 from quant.calibration.attention_scales import is_latent, latents_changed, rotary_key, with_rotary_key
-from quant.base.errors import UserError
-from quant.base.extras import require
-from quant.formats.format import Format, is_16bit
-from quant.formats.known_names import known_names
+from quant.formats.format import FORMATS, Format, is_16bit
 from quant.formats.number import E4M3
 from quant.formats.rounding import encode
 from quant.formats.scaling import scale_of
-from quant.kernels.attention.forward import attention
-from quant.kernels.attention.quantize_qkv import quantize_attention
-from quant.kernels.attention.ring import quantize_blocks
-from quant.kernels.attention.attention_operands import SCALE_BLOCK
-from quant.kernels.attention.reference import reference
-from quant.kernels.attention.attention_tiles import DIMS
-from quant.kernels.attention.kv_pages import HEADROOM, first_scale, kv_format, round_kv
-from quant.runtime.attention_call import AttentionCall
-from quant.runtime.ring import attend_in_ring, refuse_padding, ring_format
 from quant.generate.key_rotation import turning
+from quant.kernels.attention.attention_operands import SCALE_BLOCK
+from quant.kernels.attention.attention_tiles import DIMS
+from quant.kernels.attention.forward import attention
+from quant.kernels.attention.kv_pages import HEADROOM, first_scale, kv_format, round_kv
+from quant.kernels.attention.quantize_qkv import quantize_attention
+from quant.kernels.attention.reference import reference
+from quant.kernels.attention.ring import quantize_blocks, ring_attention
+
+# `AttentionCall` holds the keyword arguments with which transformers calls an attention function.
+
+
+class AttentionCall(NamedTuple):
+    """Options of one call, None where transformers gave none.
+
+    Attributes:
+        is_causal: whether queries see only earlier keys; from the call, or else from the module.
+        scaling: factor of the scores; None is 1/√dim.
+        sliding_window: keys that a query sees, itself included.
+        softcap: bound of the scores, by tanh.
+        s_aux: attention sinks, a score of each head `[heads]`.
+    """
+
+    is_causal: bool
+    scaling: float | None
+    sliding_window: int | None
+    softcap: float | None
+    s_aux: torch.Tensor | None
+
+    @classmethod
+    def of(cls, module: nn.Module, keywords: Mapping[str, Any]) -> AttentionCall:
+        """Returns the options among all keywords of a call, which differ from model to model."""
+        # The fields bear transformers' keywords as names. Models pass more keywords, such as `position_ids`, that
+        # change no result here.
+        options = [keywords.get(name) for name in cls._fields[1:]]
+        is_causal = keywords.get("is_causal")
+        return cls(bool(getattr(module, "is_causal", True) if is_causal is None else is_causal), *options)
+
+
+# A model's attention over a group of processes, each of which has its share of the tokens.
+#
+# transformers calls `attend_in_ring` with q, k and v of this process. Keys and values go around the ring of
+# `quant.kernels.attention.ring`; options that it does not compute are refused by name.
+
+
+def ring_format(attention: str, format: Format | None) -> Format | None:
+    """Returns the format in which keys and values go around a ring."""
+    kv_cache = "16bit" if format is None else format.name
+    # FP8 attention multiplies codes, so they travel as codes. Attention in 16 bit dequantizes NVFP4 where it arrives,
+    # which is under a third of the bytes.
+    if attention == "fp8" and kv_cache in ("16bit", "fp8"):
+        return FORMATS["fp8"]
+    if attention == "16bit" and kv_cache in ("16bit", "nvfp4"):
+        return format
+    raise UserError(
+        f"attention in {attention} over a group takes no KV cache in {kv_cache}: FP8 attention passes FP8 on, "
+        "attention in 16 bit passes NVFP4 or 16 bit on"
+    )
+
+
+def refuse_padding(*, attention_mask: torch.Tensor | None = None, **_: Any) -> None:
+    """Raises an error for a mask: a ring's attention is causal by the positions of the shares.
+
+    Raises:
+        UserError: some of the tokens are padding.
+    """
+    if attention_mask is not None and not bool(attention_mask.all()):
+        raise UserError("attention over a group takes no padding; give it texts of one length")
+
+
+def attend_in_ring(
+    module: nn.Module,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor | None,
+    *,
+    format: Format | None,
+    group: dist.ProcessGroup,
+    **keywords: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attends where each process of a group has a share of the tokens; transformers calls this function.
+
+    Args:
+        module: the attention module.
+        q, k, v: queries, keys and values of this process, `[batch, heads, tokens, dim]`.
+        mask: None; a ring is causal.
+        format: the format in which keys and values go around.
+        group: the group of processes.
+        keywords: see `AttentionCall`.
+
+    Raises:
+        UserError: an option that a ring does not compute.
+    """
+    call = AttentionCall.of(module, keywords)
+    # A window as long as the whole sequence hides no key.
+    has_window = call.sliding_window is not None and call.sliding_window < q.shape[2] * group.size()
+    unsupported = {
+        "a sliding window": has_window,
+        "a soft cap": call.softcap is not None,
+        "attention sinks": call.s_aux is not None,
+        "a mask": mask is not None,
+        "no causal mask": not call.is_causal,
+    }
+    if any(unsupported.values()):
+        named = ", ".join(option for option, is_set in unsupported.items() if is_set)
+        raise UserError(f"{type(module).__name__} has {named}, which attention over a group does not take")
+    # The ranks compare shapes once a forward pass, in the first layer; the others have the same ones.
+    is_first = getattr(module, "layer_idx", 0) == 0
+    out = ring_attention(q, k, v, format=format, softmax_scale=call.scaling, group=group, check=is_first)
+    # transformers expects `[batch, tokens, heads, dim]`, and None in the place of attention weights, which a ring never
+    # has as a whole.
+    return out.transpose(1, 2).contiguous(), None
+
 
 FP8, SIXTEEN_BIT = "quant_fp8", "quant_16bit"
 IMPLEMENTATIONS = (FP8, SIXTEEN_BIT)

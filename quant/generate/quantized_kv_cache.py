@@ -4,10 +4,11 @@
     with quantized_attention(model, attention="fp8", kv_cache="nvfp4"):
         model.generate(ids, cache=cache)  # past_key_values before transformers 5.24
 
-Each layer keeps its pages (`quant.kernels.attention.paged_cache`). Under our attention (`quant.generate.quantized_attention`), a
-layer passes the new keys and values on unchanged, marked with itself; attention, which has the queries, lets the layer
-write them, and reads the pages. Under any other attention the layer writes at once and returns the whole cache,
-dequantized, as other quantized caches of transformers do: slower, and without the gain of turned keys
+Each layer keeps its pages (`quant.kernels.attention.paged_cache`). Under our attention
+(`quant.generate.quantized_attention`), a layer passes the new keys and values on unchanged, marked with itself;
+attention, which has the queries, lets the layer write them, and reads the pages. Under any other attention the layer
+writes at once and returns the whole cache, dequantized, as other quantized caches of transformers do: slower, and
+without the gain of turned keys
 (`quant.generate.key_rotation`).
 
 Beam search and `num_return_sequences` fork sequences, so shared tokens are stored once.
@@ -21,14 +22,13 @@ import torch
 from torch import nn
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from quant.base.errors import UserError, known_names
 from quant.calibration.attention_names import text_config
-from quant.base.errors import UserError
 from quant.formats.format import Format
-from quant.formats.known_names import known_names
-from quant.kernels.attention.paged_cache import PagedKVCache
-from quant.kernels.attention.kv_pages import KVPages, kv_format
-from quant.generate.quantized_attention import FP8, IMPLEMENTATIONS, KV_CACHES, scales_of, turns
 from quant.generate.key_rotation import Turn, turning
+from quant.generate.quantized_attention import FP8, IMPLEMENTATIONS, KV_CACHES, scales_of, turns
+from quant.kernels.attention.kv_pages import KVPages, kv_format
+from quant.kernels.attention.paged_cache import PagedKVCache
 
 
 class QuantizedKVLayer(CacheLayerMixin):  # type: ignore[misc]

@@ -25,10 +25,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from quant.base.errors import UserError, counted, listed
 from quant.calibration.placement import device_of
 from quant.calibration.walk.fused_experts import stacked
-from quant.base.errors import UserError, counted, listed
-from quant.kernels.linear.install import install_kv_scales
 from quant.export.checkpoint.files.tensor_checks import value_problem
 from quant.formats.format import Format, get_format
 from quant.integrations.modelopt_quantizers import (
@@ -44,9 +43,10 @@ from quant.integrations.modelopt_quantizers import (
 )
 from quant.integrations.takeover import LayerFormats, Solved, install_takeover, plan_takeover, stand_in, ungrouped
 from quant.kernels.linear.conv import weight_of_conv
+from quant.kernels.linear.install import install_kv_scales
 from quant.kernels.linear.quant_linear import RunTimeParts
 from quant.recipes.expert_stacks import expert_matrices
-from quant.recipes.layer_kind import LayerKind
+from quant.recipes.layers import LayerKind
 from quant.recipes.plain_layers import is_conv1d
 from quant.recipes.plan import LayerPlan, Plan
 

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from quant.calibration.solvers.peers import quantize_like_modelopt, round_like_modelopt
 from quant.base.errors import UserError
+from quant.calibration.solvers.peers import quantize_like_modelopt, round_like_modelopt
 from quant.formats.format import FORMATS, Format
 from quant.formats.number import E4M3, E8M0, INT4, Number
 from quant.formats.packing import pack

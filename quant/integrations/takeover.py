@@ -10,18 +10,18 @@ from typing import Any
 import torch
 from torch import nn
 
-from quant.export.checkpoint.pretrained import attach
 from quant.base.errors import UserError, listed
-from quant.kernels.linear.install import install_weight, mark_quantized, use_expert_modules
 from quant.export.checkpoint.files.write_tensors import plan_of_model
+from quant.export.checkpoint.pretrained import attach
 from quant.formats.format import Format
 from quant.formats.tensor import BlockScaledTensor
+from quant.kernels.linear.install import install_weight, mark_quantized, use_expert_modules
 from quant.kernels.linear.quant_linear import RunTimeParts
+from quant.recipes.groups import group_name
+from quant.recipes.layers import LayerKind
+from quant.recipes.plan import LayerPlan, Plan
 from quant.recipes.plan_check import check_plan_fits
 from quant.recipes.plan_make import grouped_layers
-from quant.recipes.layer_kind import LayerKind
-from quant.recipes.plan import LayerPlan, Plan
-from quant.recipes.groups import group_name
 
 
 @dataclass(frozen=True)

@@ -15,9 +15,9 @@ from typing import Any
 
 from quant.base.errors import UserError
 from quant.base.extras import require
+from quant.base.json_data import typed
 from quant.base.json_files import read_json
 from quant.models.files import safetensors_file
-from quant.base.json_data import typed
 
 _FLAGS = {
     "do_sample", "output_attentions", "output_hidden_states", "output_logits", "output_scores", "return_dict",

@@ -12,8 +12,7 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from quant.base.errors import UserError
-from quant.formats.known_names import known_names
+from quant.base.errors import UserError, known_names
 from quant.models.hub import SUFFIXES, companion_names, listed_modules, snapshot, split_revision
 
 # Short names: package that holds the file, the file in it, and how to get the package.

@@ -21,9 +21,9 @@ import torch
 from torch import nn
 
 from quant.base.errors import UserError, listed
+from quant.base.extras import importing, require
 from quant.export.checkpoint.files.names import stored_names
 from quant.export.checkpoint.files.read_tensors import TensorFiles
-from quant.base.extras import importing, require
 from quant.models.configs import (
     check_numbers,
     check_processor,

@@ -13,13 +13,135 @@ and its slices hold the model's own blocks.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
 from quant.base.errors import UserError
+from quant.calibration.solvers.registry import get_pipeline
+from quant.export.checkpoint.files.names import EXPERT_PARTS, StoredNames
+from quant.recipes.groups import group_name
+from quant.recipes.layers import Layer, LayerKind
+from quant.recipes.plan import LayerPlan, Plan
+from quant.recipes.resolve import obstacle
+
+# Plans for the layers of multi-token-prediction heads: each gets the formats of its counterpart in the last block.
+#
+# A head of Qwen3-Next or DeepSeek-V3 is one more block of the model's kind, behind a projection that joins hidden
+# states and embeddings. `mtp.layers.0.self_attn.q_proj` is planned as `model.layers.47.self_attn.q_proj`, and the
+# matrix `mtp.layers.0.mlp.experts.3.up_proj` as the stack `model.layers.47.mlp.experts.gate_up_proj`. The joining
+# projection (`mtp.fc`, `eh_proj`), norms and output heads have no counterpart and stay in 16 bit, as servers expect
+# them.
+#
+# transformers does not run a head, so calibration inputs do not exist. Its weights are rounded by a solver that looks
+# only at weights, and a static scale of inputs is measured on the inputs of the counterpart.
+
+
+_IN_BLOCK = re.compile(r"(.*?\.\d+)\.(.+)")  # model.layers.3 . mlp.up_proj
+_EXPERT = re.compile(r"(.*\bexperts)\.(\d+)\.(\w+)")
+_DATA_FREE = "mse"  # the solver of effort 1
+
+
+def counterpart(name: str, plan: Plan, names: StoredNames, shape: Sequence[int] | None = None) -> LayerPlan | None:
+    """Returns the layer of the model that plays the part of a head's layer in the last block that has one.
+
+    None without.
+
+    Args:
+        name: the name of the head's layer, on disk.
+        plan: the plan of the model.
+        names: the names of the model's tensors on disk.
+        shape: the shape of the head's weight; with it, the counterpart's must be the same.
+    """
+    match = _IN_BLOCK.fullmatch(names.of_model(f"{name}.weight").removesuffix(".weight"))
+    if match is None:
+        return None
+    roles = [match[2]]
+    if (expert := _EXPERT.fullmatch(match[2])) is not None:
+        # experts.3.up_proj is in the stack experts.gate_up_proj, experts.3.down_proj in experts.down_proj.
+        stacks = [last for last, parts in EXPERT_PARTS.items() if expert[3] in parts]
+        roles += [f"{expert[1]}.{last}" for last in (*stacks, expert[3])]
+    for layer in reversed(plan.layers):
+        block = _IN_BLOCK.fullmatch(layer.name)
+        if block is None or block[1] == match[1] or block[2] not in roles:
+            continue
+        if shape is None or tuple(shape) == _matrix_of(layer):
+            return layer
+    return None
+
+
+def _matrix_of(layer: LayerPlan) -> tuple[int, ...]:
+    """Returns the shape of the layer's matrix as checkpoints store it: gate and up of an expert apart."""
+    if layer.kind != LayerKind.EXPERTS:
+        return layer.shape
+    parts = len(EXPERT_PARTS.get(layer.name.rpartition(".")[2], ("",)))
+    return (layer.shape[1] // parts, layer.shape[2])
+
+
+def plan_heads(plan: Plan, weights: Mapping[str, torch.Tensor], names: StoredNames) -> list[LayerPlan]:
+    """Plans for the matrices of heads that have a quantized counterpart.
+
+    Args:
+        plan: the plan of the model.
+        weights: the weights of the heads, by the names of their layers; only shapes are looked at.
+        names: the names of the model's tensors on disk.
+    """
+    layers: list[LayerPlan] = []
+    groups: dict[tuple[str, str], list[str]] = {}
+    for name, weight in weights.items():
+        shape = tuple(weight.shape)
+        twin = counterpart(name, plan, names, shape)
+        if twin is None or twin.weight is None:
+            continue
+        if obstacle(Layer(name, LayerKind.LINEAR, shape), twin.weight, twin.activation) is not None:
+            continue
+        solver = _DATA_FREE if get_pipeline(twin.solver).needs_data else twin.solver
+        reason = f"prediction head, as {twin.name}: transformers does not run it; solved with {solver}, without data"
+        if twin.has_static_scale:
+            reason += ", and has the input scale of that layer"
+        layers.append(LayerPlan(name, LayerKind.LINEAR, shape, twin.weight, twin.activation, solver, reason))
+        # Runtimes merge in a head what they merge in a block: q, k and v, or gate and up of one expert.
+        stem = name.rpartition(".")[0]
+        merged = twin.group if twin.kind != LayerKind.EXPERTS else twin.name
+        if merged is not None and not (twin.kind == LayerKind.EXPERTS and twin.name.endswith("down_proj")):
+            groups.setdefault((stem, merged), []).append(name)
+    group_of = {name: group_name(members) for members in groups.values() if len(members) > 1 for name in members}
+    return [replace(layer, group=group_of.get(layer.name)) for layer in layers]
+
+
+def split_heads(plan: Plan, heads: Collection[str]) -> tuple[Plan, Plan]:
+    """Returns the plan of the model's own layers, and the plan of its heads."""
+    own = tuple(layer for layer in plan.layers if layer.name not in heads)
+    return replace(plan, layers=own), replace(plan, layers=tuple(layer for layer in plan.layers if layer.name in heads))
+
+
+def scale_donors(plan: Plan, heads: Plan, names: StoredNames) -> tuple[Plan, dict[str, LayerPlan]]:
+    """Returns the layers of the model whose inputs give heads their static input scales.
+
+    Args:
+        plan: the plan of the model.
+        heads: plan of the heads; a layer that needs a scale and has no counterpart is to stay in 16 bit.
+        names: the names of the model's tensors on disk.
+
+    Returns:
+        The plan of the heads with such layers in 16 bit, and by the name of each other one with a static scale its
+        counterpart, planned in the same format.
+    """
+    layers, donors = [], {}
+    for layer in heads.layers:
+        if layer.has_static_scale:
+            twin = counterpart(layer.name, plan, names, layer.shape)
+            if twin is None:
+                reason = f"prediction head: {layer.activation} inputs need a scale, and no block has such a layer"
+                layer = replace(layer, weight=None, activation=None, reason=reason)
+            else:
+                donors[layer.name] = replace(twin, weight=layer.weight, activation=layer.activation)
+        layers.append(layer)
+    return replace(heads, layers=tuple(layers)), donors
 
 
 class HeadPart(nn.Module):

@@ -12,9 +12,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from quant.base.json_data import typed
 from quant.base.json_files import read_json
 from quant.models.files import find_model, safetensors_file, shard_names
-from quant.base.json_data import typed
 from quant.recipes.layers import Layer
 from quant.recipes.plan import LayerPlan, Plan
 

@@ -8,10 +8,9 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 from itertools import accumulate
 
-from quant.calibration.allocation.record import AllocationRecord, Budget, BudgetKind
-from quant.calibration.sensitivity.candidates import Candidate, parse_candidates
-from quant.calibration.sensitivity.table import GroupScores, Sensitivity
 from quant.base.errors import megabytes
+from quant.calibration.allocation.record import AllocationRecord, Budget, BudgetKind
+from quant.calibration.sensitivity.table import Candidate, GroupScores, Sensitivity, parse_candidates
 from quant.recipes.plan import Plan
 from quant.recipes.recipe import KEEP
 from quant.report.section import (

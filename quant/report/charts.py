@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 import statistics
 
-from quant.calibration.sensitivity.costs import memory_of
 from quant.base.errors import megabytes
-from quant.evaluation.evaluation import Evaluation
 from quant.calibration.layer_result import LayerResult
+from quant.calibration.sensitivity.costs import memory_of
+from quant.evaluation.evaluation import Evaluation
+from quant.evaluation.examples import Examples
 from quant.recipes.plan import Plan
-from quant.report.report import KVCache, Report
+from quant.recipes.plan_check import first_problem
+from quant.report.report import KVCache, Receipt, Report
 from quant.report.section import (
     COLOURS,
     Section,
@@ -21,6 +23,128 @@ from quant.report.section import (
     number,
     short_name,
 )
+
+# Sections for readers: predictions that changed most, a text before and after, and the commands that use the model.
+
+
+def predictions(examples: Examples) -> Section | None:
+    """Returns the predictions with the largest KL, in their context."""
+    if not examples.predictions:
+        return None
+    several = len({each.text for each in examples.predictions}) > 1
+    rows = []
+    for i, each in enumerate(examples.predictions):
+        source = (short_name(each.text),) if several else ()
+        chances = (f"{each.before:.2%}", f"{each.after:.2%}")
+        likeliest = (_visible(each.likeliest_before), _visible(each.likeliest_after))
+        rows.append(
+            (
+                f"T{i}",
+                (
+                    f"…{_visible(each.context.lstrip(' '))}",
+                    number(each.kl),
+                    _visible(each.token),
+                    *chances,
+                    *likeliest,
+                    *source,
+                ),
+            )
+        )
+    text = (
+        "The next tokens whose prediction changed most, by KL. Before and after are the probabilities that the "
+        "original and the quantized model give to the token that follows in the text."
+    )
+    head = ("context", "KL", "next token", "before", "after", "likeliest before", "likeliest after")
+    return Section("Worst predictions", text, None, None, (*head, "text") if several else head, rows)
+
+
+def continuation(examples: Examples) -> Section | None:
+    """Returns a text that both models wrote."""
+    if (written := examples.continuation) is None:
+        return None
+    same = written.before == written.after
+    text = "Both models continue the beginning of the evaluation text by their likeliest tokens"
+    text += ", and write the same." if same else "."
+    rows = [("prompt", written.prompt), ("original", written.before), ("quantized", written.after)]
+    cells = [(f"C{i}", (name, words)) for i, (name, words) in enumerate(rows)]
+    return Section("Text before and after", text, None, None, ("model", "words"), cells)
+
+
+def usage(report: Report, plan: Plan) -> Section | None:
+    """Returns commands for the directory that the page lies in; None for a model that writes no text."""
+    if report.kv_cache is None:
+        return None
+    rows = [("try it", 'quant generate . --prompt "The capital of France is"')]
+    problem = first_problem(plan, "vllm")
+    if problem is None:
+        cache = " --kv-cache-dtype fp8" if plan.kv_cache is not None else ""
+        rows.append(("serve", f"vllm serve .{cache}"))
+    rows.append(("check the files", "quant verify ."))
+    text = "Commands for the directory of this page."
+    if problem is not None:
+        text += f" vLLM does not serve this plan: {problem}."
+    return Section("Use it", text, None, None, ("purpose", "command"), [(f"D{i}", row) for i, row in enumerate(rows)])
+
+
+def _visible(text: str) -> str:
+    """Returns a token whose line breaks, tabs and leading blanks can be seen: the token " the" is not "the"."""
+    shown = text.replace("\n", "⏎").replace("\t", "⇥")
+    blanks = len(shown) - len(shown.lstrip(" "))
+    return "␣" * blanks + shown[blanks:] or "∅"
+
+
+# Charts of an export: the deviation of each layer at each stage, and the audit of the engine.
+
+
+_STAGES = {"fake_quant": "PyTorch", "checkpoint": "checkpoint", "onnx": "ONNX", "engine": "engine"}
+
+
+def receipt(record: Receipt) -> list[Section]:
+    """Charts deviations of each stage of an export from the model, layer by layer; then the audit of the engine."""
+    names = [m.name for m in record.layers if not m.passed] + [entry.name for entry in record.audit if not entry.passed]
+    more = f" and {len(names) - 6} more" if len(names) > 6 else ""
+    # Failures go first; a reader should not have to look for them in a table of hundreds of layers.
+    text = f"These layers failed: {', '.join(dict.fromkeys(names[:6]))}{more}. " if names else ""
+    ran = {key: name for key, name in _STAGES.items() if any(getattr(m, key) is not None for m in record.layers)}
+    # Stages that were not run have no column.
+    chart, rows = None, []
+    if ran:
+        deviations = [{key: v for key in ran if (v := getattr(m, key)) is not None} for m in record.layers]
+        largest = [max(stages.values(), default=0.0) for stages in deviations]
+        for i, layer in enumerate(record.layers):
+            cells = (number(deviations[i].get(key)) for key in ran)
+            rows.append((f"E{i}", (layer.name, _verdict(layer.passed), *cells)))
+        worst = max(range(len(rows)), key=largest.__getitem__)
+        text += (
+            "The layer in PyTorch is compared with the textbook in float64; the stored weight and the exported nodes "
+            f"are compared with the layer. {largest.count(0)} of {len(rows)} layers agree exactly at every stage. The "
+            f"largest deviation is {number(largest[worst])}, in {record.layers[worst].name}."
+        )
+        if missing := [name for key, name in _STAGES.items() if key not in ran]:
+            text += f" Not run: {', '.join(missing)}."
+        chart = {
+            "kind": "dots",
+            "log": True,
+            "column": True,
+            "x": "layers, in model order",
+            "y": "relative deviation (logarithmic, exact agreement at the bottom)",
+            "series": coloured(*ran.values()),
+            "points": [(i, v, ran[key], f"E{i}") for i, stages in enumerate(deviations) for key, v in stages.items()],
+            "ticks": [],
+        }
+    rows.sort(key=lambda row: row[1][1] == _verdict(True))  # failures first
+    charts = [Section("Export receipt", text, None, chart, ("layer", "verdict", *ran.values()), rows, record.passed)]
+    if audit := sorted(enumerate(record.audit), key=lambda item: item[1].passed):
+        native = sum(entry.passed for _, entry in audit)
+        text = f"{native} of {len(audit)} checks passed: the precision in which a layer runs, and its tensors."
+        rows = [(f"A{i}", (a.name, _verdict(a.passed), a.planned, a.found)) for i, a in audit]
+        head = ("layer", "verdict", "planned", "found")
+        charts.append(Section("Engine audit", text, head=head, rows=rows, verdict=native == len(audit)))
+    return charts
+
+
+def _verdict(passed: bool) -> str:
+    return "✓" if passed else "✗ failed"
 
 
 def texts(evaluation: Evaluation) -> Section | None:

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from quant.base.errors import UserError, megabytes
-from quant.evaluation.evaluation import Evaluation
 from quant.calibration.layer_result import LayerResult
+from quant.evaluation.evaluation import Evaluation
 from quant.recipes.plan import PLAN_FILE, Plan
 from quant.report.render import render_page
 from quant.report.report import Report

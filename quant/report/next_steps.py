@@ -5,12 +5,12 @@ from __future__ import annotations
 import shlex
 from pathlib import Path
 
-from quant.evaluation.loss_text import loss_text
+from quant.calibration.texts.data_needs import solver_needs_data
+from quant.evaluation.evaluation import loss_text
 from quant.formats.format import get_format
 from quant.models.configs import read_fields
-from quant.recipes.plan_check import first_problem
-from quant.calibration.texts.data_needs import solver_needs_data
 from quant.recipes.plan import Plan
+from quant.recipes.plan_check import first_problem
 from quant.recipes.solver_names import parse_solver
 from quant.report.report import Report
 

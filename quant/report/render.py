@@ -13,21 +13,42 @@ from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from quant.base.errors import UserError, counted, megabytes
-from quant.evaluation.loss_text import loss_text
-from quant.calibration.layer_result import LayerResult
 from quant.base.atomic import write_atomically
-from quant.recipes.json_text import finite, json_text
+from quant.base.errors import UserError, counted, megabytes
+from quant.base.json_files import finite, json_text
+from quant.calibration.layer_result import LayerResult
+from quant.evaluation.evaluation import loss_text
 from quant.recipes.plan import PLAN_FILE, Plan
 from quant.recipes.solver_names import DEFAULT_OBSERVER
-from quant.report.allocation_charts import budget_text
-from quant.report.report import Receipt, Report
-from quant.report.section import format_colours, number, short_name
-from quant.report.sections import sections
+from quant.report.allocation_charts import budget_text, heat_map, pareto, rounds, waterfall
+from quant.report.charts import continuation, errors, memory, predictions, receipt, sizes, texts, usage
+from quant.report.report import Receipt, Report, peak_rss
+from quant.report.section import (
+    Section,
+    format_colours,
+    number,
+    short_name,
+)
 from quant.report.summary import interval_text
 
 if TYPE_CHECKING:
     from jinja2 import Template
+
+
+# The sections of the report's page, in its order.
+
+
+def sections(report: Report, plan: Plan) -> list[Section]:
+    """Returns the sections that the report has data for, in the page's order."""
+    record, table = report.allocation, report.sensitivity
+    page: list[Section | None] = [texts(report.evaluation)] if report.evaluation else []
+    page += [predictions(report.examples), continuation(report.examples)] if report.examples else []
+    page += [pareto(record), rounds(record)] if record else []
+    page += [sizes(report, plan), memory(plan, report.kv_cache)]
+    page += [heat_map(table, plan), waterfall(table, plan, record, format_colours(report))] if table else []
+    page += [errors(report), usage(report, plan), *(receipt(report.receipt) if report.receipt else ())]
+    return [section for section in page if section is not None]
+
 
 _FOLDER = Path(__file__).parent
 _ERRORS = ("SNR", "weight error", "output error", "solver")  # columns of quantized layers
@@ -249,3 +270,25 @@ def rewrite(
     page = out or directory / "report.html"
     write_atomically(page, render_html(report, plan))
     return page
+
+
+# `write_report` completes the directory of a checkpoint with its report.
+
+
+def write_report(report: Report, plan: Plan, directory: Path, hashes: Mapping[str, str]) -> None:
+    """Writes the report of a checkpoint before it appears under its name.
+
+    Args:
+        report: completed with the sizes and `hashes` of the weight files, then written as JSON and HTML.
+        plan: the plan that was executed.
+        directory: the directory of the unfinished checkpoint.
+        hashes: SHA-256 of each weight file, by name.
+    """
+    report.files = dict(hashes)
+    # Sizes on disk replace the plan's estimate; they include the headers of the files.
+    report.bytes_after = sum((directory / name).stat().st_size for name in hashes)
+    report.peak_rss_bytes = peak_rss()
+    # `verify` reads report.json (hashes, plan digest, fingerprint), and so does the next training run that starts here
+    # (`training.run_report`). report.html is only for people.
+    report.save(directory / "report.json")
+    write_atomically(directory / "report.html", render_html(report, plan))

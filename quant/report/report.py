@@ -12,16 +12,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from quant.base.json_data import JsonData, typed
+from quant.base.json_files import read_json, write_json
 from quant.calibration.allocation.record import AllocationRecord
+from quant.calibration.layer_result import LayerResult
 from quant.calibration.sensitivity.costs import kv_cache_bytes
 from quant.calibration.sensitivity.table import Sensitivity
+from quant.evaluation.evaluation import Evaluation
 from quant.evaluation.examples import Examples
 from quant.evaluation.fingerprint import Fingerprint
-from quant.evaluation.evaluation import Evaluation
-from quant.calibration.layer_result import LayerResult
-from quant.base.json_files import read_json
-from quant.base.json_data import JsonData, typed
-from quant.recipes.json_text import write_json
 from quant.recipes.plan import Plan
 
 SCHEMA_VERSION = 1

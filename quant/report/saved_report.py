@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from quant.base.json_files import read_json
 from quant.base.json_data import typed
+from quant.base.json_files import read_json
 
 
 def saved_report(directory: Path) -> dict[str, Any] | None:

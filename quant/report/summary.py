@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from quant.calibration.allocation.record import AllocationRecord, BudgetKind, Verified
 from quant.base.errors import counted, megabytes
-from quant.evaluation.loss_text import loss_text
-from quant.evaluation.evaluation import Evaluation
+from quant.calibration.allocation.record import AllocationRecord, BudgetKind, Verified
 from quant.calibration.layer_result import LayerResult
+from quant.evaluation.evaluation import Evaluation, loss_text
 from quant.report.report import Distillation, Report
 
 if TYPE_CHECKING:

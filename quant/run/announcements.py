@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from quant.base.errors import megabytes
 from quant.base.listener import Listener
 from quant.calibration.placement import describe
 from quant.calibration.session import Session
-from quant.base.errors import megabytes
 from quant.models.open_model import Source
 from quant.recipes.plan import Plan
 from quant.recipes.solver_names import parse_solver

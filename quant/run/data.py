@@ -7,19 +7,16 @@ from dataclasses import replace
 
 import torch
 
-from quant.calibration.allocation.measure_choices import rows_of_choice
 from quant.calibration.allocation.goal import Goal
-from quant.allocation.held_out import HeldOut
-from quant.allocation.where_solved import rows_where_solved
+from quant.calibration.allocation.measure_choices import HeldOut, rows_of_choice
+from quant.calibration.allocation.real_solver import rows_where_solved
 from quant.calibration.inputs import Inputs
 from quant.calibration.placement import device_of
-from quant.calibration.sensitivity.candidates import Candidate
+from quant.calibration.sensitivity.table import Candidate
 from quant.calibration.solvers.registry import get_pipeline
+from quant.calibration.texts.data_needs import lacks_data, solver_needs_data, with_calibration, with_data
 from quant.calibration.texts.mixture import Record
-from quant.calibration.walk.expected_time import expected_time, in_words, time_of_rows
 from quant.calibration.texts.row_checks import check_evaluable
-from quant.run.announcements import announce_effort
-from quant.calibration.walk.plan_fits import check_solvable
 from quant.calibration.texts.sources import (
     as_rows,
     digest_of,
@@ -30,9 +27,11 @@ from quant.calibration.texts.sources import (
     within_context,
     written_share,
 )
+from quant.calibration.walk.expected_time import expected_time, in_words, time_of_rows
+from quant.calibration.walk.plan_fits import check_solvable
 from quant.models.stored_weights import read_stored, stored_in
-from quant.calibration.texts.data_needs import lacks_data, solver_needs_data, with_calibration, with_data
 from quant.recipes.plan import Plan, groups_of
+from quant.run.announcements import announce_effort
 from quant.run.job import Decision, Job
 from quant.run.same_on_ranks import check_same
 

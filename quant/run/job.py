@@ -9,11 +9,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
+from quant.base.listener import Listener, StageProgress
 from quant.calibration.allocation.allocate import Allocation
 from quant.calibration.inputs import Inputs
-from quant.base.listener import Listener, StageProgress
-from quant.calibration.session import Session
 from quant.calibration.layer_result import LayerResult, Quantized
+from quant.calibration.session import Session
 from quant.formats.tensor import BlockScaledTensor
 from quant.models.files import SourceKind
 from quant.models.open_model import Source

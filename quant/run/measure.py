@@ -11,23 +11,23 @@ from typing import Any
 import torch
 from torch import nn
 
+from quant.base.errors import UserError
+from quant.base.listener import reporter
 from quant.calibration.evaluating import prepared
 from quant.calibration.inputs import Inputs
-from quant.base.listener import reporter
 from quant.calibration.placement import is_visited, placed
-from quant.base.errors import UserError
+from quant.calibration.texts.sources import digest_of, tokenizer_if_any
 from quant.evaluation.evaluate import evaluate_texts
+from quant.evaluation.evaluation import Evaluation
 from quant.evaluation.examples import Continuation, Decode, Examples, WorstPredictions, continuations, output_errors
 from quant.evaluation.fingerprint import Fingerprint, fingerprint
-from quant.evaluation.evaluation import Evaluation
-from quant.calibration.texts.sources import digest_of, tokenizer_if_any
+from quant.generate.quantized_attention import quantized_attention
 from quant.kernels.linear.oracle import kept_weights
 from quant.kernels.linear.quantized_module import QuantizedModule
 from quant.models.files import SourceKind
 from quant.models.open_model import open_model
 from quant.recipes.solver_names import parse_solver
 from quant.run.job import Decision, Job, SolvedModel
-from quant.generate.quantized_attention import quantized_attention
 
 _PREDICTIONS = 8  # worst predictions that are shown
 _PROMPT, _ADDED = 16, 24  # tokens of the text before and after

@@ -12,17 +12,17 @@ from typing import Any
 import torch
 from torch import nn
 
+from quant.base.atomic import claimed
+from quant.base.errors import UserError
+from quant.base.extras import importing
 from quant.base.listener import Listener
 from quant.calibration.ranks import rank_and_world
 from quant.calibration.session import Session
-from quant.base.errors import UserError
-from quant.run.announcements import announce_device, announce_source
-from quant.calibration.walk.plan_fits import check_in_memory
-from quant.calibration.texts.sources import check_lengths, short_files
-from quant.base.extras import importing
-from quant.base.atomic import claimed
-from quant.models.open_model import Source, open_model
 from quant.calibration.texts.data_needs import lacks_data
+from quant.calibration.texts.sources import check_lengths, short_files
+from quant.calibration.walk.plan_fits import check_in_memory
+from quant.models.open_model import Source, open_model
+from quant.run.announcements import announce_device, announce_source
 from quant.run.job import Job
 from quant.run.plan_request import plan_for
 from quant.run.request import Request

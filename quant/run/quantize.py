@@ -11,17 +11,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from quant.calibration.inputs import Inputs, inputs_of, recorded
-from quant.base.listener import Listener, Progress
-from quant.calibration.placement import Device
 from quant.base.errors import UserError
+from quant.base.listener import Listener, Progress
+from quant.calibration.inputs import Inputs, inputs_of, recorded
 from quant.calibration.layer_result import Quantized
+from quant.calibration.placement import Device
 from quant.calibration.walk.undo import restored_on_error
 from quant.recipes.callers_model import check_original, uncompiled, unwrapped
 from quant.recipes.plan import Plan
 from quant.recipes.recipe import Recipe
-from quant.run.budget import AllocationRequest
-from quant.run.request import Request
+from quant.run.request import AllocationRequest, Request
 from quant.run.run import run as start
 
 _RECIPE = "nvfp4"
@@ -84,7 +83,8 @@ def quantize(
             off by more than the limit, relatively, gets the next format; replaces the recipe's.
         observer: key of `OBSERVERS`, how static activation scales are chosen; replaces the recipe's, which is absmax.
         bits: per weight, every scale counted; formats are then chosen layer by layer and `recipe` is not used. For
-            other budgets and limits see `quant.calibration.allocation.allocate.allocate`, whose plan can be passed as `recipe`.
+            other budgets and limits see `quant.calibration.allocation.allocate.allocate`, whose plan can be passed as
+            `recipe`.
         max_kl: the same, for the smallest model whose measured KL to the original stays below; with `bits`, both hold,
             and it is an error if no choice of formats keeps both. A quarter of the data chooses the formats, and a
             quarter verifies them; its measurements are in the plan's provenance.

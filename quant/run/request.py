@@ -1,7 +1,8 @@
 """A `Request` holds all options of a run, from the command `quantize` or by `quant.quantize`.
 
 `check` refuses options that contradict each other before anything slow starts. A message spells an option as the user
-wrote it: `--lm-head` or `lm_head=`. Refusals that depend on the model are in `check_state_dict` and `quant.recipes.plan_check`.
+wrote it: `--lm-head` or `lm_head=`. Refusals that depend on the model are in `check_state_dict` and
+`quant.recipes.plan_check`.
 """
 
 from __future__ import annotations
@@ -15,27 +16,130 @@ from typing import Any
 import torch
 from torch import nn
 
-from quant.calibration.allocation.goal import Goal
-from quant.allocation.options import DEFAULT_FORMATS
+from quant.base.errors import Spelling, UserError, as_option, as_parameter
+from quant.calibration.allocation.goal import DEFAULT_FORMATS, Constraint, ConstraintKind, Goal
+from quant.calibration.allocation.measure_choices import Effort
 from quant.calibration.inputs import Inputs
 from quant.calibration.placement import device_of, find_device
-from quant.calibration.sensitivity.candidates import parse_candidates
+from quant.calibration.sensitivity.costs import parse_quantity
 from quant.calibration.sensitivity.knapsack import require_scipy
-from quant.base.errors import UserError, as_option, as_parameter
+from quant.calibration.sensitivity.table import parse_candidates
+from quant.calibration.texts.data_needs import solver_needs_data
 from quant.calibration.texts.sources import Rows, check_sources, sources_of
 from quant.calibration.walk.step_store import is_finished
 from quant.export.checkpoint.files.directory import check_apart, check_destination
 from quant.formats.format import is_16bit
 from quant.models.files import find_model
-from quant.recipes.callers_model import check_original, unwrapped
-from quant.recipes.plan_check import Problem, read_plan
-from quant.calibration.texts.data_needs import solver_needs_data
-from quant.recipes.plan_make import kv_cache_name
 from quant.recipes import effort
+from quant.recipes.callers_model import check_original, unwrapped
 from quant.recipes.plan import Plan
+from quant.recipes.plan_check import Problem, read_plan
+from quant.recipes.plan_make import kv_cache_name
 from quant.recipes.recipe import KEEP, Recipe, get_recipe
 from quant.recipes.solver_names import DEFAULT_OBSERVER
-from quant.run.budget import AllocationRequest, read_quantity
+
+# An `AllocationRequest` holds budgets and limits as the user writes them, and makes the goal of an allocation of them.
+#
+# bits, fit, latency           budgets: bits per weight, memory, time of a decoding step
+# max_kl, max_ppl_increase     limits on the measured loss
+# the other fields             formats to choose from, and how they are scored
+
+
+_BUDGETS = ("bits", "fit", "latency", "max_kl", "max_ppl_increase")
+
+
+@dataclass(frozen=True)
+class AllocationRequest:
+    """Budgets with their units, limits, and the formats to choose from; see `quant.Goal` for their meaning."""
+
+    bits: float | None = None
+    fit: str | None = None
+    ctx: str = "4096"
+    batch: int = 1
+    latency: str | None = None
+    target: tuple[str, ...] = ()
+    max_kl: float | None = None
+    max_ppl_increase: str | None = None
+    formats: str | Sequence[str] | None = None
+    method: str | None = None
+    pin: tuple[str, ...] = ()
+    forbid: tuple[str, ...] = ()
+    at_least: tuple[str, ...] = ()
+    sensitivity: Path | None = None
+    search: int | None = None
+
+    def goal(self, spell: Spelling = as_option) -> Goal | None:
+        """Returns the goal of the allocation; None where no budget and no limit is given.
+
+        Raises:
+            UserError: a quantity that cannot be read, or an option that has no meaning without a budget.
+        """
+        self._check_sizes(spell)
+        if all(getattr(self, budget) is None for budget in _BUDGETS):
+            self._check_without_budget(spell)
+            return None
+        return Goal(
+            bits=self.bits,
+            fit=read_quantity(spell("fit"), self.fit, "size"),
+            context=int(read_quantity(spell("ctx"), self.ctx, "count") or 0),
+            batch=self.batch,
+            latency=read_quantity(spell("latency"), self.latency, "time"),
+            target=self.target,
+            max_kl=self.max_kl,
+            max_ppl_increase=read_quantity(spell("max_ppl_increase"), self.max_ppl_increase, "ratio"),
+        )
+
+    @property
+    def effort(self) -> Effort:
+        """The numbers of rows and measurements of the allocation."""
+        return Effort(measurements=self.search)
+
+    def options(self) -> dict[str, Any]:
+        """Returns the arguments of `allocate` that are given here."""
+        constraints = [Constraint.parse(kind, text) for kind in ConstraintKind for text in getattr(self, kind)]
+        return {
+            "formats": self.formats or DEFAULT_FORMATS,
+            "method": self.method or "fisher",
+            "constraints": constraints,
+            "path": self.sensitivity,
+            "effort": self.effort,
+        }
+
+    def _check_sizes(self, spell: Spelling) -> None:
+        """Refuses a context or batch that no budget uses."""
+        for size, users in (("ctx", ("fit",)), ("batch", ("fit", "latency"))):
+            # The class attribute of a dataclass field is its default; a default that is given explicitly does no harm.
+            is_given = getattr(self, size) != getattr(type(self), size)
+            if is_given and all(getattr(self, user) is None for user in users):
+                named = " and ".join(map(spell, users))
+                raise UserError(f"{spell(size)} means something to {named} only; leave it out, or give one too")
+
+    def _check_without_budget(self, spell: Spelling) -> None:
+        """Refuses options of an allocation without a budget."""
+        for name in ("formats", "method", "target", "pin", "forbid", "at_least", "sensitivity"):
+            if getattr(self, name):
+                raise self._needs_budget(name, spell)
+        if self.search is not None:
+            raise self._needs_budget("search", spell)
+
+    def _needs_budget(self, name: str, spell: Spelling) -> UserError:
+        first, *middle, last = map(spell, _BUDGETS if spell is as_option else ("bits", "max_kl"))
+        # The parameters of `quant.quantize` are fewer than the options: a message names only those the user has.
+        budgets = " or ".join((", ".join((first, *middle)), last))
+        return UserError(f"{spell(name)} needs something to allocate for: {budgets}")
+
+
+def read_quantity(option: str, text: str | None, kind: str) -> float | None:
+    """Returns a quantity with its unit, such as 24GB.
+
+    Raises:
+        UserError: it cannot be read; the message names the option.
+    """
+    try:
+        return None if text is None else parse_quantity(text, kind)
+    except ValueError as error:
+        raise UserError(f"{option} {error}") from None
+
 
 PlanFile = tuple[Plan, list[Problem]]
 """A plan as it was read, and the entries of it that could not be read."""

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import torch
 
-from quant.calibration.ranks import gathered, rank_and_world, wait_for_all
-from quant.calibration.session import Session
 from quant.base.errors import UserError
 from quant.base.extras import versions
+from quant.calibration.ranks import gathered, rank_and_world, wait_for_all
+from quant.calibration.session import Session
 from quant.models.watched_files import spot_hash
 
 

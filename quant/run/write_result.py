@@ -10,21 +10,21 @@ from pathlib import Path
 
 import torch
 
+from quant.base.errors import UserError, counted, listed
+from quant.base.extras import versions
+from quant.calibration.layer_result import LayerResult, loss_warnings
 from quant.calibration.placement import describe
 from quant.calibration.ranks import leave, rank_and_world
+from quant.calibration.texts.sources import tokenizer_if_any
+from quant.export.checkpoint.compare_source import compare_with_source
+from quant.export.checkpoint.files.names import stored_names
 from quant.export.checkpoint.pretrained import attach
 from quant.export.checkpoint.save import Destination, Finish, save_state_dict, write_model
-from quant.export.checkpoint.compare_source import compare_with_source
-from quant.checkpoints.write_report import write_report
-from quant.base.errors import UserError, counted, listed
-from quant.calibration.layer_result import LayerResult, loss_warnings
-from quant.calibration.texts.sources import tokenizer_if_any
-from quant.export.checkpoint.files.names import stored_names
-from quant.base.extras import versions
 from quant.models.files import SourceKind
 from quant.models.origin import described_by
 from quant.models.prediction_heads import head_layers
 from quant.recipes.plan import Plan
+from quant.report.render import write_report
 from quant.report.report import Report, kv_cache_of, peak_rss
 from quant.run.job import Decision, Job, Outcome, SolvedModel
 from quant.run.measure import Measured

@@ -23,13 +23,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from quant.base.errors import UserError
 from quant.calibration.evaluating import evaluating
 from quant.calibration.placement import device_of
-from quant.base.errors import UserError
 from quant.recipes.callers_model import inner_model
 from quant.recipes.solver_names import parse_solver
-from quant.training.head import LogitHead, run_to_head
-from quant.training.kl import LogitTeacher, Teacher, chunked_kl
+from quant.training.kl import LogitHead, LogitTeacher, Teacher, chunked_kl, run_to_head
 from quant.training.rounding.rounded_weight import plan_in_training
 from quant.training.teacher_cache import CachedTeacher
 

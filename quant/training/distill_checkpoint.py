@@ -8,33 +8,42 @@ The teacher is opened first: where its likeliest tokens are cached in a file, it
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from statistics import fmean
+from typing import Any
 
 import torch
 from torch import nn
 
-from quant.base.listener import SILENT, Listener, StageProgress
-from quant.calibration.placement import device_of, find_device
-from quant.calibration.session import Session
-from quant.export.checkpoint.load import describe, is_checkpoint, no_checkpoint
-from quant.checkpoints.runnable import open_runnable
-from quant.export.checkpoint.save import save
-from quant.checkpoints.write_report import write_report
-from quant.calibration.texts.row_checks import check_evaluable
-from quant.evaluation.evaluate import evaluate_texts
-from quant.evaluation.evaluation import Evaluation
-from quant.run.announcements import announce_device
-from quant.calibration.texts.sources import Rows, read_texts, tokenizer_if_any
-from quant.export.checkpoint.files.directory import check_apart, check_destination
 from quant.base.atomic import claimed
+from quant.base.errors import UserError
+from quant.base.extras import versions
+from quant.base.listener import SILENT, Listener, StageProgress, reporter
+from quant.calibration.layer_result import LayerResult, unmeasured_result
+from quant.calibration.placement import describe, device_of, find_device
+from quant.calibration.session import Session
+from quant.calibration.texts.row_checks import check_evaluable
+from quant.calibration.texts.sources import Rows, read_calibration, read_texts, tokenizer_if_any
+from quant.evaluation.evaluate import evaluate_texts
+from quant.evaluation.evaluation import Evaluation, loss_text
+from quant.evaluation.fingerprint import fingerprint
+from quant.export.checkpoint.files.directory import check_apart, check_destination
+from quant.export.checkpoint.load import describe as describe_checkpoint
+from quant.export.checkpoint.load import is_checkpoint, no_checkpoint, open_runnable
+from quant.export.checkpoint.save import save
+from quant.generate.quantized_attention import quantized_attention
 from quant.models.files import find_checkpoint
 from quant.models.open_model import Source
-from quant.recipes.plan import Plan
-from quant.report.report import Distillation, Report
-from quant.generate.quantized_attention import quantized_attention
+from quant.recipes.plan import LayerPlan, Plan
+from quant.report.render import write_report
+from quant.report.report import Distillation, Report, kv_cache_of
+from quant.run.announcements import announce_device
 from quant.training.distill import distill
-from quant.training.distill_inputs import DistillInputs, check_cache, check_tokenizers, prepare_distill_inputs
+from quant.training.distill_options import DistillOptions
+from quant.training.qat import convert_qat, prepare_qat
+from quant.training.teacher_cache import CachedTeacher, cache_teacher, is_cached_teacher
 from quant.training.train_loop import (
     Hyperparameters,
     StoredDtypes,
@@ -44,9 +53,186 @@ from quant.training.train_loop import (
     train_only_norms,
     train_only_rounded,
 )
-from quant.training.distill_options import DistillOptions
-from quant.training.qat import convert_qat, prepare_qat
-from quant.training.run_report import losses_by_tenth, report_of
+
+# The report of a training run: the layers and sizes of the trained checkpoint, its losses, and its figures.
+
+
+_WORSE = 1.02  # times the KL before training; rounding by itself does not change it by as much
+
+
+def report_of(
+    source: Source, plan: Plan, record: Distillation, evaluation: Evaluation | None, start: Path, session: Session
+) -> Report:
+    """Returns the report of a trained checkpoint.
+
+    Sizes before quantization and warnings come from its start's report.
+
+    Args:
+        source: the trained model.
+        plan: the plan of the checkpoint.
+        record: how it was trained.
+        evaluation: the figures of the checkpoint, where there are evaluation texts.
+        start: directory of the checkpoint that training began with.
+        session: the session, with the device that it was trained on.
+    """
+    file = start / "report.json"
+    before = Report.load(file) if file.is_file() else None
+    # A checkpoint of `quant.save` has no report.
+    bytes_in_16_bit = sum(2 * layer.numel for layer in plan.layers if layer.tied_to is None)
+    report = Report(
+        model=before.model if before else source.name,
+        layers=[_trained_layer(layer) for layer in plan.layers],
+        bytes_before=before.bytes_before if before else bytes_in_16_bit,
+        bytes_after=plan.nbytes,
+        effective_bits=plan.effective_bits,
+        evaluation=evaluation,
+        plan_digest=plan.digest(),
+        command="",
+        versions=versions(),
+        seconds={},
+        device=describe(session.device),
+        warnings=[*(before.warnings if before else ()), *worse_texts(record, evaluation)],
+        notes=list(before.notes) if before else [],
+        kv_cache=kv_cache_of(source.config, plan),
+        distillation=record,
+    )
+    if evaluation is not None:
+        # `quant verify` runs the written checkpoint on the same tokens and compares with this fingerprint.
+        assert isinstance(source.model, nn.Module)
+        with quantized_attention(source.model, **plan.run_time):
+            report = replace(report, fingerprint=fingerprint(source.model))
+    return report
+
+
+def losses_by_tenth(losses: list[float]) -> tuple[float, ...]:
+    """Returns the mean loss of each tenth of the steps."""
+    # Rounded up, so that there are at most ten parts; runs of fewer than ten steps have one for each step.
+    size = -(-len(losses) // 10)
+    return tuple(fmean(losses[i : i + size]) for i in range(0, len(losses), size))
+
+
+def worse_texts(record: Distillation, evaluation: Evaluation | None) -> list[str]:
+    """Returns a warning for each text on which the trained model is further from its teacher than its start was."""
+    if record.before is None or evaluation is None:
+        return []
+    return [
+        f"training raised KL from {loss_text(before.kl)} to {loss_text(after.kl)} on {after.text}; more rows a step "
+        f"(--batch-size was {record.batch}), a lower --lr (it was {record.rate:g}), or "
+        "--data of that kind lose less there"
+        for before, after in zip(record.before.texts, evaluation.texts, strict=True)
+        if before.kl is not None and after.kl is not None and after.kl > _WORSE * before.kl
+    ]
+
+
+def _trained_layer(layer: LayerPlan) -> LayerResult:
+    return replace(unmeasured_result(layer), solver=f"{layer.solver}, distilled" if layer.weight else None)
+
+
+# `DistillInputs` holds the teacher of a student, in memory or in a file, and the training rows that both read.
+
+
+_SHARED = 0.99  # of the smaller vocabulary; a fine-tuned model adds a token or two
+
+
+@dataclass(frozen=True)
+class DistillInputs:
+    """A teacher and its training rows.
+
+    Attributes:
+        teacher: a model that needs no gradients, or a file of its likeliest tokens.
+        rows: token ids, int64 `[rows, seqlen]`.
+        data: the names of the training texts, for the report.
+        tokenizer: the teacher's; None where it has none or was cached before.
+    """
+
+    teacher: nn.Module | CachedTeacher
+    rows: torch.Tensor
+    data: str
+    tokenizer: Any
+
+    @property
+    def model(self) -> nn.Module | None:
+        """The teacher, where it is a model in memory."""
+        return self.teacher if isinstance(self.teacher, nn.Module) else None
+
+
+def prepare_distill_inputs(name: str, options: DistillOptions, session: Session, listener: Listener) -> DistillInputs:
+    """Opens a teacher on the session's device, reads the training rows, and caches the teacher if `options` say so.
+
+    Raises:
+        UserError: the teacher cannot be opened, or there are fewer rows than a batch takes.
+    """
+    if is_cached_teacher(name):
+        with listener.step(f"loading {name}"):
+            cached = CachedTeacher.open(name)
+        if options.data:
+            raise UserError("--data: a cached teacher knows only its own rows; leave the option out")
+        return DistillInputs(cached, cached.rows, "its cache", None)
+    with listener.step(f"loading {name}"):
+        source, model = open_runnable(name)
+        # Frozen and in evaluation mode for good: dropout in a teacher would make another teacher of every step.
+        model.requires_grad_(False).eval().to(session.device)
+    # Data is read while the teacher is in memory: it writes the text of "mix" and "self".
+    data, tokenizer = ", ".join(options.data) or "mix", tokenizer_if_any(source)
+    with listener.stages() as progress:
+        rows = _training_rows(source, options, session, progress, listener)
+        if options.cache_teacher is None:
+            return DistillInputs(model, rows, data, tokenizer)
+        cache_teacher(
+            model, rows, options.cache_teacher, k=options.top, temperature=options.temperature,
+            progress=reporter(progress, "cache"),
+        )  # fmt: skip
+    return DistillInputs(cached := CachedTeacher.open(options.cache_teacher), cached.rows, data, tokenizer)
+
+
+def check_cache(file: Path, teacher: str, out: Path, hidden: float) -> None:
+    """Checks that a teacher can be cached in `file`.
+
+    Raises:
+        UserError: the file would replace something, or a cached teacher cannot teach this.
+    """
+    if is_cached_teacher(teacher):
+        raise UserError(f"--cache-teacher: {teacher} is a cached teacher already; leave the option out")
+    if file.exists():
+        raise UserError(f"--cache-teacher {file}: is there already; pass it as --teacher, or name another file")
+    if out.resolve() in (file.resolve(), *file.resolve().parents):
+        raise UserError(f"--cache-teacher {file}: lies in --out, whose files belong to the checkpoint; name another")
+    if hidden:
+        raise UserError("--hidden: a cached teacher has no hidden states; leave out --cache-teacher, or --hidden")
+
+
+def check_tokenizers(teacher: str, directory: Path, of_teacher: Any, of_student: Any) -> None:
+    """Checks that token ids mean the same words to the student and to its teacher; None is no tokenizer.
+
+    Raises:
+        UserError: more than a hundredth of the smaller vocabulary differs.
+    """
+    if not hasattr(of_teacher, "get_vocab") or not hasattr(of_student, "get_vocab"):
+        return
+    smaller, larger = sorted((of_teacher.get_vocab(), of_student.get_vocab()), key=len)
+    if sum(larger.get(token) == token_id for token, token_id in smaller.items()) < _SHARED * len(smaller):
+        raise UserError(
+            f"{teacher}: its tokenizer is another than that of {directory}, so token ids mean other words to it; "
+            "take a teacher of the same family"
+        )
+
+
+def _training_rows(
+    source: Source, options: DistillOptions, session: Session, progress: StageProgress, listener: Listener
+) -> torch.Tensor:
+    """Returns the rows of training text; no more are read than the steps use."""
+    samples = min(options.samples, options.steps * options.batch_size)
+    source_rows = Rows(options.data, samples, options.seqlen, session.seed, at_most=True)
+    rows, _ = read_calibration(source, source_rows, replace(session, progress=progress), listener=listener)
+    if not isinstance(rows, torch.Tensor):
+        raise UserError("--data: distillation reads rows of token ids; give text, or token ids in safetensors")
+    if len(rows) < options.batch_size:
+        raise UserError(
+            f"--batch-size {options.batch_size}: there are {len(rows)} rows of {rows.shape[1]} tokens to train on; "
+            "lower it, raise --samples, or give a longer --data"
+        )
+    return rows
+
 
 _DEFAULTS = DistillOptions()
 
@@ -100,7 +286,7 @@ def distill_checkpoint(
         checkpoint = find_checkpoint(directory)
         if not is_checkpoint(checkpoint):
             raise no_checkpoint(checkpoint)
-        plan, _ = describe(checkpoint)
+        plan, _ = describe_checkpoint(checkpoint)
         inputs = prepare_distill_inputs(teacher, options, session, listener)
         with listener.step(f"loading {directory}"):
             source, student = open_runnable(str(directory))

@@ -17,18 +17,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from quant.recipes.blocks import stored_dtype
-from quant.calibration.inputs import Inputs, call_on_first_row, inputs_of
+from quant.base.errors import UserError, counted, known_names
 from quant.base.listener import Progress
+from quant.calibration.inputs import Inputs, call_on_first_row, inputs_of
 from quant.calibration.placement import Device
 from quant.calibration.session import Session
-from quant.export.checkpoint.pretrained import attach, detach
-from quant.base.errors import UserError, counted
-from quant.kernels.linear.install import mark_quantized
 from quant.calibration.walk.solve import solve_plan
 from quant.calibration.walk.undo import restored_on_error
 from quant.export.checkpoint.files.write_tensors import plan_of_model
-from quant.formats.known_names import known_names
+from quant.export.checkpoint.pretrained import attach, detach
+from quant.kernels.linear.install import mark_quantized
+from quant.recipes.blocks import stored_dtype
 from quant.recipes.callers_model import (
     ADAPTERS_AFTER,
     check_original,
@@ -39,10 +38,10 @@ from quant.recipes.callers_model import (
     uncompiled,
     unwrapped,
 )
-from quant.recipes.plan_check import check_plan_fits
-from quant.recipes.plan_make import grouped_layers, make_plan
 from quant.recipes.layers import find_layers
 from quant.recipes.plan import Plan
+from quant.recipes.plan_check import check_plan_fits
+from quant.recipes.plan_make import grouped_layers, make_plan
 from quant.recipes.recipe import Recipe
 from quant.training.qat_layers import Packed, Start, install_training_layers, put_layer, weights_before_rounding
 from quant.training.rounding.input_range import MANY

@@ -22,11 +22,11 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import nn
 
+from quant.base.atomic import claimed
+from quant.base.errors import UserError
 from quant.calibration.evaluating import evaluating
 from quant.calibration.outputs.logits import logits_of
 from quant.calibration.placement import device_of
-from quant.base.errors import UserError
-from quant.base.atomic import claimed
 from quant.training.kl import TopTeacher
 
 # In the metadata of the file, by which `is_cached_teacher` recognises it among safetensors files.

@@ -41,7 +41,11 @@ _prepared: dict[Any, bool] = {}
 
 def takes_step(named: dict[str, Any]) -> bool:
     """Returns whether ours computes a call with these arguments: one new token of each sequence, over 16-bit pages."""
-    if named.get("max_seqlen_q") != 1 or not linear_kernels.has_free_attention() or not all(name in named for name in NAMES):
+    if (
+        named.get("max_seqlen_q") != 1
+        or not linear_kernels.has_free_attention()
+        or not all(name in named for name in NAMES)
+    ):
         return False
     if any(value is not None for name, value in named.items() if name not in NAMES + NEUTRAL):
         return False

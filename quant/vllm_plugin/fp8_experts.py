@@ -33,7 +33,7 @@ from vllm.model_executor.layers.quantization.utils.quant_utils import (
 )
 
 from quant.formats.tensor import BlockScaledTensor
-from quant.vllm_plugin import releases, loaded_weights
+from quant.vllm_plugin import loaded_weights, releases
 from quant.vllm_plugin.fused_moe import BlockscaleExperts, refusal
 from quant.vllm_plugin.mxfp4_experts import Layer, make_kernel
 

@@ -30,7 +30,7 @@ from vllm.platforms import current_platform
 
 from quant.formats.tensor import BlockScaledTensor
 from quant.kernels.linear.experts import grouped_linear
-from quant.vllm_plugin import releases, warm_up, loaded_weights
+from quant.vllm_plugin import loaded_weights, releases, warm_up
 from quant.vllm_plugin.self_test import SelfTest
 
 logger = init_logger("vllm.blockscale")
@@ -179,7 +179,7 @@ class BlockscaleExperts(mk.FusedMoEExpertsModular):
     ) -> None:
         """Leaves the unweighted output of every slot's expert for `finalize_weight_and_reduce_impl`."""
         from quant.kernels.linear.portable_decoder_step import swiglu
-        from quant.kernels.portable.expert_rows import route
+        from quant.kernels.linear.portable_grouped_gemm import route
 
         # rows: hidden states sorted by expert; places: where each token's slots went, [tokens, k].
         rows, offsets, places = route(hidden_states, topk_ids.contiguous(), len(w1), expert_map)
@@ -208,7 +208,7 @@ class _Sum(mk.TopKWeightAndReduce):
         topk_ids: torch.Tensor,
         apply_router_weight_on_input: bool,
     ) -> torch.Tensor:
-        from quant.kernels.portable.expert_rows import weigh
+        from quant.kernels.linear.portable_grouped_gemm import weigh
 
         if not len(topk_ids):
             # No token came to this GPU, and `apply` was not called.

@@ -34,7 +34,7 @@ from vllm.model_executor.parameter import permute_param_layout_
 from vllm.scalar_type import scalar_types
 
 from quant.formats.tensor import BlockScaledTensor
-from quant.vllm_plugin import graph_key, releases, warm_up, loaded_weights
+from quant.vllm_plugin import loaded_weights, releases, switches, warm_up
 from quant.vllm_plugin.self_test import SelfTest
 
 logger = init_logger("vllm.blockscale")
@@ -94,7 +94,7 @@ def install_weight(layer: Layer, weight: BlockScaledTensor, codes: str = "weight
     one_gpu = getattr(layer, "tp_size", 1) == releases.tensor_parallel_size() == 1
     if one_gpu and not _norm_failure(weight.codes):
         _formats_installed.add(weight.format.name)
-    graph_key.record(name_of(layer), f"{weight.format.name}, norms {has_our_layers()}")
+    switches.record(name_of(layer), f"{weight.format.name}, norms {has_our_layers()}")
     _attention_of_user.update(releases.user_attention_backends())
     logger.info_once("Blockscale: linear layers in %s take our kernels", weight.format.name)
 
@@ -131,7 +131,9 @@ class _OverMarlin:
         reason = loaded_weights.dtype_refusal(layer.params_dtype)
         if not reason:
             # Scales and shape decide, so this is known only once vLLM has loaded the weight.
-            weight, reason = loaded_weights.arranged_as_before(weight, None if kept is None else bool(kept), name_of(layer))
+            weight, reason = loaded_weights.arranged_as_before(
+                weight, None if kept is None else bool(kept), name_of(layer)
+            )
         if not reason:
             install_weight(layer, weight)
             return
@@ -139,7 +141,7 @@ class _OverMarlin:
         logger.warning_once("Blockscale: a linear layer in %s stays with Marlin: %s", weight.format.name, reason)
         logger.debug("Blockscale: %s [%s]: %s", name_of(layer), shape, reason)
         layer.blockscale_format = ""
-        graph_key.record(name_of(layer), "marlin")
+        switches.record(name_of(layer), "marlin")
         super().process_weights_after_loading(layer)  # type: ignore[misc]
 
     def apply_weights(self, layer: Layer, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -211,7 +213,9 @@ class BlockscaleInt4LinearKernel(MPLinearKernel):
         words = permute_param_layout_(getattr(layer, self.w_q_name), input_dim=1, output_dim=0, packed_dim=1)
         scale = permute_param_layout_(getattr(layer, self.w_s_name), input_dim=1, output_dim=0)
         delattr(layer, self.w_s_name)
-        install_weight(layer, loaded_weights.arranged(loaded_weights.int4_weight(words.data, scale.data))[0], self.w_q_name)
+        install_weight(
+            layer, loaded_weights.arranged(loaded_weights.int4_weight(words.data, scale.data))[0], self.w_q_name
+        )
 
     def apply_weights(self, layer: Layer, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         return loaded_weights.multiply(layer, x, bias, getattr(layer, self.w_q_name))

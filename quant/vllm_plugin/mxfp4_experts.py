@@ -24,7 +24,7 @@ from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tenso
 from vllm.model_executor.layers.quantization.utils.quant_utils import kMxfp4Static
 
 from quant.formats.tensor import BlockScaledTensor
-from quant.vllm_plugin import releases, loaded_weights
+from quant.vllm_plugin import loaded_weights, releases
 from quant.vllm_plugin.fused_moe import BlockscaleExperts, refusal
 
 logger = init_logger("vllm.blockscale")
@@ -40,7 +40,9 @@ class BlockscaleMxFp4Experts(BlockscaleExperts):
     takes_bias = True
 
     def weight_of(self, layer: torch.nn.Module, name: str) -> BlockScaledTensor:
-        return loaded_weights.mxfp4_weight(getattr(layer, f"{name}_weight").data, getattr(layer, f"{name}_weight_scale").data)
+        return loaded_weights.mxfp4_weight(
+            getattr(layer, f"{name}_weight").data, getattr(layer, f"{name}_weight_scale").data
+        )
 
 
 def takes(config: FusedMoEConfig) -> bool:

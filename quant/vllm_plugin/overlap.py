@@ -2,8 +2,8 @@
 
 Our matmuls begin with the weight, which no other kernel writes: a matmul that is launched while the kernel before it
 still runs has its first tiles of weight in shared memory when its input is ready ("programmatic dependent launch",
-`kernels/base/portable_dependent_launch.py`). vLLM's kernels give no sign that the next one may start, and with one token a
-matmul of 7 to 30 µs then begins some 3 µs late, about its gain over Marlin. So vLLM's classes `RMSNorm` and
+`kernels/base/portable_dependent_launch.py`). vLLM's kernels give no sign that the next one may start, and with one
+token a matmul of 7 to 30 µs then begins some 3 µs late, about its gain over Marlin. So vLLM's classes `RMSNorm` and
 `SiluAndMul` are replaced by these subclasses, through vLLM's own registry of replacements.
 
 They round where vLLM's kernels round. Until a linear layer has taken our kernels, and for inputs other than contiguous

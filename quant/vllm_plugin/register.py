@@ -29,7 +29,7 @@ import importlib
 import logging
 
 from quant.kernels.base.hardware import has_triton
-from quant.vllm_plugin import graph_key
+from quant.vllm_plugin import switches as graph_key
 from quant.vllm_plugin.switches import switches, unknown_switches
 
 RAN = ("0.26", "0.29")

@@ -22,10 +22,9 @@ import torch
 
 from quant.formats.format import FORMATS
 from quant.formats.tensor import moved, quantize
-from quant.kernels.attention.decode import paged_reference
-from quant.kernels.attention.kv_blocks import cell_bytes, pages_of
 from quant.kernels.attention.attention_operands import AttentionOptions
 from quant.kernels.attention.attention_tiles import decode_tiles_for
+from quant.kernels.attention.decode import cell_bytes, paged_reference, pages_of
 from quant.kernels.attention.kv_pages import KVPages, write_reference
 from quant.kernels.linear.experts import grouped_linear
 from quant.vllm_plugin import loaded_weights
@@ -110,7 +109,11 @@ class SelfTest:
         weight = quantize(_sample(OUT, IN, 0) / 16, FORMATS[format])
         held, layer, errors = loaded_weights.arranged(moved(weight, self.device))[0], torch.nn.Module(), []
         loaded_weights.hold(layer, held)
-        in_fp8 = (loaded_weights.FP8_FROM, loaded_weights.FP8_DECODED_UP_TO + 1) if loaded_weights.multiplies_prompts_in_fp8(format) else ()
+        in_fp8 = (
+            (loaded_weights.FP8_FROM, loaded_weights.FP8_DECODED_UP_TO + 1)
+            if loaded_weights.multiplies_prompts_in_fp8(format)
+            else ()
+        )
         for tokens in (*TOKENS, *in_fp8):
             x = _sample(tokens, IN, tokens).bfloat16()
             expected = x.double() @ weight.dequantize(torch.float64).T

@@ -9,9 +9,11 @@ fp8-prefill   NVFP4 layers multiply prompts and large batches in FP8, from 192 t
 
 from __future__ import annotations
 
+import hashlib
 import os
 
-from quant.formats.known_names import known_names
+from quant import __version__
+from quant.base.errors import known_names
 
 VARIABLE = "BLOCKSCALE_VLLM"
 KNOWN = ("0", "1", "layers", "fp8-prefill")
@@ -26,3 +28,38 @@ def unknown_switches() -> str:
     """Returns a sentence about words that mean nothing; empty if there are none."""
     unknown = sorted(switches() - set(KNOWN))
     return f"{VARIABLE}: no switch {unknown[0]!r}; {known_names(unknown[0], KNOWN)}" if unknown else ""
+
+
+# The choice of kernels becomes a part of the key under which vLLM keeps compiled graphs on disk.
+#
+# vLLM's key covers its settings, and not which class has taken a layer. That depends on more than settings: on whether
+# a kernel passed its self-test here, and on the weights themselves, of which the layout of Hopper's kernels holds not
+# all. A graph that calls our op for a layer would read Marlin's parameters as ours, or the reverse. So the key has the
+# plug-in's version and switches, and a digest of what each linear layer got.
+#
+# vLLM asks for the key at the first forward pass, when the weights are loaded. It hashes what the functions of a table
+# of environment variables return, and copies the variables that the table names to workers on other machines (Ray). So
+# the entry is called as the plug-in's variable, and is made even where the plug-in leaves vLLM alone: a worker without
+# the variable would take our kernels, although `BLOCKSCALE_VLLM=0` was said.
+
+
+_kernels: dict[str, str] = {}
+"""By layer, what runs it; both are names."""
+
+
+def record(layer: str, kernel: str) -> None:
+    """Notes what runs a layer."""
+    _kernels[layer] = kernel
+
+
+def key() -> str:
+    """Returns the plug-in's part of the key."""
+    digest = hashlib.sha256(repr(sorted(_kernels.items())).encode()).hexdigest()[:16]
+    return f"kernels of blockscale {__version__}, {','.join(sorted(switches()))}, {digest}"
+
+
+def install() -> None:
+    """Adds the part to vLLM's key, once however often it is called."""
+    from vllm import envs
+
+    envs.environment_variables[VARIABLE] = key

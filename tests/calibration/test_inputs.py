@@ -9,8 +9,8 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import quant
-from quant.calibration.inputs import Inputs, inputs_of, recorded, taking_inputs
 from quant.base.errors import UserError
+from quant.calibration.inputs import Inputs, inputs_of, recorded, taking_inputs
 
 ROWS = torch.randint(3, 60, (6, 16), generator=torch.Generator().manual_seed(0))
 

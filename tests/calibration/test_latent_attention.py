@@ -11,10 +11,10 @@ import torch
 from safetensors.torch import load_file
 
 import quant
-from quant.recipes.blocks import cache_argument
 from quant.calibration.attention_scales import collect_attention_scales
 from quant.formats.format import FORMATS
 from quant.generate.quantized_attention import quantized_attention
+from quant.recipes.blocks import cache_argument
 
 transformers = pytest.importorskip("transformers")
 

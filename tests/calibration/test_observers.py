@@ -11,11 +11,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quant.calibration.histogram import Histogram
 from quant.calibration.observers import (
     MSE,
     OBSERVERS,
     Entropy,
+    Histogram,
     Percentile,
     block_amax,
     divergences,

@@ -15,8 +15,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import quant
-from quant.calibration.inputs import inputs_of, recorded
-from quant.calibration.padding import unpadded
+from quant.calibration.inputs import inputs_of, recorded, unpadded
 
 TEXTS = [torch.randint(3, 60, (n,), generator=torch.Generator().manual_seed(n)) for n in (9, 14, 14, 6, 11)]
 IDS = ["input_ids", "attention_mask"]

@@ -9,8 +9,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from quant.formats import install_command as module
-from quant.formats.install_command import install_command
+from quant.base import extras as module
+from quant.base.extras import install_command
 
 ROOT = Path(__file__).parents[2]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from quant.formats.known_names import known_names
+from quant.base.errors import known_names
 
 NAMES = ("nvfp4", "nvfp4a16", "fp8", "mxfp8")
 

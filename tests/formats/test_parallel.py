@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 
+from quant.base.parallel import in_parts
 from quant.calibration.solvers import gptq, row_parallel
 from quant.calibration.solvers.registry import get_solver
 from quant.calibration.statistics import LayerStats
 from quant.formats import tensor
 from quant.formats.format import FORMATS
-from quant.base.parallel import in_parts
 from quant.formats.scaling import global_scale_of
 
 ON_CPU = torch.empty(0)

@@ -25,13 +25,14 @@ from samples import BASE, GOLDENS, TEXTS
 from torch import nn
 from transformers import AutoConfig, LlamaForCausalLM
 
-from quant.cli.main import COMMANDS
 from quant.calibration.walk import step_store
+from quant.cli.main import COMMANDS
 
 _IMPORTED = (
-    "accelerate", "compressed_tensors", "datasets", "gguf", "onnx", "onnxruntime", "onnxscript", "quant.export.exporters",
-    "quant.calibration.texts.sources", "quant.run.run", "quant.report.render", "quant.generate.generate", "scipy.optimize",
-    "torch._dynamo", "torch.export", "torch.onnx", "transformers.conversion_mapping", "transformers.core_model_loading",
+    "accelerate", "compressed_tensors", "datasets", "gguf", "onnx", "onnxruntime", "onnxscript",
+    "quant.calibration.texts.sources", "quant.export.exporters", "quant.generate.generate", "quant.report.render",
+    "quant.run.run", "scipy.optimize", "torch._dynamo", "torch.export", "torch.onnx",
+    "transformers.conversion_mapping", "transformers.core_model_loading",
     "transformers.generation", "transformers.integrations.ggml", "transformers.integrations.moe",
     "transformers.modeling_gguf_pytorch_utils", "transformers.models.auto.modeling_auto",
     "transformers.models.llama.modeling_llama", "transformers.models.qwen3_moe.modeling_qwen3_moe",

@@ -36,9 +36,8 @@ from fuzz import corpus, forks
 from fuzz.crashes import KINDS, LOG, Crash
 from fuzz.forks import Outcome
 
-from quant.export.tensorrt import build
-from quant.export.engine import process
-from quant.export.tensorrt import torch_tensorrt
+from quant.export.tensorrt import build, torch_tensorrt
+from quant.export.tensorrt import build as process
 
 
 @dataclass(frozen=True)

@@ -8,10 +8,10 @@ import torch
 
 from quant.formats.format import FORMATS
 from quant.kernels.base import hardware
-from quant.kernels import launch_table
-from quant.kernels.linear import tiles
 from quant.kernels.base.hardware import GPUS
-from quant.kernels.launch_table import MeasuredChoice, key
+from quant.kernels.linear import tiles
+from quant.kernels.linear import tiles as launch_table
+from quant.kernels.linear.tiles import MeasuredChoice, key
 
 # Compute capability, and the formats that tensor cores take, from NVIDIA's CUDA documentation.
 KNOWN = {
@@ -127,9 +127,7 @@ def test_the_shipped_tables_can_be_launched() -> None:
         for name, entry in entries.items():
             format, layout, tokens, rows, columns = name.split("|")
             choice, shape = tiles.from_dict(entry["choice"]), (int(rows), int(columns))
-            assert isinstance(
-                choice, tiles.Tiles | tiles.GluonTiles | tiles.PrefillTiles | tiles.Dense
-            )
+            assert isinstance(choice, tiles.Tiles | tiles.GluonTiles | tiles.PrefillTiles | tiles.Dense)
             assert isinstance(choice, tiles.GluonTiles | tiles.PrefillTiles) <= (layout == "prepacked")
             assert choice in tiles.candidates(FORMATS[format], int(tokens), shape, gpu, layout == "prepacked")
             # No peer of the entry reads more than the memory delivers.

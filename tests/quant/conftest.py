@@ -19,15 +19,15 @@ from quant.calibration.allocation.record import (
     Round,
     Uniform,
 )
+from quant.calibration.layer_result import LayerResult, layer_result
 from quant.calibration.sensitivity.table import UNITS, GroupScores, Sensitivity
 from quant.evaluation.evaluation import Evaluation
-from quant.calibration.layer_result import LayerResult, layer_result
 from quant.formats.format import Format, get_format
 from quant.formats.tensor import quantize
 from quant.models.open_model import open_model
-from quant.recipes.plan_make import make_plan
-from quant.recipes.layer_kind import LayerKind
+from quant.recipes.layers import LayerKind
 from quant.recipes.plan import LayerPlan, Plan, bits_per_weight
+from quant.recipes.plan_make import make_plan
 from quant.report.report import Audit, KVCache, LayerReceipt, Receipt, Report
 
 FORMATS = ("nvfp4", "fp8", "keep")

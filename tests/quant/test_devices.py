@@ -22,24 +22,24 @@ from slow_cases import quick_cases
 from torch import nn
 
 import quant
-from quant.calibration.allocation.allocate import score
 from quant.calibration import placement
-from quant.recipes.blocks import block_names, capture, equal_but_hidden
+from quant.calibration.allocation.allocate import score
 from quant.calibration.evaluating import without_cache
 from quant.calibration.outputs.gradients import OutputMoments
 from quant.calibration.placement import find_device, placed
 from quant.calibration.session import Session
+from quant.calibration.texts.data_needs import mixed_text
+from quant.calibration.walk import learn_rotation
 from quant.calibration.walk.chain import BlockStore
 from quant.calibration.walk.group import Settings
-from quant.calibration.walk.model_walk import ModelWalk
-from quant.calibration.walk import learn_rotation
+from quant.calibration.walk.walk import ModelWalk
 from quant.evaluation.evaluate import evaluate
-from quant.execution.mixed_text import mixed_text
 from quant.kernels.linear.expert_modules import QuantExperts
 from quant.kernels.linear.quant_linear import QuantLinear
 from quant.models.open_model import open_model
-from quant.recipes.plan_make import make_plan
+from quant.recipes.blocks import block_names, capture, equal_but_hidden
 from quant.recipes.plan import Plan, bits_per_weight
+from quant.recipes.plan_make import make_plan
 from quant.recipes.recipe import get_recipe
 
 pytest.importorskip("transformers")

@@ -13,8 +13,8 @@ from samples import BASE
 from torch import nn
 
 import quant
-from quant.cli.main import main
 from quant.base.errors import UserError
+from quant.cli.main import main
 
 NORM, HEAD, EMBEDDING = "model.norm.weight", "lm_head.weight", "model.embed_tokens.weight"
 UP = "model.layers.1.mlp.up_proj.weight"

@@ -6,7 +6,7 @@ import torch
 
 import quant
 from quant.calibration.layer_result import loss_warnings
-from quant.plan.plan_warnings import coverage_warnings
+from quant.recipes.plan_check import coverage_warnings
 
 
 def test_more_than_half_in_16_bit_is_told_with_the_reasons() -> None:

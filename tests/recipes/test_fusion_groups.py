@@ -9,12 +9,11 @@ from plan_samples import watched_layers
 from torch import nn
 
 import quant
-from quant.recipes.plan_make import make_plan
-from quant.plan.plan_warnings import BY_NAME, NOT_SEEN, fusion_warnings
-from quant.recipes.fusion_groups import group_unseen
-from quant.recipes.layer_kind import LayerKind
-from quant.recipes.layers import Layer, find_layers
+from quant.recipes.groups import group_unseen
+from quant.recipes.layers import Layer, LayerKind, find_layers
 from quant.recipes.plan import Plan
+from quant.recipes.plan_check import BY_NAME, NOT_SEEN, fusion_warnings
+from quant.recipes.plan_make import make_plan
 
 IDS = torch.zeros(1, 2, dtype=torch.long)
 

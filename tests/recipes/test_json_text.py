@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from samples import ROOT
 
-from quant.recipes.json_text import json_text, write_json
-from quant.recipes.layer_kind import LayerKind
+from quant.base.json_files import json_text, write_json
+from quant.recipes.layers import LayerKind
 from quant.recipes.plan import LayerPlan, Plan
 
 FOLDERS = ("formats", "kernels", "recipes", "calibration", "export", "quant", "benchmarks")

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from quant.formats.format import FORMATS, FP8_HEAD, INPUT_FORMATS
-from quant.recipes.layer_kind import LayerKind
+from quant.recipes.layers import LayerKind
 from quant.recipes.plan import LayerPlan, Plan, bits_per_weight
 
 NVFP4, MXFP8, FP8 = FORMATS["nvfp4"], FORMATS["mxfp8"], FORMATS["fp8"]

@@ -6,13 +6,12 @@ from pathlib import Path
 import pytest
 from samples import BASE
 
-from quant.calibration.sensitivity.candidates import parse_candidates
+from quant.calibration.sensitivity.table import parse_candidates
 from quant.formats.format import FORMATS
 from quant.models.open_model import open_model
-from quant.recipes.plan_make import make_plan
-from quant.recipes.layer_kind import LayerKind
-from quant.recipes.layers import Layer
+from quant.recipes.layers import Layer, LayerKind
 from quant.recipes.plan import Plan
+from quant.recipes.plan_make import make_plan
 from quant.recipes.recipe import KEEP, Recipe, Rule, get_recipe, presets
 from quant.recipes.resolve import resolve
 from quant.recipes.solver_names import parse_solver

@@ -15,23 +15,545 @@ Codes below eight bits lie two to a byte, the even column in the low half; MXFP6
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
 
-from quant.export.checkpoint.configs.compressed_tensors_config import agrees as agrees
-from quant.export.checkpoint.configs.compressed_tensors_config import check_plan as check_plan
-from quant.export.checkpoint.configs.compressed_tensors_config import quantization_config as quantization_config
-from quant.export.checkpoint.configs.compressed_tensors_config import read_config as read_config
-from quant.export.checkpoint.configs.compressed_tensors_config import read_rotations as read_rotations
+from quant.base.json_data import typed
 from quant.export.checkpoint.files.known_failures import runtime_warnings as runtime_warnings
-from quant.export.checkpoint.files.layout import ExpectedTensor
-from quant.export.checkpoint.files.names import StoredNames
-from quant.formats.format import Format, packed_width
-from quant.formats.number import INT4
+from quant.export.checkpoint.files.layout import COMPRESSED_TENSORS, ExpectedTensor, same_values
+from quant.export.checkpoint.files.names import FormatsOf, StoredNames
+from quant.formats.format import FORMATS, FP8_HEAD, INPUT_FORMATS, Format, packed_width
+from quant.formats.number import E8M0, INT4
 from quant.formats.tensor import BlockScaledTensor
-from quant.recipes.plan import Plan
+from quant.recipes.layers import LayerKind
+from quant.recipes.plan import LayerPlan, Plan
+
+# Matches patterns of other tools' checkpoints, `re:…` in compressed-tensors' `targets` and `ignore`, in bounded time.
+#
+# Python's `re` tries the ways in which a pattern may match one after the other, and `(a+)+b` has exponentially many. A
+# checkpoint may come from anybody, so a pattern is matched here by the *set* of positions that each part can reach, an
+# integer with one bit a position. Single characters and runs of them take a few operations on whole sets; groups that
+# repeat, and look-aheads, are worked out once for each position. That takes polynomial time in pattern and name.
+#
+#     x        (S & where(x)) << 1                        where(x): positions of the name at which x stands
+#     x*       ((((S & W) + W) ^ W) | S), W = where(x)    the carry runs through neighbouring bits
+#     (?=A)    S & {p : A matches from p}
+#
+# (`x*` is MatchStar of Cameron et al., "Bitwise data parallelism in regular expression matching", PACT 2014.)
+#
+# google-re2 has the same guarantee, but no look-ahead, and published checkpoints have them: `re:^(?!.*experts).*$`
+# keeps everything but the experts in 16 bit. With re2, such checkpoints would no longer load.
+
+
+LONGEST = 1000
+"""Characters of a pattern."""
+_TOKENS = re.compile(
+    r"""
+    (?P<comment> \(\?\#[^)]*\) )
+  | (?P<group>   \( (?: \?: | \?= | \?! | \?P<\w+> | (?!\?) ) )
+  | (?P<close>   \) )
+  | (?P<either>  \| )
+  | (?P<repeat>  (?: [*+?] | \{ (?: (?P<least>\d+) (?P<range>,(?P<most>\d*))? | ,(?P<at_most>\d*) ) \} )
+                 (?P<mode>[?+]?) )
+  | (?P<anchor>  \^ | \$ | \\[AZzbB] )
+  | (?P<char>    \[ \^? \]? (?: \\. | [^\]\\] )* \]
+               | \\ (?: x[0-9a-fA-F]{2} | u[0-9a-fA-F]{4} | U[0-9a-fA-F]{8} | N\{[^}]*\} | 0[0-7]{0,2} | [0-7]{3} | \D )
+               | [^\\(] )
+    """,
+    re.DOTALL | re.VERBOSE,
+)
+Part = Callable[[str, int], int]
+"""From a name and a set of positions to the set of positions at which the part can end."""
+
+
+def matches(pattern: str, name: str) -> bool:
+    """Returns whether a regular expression matches at the start of `name`, as `re.match` says.
+
+    Raises:
+        ValueError: too long, no regular expression, or with parts that take more than the positions (back references,
+            look-behinds, flags, possessive repetitions).
+    """
+    try:
+        return _compiled(pattern)(name, 1) != 0
+    except RecursionError:
+        raise ValueError(f"the pattern {pattern[:50]!r}… is nested too deeply; write it flat") from None
+
+
+@lru_cache
+def _compiled(pattern: str) -> Part:
+    if len(pattern) > LONGEST:
+        raise ValueError(f"the pattern {pattern[:50]!r}… has {len(pattern):,} characters; at most {LONGEST:,} are read")
+    # The parser below may rely on a pattern that is well formed: groups are closed, repetitions follow something.
+    try:
+        re.compile(pattern)
+    except (re.error, RecursionError, OverflowError) as error:
+        raise ValueError(f"the pattern {pattern!r} is not a regular expression ({error})") from None
+    return _branches(_tokens(pattern), pattern)
+
+
+def _tokens(pattern: str) -> Iterator[re.Match[str]]:
+    """Yields the tokens of a pattern that `re` accepts, without comments."""
+    end = 0
+    while end < len(pattern):
+        token = _TOKENS.match(pattern, end)
+        if token is None or token["mode"] == "+":
+            raise ValueError(
+                f"the pattern {pattern!r} has a part that is not read, {pattern[end:][:10]!r}; write it without"
+            )
+        end = token.end()
+        if token["comment"] is None:
+            yield token
+
+
+def _branches(tokens: Iterator[re.Match[str]], pattern: str) -> Part:
+    """Returns the part up to the end of its group: the branches between `|`."""
+    # a(b|c)*d   is the sequence of a, the repetition of the branches b and c, and d
+    branches: list[list[Part]] = [[]]
+    char = ""  # the last token, if it is a character that a repetition may follow
+    for token in tokens:
+        if token["close"]:
+            break
+        parts = branches[-1]
+        if token["either"]:
+            branches.append([])
+        elif token["repeat"]:
+            least, most = _bounds(token)
+            parts[-1] = _star(char) if char and (least, most) == (0, None) else _repeated(parts[-1], least, most)
+        elif token["group"]:
+            inside = _branches(tokens, pattern)
+            parts.append(_ahead(inside, token["group"] == "(?=") if token["group"] in ("(?=", "(?!") else inside)
+        elif token["anchor"]:
+            parts.append(_anchor(token["anchor"]))
+        else:
+            parts.append(_char(token["char"]))
+        char = token["char"] or ""
+    return _either([_sequence(parts) for parts in branches])
+
+
+def _bounds(token: re.Match[str]) -> tuple[int, int | None]:
+    """Returns the least and greatest count of a repetition; None is without limit."""
+    if token["repeat"][0] in "*+?":
+        return int(token["repeat"][0] == "+"), 1 if token["repeat"][0] == "?" else None
+    if token["least"] is None:
+        return 0, int(token["at_most"]) if token["at_most"] else None
+    if token["range"] is None:
+        return int(token["least"]), int(token["least"])
+    return int(token["least"]), int(token["most"]) if token["most"] else None
+
+
+@lru_cache(4096)
+def _where(token: str, name: str) -> int:
+    """Returns the positions of a name at which a character, a set of characters or an anchor stands."""
+    return sum(1 << match.start() for match in re.finditer(token, name))
+
+
+def _char(token: str) -> Part:
+    return lambda name, starts: (starts & _where(token, name)) << 1
+
+
+def _star(token: str) -> Part:
+    # name  a a a b a      where = 1 1 1 0 1      (lowest bit first)
+    # starts at position 0          S = 1 0 0 0 0
+    # where + (S & where)             = 0 0 0 1 1      the carry leaves the run of ones at its end, position 3
+    # ^ where                         = 1 1 1 1 0      positions 0 to 3 can be reached
+    def ends(name: str, starts: int) -> int:
+        where = _where(token, name)
+        return (((starts & where) + where) ^ where) | starts
+
+    return ends
+
+
+def _anchor(token: str) -> Part:
+    return lambda name, starts: starts & _where(token, name)
+
+
+def _sequence(parts: list[Part]) -> Part:
+    def ends(name: str, starts: int) -> int:
+        for part in parts:
+            if not starts:
+                break
+            starts = part(name, starts)
+        return starts
+
+    return ends
+
+
+def _either(branches: list[Part]) -> Part:
+    if len(branches) == 1:
+        return branches[0]
+
+    def ends(name: str, starts: int) -> int:
+        reached = 0
+        for branch in branches:
+            reached |= branch(name, starts)
+        return reached
+
+    return ends
+
+
+def _ahead(part: Part, expected: bool) -> Part:
+    """Returns a look-ahead: the positions from which `part` matches, or does not."""
+
+    @lru_cache(4096)
+    def holds(name: str, position: int) -> bool:
+        return (part(name, position) != 0) is expected
+
+    return lambda name, starts: sum(position for position in _bits(starts) if holds(name, position))
+
+
+def _repeated(part: Part, least: int, most: int | None) -> Part:
+    # From each position once, and not from each set: nested repetitions would take exponentially many sets.
+    @lru_cache(4096)
+    def from_one(name: str, position: int) -> int:
+        reached = position if not least else 0
+        level, count = position, 0
+        while level and (most is None or count < most):
+            following = part(name, level)
+            count += 1
+            if count > least:
+                following &= ~reached  # positions that were reached before lead nowhere new
+            elif following == level:  # the part can stay where it is, and so any number of times
+                count = max(count, least)
+            if count >= least:
+                reached |= following
+            level = following
+        return reached
+
+    def ends(name: str, starts: int) -> int:
+        reached = 0
+        for position in _bits(starts):
+            reached |= from_one(name, position)
+        return reached
+
+    return ends
+
+
+def _bits(positions: int) -> Iterator[int]:
+    """Yields each position of a set, as a set of its own."""
+    while positions:
+        yield positions & -positions
+        positions &= positions - 1
+
+
+# The `quantization_config` of compressed-tensors: written from a plan, and read back as formats and rotations.
+#
+# The argument blocks are computed from `Format`; only the layout's own names are spelled out here.
+
+
+# The layout's version: the release of compressed-tensors whose output this reproduces.
+VERSION = "0.19.0"
+
+_FORMAT_NAMES = {
+    "nvfp4": "nvfp4-pack-quantized",
+    "mxfp4": "mxfp4-pack-quantized",
+    "mxfp6": "mxfp6-pack-quantized",
+    "mxfp8": "mxfp8-quantized",
+    "fp8": "float-quantized",
+    "fp8_channel": "float-quantized",
+    "fp8_block": "float-quantized",
+    "int8": "int-quantized",
+    "int4": "pack-quantized",
+    "int4_g64": "pack-quantized",
+    "int4_g32": "pack-quantized",
+}
+# In no runtime a linear layer. Others may be one there: routers, the convolutions of Mamba.
+_NEVER_LINEAR = (LayerKind.NORM, LayerKind.EMBEDDING, LayerKind.PARAMETER)
+_FIRST_EXPERT = ("0.gate_proj", "0.up_proj", "0.down_proj")
+_GROUPS = dict[str, dict[str, Any]]
+_INPUTS = (
+    "nvfp4", "nvfp4_four_over_six", "mxfp4", "mxfp6", "mxfp8", "fp8", "fp8_token", "fp8_group", "int8_token",
+    "int8_tensor",
+)  # fmt: skip
+# A field of our own, which other readers refuse: they would scale the blocks of inputs otherwise.
+_RULE = "scale_rule"
+
+
+def check_plan(plan: Plan) -> None:
+    """Raises ValueError if the layout has no name for a format of the plan."""
+    if plan.kv_cache not in (None, FORMATS["fp8"], FP8_HEAD):
+        raise ValueError(
+            f"the compressed-tensors layout cannot store a KV cache in {plan.kv_cache}; it has fp8 and fp8_head, so "
+            "quantize again with one of them"
+        )
+    for layer in plan.quantized:
+        if layer.weight is not None and layer.weight.name not in _FORMAT_NAMES:
+            raise ValueError(
+                f"{layer.name}: the compressed-tensors layout cannot store {layer.weight}; it has "
+                f"{', '.join(_FORMAT_NAMES)}"
+            )
+        if layer.activation is not None and not _can_name(layer.activation):
+            raise ValueError(
+                f"{layer.name}: the compressed-tensors layout cannot name inputs in {layer.activation}, and others "
+                f"would round them otherwise; it has {', '.join(_INPUTS)}"
+            )
+
+
+def _can_name(activation: Format) -> bool:
+    """Returns whether readers of the config round inputs as `activation` does.
+
+    The config cannot distinguish E5M2 from E4M3.
+    """
+    try:
+        read = activation_format_of(_activation_arguments(activation))
+    except ValueError:
+        return False
+    assert read is not None
+    return read.has_codes_of(activation) and read.input_rule == activation.input_rule
+
+
+# {"config_groups": {"group_0": {"format": "nvfp4-pack-quantized",
+#                                "targets": ["Linear"],               a class, names of modules, or "re:PATTERN"
+#                                "weights": {"num_bits": 4, "strategy": "tensor_group", …},
+#                                "input_activations": {…}}},          null for inputs in 16 bit
+#  "format": "nvfp4-pack-quantized",                                  of all groups, or "mixed-precision"
+#  "ignore": ["lm_head"],                                             as "targets"; stays in 16 bit
+#  "kv_cache_scheme": null,                                           or the arguments of FP8
+#  "quant_method": "compressed-tensors", "quantization_status": "compressed",
+#  "transform_config": {}, …}                                         rotations of inputs
+
+
+def quantization_config(plan: Plan, names: StoredNames | None = None) -> dict[str, Any]:
+    """Returns `quantization_config` for config.json, with one group per pair of formats.
+
+    A group that holds every quantized linear targets the class, as peers write it, and an output head by name, which is
+    not a linear layer in vLLM; other groups list their layers. `ignore` lists every module in 16 bit that a runtime may
+    hold as a linear: vLLM's routers are, and a group that
+    targets the class would quantize them. A layer with another name on disk is listed under both: transformers goes
+    by its modules, servers by the files.
+    """
+    names = names or StoredNames()
+    pairs: dict[tuple[Format, Format | None], list[LayerPlan]] = {}
+    for layer in plan.quantized:
+        pairs.setdefault((layer.weight_format, layer.activation), []).append(layer)
+    formats = {_FORMAT_NAMES[weight.name] for weight, _ in pairs}
+    ignored = _targets([m for m in plan.layers if m.weight is None and m.kind not in _NEVER_LINEAR], names)
+    groups = {}
+    # "Linear" would leave embeddings in 16 bit.
+    embeddings = [layer for layer in plan.quantized if layer.kind == LayerKind.EMBEDDING]
+    of_class = ["Linear", *_targets([layer for layer in plan.quantized if layer.kind == LayerKind.HEAD], names)]
+    for index, ((weight, activation), layers) in enumerate(pairs.items()):
+        groups[f"group_{index}"] = {
+            "format": _FORMAT_NAMES[weight.name],
+            "input_activations": _activation_arguments(activation) if activation else None,
+            "output_activations": None,
+            "targets": of_class if len(pairs) == 1 and not embeddings else _targets(layers, names),
+            "weights": _weight_arguments(weight),
+        }
+    return {
+        "config_groups": groups,
+        "format": formats.pop() if len(formats) == 1 else "mixed-precision",
+        "global_compression_ratio": None,
+        "ignore": list(dict.fromkeys((*ignored, *names.carried_modules, *map(_inside, names.carried_trees)))),
+        "kv_cache_scheme": _arguments(plan.kv_cache, dynamic=False, observer=None) if plan.kv_cache else None,
+        "quant_method": COMPRESSED_TENSORS,
+        "quantization_status": "compressed",
+        "sparsity_config": {},
+        "transform_config": _transform_config(plan, names),
+        "version": VERSION,
+    }
+
+
+def _transform_config(plan: Plan, names: StoredNames) -> dict[str, Any]:
+    """Returns the rotations of inputs, one scheme per block size. The weights in the files are rotated already."""
+    blocks: dict[int, list[LayerPlan]] = {}
+    for layer in plan.quantized:
+        if layer.parts.hadamard:
+            blocks.setdefault(layer.parts.hadamard, []).append(layer)
+    schemes = {
+        f"hadamard_{block}": {
+            "type": "hadamard",
+            "apply": [{"targets": _targets(layers, names), "location": "input", "inverse": False, "ignore": []}],
+            "randomize": False,
+            "requires_grad": False,
+            "head_dim": block,
+            "precision": "torch.float32",
+        }
+        for block, layers in blocks.items()
+    }
+    return {"config_groups": schemes} if schemes else {}
+
+
+def _targets(layers: Sequence[LayerPlan], names: StoredNames) -> list[str]:
+    targets: list[str] = []
+    for layer in layers:
+        if layer.kind != LayerKind.EXPERTS:
+            targets += names.both(layer.name)
+            continue
+        # Runtimes name experts one by one, `….experts.3.down_proj`: the pattern is the name without number and part.
+        experts = layer.name.rpartition(".")[0]
+        stems = [name.rsplit(".", 2)[0] for name in names.both(f"{experts}.0.down_proj")]
+        targets += map(_inside, stems)
+        # vLLM calls the modules of a model for images otherwise than the files do (`language_model.model.…` for
+        # `model.language_model.…`). It renames plain entries, but no patterns, and asks for the first expert.
+        if "language_model" in stems[0].split("."):
+            targets += [name for part in _FIRST_EXPERT for name in names.both(f"{experts}.{part}")]
+    return list(dict.fromkeys(targets))
+
+
+def _inside(module: str) -> str:
+    """Returns the pattern of everything inside a module."""
+    return f"re:{re.escape(module)}\\..*"
+
+
+def _weight_arguments(format: Format) -> dict[str, Any]:
+    return _arguments(format, dynamic=False, observer="memoryless_minmax")
+
+
+def _activation_arguments(format: Format) -> dict[str, Any]:
+    # dynamic    True: scales are computed at run time; False: all are in the file, found by the observer;
+    #            "local": block scales are computed at run time, and the global scale is in the file
+    if format.global_scale:
+        arguments = _arguments(format, dynamic="local", observer="static_minmax")
+        return arguments if format.input_rule == "max" else arguments | {_RULE: format.input_rule}
+    if format.per_tensor:
+        return _arguments(format, dynamic=False, observer="static_minmax")
+    return _arguments(format, dynamic=True, observer=None, rows_are_tokens=True)
+
+
+def _arguments(
+    format: Format, *, dynamic: bool | str, observer: str | None, rows_are_tokens: bool = False
+) -> dict[str, Any]:
+    # strategy        block (rows, columns), 0 for a whole axis         scales
+    # tensor          (0, 0)                                            one
+    # attn_head       (0, 0), of a KV cache                             one a KV head
+    # channel, token  (1, 0)                                            one a row of a weight, or a token of an input
+    # group           (1, n)                                            one for n columns of a row
+    # tensor_group    (1, n) with a global scale                  the same, and one for the tensor
+    # block           (m, n)                                            one for m rows and n columns
+    rows, columns = format.block
+    if format is FP8_HEAD:
+        strategy = "attn_head"
+    elif format.global_scale:
+        strategy = "tensor_group"
+    elif format.per_tensor:
+        strategy = "tensor"
+    elif columns == 0:
+        strategy = "token" if rows_are_tokens else "channel"
+    else:
+        strategy = "group" if rows == 1 else "block"
+    scale_dtype = None
+    if not format.scale.is_wide:
+        scale_dtype = "torch.uint8" if format.scale is E8M0 else "torch.float8_e4m3fn"
+    return {
+        "actorder": None,
+        "block_structure": [rows, columns] if strategy == "block" else None,
+        "dynamic": dynamic,
+        "group_size": columns if strategy in ("group", "tensor_group") else None,
+        "num_bits": format.element.bits,
+        "observer": observer,
+        "observer_kwargs": {},
+        "scale_dtype": scale_dtype,
+        "strategy": strategy,
+        "symmetric": True,
+        "type": "int" if format.element.is_integer else "float",
+        "zp_dtype": None,
+    }
+
+
+def weight_format_of(arguments: Mapping[str, Any]) -> Format:
+    """Returns the format that a config's `weights` block describes; ValueError, with its request, if none fits."""
+    # Other arguments say how scales were found, and not how they are read. The order of columns that `actorder` may
+    # ask for comes as a tensor `weight_g_idx`, which `check` refuses.
+    keys = ("num_bits", "type", "strategy", "group_size", "block_structure", "symmetric")
+    for name in _FORMAT_NAMES:
+        ours = _weight_arguments(FORMATS[name])
+        if all(arguments.get(k) == ours[k] for k in keys):
+            return FORMATS[name]
+    raise ValueError(f"quantization_config has weights { ({k: arguments.get(k) for k in keys}) }: not supported")
+
+
+def activation_format_of(arguments: Mapping[str, Any] | None) -> Format | None:
+    """Returns the format that an `input_activations` block describes, None for 16 bit; ValueError if none fits."""
+    if arguments is None:
+        return None
+    keys = ("num_bits", "type", "strategy", "group_size", _RULE)
+    for name in _INPUTS:
+        ours = _activation_arguments(INPUT_FORMATS[name])
+        if all(arguments.get(k) == ours.get(k) for k in keys):
+            return INPUT_FORMATS[name]
+    raise ValueError(f"quantization_config has inputs { ({k: arguments.get(k) for k in keys}) }: not supported")
+
+
+def read_config(
+    config: Mapping[str, Any], names: StoredNames, tensors: Container[str] = ()
+) -> tuple[FormatsOf, Format | None]:
+    """Returns the formats that a `quantization_config` gives to matrices, and the format of the KV cache.
+
+    The config names every quantized matrix, so that `tensors` are not asked.
+
+    Raises:
+        ValueError: a scheme that is not supported.
+    """
+    groups = []
+    for name, group in typed(_GROUPS, config.get("config_groups"), "config_groups").items():
+        weights = typed(dict[str, Any], group.get("weights"), f"{name}.weights")
+        inputs = typed(dict[str, Any] | None, group.get("input_activations"), f"{name}.input_activations")
+        targets = typed(list[str], group.get("targets"), f"{name}.targets")
+        groups.append((targets, (weight_format_of(weights), activation_format_of(inputs))))
+    ignored = typed(list[str] | None, config.get("ignore"), "ignore") or []
+
+    # `ignore` wins over targets; then the first group counts that has a target of the matrix.
+    def formats_of(matrix: str) -> tuple[Format, Format | None] | None:
+        called = names.both(matrix)
+        if any(_matches(name, pattern) for pattern in ignored for name in called):
+            return None
+        return next((pair for targets, pair in groups if any(_matches(n, t) for t in targets for n in called)), None)
+
+    scheme = typed(dict[str, Any] | None, config.get("kv_cache_scheme"), "kv_cache_scheme")
+    by_head = scheme is not None and scheme.get("strategy") == "attn_head"
+    return formats_of, (FP8_HEAD if by_head else FORMATS["fp8"]) if scheme else None
+
+
+def read_rotations(config: Mapping[str, Any], names: StoredNames) -> Callable[[str], int]:
+    """Returns a function from a matrix's name to the block of its input's Hadamard rotation at run time; 0 for none.
+
+    Raises:
+        ValueError: another transform of inputs. The weights in the files are transformed already.
+    """
+    # {"config_groups": {"hadamard_32": {"type": "hadamard", "head_dim": 32, "randomize": false,
+    #      "apply": [{"location": "input", "inverse": false, "targets": […], "ignore": []}]}}}
+    blocks: list[tuple[int, list[str], list[str]]] = []
+    transform = typed(dict[str, Any] | None, config.get("transform_config"), "transform_config") or {}
+    for scheme in (typed(_GROUPS | None, transform.get("config_groups"), "transform_config") or {}).values():
+        for use in typed(list[dict[str, Any]], scheme.get("apply"), "transform_config: apply"):
+            location = typed(str, use.get("location"), "transform_config: location")
+            if location.startswith("weight"):
+                continue  # the stored weight is rotated already
+            plain = scheme.get("type") == "hadamard" and not scheme.get("randomize") and not use.get("inverse")
+            if not (plain and location == "input" and isinstance(scheme.get("head_dim"), int)):
+                transform_of = {key: scheme.get(key) for key in ("type", "randomize", "head_dim")}
+                raise ValueError(f"transform_config has {transform_of} at {location!r}: not supported")
+            targets = typed(list[str], use.get("targets"), "transform_config: targets")
+            ignored = typed(list[str] | None, use.get("ignore"), "transform_config: ignore") or []
+            blocks.append((scheme["head_dim"], targets, ignored))
+
+    def rotation_of(matrix: str) -> int:
+        called = names.both(matrix) if blocks else []
+        for block, targets, ignored in blocks:
+            if any(_matches(n, t) for t in targets for n in called):
+                return 0 if any(_matches(n, t) for t in ignored for n in called) else block
+        return 0
+
+    return rotation_of
+
+
+def agrees(layer: LayerPlan, weight: Format | None, activation: Format | None) -> bool:
+    """Returns whether config and plan have the same formats.
+
+    Configs have no name for a format, only its arguments.
+    """
+    return same_values(layer.weight, weight) and same_values(layer.activation, activation)
+
+
+def _matches(name: str, target: str) -> bool:
+    """Returns whether an entry of `targets` or `ignore` means a layer: by a pattern, its class, or its name."""
+    if target.startswith("re:"):
+        return matches(target[3:], name)
+    return target in ("Linear", name)
 
 
 def expected_tensors(format: Format, activation: Format | None, shape: tuple[int, ...]) -> dict[str, ExpectedTensor]:

@@ -18,23 +18,320 @@ and `quant.export.checkpoint.files.write_tensors.write_tensors` stores the exact
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
+from typing import Any
 
 import torch
 
-from quant.export.checkpoint.configs.modelopt_config import CONFIG_FILE as CONFIG_FILE
-from quant.export.checkpoint.configs.modelopt_config import agrees as agrees
-from quant.export.checkpoint.configs.modelopt_config import check_plan as check_plan
-from quant.export.checkpoint.configs.modelopt_config import own_files as own_files
-from quant.export.checkpoint.configs.modelopt_config import quantization_config as quantization_config
-from quant.export.checkpoint.configs.modelopt_config import read_config as read_config
-from quant.export.checkpoint.configs.modelopt_config import read_rotations as read_rotations
-from quant.export.checkpoint.configs.modelopt_config import runtime_warnings as runtime_warnings
-from quant.export.checkpoint.files.layout import ExpectedTensor
-from quant.formats.format import Format, packed_width
+from quant.base.errors import known_names
+from quant.base.json_data import typed
+from quant.export.checkpoint.files.layout import MODELOPT, ExpectedTensor, same_values
+from quant.export.checkpoint.files.names import FormatsOf, StoredNames, expert_names
+from quant.formats.format import FORMATS, Format, packed_width
 from quant.formats.number import INT4
 from quant.formats.packing import pack, unpack
 from quant.formats.tensor import BlockScaledTensor
+from quant.recipes.layers import LayerKind
+from quant.recipes.plan import LayerPlan, Plan
+from quant.recipes.targets import get_target
+
+# The two config files of ModelOpt's layout: written from a plan, and read back as formats.
+#
+# A layout says less than a plan. `fp8_pb_wo` is a format of weights: runtimes round inputs in groups of 128 or keep
+# them in 16 bit. `mxfp4` is read as weights and inputs in MXFP4, as `MXFP4_DEFAULT_CFG` makes it. INT4 is called
+# `W4A16_AWQ` whether or not inputs were scaled; a `pre_quant_scale` is stored next to a weight only where no layer
+# before it absorbed it.
+
+
+CONFIG_FILE = "hf_quant_config.json"
+# vLLM and SGLang know the layout by this name; the version is the release whose output this reproduces.
+PRODUCER = {"name": "modelopt", "version": "0.47.0"}
+
+# `quant_algo` by the formats of weight and inputs. Where two pairs have one name, the first pair is read.
+_ALGORITHMS = {
+    ("nvfp4", "nvfp4"): "NVFP4",
+    ("nvfp4", None): "W4A16_NVFP4",
+    ("fp8", "fp8"): "FP8",
+    ("fp8_channel", "fp8_token"): "FP8_PER_CHANNEL_PER_TOKEN",
+    ("fp8_block", None): "fp8_pb_wo",
+    ("fp8_block", "fp8_group"): "fp8_pb_wo",
+    ("mxfp8", "mxfp8"): "MXFP8",
+    ("mxfp4", "mxfp4"): "mxfp4",
+    ("int4", None): "W4A16_AWQ",
+    ("int4_g64", None): "W4A16_AWQ",
+    ("int4_g32", None): "W4A16_AWQ",
+}
+_TABLES = dict[str, dict[str, Any]] | None
+_KV_CACHES = {"fp8": "FP8", "nvfp4": "NVFP4"}
+# Algorithms that state their group size, and algorithms that config.json describes by a group of `config_groups`:
+# ModelOpt describes three of them where the whole model is in one, and three more in a mixture.
+_GROUPED = ("NVFP4", "W4A16_NVFP4", "MXFP8", "W4A16_AWQ")
+_DESCRIBED = ("FP8", "NVFP4", "W4A16_NVFP4")
+_DESCRIBED_IN_MIXED = (*_DESCRIBED, "FP8_PER_CHANNEL_PER_TOKEN", "MXFP8", "W4A16_AWQ")
+# Fields that ModelOpt writes for every INT4 weight, besides the group size.
+_AWQ = {"has_zero_point": False, "pre_quant_scale": True}
+
+
+def check_plan(plan: Plan) -> None:
+    """Raises ValueError if the layout cannot express the plan; the message names the way out."""
+    if plan.kv_cache is not None and plan.kv_cache.name not in _KV_CACHES:
+        raise ValueError(
+            f"ModelOpt's layout cannot store a KV cache in {plan.kv_cache}; it has {' and '.join(_KV_CACHES)}, so "
+            "quantize again with one of them"
+        )
+    if not plan.quantized:
+        raise ValueError("the plan leaves every layer in 16 bit, which ModelOpt's layout has no name for")
+    for layer in plan.quantized:
+        _algorithm(layer)
+        if layer.kind in (LayerKind.EMBEDDING, LayerKind.CONV):
+            noun = "convolution" if layer.kind == LayerKind.CONV else "embedding"
+            raise ValueError(
+                f"{layer.name}: ModelOpt's layout has no {noun} in {layer.weight}; keep it in 16 bit when the model "
+                "is quantized, or deploy the compressed-tensors checkpoint"
+            )
+        if layer.weight is not None and layer.weight.element is INT4 and layer.shape[-2] % 2:
+            raise ValueError(
+                f"{layer.name}: ModelOpt's layout packs INT4 in pairs of rows, and {layer.shape[-2]} is odd; keep the "
+                "layer in 16 bit, or deploy the compressed-tensors checkpoint"
+            )
+        parts = {
+            "a pre_scale that no layer took up": layer.parts.pre_scale,
+            "a Hadamard rotation of its input": layer.parts.hadamard,
+            "a low-rank branch": layer.parts.rank,
+        }
+        for part in (name for name, size in parts.items() if size):
+            raise ValueError(
+                f"{layer.name}: ModelOpt's layout cannot hold {part} with {layer.weight}; quantize the model again "
+                "without it, or deploy the compressed-tensors checkpoint"
+            )
+
+
+def runtime_warnings(
+    plan: Plan,
+    dtype: torch.dtype = torch.bfloat16,
+    names: StoredNames | None = None,
+    tensors: Mapping[str, torch.Tensor] | None = None,
+) -> list[str]:
+    """Returns one sentence for each reason why vLLM does not run a checkpoint of `plan` in this layout.
+
+    vLLM compares excluded names as substrings: a head called `output` excludes each `….output.dense`. `dtype` and
+    `tensors` matter to the other layout only.
+    """
+    vllm, mixed = get_target("vllm-modelopt"), len({layer.formats for layer in plan.quantized}) > 1
+    layers_by_problem: dict[str, list[str]] = {}
+    for layer in plan.quantized:
+        for problem in vllm.problems(layer, mixed=mixed) if layer.kind in (LayerKind.LINEAR, LayerKind.EXPERTS) else ():
+            layers_by_problem.setdefault(problem, []).append(layer.name)
+    excluded = [] if mixed else [name.rstrip("*") for name in _excluded(plan, names or StoredNames())]
+    for layer in plan.quantized:
+        for name in (name for name in excluded if name in layer.name):
+            problem = f"vLLM takes {name!r}, which is excluded, for a part of this name"
+            layers_by_problem.setdefault(problem, []).append(layer.name)
+    return [
+        f"{layers[0]}{f' and {len(layers) - 1} more' if layers[1:] else ''}: {problem}; deploy the compressed-tensors "
+        "checkpoint in vLLM 0.26"
+        for problem, layers in layers_by_problem.items()
+    ]
+
+
+def _algorithm(layer: LayerPlan) -> str:
+    pair = _pair(layer.weight, layer.activation)
+    if pair not in _ALGORITHMS:
+        pairs = ", ".join(f"{weight} with {inputs or '16-bit'} inputs" for weight, inputs in _ALGORITHMS)
+        raise ValueError(
+            f"{layer.name}: ModelOpt's layout has no name for {pair[0]} with {pair[1] or '16-bit'} inputs; it has "
+            f"{pairs}: quantize the layer in one of them, or deploy the compressed-tensors checkpoint"
+        )
+    return _ALGORITHMS[pair]
+
+
+def quantization_config(plan: Plan, names: StoredNames | None = None) -> dict[str, Any]:
+    """Returns `quantization_config` for config.json, of a plan that `check_plan` has passed."""
+    return _configs(plan, names or StoredNames())[0]
+
+
+def own_files(plan: Plan, names: StoredNames | None = None) -> dict[str, dict[str, Any]]:
+    """Returns `hf_quant_config.json`, which TensorRT-LLM reads."""
+    return {CONFIG_FILE: _configs(plan, names or StoredNames())[1]}
+
+
+# A model in one pair of formats; config.json first:
+#
+# {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head"],
+#  "config_groups": {"group_0": {"targets": ["Linear"], "input_activations": {…},
+#                                "weights": {"num_bits": 4, "type": "float", "group_size": 16, …}}}}
+# {"quantization": {"quant_algo": "NVFP4", "group_size": 16, "kv_cache_quant_algo": null,
+#                   "exclude_modules": ["lm_head"]}}
+#
+# A mixture lists its layers, and excludes nothing:
+#
+# {"quantization": {"quant_algo": "MIXED_PRECISION", "kv_cache_quant_algo": "FP8", "quantized_layers":
+#      {"model.layers.0.mlp.up_proj": {"quant_algo": "NVFP4", "group_size": 16},
+#       "model.layers.0.mlp.down_proj": {"quant_algo": "FP8"}}}}
+
+
+def _configs(plan: Plan, names: StoredNames) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Returns `quantization_config` for config.json, and the contents of `hf_quant_config.json`.
+
+    Runtimes go by the names of tensors on disk.
+    """
+    layers = {name: _layer_config(layer) for layer in plan.quantized for name in _matrices(layer, names)}
+    kv_cache = _KV_CACHES[plan.kv_cache.name] if plan.kv_cache else None
+    # The different descriptions among the layers, in order of their first layer.
+    kinds = list({tuple(layer.items()): layer for layer in layers.values()}.values())
+    quantization: dict[str, Any] = {"quant_algo": "MIXED_PRECISION", "kv_cache_quant_algo": kv_cache}
+    config: dict[str, Any] = {"ignore": [], "producer": dict(PRODUCER), "quant_method": MODELOPT}
+    if len(kinds) > 1:
+        quantization["quantized_layers"] = config["quantized_layers"] = layers
+        config["config_groups"] = {
+            f"group_{index}": {
+                **_group(kind, _DESCRIBED_IN_MIXED),
+                "targets": sorted(name for name, layer in layers.items() if layer == kind),
+            }
+            for index, kind in enumerate(kinds)
+        }
+    else:
+        quantization |= {**kinds[0], "exclude_modules": _excluded(plan, names)}
+        config["ignore"] = quantization["exclude_modules"]
+        if kinds[0]["quant_algo"] in _DESCRIBED:
+            config["config_groups"] = {"group_0": {**_group(kinds[0], _DESCRIBED), "targets": ["Linear"]}}
+    config["quant_algo"] = quantization["quant_algo"]
+    if plan.kv_cache is not None:
+        # ModelOpt writes the arguments of FP8, and the name of NVFP4.
+        config["kv_cache_scheme"] = _arguments(plan.kv_cache) if kv_cache == "FP8" else kv_cache
+    return config, {"producer": dict(PRODUCER), "quantization": quantization}
+
+
+def _layer_config(layer: LayerPlan) -> dict[str, Any]:
+    algorithm = _algorithm(layer)
+    grouped = {"group_size": layer.weight_format.block[1]} if algorithm in _GROUPED else {}
+    return {"quant_algo": algorithm, **grouped, **(_AWQ if layer.weight_format.element is INT4 else {})}
+
+
+def _group(kind: Mapping[str, Any], described: Iterable[str]) -> dict[str, Any]:
+    algorithm = kind["quant_algo"]
+    if algorithm not in described:
+        return {"quant_algo": algorithm}
+    weight, activation = formats_of(algorithm, kind.get("group_size"))
+    group = {"weights": _arguments(weight)}
+    if algorithm == "FP8_PER_CHANNEL_PER_TOKEN":
+        # Without it ModelOpt would take the arguments of "FP8", which has one scale a tensor.
+        group["weights"]["strategy"] = "channel"
+    if activation is not None:
+        group["input_activations"] = _arguments(activation)
+    return group
+
+
+def _arguments(format: Format) -> dict[str, Any]:
+    grouped = {} if format.scale.is_wide and format.element is not INT4 else {"group_size": format.block[1]}
+    kind = "int" if format.element.is_integer else "float"
+    return {"dynamic": False, "num_bits": format.element.bits, "type": kind, **grouped}
+
+
+def _excluded(plan: Plan, names: StoredNames) -> list[str]:
+    """Returns the modules that stay in 16 bit. Experts are named by their module, as a prefix."""
+    excluded = {*names.carried_modules, *(f"{tree}.*" for tree in names.carried_trees)}
+    for layer in plan.layers:
+        if layer.weight is not None or layer.kind == LayerKind.NORM:
+            continue
+        if layer.kind == LayerKind.EXPERTS:
+            excluded.add(_expert_matrices(layer, names)[0].rsplit(".", 2)[0] + "*")
+        else:
+            excluded.update({layer.name, _stored(layer.name, names)})
+    return sorted(excluded)
+
+
+def _stored(layer: str, names: StoredNames) -> str:
+    return names.stored(f"{layer}.weight").removesuffix(".weight")
+
+
+def _matrices(layer: LayerPlan, names: StoredNames) -> list[str]:
+    """Returns the names in the files of a layer's matrices, without `.weight`."""
+    return _expert_matrices(layer, names) if layer.kind == LayerKind.EXPERTS else [_stored(layer.name, names)]
+
+
+def _expert_matrices(layer: LayerPlan, names: StoredNames) -> list[str]:
+    return [names.stored(name).removesuffix(".weight") for name in expert_names(layer.name, layer.shape[0])]
+
+
+def formats_of(algorithm: str, group_size: int | None = None) -> tuple[Format, Format | None]:
+    """Returns the formats of weight and inputs that a `quant_algo` stands for.
+
+    Raises ValueError for an unknown algorithm, or a group size that its format does not have.
+    """
+    for (weight, activation), name in _ALGORITHMS.items():
+        format = FORMATS[weight]
+        if name.casefold() == algorithm.casefold() and (
+            group_size is None or name not in _GROUPED or group_size == format.block[1]
+        ):
+            return format, None if activation is None else FORMATS[activation]
+    groups = f" with groups of {group_size}" if group_size else ""
+    algorithms = ", ".join(dict.fromkeys(_ALGORITHMS.values()))
+    raise ValueError(f"quant_algo {algorithm!r}{groups} is not supported; known: {algorithms}")
+
+
+def read_config(
+    config: Mapping[str, Any], names: StoredNames, tensors: Container[str] = ()
+) -> tuple[FormatsOf, Format | None]:
+    """Returns the formats that a config gives to matrices with a scale among `tensors`, and the format of the KV cache.
+
+    Raises:
+        ValueError: an unknown algorithm; of the function, a quantized matrix that the config does not name.
+    """
+    named = {
+        names.of_model(f"{name}.weight").removesuffix(".weight"): _formats_in(fields)
+        for name, fields in (typed(_TABLES, config.get("quantized_layers"), "quantized_layers") or {}).items()
+    }
+    every = None if named else _formats_in(config)
+
+    def formats_of_matrix(matrix: str) -> tuple[Format, Format | None] | None:
+        if f"{matrix}.weight_scale" not in tensors:
+            return None
+        if every is None and matrix not in named:
+            raise ValueError(f"{matrix} has a weight_scale, and quantized_layers does not name it")
+        return every or named[matrix]
+
+    return formats_of_matrix, _kv_format(config)
+
+
+def read_rotations(config: Mapping[str, Any], names: StoredNames) -> Callable[[str], int]:
+    """Returns a function that is 0 for all names: the layout has no rotations at run time."""
+    return lambda matrix: 0
+
+
+def agrees(layer: LayerPlan, weight: Format | None, activation: Format | None) -> bool:
+    """Returns whether config and plan have the same formats, or formats of the same `quant_algo`.
+
+    `fp8_pb_wo`, for example, does not say anything about inputs.
+    """
+    if not same_values(layer.weight, weight):
+        return False
+    planned, configured = _pair(layer.weight, layer.activation), _pair(weight, activation)
+    shared = planned in _ALGORITHMS and _ALGORITHMS[planned] == _ALGORITHMS.get(configured)
+    return shared or same_values(layer.activation, activation)
+
+
+def _pair(weight: Format | None, activation: Format | None) -> tuple[str, str | None]:
+    return str(weight), None if activation is None else activation.name
+
+
+def _formats_in(config: Mapping[str, Any]) -> tuple[Format, Format | None]:
+    # config.json has the group size inside `config_groups`, and hf_quant_config.json next to the algorithm.
+    size = config.get("group_size")
+    for name, group in (typed(_TABLES, config.get("config_groups"), "config_groups") or {}).items():
+        size = size or typed(dict[str, Any], group.get("weights", {}), f"{name}.weights").get("group_size")
+    return formats_of(str(config.get("quant_algo")), typed(int | None, size, "group_size"))
+
+
+def _kv_format(config: Mapping[str, Any]) -> Format | None:
+    scheme = config.get("kv_cache_scheme") or config.get("kv_cache_quant_algo")
+    if scheme is None:
+        return None
+    for name, stored in _KV_CACHES.items():
+        if scheme in (stored, _arguments(FORMATS[name])):
+            return FORMATS[name]
+    raise ValueError(f"a KV cache in {scheme} is not supported; {known_names(scheme, _KV_CACHES.values())}")
+
 
 _KV_SCALE = re.compile(r"(.+)\.([kv])_scale")
 _KV_SCALE_STORED = re.compile(r"(.+)\.([kv])_proj\.\2_scale")

@@ -12,15 +12,15 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from quant.export.checkpoint.files.tensor_checks import matrix_problems, value_problem
+from quant.base.json_data import typed
+from quant.base.json_files import parse_json
 from quant.export.checkpoint.files.layouts import layout_of_tensors
 from quant.export.checkpoint.files.names import Rename, matrix_names
+from quant.export.checkpoint.files.tensor_checks import matrix_problems, value_problem
 from quant.export.checkpoint.files.tensor_file import DTYPE_NAMES
-from quant.base.json_files import parse_json
 from quant.formats.tensor import BlockScaledTensor
 from quant.kernels.linear.quant_linear import RunTimeParts
-from quant.base.json_data import typed
-from quant.recipes.layer_kind import LayerKind
+from quant.recipes.layers import LayerKind
 from quant.recipes.plan import LayerPlan
 
 EXACT = "blockscale.float64"

@@ -22,7 +22,7 @@ from quant.export.checkpoint.files.names import StoredNames, matrix_names
 from quant.formats.finite import is_finite, is_finite_or_mask, is_positive
 from quant.formats.format import Format
 from quant.formats.number import E4M3, E8M0
-from quant.recipes.layer_kind import LayerKind
+from quant.recipes.layers import LayerKind
 from quant.recipes.plan import LayerPlan, Plan
 
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)

@@ -17,6 +17,7 @@ import hashlib
 import json
 import math
 import os
+import re
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -28,6 +29,38 @@ import torch
 
 from quant.export.checkpoint.files.tensor_checks import value_problem
 from quant.formats.finite import are_finite
+
+# `SHA256SUMS` holds the SHA-256 of the files of a checkpoint without a report, in the form of `sha256sum --check`.
+
+
+CHECKSUMS = "SHA256SUMS"
+# The star says that the file was read as bytes; names of weight files have no backslash, which would be escaped.
+_LINE = re.compile(r"([0-9a-f]{64}) [ *](.+)")
+
+
+def sha256_of(path: Path) -> str:
+    """Returns SHA-256 of a file, hexadecimal."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def write_checksums(directory: Path, hashes: Mapping[str, str], *unhashed: str) -> None:
+    """Writes `hashes`, SHA-256 by the name of each file, and hashes the files `unhashed` itself."""
+    sums = {**hashes, **{name: sha256_of(directory / name) for name in unhashed}}
+    lines = [f"{digest}  {name}\n" for name, digest in sorted(sums.items())]
+    (directory / CHECKSUMS).write_text("".join(lines), encoding="utf-8")
+
+
+def read_checksums(file: Path) -> dict[str, str]:
+    """Returns the SHA-256 of each file by its name; ValueError for a file of another form."""
+    hashes = {}
+    for number, line in enumerate(file.read_text(encoding="utf-8", errors="replace").splitlines(), 1):
+        fields = _LINE.fullmatch(line)
+        if fields is None:
+            raise ValueError(f"{file}: line {number} is no SHA-256 with a file's name; restore it, or delete the file")
+        hashes[fields[2]] = fields[1]
+    return hashes
+
 
 _PIECE_BYTES = 1 << 24
 _UNHASHED = 2  # pieces that may be written and not yet hashed

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from quant.export.checkpoint.files import compressed_tensors
-from quant.export.checkpoint.joined import in_files
+from quant.export.checkpoint.files.conversion_rules import in_files
 from quant.export.checkpoint.files.names import StoredNames, cut_experts, matrix_names
 from quant.export.checkpoint.files.read_tensors import CARRIED, EXACT, HEADS, RUN_TIME_PARTS
 from quant.export.checkpoint.files.tensor_file import DeferredTensor, FileLog, write_tensor_file
@@ -25,7 +25,7 @@ from quant.kernels.linear.embedding import QuantEmbedding
 from quant.kernels.linear.expert_modules import QuantExperts
 from quant.kernels.linear.quant_linear import QuantLinear
 from quant.recipes.expert_stacks import expert_matrices
-from quant.recipes.layer_kind import LayerKind
+from quant.recipes.layers import LayerKind
 from quant.recipes.plan import LayerPlan, Parts, Plan
 
 SHARD_BYTES = 5 * 1000**3

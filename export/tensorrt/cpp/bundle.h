@@ -1,4 +1,4 @@
-// Kernels as a plugin carries them in an engine: the text that quant/export/engine/kernel_bundle.py writes.
+// Kernels as a plugin carries them in an engine: the text that quant/export/tensorrt/plugin.py writes.
 #pragma once
 
 #include <string>

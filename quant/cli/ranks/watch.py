@@ -22,7 +22,7 @@ from contextlib import suppress
 from typing import Any
 
 from quant.base.errors import printable
-from quant.recipes.json_text import json_text
+from quant.base.json_files import json_text
 
 # Errors of several ranks come together. The most informative one is printed after this many seconds.
 _TOGETHER = 1.0

@@ -18,17 +18,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from quant.calibration.attention_names import configs_of, implementations_kept, text_config
-from quant.base.errors import UserError
+from quant.base.errors import UserError, known_names
 from quant.base.extras import require
-from quant.formats.known_names import known_names
-from quant.kernels.attention.forward import has_attention_kernel
-from quant.kernels.attention.ring import quantize_blocks
+from quant.calibration.attention_names import configs_of, implementations_kept, text_config
+from quant.generate.quantized_attention import AttentionCall, mask_unless_causal
 from quant.kernels.attention.attention_operands import scale_of_rows
 from quant.kernels.attention.attention_tiles import DIMS
+from quant.kernels.attention.forward import has_attention_kernel
+from quant.kernels.attention.ring import quantize_blocks
 from quant.kernels.training.fp8_attention import fp8_training_attention
-from quant.generate.quantized_attention import mask_unless_causal
-from quant.runtime.attention_call import AttentionCall
 from quant.training.low_precision.low_precision_linear import ValueOf
 
 IMPLEMENTATION = "quant_fp8_training"

@@ -17,18 +17,16 @@ from typing import Any
 
 import torch
 
-from quant.base.errors import UserError
-from quant.base.extras import require
+from quant.base.errors import UserError, known_names
+from quant.base.extras import install_command, require
 from quant.formats.format import FORMATS
-from quant.formats.install_command import install_command
-from quant.formats.known_names import known_names
 from quant.kernels.base.hardware import has_triton
 from quant.kernels.training import fp8_block
 from quant.kernels.training.grouped_fp8 import has_grouped_fp8
 from quant.training.low_precision.native import NativeProducts, RowProducts, is_rowwise
-from quant.training.low_precision.training_recipe import RECIPES, TrainingRecipe
 from quant.training.low_precision.state import LowPrecision
 from quant.training.low_precision.te_products import TRANSFORMER_ENGINE, TEProducts
+from quant.training.low_precision.training_recipe import RECIPES, TrainingRecipe
 
 BACKENDS = ("auto", "emulated", "native", "torchao", "te")
 

@@ -23,8 +23,14 @@ from quant.kernels.linear.ops import autocast_dtype
 from quant.kernels.training.fp8_block_layout import BLOCK
 from quant.training.low_precision.low_precision_linear import LowPrecisionLinear
 from quant.training.low_precision.native import NativeProducts, is_distributed, keeps_weight, unpadded
-from quant.training.rounding.replaced_forward import has_own_forward, replace_forward, restore_forwards
-from quant.training.rounding.rms_norm import NormInput, cast, origin_of
+from quant.training.rounding.rms_norm import (
+    NormInput,
+    cast,
+    has_own_forward,
+    origin_of,
+    replace_forward,
+    restore_forwards,
+)
 
 _LAYERS = ("gate_proj", "up_proj", "down_proj")
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")

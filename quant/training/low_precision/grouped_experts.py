@@ -33,12 +33,9 @@ from quant.formats.format import Format
 from quant.formats.number import E4M3
 from quant.kernels.linear.experts import sort_by_expert
 from quant.kernels.linear.ops import autocast_dtype
-from quant.kernels.training import e4m3_blocks as e4m3_blocks  # registers quant::e4m3_blocks
 from quant.kernels.training import grouped_fp8 as grouped_fp8  # registers quant::e4m3_grouped_product and its operands
-from quant.kernels.training import swiglu as swiglu  # registers quant::swiglu
-from quant.kernels.training import weighted_rows as weighted_rows  # registers quant::weigh_rows
-from quant.training.low_precision.training_recipe import TrainingRecipe
 from quant.training.low_precision.state import LowPrecision
+from quant.training.low_precision.training_recipe import TrainingRecipe
 
 _DEVICES = {"cuda"}  # kinds of device with grouped products; on a CPU they save nothing, and tests add it
 

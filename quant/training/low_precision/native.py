@@ -23,8 +23,8 @@ import torch
 from torch.nn.functional import pad
 
 from quant.training.low_precision.grouped_experts import GroupedProducts, block_of_tokens, has_rows, takes_recipe
-from quant.training.low_precision.training_recipe import Arithmetic, TrainingRecipe
 from quant.training.low_precision.state import LowPrecision
+from quant.training.low_precision.training_recipe import Arithmetic, TrainingRecipe
 from quant.training.rounding.rms_norm import NormInput, origin_of
 
 _Operands = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]

@@ -27,8 +27,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from quant.base.errors import UserError
-from quant.formats.known_names import known_names
+from quant.base.errors import UserError, known_names
 from quant.training.low_precision.fused_experts_training import LowPrecisionStack, trained_layers
 from quant.training.low_precision.low_precision_linear import LowPrecisionLinear
 

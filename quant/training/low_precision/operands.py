@@ -27,16 +27,51 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch.nn.functional import pad
 
 from quant.formats.format import Format
-from quant.formats.number import E4M3
+from quant.formats.number import E4M3, Number
 from quant.formats.rounding import decode_power_of_two, encode_power_of_two, round_to
 from quant.formats.scaling import SCALE_RULES, divided, nonzero
 from quant.kernels.base.hardware import has_triton
 from quant.kernels.linear.ops import autocast_dtype, register
 from quant.training.low_precision.training_recipe import NVFP4_SQUARE, RECIPES, Arithmetic, TrainingRecipe
-from quant.training.rounding.stochastic import draws_of, round_stochastically
+
+# Stochastic rounding: a value goes to one of its two neighbours on the grid, by chance, so that the mean is the value.
+#
+#     p(up) = (u − low) / (high − low)
+#
+# The draws come from PyTorch's default generator of the device, whose state training scripts save with their
+# checkpoints; a resumed run draws on. Ranks often have the same seed. So that they do not round alike, each shifts its
+# draws by a multiple of the golden ratio, modulo 1, which leaves them uniform.
+
+
+_GOLDEN = 0.6180339887498949
+
+
+def round_stochastically(steps: torch.Tensor, number: Number, draws: torch.Tensor | None = None) -> torch.Tensor:
+    """Rounds `steps` to neighbours on the grid of `number`, saturating.
+
+    Args:
+        steps: float32, any shape.
+        number: a float format.
+        draws: uniform in [0, 1), of the shape of `steps`; None draws them.
+    """
+    magnitude = steps.abs()
+    exponent = torch.frexp(magnitude).exponent - 1  # floor(log2 |u|)
+    gap = torch.ldexp(torch.ones_like(steps), exponent - number.mantissa).clamp(min=number.min_subnormal)
+    # floor(v + u) is v rounded up with probability v − floor(v), in units of the gap.
+    draws = draws_of(steps) if draws is None else draws
+    return (torch.floor(magnitude / gap + draws) * gap).clamp(max=number.max).copysign(steps)
+
+
+def draws_of(like: torch.Tensor) -> torch.Tensor:
+    """Returns draws, uniform in [0, 1), of the shape of a tensor and on its device."""
+    draws = torch.rand(like.shape, device=like.device, dtype=torch.float32)
+    rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+    return draws if not rank else (draws + rank * _GOLDEN) % 1.0
+
 
 _LARGEST_FLOAT = torch.finfo(torch.float32).max
 _NVFP4_RANGE = 2688.0  # 6 · 448: the largest element times the largest block scale
@@ -236,7 +271,7 @@ def _nvfp4_on_gpu(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     if not has_triton():
         return _nvfp4_reference(x, amax, square, draws)
-    from quant.kernels.portable.training.nvfp4_operand import round_nvfp4_operand
+    from quant.kernels.training.portable_fake_rounding import round_nvfp4_operand
 
     with torch.cuda.device_of(x):
         return round_nvfp4_operand(x, amax, square, draws)

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from quant.calibration.statistics import static_input_scale
 from quant.base.errors import UserError
+from quant.calibration.statistics import static_input_scale
 from quant.formats.format import FORMATS, Format
 from quant.formats.packing import pack
 from quant.formats.rounding import encode
@@ -21,8 +21,8 @@ from quant.formats.tensor import BlockScaledTensor
 from quant.kernels.linear.quant_linear import QuantLinear
 from quant.recipes.recipe import get_recipe
 from quant.training.low_precision.operands import RoundedOperand, round_operand
-from quant.training.low_precision.training_recipe import TrainingRecipe
 from quant.training.low_precision.state import LowPrecision
+from quant.training.low_precision.training_recipe import TrainingRecipe
 
 
 def stored_format(recipe: TrainingRecipe) -> Format:

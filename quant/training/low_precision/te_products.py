@@ -23,8 +23,8 @@ from quant.base.errors import UserError
 from quant.base.extras import require
 from quant.formats.number import E4M3, E5M2
 from quant.kernels.linear.ops import is_in_backward
-from quant.training.low_precision.training_recipe import TrainingRecipe
 from quant.training.low_precision.state import AmaxHistory, LowPrecision
+from quant.training.low_precision.training_recipe import TrainingRecipe
 
 TRANSFORMER_ENGINE = {
     "fp8_delayed": "DelayedScaling",

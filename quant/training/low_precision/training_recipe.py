@@ -28,8 +28,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
+from quant.base.errors import known_names
 from quant.formats.format import FORMATS, Format
-from quant.formats.known_names import known_names
 from quant.formats.number import E2M1, E4M3, E5M2, FP32
 
 NVFP4_SQUARE = Format("nvfp4_16x16", E2M1, E4M3, (16, 16), global_scale=True)

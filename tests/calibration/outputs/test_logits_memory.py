@@ -14,15 +14,15 @@ from quant.calibration.outputs import logits
 from quant.calibration.outputs.gradients import output_moments
 from quant.calibration.sensitivity import baseline
 from quant.calibration.sensitivity.baseline import Baseline
-from quant.calibration.sensitivity.candidates import parse_candidates
 from quant.calibration.sensitivity.divergence import divergence_of
 from quant.calibration.sensitivity.scores import Scoring, score_groups
 from quant.calibration.sensitivity.switchable_model import SwitchableModel
+from quant.calibration.sensitivity.table import parse_candidates
 from quant.calibration.session import Session
 from quant.calibration.walk.collect import collect_input_amax
 from quant.evaluation.evaluate import evaluate
-from quant.recipes.plan_make import make_plan
 from quant.recipes.plan import groups_of
+from quant.recipes.plan_make import make_plan
 
 VOCABULARY, ROWS, TOKENS, POSITIONS = 50_000, 2, 60, 4
 WHOLE = 4 * ROWS * (TOKENS - 1) * VOCABULARY  # bytes of all logits in FP32

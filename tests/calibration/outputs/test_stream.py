@@ -10,8 +10,8 @@ import torch
 from tiny_models import DECODER, EXPERTS, build
 from torch import nn
 
-from quant.recipes.blocks import Call, block_names, capture, output_of
 from quant.calibration.outputs.stream import Point, Stream, find_writers
+from quant.recipes.blocks import Call, block_names, capture, output_of
 
 IDS = torch.arange(24).remainder(50).view(2, 12)
 HEADS = {"vocab_size": 64, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}

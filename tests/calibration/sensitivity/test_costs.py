@@ -11,8 +11,6 @@ import pytest
 import tiny_models
 import torch
 
-from quant.recipes.blocks import cache_of
-from quant.calibration.sensitivity.candidates import KEPT, parse_candidates
 from quant.calibration.sensitivity.costs import (
     LatencyTable,
     get_timing,
@@ -21,9 +19,11 @@ from quant.calibration.sensitivity.costs import (
     memory_of,
     parse_quantity,
 )
+from quant.calibration.sensitivity.table import KEPT, parse_candidates
 from quant.formats.format import FORMATS
 from quant.formats.tensor import quantize
-from quant.recipes.layer_kind import LayerKind
+from quant.recipes.blocks import cache_of
+from quant.recipes.layers import LayerKind
 from quant.recipes.plan import LayerPlan, Plan
 
 

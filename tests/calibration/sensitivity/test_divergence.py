@@ -13,7 +13,6 @@ import torch
 from torch import nn
 
 import quant
-from quant.calibration.sensitivity.candidates import Candidate, parse_candidates
 from quant.calibration.sensitivity.divergence import (
     Classes,
     Embeddings,
@@ -25,10 +24,11 @@ from quant.calibration.sensitivity.divergence import (
 )
 from quant.calibration.sensitivity.scores import Scoring, score_groups
 from quant.calibration.sensitivity.switchable_model import SwitchableModel
+from quant.calibration.sensitivity.table import Candidate, parse_candidates
 from quant.calibration.session import Session
 from quant.calibration.texts.rows import trial_rows
-from quant.recipes.plan_make import make_plan
 from quant.recipes.plan import groups_of
+from quant.recipes.plan_make import make_plan
 
 
 def vectors() -> tuple[nn.Module, torch.Tensor]:

@@ -9,16 +9,16 @@ import tiny_models
 import torch
 from torch import nn
 
-from quant.run.quantize import quantize
 from quant.calibration.sensitivity import group_solutions
-from quant.calibration.sensitivity.candidates import parse_candidates
 from quant.calibration.sensitivity.group_solutions import GroupSolution, Key, digest_of, solve_each_group
 from quant.calibration.sensitivity.scores import Scoring, score_groups
 from quant.calibration.sensitivity.switchable_model import SwitchableModel
+from quant.calibration.sensitivity.table import parse_candidates
 from quant.calibration.session import Session
 from quant.evaluation.evaluate import evaluate
-from quant.recipes.plan_make import make_plan
 from quant.recipes.plan import LayerPlan, groups_of
+from quant.recipes.plan_make import make_plan
+from quant.run.quantize import quantize
 
 VOCABULARY, SEQLEN, ROWS = 61, 24, 8
 

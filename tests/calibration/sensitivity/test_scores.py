@@ -18,23 +18,22 @@ from samples import ROOT
 from slow_cases import quick_cases
 from torch import nn
 
-from quant.run.quantize import quantize
-from quant.calibration.evaluating import prepared
 from quant.base.listener import Progress
+from quant.calibration.evaluating import prepared
 from quant.calibration.sensitivity.baseline import Baseline
-from quant.calibration.sensitivity.candidates import parse_candidates
 from quant.calibration.sensitivity.divergence import divergence_of
 from quant.calibration.sensitivity.group_solutions import solve_each_group
 from quant.calibration.sensitivity.scores import Scoring, score_groups
 from quant.calibration.sensitivity.switchable_model import SwitchableModel, measure_amax
-from quant.calibration.sensitivity.table import Sensitivity
+from quant.calibration.sensitivity.table import Sensitivity, parse_candidates
 from quant.calibration.sensitivity.work_units import run_units, total
 from quant.calibration.session import Session
 from quant.cli.ranks.launch import free_port
 from quant.evaluation.evaluate import evaluate
 from quant.formats.tensor import fake_quantize
-from quant.recipes.plan_make import make_plan
 from quant.recipes.plan import LayerPlan, groups_of
+from quant.recipes.plan_make import make_plan
+from quant.run.quantize import quantize
 
 ROWS, SEQLEN, VOCABULARY = 6, 24, 61
 
@@ -351,7 +350,7 @@ _RANK = """
 import json, sys, time, torch
 from pathlib import Path
 sys.path.insert(0, sys.argv[1])
-from quant.calibration.sensitivity.candidates import parse_candidates
+from quant.calibration.sensitivity.table import parse_candidates
 from quant.calibration.sensitivity.scores import Scoring, score_groups
 from quant.calibration.session import Session
 from quant.recipes.plan import groups_of

@@ -9,11 +9,11 @@ import torch
 from samples import BASE
 from torch import nn
 
-from quant.recipes.blocks import Call, capture, output_of
 from quant.calibration.solvers.autoround import BlockLayer, Reconstruction, reconstruct_block, reconstruction_error
 from quant.formats.format import Format, get_format
 from quant.formats.tensor import quantize
 from quant.kernels.linear.quant_linear import QuantLinear, RunTimeParts
+from quant.recipes.blocks import Call, capture, output_of
 
 BLOCK = "model.layers.0"
 FEW = Reconstruction(steps=30, rate=0.03, checks=3)

@@ -18,8 +18,8 @@ from quant.calibration.solvers.factor import (
     inverse_of_upper,
 )
 from quant.calibration.solvers.gptq import Gptq, gptq
-from quant.calibration.solvers.solve_group import solve_group
 from quant.calibration.solvers.registry import get_solver
+from quant.calibration.solvers.solve_group import solve_group
 from quant.calibration.statistics import LayerStats, MomentSum, diagonal_blocks
 from quant.formats.format import FORMATS, Format
 from quant.formats.number import E2M1, E4M3, INT4

@@ -8,10 +8,10 @@ import pytest
 import torch
 from slow_cases import quick_cases
 
-from quant.calibration.solvers.interfaces import shared_global_scale
 from quant.calibration.solvers.gptq import Gptq
-from quant.calibration.solvers.solve_group import solve_group
+from quant.calibration.solvers.interfaces import shared_global_scale
 from quant.calibration.solvers.kfac import Kfac
+from quant.calibration.solvers.solve_group import solve_group
 from quant.calibration.statistics import LayerStats
 from quant.formats.format import FORMATS, Format
 

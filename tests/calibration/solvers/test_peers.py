@@ -8,8 +8,8 @@ import torch
 from safetensors.torch import load_file
 from samples import GOLDENS
 
-from quant.calibration.solvers.solve_group import solve_group
 from quant.calibration.solvers.registry import SOLVERS, get_solver
+from quant.calibration.solvers.solve_group import solve_group
 from quant.formats.format import FORMATS
 from quant.formats.tensor import BlockScaledTensor
 

@@ -13,16 +13,15 @@ from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from quant.run.quantize import quantize
 from quant.calibration.session import Session, Step, Store
-from quant.calibration.solvers.rotations.learn import learned_rotation, loss_and_gradient
-from quant.calibration.solvers.merge_rotations import merge_residual_rotation
+from quant.calibration.solvers.merge_rotations import learned_rotation, loss_and_gradient, merge_residual_rotation
 from quant.calibration.solvers.registry import check_solvers
 from quant.calibration.walk import learn_rotation as merging
-from quant.export.checkpoint.load import load
 from quant.cli.quantize_command import quantize_command
+from quant.export.checkpoint.load import load
 from quant.recipes.plan_make import make_plan
 from quant.recipes.recipe import Recipe
+from quant.run.quantize import quantize
 
 IDS = torch.randint(0, 64, (8, 24), generator=torch.Generator().manual_seed(3))
 SOLVER = "awq:merge+rotation:learned+kfac"

@@ -12,11 +12,11 @@ import torch
 from samples import BASE
 from torch import nn
 
-from quant.run.quantize import quantize
-from quant.recipes.blocks import capture
 from quant.calibration.solvers.merge_rotations import find_residual, merge_head_rotation, merge_residual_rotation
-from quant.kernels.rounding.hadamard import hadamard_transform
 from quant.kernels.linear.quant_linear import QuantLinear
+from quant.kernels.rounding.hadamard import hadamard_transform
+from quant.recipes.blocks import capture
+from quant.run.quantize import quantize
 
 IDS = torch.randint(0, 200, (2, 12), generator=torch.Generator().manual_seed(3))
 

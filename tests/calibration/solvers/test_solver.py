@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from quant.calibration.solvers.awq import POWERS, Awq, channel_scale
-from quant.calibration.solvers.interfaces import GroupInputs, shared_global_scale
 from quant.calibration.solvers.factor import LossMetric
-from quant.calibration.solvers.solve_group import solve_group
+from quant.calibration.solvers.interfaces import GroupInputs, shared_global_scale
 from quant.calibration.solvers.registry import SOLVERS, get_solver
+from quant.calibration.solvers.solve_group import solve_group
 from quant.calibration.statistics import LayerStats
 from quant.formats.format import FORMATS
 from quant.formats.tensor import fake_quantize, quantize

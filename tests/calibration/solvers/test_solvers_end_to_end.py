@@ -16,20 +16,20 @@ from safetensors.torch import save_file
 from samples import BASE
 from torch import nn
 
-from quant.run.quantize import quantize
-from quant.recipes.blocks import capture, output_of
 from quant.calibration.observers import get_observer
-from quant.calibration.solvers.solve_group import solve_group
 from quant.calibration.solvers.registry import get_pipeline
+from quant.calibration.solvers.solve_group import solve_group
 from quant.calibration.statistics import LayerStats, MomentSum, pooled_stats, round_activation
 from quant.calibration.walk.group import Settings
-from quant.export.checkpoint.load import load
 from quant.cli.quantize_command import quantize_command
+from quant.export.checkpoint.load import load
 from quant.formats.format import FORMATS
 from quant.kernels.linear.expert_modules import QuantExperts
 from quant.kernels.linear.quant_linear import QuantLinear
 from quant.models.open_model import open_model
+from quant.recipes.blocks import capture, output_of
 from quant.recipes.plan import Plan
+from quant.run.quantize import quantize
 
 transformers = pytest.importorskip("transformers")
 

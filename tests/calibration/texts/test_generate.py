@@ -12,8 +12,8 @@ from torch import nn
 
 from quant.calibration.session import Session
 from quant.calibration.texts import self_written
-from quant.calibration.texts.self_written import _rows_at_once, generate_rows
 from quant.calibration.texts.rows import calibration_rows
+from quant.calibration.texts.self_written import _rows_at_once, generate_rows
 
 
 class Chain(nn.Module):

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from quant.calibration.session import Session
-from quant.calibration.texts.self_written import generate_rows
 from quant.calibration.texts.mixture import SHARES, TextWriter, mixture_rows, sample_texts, turns
+from quant.calibration.texts.self_written import generate_rows
 
 BOS, EOS, TURN = 256, 257, 258
 ROOT = Path(__file__).parents[3]

@@ -6,10 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from quant.calibration.walk.guard import promote, relative_error
+from quant.calibration.walk.promote import promote, relative_error
 from quant.formats.format import FORMATS
-from quant.recipes.guard import Guard
-from quant.recipes.plan import LayerPlan
+from quant.recipes.plan import Guard, LayerPlan
 
 NVFP4, MXFP8, FP8 = FORMATS["nvfp4"], FORMATS["mxfp8"], FORMATS["fp8"]
 LADDER = [NVFP4, MXFP8, None]

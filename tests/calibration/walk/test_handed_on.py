@@ -12,10 +12,10 @@ import torch
 from slow_cases import quick_cases
 
 import quant
-from quant.recipes.blocks import output_of
 from quant.calibration.walk import block as block_module
 from quant.calibration.walk.chain import States
-from quant.calibration.walk.model_walk import ModelWalk
+from quant.calibration.walk.walk import ModelWalk
+from quant.recipes.blocks import output_of
 
 transformers = pytest.importorskip("transformers")
 

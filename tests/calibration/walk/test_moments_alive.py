@@ -19,13 +19,11 @@ from quant.calibration.session import Session, Store
 from quant.calibration.solvers.gptq import Gptq
 from quant.calibration.statistics import LayerStats, MomentSum
 from quant.calibration.walk import shared_moments
+from quant.calibration.walk.block_memory import IN_MEMORY, Scratch, block_bytes
 from quant.calibration.walk.group import Settings, Solved
-from quant.calibration.walk.block_memory import block_bytes
-from quant.calibration.walk.scratch import IN_MEMORY, Scratch
 from quant.calibration.walk.walk import solve_sequentially
 from quant.formats.format import FORMATS
-from quant.recipes.layer_kind import LayerKind
-from quant.recipes.layers import find_layers
+from quant.recipes.layers import LayerKind, find_layers
 from quant.recipes.plan import LayerPlan, Plan
 
 NVFP4 = FORMATS["nvfp4"]

@@ -15,23 +15,23 @@ from torch import nn
 
 import quant
 from quant.calibration import placement
-from quant.recipes.blocks import Call, block_names, calls_of_chain, capture, find_chains, output_of
 from quant.calibration.fast_matmul import fast_matmul
 from quant.calibration.outputs.gradients import OutputMoments
 from quant.calibration.placement import placed
 from quant.calibration.session import Session
 from quant.calibration.shrinkage import MomentSpread, shrink
 from quant.calibration.solvers.awq import channel_scale, search_scale
-from quant.calibration.solvers.interfaces import GroupInputs, sampled
 from quant.calibration.solvers.fold import apply_fold, find_fold, modules_in_order
-from quant.calibration.solvers.solve_group import solve_group
+from quant.calibration.solvers.interfaces import GroupInputs, sampled
 from quant.calibration.solvers.registry import TRANSFORMS, get_pipeline
+from quant.calibration.solvers.solve_group import solve_group
 from quant.calibration.statistics import LayerStats, static_input_scale
 from quant.calibration.walk.group import Settings, Solved
 from quant.calibration.walk.walk import solve_sequentially
 from quant.formats.format import FORMATS
 from quant.formats.tensor import fake_quantize, round_activation
-from quant.recipes.layer_kind import LayerKind
+from quant.recipes.blocks import Call, block_names, calls_of_chain, capture, find_chains, output_of
+from quant.recipes.layers import LayerKind
 from quant.recipes.plan import LayerPlan, Plan
 
 NVFP4 = FORMATS["nvfp4"]
@@ -104,7 +104,7 @@ def test_tokens_without_weight_do_not_count(monkeypatch: pytest.MonkeyPatch) -> 
                 found.token_weights[members[0].name] = [torch.full((48,), weight) for weight in weights]
             return found
 
-        monkeypatch.setattr("quant.calibration.walk.model_walk.output_moments", moments)
+        monkeypatch.setattr("quant.calibration.walk.walk.output_moments", moments)
         solved.append(_solve(model := _llama(), _plan(model, "kfac"), rows, batch=2))
     weighted, alone, all_rows = ([s.weight.codes for s in each.values()] for each in solved)
     same = [float((a == b).float().mean()) for a, b in zip(weighted, alone, strict=True)]

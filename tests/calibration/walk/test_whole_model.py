@@ -12,13 +12,13 @@ import torch
 from torch import nn
 
 import quant
-from quant.run.quantize import quantize
 from quant.calibration.solvers.kfac import output_blocks
 from quant.calibration.statistics import LayerStats, MomentSum
 from quant.calibration.walk.fused_experts import FusedExperts
 from quant.calibration.walk.transform import _scale_gradients
 from quant.kernels.linear.expert_modules import experts_forward
-from quant.recipes.layer_kind import LayerKind
+from quant.recipes.layers import LayerKind
+from quant.run.quantize import quantize
 
 
 def _rows(count: int, seed: int) -> torch.Tensor:

@@ -16,21 +16,20 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from quant.calibration.solvers.solve_group import solve_group
+from quant.base import atomic
 from quant.calibration.solvers.registry import get_solver
+from quant.calibration.solvers.solve_group import solve_group
 from quant.export.checkpoint.files.compressed_tensors import compress, quantization_config
-from quant.export.checkpoint.configs.config_plan import plan_of_checkpoint
 from quant.export.checkpoint.files.directory import check_destination, new_directory
 from quant.export.checkpoint.files.names import StoredNames
 from quant.export.checkpoint.files.read_tensors import TensorFiles, join_rows, layer_tensor_names, read_layer
 from quant.export.checkpoint.files.write_tensors import checkpoint_tensors, layer_weights, split_rows, write_tensors
-from quant.base import atomic
+from quant.export.checkpoint.open_checkpoint import plan_of_checkpoint
 from quant.formats.format import FORMATS
 from quant.formats.tensor import quantize
 from quant.kernels.linear.expert_modules import QuantExperts
 from quant.kernels.linear.quant_linear import QuantLinear
-from quant.recipes.layer_kind import LayerKind
-from quant.recipes.layers import Layer
+from quant.recipes.layers import Layer, LayerKind
 from quant.recipes.plan import LayerPlan, Plan
 
 

@@ -9,18 +9,19 @@ import pytest
 import torch
 from samples import GOLDENS
 
-from quant.calibration.solvers.solve_group import solve_group
 from quant.calibration.solvers.registry import get_solver
-from quant.export.checkpoint.files.compressed_tensors import compress, decompress
-from quant.export.checkpoint.configs.compressed_tensors_config import (
+from quant.calibration.solvers.solve_group import solve_group
+from quant.export.checkpoint.files.compressed_tensors import (
     activation_format_of,
     check_plan,
+    compress,
+    decompress,
     quantization_config,
     weight_format_of,
 )
 from quant.formats.format import FORMATS
 from quant.formats.tensor import quantize
-from quant.recipes.layer_kind import LayerKind
+from quant.recipes.layers import LayerKind
 from quant.recipes.plan import LayerPlan, Plan
 
 WEIGHTS = ["nvfp4", "mxfp4", "mxfp6", "mxfp8", "fp8", "fp8_channel", "fp8_block", "int8"]

@@ -7,13 +7,12 @@ import pytest
 import torch
 
 from quant.export.checkpoint.files.compressed_tensors import compress, quantization_config
-from quant.export.checkpoint.configs.config_plan import plan_of_checkpoint
 from quant.export.checkpoint.files.layout import LAYOUT_NAMES
 from quant.export.checkpoint.files.layouts import LAYOUTS
+from quant.export.checkpoint.open_checkpoint import plan_of_checkpoint
 from quant.formats.format import FORMATS
 from quant.formats.tensor import quantize
-from quant.recipes.layer_kind import LayerKind
-from quant.recipes.layers import Layer
+from quant.recipes.layers import Layer, LayerKind
 from quant.recipes.plan import LayerPlan, Plan
 
 PLAN = Plan((LayerPlan("up", LayerKind.LINEAR, (32, 32), FORMATS["nvfp4"], FORMATS["nvfp4"]),))

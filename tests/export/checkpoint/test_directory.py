@@ -18,9 +18,9 @@ from children import in_child
 from click.testing import CliRunner
 from slow_cases import quick_cases
 
+from quant.base import atomic
 from quant.cli.command import Command
 from quant.export.checkpoint.files.directory import finish_directory, new_directory
-from quant.base import atomic
 
 OLD, NEW = {"plan.json": "old", "old.txt": "old"}, {"plan.json": "new", "new.txt": "new"}
 

@@ -3,10 +3,9 @@
 import pytest
 from samples import ROOT
 
-from quant.export.checkpoint.files.known_failures import runtime_warnings
-from quant.export.checkpoint.configs.known_failures import FAILURES
+from quant.export.checkpoint.files.known_failures import FAILURES, runtime_warnings
 from quant.formats.format import FORMATS
-from quant.recipes.layer_kind import LayerKind
+from quant.recipes.layers import LayerKind
 from quant.recipes.plan import LayerPlan, Plan
 
 

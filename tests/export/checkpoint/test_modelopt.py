@@ -20,16 +20,16 @@ from safetensors.torch import load_file, save_file
 from samples import BASE, GOLDENS
 
 import quant
-from quant.export.checkpoint.convert import convert
-from quant.cli.main import main
 from quant.base.errors import UserError
+from quant.cli.main import main
+from quant.export.checkpoint.convert import convert
 from quant.export.checkpoint.files import compressed_tensors, modelopt
 from quant.export.checkpoint.files.read_tensors import TensorFiles
 from quant.export.checkpoint.files.write_tensors import SECOND_LEVEL, write_tensors
 from quant.formats.format import FORMATS
 from quant.formats.tensor import quantize
 from quant.kernels.linear.quant_linear import QuantLinear
-from quant.recipes.layer_kind import LayerKind
+from quant.recipes.layers import LayerKind
 from quant.recipes.plan import LayerPlan, Parts, Plan
 from quant.recipes.recipe import get_recipe
 

@@ -18,7 +18,7 @@ from torch import nn
 import quant
 from quant.export.checkpoint.files.compressed_tensors import runtime_warnings
 from quant.export.checkpoint.files.names import StoredNames, cut_experts, stored_names
-from quant.recipes.layer_kind import LayerKind
+from quant.recipes.layers import LayerKind
 
 transformers = pytest.importorskip("transformers", reason="the extra hf")
 pytest.importorskip("compressed_tensors")

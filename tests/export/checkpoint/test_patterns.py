@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quant.export.checkpoint.patterns import matches
+from quant.export.checkpoint.files.compressed_tensors import matches
 
 PATTERNS = st.recursive(
     st.sampled_from(["a", "b", ".", r"\.", r"\d", "[ab]", "[^a]", "^", "$", r"\b", ""]),

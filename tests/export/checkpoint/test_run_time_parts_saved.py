@@ -11,14 +11,14 @@ import torch
 from torch import nn
 
 import quant
-from quant.kernels.linear.install import install_weight
 from quant.export.checkpoint.files.compressed_tensors import quantization_config, runtime_warnings
 from quant.export.checkpoint.files.write_tensors import plan_of_model
 from quant.formats.format import FORMATS, get_format
 from quant.formats.tensor import quantize
-from quant.kernels.rounding.hadamard import hadamard_transform
+from quant.kernels.linear.install import install_weight
 from quant.kernels.linear.quant_linear import QuantLinear, RunTimeParts
-from quant.recipes.layer_kind import LayerKind
+from quant.kernels.rounding.hadamard import hadamard_transform
+from quant.recipes.layers import LayerKind
 from quant.recipes.plan import LayerPlan, Parts, Plan
 
 IN, OUT, RANK, BLOCK = 64, 48, 4, 32

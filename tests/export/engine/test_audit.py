@@ -16,12 +16,12 @@ from samples import BASE
 
 import quant
 from quant.cli.main import main
+from quant.export.tensorrt import engine_constants
 from quant.export.tensorrt.audit import audit, failures, planned_precision
 from quant.export.tensorrt.build import BuildOptions, audit_built, export_engine
-from quant.export.tensorrt import engine_constants
 from quant.export.tensorrt.engine_file import _updated_inputs, read_engine
 from quant.formats.format import FORMATS
-from quant.recipes.layer_kind import LayerKind
+from quant.recipes.layers import LayerKind
 from quant.recipes.plan import LayerPlan, Plan
 
 SHAPES = "tokens=1:16:64"

@@ -9,15 +9,15 @@ import torch
 from torch import nn
 
 import quant
-from quant.recipes.layer_kind import LayerKind
+from quant.recipes.layers import LayerKind
 
 pytest.importorskip("onnxscript", reason="needs the extra onnx")
 pytest.importorskip("tensorrt_rtx", reason="needs the extra tensorrt-rtx")
 
-from quant.export.tensorrt.audit import audit, failures
-from quant.export.tensorrt.build import BuildOptions, build_engine
 from quant.export.onnx.decoder_graph import GraphInput
 from quant.export.onnx.export_onnx import export_onnx
+from quant.export.tensorrt.audit import audit, failures
+from quant.export.tensorrt.build import BuildOptions, build_engine
 
 
 class Convs(nn.Module):

@@ -15,16 +15,16 @@ import torch
 from click.testing import CliRunner
 from safetensors.torch import save_file
 
-from quant.run.quantize import quantize
-from quant.calibration.attention_scales import collect_attention_scales
-from quant.export.checkpoint.save import save
-from quant.cli.main import main
 from quant.base.errors import UserError
+from quant.calibration.attention_scales import collect_attention_scales
+from quant.cli.main import main
+from quant.export.checkpoint.save import save
+from quant.export.onnx.export_onnx import export_onnx
 from quant.export.tensorrt.audit import TENSORS
 from quant.export.tensorrt.build import BuildOptions, export_engine
-from quant.export.onnx.export_onnx import export_onnx
 from quant.formats.format import FORMATS
 from quant.recipes.plan import Plan
+from quant.run.quantize import quantize
 
 onnx = pytest.importorskip("onnx", reason="needs the extra onnx")
 pytest.importorskip("onnxscript", reason="needs the extra onnx")

@@ -15,7 +15,6 @@ import tiny_models
 import torch
 from samples import TEXTS
 
-from quant.run.quantize import quantize
 from quant.calibration.attention_scales import collect_attention_scales
 from quant.calibration.texts.rows import calibration_rows
 from quant.export.tensorrt.audit import TENSORS
@@ -24,6 +23,7 @@ from quant.export.tensorrt.engine_file import read_engine
 from quant.formats.format import FORMATS
 from quant.models.huggingface import load
 from quant.models.open_model import open_model
+from quant.run.quantize import quantize
 
 pytestmark = pytest.mark.slow
 

@@ -13,14 +13,13 @@ import pytest
 import torch
 
 from quant.export.tensorrt.cache_plugin import BLOCK_N, CacheSpec, compile_cache_attention
-from quant.export.engine.kernel_bundle import BundledKernel, pack, unpack
-from quant.export.tensorrt.plugin import Attributes, compile_attention
+from quant.export.tensorrt.plugin import Attributes, BundledKernel, compile_attention, pack, unpack
 from quant.export.tensorrt.plugin_library import SOURCES, PluginKernels, build_launches, cuda_include
 from quant.formats.format import FORMATS
-from quant.kernels.base.ptx import CompiledKernel
-from quant.kernels.attention.reference import fp8_attention_reference
 from quant.kernels.attention.attention_tiles import tiles_for
 from quant.kernels.attention.kv_pages import KVPages, write_reference
+from quant.kernels.attention.reference import fp8_attention_reference
+from quant.kernels.base.ptx import CompiledKernel
 
 ANY = CompiledKernel("entry", ".version 8.7\n// a line\n", 90, (("q", "*bf16"), ("heads", "i32")), 4, 128)
 

@@ -20,10 +20,10 @@ from torch import nn
 
 import quant
 from quant.calibration.attention_scales import collect_attention_scales
-from quant.export.tensorrt.audit import audit, failures
-from quant.export.tensorrt.build import BuildOptions, build_engine, export_engine
 from quant.export.onnx.export_onnx import export_onnx
 from quant.export.onnx.translate import LAYER_KEY, MODULE_KEY
+from quant.export.tensorrt.audit import audit, failures
+from quant.export.tensorrt.build import BuildOptions, build_engine, export_engine
 from quant.formats.format import FORMATS
 
 pytestmark = pytest.mark.slow

@@ -15,9 +15,9 @@ onnx = pytest.importorskip("onnx", reason="needs the extra onnx")
 pytest.importorskip("onnxscript", reason="needs the extra onnx")
 transformers = pytest.importorskip("transformers", reason="needs the extra hf")
 
+from quant.export.aoti.package import traced  # noqa: E402
 from quant.export.onnx.export_onnx import export_onnx  # noqa: E402
 from quant.export.onnx.serving import check_decoder  # noqa: E402
-from quant.export.aoti.package import traced  # noqa: E402
 
 IDS = torch.randint(3, 60, (2, 9), generator=torch.Generator().manual_seed(0))
 OWN = ("BloomForCausalLM", "XGLMForCausalLM", "FalconForCausalLM", "MptForCausalLM", "ConvBertForMaskedLM")

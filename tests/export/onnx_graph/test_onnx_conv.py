@@ -20,9 +20,9 @@ from quant.kernels.linear.conv import QuantConv
 onnx = pytest.importorskip("onnx", reason="needs the extra onnx")
 pytest.importorskip("onnxscript", reason="needs the extra onnx")
 
+from quant.export.onnx.compare_with_torch import check_file, verify  # noqa: E402
 from quant.export.onnx.decoder_graph import GraphInput  # noqa: E402
 from quant.export.onnx.export_onnx import export_onnx  # noqa: E402
-from quant.export.onnx.compare_with_torch import check_file, verify  # noqa: E402
 
 
 class Convs(nn.Module):

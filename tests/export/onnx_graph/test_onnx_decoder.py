@@ -14,20 +14,23 @@ import torch
 from onnx_samples import attention_operators, relative_error
 from torch import nn
 
-from quant.run.quantize import quantize
 from quant.calibration.attention_scales import collect_attention_scales
 from quant.formats.format import FORMATS
-from quant.recipes.plan_make import make_plan
 from quant.recipes.plan import Plan
+from quant.recipes.plan_make import make_plan
+from quant.run.quantize import quantize
 
 onnx = pytest.importorskip("onnx", reason="needs the extra onnx")
 pytest.importorskip("onnxscript", reason="needs the extra onnx")
 transformers = pytest.importorskip("transformers", reason="needs the extra hf")
 
+from quant.export.onnx.compare_with_torch import (  # noqa: E402
+    check_file,
+    evaluator,
+    to_numpy,
+)
 from quant.export.onnx.decoder_graph import Attention, Graph, attending, model_inputs, operand_scales  # noqa: E402
 from quant.export.onnx.export_onnx import export_onnx  # noqa: E402
-from quant.export.onnx_graph.reference import evaluator  # noqa: E402
-from quant.export.onnx.compare_with_torch import check_file, to_numpy  # noqa: E402
 
 FP8 = FORMATS["fp8"]
 LINEAR_ATTENTION = {"linear_num_key_heads": 2, "linear_num_value_heads": 2, "layer_types": ["linear_attention"] * 2}

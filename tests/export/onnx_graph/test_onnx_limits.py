@@ -9,12 +9,12 @@ import tiny_models
 import torch
 from torch import nn
 
-from quant.run.quantize import quantize as quantize_model
 from quant.export.onnx.limits import check_attention, check_model, layer_problem
 from quant.formats.format import FORMATS
 from quant.formats.tensor import quantize
 from quant.kernels.linear.expert_modules import QuantExperts
 from quant.kernels.linear.quant_linear import QuantLinear
+from quant.run.quantize import quantize as quantize_model
 
 
 @pytest.mark.parametrize(

@@ -9,17 +9,17 @@ import pytest
 import torch
 from samples import TEXTS
 
-from quant.run.quantize import quantize
 from quant.calibration.texts.rows import calibration_rows
 from quant.models.huggingface import load
 from quant.models.open_model import open_model
+from quant.run.quantize import quantize
 
 onnx = pytest.importorskip("onnx", reason="needs the extra onnx")
 pytest.importorskip("onnxscript", reason="needs the extra onnx")
 transformers = pytest.importorskip("transformers", reason="needs the extra hf")
 
-from quant.export.onnx.export_onnx import export_onnx  # noqa: E402
 from quant.export.onnx.compare_with_torch import check_file, verify, worst_layer  # noqa: E402
+from quant.export.onnx.export_onnx import export_onnx  # noqa: E402
 
 pytestmark = pytest.mark.slow
 

@@ -18,16 +18,15 @@ from quant.formats.scaling import global_scale_of
 from quant.formats.tensor import fake_quantize, quantize
 from quant.kernels.linear import quantized_module
 from quant.kernels.linear.quant_linear import QuantLinear
-from quant.recipes.layer_kind import LayerKind
+from quant.recipes.layers import LayerKind
 
 onnx = pytest.importorskip("onnx", reason="needs the extra onnx")
 pytest.importorskip("onnxscript", reason="needs the extra onnx")
 
+from quant.export.onnx.compare_with_torch import evaluator, to_numpy  # noqa: E402
 from quant.export.onnx.decoder_graph import GraphInput  # noqa: E402
 from quant.export.onnx.export_onnx import ATTENTION_KEY, PLAN_KEY, export_onnx  # noqa: E402
-from quant.export.onnx_graph.reference import evaluator  # noqa: E402
 from quant.export.onnx.translate import LAYER_KEY, MODULE_KEY  # noqa: E402
-from quant.export.onnx.compare_with_torch import to_numpy  # noqa: E402
 from quant.recipes.plan import LayerPlan, Plan  # noqa: E402
 
 ROWS, IN, OUT = 5, 256, 128

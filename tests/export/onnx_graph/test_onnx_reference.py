@@ -16,7 +16,7 @@ from quant.kernels.attention.reference import fp8_attention_reference
 
 pytest.importorskip("onnx", reason="needs the extra onnx")
 
-from quant.export.onnx_graph.reference import dequantize_blocks, quantize_mxfp8, quantize_nvfp4
+from quant.export.onnx.compare_with_torch import dequantize_blocks, quantize_mxfp8, quantize_nvfp4
 
 VALUES = arrays(np.float32, (3, 64), elements=st.floats(-1e4, 1e4, width=32))
 

@@ -17,7 +17,7 @@ pytest.importorskip("onnxruntime", minversion="1.32", reason="needs the extra on
 
 from quant.export.onnx.decoder_graph import GraphInput
 from quant.export.onnx.export_onnx import export_onnx
-from quant.export.onnx_graph.runtimes import loaded, onnxruntime_problem
+from quant.export.onnx.limits import loaded, onnxruntime_problem
 
 FORMATS = [
     ("16bit", "16bit"),

@@ -18,10 +18,15 @@ onnx = pytest.importorskip("onnx", reason="needs the extra onnx")
 pytest.importorskip("onnxscript", reason="needs the extra onnx")
 
 from quant.export.onnx import compare_with_torch as verify_module  # noqa: E402
+from quant.export.onnx.compare_with_torch import (  # noqa: E402
+    LayerGraphs,
+    check_file,
+    evaluator,
+    verify,
+    worst_layer,
+)
 from quant.export.onnx.decoder_graph import GraphInput  # noqa: E402
 from quant.export.onnx.export_onnx import export_onnx  # noqa: E402
-from quant.export.onnx_graph.reference import evaluator  # noqa: E402
-from quant.export.onnx.compare_with_torch import LayerGraphs, check_file, verify, worst_layer  # noqa: E402
 
 
 @pytest.fixture(scope="module")

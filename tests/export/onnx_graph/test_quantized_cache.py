@@ -13,23 +13,23 @@ from onnx_samples import attention_operators
 from serving_samples import CAPACITY, EvaluatorSession
 from torch import nn
 
-from quant.run.quantize import quantize
 from quant.calibration.attention_scales import collect_attention_scales, kv_scale_tensors
 from quant.formats.format import FORMATS
+from quant.generate.quantized_attention import quantized_attention
 from quant.kernels.attention.kv_pages import decode_kv, encode_kv
 from quant.recipes.plan import Plan
-from quant.generate.quantized_attention import quantized_attention
+from quant.run.quantize import quantize
 
 onnx = pytest.importorskip("onnx", reason="needs the extra onnx")
 pytest.importorskip("onnxscript", reason="needs the extra onnx")
 pytest.importorskip("transformers", reason="needs the extra hf")
 
-from quant.engines.decoding_run import forced_run  # noqa: E402 -- needs onnx
+from quant.export.engines.check_engine import forced_run  # noqa: E402 -- needs onnx
 from quant.export.engines.open_engine import open_session  # noqa: E402 -- as above
-from quant.export.tensorrt.network import check_backend  # noqa: E402 -- as above
+from quant.export.onnx.compare_with_torch import check_file  # noqa: E402 -- as above
 from quant.export.onnx.decoder_graph import Attention, Keys, attending  # noqa: E402 -- as above
 from quant.export.onnx.export_onnx import write_onnx  # noqa: E402 -- as above
-from quant.export.onnx.compare_with_torch import check_file  # noqa: E402 -- as above
+from quant.export.tensorrt.network import check_backend  # noqa: E402 -- as above
 
 ROWS = torch.randint(0, 64, (4, 64), generator=torch.Generator().manual_seed(0))
 PROMPTS, NEW = [ROWS[0, :5].tolist(), ROWS[1, :40].tolist(), ROWS[2, :33].tolist()], 2

@@ -17,6 +17,7 @@ from slow_cases import quick_cases
 from torch import nn
 
 from quant.calibration.attention_scales import collect_attention_scales
+from quant.export.aoti.op_bodies import BODIES, dequantize_in_graph
 from quant.export.aoti.package import (
     METADATA,
     buffers_kept,
@@ -28,7 +29,6 @@ from quant.export.aoti.package import (
     share_input_scales,
     traced,
 )
-from quant.export.aoti.op_bodies import BODIES, dequantize_in_graph
 from quant.formats.format import FORMATS
 from quant.formats.tensor import quantize
 from quant.kernels.attention.forward import fp8_attention

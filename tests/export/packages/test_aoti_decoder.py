@@ -17,17 +17,17 @@ from samples import BASE
 from serving_samples import CAPACITY, NEW
 
 import quant
+from quant.base.errors import UserError
 from quant.cli.main import main
 from quant.cli.quantize_command import quantize_command
+from quant.evaluation.outputs import inputs_moved
 from quant.export.aoti import aoti_session
-from quant.export.aoti.aoti_session import AotiSession
-from quant.engines.decoding_run import forced_run, reference_run
-from quant.export.engines.decode_loop import generate_tokens
-from quant.base.errors import UserError
-from quant.export.aoti.package import METADATA, decomposed
 from quant.export.aoti.aoti_decoder import DECODER_BODIES, decoder_program
+from quant.export.aoti.aoti_session import AotiSession
+from quant.export.aoti.package import METADATA, decomposed
+from quant.export.engines.check_engine import forced_run, reference_run
+from quant.export.engines.decode_loop import generate_tokens
 from quant.kernels.linear import quantized_module
-from quant.runtime.moved_inputs import inputs_moved
 
 pytest.importorskip("transformers", reason="needs the extra hf")
 

@@ -19,8 +19,8 @@ from quant.cli.main import main
 from quant.cli.quantize_command import quantize_command
 from quant.export.packages import edge_llm
 from quant.formats.format import FORMATS
-from quant.recipes.plan_make import make_plan
 from quant.recipes.plan import Plan
+from quant.recipes.plan_make import make_plan
 
 onnx = pytest.importorskip("onnx", reason="needs the extra onnx")
 pytest.importorskip("transformers", reason="needs the extra hf")

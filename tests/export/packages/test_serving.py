@@ -18,7 +18,7 @@ from quant.export.packages.triton_decoder import END_TOKENS
 from quant.export.packages.triton_server import Bundle, check_config, publish
 from quant.export.packages.triton_server_guide import serving_text
 from quant.formats.format import FORMATS
-from quant.recipes.layer_kind import LayerKind
+from quant.recipes.layers import LayerKind
 from quant.recipes.plan import LayerPlan, Parts, Plan
 
 onnx = pytest.importorskip("onnx", reason="needs the extra [onnx]")

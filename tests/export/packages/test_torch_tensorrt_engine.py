@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import quant
-from quant.export.packages.torch_tensorrt_engine import compile_engine
+from quant.export.tensorrt.torch_tensorrt import compile_engine
 
 
 class Block(nn.Module):

@@ -15,9 +15,9 @@ from quant.export.aoti.package import decomposed, traced
 from quant.export.aoti.triton_linear import FEW, TritonLinear, dequantize, round_input
 from quant.formats.format import FORMATS
 from quant.formats.tensor import quantize, round_activation
-from quant.kernels.linear.quant_linear import QuantLinear
 from quant.kernels.linear.ops import LINEAR
 from quant.kernels.linear.oracle import reference_linear
+from quant.kernels.linear.quant_linear import QuantLinear
 
 
 @pytest.fixture

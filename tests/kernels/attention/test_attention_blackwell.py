@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from assembler import assemble
 
-from quant.kernels.base.ptx import CompiledKernel, compile_kernel
 from quant.kernels.attention.attention_tiles import tiles_for
+from quant.kernels.base.ptx import CompiledKernel, compile_kernel
 
 triton = pytest.importorskip("triton", reason="the [dev] extra installs triton on Linux")
 

@@ -13,9 +13,9 @@ import torch
 from interpreter import interpreted
 
 from quant.kernels.attention import quantize_qkv as module
-from quant.kernels.attention.quantize_qkv import AttentionOperands, quantize_attention
 from quant.kernels.attention.attention_operands import restore_v, scale_of_rows
 from quant.kernels.attention.attention_tiles import DIMS
+from quant.kernels.attention.quantize_qkv import AttentionOperands, quantize_attention
 from quant.kernels.rounding.hadamard import random_sign_rotation
 
 pytest.importorskip("triton", reason="the [dev] extra installs triton on Linux")

@@ -11,11 +11,11 @@ import torch
 from interpreter import interpreted
 from slow_cases import quick_cases
 
-from quant.kernels.attention.decode import paged_attention, paged_reference
-from quant.kernels.attention.paged_cache import PagedKVCache
 from quant.kernels.attention.attention_operands import AttentionOptions
 from quant.kernels.attention.attention_tiles import DecodeTiles, decode_tiles_for
+from quant.kernels.attention.decode import paged_attention, paged_reference
 from quant.kernels.attention.kv_pages import KVPages, kv_format
+from quant.kernels.attention.paged_cache import PagedKVCache
 
 FORMAT_NAMES = (None, "fp8", "fp8_token", "nvfp4")
 # P is rounded to FP16, or to BF16 over a cache in BF16; then the output to BF16.
@@ -90,7 +90,7 @@ def test_oracle_against_float64(name: str | None, options: dict[str, float]) -> 
     cache = filled(name, [37, 3, 64])
     q = torch.randn(3, 4, 3, 64)
     expected = exact(q, *cache, **{"softmax_scale": 0.125, **options})
-    torch.testing.assert_close(portable_paged_attention(q, *cache, **options).double(), expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(paged_attention(q, *cache, **options).double(), expected, rtol=1e-4, atol=1e-5)
 
 
 SIZES = [
@@ -255,13 +255,13 @@ def test_bad_input_is_named_before_any_launch(change: dict[str, object], message
     pages, table, lengths = filled("fp8_token", [20, 17])
     given = {"q": Q, "pages": pages, "block_table": table, "lengths": lengths, **change}
     with pytest.raises(ValueError, match=message):
-        portable_paged_attention(**given)
+        paged_attention(**given)
 
 
 def test_pages_that_no_kernel_takes() -> None:
     pages, table, lengths = filled("fp8_token", [20, 17])
     with pytest.raises(ValueError, match="no format mxfp8"):
-        portable_paged_attention(Q, replace(pages, format=kv_format("fp8").__class__("mxfp8", *[None] * 3)), table, lengths)
+        paged_attention(Q, replace(pages, format=kv_format("fp8").__class__("mxfp8", *[None] * 3)), table, lengths)
 
 
 @pytest.mark.gpu
@@ -277,14 +277,14 @@ def test_gpu_kernel_against_float64(name: str | None, dim: int, heads: int, new:
     cache = filled(name, [300, new, 128, 777], dim=dim, page_size=page_size, device="cuda")
     q = torch.randn(4, heads, new, dim, device="cuda").to(torch.bfloat16)
     for options in ({}, {"window": 50}, {"softcap": 4.0})[: 3 if (dim, new) == (64, 1) else 1]:
-        out = portable_paged_attention(q, *cache, **options)
+        out = paged_attention(q, *cache, **options)
         expected = paged_reference(q, *cache, compute=torch.float64, **options)
         assert bool(out.isfinite().all())
         assert error(out, expected.double()) < TOLERANCE[name]
     if name is not None:
         # Of 8 bits a BF16 output loses four times what FP16 operands do.
         expected = paged_reference(q.double(), *cache, compute=torch.float64)
-        assert error(portable_paged_attention(q.float(), *cache), expected) < 4e-4
+        assert error(paged_attention(q.float(), *cache), expected) < 4e-4
 
 
 @pytest.mark.gpu

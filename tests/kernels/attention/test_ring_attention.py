@@ -13,6 +13,8 @@ from children import run_ranks
 from interpreter import interpreted
 
 from quant.formats.format import FORMATS
+from quant.kernels.attention.kv_pages import round_kv
+from quant.kernels.attention.reference import reference
 from quant.kernels.attention.ring import (
     _append,
     _Message,
@@ -23,8 +25,6 @@ from quant.kernels.attention.ring import (
     shard,
     unshard,
 )
-from quant.kernels.attention.reference import reference
-from quant.kernels.attention.kv_pages import round_kv
 
 WORLDS = (2, 3, 4)
 FORMAT_NAMES = (None, "fp8", "nvfp4")

@@ -14,11 +14,9 @@ from assembler import assemble
 from quant.formats.format import FORMATS
 from quant.formats.tensor import BlockScaledTensor, quantize
 from quant.kernels.base import hardware
-from quant.kernels.linear import tiles
-from quant.kernels.base.ptx import CompiledKernel
 from quant.kernels.base.hardware import GPUS, current
-from quant.kernels.linear import sm90_codes_gemm_many
-from quant.kernels.linear import dispatch
+from quant.kernels.base.ptx import CompiledKernel
+from quant.kernels.linear import dispatch, sm90_codes_gemm_many, tiles
 from quant.kernels.linear.ops import quantized_linear
 from quant.kernels.linear.tiles import STORED_FORMATS, STORED_UNITS, prefill_tiles
 
@@ -82,9 +80,7 @@ def test_many_tokens_go_to_hoppers_kernel(form: str, tokens: int) -> None:
         assert not isinstance(without, tiles.PrefillTiles)
     # Rows that TMA cannot address, or y's.
     for shape in ((4096, 4104 + 4), (4097, 4096)):
-        assert not isinstance(
-            tiles.guess(format, tokens, shape, h100, prepacked=False), tiles.PrefillTiles
-        )
+        assert not isinstance(tiles.guess(format, tokens, shape, h100, prepacked=False), tiles.PrefillTiles)
 
 
 def test_what_the_kernel_cannot_multiply_takes_the_other_way(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,9 +9,8 @@ pytest.importorskip("triton", reason="comes with a CUDA build of torch, or: pip 
 
 from compiler import compiled_for
 
-from quant.kernels.training.sm90_fp8_block import RMSNorm, sm90_fp8_block_operands
-from quant.kernels.hopper.sm90_fp8_block_swiglu import sm90_fp8_block_swiglu_gradients
 from quant.kernels.training.fp8_block_layout import RULES
+from quant.kernels.training.sm90_fp8_block import RMSNorm, sm90_fp8_block_operands, sm90_fp8_block_swiglu_gradients
 
 X = torch.zeros(256, 512, dtype=torch.bfloat16)
 

@@ -22,10 +22,9 @@ from quant.formats import number
 from quant.formats.format import FORMATS, Format
 from quant.formats.tensor import BlockScaledTensor, _pair_table, quantize
 from quant.kernels.base import hardware, weight_layout
-from quant.kernels.linear import tiles
 from quant.kernels.base.hardware import GPUS, current
 from quant.kernels.base.weight_layout import as_computed, is_prepacked, prepack, prepack_refusal, restore
-from quant.kernels.linear import dispatch, quantized_module
+from quant.kernels.linear import dispatch, quantized_module, tiles
 from quant.kernels.linear.embedding import QuantEmbedding
 from quant.kernels.linear.expert_modules import QuantExperts
 from quant.kernels.linear.quant_linear import QuantLinear

@@ -15,12 +15,12 @@ from torch import nn
 
 from quant.formats.format import FORMATS
 from quant.formats.tensor import BlockScaledTensor, quantize, round_activation
-from quant.kernels.rounding.hadamard import hadamard_transform
 from quant.kernels.linear import oracle
 from quant.kernels.linear.embedding import QuantEmbedding
 from quant.kernels.linear.expert_modules import QuantExperts, experts_forward
-from quant.kernels.linear.quant_linear import QuantLinear
 from quant.kernels.linear.ops import quantized_linear
+from quant.kernels.linear.quant_linear import QuantLinear
+from quant.kernels.rounding.hadamard import hadamard_transform
 
 OUT, IN, TOKENS = 128, 192, 9
 # Each weight format by itself, and each activation format with a weight that a preset gives it.

@@ -20,11 +20,11 @@ from quant.formats.format import FORMATS
 from quant.formats.tensor import BlockScaledTensor, moved, quantize
 from quant.kernels.base import hardware
 from quant.kernels.base.hardware import GPUS
-from quant.kernels.linear.sm90_codes_gemm_many import grouped_gemm_many
 from quant.kernels.base.weight_layout import prepack
 from quant.kernels.linear import dispatch
-from quant.kernels.linear.variants import compile_variants, distinct_lengths, experts_variants, linear_variants
+from quant.kernels.linear.sm90_codes_gemm_many import grouped_gemm_many
 from quant.kernels.linear.tiles import DENSE
+from quant.vllm_plugin.warm_up import compile_variants, distinct_lengths, experts_variants, linear_variants
 
 MOST = 8192
 

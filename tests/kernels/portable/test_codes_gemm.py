@@ -16,10 +16,10 @@ from slow_cases import quick_cases
 from quant.formats.format import FORMATS, Format
 from quant.formats.packing import pack
 from quant.formats.tensor import BlockScaledTensor, quantize
-from quant.kernels.base.ptx import CompiledKernel
 from quant.kernels.base.arrival_counters import arrival_counters
-from quant.kernels.linear.tiles import Tiles
+from quant.kernels.base.ptx import CompiledKernel
 from quant.kernels.linear import portable_codes_gemm
+from quant.kernels.linear.tiles import Tiles
 
 TILES = {
     "plain": Tiles(16, 32, 128),

@@ -7,10 +7,9 @@ import torch
 
 from quant.formats.format import FORMATS, Format
 from quant.formats.tensor import BlockScaledTensor, fake_quantize, quantize
-from quant.kernels.linear import tiles
 from quant.kernels.base.hardware import current
 from quant.kernels.base.weight_layout import prepack, restore
-from quant.kernels.linear import dispatch
+from quant.kernels.linear import dispatch, tiles
 from quant.kernels.linear.ops import quantized_linear
 
 pytestmark = pytest.mark.gpu

@@ -16,15 +16,14 @@ from slow_cases import quick_cases
 
 from quant.formats.format import FORMATS, INPUT_FORMATS
 from quant.formats.tensor import quantize
+from quant.kernels.attention import portable_fp8_operands, portable_paged_attention, portable_paged_kv_cache
 from quant.kernels.attention.attention_operands import AttentionOptions
 from quant.kernels.attention.attention_tiles import DecodeTiles
-from quant.kernels.linear import sm90_decode_nvfp4
 from quant.kernels.attention.kv_pages import KVPages
 from quant.kernels.base.weight_layout import prepack
-from quant.kernels.linear import portable_codes_gemm
-from quant.kernels.portable import expert_rows, fixed_scale_solver
+from quant.kernels.linear import portable_codes_gemm, portable_grouped_gemm, sm90_decode_nvfp4
 from quant.kernels.rounding import portable_solvers
-from quant.kernels.attention import portable_fp8_operands, portable_paged_attention, portable_paged_kv_cache
+from quant.kernels.rounding import portable_solvers as fixed_scale_solver
 from quant.kernels.training import portable_fake_rounding
 
 SHARED_LIMIT = 227 << 10
@@ -67,7 +66,9 @@ def decode(name: str | None, splits: int) -> None:
     q, lengths = half(1, 8, 1, 128), torch.ones(1, dtype=torch.int32)
     tiles = DecodeTiles(block_m=16, block_n=64, warps=4, stages=2, splits=splits)
     options = AttentionOptions(causal=True)
-    portable_paged_attention.attend_pages(q, pages_of(name, 128), torch.zeros(1, 4, dtype=torch.int32), lengths, options, tiles)
+    portable_paged_attention.attend_pages(
+        q, pages_of(name, 128), torch.zeros(1, 4, dtype=torch.int32), lengths, options, tiles
+    )
 
 
 def solve(improve: bool) -> None:
@@ -76,13 +77,13 @@ def solve(improve: bool) -> None:
     portable_solvers.solve_nvfp4_window(torch.tensor(1.0), *tensors, 0, improve)
 
 
-def solve_fixed(name: str, improve: bool, width: int = fixed_scale_solver.WIDTH) -> None:
+def solve_fixed(name: str, improve: bool, width: int = fixed_scale_solver.FIXED_SCALE_WIDTH) -> None:
     """The compiler takes a second for 8 inputs of a block, whose steps it unrolls, and ten for all 32."""
     wanted, blocks = torch.zeros(2 * width, 40), torch.zeros(2, width, width)
     tensors = (wanted, torch.zeros(2 * width, 2 * width), blocks, wanted.clone(), None)
     element, steps = FORMATS[name].element, torch.ones(2 * width, 40)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fixed_scale_solver, "WIDTH", width)
+        patch.setattr(fixed_scale_solver, "FIXED_SCALE_WIDTH", width)
         fixed_scale_solver.solve_fixed_window(element, steps, *tensors, 0, improve)
 
 
@@ -95,17 +96,19 @@ def learn() -> None:
 def mask(name: str, dtype: torch.dtype) -> None:
     weight, format = torch.zeros(128, 256, dtype=dtype), FORMATS[name]
     second = torch.tensor(1.0) if format.global_scale else None
-    portable_fake_rounding.masked_gradient(half(128, 256), weight, format, torch.ones(format.scale_shape((128, 256))), second)
+    portable_fake_rounding.masked_gradient(
+        half(128, 256), weight, format, torch.ones(format.scale_shape((128, 256))), second
+    )
 
 
 def experts() -> None:
-    rows, _, places = expert_rows.route(half(9, 256), torch.zeros(9, 2, dtype=torch.int64), 4)
-    expert_rows.route(half(2000, 256), torch.zeros(2000, 2, dtype=torch.int64), 4)  # more than FEW_SLOTS
+    rows, _, places = portable_grouped_gemm.route(half(9, 256), torch.zeros(9, 2, dtype=torch.int64), 4)
+    portable_grouped_gemm.route(half(2000, 256), torch.zeros(2000, 2, dtype=torch.int64), 4)  # more than FEW_SLOTS
     local = torch.zeros(8, dtype=torch.int32)
-    expert_rows.route(half(9, 256), torch.zeros(9, 2, dtype=torch.int64), 4, local)
-    expert_rows.route(half(2000, 256), torch.zeros(2000, 2, dtype=torch.int64), 4, local)
-    expert_rows.weigh(rows, places, torch.zeros(9, 2), half(9, 256))
-    expert_rows.weigh(rows, places, None, half(9, 256))
+    portable_grouped_gemm.route(half(9, 256), torch.zeros(9, 2, dtype=torch.int64), 4, local)
+    portable_grouped_gemm.route(half(2000, 256), torch.zeros(2000, 2, dtype=torch.int64), 4, local)
+    portable_grouped_gemm.weigh(rows, places, torch.zeros(9, 2), half(9, 256))
+    portable_grouped_gemm.weigh(rows, places, None, half(9, 256))
 
 
 def prepacked() -> None:
@@ -125,7 +128,8 @@ CASES: dict[str, Callable[[], Any]] = {
     **{f"solve {name} {improve}": partial(solve_fixed, name, improve) for name, improve in FIXED},
     **{f"solve {name} {improve} by 8": partial(solve_fixed, name, improve, 8) for name, improve in FIXED},
     "learn": learn,
-    **{f"fake {name} {x.dtype}": partial(portable_solvers.fake_quantize_nvfp4, x, torch.tensor(1.0), INPUT_FORMATS[name])
+    **{f"fake {name} {x.dtype}": partial(
+        portable_solvers.fake_quantize_nvfp4, x, torch.tensor(1.0), INPUT_FORMATS[name])
        for name in ("nvfp4", "nvfp4_four_over_six") for x in (torch.zeros(4, 32), half(4, 32))},
     **{f"mask {name}": partial(mask, name, torch.float32) for name in ("nvfp4", "fp8_block", "int8")},
     "experts": experts,
@@ -134,8 +138,8 @@ CASES: dict[str, Callable[[], Any]] = {
         half(1, 2, 130, 96).to(torch.float8_e4m3fn), torch.ones(1, 2, 2), torch.bfloat16
     ),
     "prepacked": prepacked,
-    **{f"dequantize {name}": partial(portable_codes_gemm.dequantize_codes, quantize(torch.randn(64, 256), FORMATS[name]),
-                                     torch.bfloat16)
+    **{f"dequantize {name}": partial(
+        portable_codes_gemm.dequantize_codes, quantize(torch.randn(64, 256), FORMATS[name]), torch.bfloat16)
        for name in ("mxfp6", "int4", "fp8_block")},
 }  # fmt: skip
 

@@ -12,7 +12,7 @@ from interpreter import interpreted
 from quant.calibration.solvers.factor import block_factors
 from quant.calibration.solvers.gptq import _round, _solve_window
 from quant.formats.number import E4M3, INT8, Number
-from quant.kernels.portable.fixed_scale_solver import solve_fixed_window
+from quant.kernels.rounding.portable_solvers import solve_fixed_window
 
 
 def _check(device: str, element: Number, rows: int) -> None:

@@ -14,7 +14,7 @@ from interpreter import interpreted
 from quant.formats.format import FORMATS
 from quant.formats.tensor import quantize
 from quant.kernels.base.ptx import CompiledKernel
-from quant.kernels.portable import fp8_block_gemm as kernels
+from quant.kernels.linear import portable_block_scaled_gemm as kernels
 
 
 @pytest.mark.parametrize("shape", [(5, 77, 203), (130, 300, 512), (1, 128, 128), (260, 129, 96)])

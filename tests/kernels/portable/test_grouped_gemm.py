@@ -17,7 +17,7 @@ from slow_cases import quick_cases
 from quant.formats.format import FORMATS
 from quant.formats.tensor import BlockScaledTensor, quantize
 from quant.kernels.base.ptx import CompiledKernel
-from quant.kernels.portable import expert_rows
+from quant.kernels.linear import portable_grouped_gemm
 from quant.kernels.linear import portable_grouped_gemm as kernels
 
 COUNTS = ((3, 0, 17, 1), (0, 0, 0, 40), (1, 1, 1, 1), (0, 0, 0, 0), (130, 2, 0, 33))
@@ -263,8 +263,8 @@ def check_routing(
     out = torch.full_like(x, float("nan"))
 
     def both() -> tuple[torch.Tensor, ...]:
-        rows, offsets, places = expert_rows.route(x, chosen, experts, local)
-        expert_rows.weigh(rows, places, weights, out)
+        rows, offsets, places = portable_grouped_gemm.route(x, chosen, experts, local)
+        portable_grouped_gemm.weigh(rows, places, weights, out)
         return rows, offsets, places
 
     rows, offsets, places = run(both)
@@ -292,14 +292,14 @@ def test_rows_are_routed_to_experts_and_back(tokens: int, per_token: int, expert
 
 @pytest.mark.parametrize("spread", [False, True])
 def test_many_rows_are_routed_by_two_kernels(spread: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(expert_rows, "FEW_SLOTS", 0)
+    monkeypatch.setattr(portable_grouped_gemm, "FEW_SLOTS", 0)
     test_rows_are_routed_to_experts_and_back(5, 2, 3, spread)
 
 
 def test_few_rows_lie_in_the_order_of_a_stable_sort() -> None:
     index = torch.randint(6, (11, 2), dtype=torch.int32)
     with interpreted():
-        _, offsets, places = expert_rows.route(torch.randn(11, 32).bfloat16(), index, 6)
+        _, offsets, places = portable_grouped_gemm.route(torch.randn(11, 32).bfloat16(), index, 6)
     order = index.flatten().argsort(stable=True)
     assert torch.equal(places.flatten()[order].long(), torch.arange(22))
     assert int(offsets[-1]) == 22
@@ -315,6 +315,6 @@ def test_rows_are_routed_on_a_gpu(tokens: int, per_token: int, experts: int, spr
 def test_routing_refuses_what_does_not_fit() -> None:
     x = torch.randn(3, 64).bfloat16()
     with pytest.raises(ValueError, match=r"route: x \[3, 64\] and index \[2, 2\] of 4 experts"):
-        expert_rows.route(x, torch.zeros(2, 2, dtype=torch.int32), 4)
+        portable_grouped_gemm.route(x, torch.zeros(2, 2, dtype=torch.int32), 4)
     with pytest.raises(ValueError, match=r"weigh: y \[3, 64\], places \[2, 2\] and out \[2, 64\]"):
-        expert_rows.weigh(x, torch.zeros(2, 2, dtype=torch.int32), None, x[:2])
+        portable_grouped_gemm.weigh(x, torch.zeros(2, 2, dtype=torch.int32), None, x[:2])

@@ -26,18 +26,17 @@ from slow_cases import quick_cases
 
 from quant.formats.format import FORMATS, INPUT_FORMATS
 from quant.formats.tensor import BlockScaledTensor, quantize, round_activation
-from quant.kernels.base import hardware
 from quant.kernels.attention.attention_operands import AttentionOptions
 from quant.kernels.attention.attention_tiles import DecodeTiles
-from quant.kernels.base.hardware import GPUS
 from quant.kernels.attention.kv_pages import KVPages, write_reference
-from quant.kernels.linear import dispatch
-from quant.kernels.linear.experts import _on_gpu as experts_on_gpu
-from quant.kernels.rounding import portable_casts
-from quant.kernels.linear import portable_codes_embedding
 from quant.kernels.attention.portable_paged_attention import attend_pages
 from quant.kernels.attention.portable_paged_kv_cache import read_nvfp4_kv, write_kv, write_kv_slots
+from quant.kernels.base import hardware
+from quant.kernels.base.hardware import GPUS
 from quant.kernels.base.portable_small_floats import decode_e4m3, encode_e4m3
+from quant.kernels.linear import dispatch, portable_codes_embedding
+from quant.kernels.linear.experts import _on_gpu as experts_on_gpu
+from quant.kernels.rounding import portable_casts
 from quant.kernels.training import portable_fake_rounding
 
 SHARED = {80: 163 << 10, 86: 99 << 10}

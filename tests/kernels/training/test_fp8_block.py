@@ -10,8 +10,8 @@ import torch
 from quant.formats.format import FORMATS
 from quant.formats.number import E4M3
 from quant.formats.rounding import encode
-from quant.kernels.training.fp8_block_layout import RULES, Operands
 from quant.kernels.training import fp8_block
+from quant.kernels.training.fp8_block_layout import RULES, Operands
 from quant.training.low_precision.operands import round_operand
 from quant.training.low_precision.training_recipe import RECIPES, Arithmetic, TrainingRecipe
 

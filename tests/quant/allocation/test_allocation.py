@@ -18,31 +18,28 @@ import torch
 from click.testing import CliRunner
 from torch import nn
 
-from quant.calibration.allocation.allocate import Allocation, allocate
-from quant.calibration.allocation.measure_choices import Bench, Effort
-from quant.calibration.allocation.goal import Constraint, ConstraintKind, Goal
-from quant.allocation.held_out import HeldOut
-from quant.allocation.make_space import make_space
-from quant.allocation.options import Options
+from quant.base.errors import UserError
+from quant.calibration.allocation.allocate import Allocation, allocate, make_space
+from quant.calibration.allocation.goal import Constraint, ConstraintKind, Goal, Options
+from quant.calibration.allocation.measure_choices import Bench, Effort, HeldOut
 from quant.calibration.allocation.record import AllocationRecord, Budget, BudgetKind, Verified
-from quant.run.quantize import quantize
 from quant.calibration.sensitivity import divergence
 from quant.calibration.sensitivity.costs import kv_cache_bytes
 from quant.calibration.sensitivity.knapsack import Infeasible
 from quant.calibration.sensitivity.table import Sensitivity
 from quant.cli.main import main
 from quant.cli.quantize_command import quantize_command
-from quant.base.errors import UserError
 from quant.evaluation.evaluate import evaluate
 from quant.export.checkpoint.files.write_tensors import plan_of_model
 from quant.kernels.linear.quant_linear import QuantLinear
 from quant.models.open_model import open_model
-from quant.recipes.plan_make import make_plan
-from quant.recipes.layer_kind import LayerKind
+from quant.recipes.layers import LayerKind
 from quant.recipes.plan import Plan
+from quant.recipes.plan_make import make_plan
 from quant.report.report import Report
 from quant.report.summary import _kept_budget, summary
-from quant.run.budget import AllocationRequest
+from quant.run.quantize import quantize
+from quant.run.request import AllocationRequest
 
 VOCABULARY = 61
 

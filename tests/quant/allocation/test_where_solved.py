@@ -11,14 +11,14 @@ import tiny_models
 import torch
 
 from quant.calibration.allocation.allocate import allocate
-from quant.calibration.allocation.measure_choices import Effort
 from quant.calibration.allocation.goal import Goal
+from quant.calibration.allocation.measure_choices import Effort
+from quant.calibration.allocation.real_solver import rows_where_solved
 from quant.calibration.allocation.search import Search
-from quant.allocation.where_solved import rows_where_solved
-from quant.run.quantize import quantize
-from quant.calibration.sensitivity.candidates import parse_candidates
+from quant.calibration.sensitivity.table import parse_candidates
 from quant.evaluation.evaluate import evaluate
 from quant.recipes.plan_make import make_plan
+from quant.run.quantize import quantize
 
 ROWS = torch.randint(0, 61, (16, 24), generator=torch.Generator().manual_seed(3))
 

@@ -12,10 +12,9 @@ import torch
 from samples import BASE
 from torch import nn
 
-from quant.run.quantize import quantize
+from quant.base.errors import UserError
 from quant.calibration.session import Session
 from quant.calibration.texts.mixture import TextWriter, mixture_rows
-from quant.base.errors import UserError
 from quant.calibration.walk.input_scales import calibrate
 from quant.calibration.walk.solve_weights import apply_plan, solve_state_dict
 from quant.formats.format import FORMATS
@@ -24,11 +23,11 @@ from quant.formats.tensor import quantize as quantize_tensor
 from quant.kernels.linear.expert_modules import QuantExperts
 from quant.kernels.linear.quant_linear import QuantLinear
 from quant.models.open_model import open_model
-from quant.recipes.plan_check import check_plan_fits
-from quant.recipes.plan_make import make_plan
-from quant.plan.plan_warnings import fusion_warnings
 from quant.recipes.layers import find_layers
+from quant.recipes.plan_check import check_plan_fits, fusion_warnings
+from quant.recipes.plan_make import make_plan
 from quant.recipes.recipe import get_recipe
+from quant.run.quantize import quantize
 from quant.training.qat import prepare_qat
 
 transformers = pytest.importorskip("transformers")

@@ -9,11 +9,11 @@ import torch
 from torch import nn
 from torch.nn.utils import prune
 
-from quant.run.quantize import quantize
-from quant.kernels.linear.quant_linear import QuantLinear
-from quant.recipes.plan_make import make_plan
-from quant.recipes.layers import find_layers
 from quant.generate.generate import generate
+from quant.kernels.linear.quant_linear import QuantLinear
+from quant.recipes.layers import find_layers
+from quant.recipes.plan_make import make_plan
+from quant.run.quantize import quantize
 from quant.training.qat import convert_qat, prepare_qat
 
 ROWS = torch.randn(8, 4, 64, generator=torch.Generator().manual_seed(0))

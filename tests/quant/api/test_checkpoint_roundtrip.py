@@ -14,19 +14,19 @@ from safetensors.torch import load_file
 from samples import BASE, GOLDENS
 from torch import nn
 
-from quant.run.quantize import quantize
-from quant.export.checkpoint.load import load
-from quant.export.checkpoint.save import Destination, save, write_model
 from quant.base.errors import UserError
 from quant.calibration.layer_result import Quantized
 from quant.export.checkpoint.files import write_tensors as files
 from quant.export.checkpoint.files.names import stored_names
+from quant.export.checkpoint.load import load
+from quant.export.checkpoint.save import Destination, save, write_model
 from quant.formats.format import FORMATS
 from quant.models.open_model import open_model
-from quant.recipes.plan_make import make_plan
-from quant.recipes.layer_kind import LayerKind
+from quant.recipes.layers import LayerKind
 from quant.recipes.plan import Plan
+from quant.recipes.plan_make import make_plan
 from quant.recipes.recipe import Recipe, Rule, presets
+from quant.run.quantize import quantize
 
 transformers = pytest.importorskip("transformers")
 

@@ -15,17 +15,17 @@ from safetensors.torch import load_file
 from torch import nn
 
 import quant
-from quant.cli.quantize_command import quantize_command
 from quant.base.errors import UserError
 from quant.calibration.walk.solve import solve_plan
+from quant.cli.quantize_command import quantize_command
 from quant.export.checkpoint.files import modelopt
 from quant.formats.format import FORMATS
 from quant.formats.tensor import quantize
 from quant.kernels.linear.conv import QuantConv
 from quant.models.open_model import open_model
-from quant.plan.conv1d import as_linears
+from quant.recipes.layers import LayerKind
+from quant.recipes.plain_layers import as_linears
 from quant.recipes.plan_edit import edit, parse_setting
-from quant.recipes.layer_kind import LayerKind
 
 IMAGES = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(1))
 IDS = torch.randint(64, (2, 16), generator=torch.Generator().manual_seed(1))

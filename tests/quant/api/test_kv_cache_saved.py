@@ -12,9 +12,9 @@ from safetensors.torch import load_file
 from samples import BASE, GOLDENS
 
 import quant
-from quant.recipes.blocks import cache_of
-from quant.export.checkpoint.configs.compressed_tensors_config import read_config
+from quant.export.checkpoint.files.compressed_tensors import read_config
 from quant.export.checkpoint.files.names import StoredNames
+from quant.recipes.blocks import cache_of
 from quant.recipes.recipe import get_recipe
 
 ROWS = torch.randint(0, 256, (4, 32), generator=torch.Generator().manual_seed(0))

@@ -7,15 +7,15 @@ import tiny_models
 import torch
 from torch import nn
 
-from quant.run.quantize import quantize
-from quant.export.checkpoint.load import load
-from quant.export.checkpoint.save import save
 from quant.base.errors import UserError
 from quant.export.checkpoint.files.compressed_tensors import quantization_config, runtime_warnings
+from quant.export.checkpoint.load import load
+from quant.export.checkpoint.save import save
 from quant.kernels.linear.embedding import QuantEmbedding
 from quant.kernels.linear.quant_linear import QuantLinear
 from quant.recipes.plan_make import make_plan
 from quant.recipes.recipe import Rule, get_recipe
+from quant.run.quantize import quantize
 
 transformers = pytest.importorskip("transformers", reason="the [hf] extra installs it")
 

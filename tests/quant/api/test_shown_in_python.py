@@ -14,7 +14,7 @@ from click.testing import CliRunner
 import quant
 from quant.cli.main import main
 from quant.formats.format import get_format
-from quant.recipes.layer_kind import LayerKind
+from quant.recipes.layers import LayerKind
 from quant.recipes.plan import LayerPlan, Plan
 
 

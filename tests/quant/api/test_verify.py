@@ -18,7 +18,7 @@ from samples import BASE, GOLDENS
 
 import quant
 from quant.cli.main import main
-from quant.export.checkpoint.checksums import sha256_of
+from quant.export.checkpoint.files.tensor_file import sha256_of
 
 Q = "model.layers.1.self_attn.q_proj"
 

@@ -11,13 +11,12 @@ import torch
 from slow_cases import quick_cases
 from torch import nn
 
-from quant.run.quantize import quantize
 from quant.calibration.solvers import merge_rotations as rotation_merge
-from quant.calibration.walk import walk
-from quant.calibration.walk import solve_blocks, solve_weights
+from quant.calibration.walk import solve_blocks, solve_weights, walk
 from quant.calibration.walk.solve_weights import apply_plan
 from quant.recipes.plan_make import make_plan
 from quant.recipes.recipe import Recipe
+from quant.run.quantize import quantize
 from quant.training.qat import prepare_qat
 
 transformers = pytest.importorskip("transformers")

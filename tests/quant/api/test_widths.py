@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 import quant
 from quant.kernels.linear.quant_linear import QuantLinear
 from quant.models.open_model import open_model
-from quant.recipes.layer_kind import LayerKind
+from quant.recipes.layers import LayerKind
 from quant.recipes.recipe import Recipe, get_recipe
 
 transformers = pytest.importorskip("transformers", reason="the extra hf")

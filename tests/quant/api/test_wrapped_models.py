@@ -9,12 +9,12 @@ import tiny_models
 import torch
 from torch import nn
 
-from quant.run.quantize import quantize
-from quant.export.checkpoint.load import load
-from quant.export.checkpoint.save import save
 from quant.base.errors import UserError
 from quant.evaluation.evaluate import evaluate
+from quant.export.checkpoint.load import load
+from quant.export.checkpoint.save import save
 from quant.recipes.plan_make import make_plan
+from quant.run.quantize import quantize
 from quant.training.low_precision.conversion import to_low_precision_training
 from quant.training.qat import prepare_qat
 

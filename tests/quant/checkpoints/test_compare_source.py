@@ -16,10 +16,10 @@ from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 from samples import BASE, GOLDENS
 
-from quant.export.checkpoint.compare_source import compare_with_source
-from quant.export.checkpoint.verify import verify
 from quant.cli.audit_command import verify_command
 from quant.cli.quantize_command import quantize_command
+from quant.export.checkpoint.compare_source import compare_with_source
+from quant.export.checkpoint.verify import verify
 
 pytest.importorskip("transformers", reason="needs the extra hf")
 

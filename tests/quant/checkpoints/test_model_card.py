@@ -13,10 +13,10 @@ import torch
 from click.testing import CliRunner
 
 import quant
-from quant.export.checkpoint.model_card import _loss
-from quant.export.checkpoint.compare_source import compare_with_source
 from quant.cli.main import main
-from quant.evaluation.loss_text import loss_text
+from quant.evaluation.evaluation import loss_text
+from quant.export.checkpoint.compare_source import compare_with_source
+from quant.export.checkpoint.model_card import _loss
 from quant.models.hub import hub_name
 
 yaml = pytest.importorskip("yaml", reason="needs the extra hf")

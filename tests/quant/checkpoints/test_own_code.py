@@ -9,8 +9,8 @@ from click.testing import CliRunner
 from safetensors.torch import save_file
 
 import quant
-from quant.cli.main import main
 from quant.base.errors import UserError
+from quant.cli.main import main
 
 transformers = pytest.importorskip("transformers", reason="the extra hf")
 pytest.importorskip("compressed_tensors", reason="the extra test")

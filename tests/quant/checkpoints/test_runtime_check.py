@@ -12,14 +12,14 @@ pytest.importorskip("transformers", reason="pip install 'blockscale[hf]'")
 
 import tiny_models
 
-from quant.run.quantize import quantize
+from quant.base.errors import UserError
 from quant.export.checkpoint.load import load
 from quant.export.checkpoint.runtime_check import _compare, _layer, check_runtime
 from quant.export.checkpoint.runtime_probe import Notes, continue_greedily, kernel_name, score, watch_vllm
 from quant.export.checkpoint.save import save
-from quant.base.errors import UserError
 from quant.kernels.linear.quant_linear import QuantLinear
 from quant.recipes.plan_make import make_plan
+from quant.run.quantize import quantize
 
 
 def checkpoint(folder: Path, kind: str = "llama", format: str = "nvfp4a16", gain: float = 3.0) -> Path:

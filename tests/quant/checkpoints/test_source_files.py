@@ -11,8 +11,8 @@ import torch
 from click.testing import CliRunner
 
 import quant
-from quant.export.checkpoint.load import load
 from quant.cli.quantize_command import quantize_command
+from quant.export.checkpoint.load import load
 from quant.models.files import companion_files
 
 transformers = pytest.importorskip("transformers", reason="needs the extra hf")

@@ -13,9 +13,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import quant
+from quant.base.errors import UserError
 from quant.export.checkpoint import trial_load as module
 from quant.export.checkpoint.trial_load import check_read_back, trial_load
-from quant.base.errors import UserError
 from quant.run.request import Request
 from quant.run.run import run
 

@@ -20,20 +20,20 @@ from rich.progress import Progress
 from safetensors.torch import load_file, save_file
 from samples import BASE
 
-from quant.export.checkpoint.load import load
+from quant.cli import console
 from quant.cli.main import COMMANDS, main
 from quant.cli.quantize_command import quantize_command
-from quant.cli import console
-from quant.evaluation.loss_text import loss_text
+from quant.evaluation.evaluation import loss_text
+from quant.export.checkpoint.load import load
 from quant.formats.format import FORMATS
 from quant.formats.tensor import quantize
 from quant.models.open_model import open_model
-from quant.recipes.plan_make import make_plan
 from quant.recipes.plan import Plan
+from quant.recipes.plan_make import make_plan
 from quant.recipes.recipe import presets
 from quant.report.report import Report
 from quant.report.summary import summary
-from quant.run.solving_steps import solving_steps
+from quant.run.run import solving_steps
 
 pytest.importorskip("transformers")
 

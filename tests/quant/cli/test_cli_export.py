@@ -14,10 +14,9 @@ import torch
 from click.testing import CliRunner, Result
 from samples import BASE, TEXTS, write_short_base
 
-from quant.export.exporters import EXPORTERS
-from quant.api.export_kinds import KINDS
 from quant.cli.main import main
 from quant.cli.quantize_command import quantize_command
+from quant.export.exporters import EXPORTERS, KINDS
 from quant.recipes.plan import Plan
 
 pytest.importorskip("transformers", reason="needs the extra hf")
@@ -218,8 +217,8 @@ def test_a_module_of_a_factory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         "from torch import nn\ndef make():\n    return nn.Sequential(nn.Linear(64, 96), nn.GELU(), nn.Linear(96, 32))\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
-    from quant.run.quantize import quantize
     from quant.export.checkpoint.save import save
+    from quant.run.quantize import quantize
 
     model = importlib.import_module("perceptron").make().eval()
     plan = quantize(model, "nvfp4a16", run=lambda m: m(torch.zeros(1, 64))).plan

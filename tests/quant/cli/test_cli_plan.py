@@ -14,11 +14,11 @@ from click.testing import CliRunner, Result
 from plan_samples import FP8C, TOKEN, where
 from samples import BASE
 
-from quant.cli.main import main
 from quant.base.errors import megabytes
+from quant.cli.main import main
 from quant.formats.format import FORMATS
-from quant.recipes.plan_check import Problem
 from quant.recipes.plan import Plan
+from quant.recipes.plan_check import Problem
 from quant.recipes.targets import TARGETS
 
 

@@ -11,8 +11,8 @@ from rich.console import Console
 
 import quant
 from quant.calibration.solvers.registry import SOLVERS, TRANSFORMS
-from quant.cli.main import main
 from quant.cli import tables
+from quant.cli.main import main
 from quant.recipes.solver_names import STEPS
 
 

@@ -11,11 +11,11 @@ import tiny_models
 from click.testing import CliRunner
 
 import quant
+from quant.cli import console, tables
 from quant.cli.main import main
 from quant.cli.quantize_command import quantize_command
-from quant.cli import console, tables
-from quant.recipes.plan_make import make_plan
 from quant.recipes.plan import Plan
+from quant.recipes.plan_make import make_plan
 
 
 def plan() -> Plan:

@@ -19,12 +19,12 @@ from torch import nn
 import quant
 from quant.cli.distill_command import distill_command
 from quant.cli.quantize_command import quantize_command
-from quant.evaluation.loss_text import loss_text
+from quant.evaluation.evaluation import loss_text
 from quant.kernels.base.weight_layout import prepack, prepack_refusal
 from quant.kernels.linear.quant_linear import QuantLinear
-from quant.training import distill_inputs
+from quant.training import distill_checkpoint
 from quant.training import distill_checkpoint as training_run
-from quant.training.distill_inputs import check_tokenizers
+from quant.training.distill_checkpoint import check_tokenizers
 from quant.training.train_loop import StoredDtypes
 
 pytest.importorskip("transformers")
@@ -322,7 +322,7 @@ def test_a_teacher_is_cached_first_and_serves_again(
 ) -> None:
     """It is gone before the student is there, and its file is the one that Python writes."""
     alive: list[weakref.ref[torch.nn.Module]] = []
-    opened = distill_inputs.open_runnable
+    opened = distill_checkpoint.open_runnable
 
     def open_runnable(name: str) -> Any:
         gc.collect()
@@ -331,7 +331,7 @@ def test_a_teacher_is_cached_first_and_serves_again(
         alive.append(weakref.ref(model))
         return source, model
 
-    monkeypatch.setattr(distill_inputs, "open_runnable", open_runnable)
+    monkeypatch.setattr(distill_checkpoint, "open_runnable", open_runnable)
     monkeypatch.setattr(training_run, "open_runnable", open_runnable)
     cache, rows = tmp_path / "new" / "teacher.safetensors", made / "rows.safetensors"
     first = (made / "ptq", "--teacher", made / "model", "--data", rows, "--cache-teacher", cache, "--top", 16, *OPTIONS)

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from quant.cli import doctor_command, doctor_gpu
+from quant.cli import doctor_command
+from quant.cli import doctor_command as doctor_gpu
 from quant.kernels.base import hardware
 
 

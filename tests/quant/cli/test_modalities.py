@@ -19,10 +19,9 @@ from tiny_processors import RATE, TEXTS, tone
 
 import quant
 from quant.calibration.session import Session
-from quant.calibration.texts.decoder_text import TOKENS, lacks_decoder_text, write_decoder_text
-from quant.calibration.texts.named_inputs import read_inputs
+from quant.calibration.texts.named_inputs import TOKENS, lacks_decoder_text, read_inputs, write_decoder_text
 from quant.cli.main import main
-from quant.recipes.layer_kind import LayerKind
+from quant.recipes.layers import LayerKind
 
 transformers = pytest.importorskip("transformers", reason="the extra hf")
 Call = dict[str, torch.Tensor]

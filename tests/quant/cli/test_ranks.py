@@ -25,12 +25,12 @@ from safetensors.torch import load_file, save_file
 from quant.calibration import fast_matmul, ranks, statistics
 from quant.calibration.ranks import Exchange, gathered, number_of, own_batches
 from quant.calibration.solvers import factor, row_parallel
-from quant.export.checkpoint.load import load
+from quant.calibration.walk import step_store as store_module
+from quant.calibration.walk.step_store import partial_path
 from quant.cli.evaluate_command import evaluate_command
 from quant.cli.quantize_command import quantize_command
 from quant.cli.ranks import launch, watch
-from quant.calibration.walk import step_store as store_module
-from quant.calibration.walk.step_store import partial_path
+from quant.export.checkpoint.load import load
 from quant.models.open_model import open_model
 
 ROWS, SEQLEN = 16, 32  # four batches of the walk
@@ -67,7 +67,15 @@ def _ranks_end_with_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
 def options(home: Path, model: str, out: Path, *more: str) -> list[str]:
     """Arguments of `quantize`."""
     row_parallel = f"--calib={home / 'rows.safetensors'}"
-    return [str(home / model), row_parallel, f"--calib-samples={ROWS}", f"--seqlen={SEQLEN}", f"--out={out}", "--quiet", *more]
+    return [
+        str(home / model),
+        row_parallel,
+        f"--calib-samples={ROWS}",
+        f"--seqlen={SEQLEN}",
+        f"--out={out}",
+        "--quiet",
+        *more,
+    ]
 
 
 def in_ranks(work: Sequence[Callable[[], object]], log: Path) -> tuple[list[int], list[str]]:

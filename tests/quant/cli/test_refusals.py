@@ -20,15 +20,14 @@ from samples import BASE, GOLDENS
 from torch import nn
 
 import quant
+from quant.base.errors import UserError
+from quant.calibration.texts.sources import check_sources
 from quant.cli.command import Command
 from quant.cli.main import main
 from quant.cli.quantize_command import quantize_command
-from quant.base.errors import UserError
-from quant.calibration.texts.sources import check_sources
-from quant.recipes.plan_check import check_plan_fits
-from quant.recipes.layer_kind import LayerKind
-from quant.recipes.layers import find_layers
+from quant.recipes.layers import LayerKind, find_layers
 from quant.recipes.plan import LayerPlan, Plan
+from quant.recipes.plan_check import check_plan_fits
 
 transformers = pytest.importorskip("transformers", reason="the extra hf")
 

@@ -18,11 +18,14 @@ pytest.importorskip("onnxscript", reason="needs the extra onnx")
 onnxruntime = pytest.importorskip("onnxruntime", reason="needs the extra onnx")
 pytest.importorskip("transformers", reason="needs the extra hf")
 
-from quant.export.engines.check_engine import compare  # noqa: E402 -- needs onnx
-from quant.engines.decoding_run import forced_run, reference_run  # noqa: E402 -- needs onnx
+from quant.base.errors import UserError  # noqa: E402 -- as above
+from quant.export.engines.check_engine import (  # noqa: E402 -- needs onnx
+    compare,
+    forced_run,
+    reference_run,
+)
 from quant.export.engines.decode_loop import Sampling, generate_tokens, probabilities  # noqa: E402 -- as above
 from quant.export.engines.open_engine import open_session  # noqa: E402 -- as above
-from quant.base.errors import UserError  # noqa: E402 -- as above
 from quant.export.onnx.export_onnx import export_onnx  # noqa: E402 -- as above
 
 ROWS = torch.randint(0, 64, (4, 64), generator=torch.Generator().manual_seed(0))

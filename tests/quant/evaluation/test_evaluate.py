@@ -16,9 +16,9 @@ from samples import BASE
 from torch import nn
 from torch.nn import functional as F
 
+from quant.base.errors import UserError
 from quant.calibration.inputs import Inputs
 from quant.calibration.outputs import logits
-from quant.base.errors import UserError
 from quant.evaluation.evaluate import evaluate, evaluate_texts
 from quant.evaluation.evaluation import Evaluation
 from quant.formats.format import get_format

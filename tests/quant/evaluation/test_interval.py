@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import scipy.stats
 
-from quant.evaluation.interval import mean_interval, student_point
+from quant.calibration.evaluating import mean_interval, student_point
 
 
 @pytest.mark.parametrize("freedom", [1, 2, 3, 4, 5, 7, 8, 15, 31, 32, 127])

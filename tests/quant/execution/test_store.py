@@ -20,24 +20,21 @@ from safetensors.torch import save_file
 from samples import BASE
 
 import quant
+from quant.calibration.texts.data_needs import lacks_data, with_calibration
 from quant.calibration.texts.mixture import rows_hash
-from quant.calibration.walk import walk
+from quant.calibration.texts.sources import tokenizer_if_any
+from quant.calibration.walk import step_store, walk
 from quant.calibration.walk.block import Block
 from quant.calibration.walk.chain import States
 from quant.calibration.walk.finished_layers import BlockKeeper
-from quant.calibration.texts.sources import tokenizer_if_any
-from quant.execution.steps import moved_steps, run_record, step_file
-from quant.execution.steps.step_file import StepFile
-from quant.calibration.walk.step_store import DirectoryStore, partial_path
+from quant.calibration.walk.step_store import DirectoryStore, StepFile, partial_path
 from quant.models.open_model import open_model
-from quant.calibration.texts.data_needs import lacks_data, with_calibration
-from quant.run import decide_budget as deciding
+from quant.run import decide as deciding
 from quant.run import measure as measuring
 from quant.run import run as pipeline
-from quant.run import solve as solving
-from quant.run.budget import AllocationRequest
+from quant.run import run as solving
 from quant.run.plan_request import plan_for
-from quant.run.request import Request
+from quant.run.request import AllocationRequest, Request
 
 SMALL = {"calib_samples": 8, "seqlen": 32, "command": "quantize"}
 
@@ -202,8 +199,8 @@ def killed_at(number: int, work: Callable[[], None]) -> int:
         return counted
 
     def watched() -> None:
-        step_file.write_tensor_file = counting(step_file.write_tensor_file)  # type: ignore[attr-defined]
-        run_record.write_atomically = counting(run_record.write_atomically)  # type: ignore[attr-defined]
+        step_store.write_tensor_file = counting(step_store.write_tensor_file)  # type: ignore[attr-defined]
+        step_store.write_atomically = counting(step_store.write_atomically)  # type: ignore[attr-defined]
         Path.rename = counting(Path.rename)  # type: ignore[method-assign]
         Path.unlink = counting(Path.unlink)  # type: ignore[method-assign]
         work()
@@ -264,7 +261,7 @@ def test_killed_while_its_parts_move_it_ends_with_the_same_bytes(
     monkeypatch.setattr("quant.export.checkpoint.files.tensor_file._LOG_BYTES", 4096)
 
     def work() -> None:
-        give, given = moved_steps._release_space, []
+        give, given = step_store._release_space, []
 
         def dies(part: Path) -> None:
             given.append(part)
@@ -272,7 +269,7 @@ def test_killed_while_its_parts_move_it_ends_with_the_same_bytes(
                 os.kill(os.getpid(), signal.SIGKILL)
             give(part)
 
-        moved_steps._release_space = dies
+        step_store._release_space = dies
         pipeline.run(job(models(name), tmp_path / "out", text, **options))
 
     assert in_child(work) == -signal.SIGKILL
@@ -324,11 +321,11 @@ def test_what_changed_is_named_and_refused(text: str, tmp_path: Path, monkeypatc
     refused("the plan observer was absmax, and is mse now; .* --restart", observer="mse")
     refused("the seed was 0, and is 7 now", seed=7)
     with monkeypatch.context() as patched:
-        patched.setattr("quant.run.resume._device_type", lambda session: "cuda")
+        patched.setattr("quant.run.run._device_type", lambda session: "cuda")
         refused("the kind of device was cpu, and is cuda now")
     refused("another calibration text; .* --restart", text=str(rows))
     with monkeypatch.context() as patched:
-        patched.setattr("quant.run.resume.versions", lambda: {"torch": "1.0"})
+        patched.setattr("quant.run.run.versions", lambda: {"torch": "1.0"})
         refused("the version of python was .*, and is None now|the version of torch was .*, and is 1.0 now")
     weights_file = model / "model.safetensors"
     before = weights_file.stat()
@@ -485,7 +482,7 @@ def test_a_step_that_the_disk_did_not_take_whole_leaves_nothing_behind(
     with DirectoryStore(tmp_path / "out", {}) as store:
         store.put("a", tensors, 1)
         store.flush()
-        monkeypatch.setattr(step_file, "write_tensor_file", full)
+        monkeypatch.setattr(step_store, "write_tensor_file", full)
         store.put("b", tensors, 2)
         with pytest.raises(OSError, match=r"No space left .* make room"):
             store.flush()

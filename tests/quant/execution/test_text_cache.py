@@ -13,8 +13,7 @@ from samples import BASE
 
 from quant.base.listener import Listener
 from quant.calibration.session import Session
-from quant.calibration.texts import mixture
-from quant.execution import text_cache
+from quant.calibration.texts import mixture, sources
 from quant.calibration.texts.sources import Rows, must_write, read_calibration
 from quant.models.open_model import open_model
 
@@ -32,7 +31,7 @@ class _Messages(Listener):
 @pytest.fixture
 def written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[int]:
     """The number of rows of each text that a model wrote, while the cache is in `tmp_path`."""
-    monkeypatch.setenv(text_cache.VARIABLE, str(tmp_path / "cache"))
+    monkeypatch.setenv(sources.VARIABLE, str(tmp_path / "cache"))
     counts: list[int] = []
     generate = mixture.generate_rows
 
@@ -109,13 +108,13 @@ def test_rows_beyond_the_context_and_another_processor(
 
 def test_a_module_and_a_factory_are_not_cached(written: list[int], tmp_path: Path) -> None:
     source = open_model(str(BASE))
-    assert text_cache.TextCache.of(open_model(source.module), Session(), {}) is None
+    assert sources.TextCache.of(open_model(source.module), Session(), {}) is None
 
     class OwnClass(type(source.module)):  # type: ignore[misc] -- a class of the model's own Python files
         pass
 
     source.module.__class__ = OwnClass
-    assert text_cache.TextCache.of(source, Session(), {}) is None
+    assert sources.TextCache.of(source, Session(), {}) is None
 
 
 def test_a_damaged_file_is_written_again(written: list[int], tmp_path: Path) -> None:
@@ -133,27 +132,27 @@ def test_a_damaged_file_is_written_again(written: list[int], tmp_path: Path) -> 
 def test_the_cache_is_bounded_and_may_be_off_or_unwritable(
     written: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(text_cache, "_MOST_FILES", 1)
+    monkeypatch.setattr(sources, "_MOST_FILES", 1)
     _read(BASE)
     _read(BASE, replace(ROWS, seed=1))
     assert len(list((tmp_path / "cache" / "texts").iterdir())) == 1
-    monkeypatch.setenv(text_cache.VARIABLE, "off")
+    monkeypatch.setenv(sources.VARIABLE, "off")
     count = len(written)
     _read(BASE)
     assert len(written) > count
     (tmp_path / "file").write_text("")
-    monkeypatch.setenv(text_cache.VARIABLE, str(tmp_path / "file"))  # no directory can be made there
+    monkeypatch.setenv(sources.VARIABLE, str(tmp_path / "file"))  # no directory can be made there
     count = len(written)
     _read(BASE)
     assert len(written) > count
 
 
 def test_the_cache_lies_where_the_user_keeps_caches(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.delenv(text_cache.VARIABLE)
+    monkeypatch.delenv(sources.VARIABLE)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    cache = text_cache.TextCache.of(open_model(str(BASE), meta=True), Session(), {})
+    cache = sources.TextCache.of(open_model(str(BASE), meta=True), Session(), {})
     assert cache is not None and cache.path.is_relative_to(tmp_path / "blockscale")
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    cache = text_cache.TextCache.of(open_model(str(BASE), meta=True), Session(), {})
+    cache = sources.TextCache.of(open_model(str(BASE), meta=True), Session(), {})
     assert cache is not None and cache.path.is_relative_to(tmp_path / "home" / ".cache" / "blockscale")

@@ -10,8 +10,8 @@ import torch
 from packaging import version
 
 import quant
-from quant.export.checkpoint.convert import convert
 from quant.base.errors import UserError
+from quant.export.checkpoint.convert import convert
 
 transformers = pytest.importorskip("transformers", reason="the extra hf")
 pytest.importorskip("compressed_tensors", reason="the extra hf")

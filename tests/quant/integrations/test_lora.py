@@ -16,8 +16,8 @@ from quant.base.errors import UserError
 from quant.calibration.layer_result import Quantized
 from quant.formats.format import FORMATS
 from quant.formats.tensor import quantize
-from quant.recipes.plan_check import check_plan_fits
 from quant.recipes.layers import find_layers
+from quant.recipes.plan_check import check_plan_fits
 
 peft = pytest.importorskip("peft", reason="the extra training")
 

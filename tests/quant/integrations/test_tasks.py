@@ -10,8 +10,8 @@ import torch
 from click.testing import CliRunner
 
 import quant
-from quant.cli.main import main
 from quant.base.errors import UserError
+from quant.cli.main import main
 
 pytestmark = pytest.mark.slow  # lm-eval reads thousands of files of tasks
 

@@ -19,8 +19,8 @@ from safetensors.torch import load_file, save_file
 from samples import BASE, GOLDENS
 
 import quant
-from quant.cli.main import main
 from quant.base.errors import UserError
+from quant.cli.main import main
 from quant.export.checkpoint.files.scan import Scan
 from quant.models.huggingface import load_processor, load_tokenizer
 from quant.models.open_model import open_model

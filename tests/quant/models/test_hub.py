@@ -19,9 +19,9 @@ from safetensors.torch import load_file
 from samples import BASE, GOLDENS
 
 import quant
+from quant.base.errors import UserError
 from quant.cli.main import main
 from quant.cli.quantize_command import quantize_command
-from quant.base.errors import UserError
 from quant.models import hub
 from quant.models.open_model import open_model
 

@@ -28,14 +28,14 @@ from samples import BASE, GOLDENS
 from torch import nn
 
 import quant
-from quant.checkpoints.runnable import open_runnable
-from quant.cli.main import main
 from quant.base.errors import UserError
 from quant.base.extras import require, versions
+from quant.cli.main import main
+from quant.export.checkpoint.load import open_runnable
 from quant.models import gguf as gguf_models
 from quant.models.open_model import Source, open_model
-from quant.models.stored_layers import gguf_reader
 from quant.models.state_dict import open_safetensors
+from quant.models.stored_layers import gguf_reader
 
 gguf = pytest.importorskip("gguf", reason="comes with the extra [dev]")
 

@@ -20,10 +20,10 @@ from slow_cases import quick_cases
 from torch import nn
 
 import quant
-from quant.checkpoints.runnable import open_runnable
+from quant.base.errors import UserError
 from quant.cli.main import main
 from quant.cli.quantize_command import quantize_command
-from quant.base.errors import UserError
+from quant.export.checkpoint.load import open_runnable
 from quant.models.open_model import open_model
 from quant.models.quantized_tensors import QuantizedTensors
 from quant.models.stored_weights import read_stored, stored_in

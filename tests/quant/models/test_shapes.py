@@ -13,9 +13,9 @@ from samples import BASE
 from quant.base.errors import UserError
 from quant.models.open_model import open_model
 from quant.models.stored_layers import stored_layers
-from quant.recipes.plan_check import validate
 from quant.recipes.layers import find_layers
 from quant.recipes.plan import Plan
+from quant.recipes.plan_check import validate
 from quant.recipes.targets import get_target
 
 gguf = pytest.importorskip("gguf", reason="comes with the extra [dev]")

@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import quant
-from quant.calibration.walk.model_walk import ModelWalk
-from quant.models.experts_forward import run_experts_one_by_one
+from quant.calibration.walk.walk import ModelWalk
+from quant.kernels.linear.expert_modules import run_experts_one_by_one
 from quant.models.open_model import open_model
 from quant.models.stored_weights import StoredExperts, stored_in
 

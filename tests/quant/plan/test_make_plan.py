@@ -10,11 +10,11 @@ from click.testing import CliRunner
 from safetensors.torch import save_file
 
 import quant
-from quant.cli.quantize_command import quantize_command
 from quant.base.errors import UserError
 from quant.calibration.walk.solve_weights import solve_state_dict
+from quant.cli.quantize_command import quantize_command
+from quant.recipes.plan_check import NOT_RUN, coverage_warnings
 from quant.recipes.plan_make import make_plan
-from quant.plan.plan_warnings import NOT_RUN, coverage_warnings
 
 
 def test_a_layer_asked_for_says_first_why_it_is_not_quantized() -> None:

@@ -9,15 +9,14 @@ from pathlib import Path
 import pytest
 from plan_samples import ATTENTION, NVFP4, block, layers_of, plan_of, where
 
-from quant.calibration.solvers.rotation import LARGEST_BLOCK
-from quant.calibration.solvers.registry import SOLVERS, TRANSFORMS
 from quant.base.errors import UserError
+from quant.calibration.solvers.registry import SOLVERS, TRANSFORMS
+from quant.calibration.solvers.rotation import LARGEST_BLOCK
 from quant.formats.format import FORMATS, get_format
-from quant.recipes.plan_check import Problem, check_solver, read_plan, refuse, validate
 from quant.recipes import solver_names
-from quant.recipes.layer_kind import LayerKind
-from quant.recipes.layers import Layer
+from quant.recipes.layers import Layer, LayerKind
 from quant.recipes.plan import LayerPlan, Parts, Plan
+from quant.recipes.plan_check import Problem, check_solver, read_plan, refuse, validate
 from quant.recipes.solver_names import ROUNDINGS, STEPS
 from quant.recipes.targets import NATIVE, STORAGE, TARGETS, get_target
 

@@ -8,10 +8,9 @@ import pytest
 from plan_samples import ATTENTION, block, plan_of
 
 from quant.formats.format import FORMATS
-from quant.plan.diff import diff, totals
-from quant.recipes.plan_edit import edit, parse_setting
-from quant.recipes.layer_kind import LayerKind
+from quant.recipes.layers import LayerKind
 from quant.recipes.plan import LayerPlan
+from quant.recipes.plan_edit import diff, edit, parse_setting, totals
 
 
 def test_diff_counts_decisions_and_not_words() -> None:

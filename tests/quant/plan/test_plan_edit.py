@@ -17,9 +17,9 @@ from samples import ROOT
 import quant
 from quant.base.errors import UserError
 from quant.formats.format import FORMATS, get_format
-from quant.recipes.plan_edit import edit, input_of, parse_setting, set_guard_and_observer, set_kv_cache
-from quant.recipes.layer_kind import LayerKind
+from quant.recipes.layers import LayerKind
 from quant.recipes.plan import LayerPlan, Parts, Plan
+from quant.recipes.plan_edit import edit, input_of, parse_setting, set_guard_and_observer, set_kv_cache
 from quant.recipes.recipe import presets
 
 

@@ -16,13 +16,12 @@ import torch
 from rich.console import Console
 
 from quant.base.errors import megabytes
-from quant.evaluation.loss_text import loss_text
-from quant.evaluation.evaluation import Evaluation
 from quant.calibration import layer_result as result_module
 from quant.calibration.layer_result import LayerResult, layer_result
+from quant.evaluation.evaluation import Evaluation, loss_text
 from quant.formats.format import FORMATS, get_format
 from quant.formats.tensor import quantize
-from quant.recipes.layer_kind import LayerKind
+from quant.recipes.layers import LayerKind
 from quant.recipes.plan import LayerPlan, Plan
 from quant.report.report import KVCache, Receipt, Report, kv_cache_of, peak_rss
 from quant.report.summary import print_summary, summary

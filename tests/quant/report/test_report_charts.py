@@ -11,9 +11,10 @@ import pytest
 from quant.calibration.allocation.record import Budget, BudgetKind
 from quant.calibration.sensitivity.table import GroupScores, Sensitivity
 from quant.formats.format import get_format
-from quant.recipes.layer_kind import LayerKind
+from quant.recipes.layers import LayerKind
 from quant.recipes.plan import LayerPlan, Parts, Plan
-from quant.report import allocation_charts, charts, receipt_charts
+from quant.report import allocation_charts, charts
+from quant.report import charts as receipt_charts
 from quant.report.report import Receipt, Report
 from quant.report.section import Section, block_starts, format_colours
 

@@ -16,8 +16,7 @@ import quant
 from quant.base.errors import UserError
 from quant.recipes.plan import Plan
 from quant.recipes.recipe import Recipe, Rule
-from quant.run.budget import AllocationRequest
-from quant.run.request import Request
+from quant.run.request import AllocationRequest, Request
 
 GPU = torch.device("cuda", 0)
 BUDGET = AllocationRequest(bits=5.0)

@@ -14,8 +14,8 @@ pytest.importorskip("transformers")
 import tiny_models
 
 from quant.base.errors import UserError
-from quant.kernels.attention.ring import shard, unshard
 from quant.generate.quantized_attention import quantized_attention
+from quant.kernels.attention.ring import shard, unshard
 
 WORLD, TOKENS = 2, 64
 IDS = torch.randint(3, 64, (2, TOKENS), generator=torch.Generator().manual_seed(0))

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from quant.formats.format import FORMATS
-from quant.kernels.attention.kv_pages import first_scale, round_kv
 from quant.generate.key_rotation import _by_eigenvalues, _by_products, turning
+from quant.kernels.attention.kv_pages import first_scale, round_kv
 
 
 def operands(batch: int, group: int, kv_heads: int, tokens: int, dim: int) -> tuple[torch.Tensor, torch.Tensor]:

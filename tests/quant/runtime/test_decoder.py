@@ -17,15 +17,14 @@ from interpreter import interpreted
 from slow_cases import quick_cases
 
 import quant
-from quant.recipes.blocks import cache_argument, cache_of
-from quant.kernels.base.weight_layout import prepack
-from quant.kernels.linear.merged_linear import merge_rows
-from quant.kernels.linear.quant_linear import QuantLinear
 from quant.generate import fused_decoder as decoders
 from quant.generate import generate as generation
+from quant.generate.fused_decoder import Decoder, decoder_refusal, merge_rows
 from quant.generate.quantized_attention import quantized_attention
-from quant.generate.fused_decoder import Decoder, decoder_refusal
 from quant.generate.quantized_kv_cache import QuantizedKVCache
+from quant.kernels.base.weight_layout import prepack
+from quant.kernels.linear.quant_linear import QuantLinear
+from quant.recipes.blocks import cache_argument, cache_of
 
 IDS = torch.randint(3, 64, (1, 21), generator=torch.Generator().manual_seed(0))
 

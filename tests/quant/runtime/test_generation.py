@@ -10,12 +10,12 @@ from click.testing import CliRunner
 from samples import BASE
 from torch import nn
 
-from quant.recipes.blocks import cache_argument, cache_of
-from quant.export.checkpoint.load import load
 from quant.cli.main import main
 from quant.cli.quantize_command import quantize_command
-from quant.kernels.linear.quant_linear import QuantLinear
+from quant.export.checkpoint.load import load
 from quant.generate.generate import cast_unquantized, generate
+from quant.kernels.linear.quant_linear import QuantLinear
+from quant.recipes.blocks import cache_argument, cache_of
 
 transformers = pytest.importorskip("transformers")
 

@@ -19,13 +19,13 @@ from samples import BASE
 from torch import nn
 
 import quant
-from quant.recipes.blocks import cache_argument
+from quant.base.errors import UserError
 from quant.cli.main import main
 from quant.cli.quantize_command import quantize_command
-from quant.base.errors import UserError
 from quant.formats.format import FORMATS
-from quant.kernels.attention.kv_pages import first_scale, round_kv
 from quant.generate.quantized_attention import IMPLEMENTATIONS, quantized_attention, register
+from quant.kernels.attention.kv_pages import first_scale, round_kv
+from quant.recipes.blocks import cache_argument
 
 transformers = pytest.importorskip("transformers")
 

@@ -20,8 +20,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from quant.cli.main import main
 from quant.generate import generate as generation
-from quant.generate.generate import generate
-from quant.runtime.text_stream import TextStream
+from quant.generate.generate import TextStream, generate
 
 
 def by_bytes() -> transformers.PreTrainedTokenizerFast:

@@ -13,8 +13,7 @@ from torch import nn
 pytest.importorskip("transformers", reason="the extra hf")
 
 import quant
-from quant.training.cuda_graph import Passes
-from quant.training.train_loop import Hyperparameters, train, train_only_rounded
+from quant.training.train_loop import Hyperparameters, Passes, train, train_only_rounded
 
 ROWS = torch.randint(0, 64, (16, 24), generator=torch.Generator().manual_seed(7))
 

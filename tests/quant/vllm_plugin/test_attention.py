@@ -17,13 +17,21 @@ pytest.importorskip("triton", reason="comes with a CUDA build of torch, or: pip 
 
 from interpreter import interpreted
 
-from quant.kernels.attention.decode import paged_reference
-from quant.kernels.attention.kv_blocks import NVFP4, pages_of
-from quant.kernels.attention.attention_tiles import decode_tiles_for
-from quant.kernels.attention.kv_pages import round_kv
 from quant.kernels.attention import portable_paged_kv_cache
-from quant.vllm_plugin.nvfp4_attention import BlockscaleNvFp4Attention, BlockscaleNvFp4AttentionBackend, cache_refusal
-from quant.vllm_plugin.attention_batch import FEW, Batch, Builder, chunk_ends, chunk_starts, rows_and_tokens
+from quant.kernels.attention.attention_tiles import decode_tiles_for
+from quant.kernels.attention.decode import NVFP4, paged_reference, pages_of
+from quant.kernels.attention.kv_pages import round_kv
+from quant.vllm_plugin.nvfp4_attention import (
+    FEW,
+    Batch,
+    BlockscaleNvFp4Attention,
+    BlockscaleNvFp4AttentionBackend,
+    Builder,
+    cache_refusal,
+    chunk_ends,
+    chunk_starts,
+    rows_and_tokens,
+)
 
 HEADS, KV_HEADS, DIM, PAGE, BLOCKS = 4, 2, 64, 16, 12
 
@@ -451,7 +459,7 @@ def test_scales_of_each_head_go_through_vllms_own_loader(monkeypatch: pytest.Mon
     """A checkpoint of `--kv-cache fp8_head`: vLLM takes its scheme and tensors, and our cache takes vLLM's scales."""
     from vllm.model_executor.layers.quantization.compressed_tensors import compressed_tensors as theirs
 
-    from quant.export.checkpoint.configs.compressed_tensors_config import quantization_config
+    from quant.export.checkpoint.files.compressed_tensors import quantization_config
     from quant.formats.format import FP8_HEAD
     from quant.recipes.plan import Plan
 

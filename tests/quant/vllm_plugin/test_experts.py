@@ -19,7 +19,7 @@ from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
 from quant.formats.format import FORMATS
 from quant.formats.tensor import BlockScaledTensor, quantize
-from quant.vllm_plugin import fused_moe, fp8_experts, mxfp4_experts, releases
+from quant.vllm_plugin import fp8_experts, fused_moe, mxfp4_experts, releases
 
 COUNT, HIDDEN, INNER, TOKENS = 4, 64, 128, 5
 

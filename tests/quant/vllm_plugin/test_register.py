@@ -92,11 +92,13 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> Any:
     from vllm._custom_ops import reshape_and_cache_flash
     from vllm.v1.attention.backends import flash_attn
 
-    from quant.vllm_plugin import fused_moe, fp8_experts, linear_kernels, mxfp4_experts
+    from quant.vllm_plugin import fp8_experts, fused_moe, linear_kernels, mxfp4_experts
 
     # vLLM imports it where there is a GPU.
     monkeypatch.setattr(flash_attn, "reshape_and_cache_flash", reshape_and_cache_flash, raising=False)
-    return SimpleNamespace(linear=linear_kernels, experts=fused_moe, mxfp4_experts=mxfp4_experts, fp8_experts=fp8_experts)
+    return SimpleNamespace(
+        linear=linear_kernels, experts=fused_moe, mxfp4_experts=mxfp4_experts, fp8_experts=fp8_experts
+    )
 
 
 def classes(vllm: Any) -> list[type]:
@@ -226,11 +228,11 @@ def test_layers_take_our_kernel_unless_the_user_named_one_or_its_self_test_faile
 def test_compiled_graphs_are_kept_apart(vllm: Any) -> None:
     from vllm import envs
 
-    from quant.vllm_plugin import graph_key
+    from quant.vllm_plugin import switches
 
     envs.environment_variables.pop("BLOCKSCALE_VLLM", None)
     without = envs.compile_factors()
-    graph_key.install()
+    switches.install()
     assert envs.compile_factors() != without
 
 
@@ -400,10 +402,10 @@ def test_a_reload_keeps_the_kernel_of_the_first_weights(
     """Graphs call it. Ours cannot take what its layout does not hold, and Marlin's parameters have other shapes."""
     from vllm import envs
 
-    from quant.vllm_plugin import graph_key
+    from quant.vllm_plugin import switches
 
-    monkeypatch.setattr(graph_key, "_kernels", {})
-    graph_key.install()
+    monkeypatch.setattr(switches, "_kernels", {})
+    switches.install()
     keys = {str(envs.compile_factors()["BLOCKSCALE_VLLM"])}
     marlin = {"nvfp4": vllm.linear.MarlinNvFp4LinearKernel, "mxfp4": vllm.linear.MarlinMxFp4LinearKernel}[format]
     monkeypatch.setattr(marlin, "process_weights_after_loading", lambda self, layer: None)

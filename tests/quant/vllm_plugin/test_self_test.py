@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from quant.vllm_plugin import self_test, loaded_weights
+from quant.vllm_plugin import loaded_weights, self_test
 
 ON_CPU = self_test.SelfTest(torch.device("cpu"))
 
@@ -27,7 +27,9 @@ def test_the_kernels_of_norms_experts_and_attention_pass(monkeypatch: pytest.Mon
 
     from quant.kernels.attention import portable_paged_attention
 
-    monkeypatch.setattr(portable_paged_attention, "attend_pages", partial(portable_paged_attention.attend_pages, asm=False))
+    monkeypatch.setattr(
+        portable_paged_attention, "attend_pages", partial(portable_paged_attention.attend_pages, asm=False)
+    )
     with interpreted():
         assert ON_CPU.norm_failure() == ""
         assert ON_CPU.experts_failure("nvfp4") == ""

@@ -16,8 +16,8 @@ from quant.formats.tensor import quantize
 from quant.kernels.base import hardware
 from quant.kernels.base.hardware import GPUS
 from quant.kernels.base.weight_layout import prepack
-from quant.kernels.linear import variants
 from quant.vllm_plugin import warm_up
+from quant.vllm_plugin import warm_up as variants
 
 
 @pytest.fixture(autouse=True)

@@ -102,7 +102,9 @@ def test_prompts_are_multiplied_in_fp8_where_the_environment_asks_for_it(monkeyp
     x = torch.randn(loaded_weights.FP8_FROM, 256).bfloat16()
     plain = loaded_weights.multiply(layer, x, None, layer.weight)
     monkeypatch.setenv("BLOCKSCALE_VLLM", "layers,fp8-prefill")
-    assert torch.equal(loaded_weights.multiply(layer, x, None, layer.weight), plain)  # so small a layer would gain nothing
+    assert torch.equal(
+        loaded_weights.multiply(layer, x, None, layer.weight), plain
+    )  # so small a layer would gain nothing
     monkeypatch.setattr(loaded_weights, "FP8_PRODUCTS", x.numel() * 128)
     rounded = fake_quantize(x.float(), FORMATS["fp8_token"]).double()
     expected = rounded @ weight.dequantize(torch.float64).T

@@ -12,6 +12,7 @@ from interpreter import interpreted
 
 from quant.formats.format import FORMATS
 from quant.kernels.base.ptx import compile_kernel
+from quant.kernels.training import grouped_fp8 as grouped_fp8
 from quant.kernels.training import portable_grouped_fp8
 from quant.kernels.training.portable_grouped_fp8 import (
     TILES,
@@ -20,7 +21,6 @@ from quant.kernels.training.portable_grouped_fp8 import (
     e4m3_rows,
     e4m3_rows_kernel,
 )
-from quant.kernels.training import grouped_fp8 as grouped_fp8
 from quant.training.low_precision.operands import round_operand
 from quant.training.low_precision.training_recipe import RECIPES
 

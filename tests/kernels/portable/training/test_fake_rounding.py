@@ -199,5 +199,7 @@ def test_compiles_without_scratch_memory(arch: int, measured: bool) -> None:
     constants = {"mantissa": 1, "lowest": 1.0, "top": 4.0, "integer": False, "kind": "e4m3", "measured": measured,
                  "largest": 6.0, "least": -6.0, "rows": 1, "columns": 16, "has_global": True,
                  "block_n": 16, "block_k": 256}  # fmt: skip
-    compiled = compile_kernel(portable_fake_rounding.round_kernel, signature, constants, arch=arch, num_warps=8, num_stages=1)
+    compiled = compile_kernel(
+        portable_fake_rounding.round_kernel, signature, constants, arch=arch, num_warps=8, num_stages=1
+    )
     assert assemble(compiled).spilled == 0

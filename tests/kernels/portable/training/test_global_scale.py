@@ -13,7 +13,7 @@ from interpreter import interpreted
 from quant.formats.format import FORMATS
 from quant.formats.tensor import quantize
 from quant.kernels.base.ptx import compile_kernel
-from quant.kernels.portable.training import global_scale
+from quant.kernels.training import portable_fake_rounding
 
 NVFP4 = FORMATS["nvfp4"]
 
@@ -31,7 +31,7 @@ def weights(dtype: torch.dtype) -> list[torch.Tensor]:
 def test_it_is_that_of_all_weights_together(dtype: torch.dtype, count: int) -> None:
     given = weights(dtype)[-count:]
     with interpreted():
-        found = global_scale.global_scale(given, NVFP4)
+        found = portable_fake_rounding.global_scale(given, NVFP4)
     expected = quantize(torch.cat(given), NVFP4).global_scale
     assert expected is not None and torch.equal(found, 1 / (1 / expected))
 
@@ -41,15 +41,20 @@ def test_zeros_have_scale_one_and_what_is_not_finite_none(value: float, expected
     first, second = torch.zeros(4, 64), torch.zeros(4, 64)
     second[1, 2] = value
     with interpreted():
-        found = global_scale.global_scale([first, second], NVFP4)
+        found = portable_fake_rounding.global_scale([first, second], NVFP4)
     torch.testing.assert_close(found, torch.tensor(expected), equal_nan=True, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("arch", [89, 90, 120])
 def test_compiles_without_scratch_memory(arch: int) -> None:
     kernels = (
-        (global_scale.amax_kernel, {"weight": "*bf16", "largest": "*i32", "count": "i32"}, {"block": 8192}, 8),
-        (global_scale.global_scale_kernel, {"largest": "*i32", "out": "*fp32"}, {"unit": 2688.0}, 1),
+        (
+            portable_fake_rounding.amax_kernel,
+            {"weight": "*bf16", "largest": "*i32", "count": "i32"},
+            {"block": 8192},
+            8,
+        ),
+        (portable_fake_rounding.global_scale_kernel, {"largest": "*i32", "out": "*fp32"}, {"unit": 2688.0}, 1),
     )
     for kernel, signature, constants, warps in kernels:
         compiled = compile_kernel(kernel, signature, constants, arch=arch, num_warps=warps, num_stages=1)

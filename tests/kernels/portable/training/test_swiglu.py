@@ -8,8 +8,8 @@ pytest.importorskip("triton", reason="comes with a CUDA build of torch, or: pip 
 
 from interpreter import interpreted
 
-from quant.kernels.portable.training.swiglu import swiglu, swiglu_backward
-from quant.kernels.training import swiglu as ops_of_swiglu
+from quant.kernels.training import grouped_fp8 as ops_of_swiglu
+from quant.kernels.training.portable_grouped_fp8 import swiglu, swiglu_backward
 
 
 def expected(dy: torch.Tensor, both: torch.Tensor) -> list[torch.Tensor]:

@@ -7,8 +7,7 @@ pytest.importorskip("triton", reason="comes with a CUDA build of torch, or: pip 
 
 from interpreter import interpreted
 
-from quant.kernels.portable.training.weighted_rows import weigh_rows, weigh_rows_backward
-from quant.kernels.training import weighted_rows as weighted_rows
+from quant.kernels.training.portable_grouped_fp8 import weigh_rows, weigh_rows_backward
 from quant.training.low_precision.grouped_experts import group_by_expert
 
 

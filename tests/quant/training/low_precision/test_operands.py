@@ -14,10 +14,9 @@ from quant.formats.format import FORMATS, Format
 from quant.formats.number import E2M1, E4M3, E5M2, Number
 from quant.formats.packing import pack
 from quant.formats.rounding import encode
-from quant.training.low_precision.operands import Operand, RoundedOperand, multiply, round_operand
+from quant.training.low_precision.low_precision_linear import SIGNS, hadamard_matrix, transform_tokens
+from quant.training.low_precision.operands import Operand, RoundedOperand, multiply, round_operand, round_stochastically
 from quant.training.low_precision.training_recipe import NVFP4_SQUARE, RECIPES, TrainingRecipe
-from quant.training.rounding.hadamard import SIGNS, hadamard_matrix, transform_tokens
-from quant.training.rounding.stochastic import round_stochastically
 
 INPUTS = ("outliers", "ties", "zeros")
 NVFP4, BLOCK = RECIPES["nvfp4"], RECIPES["fp8_block"]

@@ -15,8 +15,8 @@ from torch import nn
 
 import quant
 from quant.training.low_precision import backends
-from quant.training.low_precision.training_recipe import RECIPES
 from quant.training.low_precision.te_products import TRANSFORMER_ENGINE
+from quant.training.low_precision.training_recipe import RECIPES
 
 
 class _Manager:

@@ -14,8 +14,8 @@ from torch.utils.checkpoint import checkpoint
 from quant.formats.format import FORMATS
 from quant.formats.tensor import quantize
 from quant.kernels.linear.quant_linear import QuantLinear
-from quant.training import modules
-from quant.training.modules import QATLinear
+from quant.training import qat_layers
+from quant.training.qat_layers import QATLinear
 from quant.training.rounding import fusion, rounded_weight
 from quant.training.rounding.fusion import Fusion
 
@@ -54,7 +54,7 @@ def alone(members: list[QATLinear], x: torch.Tensor) -> list[torch.Tensor]:
 def rounded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What was rounded and measured, in order."""
     calls: list[str] = []
-    for owner, name in ((modules, "round_input"), (rounded_weight, "measured_global_scale")):
+    for owner, name in ((qat_layers, "round_input"), (rounded_weight, "measured_global_scale")):
         plain = getattr(owner, name)
 
         def counted(*args: Any, _plain: Any = plain, _name: str = name) -> Any:
