@@ -66,7 +66,7 @@ def quotient_to_code(x, step, inverse):
 
     1 / step is split into its rounded value and the remainder. Their products with x are rounded once, in an FMA,
     with an error of at most 2^-48 more than a division. No quotient lies that close to a boundary between two codes;
-    tests/kernels/portable/test_casts.py tries the nearest ones.
+    tests/kernels/rounding/test_casts.py tries the nearest ones.
     """
     error = tl.fma(inverse, -step, 1.0)
     remainder = tl.fma(error, error, error) * inverse
