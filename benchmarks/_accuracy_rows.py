@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
-from quant.recipes.effort import rows_of, solver_of
+from quant.recipes.solver_names import rows_of, solver_of
 
 TEXTS = ("WikiText-2", "Python", "reference")
 

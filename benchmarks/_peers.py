@@ -25,7 +25,7 @@ from torch import nn
 
 from quant.export.checkpoint.load import load
 from quant.formats.format import FORMATS, Format
-from quant.formats.number import E2M1, E4M3
+from quant.formats.format import E2M1, E4M3
 from quant.formats.rounding import round_to
 from quant.formats.tensor import fake_quantize
 

@@ -80,7 +80,7 @@ from quant.evaluation.evaluate import evaluate_texts
 from quant.evaluation.evaluation import Evaluation
 from quant.formats.format import FORMATS
 from quant.models.open_model import open_model
-from quant.recipes.effort import rows_of, solver_of
+from quant.recipes.solver_names import rows_of, solver_of
 from quant.recipes.recipe import Recipe
 
 TITLE = "Accuracy after quantization"

@@ -32,7 +32,7 @@ from _table import machine, show, versions
 from quant.base.extras import install_command
 from quant.base.json_files import json_text
 from quant.formats.format import FORMATS
-from quant.formats.number import E2M1
+from quant.formats.format import E2M1
 from quant.formats.rounding import round_to
 from quant.formats.tensor import quantize
 

@@ -18,8 +18,8 @@ import torch
 from torch import nn
 
 from quant.base.errors import counted
-from quant.base.html_table import html_table
-from quant.base.json_data import JsonData
+from quant.base.errors import html_table
+from quant.base.json_files import JsonData
 from quant.formats.tensor import BlockScaledTensor
 from quant.recipes.plan import LayerPlan, Plan
 

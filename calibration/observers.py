@@ -25,7 +25,7 @@ from torch.nn.functional import pad
 
 from quant.base.errors import known_names
 from quant.formats.format import Format
-from quant.formats.number import Number
+from quant.formats.format import Number
 
 # A `Histogram` counts a stream of magnitudes; its result does not depend on how the stream was cut.
 #

@@ -18,7 +18,7 @@ from torch import nn
 
 from quant.calibration.prefetch import Prefetcher
 from quant.recipes.blocks import block_names, removing
-from quant.recipes.module_hooks import forwarding
+from quant.recipes.module_replacement import forwarding
 
 # Share of a GPU's free memory that a whole model may take; activations and logits need the rest.
 _SHARE = 0.7

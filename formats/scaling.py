@@ -25,8 +25,7 @@ from collections.abc import Callable
 
 import torch
 
-from quant.formats.format import Format
-from quant.formats.number import E2M1, E4M3, E8M0
+from quant.formats.format import E2M1, E4M3, E8M0, Format
 from quant.formats.rounding import decode_power_of_two, encode_power_of_two, round_to
 
 ScaleRule = Callable[[torch.Tensor, Format, torch.Tensor], torch.Tensor]

@@ -22,10 +22,8 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from quant.base.errors import known_names
 from quant.base.parallel import in_parts
-from quant.formats.format import Format
-from quant.formats.number import Number
-from quant.formats.packing import pack, unpack
-from quant.formats.rounding import decode, encode, round_to
+from quant.formats.format import Format, Number
+from quant.formats.rounding import decode, encode, pack, round_to, unpack
 from quant.formats.scaling import SCALE_RULES, ScaleRule, finite_or_nan, global_scale_of
 
 Record = TypeVar("Record")

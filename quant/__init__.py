@@ -1,7 +1,8 @@
 """Blockscale: from a trained PyTorch model to a deployed low-precision one.
 
 The public names are resolved when first used, so that `import quant` costs nothing and pulls in neither torch nor
-transformers.
+transformers. Editors and type checkers see them as the imports under `TYPE_CHECKING`, which a test compares with the
+table.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import os
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 __version__ = "0.2.0"
 
@@ -27,21 +28,69 @@ def _check_links() -> None:
         )
 
 
+if TYPE_CHECKING:
+    from quant.adapters.from_pretrained import QuantConfig as QuantConfig
+    from quant.adapters.lightning_callback import QATCallback as QATCallback
+    from quant.adapters.lora import lora as lora
+    from quant.adapters.lora import merge_lora as merge_lora
+    from quant.base.errors import UserError as UserError
+    from quant.base.listener import Listener as Listener
+    from quant.calibration.allocation.allocate import allocate as allocate
+    from quant.calibration.allocation.goal import Goal as Goal
+    from quant.calibration.layer_result import Quantized as Quantized
+    from quant.calibration.texts.rows import calibration_rows as calibration_rows
+    from quant.calibration.texts.rows import token_rows as token_rows
+    from quant.calibration.walk.solve_weights import apply_plan as apply_plan
+    from quant.evaluation.evaluate import evaluate as evaluate
+    from quant.evaluation.evaluation import Evaluation as Evaluation
+    from quant.export.checkpoint.convert import convert as convert
+    from quant.export.checkpoint.load import load as load
+    from quant.export.checkpoint.save import save as save
+    from quant.export.checkpoint.verify import Verification as Verification
+    from quant.export.checkpoint.verify import verify as verify
+    from quant.export.export_model import Exported as Exported
+    from quant.export.export_model import export_model as export_model
+    from quant.formats.format import FORMATS as FORMATS
+    from quant.formats.format import Format as Format
+    from quant.formats.tensor import BlockScaledTensor as BlockScaledTensor
+    from quant.integrations.from_modelopt import from_modelopt as from_modelopt
+    from quant.integrations.from_torchao import from_torchao as from_torchao
+    from quant.models.open_model import Source as Source
+    from quant.models.open_model import open_model as open_model
+    from quant.recipes.layers import LayerKind as LayerKind
+    from quant.recipes.plan import LayerPlan as LayerPlan
+    from quant.recipes.plan import Plan as Plan
+    from quant.recipes.plan_make import make_plan as make_plan
+    from quant.recipes.recipe import Recipe as Recipe
+    from quant.recipes.recipe import Rule as Rule
+    from quant.report.report import Report as Report
+    from quant.run.quantize import quantize as quantize
+    from quant.training.distill import DistillMixin as DistillMixin
+    from quant.training.distill import distill as distill
+    from quant.training.distill_checkpoint import distill_checkpoint as distill_checkpoint
+    from quant.training.distill_options import DistillOptions as DistillOptions
+    from quant.training.low_precision.conversion import LowPrecisionTraining as LowPrecisionTraining
+    from quant.training.low_precision.conversion import convert_trained as convert_trained
+    from quant.training.low_precision.conversion import from_low_precision_training as from_low_precision_training
+    from quant.training.low_precision.conversion import to_low_precision_training as to_low_precision_training
+    from quant.training.low_precision.training_recipe import TrainingRecipe as TrainingRecipe
+    from quant.training.qat import convert_qat as convert_qat
+    from quant.training.qat import prepare_qat as prepare_qat
+    from quant.training.teacher_cache import cache_teacher as cache_teacher
+    from quant.training.trainer import DistillTrainer as DistillTrainer
+
 _check_links()
 
 _PUBLIC = {
     "quant.adapters.from_pretrained": ("QuantConfig",),
     "quant.adapters.lightning_callback": ("QATCallback",),
     "quant.adapters.lora": ("lora", "merge_lora"),
-    "quant.adapters.modelopt_names": ("modelopt_config",),
-    "quant.adapters.tasks": ("TaskScore", "evaluate_tasks"),
     "quant.base.errors": ("UserError",),
     "quant.base.listener": ("Listener",),
-    "quant.calibration.allocation.allocate": ("Allocation", "allocate"),
+    "quant.calibration.allocation.allocate": ("allocate",),
     "quant.calibration.allocation.goal": ("Goal",),
     "quant.calibration.layer_result": ("Quantized",),
     "quant.calibration.texts.rows": ("calibration_rows", "token_rows"),
-    "quant.calibration.walk.input_scales": ("calibrate",),
     "quant.calibration.walk.solve_weights": ("apply_plan",),
     "quant.evaluation.evaluate": ("evaluate",),
     "quant.evaluation.evaluation": ("Evaluation",),
@@ -52,20 +101,13 @@ _PUBLIC = {
     "quant.export.export_model": ("Exported", "export_model"),
     "quant.formats.format": ("FORMATS", "Format"),
     "quant.formats.tensor": ("BlockScaledTensor",),
-    "quant.generate.quantized_attention": ("quantized_attention",),
-    "quant.generate.quantized_kv_cache": ("QuantizedKVCache",),
     "quant.integrations.from_modelopt": ("from_modelopt",),
     "quant.integrations.from_torchao": ("from_torchao",),
-    "quant.kernels.linear.expert_modules": ("QuantExperts",),
-    "quant.kernels.linear.oracle": ("set_weight_cache",),
-    "quant.kernels.linear.quant_linear": ("QuantLinear",),
     "quant.models.open_model": ("Source", "open_model"),
     "quant.recipes.layers": ("LayerKind",),
     "quant.recipes.plan": ("LayerPlan", "Plan"),
-    "quant.recipes.plan_edit": ("edit_plan",),
     "quant.recipes.plan_make": ("make_plan",),
     "quant.recipes.recipe": ("Recipe", "Rule"),
-    "quant.report.render": ("render_html",),
     "quant.report.report": ("Report",),
     "quant.run.quantize": ("quantize",),
     "quant.training.distill": ("DistillMixin", "distill"),
@@ -86,6 +128,22 @@ _HOME = {name: module for module, names in _PUBLIC.items() for name in names}
 
 __all__ = ["__version__", *_HOME]
 
+# Names that were attributes of `quant` up to 0.2, and what they are called since; the table goes with 0.4.
+_RENAMED = {
+    "Allocation": "quant.calibration.allocation.allocate.Allocation",
+    "QuantExperts": "quant.kernels.linear.expert_modules.QuantExperts",
+    "QuantLinear": "quant.kernels.linear.quant_linear.QuantLinear",
+    "QuantizedKVCache": "quant.generate.quantized_kv_cache.QuantizedKVCache",
+    "TaskScore": "quant.adapters.tasks.TaskScore",
+    "calibrate": "quant.calibration.walk.collect.calibrate",
+    "edit_plan": "Plan.set",
+    "evaluate_tasks": "quant.adapters.tasks.evaluate_tasks",
+    "modelopt_config": "quant.adapters.modelopt_names.modelopt_config",
+    "quantized_attention": "quant.generate.quantized_attention.quantized_attention",
+    "render_html": "Report.to_html",
+    "set_weight_cache": "quant.kernels.linear.oracle.set_weight_cache",
+}
+
 
 def _edit_plan(plan: Any, setting: str, whole_groups: bool) -> Any:
     """Carries out `Plan.set`, whose room may not import the editing of plans."""
@@ -93,6 +151,8 @@ def _edit_plan(plan: Any, setting: str, whole_groups: bool) -> Any:
 
 
 def __getattr__(name: str) -> Any:
+    if name in _RENAMED:
+        raise AttributeError(f"quant.{name} is {_RENAMED[name]} since 0.3")
     if name not in _HOME:
         raise AttributeError(f"module 'quant' has no attribute {name!r}")
     value = getattr(importlib.import_module(_HOME[name]), name)

@@ -29,10 +29,8 @@ from pathlib import Path
 from typing import Any, TypedDict, get_type_hints
 
 from quant.base.atomic import write_atomically
-from quant.base.errors import known_names
-from quant.base.html_table import html_table
-from quant.base.json_data import check_fields, typed
-from quant.base.json_files import json_text, read_json
+from quant.base.errors import html_table, known_names
+from quant.base.json_files import check_fields, json_text, read_json, typed
 from quant.formats.format import FORMATS, FP8_HEAD, Format, cache_format, get_format, parse_format
 from quant.recipes.layers import LayerKind
 from quant.recipes.solver_names import DEFAULT_OBSERVER

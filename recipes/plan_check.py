@@ -1,6 +1,6 @@
 """Checks a plan against a model and a runtime by shapes, and reports all problems at once.
 
-The layers that a plan is checked against come from `quant.models.stored_layers`, which reads no weight.
+The layers that a plan is checked against come from `quant.models.configs`, which reads no weight.
 """
 
 from __future__ import annotations
@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from quant.base.errors import UserError, counted
-from quant.base.json_data import JsonData, typed
-from quant.base.json_files import read_json
+from quant.base.json_files import JsonData, read_json, typed
 from quant.recipes.groups import patterns
 from quant.recipes.layers import Layer, LayerKind
 from quant.recipes.plan import Guard, LayerPlan, Plan

@@ -20,14 +20,14 @@ from quant.calibration.solvers.registry import get_solver
 from quant.formats.format import cache_format, parse_format
 from quant.recipes.blocks import block_names
 from quant.recipes.callers_model import check_original, unwrapped
-from quant.recipes.effort import solver_of
 from quant.recipes.groups import Watched, group_experts, group_unseen, patterns, watching, without_group
 from quant.recipes.layers import Layer, LayerKind, find_layers, layers_of_state_dict
-from quant.recipes.module_hooks import other_tensors, run_with
+from quant.recipes.module_replacement import other_tensors, run_with
 from quant.recipes.plan import ODD_INPUTS, LayerPlan, Plan
 from quant.recipes.plan_check import BY_NAME, NOT_RUN, NOT_SEEN
 from quant.recipes.recipe import KEEP, Recipe, Rule, get_recipe, matched
 from quant.recipes.resolve import resolve
+from quant.recipes.solver_names import solver_of
 
 
 def make_plan(

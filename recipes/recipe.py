@@ -52,7 +52,7 @@ class Recipe:
         name: the name as the plan's reasons spell it.
         weight: weight format name, or "keep".
         activation: activation format name, or "keep".
-        solver: key of `SOLVERS`, or several joined by "+"; None leaves it to the effort, see `quant.recipes.effort`.
+        solver: key of `SOLVERS`, or several joined by "+"; None leaves it to the effort, see `quant.recipes.solver_names`.
         kv_cache: KV-cache format name, or "keep".
         attention: attention format name, or "keep".
         guard: "LIMIT FORMAT …": a layer whose relative output error exceeds the limit gets the next format.

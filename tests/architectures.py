@@ -47,7 +47,7 @@ from quant.export.checkpoint.files.names import cut_experts, expert_names
 from quant.export.checkpoint.load import load
 from quant.kernels.linear.expert_modules import ExpertStack
 from quant.models.huggingface import patch_forward
-from quant.recipes.expert_stacks import expert_matrices
+from quant.recipes.layers import expert_matrices
 from quant.recipes.layers import LayerKind
 from quant.recipes.plan import PLAN_FILE, Plan
 from quant.run.request import Request

@@ -47,7 +47,7 @@ def _seed() -> None:
 @pytest.fixture(autouse=True)
 def _rounding(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tests that name no solver round to nearest, in milliseconds; `test_effort.py` tests the users' default."""
-    monkeypatch.setattr("quant.recipes.effort.DEFAULT", 0)
+    monkeypatch.setattr("quant.recipes.solver_names.DEFAULT_EFFORT", 0)
 
 
 @pytest.fixture(autouse=True)

@@ -321,7 +321,7 @@ def test_a_planted_violation_is_caught(path: str, source: str, problem: str) -> 
 @pytest.mark.parametrize(
     ("path", "source"),
     [
-        ("formats/a.py", "import math\nimport torch\nfrom quant.formats.number import E2M1"),
+        ("formats/a.py", "import math\nimport torch\nfrom quant.formats.format import E2M1"),
         ("calibration/a.py", "from quant.kernels.base.hardware import GPUS\nfrom quant.recipes.plan import Plan"),
         ("export/a.py", "import torch\n\ndef f():\n    import onnx"),
         ("export/a.py", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import onnx"),

@@ -132,7 +132,7 @@ values = torch.tensor([0.25, 0.75, 2.5, 5.0, -9.0])
 print(json.dumps([number.__file__, rounding.round_to(values, number.E2M1).tolist()]))
 """
     file, rounded = json.loads(run_installed(installed, code))
-    assert Path(file) == installed / "quant/formats/number.py"
+    assert Path(file) == installed / "quant/formats/format.py"
     assert rounded == [0.0, 1.0, 2.0, 4.0, -6.0]
 
 

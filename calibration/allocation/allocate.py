@@ -67,7 +67,7 @@ from quant.formats.tensor import moved
 from quant.kernels.linear.install import calling_encoder_layers
 from quant.recipes.blocks import stored_dtype
 from quant.recipes.layers import LayerKind
-from quant.recipes.plain_layers import as_linears
+from quant.recipes.module_replacement import as_linears
 from quant.recipes.plan import LayerPlan, Plan, groups_of
 from quant.recipes.plan_make import make_plan
 from quant.recipes.recipe import KEEP, Recipe, matched

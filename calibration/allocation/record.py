@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from quant.base.errors import counted
-from quant.base.json_data import JsonData
+from quant.base.json_files import JsonData
 
 
 class BudgetKind(StrEnum):

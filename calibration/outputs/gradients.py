@@ -47,9 +47,9 @@ from quant.calibration.shrinkage import MomentSpread
 from quant.calibration.statistics import LayerStats, MomentSum, add_up, rows_of
 from quant.kernels.linear.expert_modules import can_run_experts_one_by_one, experts_forward
 from quant.recipes.blocks import block_names, removing
-from quant.recipes.expert_stacks import Stacking, stacking_of_experts
+from quant.recipes.layers import Stacking, stacking_of_experts
 from quant.recipes.layers import LayerKind, output_head
-from quant.recipes.module_hooks import forwarding, other_tensors, run_with
+from quant.recipes.module_replacement import forwarding, other_tensors, run_with
 from quant.recipes.plan import LayerPlan
 
 CLIP = 3.0

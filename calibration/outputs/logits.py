@@ -14,7 +14,7 @@ from torch import nn
 from quant.calibration.attention_names import text_config
 from quant.calibration.texts.rows import trial_rows
 from quant.recipes.blocks import output_of
-from quant.recipes.module_hooks import forwarding
+from quant.recipes.module_replacement import forwarding
 
 # 32 MB of FP32 logits on a CPU; more on a GPU, so that fewer kernels are launched. Some six such tensors exist at once
 # where a loss has a gradient.

@@ -28,7 +28,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from quant.base.errors import known_names
-from quant.base.json_data import typed
+from quant.base.json_files import typed
 from quant.base.json_files import read_json
 from quant.calibration.attention_names import text_config
 from quant.calibration.sensitivity.table import Candidate

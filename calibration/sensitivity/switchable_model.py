@@ -37,9 +37,9 @@ from quant.calibration.walk.collect import collect_input_amax
 from quant.formats.tensor import BlockScaledTensor
 from quant.kernels.linear.expert_modules import ExpertStack, can_run_experts_one_by_one, experts_forward
 from quant.recipes.blocks import block_names
-from quant.recipes.expert_stacks import Stacking, expert_matrices, stacking_of_experts
+from quant.recipes.layers import Stacking, expert_matrices, stacking_of_experts
 from quant.recipes.layers import LayerKind
-from quant.recipes.module_hooks import Substitute, forwarding, take_hooks
+from quant.recipes.module_replacement import Substitute, forwarding, take_hooks
 from quant.recipes.plan import LayerPlan
 
 # Bytes of a GPU that stay free for activations and logits; dense weights may take half of the memory above that.

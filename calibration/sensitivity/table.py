@@ -21,7 +21,7 @@ from functools import cached_property
 from pathlib import Path
 
 from quant.base.errors import known_names
-from quant.base.json_data import JsonData
+from quant.base.json_files import JsonData
 from quant.base.json_files import read_json, write_json
 from quant.formats.format import Format, get_format, is_16bit, parse_format
 from quant.recipes.plan import LayerPlan, Parts

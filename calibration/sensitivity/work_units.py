@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from quant.base.atomic import write_atomically
-from quant.base.json_data import typed
+from quant.base.json_files import typed
 from quant.base.json_files import read_json
 from quant.calibration.ranks import gathered, rank_and_world, wait_for_all
 from quant.calibration.session import Session

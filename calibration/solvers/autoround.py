@@ -29,13 +29,12 @@ from torch.nn.functional import pad
 
 from quant.calibration.solvers.rotation import matrix_of
 from quant.calibration.statistics import round_activation
-from quant.formats.format import Format
-from quant.formats.number import E4M3
+from quant.formats.format import E4M3, Format
 from quant.formats.rounding import decode, round_to
 from quant.formats.tensor import BlockScaledTensor, quantize_with_scale
 from quant.kernels.linear.quant_linear import RunTimeParts
 from quant.recipes.blocks import Call, output_of
-from quant.recipes.module_hooks import Substitute, take_hooks
+from quant.recipes.module_replacement import Substitute, take_hooks
 
 
 @dataclass(frozen=True, eq=False)

@@ -37,14 +37,269 @@ from torch.nn.functional import pad
 
 from quant.base.parallel import in_parts
 from quant.calibration.fast_matmul import SplitMatrix
-from quant.calibration.solvers.block_search import round_with_feedback, search_block, search_threads, to_errors
-from quant.calibration.solvers.factor import Factor, block_factors, block_order, corrected_weight, factorize
+from quant.calibration.ranks import Exchange, dealt, rank_and_world, shares_rows
 from quant.calibration.solvers.interfaces import required_stats
-from quant.calibration.solvers.row_parallel import LEAST_ROWS, WHOLE, solve_by_rows
+from quant.calibration.solvers.row_parallel import LEAST_ROWS, WHOLE, search_threads, solve_by_rows
 from quant.calibration.statistics import LayerStats, diagonal_blocks
-from quant.formats.format import Format
-from quant.formats.number import E4M3, Number
+from quant.formats.format import E4M3, Format, Number
+from quant.formats.rounding import round_to
+from quant.formats.scaling import SCALE_RULES, candidate_scales, nonzero
 from quant.formats.tensor import BlockScaledTensor, choose_scale, quantize_with_scale
+
+# A `Factor` is the damped second moment of a layer's inputs and its inverse Cholesky factor, which solvers work with.
+#
+# With M = mean of x xᵀ over the calibration tokens, damped on its diagonal, U is upper triangular with M⁻¹ = Uᵀ U. Its
+# row j says how later columns compensate an error of column j (see `gptq`), and M⁻¹ itself is never formed.
+#
+# A `LossMetric` is a factor of the other side. In the loss of the whole model an error E of a weight costs tr(A E M Eᵀ),
+# see `kfac`: with A = L Lᵀ it is the error of outputs by M alone, of Lᵀ E. Solvers that minimize a squared error of
+# outputs, such as AWQ's search or a low-rank branch, minimize the loss instead when they are given Lᵀ W for the weight W.
+
+
+# Columns of a factor that are taken together on a CPU and on a GPU, and the number of such slabs that ranks share.
+_SLAB, _SLAB_GPU, _SHARED_SLABS = 256, 2048, 4
+
+
+@dataclass(frozen=True)
+class Factor:
+    """A damped second moment and its inverse Cholesky factor.
+
+    Attributes:
+        moment: M with damping, float32 `[in, in]`.
+        inverse: U, upper triangular, with M⁻¹ = Uᵀ U.
+        damping: the share of the diagonal's mean that was added to it.
+        order: inputs in the order in which rows and columns of both matrices stand; None for the weight's own.
+    """
+
+    moment: Tensor
+    inverse: Tensor
+    damping: float
+    order: Tensor | None = None
+
+
+def block_order(power: Tensor, width: int) -> Tensor:
+    """Returns the order of the inputs, int64 `[in]`, the loudest first.
+
+    Blocks of `width` inputs are sorted by their sums, and then the inputs within each block.
+
+    Args:
+        power: the second moment's diagonal, `[in]`.
+        width: inputs of a block; a shorter block at the end stays there.
+    """
+    whole = len(power) // width * width
+    blocks = power[:whole].view(-1, width)
+    ranks = blocks.argsort(dim=1, descending=True, stable=True)
+    inputs = torch.arange(whole, device=power.device).view(-1, width).gather(1, ranks)
+    after_blocks = whole + power[whole:].argsort(descending=True, stable=True)
+    return torch.cat([inputs[blocks.sum(1).argsort(descending=True, stable=True)].flatten(), after_blocks])
+
+
+def factorize(second_moment: Tensor, damping: float = 0.01, order: Tensor | None = None) -> Factor:
+    """Damps a second moment until it can be inverted. A channel that is never active is not coupled to others.
+
+    Args:
+        second_moment: M, `[in, in]`.
+        damping: added to the diagonal, as a fraction of its mean.
+        order: the order of the inputs in the result; None leaves them in theirs.
+
+    Raises:
+        ValueError: not even a tenfold diagonal helps, which only NaN or infinity can cause.
+    """
+    diagonal = second_moment.diagonal()
+    mean = nonzero(diagonal.mean())
+    # λ · mean(diag M) on the diagonal, as GPTQ's `percdamp`; mean(diag M) for a dead channel, whose row is zero.
+    diagonal = diagonal if order is None else diagonal[order]
+    used = damping
+    while used <= 10:
+        moment = second_moment.clone() if order is None else second_moment[order][:, order]
+        moment.diagonal().add_(torch.where(diagonal > 0, used * mean, mean))
+        # M = R Rᵀ with R upper (a Cholesky of the flipped matrix), so U = R⁻¹: one factorization, no M⁻¹.
+        lower, info = torch.linalg.cholesky_ex(moment.flip(0, 1))
+        if int(info) == 0:
+            return Factor(moment, inverse_of_upper(lower.flip(0, 1)), used, order)
+        used = max(10 * used, 1e-4)
+    raise ValueError("the second moment of the inputs cannot be inverted: it holds NaN or infinity")
+
+
+def inverse_of_upper(upper: Tensor) -> Tensor:
+    """Returns the inverse of an upper triangular matrix `[in, in]`, computed some columns at a time.
+
+    Columns that end at input k have zeros below it, so that k rows and columns of the matrix are enough for them: in
+    all a third of the operations. Ranks that solve one weight together share the columns of a large matrix; one rank
+    takes the same ones together, because a product of other sizes may add up in another order.
+    """
+    # Columns [start, stop) of the inverse U need only the leading stop × stop part of R.
+    slabs = _slabs(upper)
+    rank, shared = rank_and_world()[0], shares_rows() and len(slabs) >= _SHARED_SLABS
+    owners = dealt([stop**2 * (stop - start) for start, stop in slabs.items()]) if shared else [rank] * len(slabs)
+    own: list[tuple[int, list[torch.Tensor]]] = []
+    for (start, stop), owner in zip(slabs.items(), owners, strict=True):
+        if owner == rank:
+            ones = upper.new_zeros(stop, stop - start)
+            ones[start:].fill_diagonal_(1)
+            own.append((start, [torch.linalg.solve_triangular(upper[:stop, :stop], ones, upper=True)]))
+    inverse = torch.zeros_like(upper)
+    for start, (slab,) in Exchange(upper.device).in_order(own) if shared else own:
+        inverse[: slabs[start], start : slabs[start]] = slab
+    return inverse
+
+
+def _slabs(upper: Tensor) -> dict[int, int]:
+    """Returns the starts and stops of runs of columns of a triangular matrix."""
+    width = _SLAB_GPU if upper.is_cuda else _SLAB
+    return {start: min(start + width, len(upper)) for start in range(0, len(upper), width)}
+
+
+def _times_inverse(x: Tensor, upper: Tensor, parts: Sequence[slice]) -> Tensor:
+    """Returns `x` M⁻¹ = (`x` Uᵀ) U of `[n, in]`, U's zeros left out: little more than half of the operations."""
+    slabs, inverse = _slabs(upper), SplitMatrix(upper)
+    step, half, result = SplitMatrix(x), torch.empty_like(x), torch.empty_like(x)
+    for start, stop in slabs.items():
+        for rows in parts:
+            half[rows, start:stop] = step[rows, start:] @ inverse[start:stop, start:].t()
+    step = SplitMatrix(half)
+    for start, stop in slabs.items():
+        for rows in parts:
+            result[rows, start:stop] = step[rows, :stop] @ inverse[:stop, start:stop]
+    return result
+
+
+def corrected_weight(
+    weight: Tensor,
+    drift: Tensor | None,
+    factor: Factor,
+    residual: Tensor | None = None,
+    parts: Sequence[slice] = WHOLE,
+) -> Tensor:
+    """Returns W + (W drift + residual) M⁻¹: maps the inputs as they are closest to the outputs as they should be.
+
+    Args:
+        weight: `[out, in]`.
+        drift: mean of (r - x) xᵀ, `[in, in]`; None for no such term.
+        factor: the factor of the second moment.
+        residual: mean of s xᵀ, `[out, in]`, with s the error that the output makes up for; None for no such term.
+        parts: rows whose products are computed apart from other rows' products.
+    """
+    if drift is None and residual is None:
+        return weight
+    if drift is None:
+        step = torch.zeros_like(weight)
+    else:
+        original, errors = SplitMatrix(weight), SplitMatrix(drift)
+        step = torch.cat([original[rows] @ errors for rows in parts])
+    if residual is not None:
+        step += residual
+    if factor.order is None:
+        return weight + _times_inverse(step, factor.inverse, parts)
+    return weight.index_add(1, factor.order, _times_inverse(step[:, factor.order], factor.inverse, parts))
+
+
+def block_factors(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns inverses of positive definite blocks `[..., k, k]`, and their upper factors U with C⁻¹ = Uᵀ U."""
+    lower = torch.linalg.cholesky(blocks.flip(-2, -1))
+    eye = torch.eye(blocks.shape[-1], dtype=blocks.dtype, device=blocks.device).expand_as(blocks)
+    uppers = torch.linalg.solve_triangular(lower.flip(-2, -1), eye, upper=True)
+    return uppers.mT @ uppers, uppers
+
+
+# `search_block` rounds one block of a weight under a quadratic loss: it chooses the scale and the values.
+#
+# A block is `[k, n]`: k neighbouring inputs of n rows of the weight, transposed so that one input is contiguous. Its
+# loss is (w - q) C (w - q)ᵀ for every row, and C comes as the upper factor U of its inverse, C⁻¹ = Uᵀ U. In these
+# terms the loss is Σ e_j² with
+#
+#     e_j = (w_j - Σ_{i<j} e_i U_ij - q_j) / U_jj
+#
+# so a greedy choice of each q_j, the value nearest to the terms before it in the bracket, is error feedback. Greedy
+# is not optimal, but the loss it reaches is known exactly, and candidate scales are compared by it.
+
+
+def round_with_feedback(
+    block: torch.Tensor, inverse: torch.Tensor, step: torch.Tensor, element: Number
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the values and errors e of a block on each of several grids, both `[k, candidates, n]`.
+
+    Args:
+        block: `[k, n]`.
+        inverse: U, `[k, k]`.
+        step: positive grid steps `[k, candidates, n]`; k may be 1 where all inputs share theirs.
+        element: the grid.
+    """
+    values = block.new_empty(len(block), *step.shape[1:])
+    errors = torch.empty_like(values)
+    step = step.expand_as(values)
+    for j in range(len(block)):
+        target = block[j]
+        if j:
+            target = target - (inverse[:j, j] @ errors[:j].flatten(1)).view(step.shape[1:])
+        values[j] = _nearest(target / step[j], element).mul_(step[j])
+        torch.sub(target, values[j], out=errors[j]).div_(inverse[j, j])
+    return values, errors
+
+
+def search_block(
+    block: torch.Tensor, inverse: torch.Tensor, format: Format, global_scale: torch.Tensor, shortlist: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Returns the best values found for a block, and their scale.
+
+    All candidate scales are tried without feedback first; the best `shortlist` of each row are tried with it.
+
+    Args:
+        block: `[k, n]`.
+        inverse: U, `[k, k]`.
+        format: one scale a row of the block.
+        global_scale: float32 scalar, 1 for formats without one.
+        shortlist: how many candidates get the full trial.
+
+    Returns:
+        Values and errors e `[k, n]`, and block scales `[n]`.
+    """
+    scales = block_scales(block, format, global_scale)
+    if shortlist < len(scales):
+        loss = _losses(block, inverse, format, scales * global_scale)
+        scales = scales.gather(0, loss.topk(shortlist, dim=0, largest=False).indices)
+    values, errors = round_with_feedback(block, inverse, (scales * global_scale)[None], format.element)
+    best = errors.square().sum(0).argmin(0, keepdim=True)
+    index = best.expand(len(block), 1, -1)
+    return values.gather(1, index)[:, 0], errors.gather(1, index)[:, 0], scales.gather(0, best)[0]
+
+
+def block_scales(block: torch.Tensor, format: Format, global_scale: torch.Tensor) -> torch.Tensor:
+    """Returns the candidate scales of each row, `[candidates, n]`."""
+    amax = block.abs().amax(0)
+    if format.scale is E4M3:
+        return torch.stack(candidate_scales(amax, format, global_scale))
+    # Powers of two (E8M0) and wide scales: the rule `max`, then the search's candidates around it.
+    nearest = SCALE_RULES["max"](block.t()[:, None, None], format, global_scale)
+    searched = candidate_scales(amax.view_as(nearest), format, global_scale)
+    return torch.stack([scale.view(-1) for scale in (nearest, *searched)])
+
+
+def to_errors(inverse: torch.Tensor) -> torch.Tensor:
+    """Returns u⁻ᵀ, which maps w - q to the errors e."""
+    eye = torch.eye(len(inverse), dtype=inverse.dtype, device=inverse.device)
+    errors: torch.Tensor = torch.linalg.solve_triangular(inverse.t(), eye, upper=False)
+    return errors
+
+
+def _losses(block: torch.Tensor, inverse: torch.Tensor, format: Format, step: torch.Tensor) -> torch.Tensor:
+    """Returns the losses where every value is rounded to nearest on a grid of `step` `[candidates, n]`."""
+    in_steps = block[:, None] / step
+    # In grid steps, which are squared and multiplied in only after the sum.
+    off = _nearest(in_steps, format.element).sub_(in_steps)
+    return (to_errors(inverse) @ off.flatten(1)).square_().sum(0).view(step.shape).mul_(step).mul_(step)
+
+
+def _nearest(x: torch.Tensor, number: Number) -> torch.Tensor:
+    """Returns `round_to` in fewer passes over memory, for float grids that no dtype has; zeros lose their sign."""
+    if number.torch_dtype is not None or number.is_integer:
+        return round_to(x, number)
+    x = x.clamp(-number.max, number.max)
+    # 1.5 · 2^(23 - mantissa) powers of two: adding it leaves room for only the grid's digits, rounded to even.
+    magic = (x.view(torch.int32) & 0x7F800000).view(torch.float32)
+    magic.clamp_(min=number.min_normal).mul_(1.5 * 2.0 ** (23 - number.mantissa))
+    return x.add_(magic).sub_(magic)
+
 
 # Columns whose feedback to the rest of the matrix is gathered into one product.
 _LAZY = 128

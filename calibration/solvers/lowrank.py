@@ -24,13 +24,72 @@ fixed, and `refit_branches` fits the branch to W - Q: it takes up the largest pa
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import accumulate
 
 import torch
 
-from quant.calibration.solvers.factor import LossMetric, blocks_between, corrected_weight, factorize
+from quant.calibration.solvers.gptq import corrected_weight, factorize
 from quant.calibration.statistics import LayerStats
+from quant.formats.scaling import nonzero
+
+# Added to the diagonal of A, as a fraction of its mean: the first one with which A has a Cholesky factor.
+_OUTPUT_DAMPING = (0.001, 0.01, 0.1, 1.0)
+
+
+class LossMetric:
+    """A factor of A, by which weights are taken into the metric of the loss and back.
+
+    Args:
+        blocks: the diagonal blocks of A, `[k, k]`, whose sizes add up to the outputs of the weight; none for A = 1.
+        damping: added to the diagonal of A at the least, as a fraction of its mean.
+    """
+
+    def __init__(self, blocks: Sequence[torch.Tensor], damping: float = _OUTPUT_DAMPING[0]) -> None:
+        self.sizes = [len(block) for block in blocks]
+        self.factors = [_factor(block.float(), damping) for block in blocks]
+
+    def enter(self, weight: torch.Tensor) -> torch.Tensor:
+        """Returns Lᵀ W of `[out, n]`, in the dtype of W."""
+        if not self.sizes:
+            return weight
+        return torch.cat([factor.to(rows).t() @ rows for factor, rows in self._parts(weight)])
+
+    def leave(self, weight: torch.Tensor) -> torch.Tensor:
+        """Returns L⁻ᵀ W of `[out, n]`: `enter` undone."""
+        if not self.sizes:
+            return weight
+        solved = [
+            torch.linalg.solve_triangular(factor.to(rows).t(), rows, upper=True) for factor, rows in self._parts(weight)
+        ]
+        return torch.cat(solved)
+
+    def _parts(self, weight: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        return list(zip(self.factors, weight.split(self.sizes), strict=True))
+
+
+def blocks_between(blocks: Sequence[torch.Tensor], start: int, stop: int) -> list[torch.Tensor]:
+    """Returns the diagonal blocks of A for some neighbouring outputs, cut where they reach beyond these."""
+    ends = list(accumulate(len(block) for block in blocks))
+    spans = [(max(start - end + len(b), 0), min(stop - end, 0) + len(b)) for end, b in zip(ends, blocks, strict=True)]
+    return [block[a:b, a:b] for (a, b), block in zip(spans, blocks, strict=True) if a < b]
+
+
+def _factor(block: torch.Tensor, least: float) -> torch.Tensor:
+    """Returns the lower L with L Lᵀ = A, damped, of a float32 block `[k, k]` of A."""
+    mean = nonzero(block.diagonal().mean())
+    for damping in (step for step in _OUTPUT_DAMPING if step >= least):
+        damped = block.clone()
+        damped.diagonal().add_(damping * mean)
+        lower: torch.Tensor
+        lower, info = torch.linalg.cholesky_ex(damped)
+        # Rounding gives A negative eigenvalues where a few outputs have gradients far above the others'.
+        if int(info) == 0:
+            return lower
+    # Each output by itself; 1e-6 of the mean keeps it invertible.
+    return block.diagonal().clamp(min=1e-6 * float(mean)).sqrt().diag()
+
 
 Branch = tuple[torch.Tensor, torch.Tensor]
 _PLAIN = LossMetric(())

@@ -19,10 +19,8 @@ import torch
 from torch import Tensor
 
 from quant.calibration.statistics import LayerStats
-from quant.formats.format import Format
-from quant.formats.number import E2M1, E4M3, FP32
-from quant.formats.packing import pack
-from quant.formats.rounding import round_to
+from quant.formats.format import E2M1, E4M3, FP32, Format
+from quant.formats.rounding import pack, round_to
 from quant.formats.scaling import amax_over_blocks, global_scale_of
 from quant.formats.tensor import BlockScaledTensor, checked_amax, choose_scale, quantize, quantize_with_scale
 

@@ -26,8 +26,7 @@ from quant.calibration.solvers.kfac import Kfac
 from quant.calibration.solvers.local_hessian import LocalHessian
 from quant.calibration.solvers.peers import Peer, quantize_like_compressed_tensors, quantize_like_modelopt
 from quant.calibration.statistics import LayerStats
-from quant.formats.format import Format
-from quant.formats.number import E4M3, E8M0
+from quant.formats.format import E4M3, E8M0, Format
 from quant.formats.tensor import BlockScaledTensor, quantize
 from quant.recipes.plan import LayerPlan, Plan
 from quant.recipes.solver_names import SolverSpec, parse_solver

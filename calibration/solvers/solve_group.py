@@ -18,8 +18,7 @@ from quant.calibration.solvers.interfaces import Solver, shared_global_scale
 from quant.calibration.solvers.peers import Peer
 from quant.calibration.solvers.row_parallel import TOGETHER
 from quant.calibration.statistics import LayerStats
-from quant.formats.format import Format
-from quant.formats.number import BF16, FP16
+from quant.formats.format import BF16, FP16, Format
 from quant.formats.tensor import BlockScaledTensor, checked_amax
 
 _STORED_NUMBER = {torch.float16: FP16, torch.bfloat16: BF16}

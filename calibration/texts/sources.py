@@ -39,7 +39,7 @@ from quant.calibration.texts.row_checks import run_probe
 from quant.calibration.texts.rows import calibration_rows, token_rows
 from quant.models.files import SourceKind
 from quant.models.open_model import Source
-from quant.models.watched_files import spot_hash
+from quant.models.files import spot_hash
 from quant.recipes.plan import Plan
 from quant.recipes.plan_make import make_plan, run_on_meta
 

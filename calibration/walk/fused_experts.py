@@ -34,9 +34,8 @@ from quant.calibration.solvers.solve_group import all_solved, solve_matrices
 from quant.calibration.statistics import LayerStats, round_activation
 from quant.calibration.walk.block_memory import IN_MEMORY, Scratch
 from quant.calibration.walk.collect import InputNotFiniteError, put_back, watch_experts
-from quant.calibration.walk.group import Solved
+from quant.calibration.walk.group import CurrentBatch, Solved
 from quant.calibration.walk.shared_moments import Moments, pooled, slices_that_fit, stats_of
-from quant.calibration.walk.stand_in import CurrentBatch
 from quant.formats.scaling import nonzero
 from quant.formats.tensor import BlockScaledTensor
 from quant.kernels.linear.expert_modules import (
@@ -47,8 +46,8 @@ from quant.kernels.linear.expert_modules import (
 )
 from quant.kernels.linear.quant_linear import RunTimeParts
 from quant.recipes.blocks import Stop
-from quant.recipes.expert_stacks import expert_matrices, stacking_of
-from quant.recipes.module_hooks import forwarding
+from quant.recipes.layers import expert_matrices, stacking_of
+from quant.recipes.module_replacement import forwarding
 from quant.recipes.plan import LayerPlan
 
 Run = Callable[[], Any]

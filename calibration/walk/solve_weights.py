@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import nn
 
+from quant.base.errors import UserError
 from quant.base.listener import Progress
 from quant.calibration.layer_result import LayerResult, layer_result
 from quant.calibration.placement import Device, device_of
@@ -22,13 +23,12 @@ from quant.calibration.solvers.solve_group import solve_group
 from quant.calibration.walk.block_memory import Scratch
 from quant.calibration.walk.finished_layers import keep_layers, put_back
 from quant.calibration.walk.fused_experts import stacked
-from quant.calibration.walk.plan_fits import check_values
 from quant.calibration.walk.undo import restored_on_error
+from quant.export.checkpoint.files.tensor_checks import value_problem
 from quant.formats.tensor import BlockScaledTensor
 from quant.kernels.linear.conv import weight_of_conv
 from quant.kernels.linear.install import install_weight, use_expert_modules
-from quant.recipes.expert_stacks import expert_matrices
-from quant.recipes.layers import LayerKind
+from quant.recipes.layers import LayerKind, expert_matrices
 from quant.recipes.plan import LayerPlan, Plan, groups_by_input
 
 
@@ -220,3 +220,9 @@ def _parameter_of(model: nn.Module, layer: LayerPlan) -> torch.Tensor:
     if layer.kind == LayerKind.CONV and layer.weight is not None:
         return weight_of_conv(model.get_submodule(layer.name))
     return model.get_parameter(layer.tensor_name)
+
+
+def check_values(name: str, tensor: torch.Tensor, *, is_buffer: bool) -> None:
+    """Raises UserError where a tensor holds NaN or infinity."""
+    if problem := value_problem(tensor, is_buffer=is_buffer):
+        raise UserError(f"{name} {list(tensor.shape)} {problem}; repair the model, or download it again")

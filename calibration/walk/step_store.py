@@ -39,14 +39,13 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from quant.base.atomic import claimed, sync, write_atomically
-from quant.base.json_data import JsonData, typed
-from quant.base.json_files import json_text, parse_json, read_json
+from quant.base.json_files import JsonData, json_text, parse_json, read_json, typed
 from quant.base.mapped import trim_heap
 from quant.calibration.ranks import from_first, rank_and_world, wait_for_all
 from quant.calibration.session import Mapped, Step, Store
 from quant.export.checkpoint.files.directory import COMPLETE, NEW, finish_directory
 from quant.export.checkpoint.files.tensor_file import sha256_of, write_tensor_file
-from quant.models.watched_files import WatchedFiles
+from quant.models.files import WatchedFiles
 
 # A `StepFile` holds one finished step of a run: its tensors, its name, and a record of JSON.
 #

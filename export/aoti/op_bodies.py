@@ -15,7 +15,7 @@ import torch
 from quant.export.aoti.triton_linear import TritonLinear, dequantize, fp8_product
 from quant.export.onnx.translate import ConvCall
 from quant.formats.format import FORMATS, Format
-from quant.formats.packing import unpack
+from quant.formats.rounding import unpack
 from quant.formats.rounding import decode_power_of_two
 from quant.formats.tensor import BlockScaledTensor, fake_quantize
 from quant.kernels.attention.forward import fp8_attention, run_fp8_attention

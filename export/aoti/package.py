@@ -44,7 +44,7 @@ from quant.export.onnx.attention_use import check_attends
 from quant.export.onnx.decoder_graph import Attention, Graph, attending, operand_scales
 from quant.export.onnx.trace import explained
 from quant.formats.format import FORMATS, Format
-from quant.formats.number import Number
+from quant.formats.format import Number
 from quant.formats.tensor import fake_quantize
 from quant.kernels.linear.conv import QuantConv
 from quant.kernels.linear.ops import LINEAR

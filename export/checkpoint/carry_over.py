@@ -31,7 +31,7 @@ from quant.models import huggingface
 from quant.models.configs import explained, read_fields
 from quant.models.quantized_config import quantization_of
 from quant.models.quantized_tensors import QuantizedTensors
-from quant.models.torch_files import load as load_pickle
+from quant.models.state_dict import load_pickle as load_pickle
 from quant.recipes.blocks import stored_dtype
 from quant.recipes.plan import PLAN_FILE
 

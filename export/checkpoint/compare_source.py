@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from quant.base.errors import UserError
-from quant.base.json_data import JsonData
+from quant.base.json_files import JsonData
 from quant.base.json_files import text_as_in_source
 from quant.export.checkpoint.carry_over import CODES, main_dtype, source_tensors, unused_tensors
 from quant.export.checkpoint.files.names import StoredNames, cut_experts, stored_names
@@ -34,7 +34,7 @@ from quant.models.configs import read_fields
 from quant.models.files import companion_files, find_model
 from quant.models.quantized_tensors import QuantizedTensors
 from quant.recipes.blocks import stored_dtype
-from quant.recipes.expert_stacks import expert_matrices
+from quant.recipes.layers import expert_matrices
 from quant.recipes.plan import PLAN_FILE, LayerPlan, Plan
 from quant.recipes.solver_names import parse_solver
 

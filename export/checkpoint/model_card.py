@@ -19,7 +19,7 @@ from quant.base.extras import require
 from quant.base.json_files import json_text
 from quant.evaluation.evaluation import loss_text
 from quant.formats.format import FORMATS
-from quant.models.hub import hub_name
+from quant.models.files import hub_name
 from quant.recipes.plan import Plan, bits_per_weight
 from quant.recipes.plan_check import first_problem
 from quant.report.saved_report import saved_report

@@ -39,7 +39,7 @@ from quant.models import huggingface
 from quant.models.configs import check_sizes, explained, read_fields, read_generation_config
 from quant.models.prediction_heads import attach_head_layer, head_layers
 from quant.recipes.blocks import stored_dtype
-from quant.recipes.expert_stacks import stacking_of
+from quant.recipes.layers import stacking_of
 from quant.recipes.groups import group_experts, group_unseen
 from quant.recipes.layers import Layer, LayerKind, find_layers
 from quant.recipes.plan import PLAN_FILE, LayerPlan, Parts, Plan

@@ -26,7 +26,7 @@ from quant.export.checkpoint.model_card import CARD, is_own_card
 from quant.export.checkpoint.open_checkpoint import as_in_modules
 from quant.export.checkpoint.save import Destination, write_model
 from quant.models.files import companion_files
-from quant.models.origin import source_directory
+from quant.models.configs import source_directory
 from quant.models.quantized_config import IN_TRAINING
 from quant.recipes.plan import Plan
 

@@ -26,7 +26,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from quant.base.errors import UserError, known_names
-from quant.base.json_data import JsonData
+from quant.base.json_files import JsonData
 from quant.base.json_files import json_text
 from quant.calibration.texts.mixture import sample_texts
 from quant.evaluation.outputs import inputs_moved

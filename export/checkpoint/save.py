@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from quant.base.errors import UserError
-from quant.base.json_data import typed
+from quant.base.json_files import typed
 from quant.base.json_files import read_json, text_as_in_source
 from quant.calibration.session import Store
 from quant.export.checkpoint.carry_over import carried_note, carry_over, source_names
@@ -37,7 +37,7 @@ from quant.export.checkpoint.trial_load import check_experts, check_read_back, h
 from quant.formats.tensor import BlockScaledTensor
 from quant.models import huggingface
 from quant.models.files import copy_companions
-from quant.models.origin import source_directory
+from quant.models.configs import source_directory
 from quant.models.prediction_heads import head_layers
 from quant.recipes.blocks import stored_dtype
 from quant.recipes.callers_model import refuse_adapters, unwrapped

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from quant.base.json_data import JsonData, typed
+from quant.base.json_files import JsonData, typed
 from quant.base.json_files import read_json
 from quant.evaluation.fingerprint import Fingerprint, fingerprint_problem
 from quant.export.checkpoint.compare_source import compare_with_source

@@ -28,7 +28,7 @@ from quant.export.onnx.opsets import (
     widened,
 )
 from quant.formats.format import FORMATS, Format
-from quant.formats.number import E4M3
+from quant.formats.format import E4M3
 from quant.formats.tensor import fake_quantize
 from quant.kernels.attention.kv_pages import KVPages, decode_kv, write_reference
 from quant.kernels.attention.reference import fp8_attention_reference

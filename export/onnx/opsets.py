@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from quant.formats.format import Format
-from quant.formats.number import E2M1, E4M3, INT4, INT8
+from quant.formats.format import E2M1, E4M3, INT4, INT8
 
 OPSET = 23
 SERVING_OPSET = 24

@@ -34,7 +34,7 @@ from quant.export.onnx.opsets import (
     widened,
 )
 from quant.formats.format import FORMATS, Format
-from quant.formats.number import E2M1, E4M3, E8M0, INT4, INT8
+from quant.formats.format import E2M1, E4M3, E8M0, INT4, INT8
 
 # Translates quantized linears and convolutions of each format to ONNX nodes (`attention` translates attention).
 #

@@ -31,7 +31,7 @@ from torch import nn
 from quant.export.onnx.serving import new_name
 from quant.export.tensorrt.engine_file import BITS, MULTIPLYING, PRODUCTS, Engine, Kernel, KernelOperand, read_engine
 from quant.export.tensorrt.engine_weights import compare_tensors
-from quant.formats.number import E8M0
+from quant.formats.format import E8M0
 from quant.recipes.layers import LayerKind
 from quant.recipes.plan import LayerPlan, Plan
 

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from quant.export.tensorrt.engine_file import PRODUCTS, Engine, Kernel, KernelOperand
-from quant.formats.number import E4M3, INT8
+from quant.formats.format import E4M3, INT8
 from quant.kernels.linear.conv import QuantConv
 from quant.kernels.linear.quant_linear import QuantLinear
 

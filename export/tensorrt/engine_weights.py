@@ -42,7 +42,7 @@ from quant.export.tensorrt.engine_constants import (
     norms_after,
 )
 from quant.export.tensorrt.engine_file import Engine, Kernel, KernelOperand
-from quant.formats.packing import unpack
+from quant.formats.rounding import unpack
 from quant.formats.tensor import BlockScaledTensor
 from quant.kernels.linear.conv import QuantConv
 from quant.kernels.linear.quant_linear import QuantLinear

@@ -23,7 +23,7 @@ from typing import Literal, Unpack, overload
 import torch
 
 from quant.base.errors import known_names
-from quant.formats.number import E4M3
+from quant.formats.format import E4M3
 from quant.formats.scaling import finite_or_nan
 from quant.kernels.attention.attention_operands import (
     AttentionInputs,

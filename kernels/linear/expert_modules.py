@@ -18,7 +18,7 @@ from quant.kernels.linear.experts import grouped_experts_forward, grouped_linear
 from quant.kernels.linear.ops import quantized_linear
 from quant.kernels.linear.oracle import as_stored
 from quant.kernels.linear.quantized_module import QuantizedModule
-from quant.recipes.expert_stacks import Stacking
+from quant.recipes.layers import Stacking
 
 # An `ExpertStack` takes the place of the parameter in which a model holds the matrices of all experts.
 #

@@ -18,9 +18,9 @@ from quant.kernels.linear.conv import QuantConv
 from quant.kernels.linear.embedding import QuantEmbedding, embedding_refusal
 from quant.kernels.linear.expert_modules import QuantExperts, run_experts_one_by_one
 from quant.kernels.linear.quant_linear import QuantLinear, RunTimeParts
-from quant.recipes.expert_stacks import stacking_of
+from quant.recipes.layers import stacking_of
 from quant.recipes.layers import LayerKind
-from quant.recipes.module_hooks import take_over
+from quant.recipes.module_replacement import take_over
 from quant.recipes.plan import LayerPlan, Plan
 
 # `call_encoder_layers` makes torch's encoder layers call their linear layers, which they otherwise multiply by.

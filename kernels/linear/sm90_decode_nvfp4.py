@@ -21,7 +21,7 @@ import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from quant.formats.number import E2M1, E4M3
+from quant.formats.format import E2M1, E4M3
 from quant.formats.tensor import BlockScaledTensor
 from quant.kernels.base.launch_cache import CachedLaunch
 

@@ -20,7 +20,7 @@ import torch
 import triton
 import triton.language as tl
 
-from quant.formats.number import E4M3
+from quant.formats.format import E4M3
 from quant.formats.tensor import BlockScaledTensor
 from quant.kernels.base.hardware import current
 from quant.kernels.base.launch_cache import BoundedTable, CachedLaunch

@@ -28,7 +28,7 @@ import triton
 import triton.language as tl
 
 from quant.formats.format import FORMATS, Format
-from quant.formats.number import Number
+from quant.formats.format import Number
 from quant.formats.scaling import global_scale_of
 from quant.kernels.base.launch_cache import CachedLaunch
 from quant.kernels.base.portable_small_floats import nearest_e2m1

@@ -23,7 +23,7 @@ from collections.abc import Sequence
 import torch
 from torch.nn import functional
 
-from quant.formats.number import E4M3
+from quant.formats.format import E4M3
 from quant.formats.rounding import decode_power_of_two, encode, encode_power_of_two
 from quant.formats.scaling import divided
 from quant.kernels.base.hardware import current

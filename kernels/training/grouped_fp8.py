@@ -17,7 +17,7 @@ import torch
 from torch.nn import functional
 from torch.nn.functional import pad
 
-from quant.formats.number import E4M3
+from quant.formats.format import E4M3
 from quant.formats.rounding import decode_power_of_two, encode, encode_power_of_two, round_to
 from quant.formats.scaling import divided
 from quant.kernels.base.hardware import has_triton

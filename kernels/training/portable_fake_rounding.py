@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 
 from quant.formats.format import FORMATS, INPUT_FORMATS, Format
-from quant.formats.number import E4M3
+from quant.formats.format import E4M3
 from quant.kernels.base import hardware
 from quant.kernels.base.launch_cache import CachedLaunch
 from quant.kernels.base.portable_small_floats import from_e4m3, to_e4m3

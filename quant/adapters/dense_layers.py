@@ -16,8 +16,8 @@ from torch import nn
 
 from quant.base.errors import UserError
 from quant.kernels.linear.quant_linear import QuantLinear
-from quant.recipes.expert_stacks import Stacking
-from quant.recipes.module_hooks import take_over
+from quant.recipes.layers import Stacking
+from quant.recipes.module_replacement import take_over
 
 # Quantized layers are dequantized here, to be changed in 16 bit and then quantized again.
 

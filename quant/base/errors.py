@@ -4,11 +4,29 @@ from __future__ import annotations
 
 import difflib
 import functools
+import html
 import inspect
 import re
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
+
+# `html_table` writes a small table for notebooks, with every cell escaped.
+
+
+def html_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Returns a table as HTML.
+
+    Args:
+        head: the names of the columns.
+        rows: the cells of each row, as text.
+    """
+
+    def row(cells: Sequence[str], tag: str) -> str:
+        return f"<tr>{''.join(f'<{tag}>{html.escape(cell)}</{tag}>' for cell in cells)}</tr>"
+
+    return f"<table>{row(head, 'th')}{''.join(row(cells, 'td') for cells in rows)}</table>"
+
 
 # `known_names` ends the message of an error about an unknown name: the known ones, and the nearest of them.
 

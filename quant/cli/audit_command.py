@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from quant.base.errors import UserError, counted, printable
-from quant.base.json_data import typed
+from quant.base.json_files import typed
 from quant.base.json_files import read_json
 from quant.cli.command import JSON, QUIET, REVISION, TRUST, Command, print_json
 from quant.cli.console import page, stages, status

@@ -10,8 +10,8 @@ import click
 from quant.base.extras import importing
 from quant.cli.command import DEVICE, JSON, QUIET, SEED, TRUST, Command, command_line, print_json
 from quant.cli.console import CONSOLE, listener
-from quant.models.read_ahead import read_ahead
-from quant.models.text_imports import skip_image_packages
+from quant.models.startup import read_ahead
+from quant.models.startup import skip_image_packages
 from quant.training.distill_options import DistillOptions
 
 

@@ -25,7 +25,7 @@ from quant.cli.completion import MODELS
 from quant.cli.console import bar, listener, page
 from quant.cli.tables import fitting, print_table
 from quant.evaluation.evaluation import loss_text
-from quant.models.watched_files import WatchedFiles
+from quant.models.files import WatchedFiles
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -16,7 +16,7 @@ from quant.cli.tables import print_plan, print_table
 from quant.export.checkpoint.files.directory import check_apart
 from quant.formats.format import FORMATS
 from quant.models.files import find_checkpoint
-from quant.recipes.effort import EFFORTS, solver_of
+from quant.recipes.solver_names import EFFORTS, solver_of
 from quant.recipes.plan import PLAN_FILE, Plan
 from quant.recipes.recipe import KEEP, presets
 from quant.recipes.solver_names import METHODS, ROUNDINGS, parse_solver

@@ -16,7 +16,7 @@ from quant.cli.completion import MODELS, RUNTIMES
 from quant.cli.console import page
 from quant.cli.tables import print_plan, print_table
 from quant.export.checkpoint.files.directory import check_apart
-from quant.models.stored_layers import stored_layers
+from quant.models.configs import stored_layers
 from quant.recipes.plan import PLAN_FILE, Plan
 from quant.recipes.plan_check import Problem, places_of, read_plan, validate
 from quant.recipes.plan_edit import Change, diff, edit, parse_setting, set_guard_and_observer, set_kv_cache, totals

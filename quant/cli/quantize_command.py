@@ -15,8 +15,8 @@ from quant.cli.command import DEVICE, DEVICES, JSON, QUIET, SEED, Command, comma
 from quant.cli.completion import FORMAT_NAMES, MODELS, OBSERVERS, PRESET_LIST, PRESETS, RUNTIMES, SOLVERS, SOURCES
 from quant.cli.console import CONSOLE, listener
 from quant.cli.tables import print_plan
-from quant.models.read_ahead import read_ahead
-from quant.models.text_imports import skip_image_packages
+from quant.models.startup import read_ahead
+from quant.models.startup import skip_image_packages
 
 
 class QuantizeCommand(Command):

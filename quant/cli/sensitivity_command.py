@@ -16,7 +16,7 @@ from quant.cli.console import listener
 from quant.cli.tables import print_table
 from quant.export.checkpoint.files.directory import check_apart
 from quant.models.files import find_model
-from quant.models.watched_files import WatchedFiles
+from quant.models.files import WatchedFiles
 
 if TYPE_CHECKING:
     from quant.calibration.sensitivity.table import Sensitivity

@@ -50,7 +50,7 @@ from quant.calibration.sensitivity.divergence import finite_sum, last_hidden
 from quant.calibration.session import Session
 from quant.calibration.texts.row_checks import check_evaluable, predicts_tokens
 from quant.calibration.texts.rows import trial_rows
-from quant.calibration.walk.chain import handed_on
+from quant.calibration.walk.walk import handed_on
 from quant.evaluation.evaluation import Evaluation, OutputDistance
 from quant.evaluation.examples import WorstPredictions
 from quant.evaluation.outputs import DISTANCE, ERROR, KL, PREDICTIONS, SAME, SQUARE, compare, embedded
@@ -58,7 +58,7 @@ from quant.formats.tensor import moved
 from quant.recipes.blocks import block_names, calls_of_chain, find_chains, output_of, without_hidden
 from quant.recipes.callers_model import unwrapped
 from quant.recipes.layers import output_head
-from quant.recipes.module_hooks import forwarding
+from quant.recipes.module_replacement import forwarding
 
 # Distances of a model from its baseline on one batch of token rows, summed over each row in float64.
 

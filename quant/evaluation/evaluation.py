@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import PurePath
 
-from quant.base.html_table import html_table
-from quant.base.json_data import JsonData
+from quant.base.errors import html_table
+from quant.base.json_files import JsonData
 
 # How a loss is written on the screen, in reports and in model cards.
 

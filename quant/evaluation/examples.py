@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from quant.base.json_data import JsonData
+from quant.base.json_files import JsonData
 from quant.calibration.outputs.logits import Logits, logits_of
 from quant.calibration.placement import device_of
 from quant.calibration.ranks import gathered

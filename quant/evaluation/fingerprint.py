@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from quant.base.json_data import JsonData
+from quant.base.json_files import JsonData
 from quant.calibration.texts.row_checks import run_probe
 
 _PROMPT_TOKENS = 16

@@ -52,7 +52,7 @@ from quant.base.extras import require
 from quant.calibration.attention_names import implementations_kept, names_registered, text_config
 from quant.calibration.attention_scales import is_latent, latents_changed, rotary_key, with_rotary_key
 from quant.formats.format import FORMATS, Format, is_16bit
-from quant.formats.number import E4M3
+from quant.formats.format import E4M3
 from quant.formats.rounding import encode
 from quant.formats.scaling import scale_of
 from quant.generate.key_rotation import turning

@@ -45,9 +45,9 @@ from quant.integrations.takeover import LayerFormats, Solved, install_takeover, 
 from quant.kernels.linear.conv import weight_of_conv
 from quant.kernels.linear.install import install_kv_scales
 from quant.kernels.linear.quant_linear import RunTimeParts
-from quant.recipes.expert_stacks import expert_matrices
+from quant.recipes.layers import expert_matrices
 from quant.recipes.layers import LayerKind
-from quant.recipes.plain_layers import is_conv1d
+from quant.recipes.module_replacement import is_conv1d
 from quant.recipes.plan import LayerPlan, Plan
 
 _TOOLKIT = "ModelOpt"

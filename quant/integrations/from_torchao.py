@@ -28,10 +28,10 @@ import torch
 from torch import nn
 
 from quant.base.errors import UserError
-from quant.calibration.walk.input_scales import calibrate
+from quant.calibration.walk.collect import calibrate
 from quant.formats.format import FORMATS, Format, get_format
-from quant.formats.number import E4M3, INT4, INT8
-from quant.formats.packing import pack
+from quant.formats.format import E4M3, INT4, INT8
+from quant.formats.rounding import pack
 from quant.formats.tensor import BlockScaledTensor
 from quant.integrations.takeover import LayerFormats, Solved, install_takeover, plan_takeover, stand_in, ungrouped
 from quant.kernels.linear.quant_linear import RunTimeParts

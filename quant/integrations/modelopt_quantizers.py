@@ -21,8 +21,8 @@ from torch import nn
 from quant.base.errors import UserError
 from quant.calibration.solvers.peers import quantize_like_modelopt, round_like_modelopt
 from quant.formats.format import FORMATS, Format
-from quant.formats.number import E4M3, E8M0, INT4, Number
-from quant.formats.packing import pack
+from quant.formats.format import E4M3, E8M0, INT4, Number
+from quant.formats.rounding import pack
 from quant.formats.rounding import round_to
 from quant.formats.scaling import divided, nonzero
 from quant.formats.tensor import BlockScaledTensor

@@ -27,9 +27,8 @@ from torch import nn
 from quant.base.errors import UserError, listed
 from quant.base.extras import require
 from quant.models import huggingface
-from quant.models.configs import one_line
+from quant.models.configs import gguf_reader, one_line
 from quant.models.huggingface import quiet
-from quant.models.stored_layers import gguf_reader
 
 # Rotary embeddings of a GGUF file: `set_rope` carries their scaling into the transformers config.
 #

@@ -31,11 +31,10 @@ import torch
 from torch import nn
 
 from quant.base.errors import UserError
-from quant.models import gguf, huggingface, state_dict, torch_files
-from quant.models.files import SourceKind, find_model, with_revision
-from quant.models.hub import commit_of
-from quant.models.origin import origin_of
-from quant.models.watched_files import WatchedFiles
+from quant.models import gguf, huggingface, state_dict
+from quant.models import state_dict as torch_files
+from quant.models.configs import origin_of
+from quant.models.files import SourceKind, WatchedFiles, commit_of, find_model, with_revision
 from quant.recipes.layers import Layer, find_layers, layers_of_state_dict
 
 
@@ -230,7 +229,7 @@ def _open_file(
         return torch_files.load_exported(path, dtype, unsafe_load), None
     if kind == SourceKind.SAFETENSORS:
         return None, state_dict.open_safetensors(path, dtype, meta)
-    return torch_files.load(path, dtype, unsafe_load, meta)
+    return torch_files.load_pickle(path, dtype, unsafe_load, meta)
 
 
 def _open_directory(path: Path, dtype: torch.dtype | None, meta: bool) -> Mapping[str, torch.Tensor]:
@@ -244,7 +243,7 @@ def _open_directory(path: Path, dtype: torch.dtype | None, meta: bool) -> Mappin
         if shard.suffix == ".safetensors":
             tensors: Mapping[str, torch.Tensor] = state_dict.open_safetensors(shard, None, meta)
         else:
-            _, state = torch_files.load(shard, None, unsafe=False, meta=meta)
+            _, state = torch_files.load_pickle(shard, None, unsafe=False, meta=meta)
             tensors = dict(state or {})
         files |= dict.fromkeys(tensors, tensors)
     return state_dict.LazyStateDict(files, lambda name: files[name][name], dtype)

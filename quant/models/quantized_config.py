@@ -24,11 +24,10 @@ from typing import Any
 import torch
 
 from quant.base.errors import UserError
-from quant.base.json_data import typed
+from quant.base.json_files import typed
 from quant.export.checkpoint.files import modelopt
 from quant.export.checkpoint.files.layouts import layout_of_tensors
-from quant.formats.format import FORMATS, Format
-from quant.formats.number import E2M1, E4M3, E5M2, E8M0, FP32, INT4, INT8
+from quant.formats.format import E2M1, E4M3, E5M2, E8M0, FORMATS, FP32, INT4, INT8, Format
 from quant.models.configs import read_fields
 from quant.recipes.plan import PLAN_FILE
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from quant.base.json_data import JsonData, typed
+from quant.base.json_files import JsonData, typed
 from quant.base.json_files import read_json, write_json
 from quant.calibration.allocation.record import AllocationRecord
 from quant.calibration.layer_result import LayerResult

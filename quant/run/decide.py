@@ -23,8 +23,8 @@ from quant.calibration.texts.sources import as_rows
 from quant.export.checkpoint.files.compressed_tensors import check_plan
 from quant.export.checkpoint.files.names import stored_names
 from quant.export.checkpoint.trial_load import check_experts, import_for_trial
-from quant.recipes import effort
-from quant.recipes.effort import solver_of
+from quant.recipes import solver_names
+from quant.recipes.solver_names import solver_of
 from quant.recipes.layers import LayerKind
 from quant.recipes.plan import LayerPlan, Plan
 from quant.recipes.plan_make import make_plan
@@ -133,7 +133,7 @@ def _by_default_solvers(plan: Plan) -> Plan:
 
     def solved(layer: LayerPlan) -> LayerPlan:
         activation = KEEP if layer.activation is None else layer.activation.name
-        return with_supported_solver(replace(layer, solver=solver_of(effort.DEFAULT, activation, experts=experts)))
+        return with_supported_solver(replace(layer, solver=solver_of(solver_names.DEFAULT_EFFORT, activation, experts=experts)))
 
     return plan.replace_layers(map(solved, plan.quantized))
 

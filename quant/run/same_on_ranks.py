@@ -16,7 +16,7 @@ from quant.base.errors import UserError
 from quant.base.extras import versions
 from quant.calibration.ranks import gathered, rank_and_world, wait_for_all
 from quant.calibration.session import Session
-from quant.models.watched_files import spot_hash
+from quant.models.files import spot_hash
 
 
 def check_same(values: Mapping[str, str], session: Session, files: Sequence[Path] = ()) -> None:

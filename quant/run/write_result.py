@@ -21,7 +21,7 @@ from quant.export.checkpoint.files.names import stored_names
 from quant.export.checkpoint.pretrained import attach
 from quant.export.checkpoint.save import Destination, Finish, save_state_dict, write_model
 from quant.models.files import SourceKind
-from quant.models.origin import described_by
+from quant.models.configs import described_by
 from quant.models.prediction_heads import head_layers
 from quant.recipes.plan import Plan
 from quant.report.render import write_report

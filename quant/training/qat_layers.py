@@ -27,7 +27,7 @@ from quant.kernels.linear.ops import autocast_dtype
 from quant.kernels.linear.quant_linear import QuantLinear, RunTimeParts
 from quant.kernels.training.input_rounding import round_input
 from quant.kernels.training.weight_rounding import weight_steps
-from quant.recipes.module_hooks import take_over
+from quant.recipes.module_replacement import take_over
 from quant.recipes.plan import LayerPlan, Plan, groups_by_input
 from quant.training.rounding.fusion import Fusion
 from quant.training.rounding.input_range import watch_input

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from quant.formats.format import FORMATS
-from quant.formats.number import E2M1
+from quant.formats.format import E2M1
 from quant.formats.rounding import encode
 from quant.formats.tensor import BlockScaledTensor
 from quant.kernels.base.arrival_counters import reserve

@@ -15,7 +15,7 @@ from quant.calibration.attention_names import watching_attention
 from quant.calibration.attention_scales import AttentionScales, collect_attention_scales, kv_scale_tensors
 from quant.calibration.session import Session
 from quant.formats.format import FORMATS, Format
-from quant.formats.number import E4M3
+from quant.formats.format import E4M3
 from quant.formats.rounding import round_to
 
 transformers = pytest.importorskip("transformers")

@@ -23,7 +23,7 @@ from quant.calibration.observers import (
     squared_errors,
 )
 from quant.formats.format import FORMATS, Format
-from quant.formats.number import E2M1, E3M2, E4M3, E5M2, FP32, INT8, NUMBERS, Number
+from quant.formats.format import E2M1, E3M2, E4M3, E5M2, FP32, INT8, NUMBERS, Number
 from quant.formats.tensor import fake_quantize
 from quant.recipes import solver_names
 

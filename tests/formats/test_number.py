@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import torch
 
-from quant.formats.number import BF16, E2M1, E2M3, E3M2, E4M3, E5M2, E8M0, FP16, FP32, INT4, INT8, NUMBERS, Number
+from quant.formats.format import BF16, E2M1, E2M3, E3M2, E4M3, E5M2, E8M0, FP16, FP32, INT4, INT8, NUMBERS, Number
 from quant.formats.rounding import decode
 
 ML_DTYPES = {

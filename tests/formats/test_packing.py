@@ -5,8 +5,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quant.formats.number import E2M1, E2M3
-from quant.formats.packing import pack, unpack
+from quant.formats.format import E2M1, E2M3
+from quant.formats.rounding import pack, unpack
 from quant.formats.rounding import decode
 
 

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quant.formats.number import BF16, E8M0, FP16, FP32, INT4, INT8, NUMBERS, Number
+from quant.formats.format import BF16, E8M0, FP16, FP32, INT4, INT8, NUMBERS, Number
 from quant.formats.rounding import decode, encode, round_to
 
 ML_DTYPES = {

@@ -23,13 +23,13 @@ from quant.calibration.texts.mixture import mixture_rows
 from quant.calibration.texts.sources import sources_of, written_share
 from quant.calibration.walk.expected_time import Speed, expected_time, in_words, time_of_rows
 from quant.cli.main import main
-from quant.recipes.effort import solver_of
+from quant.recipes.solver_names import solver_of
 
 
 @pytest.fixture
 def default(monkeypatch: pytest.MonkeyPatch) -> None:
     """The default of users, which `conftest.py` lowers."""
-    monkeypatch.setattr("quant.recipes.effort.DEFAULT", 2)
+    monkeypatch.setattr("quant.recipes.solver_names.DEFAULT_EFFORT", 2)
 
 
 def solvers(plan: quant.Plan) -> set[str]:

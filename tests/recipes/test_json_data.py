@@ -8,7 +8,7 @@ from enum import StrEnum
 
 import pytest
 
-from quant.base.json_data import JsonData
+from quant.base.json_files import JsonData
 
 
 class Colour(StrEnum):

@@ -24,7 +24,7 @@
 namespace blockscale {
 namespace {
 
-// `quant.formats.number.Number`: the grid that values are rounded to, and the value of each code of up to 8 bits.
+// `quant.formats.format.Number`: the grid that values are rounded to, and the value of each code of up to 8 bits.
 struct Number {
     int bits;
     bool integer;

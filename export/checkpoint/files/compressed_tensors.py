@@ -22,12 +22,12 @@ from typing import Any
 
 import torch
 
-from quant.base.json_data import typed
+from quant.base.json_files import typed
 from quant.export.checkpoint.files.known_failures import runtime_warnings as runtime_warnings
 from quant.export.checkpoint.files.layout import COMPRESSED_TENSORS, ExpectedTensor, same_values
 from quant.export.checkpoint.files.names import FormatsOf, StoredNames
 from quant.formats.format import FORMATS, FP8_HEAD, INPUT_FORMATS, Format, packed_width
-from quant.formats.number import E8M0, INT4
+from quant.formats.format import E8M0, INT4
 from quant.formats.tensor import BlockScaledTensor
 from quant.recipes.layers import LayerKind
 from quant.recipes.plan import LayerPlan, Plan

@@ -24,12 +24,12 @@ from typing import Any
 import torch
 
 from quant.base.errors import known_names
-from quant.base.json_data import typed
+from quant.base.json_files import typed
 from quant.export.checkpoint.files.layout import MODELOPT, ExpectedTensor, same_values
 from quant.export.checkpoint.files.names import FormatsOf, StoredNames, expert_names
 from quant.formats.format import FORMATS, Format, packed_width
-from quant.formats.number import INT4
-from quant.formats.packing import pack, unpack
+from quant.formats.format import INT4
+from quant.formats.rounding import pack, unpack
 from quant.formats.tensor import BlockScaledTensor
 from quant.recipes.layers import LayerKind
 from quant.recipes.plan import LayerPlan, Plan

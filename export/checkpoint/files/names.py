@@ -33,7 +33,7 @@ from quant.export.checkpoint.files.conversion_rules import (
 )
 from quant.formats.format import Format
 from quant.kernels.linear.expert_modules import ExpertStack
-from quant.recipes.expert_stacks import Stacking, stacking_of
+from quant.recipes.layers import Stacking, stacking_of
 
 EXPERT_PARTS = {"gate_up_proj": ("gate_proj", "up_proj"), "weight": ("",)}
 """Matrices of an expert in a parameter, in the order of its rows; any other parameter is one matrix of its own name."""

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from quant.base.json_data import typed
+from quant.base.json_files import typed
 from quant.base.json_files import parse_json
 from quant.export.checkpoint.files.layouts import layout_of_tensors
 from quant.export.checkpoint.files.names import Rename, matrix_names

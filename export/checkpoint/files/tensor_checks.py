@@ -21,7 +21,7 @@ from quant.export.checkpoint.files.layouts import layout_of_config, layout_of_te
 from quant.export.checkpoint.files.names import StoredNames, matrix_names
 from quant.formats.finite import is_finite, is_finite_or_mask, is_positive
 from quant.formats.format import Format
-from quant.formats.number import E4M3, E8M0
+from quant.formats.format import E4M3, E8M0
 from quant.recipes.layers import LayerKind
 from quant.recipes.plan import LayerPlan, Plan
 

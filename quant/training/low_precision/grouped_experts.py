@@ -30,7 +30,7 @@ import torch
 from torch.nn import functional
 
 from quant.formats.format import Format
-from quant.formats.number import E4M3
+from quant.formats.format import E4M3
 from quant.kernels.linear.experts import sort_by_expert
 from quant.kernels.linear.ops import autocast_dtype
 from quant.kernels.training import grouped_fp8 as grouped_fp8  # registers quant::e4m3_grouped_product and its operands

@@ -31,7 +31,7 @@ import torch.distributed as dist
 from torch.nn.functional import pad
 
 from quant.formats.format import Format
-from quant.formats.number import E4M3, Number
+from quant.formats.format import E4M3, Number
 from quant.formats.rounding import decode_power_of_two, encode_power_of_two, round_to
 from quant.formats.scaling import SCALE_RULES, divided, nonzero
 from quant.kernels.base.hardware import has_triton

@@ -15,7 +15,7 @@ from torch import nn
 from quant.base.errors import UserError
 from quant.calibration.statistics import static_input_scale
 from quant.formats.format import FORMATS, Format
-from quant.formats.packing import pack
+from quant.formats.rounding import pack
 from quant.formats.rounding import encode
 from quant.formats.tensor import BlockScaledTensor
 from quant.kernels.linear.quant_linear import QuantLinear

@@ -21,7 +21,7 @@ from torch.nn.functional import pad
 
 from quant.base.errors import UserError
 from quant.base.extras import require
-from quant.formats.number import E4M3, E5M2
+from quant.formats.format import E4M3, E5M2
 from quant.kernels.linear.ops import is_in_backward
 from quant.training.low_precision.state import AmaxHistory, LowPrecision
 from quant.training.low_precision.training_recipe import TrainingRecipe

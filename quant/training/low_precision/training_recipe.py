@@ -30,7 +30,7 @@ from enum import StrEnum
 
 from quant.base.errors import known_names
 from quant.formats.format import FORMATS, Format
-from quant.formats.number import E2M1, E4M3, E5M2, FP32
+from quant.formats.format import E2M1, E4M3, E5M2, FP32
 
 NVFP4_SQUARE = Format("nvfp4_16x16", E2M1, E4M3, (16, 16), global_scale=True)
 FP8_E5M2 = Format("fp8_e5m2", E5M2, FP32, (0, 0))

@@ -22,7 +22,7 @@ from torch import nn
 
 from quant.base.errors import UserError
 from quant.formats.format import Format
-from quant.formats.number import E4M3, E8M0
+from quant.formats.format import E4M3, E8M0
 from quant.formats.rounding import decode, decode_power_of_two, round_to
 from quant.formats.tensor import BlockScaledTensor, choose_scale, quantize_with_scale
 from quant.kernels.training.weight_rounding import (

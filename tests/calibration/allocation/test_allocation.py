@@ -285,7 +285,7 @@ def test_from_python_in_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
     allocated = _allocate(Goal(bits=6.0), model, effort=Effort()).plan
     assert result.plan.layers == allocated.layers
     assert _stored_bits(quantized) <= 6.0
-    monkeypatch.setattr("quant.recipes.effort.DEFAULT", 2)  # that of users, which `conftest.py` lowers
+    monkeypatch.setattr("quant.recipes.solver_names.DEFAULT_EFFORT", 2)  # that of users, which `conftest.py` lowers
     solved = quantize(copy.deepcopy(model), data=_rows(), bits=6.0, formats="nvfp4,fp8").plan
     assert [layer.weight for layer in solved.layers] == [layer.weight for layer in allocated.layers]
     assert {layer.solver for layer in solved.quantized} <= {"gptq", "awq:merge+gptq"}
@@ -506,7 +506,7 @@ def model_dir(tmp_path: Path) -> Path:
 
 
 def test_the_command_line_allocates(model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("quant.recipes.effort.DEFAULT", 2)  # that of users, which `conftest.py` lowers
+    monkeypatch.setattr("quant.recipes.solver_names.DEFAULT_EFFORT", 2)  # that of users, which `conftest.py` lowers
     out, tokens = tmp_path / "out", tmp_path / "tokens.safetensors"
     arguments = [
         str(model_dir), "--bits", "6.0", "--calib", f"{tokens}:calibration", "--calib-samples", "12", "--eval",

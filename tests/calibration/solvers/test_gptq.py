@@ -9,20 +9,14 @@ import pytest
 import torch
 
 from quant.calibration.shrinkage import shrink
-from quant.calibration.solvers.block_search import round_with_feedback, search_block
-from quant.calibration.solvers.factor import (
-    block_factors,
-    block_order,
-    corrected_weight,
-    factorize,
-    inverse_of_upper,
-)
+from quant.calibration.solvers.gptq import round_with_feedback, search_block
+from quant.calibration.solvers.gptq import block_factors, block_order, corrected_weight, factorize, inverse_of_upper
 from quant.calibration.solvers.gptq import Gptq, gptq
 from quant.calibration.solvers.registry import get_solver
 from quant.calibration.solvers.solve_group import solve_group
 from quant.calibration.statistics import LayerStats, MomentSum, diagonal_blocks
 from quant.formats.format import FORMATS, Format
-from quant.formats.number import E2M1, E4M3, INT4
+from quant.formats.format import E2M1, E4M3, INT4
 from quant.formats.tensor import quantize, quantize_with_scale
 
 NVFP4 = FORMATS["nvfp4"]
@@ -75,7 +69,7 @@ def test_feedback_is_the_closed_form_of_optimal_brain_surgery() -> None:
 
 
 def test_the_inverse_of_a_triangular_matrix_is_found_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("quant.calibration.solvers.factor._SLAB", 16)
+    monkeypatch.setattr("quant.calibration.solvers.gptq._SLAB", 16)
     for size in (7, 16, 50):
         upper = torch.randn(size, size).triu() + 8 * torch.eye(size)
         found = inverse_of_upper(upper)
@@ -85,7 +79,7 @@ def test_the_inverse_of_a_triangular_matrix_is_found_in_parts(monkeypatch: pytes
 
 @pytest.mark.parametrize("slab", [256, 3])
 def test_corrected_weight_is_the_least_squares_answer(slab: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("quant.calibration.solvers.factor._SLAB", slab)
+    monkeypatch.setattr("quant.calibration.solvers.gptq._SLAB", slab)
     x, r = torch.randn(200, 8, dtype=torch.float64), torch.randn(200, 8, dtype=torch.float64)
     weight = torch.randn(5, 8, dtype=torch.float64)
     factor = factorize(x.t() @ x / 200, 0.0)

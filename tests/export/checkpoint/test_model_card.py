@@ -17,7 +17,7 @@ from quant.cli.main import main
 from quant.evaluation.evaluation import loss_text
 from quant.export.checkpoint.compare_source import compare_with_source
 from quant.export.checkpoint.model_card import _loss
-from quant.models.hub import hub_name
+from quant.models.files import hub_name
 
 yaml = pytest.importorskip("yaml", reason="needs the extra hf")
 pytest.importorskip("transformers", reason="needs the extra hf")

@@ -14,7 +14,7 @@ from interpreter import interpreted
 from slow_cases import quick_cases
 
 from quant.formats.format import FORMATS, Format
-from quant.formats.packing import pack
+from quant.formats.rounding import pack
 from quant.formats.tensor import BlockScaledTensor, quantize
 from quant.kernels.base.arrival_counters import arrival_counters
 from quant.kernels.base.ptx import CompiledKernel

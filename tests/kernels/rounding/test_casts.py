@@ -13,7 +13,7 @@ from assembler import assemble
 from interpreter import interpreted
 
 from quant.formats.format import FORMATS, INPUT_FORMATS, Format
-from quant.formats.number import E2M1, E8M0
+from quant.formats.format import E2M1, E8M0
 from quant.formats.rounding import encode
 from quant.formats.tensor import fake_quantize, quantize
 from quant.kernels.base.portable_small_floats import encode_e2m1

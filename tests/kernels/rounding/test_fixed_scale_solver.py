@@ -9,9 +9,9 @@ from functools import partial
 
 from interpreter import interpreted
 
-from quant.calibration.solvers.factor import block_factors
+from quant.calibration.solvers.gptq import block_factors
 from quant.calibration.solvers.gptq import _round, _solve_window
-from quant.formats.number import E4M3, INT8, Number
+from quant.formats.format import E4M3, INT8, Number
 from quant.kernels.rounding.portable_solvers import solve_fixed_window
 
 

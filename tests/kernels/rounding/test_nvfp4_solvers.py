@@ -15,13 +15,13 @@ pytest.importorskip("triton", reason="comes with a CUDA build of torch, or: pip 
 from interpreter import interpreted
 
 from quant.calibration.solvers.autoround import _Rounded, _spread
-from quant.calibration.solvers.block_search import search_block
-from quant.calibration.solvers.factor import block_factors, corrected_weight, factorize
+from quant.calibration.solvers.gptq import search_block
+from quant.calibration.solvers.gptq import block_factors, corrected_weight, factorize
 from quant.calibration.solvers.gptq import Gptq, _descend, _feed_back, _solve_window, gptq_together
 from quant.calibration.solvers.solve_group import solve_group, solve_matrices
 from quant.calibration.statistics import LayerStats
 from quant.formats.format import FORMATS, INPUT_FORMATS
-from quant.formats.number import E4M3
+from quant.formats.format import E4M3
 from quant.formats.rounding import round_to
 from quant.formats.tensor import fake_quantize
 from quant.kernels.rounding.portable_solvers import (

@@ -22,7 +22,7 @@ import quant
 from quant.base.errors import UserError
 from quant.cli.main import main
 from quant.cli.quantize_command import quantize_command
-from quant.models import hub
+from quant.models import files as hub
 from quant.models.open_model import open_model
 
 constants = pytest.importorskip("huggingface_hub.constants", reason="the extra hf")

@@ -35,7 +35,7 @@ from quant.export.checkpoint.load import open_runnable
 from quant.models import gguf as gguf_models
 from quant.models.open_model import Source, open_model
 from quant.models.state_dict import open_safetensors
-from quant.models.stored_layers import gguf_reader
+from quant.models.configs import gguf_reader
 
 gguf = pytest.importorskip("gguf", reason="comes with the extra [dev]")
 

@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 from samples import ROOT
 
-from quant.models.read_ahead import files_to_read, read_ahead
-from quant.models.text_imports import is_text_model, skip_image_packages
+from quant.models.startup import files_to_read, read_ahead
+from quant.models.startup import is_text_model, skip_image_packages
 
 LLAMA = {"architectures": ["LlamaForCausalLM"], "hidden_size": 64, "rope_scaling": {"factor": 2.0}}
 PROBE = """
 import sys
-from quant.models.text_imports import skip_image_packages
+from quant.models.startup import skip_image_packages
 print(skip_image_packages(sys.argv[1]))
 assert not {"torchvision", "sklearn", "scipy"} & sys.modules.keys()
 import transformers.utils.import_utils as utils

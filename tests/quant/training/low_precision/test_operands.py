@@ -11,8 +11,8 @@ from safetensors.torch import load_file
 from samples import ROOT
 
 from quant.formats.format import FORMATS, Format
-from quant.formats.number import E2M1, E4M3, E5M2, Number
-from quant.formats.packing import pack
+from quant.formats.format import E2M1, E4M3, E5M2, Number
+from quant.formats.rounding import pack
 from quant.formats.rounding import encode
 from quant.training.low_precision.low_precision_linear import SIGNS, hadamard_matrix, transform_tokens
 from quant.training.low_precision.operands import Operand, RoundedOperand, multiply, round_operand, round_stochastically

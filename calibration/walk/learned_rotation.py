@@ -16,6 +16,7 @@ store, because the blocks that it has solved belong to that one.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -29,7 +30,7 @@ from quant.calibration.placement import device_of, free_memory, placed
 from quant.calibration.prefetch import value_of
 from quant.calibration.ranks import Exchange, from_first, gathered
 from quant.calibration.session import Session
-from quant.calibration.solvers.merge_rotations import find_residual, gain_of, learned_rotation, merge_residual_rotation
+from quant.calibration.solvers.rotation import find_residual, gain_of, merge_residual_rotation
 from quant.recipes.blocks import all_arguments, removing
 from quant.recipes.plan import LayerPlan, groups_of
 
@@ -219,3 +220,71 @@ def _weights_moment(model: nn.Module, reader: _Reader, outputs: OutputMoments, d
     blocks = stats.blocks_of(len(weight))
     parts = zip(blocks, weight.split([len(block) for block in blocks]), strict=True)
     return sum((part.mT @ block.to(part) @ part for block, part in parts), weight.new_zeros(()))
+
+
+STEPS = 250
+
+
+# Radians by which the first steps turn each pair of channels; they fall to 0 along half a cosine.
+_RATE = 0.006
+
+
+_DECAYS = (0.9, 0.999)  # of Adam's averages of the gradient and of its square
+
+
+# Bytes of the products R M that exist at once.
+_PRODUCTS = 1 << 28
+
+
+def learned_rotation(inputs: torch.Tensor, readers: torch.Tensor, steps: int = STEPS) -> torch.Tensor:
+    """Returns the rotation R `[width, width]`, float64, with which the stream x becomes R x.
+
+    Args:
+        inputs: M of each layer, or of each group of layers with one input, float32 `[layers, width, width]`.
+        readers: H of each, float32 `[layers, width, width]`.
+        steps: steps of Adam.
+
+    Raises:
+        ValueError: the moments are zero, or hold NaN or infinity.
+    """
+    rotation = torch.eye(inputs.shape[-1], dtype=torch.float32, device=inputs.device)
+    start, gradient = loss_and_gradient(rotation, inputs, readers)
+    if not 0 < start < math.inf:
+        raise ValueError(f"the second moments of its inputs and gradients give a loss of {start}")
+    first, second = torch.zeros_like(rotation), torch.zeros_like(rotation)
+    best, least = rotation, start
+    for step in range(1, steps + 1):
+        skew = (gradient @ rotation.mT) / start
+        skew = skew - skew.mT
+        first.lerp_(skew, 1 - _DECAYS[0])
+        second.lerp_(skew.square(), 1 - _DECAYS[1])
+        mean, power = first / (1 - _DECAYS[0] ** step), second / (1 - _DECAYS[1] ** step)
+        rate = _RATE * (1 + math.cos(math.pi * step / steps)) / 2
+        turn = mean / power.sqrt().clamp(min=torch.finfo(power.dtype).tiny)
+        rotation = torch.linalg.matrix_exp(-rate * turn) @ rotation
+        loss, gradient = loss_and_gradient(rotation, inputs, readers)
+        if loss < least:
+            best, least = rotation, loss
+    return _orthonormal(best.double())
+
+
+def loss_and_gradient(
+    rotation: torch.Tensor, inputs: torch.Tensor, readers: torch.Tensor
+) -> tuple[float, torch.Tensor]:
+    """Returns L(R) and G = dL/dR `[width, width]`; see the module docstring."""
+    loss, gradient = rotation.new_zeros(()), torch.zeros_like(rotation)
+    together = max(_PRODUCTS // rotation.nbytes, 1)
+    for moment, reader in zip(inputs.split(together), readers.split(together), strict=True):
+        turned_moment, turned_reader = rotation @ moment, rotation @ reader
+        m, h = (turned_moment * rotation).sum(-1), (turned_reader * rotation).sum(-1)
+        loss += (m * h).sum()
+        gradient += 2 * torch.einsum("ni,nij->ij", h, turned_moment)
+        gradient += 2 * torch.einsum("ni,nij->ij", m, turned_reader)
+    return float(loss), gradient
+
+
+def _orthonormal(rotation: torch.Tensor) -> torch.Tensor:
+    """Returns the orthonormal matrix next to a product of float32 rotations, by the iteration of Newton and Schulz."""
+    for _ in range(3):
+        rotation = 1.5 * rotation - 0.5 * rotation @ rotation.mT @ rotation
+    return rotation
