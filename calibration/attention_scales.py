@@ -60,26 +60,16 @@ _EXPANDED = ("minicpm3",)  # vLLM caches their expanded keys and values
 
 @dataclass(frozen=True, eq=False)
 class AttentionScales:
-    """Scales of one attention module: float32, [] per tensor or [kv_heads] per head.
+    """Scales of one attention module: float32, [] per tensor or [kv_heads] per head."""
 
-    Attributes:
-        k: scale of the cached keys in `kv_format`, or of a latent vector; None where the cache keeps 16 bit.
-        v: scale of the cached values, likewise.
-        q: scale of the queries in `attention_format`; None where attention keeps 16 bit.
-        p: scale of the probabilities, [], likewise.
-        amax: calibrated magnitudes of the observed operands among "q", "k" and "v", or of the "latent" vector, from
-            which `attention_scale` gives the scale in any other format.
-        kv_format: the format of the cache, or None.
-        attention_format: the format of attention's operands, or None.
-    """
-
+    # scale of the cached keys in `kv_format`, or of a latent vector; None where the cache keeps 16 bit
     k: torch.Tensor | None
     v: torch.Tensor | None
-    q: torch.Tensor | None
+    q: torch.Tensor | None  # scale of the queries in `attention_format`; None where attention keeps 16 bit
     p: torch.Tensor | None
     amax: Mapping[str, torch.Tensor]
-    kv_format: Format | None
-    attention_format: Format | None
+    kv_format: Format | None  # the format of the cache, or None
+    attention_format: Format | None  # the format of attention's operands, or None
 
 
 def attention_scale(amax: torch.Tensor, format: Format) -> torch.Tensor:
@@ -102,19 +92,9 @@ def collect_attention_scales(
     Args:
         model: a transformers model, called as `model(row)`.
         rows: token ids, int64 `[rows, seqlen]`.
-        observer: key of `OBSERVERS`.
         kv_format: the format of the cache; None keeps it in 16 bit.
         attention_format: the format of q, k, v and p inside attention; None keeps them in 16 bit. k and v are observed
             for `kv_format` where both are given.
-        granularity: "tensor" or "head".
-        session: the session. The model runs on its device, see `placed`; its listener is called for "calibrate" with
-            rows.
-
-    Ranks share the rows where the observer is absmax.
-
-    Raises:
-        ValueError: neither format is given, or one whose scales are all found at run time; unknown observer or
-            granularity; NaN or infinity (module, operand and batch are named); no attention module was seen.
     """
     session = session or Session()
     # k and v are rounded once, on their way into the cache: its format decides their range.
@@ -165,10 +145,7 @@ def _watcher(
     """Returns a function that shows the operands of every attention to observers, which it makes as modules come up.
 
     Args:
-        model: the model that holds the attention modules.
         operands: format of q, k and v; None is not observed.
-        make: an observer class.
-        by_head: one observer for each KV head, or one for all.
         observers: filled, by module and operand.
     """
     # Attention functions are handed the module and not its name.
@@ -261,9 +238,6 @@ def kv_scale_tensors(scales: Mapping[str, AttentionScales], dtype: torch.dtype) 
     """Returns the tensors in which checkpoints keep the scales of the KV cache, by name, in `dtype`, the model's.
 
     `….self_attn.k_scale` and `….v_scale` are [1], or [kv_heads, 1, 1] (compressed-tensors' strategy "attn_head").
-
-    Raises:
-        ValueError: scales of another cache than FP8, which the layout cannot express.
     """
     tensors = {}
     for name, module in scales.items():
@@ -315,7 +289,6 @@ def latents_changed(model: nn.Module, change: Callable[[nn.Module, torch.Tensor]
     """Makes latent attentions expand their keys and values from `change(attention, latent)`, while open.
 
     Args:
-        model: a model with or without latent attention.
         change: a function of an attention module and a latent vector `[batch, tokens, rank]`.
     """
 

@@ -41,10 +41,6 @@ LEVEL = 0.95
 def mean_interval(values: Sequence[float], *, least: float = -math.inf) -> tuple[float, float] | None:
     """Returns the interval of 95 % around the mean of `values`, one a row.
 
-    Args:
-        values: one for each row.
-        least: lower bound of any mean; 0 for a divergence.
-
     Returns:
         Low and high end; None for a single row, whose spread is unknown.
     """
@@ -86,7 +82,6 @@ def prepared(
     Tensors that share memory (ties, layers that two models have in common) go on sharing it.
 
     Args:
-        models: one or several.
         dtype: the dtype to which 16-bit parameters and buffers are widened; None leaves them.
         session: the session, whose device is where the models run, see `placed`; None leaves each model where it is.
     """
@@ -129,11 +124,7 @@ def prepared(
 
 @contextmanager
 def without_cache(configs: Iterable[Any]) -> Iterator[None]:
-    """Keeps transformers models from caching keys and values of earlier tokens while open.
-
-    Args:
-        configs: the models' configs; objects that say nothing about a cache are left alone.
-    """
+    """Keeps transformers models from caching keys and values of earlier tokens while open."""
     before = [(config, config.use_cache) for config in configs if getattr(config, "use_cache", None)]
     try:
         for config, _ in before:

@@ -56,7 +56,6 @@ def unpadded(call: Mapping[str, Any], takes: Collection[str]) -> list[dict[str, 
 
     Args:
         call: arguments of a model by name.
-        takes: the names of all arguments of the model.
 
     Returns:
         None where the call stays as it is.
@@ -86,13 +85,9 @@ def _shown_tokens(call: Mapping[str, Any], side: str) -> torch.Tensor | None:
 
     Args:
         call: arguments of a model by name.
-        side: the prefix of the names of ids and mask, "" or "decoder_".
 
     Returns:
         bool `[rows, tokens]`; None where the call has no ids, or no mask `[rows, tokens]` for them.
-
-    Raises:
-        ValueError: the mask holds values that no mask has, such as labels.
     """
     ids, mask = call.get(f"{side}{_IDS}"), call.get(f"{side}{_MASK}")
     if not isinstance(ids, torch.Tensor) or not isinstance(mask, torch.Tensor):
@@ -136,9 +131,6 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 class Inputs:
     """Calls of a model, with as much of a tensor's interface as walks over rows use.
-
-    Args:
-        calls: the arguments of each.
 
     Attributes:
         about: their sources, in a few words; empty where the sources are not known.
@@ -224,16 +216,7 @@ class Inputs:
 
 
 def inputs_of(data: Any, model: nn.Module) -> Inputs:
-    """Returns calibration data other than one tensor as `Inputs`, with floating-point tensors in the model's dtype.
-
-    Args:
-        data: named tensors, whose rows are calls; an iterable of calls, each a tensor, a tuple or a mapping, with a
-            batch dimension as a data loader gives them; or a function that calls the model, as `recorded` takes it.
-        model: the model that is called with them.
-
-    Raises:
-        ValueError: it is empty, holds only padding, or something that is not an argument of a model.
-    """
+    """Returns calibration data other than one tensor as `Inputs`, with floating-point tensors in the model's dtype."""
     if callable(data) and not isinstance(data, Iterable | nn.Module):
         return recorded(model, data)
     # A mapping is one data set by name; in an iterable, each mapping is one call.
@@ -284,11 +267,7 @@ def joined(parts: Sequence[Inputs]) -> Inputs:
 
 
 def recorded(model: nn.Module, forward_loop: Callable[[nn.Module], Any]) -> Inputs:
-    """Records the calls that `forward_loop(model)` makes; it runs once, with the model in evaluation mode.
-
-    Raises:
-        ValueError: it made none, none with more than padding, or one with a cache, whose tokens are not in the call.
-    """
+    """Records the calls that `forward_loop(model)` makes; it runs once, with the model in evaluation mode."""
     calls: list[Arguments] = []
 
     def record(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -24,8 +24,7 @@ import torch
 from torch.nn.functional import pad
 
 from quant.base.errors import known_names
-from quant.formats.format import Format
-from quant.formats.format import Number
+from quant.formats.format import Format, Number
 
 # A `Histogram` counts a stream of magnitudes; its result does not depend on how the stream was cut.
 #
@@ -84,7 +83,6 @@ class Histogram:
 
         Args:
             magnitude: non-negative finite values of any shape; the maths is in float32.
-            amax: the largest value, which the caller knows from checking that all are finite.
         """
         self.counts, self.zeros = self.counts.to(magnitude.device), self.zeros.to(magnitude.device)
         self.amax = max(self.amax, amax)
@@ -118,9 +116,6 @@ class Histogram:
         """Returns the magnitude that `percent` of the values do not exceed, right to one bin; 100 gives `amax` itself.
 
         Between two order statistics the value is interpolated, as `numpy.percentile` does by default.
-
-        Args:
-            percent: a number from 0 to 100.
         """
         if percent == 100:
             return self.amax
@@ -152,19 +147,11 @@ class Observer(Protocol):
     def __init__(self, format: Format, *, name: str = "tensor") -> None: ...
 
     def update(self, x: torch.Tensor) -> None:
-        """Adds a batch `[..., rows, columns]`, floating point, on any device; an empty one changes nothing.
-
-        Raises:
-            ValueError: `x` holds NaN or infinity; the message names the layer and the batch.
-        """
+        """Adds a batch `[..., rows, columns]`, floating point, on any device; an empty one changes nothing."""
         ...
 
     def amax(self) -> torch.Tensor:
-        """Returns the largest magnitude, a float32 scalar on the device of the data.
-
-        Raises:
-            ValueError: nothing was seen.
-        """
+        """Returns the largest magnitude, a float32 scalar on the device of the data."""
         ...
 
 
@@ -297,8 +284,6 @@ def squared_errors(histogram: Histogram, number: Number, amax: torch.Tensor) -> 
     where the grid of a float, fine near zero, is finer than the bins.
 
     Args:
-        histogram: the histogram of magnitudes.
-        number: the grid.
         amax: candidates, float64 `[n]`.
 
     Returns:
@@ -385,11 +370,7 @@ OBSERVERS: dict[str, type[Observer]] = {
 
 
 def get_observer(name: str) -> type[Observer]:
-    """Returns the observer called `name`.
-
-    Raises:
-        ValueError: unknown name; the message lists the known ones.
-    """
+    """Returns the observer called `name`."""
     try:
         return OBSERVERS[name]
     except KeyError:

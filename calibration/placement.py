@@ -31,11 +31,7 @@ Device = torch.device | str | None
 
 
 def find_device(device: Device) -> torch.device | None:
-    """Returns the device with its index; None where the model stays where it is.
-
-    Raises:
-        ValueError: the device does not exist; the message names the existing ones.
-    """
+    """Returns the device with its index; None where the model stays where it is."""
     if device is None or (isinstance(device, torch.device) and device.type != "cuda"):
         return device
     name, count = str(device), torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -88,7 +84,6 @@ def placed(
     """Makes `model` run on `device` while open, with its inputs there; yields that device.
 
     Args:
-        model: a model whose weights must not be changed meanwhile.
         device: the device with its index; None leaves the model where it is.
         dtype: the dtype to which the copies of 16-bit tensors are widened; None copies them as they are.
         filler: a number `[]` on the device, for passes in which no value of a block matters. The linear layers of the
@@ -203,11 +198,8 @@ class DeviceCopies:
     """Copies on a device that replace the tensors of some modules, until the originals are restored.
 
     Args:
-        modules: the modules; their submodules are not included.
-        copies: the copies of `tensors_of(modules)`, in that order, in the same dtypes.
         device: the device of the copies; None for the device of the tensors.
         dtype: the dtype to which copies in `narrow` dtypes are widened; None leaves them.
-        narrow: dtypes that are widened; 16 bit by default.
     """
 
     def __init__(
@@ -282,12 +274,7 @@ class DeviceCopies:
 
 
 class _ExpertsOnDevice:
-    """Takes the place of a parameter in its files; each expert is copied to a device once, when it is first read.
-
-    Args:
-        stored: the parameter as its files hold it (`stored_weights`).
-        device: the device of the copies.
-    """
+    """Takes the place of a parameter in its files; each expert is copied to a device once, when it is first read."""
 
     is_meta, runs_alone = False, True
 
@@ -339,10 +326,6 @@ def without_experts(model: nn.Module, blocks: Iterable[str]) -> Iterator[None]:
     """Lets modules that read experts from their files return zeros while open, where no value of theirs matters.
 
     Reading them would take most of the time of a pass over few tokens: 60 GB for Qwen3-30B-A3B.
-
-    Args:
-        model: the model.
-        blocks: the names of the blocks whose experts are left out.
     """
 
     def zeros(hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:

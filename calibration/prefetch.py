@@ -33,14 +33,9 @@ _READERS = 8  # threads that fill a buffer: one brings about 3 GB/s from the pag
 
 @dataclass(eq=False)
 class Prefetcher:
-    """Copies tensors to a device in a thread, until it is closed.
+    """Copies tensors to a device in a thread, until it is closed."""
 
-    Attributes:
-        device: the device with its index; None leaves each tensor on its device.
-        whole: whether to read also the experts that could be run one by one from their files.
-    """
-
-    device: torch.device | None
+    device: torch.device | None  # the device with its index; None leaves each tensor on its device
     whole: bool = True
 
     def __post_init__(self) -> None:

@@ -170,12 +170,9 @@ def shares_rows() -> bool:
 
 @dataclass(frozen=True)
 class Exchange:
-    """Exchanges tensors with the other ranks. With one rank it passes them on.
+    """Exchanges tensors with the other ranks. With one rank it passes them on."""
 
-    Attributes:
-        device: the device of this rank's tensors, to which the tensors of other ranks are copied; None is the CPU.
-    """
-
+    # the device of this rank's tensors, to which the tensors of other ranks are copied; None is the CPU
     device: torch.device | None = None
 
     def begin_connecting(self) -> None:
@@ -249,8 +246,6 @@ class Exchange:
         two matrices of its own, and the sum is the one that adding matrix after matrix gives.
 
         Args:
-            numbers: the numbers of each rank's matrices, in rising order.
-            make: a function from an index to one of this rank's matrices, called once for each.
             shape: the shape of the matrices, which are float32.
         """
         _met()

@@ -90,11 +90,6 @@ class Store:
         """Keeps a finished step; a step of this name that was kept before goes when the new one is written.
 
         Args:
-            step: the name of the step.
-            tensors: tensors that do not change any more.
-            record: JSON-ready.
-            then: a function that is called with the tensors, mapped from the file, when they are written; never by a
-                store that keeps nothing.
             alone: whether only this rank has computed them. A step that all ranks have is written by the first.
         """
 
@@ -102,11 +97,7 @@ class Store:
         """Deletes a step that is no longer needed."""
 
     def expect(self, name: str, value: Any) -> None:
-        """Records something that the run depends on and that was not known when it began.
-
-        Raises:
-            ValueError: an earlier run, whose steps are here, recorded another value.
-        """
+        """Records something that the run depends on and that was not known when it began."""
 
     def flush(self) -> None:
         """Waits until everything is written, also by other ranks where this one uses their results."""
@@ -146,19 +137,13 @@ class Store:
 
 @dataclass(frozen=True, eq=False)
 class Session:
-    """Device, memory, listener, store and seed that the steps of one run share.
+    """Device, memory, listener, store and seed that the steps of one run share."""
 
-    Attributes:
-        device: the device where blocks are worked on, with its index; None is where the model is.
-        memory: bytes that the user allows the run, the page cache not counted; None allows all that is left.
-        progress: a function that is called as `progress(stage, done, total)`, if given.
-        store: keeps finished steps.
-        seed: the seed of everything that is drawn.
-    """
-
+    # the device where blocks are worked on, with its index; None is where the model is
     device: torch.device | None = None
+    # bytes that the user allows the run, the page cache not counted; None allows all that is left
     memory: int | None = None
-    progress: Progress | None = None
+    progress: Progress | None = None  # a function that is called as `progress(stage, done, total)`, if given
     store: Store = field(default_factory=Store)
     seed: int = 0
 
@@ -176,10 +161,6 @@ class Session:
 
         Args:
             device: "auto", "cpu", "cuda", "cuda:N", or a device; None is where the model is.
-            progress, memory, store, seed: see `Session`.
-
-        Raises:
-            ValueError: the device does not exist; the message names the existing ones.
         """
         return cls(find_device(device), memory, progress, store or Store(), seed)
 

@@ -30,41 +30,28 @@ from quant.formats.scaling import global_scale_of, scale_of
 
 @dataclass(eq=False)
 class LayerStats:
-    """Statistics of the input of one layer, or of all layers of a fusion group, which share their input.
-
-    Attributes:
-        tokens: how many tokens the means were taken over.
-        second_moment: mean of x xᵀ, float32 or float64 `[in, in]`; None where only its blocks were kept.
-        drift: mean of (r - x) xᵀ, `[in, in]`, or None where x is the original input.
-        residual: mean of s xᵀ, `[out, in]`, with s the share of the residual stream's error that the layer makes up
-            for; None where it writes to no stream.
-        block_moments: diagonal blocks of the second moment, `[in / k, k, k]`, where only they were kept.
-        mean: the mean of x, `[in]`.
-        mean_drift: the mean of r - x, `[in]`; None where x is the original input.
-        mean_residual: the mean of s, `[out]`; None without `residual`.
-        noise: mean squared rounding error of x, `[in]`; None where it was not measured.
-        outputs: second moment of the gradients at the layers' outputs, one after the other, or its diagonal blocks;
-            None where it was not measured.
-    """
+    """Statistics of the input of one layer, or of all layers of a fusion group, which share their input."""
 
     tokens: int
+    # mean of x xᵀ, float32 or float64 `[in, in]`; None where only its blocks were kept
     second_moment: torch.Tensor | None = None
-    drift: torch.Tensor | None = None
+    drift: torch.Tensor | None = None  # mean of (r - x) xᵀ, `[in, in]`, or None where x is the original input
+    # diagonal blocks of the second moment, `[in / k, k, k]`, where only they were kept
     block_moments: torch.Tensor | None = None
-    mean: torch.Tensor | None = None
-    mean_drift: torch.Tensor | None = None
-    noise: torch.Tensor | None = None
+    mean: torch.Tensor | None = None  # the mean of x, `[in]`
+    mean_drift: torch.Tensor | None = None  # the mean of r - x, `[in]`; None where x is the original input
+    noise: torch.Tensor | None = None  # mean squared rounding error of x, `[in]`; None where it was not measured
+    # mean of s xᵀ, `[out, in]`, with s the share of the residual stream's error that the layer makes up for; None where
+    # it writes to no stream
     residual: torch.Tensor | None = None
-    mean_residual: torch.Tensor | None = None
+    mean_residual: torch.Tensor | None = None  # the mean of s, `[out]`; None without `residual`
+    # second moment of the gradients at the layers' outputs, one after the other, or its diagonal blocks; None where it
+    # was not measured
     outputs: LayerStats | None = None
 
     @property
     def matrix(self) -> torch.Tensor:
-        """The second moment as one matrix `[in, in]`; where only blocks were kept, with zeros outside of them.
-
-        Raises:
-            ValueError: another rank has it.
-        """
+        """The second moment as one matrix `[in, in]`; where only blocks were kept, with zeros outside of them."""
         if self.second_moment is not None:
             return self.second_moment
         if self.block_moments is None:
@@ -118,9 +105,7 @@ def pooled_stats(
     """Returns the statistics of all tokens together, without the drift.
 
     Args:
-        parts: some statistics.
         tokens: the number of these tokens and of all that are pooled with them; None if none are.
-        before: the statistics that were pooled so far.
     """
     tokens = sum(stats.tokens for stats in parts) if tokens is None else tokens
     start = before or LayerStats(0)
@@ -169,8 +154,6 @@ class MomentSum:
         Args:
             x: inputs of the layer, `[tokens, in]`.
             drift: inputs of the layer in the original model, less `x`, `[tokens, in]`; None if that is zero.
-            rows: how many calibration rows, each of as many tokens, the batch holds; their spread decides how far the
-                second moment is shrunk. 1 where that is not known, as behind a router.
             noise: sum over the tokens of the squared rounding errors of `x`, `[in]`; None if nobody asks.
             residual: errors that the layer's output makes up for, `[tokens, out]`; None if there are none.
         """
@@ -285,9 +268,6 @@ def static_input_scale(
 
     Args:
         amax: float32 scalar.
-        activation: format of the inputs.
-        dtype: the dtype of the model. Scales of FP8 inputs are stored in it, so they are rounded to it here.
-        name: the name of the layer, for a warning where the inputs were all zero and determine no scale.
     """
     if name and activation.is_static and bool(amax == 0):
         warnings.warn(

@@ -80,12 +80,7 @@ from quant.recipes.targets import TARGETS, Target, get_target
 
 
 def make_space(model: nn.Module, goal: Goal, options: Options) -> Space:
-    """Returns the choices that an allocation has for `model`.
-
-    Raises:
-        UserError: no layer can take any of the formats, a runtime has none of them, or a constraint leaves a group
-            without a choice.
-    """
+    """Returns the choices that an allocation has for `model`."""
     candidates = parse_candidates(options.formats)
     runtimes = [get_target(name) for name in goal.target if name in TARGETS]
     plans = _plan_each(model, candidates, options)
@@ -126,11 +121,7 @@ def make_space(model: nn.Module, goal: Goal, options: Options) -> Space:
 
 
 def _plan_each(model: nn.Module, candidates: Sequence[Candidate], options: Options) -> dict[str, Plan]:
-    """Returns the plan of each candidate for all layers, by its name; candidates that no layer can take are left out.
-
-    Raises:
-        UserError: no layer can take any of them.
-    """
+    """Returns the plan of each candidate for all layers, by its name; candidates that no layer can take are left out."""
     plans: dict[str, Plan] = {}
     refusal: UserError | None = None
     for candidate in (c for c in candidates if c.weight is not None):
@@ -332,14 +323,7 @@ def allocate(
 
 
 class _Scored(NamedTuple):
-    """The scores of all groups, and the model whose layers can be switched between the scored formats.
-
-    Attributes:
-        scores: the scores.
-        switchable: the model.
-        is_estimate: whether a stand-in rounds, or groups are solved one by one, instead of the plan's solver.
-        seconds: the time that scoring took, which is 0 for a table from a file.
-    """
+    """The scores of all groups, and the model whose layers can be switched between the scored formats."""
 
     scores: Sensitivity
     switchable: SwitchableModel
@@ -384,15 +368,7 @@ def _loop(
 
 @dataclass(frozen=True, eq=False)
 class _Decision:
-    """The best choice, and what the report compares it with.
-
-    Attributes:
-        best: the choice with its measured loss.
-        uniform: single formats for all layers.
-        verified: losses of the choice on text that nothing was chosen by.
-        curve: the predicted Pareto curve.
-        quantized: the model in this choice, if the plan's own solver has solved it.
-    """
+    """The best choice, and what the report compares it with."""
 
     best: MeasuredChoice
     uniform: tuple[Uniform, ...]
@@ -462,11 +438,7 @@ def check_feasible(
     kv_cache: str | None = None,
     run: RunModel | None = None,
 ) -> None:
-    """Refuses goals that `allocate` would refuse, from shapes alone, before there are rows; with the same arguments.
-
-    Raises:
-        Infeasible, UserError: as `allocate`.
-    """
+    """Refuses goals that `allocate` would refuse, from shapes alone, before there are rows; with the same arguments."""
     # No rows and no scores yet: the knapsack of `space.problem()` has only costs.
     options = Options(
         formats=formats, include=include, exclude=exclude, constraints=constraints, kv_cache=kv_cache, run=run

@@ -35,20 +35,7 @@ class MeasuredChoice:
 
 @dataclass(eq=False)
 class Loop:
-    """Solve, measure, correct.
-
-    Attributes:
-        problem: the knapsack, with scores as losses.
-        space: the choices.
-        scores: the scores of all groups.
-        bench: measures losses.
-        goal: budgets and limits.
-        effort: numbers of rounds and measurements.
-        rounds: measured choices, in order.
-        corrected: sentence on each group whose format was changed after measuring, for its reason.
-        scale: measured loss of the real solver divided by the loss of its stand-in; 1 without one.
-        last: the choice of the last round.
-    """
+    """Solve, measure, correct."""
 
     problem: KnapsackProblem
     space: Space
@@ -58,18 +45,11 @@ class Loop:
     effort: Effort
     rounds: list[Round] = field(default_factory=list)
     corrected: dict[str, str] = field(default_factory=dict)
-    scale: float = 1.0
+    scale: float = 1.0  # measured loss of the real solver divided by the loss of its stand-in; 1 without one
     last: np.ndarray | None = None
 
     def run(self, *, searches: bool = True) -> MeasuredChoice:
-        """Returns the best choice, measured.
-
-        Args:
-            searches: whether single changes are measured, too, as far as the effort has measurements for them.
-
-        Raises:
-            Infeasible: the budgets cannot be kept, or not together with the limit on the loss.
-        """
+        """Returns the best choice, measured."""
         self.space.explain(self.goal, self.problem)
         self.corrected = {}
         best = self._within_loss() if self.goal.has_limit else self._within_budget()
@@ -241,13 +221,7 @@ class Loop:
         return MeasuredChoice(choice, measured)
 
     def change(self, present: MeasuredChoice, choice: np.ndarray, before: float, after: float) -> MeasuredChoice:
-        """Returns another choice, measured here, that was found better in another way.
-
-        Args:
-            present: the choice so far.
-            choice: the better one.
-            before, after: losses of both, by that way.
-        """
+        """Returns another choice, measured here, that was found better in another way."""
         self._explain(present.choice, choice, before, after, " in a solved model")
         return MeasuredChoice(choice, self._note(choice, present.measured * after / before))
 

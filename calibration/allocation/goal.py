@@ -115,13 +115,7 @@ class ConstraintKind(StrEnum):
 
 @dataclass(frozen=True)
 class Constraint:
-    """A restriction on the formats of the groups that a glob matches.
-
-    Attributes:
-        kind: or its value, such as "pin".
-        match: glob over layer names; it holds for a group if it matches any of its members.
-        format: a candidate's name, or `keep`.
-    """
+    """A restriction on the formats of the groups that a glob matches."""
 
     kind: ConstraintKind
     match: str
@@ -166,30 +160,18 @@ class OptionArguments(TypedDict, total=False):
 
 @dataclass(frozen=True, eq=False)
 class Options:
-    """The settings of an allocation.
-
-    Attributes:
-        formats: formats to choose from, in addition to 16 bit; see `calibration.sensitivity.candidates`.
-        solver: the solver that the plan will name.
-        include, exclude, run: as in `quantize`.
-        constraints: the constraints on groups, by glob.
-        kv_cache: format of the KV cache, or None for 16 bit.
-        provenance: recorded in the plan.
-        method: the method of the scores, see `calibration.sensitivity.scores`.
-        dtype: dtype to which 16-bit tensors are widened while measuring; None leaves them.
-        seed: the seed of the tokens and directions that the method `fisher` draws.
-        path: file of the sensitivity table; None writes none.
-    """
+    """The settings of an allocation."""
 
     formats: str | Sequence[str] = DEFAULT_FORMATS
     solver: str = "rtn"
     include: Sequence[str] = ()
     exclude: Sequence[str] = ()
     constraints: Sequence[Constraint] = ()
-    kv_cache: str | None = None
+    kv_cache: str | None = None  # format of the KV cache, or None for 16 bit
     run: RunModel | None = None
     provenance: Mapping[str, Any] | None = None
     method: str = "fisher"
+    # dtype to which 16-bit tensors are widened while measuring; None leaves them
     dtype: torch.dtype | None = torch.float32
     seed: int = 0
-    path: Path | None = None
+    path: Path | None = None  # file of the sensitivity table; None writes none

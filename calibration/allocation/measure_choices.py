@@ -39,23 +39,14 @@ _CALIBRATION = "calibration text"
 
 @dataclass(frozen=True, eq=False)
 class HeldOut:
-    """Rows of token ids by the name of their text, int64 `[rows, seqlen]`.
-
-    Attributes:
-        check: rows for the joint loss while formats are chosen.
-        verify: rows for the loss of the final choice; empty where nothing is verified.
-    """
+    """Rows of token ids by the name of their text, int64 `[rows, seqlen]`."""
 
     check: Mapping[str, torch.Tensor]
-    verify: Mapping[str, torch.Tensor]
+    verify: Mapping[str, torch.Tensor]  # rows for the loss of the final choice; empty where nothing is verified
 
     @classmethod
     def halves(cls, texts: Mapping[str, torch.Tensor]) -> HeldOut:
-        """Returns both parts of texts that are held out.
-
-        Raises:
-            UserError: a text has a single row.
-        """
+        """Returns both parts of texts that are held out."""
         for name, rows in texts.items():
             if len(rows) < 2:
                 raise UserError(
@@ -68,11 +59,7 @@ class HeldOut:
 
     @classmethod
     def from_calibration(cls, rows: torch.Tensor) -> tuple[torch.Tensor, HeldOut]:
-        """Returns the rows that are left to calibrate with, and both parts taken out of them.
-
-        Raises:
-            UserError: there are fewer than 3 rows.
-        """
+        """Returns the rows that are left to calibrate with, and both parts taken out of them."""
         if len(rows) < 3:
             raise UserError(
                 f"{len(rows)} calibration rows: a limit on the loss needs one to calibrate with, one to choose on and "
@@ -99,23 +86,12 @@ _MEASUREMENTS = {"cpu": 0, "cuda": 500}
 
 @dataclass(frozen=True)
 class Effort:
-    """The numbers of rows and measurements.
-
-    Attributes:
-        score_rows: rows for scores and gains.
-        check_rows: rows for the joint loss.
-        search_rows: rows for the local search.
-        measurements: the number of measurements of the local search; None for 500 on a GPU, where they take seconds,
-            and none on a CPU.
-        solved_rows: rows on which single changes are measured in a solved model.
-        rounds: rounds of corrections.
-        solves: quantizations with a solver that works from data.
-        points: points of the Pareto curve.
-    """
+    """The numbers of rows and measurements."""
 
     score_rows: int = 8
     check_rows: int = 8
     search_rows: int = 8
+    # the number of measurements of the local search; None for 500 on a GPU, where they take seconds, and none on a CPU
     measurements: int | None = None
     solved_rows: int = 32
     rounds: int = 2
@@ -131,16 +107,7 @@ class Effort:
 def rows_of_choice(
     rows: int, formats: int, effort: Effort, device: torch.device, *, changes: int = 0, rows_solved: int = 0
 ) -> int:
-    """Estimates how many rows run forward through the model, or backward, while formats are chosen for a budget.
-
-    Args:
-        rows: calibration rows, on which ranges of inputs are measured.
-        formats: the number of formats.
-        effort: numbers of rows and measurements.
-        device: the device where the model runs.
-        changes: the number of single changes, if they are measured in a solved model.
-        rows_solved: the rows on which these are measured; 0 for a local search instead.
-    """
+    """Estimates how many rows run forward through the model, or backward, while formats are chosen for a budget."""
     # Scores and each round of gains: forward, backward, and a product with the change of each weight in each format.
     gradients = effort.score_rows * (2 + formats) * (1 + effort.rounds)
     measured = effort.check_rows * (1 + formats + effort.rounds)
@@ -152,24 +119,7 @@ def rows_of_choice(
 
 @dataclass(eq=False)
 class Bench:
-    """Measures the joint loss of choices, each once.
-
-    Attributes:
-        switchable: the model, entered.
-        space: the choices.
-        divergence: the divergence from the model in 16 bit.
-        scored: rows for gains.
-        held_out: rows for the loss, and to verify it in the end.
-        searched: rows for the local search.
-        session: the session, whose listener is called for the stage "verify".
-        expected: rough number of measurements, for the listener.
-        by_perplexity: whether the increase of perplexity is verified instead of the divergence.
-        references: outputs of the original model on the scored rows, for gains.
-        losses: measured losses, by choice.
-        nlls: measured negative log-likelihoods by text, by choice; the empty choice is the original model.
-        nlls_before: negative log-likelihoods of the original model on the rows that verify, by text.
-        probed: number of measurements of the local search.
-    """
+    """Measures the joint loss of choices, each once."""
 
     switchable: SwitchableModel
     space: Space
@@ -180,9 +130,11 @@ class Bench:
     session: Session
     expected: int = 0
     references: list[Any] = field(default_factory=list)
-    losses: dict[tuple[int, ...], float] = field(default_factory=dict)
+    losses: dict[tuple[int, ...], float] = field(default_factory=dict)  # measured losses, by choice
     by_perplexity: bool = False
+    # measured negative log-likelihoods by text, by choice; the empty choice is the original model
     nlls: dict[tuple[int, ...], dict[str, float]] = field(default_factory=dict)
+    # negative log-likelihoods of the original model on the rows that verify, by text
     nlls_before: dict[str, list[float]] = field(default_factory=dict)
     probed: int = 0
 
@@ -205,11 +157,7 @@ class Bench:
         return max(each.loss_of(divergence) for each in self.checked.values())
 
     def perplexity_increase(self, choice: np.ndarray) -> float:
-        """Returns the relative increase of perplexity on the check rows; of several texts, on the worst.
-
-        Raises:
-            UserError: the model has no next tokens.
-        """
+        """Returns the relative increase of perplexity on the check rows; of several texts, on the worst."""
         self._next_token()
         return self._increase(self._nlls(choice))
 

@@ -50,22 +50,14 @@ class RealSolver:
 
     Groups influence each other there, unlike in separate solutions of each group. The loop learns one number from a
     copy: its loss divided by the loss of layers solved one by one.
-
-    Attributes:
-        model: the model in 16 bit; it is copied for each quantization.
-        loop: the loop that made the choice.
-        rows: calibration rows, int64 `[rows, seqlen]`.
-        dtype: dtype to which 16-bit tensors are widened while measuring.
-        session: the session in which models are solved and run.
-        uniform: measured losses of single formats, by format.
     """
 
     model: nn.Module
     loop: Loop
-    rows: torch.Tensor
+    rows: torch.Tensor  # calibration rows, int64 `[rows, seqlen]`
     dtype: torch.dtype | None
     session: Session
-    uniform: dict[str, float] = field(default_factory=dict)
+    uniform: dict[str, float] = field(default_factory=dict)  # measured losses of single formats, by format
 
     def within_budget(self, estimated: MeasuredChoice) -> tuple[MeasuredChoice, Quantized]:
         """Returns the choice, or one format for all groups if its measured loss is smaller."""
@@ -86,11 +78,7 @@ class RealSolver:
         return best, quantized
 
     def within_loss(self, estimated: MeasuredChoice) -> tuple[MeasuredChoice, Quantized]:
-        """Returns the smallest choice that keeps the limit, searched again while it is missed.
-
-        Raises:
-            Infeasible: no quantization kept it.
-        """
+        """Returns the smallest choice that keeps the limit, searched again while it is missed."""
         loop, limit = self.loop, self.loop.goal.limit
         assert limit is not None
         best: tuple[MeasuredChoice, Quantized] | None = None
@@ -197,15 +185,6 @@ def rows_where_solved(
     It applies to budgets, where the effort measures changes at all, as it does on a GPU: this takes hundreds of
     measurements. Linear layers are replaced one by one, so that the solver may do nothing but round: scales and
     rotations are partly in the modules before.
-
-    Args:
-        layers: the layers that formats are chosen for.
-        candidates: the formats to choose from.
-        goal: the budgets or limits.
-        solver: the solver of the plan.
-        rows: the number of calibration rows.
-        effort: the numbers of measurements and of rows to measure on.
-        device: the device where the model runs.
     """
     pipeline = get_pipeline(solver)
     applies = (
@@ -223,13 +202,7 @@ def rows_where_solved(
 
 
 def better_where_solved(real: RealSolver, present: MeasuredChoice, rows: int) -> MeasuredChoice:
-    """Returns a choice that measures better in a solved model, or `present` if there is none.
-
-    Args:
-        real: the solver of the plan, with the model, the calibration rows and the budget.
-        present: a choice within the budget.
-        rows: the number of rows to measure on; the solver works from the others.
-    """
+    """Returns a choice that measures better in a solved model, or `present` if there is none."""
     loop, bench, space = real.loop, real.loop.bench, real.loop.space
     # Every n-th row is measured on, as rows of a mixture are of many kinds in turn.
     every = len(real.rows) // rows

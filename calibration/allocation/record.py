@@ -37,24 +37,14 @@ class Budget(JsonData):
 
 @dataclass(frozen=True)
 class Chosen(JsonData):
-    """The allocation that the plan holds.
-
-    Attributes:
-        bits: bits per weight.
-        kl_predicted: sum of the scores.
-        kl_measured: measured with all groups quantized together.
-        bytes: bytes of the weights that formats were chosen for.
-        memory: bytes of these, of all other weights, and of the KV cache if --fit counted one.
-        seconds: the seconds of a decode step by the target's kernel times; None without kernel times.
-        timing: source of the kernel times, such as "h100, roofline".
-    """
+    """The allocation that the plan holds."""
 
     bits: float
     kl_predicted: float
     kl_measured: float
-    bytes: int
-    memory: int | None = None
-    seconds: float | None = None
+    bytes: int  # bytes of the weights that formats were chosen for
+    memory: int | None = None  # bytes of these, of all other weights, and of the KV cache if --fit counted one
+    seconds: float | None = None  # the seconds of a decode step by the target's kernel times; None without kernel times
     timing: str | None = None
 
 
@@ -78,53 +68,28 @@ class Uniform(JsonData):
 
 @dataclass(frozen=True)
 class Round(JsonData):
-    """One turn of the loop: an allocation that was quantized for real and measured.
-
-    Attributes:
-        bits: bits per weight.
-        predicted: the KL that was expected before measuring.
-        measured: the measured KL.
-        changed: layers whose format differs from the round before; empty for the first.
-    """
+    """One turn of the loop: an allocation that was quantized for real and measured."""
 
     bits: float
     predicted: float
     measured: float
-    changed: tuple[str, ...] = ()
+    changed: tuple[str, ...] = ()  # layers whose format differs from the round before; empty for the first
 
 
 @dataclass(frozen=True)
 class Verified(JsonData):
-    """The loss of the chosen allocation on rows of a text that took no part in choosing it.
-
-    Attributes:
-        text: the name of the text.
-        rows: number of its rows.
-        loss: the loss in the unit of the budget: KL, or the relative increase of perplexity.
-        interval: low and high end of the interval of 95 % around it, Student's over rows; None for one row.
-    """
+    """The loss of the chosen allocation on rows of a text that took no part in choosing it."""
 
     text: str
     rows: int
     loss: float
+    # low and high end of the interval of 95 % around it, Student's over rows; None for one row
     interval: tuple[float, ...] | None = None
 
 
 @dataclass(frozen=True)
 class AllocationRecord(JsonData):
-    """The decision, the predictions and the measurements of one allocation.
-
-    Attributes:
-        budget: the limit that the user set.
-        chosen: the resulting allocation.
-        curve: predicted Pareto curve, by rising bits.
-        uniform: single formats for all groups, for comparison.
-        rounds: the rounds in the order in which they were measured.
-        seconds: time of the loop, scoring not included.
-        unit: the unit of all figures called `kl`.
-        verified: the loss on each text, if it was limited; the worst one counts.
-        measured_with: the solver of all measurements, where the plan names a better one; else empty.
-    """
+    """The decision, the predictions and the measurements of one allocation."""
 
     budget: Budget
     chosen: Chosen
@@ -134,7 +99,7 @@ class AllocationRecord(JsonData):
     seconds: float
     unit: str = "nats: KL(base‖model) of the next token"
     verified: tuple[Verified, ...] = ()
-    measured_with: str = ""
+    measured_with: str = ""  # the solver of all measurements, where the plan names a better one; else empty
 
     @property
     def worst(self) -> Verified | None:

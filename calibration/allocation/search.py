@@ -34,25 +34,15 @@ T = TypeVar("T")
 
 @dataclass(eq=False)
 class Search:
-    """One search, on one text.
-
-    Attributes:
-        problem: the choices, their costs, and scores that order the flips to measure.
-        limits: budgets, by resource.
-        baseline: measures losses.
-        named: a function that returns the names of a choice's formats, by group.
-        measurements: number of measurements that are left.
-        tick: a function that is called after each measurement.
-        losses: measured losses, by choice.
-    """
+    """One search, on one text."""
 
     problem: KnapsackProblem
-    limits: Mapping[str, float]
+    limits: Mapping[str, float]  # budgets, by resource
     baseline: Baseline
-    named: Callable[[np.ndarray], dict[str, str]]
+    named: Callable[[np.ndarray], dict[str, str]]  # a function that returns the names of a choice's formats, by group
     measurements: int
     tick: Callable[[], None] = lambda: None
-    losses: dict[tuple[int, ...], float] = field(default_factory=dict)
+    losses: dict[tuple[int, ...], float] = field(default_factory=dict)  # measured losses, by choice
 
     def improve(self, choice: np.ndarray) -> np.ndarray:
         """Returns the best choice found; `choice` itself if none is better."""

@@ -25,30 +25,17 @@ from quant.recipes.targets import TARGETS
 
 @dataclass(frozen=True, eq=False)
 class Space:
-    """The choices of an allocation.
-
-    Attributes:
-        base: plan of the first format for all layers.
-        groups: the layers to choose formats for, by fusion group.
-        candidates: formats by name.
-        allowed: formats that each group may take.
-        unplanned_bytes: bytes of tensors that are in no plan: biases, position tables.
-        cache_bytes: bytes of the KV cache.
-        fixed_bytes: bytes of everything that no format is chosen for, both of the above included.
-        fixed_seconds: time of a decode step to read those bytes; 0 without kernel times.
-        timing: kernel times of the target, or None.
-        batch: sequences that are decoded at a time.
-    """
+    """The choices of an allocation."""
 
     base: Plan
     groups: dict[str, list[LayerPlan]]
-    candidates: dict[str, Candidate]
+    candidates: dict[str, Candidate]  # formats by name
     allowed: dict[str, list[Candidate]]
-    unplanned_bytes: int
-    cache_bytes: int
-    fixed_bytes: int
-    fixed_seconds: float
-    timing: Timing | None
+    unplanned_bytes: int  # bytes of tensors that are in no plan: biases, position tables
+    cache_bytes: int  # bytes of the KV cache
+    fixed_bytes: int  # bytes of everything that no format is chosen for, both of the above included
+    fixed_seconds: float  # time of a decode step to read those bytes; 0 without kernel times
+    timing: Timing | None  # kernel times of the target, or None
     batch: int
 
     def problem(self, scores: Sensitivity | None = None) -> KnapsackProblem:

@@ -47,8 +47,7 @@ from quant.calibration.shrinkage import MomentSpread
 from quant.calibration.statistics import LayerStats, MomentSum, add_up, rows_of
 from quant.kernels.linear.expert_modules import can_run_experts_one_by_one, experts_forward
 from quant.recipes.blocks import block_names, removing
-from quant.recipes.layers import Stacking, stacking_of_experts
-from quant.recipes.layers import LayerKind, output_head
+from quant.recipes.layers import LayerKind, Stacking, output_head, stacking_of_experts
 from quant.recipes.module_replacement import forwarding, other_tensors, run_with
 from quant.recipes.plan import LayerPlan
 
@@ -69,17 +68,12 @@ _SHARE = 0.25
 
 @dataclass(eq=False)
 class OutputMoments:
-    """A of fusion groups by the name of their first layer; for the others the reason why there is none.
-
-    Attributes:
-        moments: statistics of which the second moment, or its blocks, is A.
-        missing: reasons.
-        token_weights: by group the weights of the tokens of each batch of this rank, float32 `[tokens]`, on average 1
-            over all ranks. None of groups that see a token never or twice, and none where some batch had no gradient.
-    """
+    """A of fusion groups by the name of their first layer; for the others the reason why there is none."""
 
     moments: dict[str, LayerStats] = field(default_factory=dict)
     missing: dict[str, str] = field(default_factory=dict)
+    # by group the weights of the tokens of each batch of this rank, float32 `[tokens]`, on average 1 over all ranks.
+    # None of groups that see a token never or twice, and none where some batch had no gradient
     token_weights: dict[str, list[torch.Tensor]] = field(default_factory=dict)
 
 
@@ -94,11 +88,6 @@ def output_moments(
 
     Args:
         model: called as `model(batch)`.
-        groups: linear layers that read one input, whose outputs are taken one after the other; or one projection of
-            fused experts.
-        batches: the batches of this rank.
-        session: the session; the model runs on its device.
-        draws: labels drawn for each token; by default as `labels_drawn` says.
     """
     result = OutputMoments()
     width, reason = _width(groups, session), "too little memory for the gradients' second moment"
@@ -240,10 +229,7 @@ class _Pass:
     """Forward and backward passes, with hooks at the outputs of layers.
 
     Args:
-        model: the model, frozen and `placed` on the session's device.
-        groups: see `output_moments`.
         sums: filled, by the name of a group's first layer.
-        session: the session, whose device runs the model and whose listener hears of batches.
     """
 
     def __init__(

@@ -28,7 +28,6 @@ class Logits:
     """Logits of next tokens: of every position of a row but the last.
 
     Args:
-        model: a model from token ids to logits, or to an output with `.logits`.
         head: the model's last linear layer, whose outputs are logits; None runs the whole model for them.
     """
 

@@ -50,34 +50,24 @@ class Point:
 
 @dataclass(frozen=True, eq=False)
 class Writer:
-    """How a layer writes to the stream.
-
-    Attributes:
-        terms: the points that it is added to and that are there before it runs, each with its factor.
-        factor: m, by which its output is multiplied.
-        norm: the module that stands between; "" for none.
-        gain: v of that module by channel, `[out]`, 0 where it lets nothing through; None without such a module.
-    """
+    """How a layer writes to the stream."""
 
     terms: tuple[tuple[Point, float], ...]
     factor: float
     norm: str = ""
+    # v of that module by channel, `[out]`, 0 where it lets nothing through; None without such a module
     gain: torch.Tensor | None = None
 
 
 @dataclass(eq=False)
 class Stream:
-    """The residual stream of a block while it is solved.
+    """The residual stream of a block while it is solved."""
 
-    Attributes:
-        writers: writers by the name of the layer, or of the module of experts.
-        original: hidden states of the original model by point, `[..., hidden]` for each of this rank's batches.
-        token_gains: 1 / u by norm, `[tokens, 1]` for each batch.
-        current: the hidden states of the pass that is running.
-    """
-
+    # writers by the name of the layer, or of the module of experts
     writers: dict[str, Writer] = field(default_factory=dict)
+    # hidden states of the original model by point, `[..., hidden]` for each of this rank's batches
     original: dict[Point, list[torch.Tensor]] = field(default_factory=dict)
+    # 1 / u by norm, `[tokens, 1]` for each batch
     token_gains: dict[str, list[torch.Tensor]] = field(default_factory=dict)
     current: dict[Point, torch.Tensor] = field(default_factory=dict)
 
@@ -179,18 +169,11 @@ def _first_float(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 @dataclass(frozen=True, eq=False)
 class _State:
-    """A hidden state of the few tokens, and when it came by.
-
-    Attributes:
-        point: the point in the stream.
-        value: `[tokens, hidden]`.
-        sample: some of its elements, float64: sums of states are looked for among these.
-        time: the state's number among all states of the pass.
-    """
+    """A hidden state of the few tokens, and when it came by."""
 
     point: Point
-    value: torch.Tensor
-    sample: np.ndarray
+    value: torch.Tensor  # `[tokens, hidden]`
+    sample: np.ndarray  # some of its elements, float64: sums of states are looked for among these
     time: int
 
     @cached_property
@@ -203,12 +186,6 @@ def find_writers(
     block: nn.Module, run: Callable[[], Any], layers: Sequence[str], experts: Sequence[str] = ()
 ) -> tuple[dict[str, Writer], Any]:
     """Returns the layers of a block that write to the residual stream.
-
-    Args:
-        block: the block in its original state.
-        run: runs it on a few tokens.
-        layers: the names of its linear layers.
-        experts: the names of its modules of fused experts.
 
     Returns:
         Writers by name, and the result of `run`.
@@ -286,14 +263,7 @@ def _distinct(states: Iterable[_State]) -> list[_State]:
 
 @dataclass(frozen=True, eq=False)
 class _Search:
-    """The hidden states of one pass, among which sums are looked for.
-
-    Attributes:
-        states: the states of the stream in order of execution.
-        began: when each module was called.
-        eps: the machine epsilon of the dtype of the pass.
-        modules: the modules of the block.
-    """
+    """The hidden states of one pass, among which sums are looked for."""
 
     states: list[_State]
     began: dict[str, int]

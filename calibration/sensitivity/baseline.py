@@ -36,12 +36,7 @@ class Baseline:
     """Measures the mean divergence of choices on one text.
 
     Args:
-        switchable: the model, entered.
-        divergence: the divergence from the model in 16 bit.
         rows: token ids, int64 `[rows, seqlen]`.
-        by_row: whether rows run one by one, for `losses`.
-
-    Every method raises NotFinite for a divergence that is NaN or infinite, with the row and token named.
     """
 
     def __init__(

@@ -28,8 +28,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from quant.base.errors import known_names
-from quant.base.json_files import typed
-from quant.base.json_files import read_json
+from quant.base.json_files import read_json, typed
 from quant.calibration.attention_names import text_config
 from quant.calibration.sensitivity.table import Candidate
 from quant.formats.format import Format
@@ -45,16 +44,7 @@ def group_bytes(members: Sequence[LayerPlan], candidate: Candidate) -> int:
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of a served model by their use.
-
-    Attributes:
-        codes: codes of quantized weights, without scales.
-        scales: block scales, global scales, and other parts of quantized layers, such as branches.
-        embeddings: embeddings and output heads that stay in 16 bit.
-        rest: all other weights in 16 bit: norms, biases and kept layers.
-        kv_cache: KV cache of `tokens` tokens.
-        tokens: batch × context.
-    """
+    """Bytes of a served model by their use."""
 
     codes: int
     scales: int
@@ -73,10 +63,8 @@ def memory_of(plan: Plan, *, unplanned: int = 0, kv_cache: int = 0, tokens: int 
     """Returns the memory of a plan.
 
     Args:
-        plan: all layers that own a weight.
         unplanned: bytes of tensors that are in no plan: biases, position tables.
         kv_cache: bytes of the KV cache.
-        tokens: number of tokens in that cache.
     """
     codes = scales = embeddings = 0
     other = unplanned
@@ -103,8 +91,6 @@ def kv_cache_bytes(config: Any, context: int, batch: int, format: Format | None 
 
     Args:
         config: a transformers config, or None for a model without a cache.
-        context: tokens a sequence.
-        batch: sequences.
         format: the format of keys and values; None is 16 bit.
     """
     config = text_config(config)
@@ -238,11 +224,7 @@ class LatencyTable:
 
     @classmethod
     def load(cls, path: str | Path) -> LatencyTable:
-        """Reads a table.
-
-        Raises:
-            ValueError: not JSON, a missing field, or a time that is not above zero; the message names the file.
-        """
+        """Reads a table."""
         return read_json(path, "a table of kernel times", cls._of_fields)
 
     @classmethod
@@ -262,11 +244,7 @@ class LatencyTable:
         return cls(name, bandwidth, {key: sorted(listed) for key, listed in times.items()})
 
     def linear(self, layer: LayerPlan, tokens: int) -> float:
-        """Returns the seconds of a matmul.
-
-        Raises:
-            ValueError: the table has no such shape in such formats; the message names both.
-        """
+        """Returns the seconds of a matmul."""
         names = [f.name if f is not None else None for f in (layer.weight, layer.activation)]
         count = math.prod(layer.shape[:-2])  # experts; 1 for a plain linear
         branch = self.read(layer.parts.nbytes(layer.shape))
@@ -285,11 +263,7 @@ class LatencyTable:
 
 
 def get_timing(name: str) -> Timing:
-    """Returns a GPU by name, or a table by the path of its file.
-
-    Raises:
-        ValueError: neither; the message lists the GPUs.
-    """
+    """Returns a GPU by name, or a table by the path of its file."""
     if name in GPUS:
         return Roofline(GPUS[name])
     if Path(name).suffix == ".json":
@@ -314,11 +288,7 @@ def parse_quantity(text: str, kind: str) -> float:
     """Returns a number with a unit: `24GB`, `32k` (1,024 each, as contexts are counted), `12ms`, `1%`.
 
     Args:
-        text: the user's input.
         kind: "size" (bytes), "count", "time" (seconds) or "ratio".
-
-    Raises:
-        ValueError: not such a quantity, or not above zero; the message gives an example.
     """
     match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+(?:e-?[0-9]+)?)\s*([^0-9.]*?)\s*", text, re.IGNORECASE)
     units = _UNITS[kind]

@@ -60,11 +60,6 @@ def finite_sum(values: torch.Tensor, name_of: Callable[[int], str], quantity: st
 
     Args:
         values: one for each position, `[positions]`.
-        name_of: a function that returns the name of a position, for errors.
-        quantity: name of the values, for errors.
-
-    Raises:
-        NotFinite: a value is NaN or infinite; the first such position is named.
     """
     return start_sum(values, name_of, quantity)()
 
@@ -116,21 +111,11 @@ class Divergence(Protocol):
         """Returns the output of the original model, in the form that `measure` compares with.
 
         Call it before any change.
-
-        Args:
-            rows: the text.
-            keep: includes whole distributions, or their logits, which are large, instead of computing them in every
-                measurement.
         """
         ...
 
     def measure(self, rows: torch.Tensor, reference: Any, first_row: int = 0) -> Later:
         """Starts to compute the summed divergence of the model as it is now.
-
-        Args:
-            rows: the text.
-            reference: result of `reference` for it.
-            first_row: number of its first row, for errors.
 
         Returns:
             A function that waits for the sum; it raises NotFinite for NaN or infinity at a position.

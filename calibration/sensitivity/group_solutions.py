@@ -52,18 +52,12 @@ Key = tuple[str, str]
 
 @dataclass(frozen=True, eq=False)
 class GroupSolution:
-    """A group solved in one format.
+    """A group solved in one format."""
 
-    Attributes:
-        weights: codes and scales by layer, of the weight times `divisor`.
-        divisor: s, by which the input is divided, `[in]`; None if it is not.
-        input_scale: static scale of the divided input, where its format has one.
-        branches: the branches by layer, A `[rank, in]` and B `[out, rank]`, which take the divided input unrounded.
-    """
-
-    weights: Mapping[str, BlockScaledTensor]
-    divisor: torch.Tensor | None = None
+    weights: Mapping[str, BlockScaledTensor]  # codes and scales by layer, of the weight times `divisor`
+    divisor: torch.Tensor | None = None  # s, by which the input is divided, `[in]`; None if it is not
     input_scale: torch.Tensor | None = None
+    # the branches by layer, A `[rank, in]` and B `[out, rank]`, which take the divided input unrounded
     branches: Mapping[str, Branch] = field(default_factory=dict)
 
 
@@ -83,12 +77,8 @@ def solve_each_group(
 
     Args:
         model: called as `model(rows)`; not changed.
-        groups: layers by fusion group.
         allowed: formats by group.
         rows: token ids, int64 `[rows, seqlen]`, where the model runs.
-        solver: one that works from data.
-        stored: dtype of the model's checkpoint, which some scales are rounded to.
-        session: the session, whose listener is called for the stage "alone" with groups.
         home: the device where solutions are kept; None keeps them where they are solved.
     """
     pipeline = get_pipeline(solver)
@@ -184,12 +174,7 @@ def _watch(
 
 
 class _Inputs:
-    """Input statistics of groups, from which transforms and static scales are chosen.
-
-    Args:
-        keep: whether transforms need a sample of tokens.
-        every: each n-th token goes into the sample.
-    """
+    """Input statistics of groups, from which transforms and static scales are chosen."""
 
     def __init__(self, keep: bool, every: int) -> None:
         self.keep, self.every = keep, every
@@ -221,15 +206,7 @@ class _Inputs:
 
 @dataclass(frozen=True, eq=False)
 class _Task:
-    """A group to solve.
-
-    Attributes:
-        model: the model that holds the weights.
-        members: the layers of the group.
-        solver: name of the solver.
-        stored: dtype of the model's checkpoint.
-        device: the device where the group is solved.
-    """
+    """A group to solve."""
 
     model: nn.Module
     members: Sequence[LayerPlan]

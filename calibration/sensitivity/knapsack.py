@@ -37,22 +37,12 @@ class Infeasible(ValueError):  # noqa: N818 -- the field's word
 
 @dataclass(frozen=True, eq=False)
 class KnapsackProblem:
-    """Groups, formats, and the score and the costs of each choice.
-
-    Attributes:
-        groups: G names.
-        candidates: F names.
-        scores: expected loss, float64 `[G, F]`; infinite where the format is not allowed.
-        costs: the costs of each resource by name, float64 `[G, F]`.
-
-    Raises:
-        ValueError: a score is NaN, or a cost is not finite; comparisons would pass over either.
-    """
+    """Groups, formats, and the score and the costs of each choice."""
 
     groups: tuple[str, ...]
     candidates: tuple[str, ...]
-    scores: np.ndarray
-    costs: Mapping[str, np.ndarray]
+    scores: np.ndarray  # expected loss, float64 `[G, F]`; infinite where the format is not allowed
+    costs: Mapping[str, np.ndarray]  # the costs of each resource by name, float64 `[G, F]`
 
     def __post_init__(self) -> None:
         unusable = {SCORE: np.isnan(self.scores), **{name: ~np.isfinite(cost) for name, cost in self.costs.items()}}
@@ -75,14 +65,9 @@ class KnapsackProblem:
 
 @dataclass(frozen=True, eq=False)
 class Near:
-    """A limit on the distance of the answer from another choice.
+    """A limit on the distance of the answer from another choice."""
 
-    Attributes:
-        choice: index of a format for each group, `[G]`.
-        changes: number of groups that may differ from it.
-    """
-
-    choice: np.ndarray
+    choice: np.ndarray  # index of a format for each group, `[G]`
     changes: int
 
 
@@ -92,16 +77,10 @@ def solve(
     """Returns the best choice within `limits`.
 
     Args:
-        problem: the groups.
         limits: largest sum by resource: keys of `problem.costs`, or "score".
-        minimize: "score" or a resource.
-        near: keeps the answer near another choice.
 
     Returns:
         Index of the format of each group, int64 `[G]`.
-
-    Raises:
-        Infeasible: no choice keeps the limits.
     """
     require_scipy()
     check_feasible(problem, limits)

@@ -167,19 +167,12 @@ METHOD_CLASSES: dict[str, type[Method]] = {"fisher": FisherMethod, "kl": KlMetho
 
 @dataclass(frozen=True, eq=False)
 class Scoring:
-    """How groups are scored.
-
-    Attributes:
-        method: "kl", "fisher" or "output".
-        solver: a solver without data that rounds the weights for scoring.
-        solutions: weights that another solver has rounded; see `group_solutions`.
-        dtype: dtype to which 16-bit tensors are widened for scoring; None leaves them.
-    """
+    """How groups are scored."""
 
     method: str = "fisher"
     solver: str = "rtn"
     solutions: Mapping[Key, GroupSolution] = field(default_factory=dict)
-    dtype: torch.dtype | None = torch.float32
+    dtype: torch.dtype | None = torch.float32  # dtype to which 16-bit tensors are widened for scoring; None leaves them
 
     def __post_init__(self) -> None:
         if self.method not in METHOD_CLASSES:
@@ -201,19 +194,11 @@ def score_groups(
 
     Args:
         model: called as `model(rows)`; restored afterwards.
-        groups: layers by fusion group.
         allowed: formats by group; `keep` needs no mention.
         rows: token ids, int64 `[rows, seqlen]`.
-        scoring: the method and its settings.
-        session: the device where the model runs, the seed of the tokens and directions that `fisher` draws, and the
-            listener of the stages "calibrate" and "score".
         amax: largest input magnitude of each layer, as `measure_amax` gives it; None measures it on `rows`.
         path: file of the table: read if it was made from the same model, text and settings, and resumed after an
             interruption. None writes no file.
-
-    Raises:
-        ValueError: a group that no token reached.
-        NotFinite: a score is NaN or infinite; the group and its format, or the row and token are named.
     """
     started = time.perf_counter()
     key = _key(model, groups, allowed, rows, *_key_settings(scoring, session.seed, amax))

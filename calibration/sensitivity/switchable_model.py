@@ -37,8 +37,7 @@ from quant.calibration.walk.collect import collect_input_amax
 from quant.formats.tensor import BlockScaledTensor
 from quant.kernels.linear.expert_modules import ExpertStack, can_run_experts_one_by_one, experts_forward
 from quant.recipes.blocks import block_names
-from quant.recipes.layers import Stacking, expert_matrices, stacking_of_experts
-from quant.recipes.layers import LayerKind
+from quant.recipes.layers import LayerKind, Stacking, expert_matrices, stacking_of_experts
 from quant.recipes.module_replacement import Substitute, forwarding, take_hooks
 from quant.recipes.plan import LayerPlan
 
@@ -296,19 +295,12 @@ def measure_amax(
 
 @dataclass(frozen=True, eq=False)
 class LayerGradient:
-    """Input and output gradient of one call of a layer, from a backward pass.
+    """Input and output gradient of one call of a layer, from a backward pass."""
 
-    Attributes:
-        x: the input of the layer, `[..., in]`.
-        gradient: ∂L/∂Y, `[..., out]`.
-        back: gradient · W with the weight as it is now, `[..., in]`.
-        index: the expert, or None.
-    """
-
-    x: torch.Tensor
-    gradient: torch.Tensor
-    back: torch.Tensor
-    index: int | None
+    x: torch.Tensor  # the input of the layer, `[..., in]`
+    gradient: torch.Tensor  # ∂L/∂Y, `[..., out]`
+    back: torch.Tensor  # gradient · W with the weight as it is now, `[..., in]`
+    index: int | None  # the expert, or None
 
 
 Observe = Callable[["SwitchableLayer", LayerGradient], None]
@@ -316,13 +308,7 @@ Observe = Callable[["SwitchableLayer", LayerGradient], None]
 
 @dataclass(frozen=True, eq=False)
 class CachedCall:
-    """One call of a layer in a cached run.
-
-    Attributes:
-        candidate: the layer's format then.
-        x: the rounded input of the layer.
-        y: the output of the layer.
-    """
+    """One call of a layer in a cached run."""
 
     candidate: str
     x: torch.Tensor
@@ -457,27 +443,16 @@ def same_tensor(a: torch.Tensor | None, b: torch.Tensor) -> bool:
 
 @dataclass(eq=False)
 class CandidateWeights:
-    """The weights of a `SwitchableModel`; see the module docstring.
+    """The weights of a `SwitchableModel`; see the module docstring."""
 
-    Attributes:
-        groups: fusion groups by name.
-        layers: the switchable layers by name, with the original weights.
-        solver: rounds the weights; one that needs no data.
-        stored: dtype that scales are rounded to; None takes the dtype of the weights.
-        solutions: groups in a format that another solver has solved, as `solve_each_group` gives them.
-        device: the device where weights are used; None leaves them where they are.
-        dtype: dtype to which 16-bit weights are widened; None leaves them.
-        budget: bytes of dense weights that may be cached.
-    """
-
-    groups: Mapping[str, Sequence[LayerPlan]]
-    layers: Mapping[str, SwitchableLayer]
+    groups: Mapping[str, Sequence[LayerPlan]]  # fusion groups by name
+    layers: Mapping[str, SwitchableLayer]  # the switchable layers by name, with the original weights
     solver: str
-    stored: torch.dtype | None
+    stored: torch.dtype | None  # dtype that scales are rounded to; None takes the dtype of the weights
     solutions: Mapping[Key, GroupSolution]
-    device: torch.device | None
-    dtype: torch.dtype | None
-    budget: int
+    device: torch.device | None  # the device where weights are used; None leaves them where they are
+    dtype: torch.dtype | None  # dtype to which 16-bit weights are widened; None leaves them
+    budget: int  # bytes of dense weights that may be cached
     _solved: dict[Key, dict[str, BlockScaledTensor]] = field(default_factory=dict)
     _dense: dict[tuple[str, ...], torch.Tensor] = field(default_factory=dict)
 

@@ -21,8 +21,7 @@ from functools import cached_property
 from pathlib import Path
 
 from quant.base.errors import known_names
-from quant.base.json_files import JsonData
-from quant.base.json_files import read_json, write_json
+from quant.base.json_files import JsonData, read_json, write_json
 from quant.formats.format import Format, get_format, is_16bit, parse_format
 from quant.recipes.plan import LayerPlan, Parts
 from quant.recipes.recipe import FURTHER_NAMES, KEEP, find_preset, presets
@@ -39,18 +38,11 @@ from quant.recipes.solver_names import with_branch
 
 @dataclass(frozen=True)
 class Candidate:
-    """One choice for a fusion group.
-
-    Attributes:
-        name: the name as the user wrote it.
-        weight: weight format; None keeps 16 bit.
-        activation: input format; None keeps 16 bit.
-        rank: the rank of the low-rank branch in 16 bit; 0 without a branch.
-    """
+    """One choice for a fusion group."""
 
     name: str
-    weight: Format | None
-    activation: Format | None
+    weight: Format | None  # weight format; None keeps 16 bit
+    activation: Format | None  # input format; None keeps 16 bit
     rank: int = 0
 
     @property
@@ -77,14 +69,7 @@ KEPT = Candidate(KEEP, None, None)
 
 
 def parse_candidates(names: str | Iterable[str]) -> tuple[Candidate, ...]:
-    """Returns candidates by name, in the order given, `keep` last.
-
-    Args:
-        names: a list, or one string with commas.
-
-    Raises:
-        ValueError: an unknown name, or the same pair of formats twice.
-    """
+    """Returns candidates by name, in the order given, `keep` last."""
     names = names.split(",") if isinstance(names, str) else list(names)
     candidates = [_parse(name.strip()) for name in names if name.strip() and not is_16bit(name.strip())]
     if not candidates:
@@ -123,26 +108,14 @@ UNITS = {
 
 @dataclass(frozen=True)
 class GroupScores(JsonData):
-    """One fusion group, or a layer without a group.
-
-    Attributes:
-        name: the group's, or the layer's.
-        layers: the names of the group's members, in model order.
-        numel: weights in all of them.
-        scores: loss by format name, in the unit of the table; `keep` is 0.
-        bits: bits per weight by format name.
-        bytes: bytes by format name.
-
-    Raises:
-        ValueError: a score is NaN or infinite.
-    """
+    """One fusion group, or a layer without a group."""
 
     name: str
     layers: tuple[str, ...]
     numel: int
-    scores: dict[str, float]
-    bits: dict[str, float]
-    bytes: dict[str, int]
+    scores: dict[str, float]  # loss by format name, in the unit of the table; `keep` is 0
+    bits: dict[str, float]  # bits per weight by format name
+    bytes: dict[str, int]  # bytes by format name
 
     def __post_init__(self) -> None:
         # JSON of earlier releases may hold NaN, which the knapsack would compare as neither smaller nor larger.
@@ -153,17 +126,7 @@ class GroupScores(JsonData):
 
 @dataclass(frozen=True)
 class Sensitivity(JsonData):
-    """Scores of every group in every format.
-
-    Attributes:
-        method: one of `METHODS`.
-        formats: columns of the table, as the user named them; `keep` is always among them.
-        unit: the unit of the scores, a value of `UNITS`.
-        rows, seqlen: size of the text that they were measured on.
-        groups: the groups in model order.
-        key: SHA-256 over model, text and settings.
-        seconds: time that scoring took.
-    """
+    """Scores of every group in every format."""
 
     method: str
     formats: tuple[str, ...]
@@ -185,9 +148,5 @@ class Sensitivity(JsonData):
 
     @classmethod
     def load(cls, path: str | Path) -> Sensitivity:
-        """Reads a table.
-
-        Raises:
-            ValueError: not JSON, or not a sensitivity table; the message names the file.
-        """
+        """Reads a table."""
         return read_json(path, "a sensitivity table", cls.from_dict)

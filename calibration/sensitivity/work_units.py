@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from quant.base.atomic import write_atomically
-from quant.base.json_files import typed
-from quant.base.json_files import read_json
+from quant.base.json_files import read_json, typed
 from quant.calibration.ranks import gathered, rank_and_world, wait_for_all
 from quant.calibration.session import Session
 
@@ -33,10 +32,6 @@ def run_units(
     """Returns the results of all units by name.
 
     Args:
-        names: the units, the same on every rank.
-        work: computes the result of one unit.
-        session: the ranks that share the units; its listener is called for the stage "score".
-        key: digest of everything that the results depend on; results on disk with another key are not used.
         path: partial results are written to files of this name with a suffix; None writes none.
     """
     rank, world = session.rank, session.world

@@ -27,12 +27,7 @@ _DYNAMIC = "a format whose inputs are scaled as they come, such as fp8_channel o
 
 
 class NoTextError(UserError):
-    """A plan needs calibration text, and there is none.
-
-    Args:
-        plan: the plan whose layer the message names.
-        reason: the reason why no text could be found.
-    """
+    """A plan needs calibration text, and there is none."""
 
     def __init__(self, plan: Plan, reason: str) -> None:
         super().__init__(f"{lacks_data(plan)} ({reason})")
@@ -65,10 +60,6 @@ def with_data(plan: Plan, find: Callable[[], tuple[T, list[Record]]]) -> tuple[P
     """Returns the data that `find` gives for a plan, and the plan with their records.
 
     Where it finds none, and an effort chose the solver that needs some, the plan of effort 1 and no data.
-
-    Raises:
-        UserError: the plan needs data, and there is none; at effort 1 too, if its effort chose a solver: the message
-            then names the data that the solver needs.
     """
     try:
         data, records = find()
@@ -104,22 +95,8 @@ def mixed_text(
 ) -> tuple[torch.Tensor, Record]:
     """Returns calibration rows for a plan that needs data and has none: see `quant.calibration.texts.mixture`.
 
-    Args:
-        model: a causal language model, which writes half of it; for other models of text, only the samples.
-        plan: the plan that the error message names.
-        tokenizer: a tokenizer; without one, all text is the model's own.
-        session: the session. A model that does not fit its device writes nothing, because every token would read every
-            weight from elsewhere. Its seed chooses and draws the text, and its listener is called for "generate" with
-            tokens.
-        samples: rows.
-        seqlen: tokens a row; cut to the model's context.
-        own_only: leaves out the samples.
-
     Returns:
         int64 `[samples, seqlen]`, and the record of their sources.
-
-    Raises:
-        NoTextError: no text suits this model; the message names the layer that needs some.
     """
     context = getattr(text_config(getattr(model, "config", None)), "max_position_embeddings", None)
     seqlen = min(seqlen, context) if isinstance(context, int) and context > 0 else seqlen

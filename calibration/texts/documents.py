@@ -35,13 +35,8 @@ def read_documents(items: Iterable[Any], tokenizer: Any | None, name: str, colum
     """Yields the documents in `items`, in order; documents without a token are left out.
 
     Args:
-        items: documents in a form that the module docstring lists.
         tokenizer: a Hugging Face tokenizer; None will do for ids.
-        name: the name of the source, for errors.
         column: the column of records; None takes the chats, else `text`, else the only column of text.
-
-    Raises:
-        ValueError: an item is none of these, or has no such column; a text comes without a tokenizer.
     """
     for item in items:
         for ids, is_open in _documents(item, tokenizer, name, column):
@@ -126,17 +121,7 @@ def _is_chat(item: Sequence[Any]) -> bool:
 
 
 def chat_ids(turns: Sequence[Mapping[str, Any]], tokenizer: Any, name: str, *, ask: bool = False) -> torch.Tensor:
-    """Returns the token ids of a chat through the tokenizer's template.
-
-    Args:
-        turns: messages with `role` and `content`, or `from` and `value`.
-        tokenizer: a Hugging Face tokenizer.
-        name: the name of the source, for errors.
-        ask: ends where the assistant's answer begins.
-
-    Raises:
-        ValueError: the template is missing, or refuses the chat.
-    """
+    """Returns the token ids of a chat through the tokenizer's template."""
     if not getattr(tokenizer, "chat_template", None):
         raise ValueError(
             f"{name}: its chats need a chat template, which the model's tokenizer does not have; "
@@ -211,10 +196,6 @@ def pack_rows(
     Args:
         end: id of the token that closes a text; None puts in none.
         samples: number of rows; None takes all of them.
-        start: id of the token with which every row begins where there are texts; ids and chats come as they are fed.
-
-    Raises:
-        ValueError: there are not tokens enough.
     """
     parts: list[torch.Tensor] = []
     tokens, count, texts = 0, 0, False
@@ -238,11 +219,7 @@ def pack_rows(
 
 
 def whole_rows(documents: Iterable[Document], samples: int | None, seqlen: int, name: str) -> torch.Tensor:
-    """Returns the beginning of every document that has `seqlen` tokens.
-
-    Raises:
-        ValueError: there are not enough such documents.
-    """
+    """Returns the beginning of every document that has `seqlen` tokens."""
     rows: list[torch.Tensor] = []
     count = longest = 0
     for ids, _ in documents:

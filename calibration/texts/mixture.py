@@ -52,15 +52,10 @@ Record = dict[str, Any]
 
 @dataclass(frozen=True)
 class TextWriter:
-    """A causal language model that can write text.
-
-    Attributes:
-        model: the model, on the device where it is to run.
-        why_not: the reason why the mixture should do without its text; None if it may have some.
-    """
+    """A causal language model that can write text."""
 
     model: nn.Module
-    why_not: str | None = None
+    why_not: str | None = None  # the reason why the mixture should do without its text; None if it may have some
 
 
 def mixture_rows(
@@ -74,21 +69,8 @@ def mixture_rows(
 ) -> tuple[torch.Tensor, Record]:
     """Returns the rows of calibration text as the module docstring describes them, and how they came about.
 
-    Args:
-        writer: the writer of the model's own text. Without it, or where its model cannot write, samples replace own
-            text.
-        tokenizer: a Hugging Face tokenizer; without one all text is the model's own.
-        session: the session. Its seed chooses the pieces and the model's draws: the same rows for the same seed, model
-            and machine. Its listener is called for the stage "generate".
-        samples: the number of rows; there are fewer if the samples end and no model writes.
-        seqlen: the number of tokens in a row.
-        own_only: leaves the samples out, and own text begins from just the start token.
-
     Returns:
         int64 `[rows, seqlen]` on the CPU, and the record.
-
-    Raises:
-        ValueError: the model cannot write, and a tokenizer for the samples is missing.
     """
     model = None if writer is None else writer.model
     start = start_token(tokenizer) if tokenizer is not None or model is None else first_token(model, None)
@@ -171,11 +153,6 @@ def _chat(messages: list[dict[str, str]], tokenizer: Any, start: int | None, *, 
     """Returns the token ids of a chat without the start token.
 
     The chat goes through the template, or is joined with the names of its roles where there is none.
-
-    Args:
-        messages: the messages as templates take them.
-        tokenizer, start: as in `_text`.
-        ask: ends where the assistant's answer begins.
     """
     try:
         return _bare(chat_ids(messages, tokenizer, "samples", ask=ask), start)

@@ -42,16 +42,7 @@ def lacks_decoder_text(inputs: Inputs) -> bool:
 
 
 def write_decoder_text(model: nn.Module, inputs: Inputs, session: Session) -> Inputs:
-    """Returns calibration calls in which the model's own text follows every lone start token.
-
-    Args:
-        model: an encoder-decoder of transformers, on the device where it is to run.
-        inputs: the calls of the model.
-        session: the session, whose listener is called for the stage "generate" with calls.
-
-    Raises:
-        ValueError: the model gives NaN or infinity.
-    """
+    """Returns calibration calls in which the model's own text follows every lone start token."""
     calls = []
     with torch.no_grad():
         for number, (args, kwargs) in enumerate(inputs.calls):
@@ -115,16 +106,6 @@ def read_inputs(
     """Returns the first `samples` inputs of a source.
 
     None where it holds rows of tokens, or a text for a model of tokens.
-
-    Args:
-        source: as in the module docstring.
-        model: the model that is called with them.
-        processor: a function that returns the model's processor, or raises ValueError.
-        samples: number of calls.
-        seqlen: tokens of a text at most.
-
-    Raises:
-        ValueError: there are fewer, or they do not fit the model; the message names the file.
     """
     path, parameters = Path(source), set(inspect.signature(model.forward).parameters)
     is_seq2seq = DECODER in parameters

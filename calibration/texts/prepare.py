@@ -30,13 +30,7 @@ _SOUND = "a sound"
 
 
 class Preparer:
-    """Prepares samples for one model.
-
-    Args:
-        model: the model that will be called with the results.
-        processor: a processor, image processor, feature extractor or tokenizer of transformers.
-        seqlen: tokens of a text at most.
-    """
+    """Prepares samples for one model."""
 
     def __init__(self, model: nn.Module, processor: Any, seqlen: int) -> None:
         self.model, self.processor = model, processor
@@ -156,11 +150,7 @@ class Preparer:
 
 
 def decoder_ids(model: nn.Module, tokenizer: Any, target: str, length: int) -> torch.Tensor:
-    """Returns the decoder's input while it writes a text: its start token, then the text, int64 `[1, tokens]`.
-
-    Raises:
-        ValueError: the config names no start token.
-    """
+    """Returns the decoder's input while it writes a text: its start token, then the text, int64 `[1, tokens]`."""
     start = start_of(model)
     ids = list(tokenizer(text_target=target, truncation=True, max_length=length)["input_ids"]) if target else []
     # The decoder's input is its target shifted by one: the end token is predicted, not read.
@@ -170,11 +160,7 @@ def decoder_ids(model: nn.Module, tokenizer: Any, target: str, length: int) -> t
 
 
 def start_of(model: nn.Module) -> int:
-    """Returns the token with which a decoder begins.
-
-    Raises:
-        ValueError: the config names none.
-    """
+    """Returns the token with which a decoder begins."""
     config: Any = getattr(model, "config", None)
     parts = (getattr(model, "generation_config", None), config, getattr(config, "decoder", None))
     for name in ("decoder_start_token_id", "pad_token_id", "bos_token_id"):  # T5 begins with its padding

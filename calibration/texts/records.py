@@ -29,17 +29,11 @@ _COMPRESSED = {".gz", ".bz2", ".xz", ".zst"}
 
 @dataclass(frozen=True)
 class Corpus:
-    """Where records come from.
-
-    Attributes:
-        path: a file, a folder, or a name on the hub.
-        reader: "json", "csv" or "parquet" for a file; None for a folder and for the hub.
-        config, split, column: parts of it; None takes the only one, or the usual one.
-    """
+    """Where records come from."""
 
     path: str
-    reader: str | None = None
-    config: str | None = None
+    reader: str | None = None  # "json", "csv" or "parquet" for a file; None for a folder and for the hub
+    config: str | None = None  # parts of it; None takes the only one, or the usual one
     split: str | None = None
     column: str | None = None
 
@@ -48,9 +42,6 @@ def parse_corpus(spec: str) -> Corpus | None:
     """Returns the corpus that a string names, as the module docstring lists them.
 
     None for anything else, such as a text file.
-
-    Raises:
-        ValueError: `hf:` without a name.
     """
     if spec.startswith("hf:"):
         parts, _, column = spec[3:].partition("#")
@@ -96,13 +87,7 @@ def _missing_package(corpus: Corpus) -> str:
 
 
 def read_records(corpus: Corpus, *, seed: int | None = None) -> Iterator[dict[str, Any]]:
-    """Yields the records in order, or shuffled by `seed`.
-
-    Raises:
-        FileNotFoundError: no such file.
-        ValueError: the file is empty, the package `datasets` is missing, the data set cannot be reached or read, or it
-            has several splits.
-    """
+    """Yields the records in order, or shuffled by `seed`."""
     try:
         import datasets
     except ImportError as error:

@@ -17,10 +17,6 @@ def check_evaluable(model: nn.Module, rows: torch.Tensor | Inputs) -> None:
     """Refuses a model that `evaluate` cannot measure on `rows`, before hours are spent on quantizing it.
 
     Inputs of other kinds are not tried: one call with them may take long.
-
-    Raises:
-        ValueError: the rows do not suit the model, it does not run on token ids, or it returns neither logits nor
-            hidden states for each.
     """
     if isinstance(rows, Inputs):
         return
@@ -44,11 +40,7 @@ def check_evaluable(model: nn.Module, rows: torch.Tensor | Inputs) -> None:
 
 
 def run_probe(model: nn.Module, probe: torch.Tensor) -> torch.Tensor:
-    """Returns the logits of a model for token ids, int64 `[rows, tokens]`, or its first output where it has no logits.
-
-    Raises:
-        ValueError: it does not run on them.
-    """
+    """Returns the logits of a model for token ids, int64 `[rows, tokens]`, or its first output where it has no logits."""
     try:
         with torch.no_grad():
             return logits_of(model, probe.to(device_of(model)))

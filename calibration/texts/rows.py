@@ -51,14 +51,7 @@ class RowArguments(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class RowOptions:
-    """How rows are taken from a source.
-
-    Attributes:
-        shuffle: draws rows from a whole text, and documents of other sources within a window, instead of the first.
-        pack: cuts the chain of all documents; False takes the beginning of every document that is long enough. A
-            text or token file is cut by `token_rows` either way.
-        config, split, column: parts of a data set's name; they override the parts in the source's name.
-    """
+    """How rows are taken from a source."""
 
     shuffle: bool = False
     pack: bool = True

@@ -47,16 +47,8 @@ def is_sound(content: bytes) -> bool:
 def read_sound(content: bytes, name: str, rate: int) -> np.ndarray:
     """Returns the first `SECONDS` of a sound at a sampling rate.
 
-    Args:
-        content: the content of the file.
-        name: the name of the file, for errors.
-        rate: samples per second of the result.
-
     Returns:
         float32 `[samples]`, the mean of the channels.
-
-    Raises:
-        ValueError: no sound, or one in a format that takes the package soundfile.
     """
     channels, file_rate = _read_pcm(content)
     if file_rate is None:
@@ -129,19 +121,12 @@ _PAIRS = (("source", "target"), ("input", "target"), ("article", "highlights"), 
 
 @dataclass(frozen=True)
 class Sample:
-    """An image, a sound, or texts: the material of one call.
-
-    Attributes:
-        name: the name of the file or record, for errors.
-        content: bytes of an image or a sound; None for only texts.
-        array: samples of a sound that is decoded already, and their rate.
-        texts: a caption or transcript, or the text to read and the text to write; may be empty.
-    """
+    """An image, a sound, or texts: the material of one call."""
 
     name: str
-    content: bytes | None = None
+    content: bytes | None = None  # bytes of an image or a sound; None for only texts
     array: tuple[np.ndarray, int] | None = None
-    texts: tuple[str, ...] = ()
+    texts: tuple[str, ...] = ()  # a caption or transcript, or the text to read and the text to write; may be empty
 
     @property
     def has_sound(self) -> bool:
@@ -161,11 +146,7 @@ class Sample:
         return read_sound(self.content, self.name, rate)
 
     def image(self) -> Any:
-        """Returns the image in RGB, as pillow has it.
-
-        Raises:
-            ValueError: it cannot be read, or pillow is missing.
-        """
+        """Returns the image in RGB, as pillow has it."""
         try:
             from PIL import Image
         except ImportError:
@@ -184,14 +165,6 @@ def read_samples(source: str | Path, count: int, *, pairs: bool) -> list[Sample]
     """Returns the first `count` samples of a folder or data set, or fewer.
 
     None where it holds neither images nor sounds.
-
-    Args:
-        source: as in the module docstring.
-        count: number of samples.
-        pairs: whether records of texts are taken, too.
-
-    Raises:
-        ValueError: the source cannot be read; the message names it.
     """
     path = Path(source)
     if path.is_dir():

@@ -59,22 +59,13 @@ def generate_rows(
     """Returns the rows of tokens drawn from a causal language model.
 
     Args:
-        model: transformers' or any module that maps ids `[rows, tokens]` to logits `[rows, tokens, vocabulary]`.
-            One that returns no key-value cache is run on the whole prefix at every position.
+        model: transformers' or any module that maps ids `[rows, tokens]` to logits `[rows, tokens, vocabulary]`. One
+            that returns no key-value cache is run on the whole prefix at every position.
         tokenizer: the tokenizer that names the special tokens and the true size of the vocabulary; None takes them from
             the config.
-        samples: number of rows.
-        seqlen: tokens in a row, the start token included.
-        openings: token ids that rows begin with, behind the start token; row `i` has opening `i` modulo their number.
-        temperatures: the temperatures that rows are drawn at, in turn like the openings.
-        session: the session. Its seed gives the same rows for the same model and machine, without torch's global
-            generators; its listener is called for the stage "generate" with tokens.
 
     Returns:
         int64 `[samples, seqlen]` on the CPU.
-
-    Raises:
-        ValueError: the model does not predict next tokens, cannot take `seqlen` positions, or gives NaN.
     """
     if seqlen < 1 or samples < 1:
         raise ValueError(f"samples={samples} and seqlen={seqlen} must be at least 1")
@@ -157,7 +148,6 @@ def _fill(
     Args:
         rows: int64 `[rows, seqlen]`, filled in.
         uniform: numbers in [0, 1) that decide each drawn token, `[rows, seqlen]`.
-        template: the template as `_template` makes it.
         temperatures: `[rows]`.
         allowed: tokens that may be drawn, bool `[vocabulary]`.
     """

@@ -37,9 +37,8 @@ from quant.calibration.texts.named_inputs import lacks_decoder_text, read_inputs
 from quant.calibration.texts.records import check_corpus, parse_corpus
 from quant.calibration.texts.row_checks import run_probe
 from quant.calibration.texts.rows import calibration_rows, token_rows
-from quant.models.files import SourceKind
+from quant.models.files import SourceKind, spot_hash
 from quant.models.open_model import Source
-from quant.models.files import spot_hash
 from quant.recipes.plan import Plan
 from quant.recipes.plan_make import make_plan, run_on_meta
 
@@ -62,23 +61,13 @@ _TOKENIZER_FILES = (".json", ".jinja", ".model", ".txt")
 
 @dataclass(frozen=True)
 class TextCache:
-    """The place of one text in the cache.
-
-    Attributes:
-        path: its file, which may not exist yet.
-    """
+    """The place of one text in the cache."""
 
     path: Path
 
     @classmethod
     def of(cls, source: Source, session: Session, shape: dict[str, Any]) -> TextCache | None:
-        """Returns the place of the text that a model writes; None where such a text is not cached.
-
-        Args:
-            source: the model.
-            session: its seed and its device decide the text too.
-            shape: everything else that decides it: rows, tokens, and whether samples are mixed in.
-        """
+        """Returns the place of the text that a model writes; None where such a text is not cached."""
         directory, files = _directory(), source.files.files
         is_built_from_files = source.kind in (SourceKind.HUGGINGFACE, SourceKind.GGUF) and bool(files)
         # Other classes come from a factory or from the model's own Python files.
@@ -156,15 +145,7 @@ _BYTES = 16
 
 @dataclass(frozen=True)
 class Rows:
-    """How much data is read, and from where.
-
-    Attributes:
-        sources: the sources as the user names them; none stands for the mixture.
-        samples: rows of text, or calls of the model, from all sources together.
-        seqlen: tokens of a row.
-        seed: the seed of the text that is drawn and written.
-        at_most: whether a text that is too short gives the rows that it has, instead of an error.
-    """
+    """How much data is read, and from where."""
 
     sources: tuple[str, ...] = ()
     samples: int = 32
@@ -208,12 +189,7 @@ def sources_of(names: Sequence[str]) -> tuple[str, ...]:
 
 
 def check_sources(names: Sequence[str], option: str) -> None:
-    """Raises UserError for a file that is missing or empty, or needs a package, before anything slow is done.
-
-    Args:
-        names: the names as the user gives them.
-        option: the option that names them, for the message.
-    """
+    """Raises UserError for a file that is missing or empty, or needs a package, before anything slow is done."""
     for name in sources_of(names) if names else ():
         if name in WRITTEN:
             continue
@@ -270,11 +246,7 @@ def within_context(source: Source, seqlen: int) -> int:
 
 
 def named_inputs(source: Source, rows: Rows) -> Inputs | None:
-    """Returns inputs by name, images, sounds or pairs of texts; None where the sources are rows of tokens.
-
-    Raises:
-        UserError: one source holds inputs and another one text.
-    """
+    """Returns inputs by name, images, sounds or pairs of texts; None where the sources are rows of tokens."""
     names = rows.names
     if source.model is None or rows.is_written:
         return None
@@ -304,18 +276,11 @@ def read_calibration(
     """Returns the calibration data, rows of each source in turn, and a record of each source.
 
     Args:
-        source: the model.
-        rows: sources and sizes.
-        session: the session in which the model writes text.
-        listener: it is called with the files that inputs were made from.
         plan: the plan that names a layer that needs the data, for the error message; None for a plan that is yet to be
             found.
 
     Returns:
         int64 `[samples, seqlen]`, or inputs of the model.
-
-    Raises:
-        UserError: a source cannot be read, or the model does not run on it.
     """
     names = rows.names
     if rows.samples < len(names):
@@ -436,15 +401,7 @@ def read_evaluation(
     writer: nn.Module | None = None,
     listener: Listener = SILENT,
 ) -> dict[str, torch.Tensor | Inputs]:
-    """Returns evaluation data by the name of its source: inputs of the model, or rows of a text.
-
-    Args:
-        source: the model.
-        rows: sources, and the size of each.
-        writer: the model that writes missing text of decoders; by default the model of `source`.
-        session: the session in which the model writes.
-        listener: it is called with the files that inputs were made from.
-    """
+    """Returns evaluation data by the name of its source: inputs of the model, or rows of a text."""
     data: dict[str, torch.Tensor | Inputs] = {}
     for name in rows.sources:
         each = replace(rows, sources=(name,))
@@ -466,11 +423,7 @@ def with_decoder_text(model: nn.Module, inputs: Inputs, session: Session) -> Inp
 
 
 def as_rows(model: nn.Module, data: torch.Tensor | Inputs, option: str) -> torch.Tensor:
-    """Returns calibration data as one tensor, for measurements that work on nothing else.
-
-    Raises:
-        UserError: the calls take several tensors, or tensors of several shapes.
-    """
+    """Returns calibration data as one tensor, for measurements that work on nothing else."""
     rows = data.as_tensor(model) if isinstance(data, Inputs) else data
     if rows is None:
         raise UserError(

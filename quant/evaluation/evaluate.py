@@ -73,18 +73,12 @@ def prediction_sums(
     """Returns the sums of each row over its next-token predictions.
 
     Args:
-        logits: the logits of the model, and of the baseline if there is one.
         batch: token ids, int64 `[rows, seqlen]`.
-        first_row: number of its first row, for errors.
-        worst: keeps the predictions with the largest KL.
 
     Returns:
         float64 `[rows, 4]`, with the columns of `quant.evaluation.outputs`: `NLL` and `BASE_NLL` (negative
         log-likelihood in nats), `KL` (nats) and `SAME` (positions at which both models' likeliest token is the same).
         Without a baseline all but the first are zero.
-
-    Raises:
-        ValueError: NaN or infinity, with the row and position named; models of different vocabularies.
     """
     # Position i predicts token i + 1, so the last position has no target.
     targets = batch[:, 1:].flatten()
@@ -135,11 +129,7 @@ def _kl_(logp_base: torch.Tensor, logp: torch.Tensor) -> torch.Tensor:
 
 
 def embedding_sums(models: Sequence[nn.Module], batch: torch.Tensor, first_row: int) -> torch.Tensor:
-    """Returns the sums of each row `[rows, 3]` over the last hidden states of a model and its baseline.
-
-    Raises:
-        NotFinite: NaN or infinity in an embedding, with the row named.
-    """
+    """Returns the sums of each row `[rows, 3]` over the last hidden states of a model and its baseline."""
     model_hidden, base_hidden = (last_hidden(each(batch.to(device_of(each)))).double().cpu() for each in models)
     sums = embedded(model_hidden, base_hidden, _row_name(first_row, 0))
     finite_sum(sums[:, DISTANCE], partial(_row_name, first_row), "an embedding")
@@ -169,9 +159,7 @@ def blocks_first(
     A model whose blocks do not form a single chain is not changed, and neither is one with few batches.
 
     Args:
-        model: a model without a cache, `placed` on `device` block by block.
         batches: token ids, int64 `[rows, seqlen]`.
-        dtype: the dtype, as for `placed`.
     """
     names, device = block_names(model), device_of(model)
     run = [partial(model, batch.to(device)) for batch in batches]
@@ -383,8 +371,6 @@ def _of_logits(of_rows: torch.Tensor, *, compared: bool, own_text: bool) -> Eval
 
     Args:
         of_rows: sums of each row, as `compare` gives them, `[rows, 6]`.
-        compared: whether there was a baseline.
-        own_text: whether the model wrote the texts itself, whose likelihood then means nothing.
     """
     nll, baseline_nll, kl, same, predictions, targets = of_rows.sum(dim=0).tolist()
     if not predictions:

@@ -18,13 +18,7 @@ def loss_text(value: float) -> str:
 
 @dataclass(frozen=True)
 class OutputDistance(JsonData):
-    """The distance of one output of a model from the baseline's.
-
-    Attributes:
-        name: the model's name for the output.
-        cosine: mean over the inputs of 1 − cosine similarity.
-        error: norm of the difference over the norm of the baseline's output, all inputs together.
-    """
+    """The distance of one output of a model from the baseline's."""
 
     name: str
     cosine: float

@@ -35,21 +35,12 @@ _POSITIONS = 64  # of a row, whose layer outputs are compared
 
 @dataclass(frozen=True)
 class Prediction(JsonData):
-    """One prediction of the next token, by the original model and by the quantized one.
-
-    Attributes:
-        text: name of the evaluation text.
-        context: the end of the text before it.
-        token: the token that follows in the text.
-        kl: KL(base‖model) in nats.
-        before, after: probability that the original and the quantized model give to `token`.
-        likeliest_before, likeliest_after: the token that each model would have chosen.
-    """
+    """One prediction of the next token, by the original model and by the quantized one."""
 
     text: str | None
     context: str
     token: str
-    kl: float
+    kl: float  # KL(base‖model) in nats
     before: float
     after: float
     likeliest_before: str
@@ -67,24 +58,15 @@ class Continuation(JsonData):
 
 @dataclass(frozen=True)
 class Examples(JsonData):
-    """Examples of a loss, for readers.
-
-    Attributes:
-        predictions: those with the largest KL of all evaluation texts, the largest first.
-        continuation: one text before and after; None for a model that is too large to write one in seconds.
-    """
+    """Examples of a loss, for readers."""
 
     predictions: tuple[Prediction, ...] = ()
+    # one text before and after; None for a model that is too large to write one in seconds
     continuation: Continuation | None = None
 
 
 class WorstPredictions:
-    """Keeps the predictions with the largest KL while `evaluate` runs.
-
-    Args:
-        count: the number that is kept.
-        decode: a function from token ids to text.
-    """
+    """Keeps the predictions with the largest KL while `evaluate` runs."""
 
     def __init__(self, count: int, decode: Decode) -> None:
         self.count, self.decode = count, decode
@@ -97,8 +79,6 @@ class WorstPredictions:
         """Adds the worst predictions of a batch.
 
         Args:
-            logits: the logits of the model, then of the baseline.
-            hidden: the states that `Logits.hidden` gave for the batch, of both.
             batch: token ids `[rows, seqlen]`.
             kl: the divergence of each prediction, `[rows · (seqlen − 1)]`, row after row.
         """
@@ -137,14 +117,7 @@ class WorstPredictions:
 def continuations(
     model: nn.Module, baseline: nn.Module, prompt: Sequence[int], decode: Decode, *, tokens: int
 ) -> Continuation:
-    """Returns `prompt` and its continuations by both models with their likeliest tokens.
-
-    Args:
-        model, baseline: the causal language models, prepared for measuring.
-        prompt: the token ids of the text to continue.
-        decode: a function from token ids to text.
-        tokens: the number that each model adds.
-    """
+    """Returns `prompt` and its continuations by both models with their likeliest tokens."""
     before, after = (_continued(each, prompt, tokens) for each in (baseline, model))
     return Continuation(decode(prompt), decode(before), decode(after))
 
@@ -164,10 +137,7 @@ def output_errors(model: nn.Module, baseline: nn.Module, row: torch.Tensor, name
     no entry. Of each output 64 positions are compared, so that outputs of a large model fit into memory.
 
     Args:
-        model: the quantized model.
-        baseline: the original model.
         row: the token ids `[seqlen]` of the row.
-        names: the names of modules.
     """
     modules = [dict(each.named_modules()) for each in (model, baseline)]
     names = [name for name in names if all(name in each for each in modules)]

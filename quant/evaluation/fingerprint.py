@@ -21,13 +21,7 @@ _TOLERANCE = 0.25
 
 @dataclass(frozen=True)
 class Fingerprint(JsonData):
-    """The largest logits of a model after fixed token ids.
-
-    Attributes:
-        columns: their indices in the vocabulary, the largest logit first.
-        logits: their values.
-        deviation: standard deviation of all logits at that position.
-    """
+    """The largest logits of a model after fixed token ids."""
 
     columns: tuple[int, ...]
     logits: tuple[float, ...]
@@ -35,12 +29,7 @@ class Fingerprint(JsonData):
 
 
 def fingerprint(model: nn.Module) -> Fingerprint:
-    """Returns the fingerprint of a model.
-
-    Raises:
-        TypeError: it does not run on token ids.
-        ValueError: its logits hold NaN or infinity.
-    """
+    """Returns the fingerprint of a model."""
     logits = _last_logits(model)
     values, columns = logits.topk(min(_KEPT_LOGITS, len(logits)))
     return Fingerprint(tuple(columns.tolist()), tuple(values.tolist()), float(logits.std(correction=0)))
@@ -51,9 +40,6 @@ def fingerprint_problem(model: nn.Module, expected: Fingerprint | None) -> str |
 
     Machines sum in different orders, and rounding of inputs amplifies the differences. So logits count as the same
     within a quarter of their standard deviation. Without a fingerprint only NaN and infinity are looked for.
-
-    Raises:
-        TypeError: it does not run on token ids.
     """
     try:
         logits = _last_logits(model)

@@ -61,14 +61,7 @@ def compare(model: nn.Module, call: Mapping[str, Any], result: Any, base: Any | 
     """Returns the sums of the rows of one call.
 
     Args:
-        model: the model that gave `result`.
-        call: the named arguments of the call.
-        result: the model's output.
         base: the original model's output; None computes only the likelihood of texts.
-        call_name: the name of the call, for errors.
-
-    Raises:
-        ValueError: NaN or infinity in an output; there is nothing to compare.
     """
     with torch.no_grad():
         logits = _logits(result)
@@ -189,12 +182,7 @@ def embedded(values: torch.Tensor, base: torch.Tensor, name: str, unpadded: torc
 
     Args:
         values: embeddings of the model, float64 `[rows, …]`.
-        base: embeddings of the original, of the same shape.
-        name: the name of the row or call, for errors.
         unpadded: tokens of embeddings `[rows, tokens, hidden]` that count, bool `[rows, tokens]`; None counts all.
-
-    Raises:
-        ValueError: the two have different shapes.
     """
     if values.shape != base.shape:
         raise ValueError(f"{name}: the models give {list(values.shape)} and {list(base.shape)}")
