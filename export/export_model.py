@@ -22,37 +22,29 @@ from torch import nn
 
 from quant.base.atomic import claimed, temporary_directory
 from quant.base.errors import UserError, known_names
+from quant.base.extras import require
 from quant.base.listener import SILENT, Listener
 from quant.calibration.attention_scales import AttentionScales, collect_attention_scales
 from quant.calibration.layer_result import Quantized
 from quant.calibration.session import Session
 from quant.calibration.texts.sources import Rows, as_rows, check_sources, read_calibration
+from quant.export.checkpoint.files.directory import check_apart, check_destination, check_parents
 from quant.export.checkpoint.files.layout import LAYOUT_NAMES
 from quant.export.checkpoint.load import describe, is_checkpoint, load, no_checkpoint
 from quant.export.checkpoint.open_checkpoint import outline
 from quant.export.checkpoint.save import save
-from quant.export.exporters import (
-    CALIB_SAMPLES,
-    CHOICES,
-    DTYPES,
-    EXPORTERS,
-    KINDS,
-    SEQLEN,
-    ExportJob,
-    cache_capacity,
-    check_attention,
-    check_request,
-)
+from quant.export.exporters import EXPORTERS, ExportJob, cache_capacity, check_attention
+from quant.export.kinds import CALIB_SAMPLES, CHOICES, DTYPES, KINDS, REMOVED, SEQLEN
 from quant.export.onnx.decoder_graph import GraphInput
 from quant.export.onnx.quantized_cache import holds_cache_scales
-from quant.formats.format import Format
+from quant.export.tensorrt.gpu_targets import choose_common_library, resolve_targets
 from quant.kernels.attention.kv_pages import kv_format
 from quant.models.files import SourceKind, find_checkpoint
 from quant.models.huggingface import remote_code
 from quant.models.open_model import Source
 from quant.recipes.callers_model import unwrapped
 from quant.recipes.plan import PLAN_FILE, Plan
-from quant.report.render import rewrite
+from quant.report.report import rewrite
 
 _INPUT_DTYPES = {**DTYPES, "int64": "int64"}
 _OPTIONS = {"inputs": "--input", "features": "--engine-feature"}  # those that the command does not call by their name
@@ -133,10 +125,9 @@ def export_model(
     Args:
         model: a checkpoint's directory, whose report gets the receipt; the result of `quant.quantize`; or a quantized
             module. A module is not changed, and for a while there are two of it in memory.
-        to: "onnx", "tensorrt", "aoti", "torch-tensorrt", "triton-server", "edge-llm", "modelopt" or
-            "compressed-tensors".
+        to: "onnx", "tensorrt", "aoti", "torch-tensorrt", "modelopt" or "compressed-tensors".
         out: the file or directory to write; by default next to the directory `model`, with an ending for the kind.
-        overwrite: replaces `out`; for "triton-server", all versions there.
+        overwrite: replaces `out`.
         module: the unquantized module, for a directory without config.json; it is changed in place.
         tokenizer: the tokenizer of a model in memory, for exports that hold one.
         inputs: the inputs of a module that is not a transformers model, in order: "fp32:batch,3,224,224", a dtype and
@@ -170,19 +161,30 @@ def export_model(
     graph |= {"genai": genai, "kv_cache": kv_cache, "allow_fallback": allow_fallback}
     sampling = {"calib": data, "calib_samples": calib_samples, "seqlen": seqlen}
     _check_options(to, {**build, **graph, **sampling, "inputs": inputs})
-    rows = _calibration_rows(data, calib_samples, seqlen)
+    rows: Rows | torch.Tensor
+    if isinstance(data, torch.Tensor):
+        rows = data
+    else:
+        rows = Rows(() if data is None else _several(data), calib_samples, seqlen)
+        check_sources(rows.sources, "--calib")
     with ExitStack() as stack:
         stack.enter_context(remote_code(trust_remote_code))
-        stored = _stored_checkpoint(model)
+        stored = find_checkpoint(model) if isinstance(model, str | Path) else None
+        if stored is not None and not is_checkpoint(stored):
+            raise no_checkpoint(stored)
         path = _destination(model, to, is_compiled=target is not None) if out is None else Path(out)
         # Held until the end, so that two exports never write the same file.
         stack.enter_context(claimed(path))
         # Loading a model takes longer than everything that is checked here.
-        check_request(to, stored, path, overwrite, **build)
-        graph_inputs = _parse_inputs(inputs or {}) or None
+        _check_request(to, stored, path, overwrite, **build)
+        graph_inputs = {name: _parsed_input(name, value) for name, value in (inputs or {}).items()} or None
         with listener.step(f"loading {model}" if stored is not None else "saving the model"):
             opened = stack.enter_context(_opened(model, stored, to, path, module, tokenizer))
-        graph["capacity"] = _checked_capacity(to, opened, graph, has_inputs=bool(inputs))
+        # The sizes of a cache decide what is refused, and attention's scales are measured only after that.
+        cached = cache_capacity(to, opened.model, capacity, has_inputs=bool(inputs), genai=genai)
+        check_attention(to, opened.plan, attention, kv_cache, cached=cached > 0)
+        if attention == "plugin" and capacity is None:
+            graph["capacity"] = 0  # our plugin in the parser's graphs knows no cache
         progress = stack.enter_context(listener.stages())
         scales = _measured_scales(to, opened, attention, kv_cache, rows, Session(progress=progress), listener)
         job = ExportJob(
@@ -205,6 +207,8 @@ def _check_options(kind: str, options: Mapping[str, Any]) -> None:
 
     An option with its default counts as not given.
     """
+    if kind in REMOVED:
+        raise UserError(f"--to {kind} is no kind of export any more: {REMOVED[kind]}")
     if kind not in KINDS:
         raise UserError(f"--to {kind}: no such kind of export; {known_names(kind, KINDS)}")
     defaults = {"attention": "native", "calib_samples": CALIB_SAMPLES, "seqlen": SEQLEN}
@@ -223,25 +227,6 @@ def _check_options(kind: str, options: Mapping[str, Any]) -> None:
             raise UserError(f"{option} {value!r}: expected a number of at least {_LEAST[name]}")
 
 
-def _calibration_rows(
-    data: str | Path | Sequence[str | Path] | torch.Tensor | None, samples: int, seqlen: int
-) -> Rows | torch.Tensor:
-    """Returns rows of token ids as they are, and anything else as sources to read rows from, which are checked."""
-    if isinstance(data, torch.Tensor):
-        return data
-    rows = Rows(() if data is None else _several(data), samples, seqlen)
-    check_sources(rows.sources, "--calib")
-    return rows
-
-
-def _stored_checkpoint(model: Any) -> Path | None:
-    """Returns the directory of a checkpoint, or None for a model in memory; UserError if there is no checkpoint."""
-    stored = find_checkpoint(model) if isinstance(model, str | Path) else None
-    if stored is not None and not is_checkpoint(stored):
-        raise no_checkpoint(stored)
-    return stored
-
-
 def _destination(model: Any, kind: str, *, is_compiled: bool) -> Path:
     """Returns the default destination: next to the checkpoint, with an ending for its kind."""
     if not isinstance(model, str | Path):
@@ -255,36 +240,60 @@ def _destination(model: Any, kind: str, *, is_compiled: bool) -> Path:
     return path.parent / f"{path.name}{ending}"
 
 
-def _parse_inputs(inputs: Mapping[str, str | torch.Tensor]) -> dict[str, GraphInput]:
-    """Parses `fp32:batch,3,224,224` of each input: a dtype, and dimensions, where named ones are dynamic."""
-    examples = {}
-    for name, value in inputs.items():
-        if isinstance(value, torch.Tensor):
-            examples[name] = GraphInput(value.detach().cpu(), tuple(value.shape))
-            continue
-        dtype, _, dims = value.partition(":")
-        sizes = tuple(int(dim) if dim.isdecimal() else dim for dim in dims.split(","))
-        if (
-            dtype not in _INPUT_DTYPES
-            or not name
-            or not all(dim if isinstance(dim, int) else dim.isidentifier() for dim in sizes)
-        ):
-            raise UserError(
-                f"--input {name}:{value}: expected NAME:DTYPE:DIMS with DTYPE one of {', '.join(_INPUT_DTYPES)}, and "
-                "DIMS such as batch,3,224,224"
-            )
-        # Dynamic dimensions are traced at 2: torch.export specialises on sizes 0 and 1.
-        example = torch.zeros(
-            [dim if isinstance(dim, int) else 2 for dim in sizes],
-            dtype=getattr(torch, _INPUT_DTYPES[dtype]),
-            device="cpu",
+def _parsed_input(name: str, value: str | torch.Tensor) -> GraphInput:
+    """Parses `fp32:batch,3,224,224`: a dtype, and dimensions, where named ones are dynamic."""
+    if isinstance(value, torch.Tensor):
+        return GraphInput(value.detach().cpu(), tuple(value.shape))
+    dtype, _, dims = value.partition(":")
+    sizes = tuple(int(dim) if dim.isdecimal() else dim for dim in dims.split(","))
+    are_names = all(isinstance(dim, int) or dim.isidentifier() for dim in sizes)
+    if dtype not in _INPUT_DTYPES or not name or not are_names:
+        raise UserError(
+            f"--input {name}:{value}: expected NAME:DTYPE:DIMS with DTYPE one of {', '.join(_INPUT_DTYPES)}, and "
+            "DIMS such as batch,3,224,224"
         )
-        examples[name] = GraphInput(example, sizes)
-    return examples
+    # Dynamic dimensions are traced at 2: torch.export specialises on sizes 0 and 1.
+    shape = [dim if isinstance(dim, int) else 2 for dim in sizes]
+    return GraphInput(torch.zeros(shape, dtype=getattr(torch, _INPUT_DTYPES[dtype]), device="cpu"), sizes)
+
+
+def _check_request(
+    kind: str,
+    directory: Path | None,
+    out: Path,
+    overwrite: bool,
+    target: str | None,
+    backend: str | None,
+    features: Sequence[str],
+) -> None:
+    """Refuses a request that cannot succeed, before a model is loaded.
+
+    Raises UserError for an engine without a target, ValueError for a target for which no engine can be built here, and
+    FileExistsError if the destination is taken, or is, holds or lies in the checkpoint `directory`; None is a model in
+    memory.
+    """
+    check_apart(out, directory)
+    if kind in ("onnx", "tensorrt"):
+        for package in ("onnx", "onnxscript"):
+            require(package, "onnx")
+    if kind == "tensorrt":
+        if target is None:
+            raise UserError(
+                "an engine is built for one kind of GPU: name it with --target, such as sm120, sm89 or local"
+            )
+        choose_common_library(resolve_targets(target), backend, features)
+    if kind in ("onnx", *LAYOUT_NAMES):
+        check_destination(out, overwrite=overwrite)
+        return
+    check_parents(out)
+    if out.is_dir():
+        raise FileExistsError(f"{out} is a directory; name a file with --out")
+    if out.exists() and not overwrite:
+        raise FileExistsError(f"{out} exists; pass --overwrite to replace it, or choose another --out")
 
 
 class _Opened(NamedTuple):
-    """A checkpoint as an export needs it: its directory, its module, and its plan if it has one."""
+    """A checkpoint as an export needs it."""
 
     directory: Path
     model: nn.Module
@@ -295,67 +304,29 @@ class _Opened(NamedTuple):
 def _opened(
     model: Any, stored: Path | None, kind: str, out: Path, module: nn.Module | None, tokenizer: Any
 ) -> Iterator[_Opened]:
-    """Opens the checkpoint `stored`, or saves a model in memory next to `out` while open.
+    """Opens the checkpoint `stored`, or saves a model in memory to a temporary directory next to `out` while open.
 
     `module` is the module to be filled, for a checkpoint without config.json.
     """
     with ExitStack() as stack:
-        directory, quantized = stored, None
+        directory, copied = stored, None
         if directory is None:
-            directory, quantized = stack.enter_context(_saved(model, kind, out, tokenizer))
-        if kind in (*LAYOUT_NAMES, "edge-llm"):
+            quantized, plan = (model.model, model.plan) if isinstance(model, Quantized) else (model, None)
+            quantized, module = unwrapped(quantized, "export_model"), None
+            directory = stack.enter_context(temporary_directory(out)) / out.stem
+            with warnings.catch_warnings():
+                if kind not in LAYOUT_NAMES:
+                    # They are about servers of this checkpoint, which none will see.
+                    warnings.simplefilter("ignore", UserWarning)
+                save(quantized, plan, directory, tokenizer=tokenizer)
+            if not (directory / "config.json").is_file():  # which would say how to build the model
+                copied = copy.deepcopy(quantized).cpu().eval()
+        if kind in LAYOUT_NAMES:
             # Layouts move stored bytes: shapes on the meta device are enough.
             loaded = outline(directory)
         else:
-            loaded = load(directory, module if stored is not None else None) if quantized is None else quantized
-        plan = describe(directory)[0] if (directory / PLAN_FILE).is_file() else None
-        yield _Opened(directory, loaded, plan)
-
-
-@contextmanager
-def _saved(model: Any, kind: str, out: Path, tokenizer: Any) -> Iterator[tuple[Path, nn.Module | None]]:
-    """Writes a model in memory to a temporary directory next to `out`.
-
-    Gives the directory, and a copy of the model if no config.json says how to build it.
-    """
-    quantized, plan = (model.model, model.plan) if isinstance(model, Quantized) else (model, None)
-    quantized = unwrapped(quantized, "export_model")
-    with temporary_directory(out) as folder:
-        # A server's repository calls the model by the name of its directory.
-        directory = folder / out.stem
-        with warnings.catch_warnings():
-            if kind not in LAYOUT_NAMES:
-                # They are about servers of this checkpoint, which none will see.
-                warnings.simplefilter("ignore", UserWarning)
-            save(quantized, plan, directory, tokenizer=tokenizer)
-        is_described = (directory / "config.json").is_file()
-        yield directory, None if is_described else copy.deepcopy(quantized).cpu().eval()
-
-
-def _checked_capacity(kind: str, opened: _Opened, graph: Mapping[str, Any], *, has_inputs: bool) -> int | None:
-    """Returns the option `--capacity`; UserError for attention that an export with this cache would leave out.
-
-    The sizes of a cache decide what is refused, and attention's scales are measured only after that.
-    """
-    capacity, attention = graph["capacity"], graph["attention"]
-    cached = cache_capacity(kind, opened.model, capacity, has_inputs=has_inputs, genai=graph["genai"])
-    check_attention(kind, opened.plan, attention, graph["kv_cache"], cached=cached > 0)
-    # Our plugin in the parser's graphs knows no cache.
-    return 0 if attention == "plugin" and capacity is None else capacity
-
-
-def _formats_to_measure(
-    kind: str, opened: _Opened, attention: str, kv_cache: str | None
-) -> tuple[Format | None, Format | None]:
-    """Returns the formats of the KV cache and of attention whose scales have to be measured before the export.
-
-    The scales of FP8 attention are in no checkpoint. Those of a cache are, if it was quantized for that cache.
-    """
-    plan, attends_in_fp8 = opened.plan, "attention" in KINDS[kind][1] and attention != "none"
-    if plan is not None and plan.attention is not None and attends_in_fp8:
-        return plan.attention, plan.attention
-    cache = kv_format(kv_cache)
-    return (None if cache is None or holds_cache_scales(opened.model, cache) else cache), None
+            loaded = load(directory, module) if copied is None else copied
+        yield _Opened(directory, loaded, describe(directory)[0] if (directory / PLAN_FILE).is_file() else None)
 
 
 def _measured_scales(
@@ -369,31 +340,22 @@ def _measured_scales(
 ) -> dict[str, AttentionScales] | None:
     """Returns the scales of attention and of the KV cache that no checkpoint holds; None if none are needed.
 
-    Args:
-        kind: the kind of export.
-        opened: the checkpoint.
-        attention: how FP8 attention of the plan runs.
-        kv_cache: the format of the KV cache, as `--kv-cache` names it.
-        rows: where calibration rows come from, or the rows, int64 `[rows, seqlen]`.
-        session: the session; the model runs on its device.
-        listener: is told where the rows come from.
+    The scales of FP8 attention are in no checkpoint. Those of a cache are, if it was quantized for that cache.
     """
-    cache_format, attention_format = _formats_to_measure(kind, opened, attention, kv_cache)
-    if cache_format is None and attention_format is None:
-        return None
-    tokens = rows if isinstance(rows, torch.Tensor) else _tokens(opened, rows, session, listener)
-    return collect_attention_scales(
-        opened.model, tokens, kv_format=cache_format, attention_format=attention_format, session=session
-    )
-
-
-def _tokens(opened: _Opened, rows: Rows, session: Session, listener: Listener) -> torch.Tensor:
-    """Returns calibration rows of token ids for a checkpoint, int64 `[rows, seqlen]`."""
     directory, model, plan = opened
-    # The dtype of everything that is not quantized, in which the model runs.
-    dtype = next(model.parameters()).dtype
-    source = Source(
-        name=str(directory), kind=SourceKind.HUGGINGFACE, model=model, state_dict=None, path=directory, dtype=dtype
-    )  # fmt: skip
-    data, _ = read_calibration(source, rows, session, listener=listener, plan=plan)
-    return as_rows(model, data, "attention's scales")
+    cache_format, attention_format = kv_format(kv_cache), None
+    if plan is not None and plan.attention is not None and "attention" in KINDS[kind][1] and attention != "none":
+        cache_format = attention_format = plan.attention
+    elif cache_format is None or holds_cache_scales(model, cache_format):
+        return None
+    if not isinstance(rows, torch.Tensor):
+        # The dtype of everything that is not quantized, in which the model runs.
+        dtype = next(model.parameters()).dtype
+        source = Source(
+            name=str(directory), kind=SourceKind.HUGGINGFACE, model=model, state_dict=None, path=directory, dtype=dtype
+        )  # fmt: skip
+        data, _ = read_calibration(source, rows, session, listener=listener, plan=plan)
+        rows = as_rows(model, data, "attention's scales")
+    return collect_attention_scales(
+        model, rows, kv_format=cache_format, attention_format=attention_format, session=session
+    )

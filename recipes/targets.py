@@ -368,7 +368,7 @@ _ALL = (
     ),
     Target(
         "edge-llm",
-        "TensorRT Edge-LLM 0.11, from `quant export --to edge-llm`",
+        "TensorRT Edge-LLM 0.11, from `quant export --to modelopt`",
         (
             Pair("nvfp4", "nvfp4", note="from SM100"),
             Pair("fp8", "fp8", note="from SM89", kinds=_LINEAR),

@@ -65,7 +65,7 @@ Spelling = Callable[[str], str]
 # A command in backticks, which stays; or an option, and its value: a number, a name with digits or one of some words, a
 # range, an input's dtype and dimensions, or all that comes before a colon.
 _OPTION = re.compile(
-    r"`[^`]*`|--([a-z][a-z-]*)(?: (-?\d[\w.]*|[a-z]+\d\w*|none|native|plugin|onnx|tensorrt|aoti|triton-server|edge-llm"
+    r"`[^`]*`|--([a-z][a-z-]*)(?: (-?\d[\w.]*|[a-z]+\d\w*|none|native|plugin|onnx|tensorrt|aoti"
     r"|torch-tensorrt|modelopt|compressed-tensors|\w+=\d+:\d+:\d+|\w+:\w+:[\w,]*\w|\S+(?=: ))(?![\w-]|\.\w))?"
 )
 # Parameters that are not called like their option.

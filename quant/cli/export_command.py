@@ -11,14 +11,21 @@ import click
 from quant.base.errors import UserError, counted
 from quant.cli.command import JSON, QUIET, TRUST, Command, print_json
 from quant.cli.console import CONSOLE, listener
-from quant.export.exporters import CALIB_SAMPLES, CHOICES, KINDS, SEQLEN
+from quant.export.kinds import CALIB_SAMPLES, CHOICES, KINDS, REMOVED, SEQLEN
+
+
+class _Kind(click.Choice):
+    """A kind of export; one of an earlier release passes, and `export_model` says what takes its place."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        return value if value in REMOVED else super().convert(value, param, ctx)
 
 
 @click.command("export", cls=Command)
 @click.argument("directory", type=click.Path(path_type=Path))
-@click.option("--to", "kind", required=True, type=click.Choice(list(KINDS)), help="Kind of export.")
+@click.option("--to", "kind", required=True, type=_Kind(list(KINDS)), help="Kind of export.")
 @click.option("--out", type=click.Path(path_type=Path), help="Destination. [default: next to DIRECTORY]")
-@click.option("--overwrite", is_flag=True, help="Replace --out; for triton-server, all versions there.")
+@click.option("--overwrite", is_flag=True, help="Replace --out.")
 @click.option(
     "--shapes",
     multiple=True,
@@ -102,8 +109,7 @@ def export_command(
     Every layer of the exported file is compared with PyTorch, and a file that differs is not written. The result is
     added to the report of DIRECTORY.
 
-    Decoders get a KV cache with --to onnx, tensorrt, aoti and triton-server; --to torch-tensorrt compiles one pass
-    without it. A Triton server without --target runs a decoder in onnxruntime.
+    Decoders get a KV cache with --to onnx, tensorrt and aoti; --to torch-tensorrt compiles one pass without it.
 
     --to modelopt writes the same codes and scales in ModelOpt's layout, for TensorRT-LLM; vLLM (0.26 to 0.29) refuses
     mxfp4 and ragged fp8_block there, and mixes only fp8, nvfp4, nvfp4a16 and mxfp8. --to compressed-tensors converts
@@ -161,6 +167,4 @@ def _print(record: Mapping[str, Any], out: Path) -> None:
         CONSOLE.print(
             f"{counted(rounded, 'global scale')}: the nearest float32, at most 6e-8 away; exact in the metadata"
         )
-    if record.get("config_checked") is False:
-        CONSOLE.print("config.pbtxt was not compared with the server's schema: that needs the package tritonclient")
     CONSOLE.print(f"written to {out}")

@@ -46,7 +46,6 @@ class Job:
 
     Attributes:
         places: what it writes, in the order in which each appears, whole. Most commands write `out` alone.
-        adds: whether it adds to what is there, so that the next run adds again.
         long: whether it takes long: it traces the model, or solves it for a second time; `--quick` leaves it out.
     """
 
@@ -54,7 +53,6 @@ class Job:
     command: str
     before: str | None = None
     places: tuple[str, ...] = ("out",)
-    adds: bool = False
     long: bool = False
 
 
@@ -88,14 +86,10 @@ def jobs() -> list[Job]:
 
 def _engines() -> list[Job]:
     engine = "export in/static --to tensorrt --target sm89 --out out.engine --quiet --shapes batch=1,sequence="
-    server = f"export in/static --to triton-server --target sm89 {corpus.TO} --shapes batch=1,sequence="
-    in_two, in_repository = ("out.engine", "out.engine.json"), ("out/static", "out/serve.md")
+    in_two = ("out.engine", "out.engine.json")
     found = [
         Job("export tensorrt", f"{engine}8", places=in_two),
         Job("export tensorrt --overwrite", f"{engine}8 --overwrite", f"{engine}16", in_two),
-        Job("export triton-server", f"{server}8"),
-        Job("export triton-server, a version", f"{server}8", f"{server}8", in_repository, adds=True),
-        Job("export triton-server --overwrite", f"{server}8 --overwrite", f"{server}16", in_repository),
     ]
     return [replace(job, long=True) for job in found]
 
@@ -274,8 +268,7 @@ def run(every: int, workers: int, only: Sequence[str] = (), *, quick: bool = Fal
                 for fault in _wrong(case, outcome, before, new):
                     print(f"{case}: {fault}", flush=True)
                     counts["faults"] += 1
-            again = [case for case in points if not job.adds or contents(case.folder, job.places[0]) != new[0]]
-            commands = ((case, _again(case), case.folder, stand_ins) for case in again)
+            commands = ((case, _again(case), case.folder, stand_ins) for case in points)
             for case, outcome in forks.run_all(commands, workers):
                 if outcome.code or _left(case.folder) != _left(clean.folder):
                     left = {name: sorted(found or {}) for name, found in _left(case.folder).items()}
@@ -304,7 +297,7 @@ def _left(folder: Path) -> dict[str, Contents]:
 def _again(case: Case) -> list[str]:
     """The same command once more; one that had ended but for its cleaning up may replace its own result."""
     job = case.job
-    taken = (case.folder / job.places[0]).exists() and not job.adds
+    taken = (case.folder / job.places[0]).exists()
     may = "--overwrite" in job.command or job.command.startswith("sensitivity") or not taken
     return (job.command if may else f"{job.command} --overwrite").split()
 

@@ -17,7 +17,7 @@ from quant.export.tensorrt.torch_tensorrt import lower, lowered_program, require
 from quant.formats.format import FORMATS
 from quant.formats.tensor import quantize
 from quant.kernels.linear.conv import QuantConv, weight_of_conv
-from quant.kernels.linear.expert_modules import QuantExperts
+from quant.kernels.linear.experts import QuantExperts
 from quant.kernels.linear.quant_linear import QuantLinear, RunTimeParts
 
 _QUANTIZE = "(Tensor input, Tensor amax, int num_bits, int exponent_bits, bool unsigned, bool narrow_range) -> Tensor"

@@ -16,7 +16,8 @@ from samples import BASE, TEXTS, write_short_base
 
 from quant.cli.main import main
 from quant.cli.quantize_command import quantize_command
-from quant.export.exporters import EXPORTERS, KINDS
+from quant.export.exporters import EXPORTERS
+from quant.export.kinds import KINDS
 from quant.recipes.plan import Plan
 
 pytest.importorskip("transformers", reason="needs the extra hf")
@@ -120,7 +121,8 @@ def test_a_difference_is_not_written(checkpoint: Path, tmp_path: Path, monkeypat
     [
         ((BASE, "--to", "onnx"), "make one with `quantize MODEL --format nvfp4 --out DIR`"),
         (("CHECKPOINT", "--to", "tensorrt", "--out", "OUT/e"), "name it with --target, such as sm120"),
-        (("CHECKPOINT", "--to", "triton-server", "--out", "OUT"), "name it with --target, such as sm120"),
+        (("CHECKPOINT", "--to", "triton-server", "--out", "OUT"), "examples/triton_server/model.py serves"),
+        (("CHECKPOINT", "--to", "edge-llm", "--out", "OUT"), "docs/engines.md has the three traps"),
         (
             ("CHECKPOINT", "--to", "tensorrt", "--out", "OUT/e", "--target", "sm42"),
             "unknown target 'sm42'; known targets",
@@ -130,14 +132,10 @@ def test_a_difference_is_not_written(checkpoint: Path, tmp_path: Path, monkeypat
             "is a directory; name a file with --out",
         ),
         (("CHECKPOINT", "--to", "aoti", "--out", BASE / "config.json"), "config.json exists; pass --overwrite"),
-        (
-            ("CHECKPOINT", "--to", "triton-server", "--out", BASE / "config.json", "--target", "sm120"),
-            "is a file; name a",
-        ),
         (("CHECKPOINT", "--to", "aoti", "--out", "OUT/e"), "an AOTInductor package ends in .pt2"),
         (
             ("CHECKPOINT", "--to", "aoti", "--target", "h100"),
-            "no use for --target; it is for --to tensorrt, torch-tensorrt, triton-server",
+            "no use for --target; it is for --to tensorrt, torch-tensorrt",
         ),
         (
             ("CHECKPOINT", "--to", "torch-tensorrt", "--shapes", "batch=1:1:2"),
@@ -167,33 +165,10 @@ def test_an_export_never_touches_its_checkpoint(checkpoint: Path, tmp_path: Path
     (source / "../link").symlink_to(source)
     shutil.copy(source / "plan.json", source.parent)
     before = {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()}
-    target = ("--target", "sm120") if kind in ("tensorrt", "triton-server") else ()
+    target = ("--target", "sm120") if kind == "tensorrt" else ()
     result = export(source, "--to", kind, "--out", source / place, "--overwrite", *target)
     assert result.exit_code == 2 and "name a" in result.stderr, result.output
     assert {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()} == before
-
-
-@pytest.mark.slow  # builds two engines; test_serving.py and test_triton_decoder.py have the quick tests
-def test_a_model_repository_for_a_triton_server(checkpoint: Path, tmp_path: Path) -> None:
-    pytest.importorskip("tensorrt_rtx", reason="needs the extra [tensorrt-rtx]")
-    out = tmp_path / "repository"
-    shapes = "batch=1:1:4,sequence=1:8:16"
-    arguments = ["--to", "triton-server", "--target", "sm120", "--shapes", shapes, "--capacity", 64, "--out", out]
-    result = export(checkpoint, *arguments, "--json")
-    assert result.exit_code == 0, result.output
-    assert json.loads(result.stdout)["passed"]
-    home = out / "model-nvfp4a16"
-    config = (home / "config.pbtxt").read_text()
-    assert "max_batch_size: 4" in config and 'name: "text_output"' in config and "KIND_GPU" in config
-    assert (home / "1" / "model.engine.json").is_file() and (home / "1" / "tokenizer" / "tokenizer.json").is_file()
-    assert {row["found"] for row in json.loads((home / "1" / "receipt.json").read_text())["audit"]} >= {
-        "half, fp4 weights"
-    }
-    assert "vllm serve" in (out / "serve.md").read_text()
-    again = export(checkpoint, *arguments)
-    assert again.exit_code == 0, again.output
-    assert sorted(file.name for file in home.iterdir()) == ["1", "2", "config.pbtxt"]
-    assert "model-nvfp4a16/2/model.engine" in again.stderr
 
 
 def test_fp8_attention_of_an_edited_plan(checkpoint: Path, tmp_path: Path) -> None:

@@ -1,0 +1,44 @@
+"""The kinds of export, by the word after `--to`, with the options that each takes.
+
+    onnx              model.onnx: checked, every layer compared with PyTorch, and opened in onnxruntime
+    tensorrt          an engine, built and audited; its intermediate ONNX file is checked in the same way
+    aoti              a .pt2 package of AOTInductor; of a decoder, one that reads prompts and decodes over a KV cache
+    torch-tensorrt    the module lowered through torch-tensorrt's quantize ops, or compiled by it to an engine
+    modelopt, compressed-tensors
+                      the same checkpoint in the other layout, which other servers load
+
+This file does not import torch, so that `quant export --help` need not wait for it.
+"""
+
+from __future__ import annotations
+
+# Options of everything that traces the module.
+_GRAPH = {"shapes", "inputs", "attention", "dtype", "calib", "calib_samples", "seqlen"}
+KINDS: dict[str, tuple[str, set[str]]] = {
+    "onnx": ("-onnx", {*_GRAPH, "capacity", "genai", "kv_cache"}),
+    "tensorrt": (
+        ".engine",
+        {*_GRAPH, "target", "backend", "allow_fallback", "features", "capacity", "kv_cache"},
+    ),
+    "aoti": (".pt2", {*_GRAPH, "capacity"}),
+    "torch-tensorrt": (".pt2", {"inputs", "attention", "dtype", "target", "allow_fallback"}),
+    "modelopt": ("-modelopt", set()),
+    "compressed-tensors": ("-compressed-tensors", set()),
+}
+"""Every kind of export: the ending of its default destination, and the options that only some kinds take."""
+REMOVED = {
+    "triton-server": "examples/triton_server/model.py serves what --to onnx or tensorrt writes in its Python backend",
+    "edge-llm": "--to modelopt writes what tensorrt-edgellm-export reads; docs/engines.md has the three traps",
+}
+"""Kinds of earlier releases, and what takes their place."""
+DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
+"""Values of --dtype, and torch's names for them."""
+CHOICES = {
+    "attention": ("native", "plugin", "none"),
+    "kv_cache": ("fp8", "nvfp4", "16bit"),
+    "features": ("refit", "weight-streaming", "version-compatible"),
+    "dtype": tuple(DTYPES),
+}
+"""Values of the options that take one of a few words."""
+CALIB_SAMPLES, SEQLEN = 32, 512
+"""Rows of calibration data by default, and tokens of a row."""
