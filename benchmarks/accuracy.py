@@ -74,7 +74,7 @@ from quant.calibration.allocation.allocate import allocate
 from quant.calibration.allocation.goal import Goal
 from quant.calibration.session import Session
 from quant.calibration.solvers.registry import SOLVERS, TRANSFORMS, get_solver
-from quant.calibration.texts.data_needs import mixed_text
+from quant.calibration.texts.mixture import mixed_text
 from quant.calibration.texts.self_written import generate_rows
 from quant.evaluation.evaluate import evaluate_texts
 from quant.evaluation.evaluation import Evaluation

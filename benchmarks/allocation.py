@@ -42,7 +42,7 @@ import quant
 from quant.base.json_files import json_text
 from quant.calibration.allocation.allocate import allocate, score
 from quant.calibration.allocation.goal import Goal
-from quant.calibration.allocation.measure_choices import Effort
+from quant.calibration.allocation.measure_choices import Counts
 from quant.calibration.sensitivity.knapsack import KnapsackProblem, smallest, solve
 from quant.evaluation.evaluate import evaluate
 from quant.models.open_model import open_model
@@ -92,7 +92,7 @@ def measure(name: str, model_name: str, device: str) -> dict[str, Any]:
         exact = exact_bits(model)
     else:
         solver, how = configuration.split(", ")
-        effort = Effort(rounds=0, measurements=0) if how == "scores" else Effort()
+        effort = Counts(rounds=0, measurements=0) if how == "scores" else Counts()
         found = allocate(
             model, calibration, Goal(bits=float(bits)), formats=SETTINGS[setting], solver=solver, effort=effort
         )

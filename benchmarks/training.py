@@ -36,7 +36,7 @@ from torch import nn
 
 import quant
 from quant.calibration.session import Session
-from quant.calibration.texts.data_needs import mixed_text
+from quant.calibration.texts.mixture import mixed_text
 from quant.calibration.texts.self_written import generate_rows
 from quant.evaluation.evaluate import evaluate
 from quant.training.train_loop import Hyperparameters, Trained, train, train_only_rounded

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 from torch.func import functional_call
 
-from quant.calibration.prefetch import value_of
+from quant.base.mapped import value_of
 
 if TYPE_CHECKING:
     import torch

@@ -5,7 +5,7 @@
     measure    the joint loss of that choice, with all groups quantized together
     correct    one backward pass at the quantized model gives the gain of each change there; the best few are made,
                measured again, and kept if they did gain
-    search     changes and exchanges near that, each measured, until none helps `quant.calibration.allocation.search`,
+    search     changes and exchanges near that, each measured, until none helps `quant.calibration.allocation.measure_choices`,
     or in a
                model that the plan's solver has solved `quant.calibration.allocation.real_solver`
 
@@ -35,21 +35,25 @@ from typing import Concatenate, NamedTuple, ParamSpec, TypeVar, Unpack
 import torch
 from torch import nn
 
-from quant.base.errors import UserError
+from quant.base.errors import UserError, option
 from quant.base.listener import Progress
 from quant.calibration.allocation.curve import Loop, MeasuredChoice
 from quant.calibration.allocation.goal import (
     DEFAULT_FORMATS,
+    AllocationRecord,
+    Chosen,
     Constraint,
     ConstraintKind,
+    CurvePoint,
     Goal,
     OptionArguments,
     Options,
     RunModel,
+    Uniform,
+    Verified,
 )
-from quant.calibration.allocation.measure_choices import Bench, Effort, HeldOut
+from quant.calibration.allocation.measure_choices import Bench, Counts, HeldOut
 from quant.calibration.allocation.real_solver import RealSolver, better_where_solved, rows_where_solved
-from quant.calibration.allocation.record import AllocationRecord, Chosen, CurvePoint, Uniform, Verified
 from quant.calibration.allocation.space import Space
 from quant.calibration.evaluating import evaluating, prepared
 from quant.calibration.layer_result import Quantized
@@ -147,7 +151,7 @@ def _without_convs(plan: Plan) -> Plan:
     if convs and not plan.quantized:
         raise UserError(
             "formats are chosen for linear layers, and this model has only convolutions: quantize it in one format, "
-            "such as --format int8, without a budget"
+            f"such as {option('format', 'int8')}, without a budget"
         )
     return plan
 
@@ -231,7 +235,7 @@ def _tensors(model: nn.Module) -> list[torch.Tensor]:
 
 # Rounds switchable layers where the plan's solver works from data.
 _STAND_IN = "mse"
-_EFFORT = Effort()
+_EFFORT = Counts()
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
@@ -271,7 +275,7 @@ def allocate(
     goal: Goal,
     *,
     held_out: HeldOut | None = None,
-    effort: Effort = _EFFORT,
+    effort: Counts = _EFFORT,
     device: Device = None,
     progress: Progress | None = None,
     **options: Unpack[OptionArguments],
@@ -352,7 +356,7 @@ def _scored(
 
 
 def _loop(
-    model: nn.Module, space: Space, scored: _Scored, texts: _Texts, goal: Goal, effort: Effort, session: Session
+    model: nn.Module, space: Space, scored: _Scored, texts: _Texts, goal: Goal, effort: Counts, session: Session
 ) -> Loop:
     """Returns the loop that measures and corrects choices by these scores."""
     divergence = divergence_of(model, texts.scored)
@@ -455,7 +459,7 @@ class _Texts(NamedTuple):
     searched: torch.Tensor
 
 
-def _divided(rows: torch.Tensor, held_out: HeldOut | None, effort: Effort) -> _Texts:
+def _divided(rows: torch.Tensor, held_out: HeldOut | None, effort: Counts) -> _Texts:
     """Returns calibration rows for scores, for the joint loss without `held_out`, and for the search, in this order.
 
     With too few rows, the later uses take the rows of the scores again.

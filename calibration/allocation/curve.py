@@ -1,7 +1,7 @@
 """The `Loop` of an allocation solves the knapsack, measures all groups together, and corrects the choice.
 
 With a budget the best choice by the scores is improved: a few groups at a time by gradients at the quantized model,
-then by measuring single changes on separate text (`quant.calibration.allocation.search`), so that the reported loss is
+then by measuring single changes on separate text (`quant.calibration.allocation.measure_choices`), so that the reported loss is
 measured on text that the choice was not made on. With a limit on the loss, the scores order the sizes, and
 measurements find the smallest that keeps the limit.
 """
@@ -14,12 +14,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from quant.calibration.allocation.goal import Goal
-from quant.calibration.allocation.measure_choices import Bench, Effort, uniform_choices
-from quant.calibration.allocation.record import CurvePoint, Round
-from quant.calibration.allocation.search import Search
+from quant.calibration.allocation.goal import CurvePoint, Goal, Round
+from quant.calibration.allocation.measure_choices import Bench, Counts, Search, uniform_choices
 from quant.calibration.allocation.space import Space, key_of
-from quant.calibration.sensitivity.baseline import Baseline
+from quant.calibration.sensitivity.cached_run import CachedRun
 from quant.calibration.sensitivity.knapsack import SCORE, Infeasible, KnapsackProblem, Near, pareto, smallest, solve
 from quant.calibration.sensitivity.table import Sensitivity
 from quant.recipes.plan import Plan
@@ -42,7 +40,7 @@ class Loop:
     scores: Sensitivity
     bench: Bench
     goal: Goal
-    effort: Effort
+    effort: Counts
     rounds: list[Round] = field(default_factory=list)
     corrected: dict[str, str] = field(default_factory=dict)
     scale: float = 1.0  # measured loss of the real solver divided by the loss of its stand-in; 1 without one
@@ -208,7 +206,7 @@ class Loop:
         limits = self.space.limits(self.goal)
         if self.goal.has_limit:  # less loss at the same size; `_correct` then turns it into a smaller size
             limits["bytes"] = self.space.bytes(present.choice)
-        baseline = Baseline(bench.switchable, bench.divergence, bench.searched)
+        baseline = CachedRun(bench.switchable, bench.divergence, bench.searched)
         search = Search(self.problem, limits, baseline, self.space.named, count, bench.probe)
         choice = search.improve(present.choice)
         if np.array_equal(choice, present.choice):

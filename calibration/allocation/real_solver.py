@@ -18,15 +18,13 @@ import torch
 from torch import nn
 
 from quant.calibration.allocation.curve import Loop, MeasuredChoice
-from quant.calibration.allocation.goal import Goal
-from quant.calibration.allocation.measure_choices import Effort
-from quant.calibration.allocation.record import Round, Verified
-from quant.calibration.allocation.search import Search
+from quant.calibration.allocation.goal import Goal, Round, Verified
+from quant.calibration.allocation.measure_choices import Counts, Search
 from quant.calibration.allocation.space import key_of
 from quant.calibration.evaluating import prepared
 from quant.calibration.layer_result import Quantized
 from quant.calibration.placement import device_of
-from quant.calibration.sensitivity.baseline import Baseline
+from quant.calibration.sensitivity.cached_run import CachedRun
 from quant.calibration.sensitivity.divergence import Divergence, divergence_of
 from quant.calibration.sensitivity.group_solutions import GroupSolution, Key
 from quant.calibration.sensitivity.knapsack import Infeasible, KnapsackProblem, solve
@@ -177,7 +175,7 @@ def rows_where_solved(
     goal: Goal,
     solver: str,
     rows: int,
-    effort: Effort,
+    effort: Counts,
     device: torch.device,
 ) -> int:
     """Returns the number of rows on which `better_where_solved` measures each change; 0 where it does not apply.
@@ -212,7 +210,7 @@ def better_where_solved(real: RealSolver, present: MeasuredChoice, rows: int) ->
     solutions = _solutions(real, base, real.rows[~is_measured])
     with bench.switchable.solved_by(solutions), bench.switchable.ready():
         device = bench.searched.device
-        baseline = Baseline(bench.switchable, bench.divergence, real.rows[is_measured].to(device))
+        baseline = CachedRun(bench.switchable, bench.divergence, real.rows[is_measured].to(device))
         search = Search(problem, limits, baseline, space.named, loop.effort.probes(device), bench.probe)
         gains = KnapsackProblem(problem.groups, problem.candidates, search.gains(base), problem.costs)
         try:

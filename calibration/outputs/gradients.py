@@ -37,15 +37,15 @@ from torch import nn
 from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import checkpoint
 
+from quant.base.mapped import value_of
 from quant.calibration.fast_matmul import fast_matmul
 from quant.calibration.outputs.logits import Logits, logits_of
 from quant.calibration.placement import NARROW, device_of, free_memory, placed
-from quant.calibration.prefetch import value_of
 from quant.calibration.ranks import Exchange, gathered, number_of, rank_and_world
 from quant.calibration.session import Session
 from quant.calibration.shrinkage import MomentSpread
 from quant.calibration.statistics import LayerStats, MomentSum, add_up, rows_of
-from quant.kernels.linear.expert_modules import can_run_experts_one_by_one, experts_forward
+from quant.kernels.linear.experts import can_run_experts_one_by_one, experts_forward
 from quant.recipes.blocks import block_names, removing
 from quant.recipes.layers import LayerKind, Stacking, output_head, stacking_of_experts
 from quant.recipes.module_replacement import forwarding, other_tensors, run_with

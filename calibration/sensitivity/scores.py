@@ -14,27 +14,224 @@ average tokens, the sum over a row is squared. `token_products` computes the pro
 from __future__ import annotations
 
 import hashlib
+import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+from torch.linalg import vecdot
 
+from quant.base.atomic import write_atomically
 from quant.base.errors import known_names
-from quant.calibration.sensitivity.baseline import Baseline
-from quant.calibration.sensitivity.divergence import Divergence, NotFinite, divergence_of, finite
+from quant.base.json_files import read_json, typed
+from quant.calibration.ranks import gathered, rank_and_world, wait_for_all
+from quant.calibration.sensitivity.cached_run import CachedRun
+from quant.calibration.sensitivity.divergence import Divergence, NotFinite, divergence_of, finite, finite_sum
 from quant.calibration.sensitivity.group_solutions import GroupSolution, Key, digest_of
-from quant.calibration.sensitivity.switchable_model import SwitchableLayer, SwitchableModel, measure_amax
+from quant.calibration.sensitivity.switchable_model import (
+    LayerGradient,
+    SwitchableLayer,
+    SwitchableModel,
+    measure_amax,
+    recomputed,
+    same_tensor,
+)
 from quant.calibration.sensitivity.table import KEPT, UNITS, Candidate, GroupScores, Sensitivity
-from quant.calibration.sensitivity.token_products import Allowed, TokenProducts, observed
-from quant.calibration.sensitivity.work_units import Result, remove_parts, run_units, total
 from quant.calibration.session import Session
 from quant.recipes.blocks import all_arguments, removing, stored_dtype
 from quant.recipes.plan import LayerPlan
+
+# `run_units` divides work among ranks, keeps results on disk and adds them up in one order.
+#
+# A unit has a name and a small dict of numbers as its result, which depends only on the name. Rank r of n does the units
+# r, r + n, r + 2n, …; then every rank gets all results and adds them up in the order of the names, so that sums of
+# floating-point numbers are the same, to the bit, on any number of ranks. After each unit a rank writes its results to a
+# file of its own; a run that is started again, on any number of ranks, reads all files and does the remaining units.
+
+
+Result = dict[str, dict[str, float]]
+
+
+def run_units(
+    names: Sequence[str],
+    work: Callable[[str], Result],
+    session: Session,
+    *,
+    key: str = "",
+    path: Path | None = None,
+) -> dict[str, Result]:
+    """Returns the results of all units by name.
+
+    Args:
+        path: partial results are written to files of this name with a suffix; None writes none.
+    """
+    rank, world = session.rank, session.world
+    # All ranks must start from the same results, or they would divide the other units differently: one rank may have
+    # read the files before another wrote its first result.
+    done = _from_all(_read(path, key) if path else {})
+    names_of_rank = [name for name in names if name not in done][rank::world]
+    own: dict[str, Result] = {}
+    for count, name in enumerate(names_of_rank, 1):
+        own[name] = work(name)
+        # After each unit, with the results of earlier runs: a file of a rank is only ever written by that rank.
+        if path is not None:
+            held = {"key": key, "units": {**_units_in(_part(path, rank), key), **own}}
+            write_atomically(_part(path, rank), json.dumps(held, allow_nan=False))
+        session.report("score", len(names) - len(names_of_rank) + count, len(names))
+    done = _from_all({**done, **own})
+    return {name: done[name] for name in names}
+
+
+def _from_all(own: dict[str, Result]) -> dict[str, Result]:
+    """Returns the results of all ranks together."""
+    return {name: result for part in gathered(own) for name, result in part.items()}
+
+
+def total(results: dict[str, Result]) -> Result:
+    """Returns the sum over units, in their order."""
+    sums: Result = {}
+    for result in results.values():
+        for group, scores in result.items():
+            group_sums = sums.setdefault(group, {})
+            for name, value in scores.items():
+                group_sums[name] = group_sums.get(name, 0.0) + value
+    return sums
+
+
+def remove_parts(path: Path) -> None:
+    """Deletes, on the first rank, the files of partial results of `path`, once the whole table is written."""
+    wait_for_all()
+    if rank_and_world()[0] == 0:
+        for part in _parts(path):
+            part.unlink(missing_ok=True)
+
+
+def _part(path: Path, rank: int) -> Path:
+    return path.with_name(f"{path.name}.part{rank}")
+
+
+def _parts(path: Path) -> list[Path]:
+    return sorted(path.parent.glob(f"{path.name}.part*")) if path.parent.is_dir() else []
+
+
+def _read(path: Path, key: str) -> dict[str, Result]:
+    units: dict[str, Result] = {}
+    for part in _parts(path):
+        units |= _units_in(part, key)
+    return units
+
+
+def _units_in(part: Path, key: str) -> dict[str, Result]:
+    try:
+        held = read_json(part, "partial scores", lambda fields: typed(dict[str, Any], fields, "scores"))
+        own: dict[str, Result] = typed(dict[str, Result], held.get("units"), "units")
+    except (OSError, ValueError):  # a damaged file costs its units, not the run
+        return {}
+    return own if held.get("key") == key else {}
+
+
+# `TokenProducts` estimates the change of a loss by formats, to first and second order, in one backward pass.
+#
+# With Y = x Wᵀ and, in a format, Y_q = x_q W_qᵀ, a token's term is
+#
+#     ∂L/∂Y · (Y_q − Y) = (∂L/∂Y · (W_q − W)) · x_q + (∂L/∂Y · W) · (x_q − x)
+#
+# and for a branch (see `switchable_model`) ∂L/∂Y · ((x − x_q) (B A)ᵀ) besides, so neither output is ever formed: a format
+# costs one more product with the output gradient, while the backward pass is at that layer anyway. Members of a group are
+# added up before any square, because their errors reach the loss together.
+
+
+# Inputs of all layers of a batch that autograd may hold; above this, blocks are recomputed in the backward pass.
+_ACTIVATION_BYTES = 2 << 30
+
+Allowed = Mapping[str, Sequence[Candidate]]
+"""The formats that each fusion group may take."""
+
+
+class TokenProducts:
+    """∂L/∂Y · (Y_q − Y) of each token, by group and format, summed over the members of the group.
+
+    Members of a group share their input and follow each other in a backward pass. So a layer with another input begins
+    a new call, and the sums over tokens of the call before are complete.
+    """
+
+    def __init__(self, switchable: SwitchableModel, allowed: Allowed) -> None:
+        self.switchable, self.allowed = switchable, allowed
+        self.group = ""
+        self.input: torch.Tensor | None = None
+        self.products: dict[str, torch.Tensor] = {}
+        self.square: Result = {}
+        self.linear: Result = {}
+
+    def observe(self, layer: SwitchableLayer, call: LayerGradient) -> None:
+        """Adds one call of a layer."""
+        group, switchable = layer.group, self.switchable
+        if self.group != group or not same_tensor(self.input, call.x):
+            self._flush()
+            self.group, self.input = group, call.x
+        now = switchable.current(group)
+        x_now = switchable.round_input(group, call.x, now)
+        for candidate in {c.name: c for c in (*self.allowed[group], KEPT)}.values():
+            if candidate.name == now.name:
+                continue
+            x = switchable.round_input(group, call.x, candidate)
+            # (∂L/∂Y · W) · (x_q − x), with the weight and input of the present format in the place of W and x.
+            product = vecdot(call.back, x - x_now)
+            change = switchable.weights.difference(layer, candidate, now, call.index)
+            if change is not None:
+                # (∂L/∂Y · (W_q − W)) · x_q
+                product = product + vecdot((call.gradient.to(change.dtype) @ change).to(x.dtype), x)
+            # The branch of the new format is added, the branch of the present format subtracted.
+            for each, rounded, sign in ((candidate, x, 1), (now, x_now, -1)):
+                unrounded = switchable.weights.branch_output(layer, each, call.x, rounded)
+                if unrounded is not None:
+                    product = product + sign * vecdot(call.gradient, unrounded)
+            self.products[candidate.name] = self.products.get(candidate.name, 0.0) + product.flatten()
+
+    def squares(self) -> Result:
+        """Returns the sum over tokens of the squared products."""
+        self._flush()
+        return self.square
+
+    def sums(self) -> Result:
+        """Returns the sum over tokens of the products: the change of the loss, to first order."""
+        self._flush()
+        return self.linear
+
+    def _flush(self) -> None:
+        for name, product in self.products.items():
+            name_token = partial("{}, token {}".format, f"{self.group} in {name}")
+            for sums, value in ((self.square, product.square()), (self.linear, product)):
+                by_format = sums.setdefault(self.group, {})
+                by_format[name] = by_format.get(name, 0.0) + finite_sum(value, name_token, "its score")
+        self.products, self.input = {}, None
+        self.switchable.forget_inputs()
+
+
+@contextmanager
+def observed(switchable: SwitchableModel, observe: Callable[..., None], tokens: int) -> Iterator[None]:
+    """Shows every layer's input and output gradient to `observe` in backward passes over `tokens` tokens, while open.
+
+    If the activations of all blocks are too large for autograd to keep, it keeps the blocks' inputs and runs each
+    block again in the backward pass.
+    """
+    # Bytes of one token's inputs and outputs in all layers.
+    features = sum(sum(layer.plan.shape[-2:]) * layer.original.dtype.itemsize for layer in switchable.layers.values())
+    names = switchable.blocks if 2 * tokens * features > _ACTIVATION_BYTES else []
+    switchable.observe = observe
+    try:
+        with recomputed(switchable.model, names):
+            yield
+    finally:
+        switchable.observe = None
+
 
 # The three methods that score formats. Each divides its work into units, which ranks share.
 #
@@ -140,7 +337,7 @@ class KlMethod(Method):
     """One unit is one block: each of its groups in each format, from the block to the end of the model."""
 
     def __post_init__(self) -> None:
-        self.baseline = Baseline(self.switchable, self.divergence, self.rows)
+        self.baseline = CachedRun(self.switchable, self.divergence, self.rows)
         self.groups: dict[str, list[str]] = {}
         for group in self.switchable.groups:
             block = next((block for block in self.baseline.chain if group.startswith(f"{block}.")), "")

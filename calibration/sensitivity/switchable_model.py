@@ -35,7 +35,7 @@ from quant.calibration.solvers.solve_group import solve_group
 from quant.calibration.statistics import round_activation, static_input_scale
 from quant.calibration.walk.collect import collect_input_amax
 from quant.formats.tensor import BlockScaledTensor
-from quant.kernels.linear.expert_modules import ExpertStack, can_run_experts_one_by_one, experts_forward
+from quant.kernels.linear.experts import ExpertStack, can_run_experts_one_by_one, experts_forward
 from quant.recipes.blocks import block_names
 from quant.recipes.layers import LayerKind, Stacking, expert_matrices, stacking_of_experts
 from quant.recipes.module_replacement import Substitute, forwarding, take_hooks

@@ -22,20 +22,19 @@ from safetensors.torch import save
 from torch import nn
 
 from quant.base.atomic import write_atomically
-from quant.base.errors import UserError
+from quant.base.errors import UserError, option
 from quant.base.extras import versions
 from quant.base.json_files import json_text
 from quant.base.listener import SILENT, Listener
 from quant.calibration.attention_names import text_config
 from quant.calibration.inputs import Inputs, joined
+from quant.calibration.outputs.logits import run_probe
 from quant.calibration.placement import placed
 from quant.calibration.ranks import from_first
 from quant.calibration.session import Session
-from quant.calibration.texts.data_needs import mixed_text
-from quant.calibration.texts.mixture import OWN, SHARES, Record, rows_hash
-from quant.calibration.texts.named_inputs import lacks_decoder_text, read_inputs, write_decoder_text
+from quant.calibration.texts.media_inputs import lacks_decoder_text, read_inputs, write_decoder_text
+from quant.calibration.texts.mixture import OWN, SHARES, Record, mixed_text, rows_hash
 from quant.calibration.texts.records import check_corpus, parse_corpus
-from quant.calibration.texts.row_checks import run_probe
 from quant.calibration.texts.rows import calibration_rows, token_rows
 from quant.models.files import SourceKind, spot_hash
 from quant.models.open_model import Source
@@ -188,7 +187,7 @@ def sources_of(names: Sequence[str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(sources))
 
 
-def check_sources(names: Sequence[str], option: str) -> None:
+def check_sources(names: Sequence[str], named: str) -> None:
     """Raises UserError for a file that is missing or empty, or needs a package, before anything slow is done."""
     for name in sources_of(names) if names else ():
         if name in WRITTEN:
@@ -196,11 +195,11 @@ def check_sources(names: Sequence[str], option: str) -> None:
         # A column may follow a file's name after #, and a tensor's after a colon.
         stem = re.sub(r"(\.safetensors):[^/]*$", r"\1", name)
         if not name.startswith("hf:") and not any(Path(path).exists() for path in (name, stem, name.partition("#")[0])):
-            raise UserError(f"{option} {name}: no such file or directory")
+            raise UserError(f"{named} {name}: no such file or directory")
         try:
             check_corpus(name)
         except ValueError as error:
-            raise UserError(f"{option} {error}") from error
+            raise UserError(f"{named} {error}") from error
 
 
 def short_files(rows: Rows) -> list[str]:
@@ -261,7 +260,9 @@ def named_inputs(source: Source, rows: Rows) -> Inputs | None:
         of_inputs, of_text = (
             next(name for name, each in by_source.items() if (each is None) is is_text) for is_text in (False, True)
         )
-        raise UserError(f"--calib {of_inputs} holds inputs of the model, and {of_text} a text; give one of them")
+        raise UserError(
+            f"{option('calib', of_inputs)} holds inputs of the model, and {of_text} a text; give one of them"
+        )
     return joined(inputs) if inputs else None
 
 
@@ -284,7 +285,10 @@ def read_calibration(
     """
     names = rows.names
     if rows.samples < len(names):
-        raise UserError(f"--calib-samples {rows.samples}: --calib names {len(names)} sources, and each gives a row")
+        raise UserError(
+            f"{option('calib_samples', rows.samples)}: {option('calib')} names {len(names)} sources, and each "
+            "gives a row"
+        )
     inputs = named_inputs(source, rows)
     if inputs is not None:
         inputs = with_decoder_text(source.module, inputs, session)
@@ -293,7 +297,7 @@ def read_calibration(
         return inputs, [{"source": rows.label, "rows": len(inputs), "sha256": digest_of(inputs), **about}]
     fits = within_context(source, rows.seqlen)
     if fits < rows.seqlen:
-        listener.message(f"rows have {fits} tokens, the context of this model, and not --seqlen {rows.seqlen}")
+        listener.message(f"rows have {fits} tokens, the context of this model, and not {option('seqlen', rows.seqlen)}")
         rows = replace(rows, seqlen=fits)
     placed_rows: list[tuple[float, torch.Tensor]] = []
     records: list[Record] = []
@@ -379,7 +383,7 @@ def _check_runs(source: Source, name: str, rows: torch.Tensor) -> None:
         run_probe(source.model, rows[:1, :2])
     except ValueError as error:
         raise UserError(
-            f"--calib {name}: {type(source.model).__name__} cannot be calibrated on text: {error}; give a "
+            f"{option('calib', name)}: {type(source.model).__name__} cannot be calibrated on text: {error}; give a "
             "folder of images or sounds, hf:NAME with a column of them, a .safetensors file of its inputs by name, "
             "or in Python data=, or choose a format that needs none, such as fp8_channel or mxfp8"
         ) from error
@@ -422,13 +426,13 @@ def with_decoder_text(model: nn.Module, inputs: Inputs, session: Session) -> Inp
         return from_first(lambda: write_decoder_text(model, inputs, session))
 
 
-def as_rows(model: nn.Module, data: torch.Tensor | Inputs, option: str) -> torch.Tensor:
+def as_rows(model: nn.Module, data: torch.Tensor | Inputs, taker: str) -> torch.Tensor:
     """Returns calibration data as one tensor, for measurements that work on nothing else."""
     rows = data.as_tensor(model) if isinstance(data, Inputs) else data
     if rows is None:
         raise UserError(
-            f"{option} measures on one tensor, token ids or images of one size, and {type(model).__name__} takes "
-            "several; quantize with --format, and measure with quant evaluate --data"
+            f"{taker} measures on one tensor, token ids or images of one size, and {type(model).__name__} takes "
+            f"several; quantize with {option('format')}, and measure with quant evaluate {option('data')}"
         )
     return rows
 

@@ -11,19 +11,19 @@ from typing import Any
 import torch
 from torch import nn
 
-from quant.base.errors import UserError
+from quant.base.errors import UserError, option
 from quant.base.listener import Progress
+from quant.base.mapped import value_of
 from quant.calibration.evaluating import evaluating
 from quant.calibration.observers import Observer, get_observer
 from quant.calibration.placement import Device, device_of, placed
-from quant.calibration.prefetch import value_of
 from quant.calibration.ranks import gathered, own_batches
 from quant.calibration.session import Session
 from quant.calibration.statistics import static_input_scale
-from quant.calibration.texts.data_needs import lacks_data
+from quant.calibration.texts.mixture import lacks_data
 from quant.calibration.texts.rows import check_ids
 from quant.formats.finite import is_finite, is_finite_or_mask
-from quant.kernels.linear.expert_modules import ExpertStack, can_run_experts_one_by_one, experts_forward
+from quant.kernels.linear.experts import ExpertStack, can_run_experts_one_by_one, experts_forward
 from quant.recipes.blocks import Stop, all_arguments, removing, stored_dtype
 from quant.recipes.layers import Stacking, expert_matrices, output_head, stacking_of_experts
 from quant.recipes.module_replacement import forwarding
@@ -186,7 +186,7 @@ def _check_called(names: Collection[str], called: Collection[str]) -> None:
     if silent:
         raise ValueError(
             f"{silent[0]}: never called on the calibration data ({len(silent)} such layers), so its input is unknown: "
-            "keep such layers in 16 bit (--exclude, or keep in a plan), or give data that reaches them"
+            f"keep such layers in 16 bit ({option('exclude')}, or keep in a plan), or give data that reaches them"
         )
 
 

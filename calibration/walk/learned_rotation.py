@@ -24,10 +24,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from quant.base.mapped import value_of
 from quant.calibration.fast_matmul import columns_product, fast_matmul
 from quant.calibration.outputs.gradients import OutputMoments, output_moments
 from quant.calibration.placement import device_of, free_memory, placed
-from quant.calibration.prefetch import value_of
 from quant.calibration.ranks import Exchange, from_first, gathered
 from quant.calibration.session import Session
 from quant.calibration.solvers.rotation import find_residual, gain_of, merge_residual_rotation

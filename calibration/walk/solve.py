@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from quant.base.errors import UserError, megabytes
+from quant.base.errors import UserError, megabytes, option
 from quant.base.mapped import in_memory
 from quant.calibration.attention_scales import collect_attention_scales, kv_scale_tensors, latent_norms
 from quant.calibration.evaluating import evaluating
@@ -26,7 +26,7 @@ from quant.calibration.session import Session
 from quant.calibration.solvers.lowrank import residual_weight
 from quant.calibration.solvers.registry import check_solvers, get_pipeline
 from quant.calibration.solvers.rotation import rotate_weight
-from quant.calibration.texts.data_needs import lacks_data, mixed_text, solver_needs_data, with_calibration
+from quant.calibration.texts.mixture import lacks_data, mixed_text, solver_needs_data, with_calibration
 from quant.calibration.walk.block_memory import Scratch, block_bytes
 from quant.calibration.walk.collect import input_scales_of, observer_of
 from quant.calibration.walk.finished_layers import BlockKeeper
@@ -37,7 +37,7 @@ from quant.export.checkpoint.files.names import stored_names
 from quant.export.checkpoint.files.write_tensors import plan_of_model
 from quant.formats.format import FP8_HEAD
 from quant.formats.tensor import moved
-from quant.kernels.linear.expert_modules import run_experts_one_by_one
+from quant.kernels.linear.experts import run_experts_one_by_one
 from quant.kernels.linear.install import (
     call_encoder_layers,
     install_kv_scales,
@@ -331,7 +331,7 @@ def _kv_scales(model: nn.Module, plan: Plan, data: Any, session: Session) -> dic
     if by_head and (latent := next(iter(latent_norms(model)), None)):
         raise UserError(
             f"{latent}: latent attention caches one vector for all heads, so it has no scale for each (fp8_head); use "
-            "--kv-cache fp8"
+            f"{option('kv_cache', 'fp8')}"
         )
     # The listener has seen all layers by now; a second count of the same rows would look like a restart.
     silent = replace(session, progress=None)

@@ -15,7 +15,7 @@ from quant.base.errors import UserError
 from quant.base.listener import Progress
 from quant.calibration.layer_result import LayerResult, layer_result
 from quant.calibration.placement import Device, device_of
-from quant.calibration.prefetch import Prefetcher
+from quant.calibration.placement import Prefetcher
 from quant.calibration.ranks import dealt, from_first, wait_for_all
 from quant.calibration.session import Session
 from quant.calibration.solvers.registry import get_solver

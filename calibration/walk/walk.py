@@ -39,12 +39,14 @@ import torch
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from quant.base.mapped import value_of
 from quant.calibration.evaluating import without_cache
 from quant.calibration.inputs import call_of
 from quant.calibration.outputs.gradients import OutputMoments, output_moments
 from quant.calibration.outputs.stream import find_writers
 from quant.calibration.placement import (
     DeviceCopies,
+    Prefetcher,
     elsewhere,
     experts_on_device,
     fits,
@@ -53,7 +55,6 @@ from quant.calibration.placement import (
     tensors_of,
     without_experts,
 )
-from quant.calibration.prefetch import Prefetcher, value_of
 from quant.calibration.ranks import at_first, from_first, number_of, own_batches, rank_and_world
 from quant.calibration.session import Session
 from quant.calibration.solvers.autoround import BlockLayer, Reconstructed, Reconstruction, reconstruct_block

@@ -38,21 +38,26 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from quant.base.errors import UserError
+from quant.base.errors import UserError, option
 from quant.calibration.evaluating import mean_interval, prepared
 from quant.calibration.fast_matmul import fast_matmul
 from quant.calibration.inputs import Inputs, cast_for, taking_inputs
-from quant.calibration.outputs.logits import Logits
-from quant.calibration.placement import Device, DeviceCopies, device_of, home_of_states, is_visited, tensors_of
-from quant.calibration.prefetch import Prefetcher
+from quant.calibration.outputs.logits import Logits, check_evaluable, predicts_tokens
+from quant.calibration.placement import (
+    Device,
+    DeviceCopies,
+    Prefetcher,
+    device_of,
+    home_of_states,
+    is_visited,
+    tensors_of,
+)
 from quant.calibration.ranks import gathered, own_batches
 from quant.calibration.sensitivity.divergence import finite_sum, last_hidden
 from quant.calibration.session import Session
-from quant.calibration.texts.row_checks import check_evaluable, predicts_tokens
 from quant.calibration.texts.rows import trial_rows
 from quant.calibration.walk.walk import handed_on
-from quant.evaluation.evaluation import Evaluation, OutputDistance
-from quant.evaluation.examples import WorstPredictions
+from quant.evaluation.evaluation import Evaluation, OutputDistance, WorstPredictions
 from quant.evaluation.outputs import DISTANCE, ERROR, KL, PREDICTIONS, SAME, SQUARE, compare, embedded
 from quant.formats.tensor import moved
 from quant.recipes.blocks import block_names, calls_of_chain, find_chains, output_of, without_hidden
@@ -332,7 +337,8 @@ def _evaluate_embeddings(models: Sequence[nn.Module], rows: torch.Tensor, size: 
     """Returns the figures of an encoder, whose last hidden states are compared with the baseline's."""
     if len(models) < 2:
         raise UserError(
-            f"{type(models[0]).__name__} predicts no tokens: its embeddings can only be compared; name a --baseline"
+            f"{type(models[0]).__name__} predicts no tokens: its embeddings can only be compared; name a "
+            f"{option('baseline')}"
         )
     sums = torch.cat(
         _in_order((start, embedding_sums(models, batch, start)) for start, batch in _batches(rows, size, report))

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from quant.base.json_files import JsonData
-from quant.calibration.texts.row_checks import run_probe
+from quant.calibration.outputs.logits import run_probe
 
 _PROMPT_TOKENS = 16
 _KEPT_LOGITS = 8

@@ -20,7 +20,8 @@ import torch
 from torch import nn
 from torch.nn.functional import cosine_similarity
 
-from quant.calibration.texts.prepare import DECODER
+from quant.base.errors import option
+from quant.calibration.texts.media_inputs import DECODER
 from quant.kernels.linear.quantized_module import QuantizedModule
 from quant.recipes.blocks import output_of, removing
 from quant.recipes.layers import output_head
@@ -69,7 +70,7 @@ def compare(model: nn.Module, call: Mapping[str, Any], result: Any, base: Any | 
             return {"logits": _predictions(model, call, logits, None if base is None else _logits(base), call_name)}
         if base is None:
             raise ValueError(
-                f"{type(model).__name__} gives no logits: its outputs can only be compared; name a --baseline"
+                f"{type(model).__name__} gives no logits: its outputs can only be compared; name a {option('baseline')}"
             )
         base_embeddings = _embeddings(base)
         return {

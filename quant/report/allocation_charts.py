@@ -9,7 +9,7 @@ from functools import cache
 from itertools import accumulate
 
 from quant.base.errors import megabytes
-from quant.calibration.allocation.record import AllocationRecord, Budget, BudgetKind
+from quant.calibration.allocation.goal import AllocationRecord, Budget, BudgetKind
 from quant.calibration.sensitivity.table import Candidate, GroupScores, Sensitivity, parse_candidates
 from quant.recipes.plan import Plan
 from quant.recipes.recipe import KEEP

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import math
 import statistics
+from typing import TYPE_CHECKING
 
 from quant.base.errors import megabytes
 from quant.calibration.layer_result import LayerResult
 from quant.calibration.sensitivity.costs import memory_of
 from quant.evaluation.evaluation import Evaluation
-from quant.evaluation.examples import Examples
+from quant.evaluation.evaluation import Examples
 from quant.recipes.plan import Plan
 from quant.recipes.plan_check import first_problem
-from quant.report.report import KVCache, Receipt, Report
 from quant.report.section import (
     COLOURS,
     Section,
@@ -23,6 +23,9 @@ from quant.report.section import (
     number,
     short_name,
 )
+
+if TYPE_CHECKING:
+    from quant.report.report import KVCache, Receipt, Report
 
 # Sections for readers: predictions that changed most, a text before and after, and the commands that use the model.
 
@@ -79,7 +82,7 @@ def usage(report: Report, plan: Plan) -> Section | None:
     if problem is None:
         cache = " --kv-cache-dtype fp8" if plan.kv_cache is not None else ""
         rows.append(("serve", f"vllm serve .{cache}"))
-    rows.append(("check the files", "quant verify ."))
+    rows.append(("check the files", "quant check ."))
     text = "Commands for the directory of this page."
     if problem is not None:
         text += f" vLLM does not serve this plan: {problem}."

@@ -1,6 +1,6 @@
 """A `Report` holds the results of a run: each layer's format and error, the sizes, and the measured loss.
 
-`quant.report.summary` prints it, and `quant.report.render` makes its HTML page.
+`quant.report.summary` prints it, and `quant.report.render` makes its HTML page. A checkpoint has both as files.
 """
 
 from __future__ import annotations
@@ -12,16 +12,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from quant.base.json_files import JsonData, typed
-from quant.base.json_files import read_json, write_json
-from quant.calibration.allocation.record import AllocationRecord
+from quant.base.atomic import write_atomically
+from quant.base.errors import UserError
+from quant.base.json_files import JsonData, read_json, typed, write_json
+from quant.calibration.allocation.goal import AllocationRecord
 from quant.calibration.layer_result import LayerResult
 from quant.calibration.sensitivity.costs import kv_cache_bytes
 from quant.calibration.sensitivity.table import Sensitivity
 from quant.evaluation.evaluation import Evaluation
-from quant.evaluation.examples import Examples
+from quant.evaluation.evaluation import Examples
 from quant.evaluation.fingerprint import Fingerprint
-from quant.recipes.plan import Plan
+from quant.recipes.plan import PLAN_FILE, Plan
 
 SCHEMA_VERSION = 1
 # Fields that `to_dict` leaves out if they are None, so that the report of a plain run stays short.
@@ -30,23 +31,14 @@ _PARTS = ("sensitivity", "allocation", "receipt", "kv_cache", "distillation", "f
 
 @dataclass(frozen=True)
 class LayerReceipt(JsonData):
-    """The relative deviation of one layer at each stage of an export; None for stages that were not run.
-
-    Attributes:
-        name: the layer's name in the plan.
-        fake_quant: the layer in PyTorch, from the textbook in float64.
-        checkpoint: the weight in the checkpoint's files, from the layer's.
-        onnx: the layer's nodes in the graph, from the layer.
-        engine: the weight in the engine, from the layer's.
-        passed: whether every stage is within its tolerance.
-    """
+    """The relative deviation of one layer at each stage of an export; None for stages that were not run."""
 
     name: str
-    fake_quant: float | None
-    checkpoint: float | None
-    onnx: float | None
-    engine: float | None
-    passed: bool
+    fake_quant: float | None  # the layer in PyTorch, from the textbook in float64
+    checkpoint: float | None  # the weight in the checkpoint's files, from the layer's
+    onnx: float | None  # the layer's nodes in the graph, from the layer
+    engine: float | None  # the weight in the engine, from the layer's
+    passed: bool  # whether every stage is within its tolerance
 
 
 @dataclass(frozen=True)
@@ -69,12 +61,12 @@ class Receipt(JsonData):
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> Receipt:
-        """Makes a receipt from the fields of its file, which has further ones; either list may be missing.
+        """Makes a receipt from the fields of its file; either list may be missing.
 
         Raises:
             ValueError: an unknown or a missing field of a layer, or no verdict.
         """
-        # A receipt file has further fields, which the page does not show.
+        # The file has further fields, which the page does not show.
         whole = typed(dict[str, Any], fields, "receipt")
         own = {key: value for key, value in whole.items() if key in ("layers", "audit", "passed")}
         return super().from_dict({"layers": (), "audit": (), **own})
@@ -82,52 +74,28 @@ class Receipt(JsonData):
 
 @dataclass(frozen=True)
 class KVCache(JsonData):
-    """The size of the KV cache of a served model.
+    """The size of the KV cache of a served model."""
 
-    Attributes:
-        nbytes: over all layers, in the plan's format.
-        context: number of tokens in a sequence.
-        batch: number of sequences.
-    """
-
-    nbytes: int
-    context: int
-    batch: int
-
-    @property
-    def tokens(self) -> int:
-        """Number of tokens of all sequences together."""
-        return self.context * self.batch
+    nbytes: int  # over all layers, in the plan's format
+    context: int  # tokens in a sequence
+    batch: int  # sequences
 
 
 @dataclass(frozen=True)
 class Distillation(JsonData):
-    """The training of a quantized model on its teacher's outputs, and its figures before.
+    """The training of a quantized model on its teacher's outputs, and its figures before."""
 
-    Attributes:
-        start: the quantized checkpoint that training began with.
-        teacher: name of the teacher, as the user gave it.
-        data: the training text.
-        steps: number of optimizer steps.
-        batch, seqlen: rows a step, and tokens a row.
-        rate: peak learning rate.
-        scales: "frozen" or "learned".
-        losses: mean loss of each tenth of the steps.
-        before: figures of the start on the evaluation texts, where there are any.
-        train: "weights", those that are quantized; or "norms", the weights of norms alone.
-    """
-
-    start: str
+    start: str  # the quantized checkpoint that training began with
     teacher: str
     data: str
-    steps: int
-    batch: int
+    steps: int  # of the optimizer
+    batch: int  # rows a step
     seqlen: int
-    rate: float
-    scales: str
-    losses: tuple[float, ...]
-    before: Evaluation | None = None
-    train: str = "weights"
+    rate: float  # peak learning rate
+    scales: str  # "frozen" or "learned"
+    losses: tuple[float, ...]  # mean of each tenth of the steps
+    before: Evaluation | None = None  # the start on the evaluation texts
+    train: str = "weights"  # those that are quantized; or "norms", the weights of norms alone
 
 
 @dataclass
@@ -217,16 +185,73 @@ class Report(JsonData):
         """
         return read_json(path, "a valid report", cls.from_dict)
 
+    def to_html(self, path: str | Path, plan: Plan | None = None) -> None:
+        """Writes the report as one HTML page, which makes no request and works offline.
+
+        Args:
+            path: the file, which is replaced.
+            plan: the plan that was executed, such as `Plan.load("DIR/plan.json")`; of layers that it lacks, the page
+                shows the facts in the report.
+        """
+        from quant.report.render import render_html  # with Jinja2, which most commands do not need
+
+        write_atomically(Path(path), render_html(self, Plan(()) if plan is None else plan))
+
+    def complete(self, plan: Plan, directory: Path, hashes: Mapping[str, str]) -> None:
+        """Writes the report of a checkpoint, as JSON and as HTML, before the directory appears under its name.
+
+        Args:
+            plan: the plan that was executed.
+            directory: the directory of the unfinished checkpoint.
+            hashes: SHA-256 of each weight file, by name.
+        """
+        self.files = dict(hashes)
+        # Sizes on disk replace the plan's estimate; they include the headers of the files.
+        self.bytes_after = sum((directory / name).stat().st_size for name in hashes)
+        self.peak_rss_bytes = peak_rss()
+        # `verify` reads report.json (hashes, plan digest, fingerprint), and so does the next training run that starts
+        # here (`training.run_report`). report.html is only for people.
+        self.save(directory / "report.json")
+        self.to_html(directory / "report.html", plan)
+
+
+def rewrite(
+    directory: Path, receipt: Mapping[str, Any] | None = None, *, out: Path | None = None, source: str = "the receipt"
+) -> Path:
+    """Writes the page of a checkpoint again, report.html in its directory or `out`; a receipt goes into its report.
+
+    Raises:
+        UserError: a file is missing, or the receipt, which errors call `source`, is invalid or of another plan.
+    """
+    report, plan = read_run(directory)
+    if receipt is not None:
+        try:
+            report.receipt = Receipt.from_dict(receipt)
+        except ValueError as error:
+            raise UserError(f"{source}: not a receipt of `quant export`: {error}") from None
+        # The digest identifies the plan; a receipt without one is checked by the names of its layers.
+        strangers = [layer.name for layer in report.receipt.layers if layer.name not in plan.by_name]
+        if receipt.get("plan") not in (None, plan.digest()) or strangers:
+            raise UserError(f"{source}: the receipt of another plan than {directory / PLAN_FILE}")
+        # Before the page, which is made of it and can be made again.
+        report.save(directory / "report.json")
+    page = out or directory / "report.html"
+    report.to_html(page, plan)
+    return page
+
+
+def read_run(directory: Path) -> tuple[Report, Plan]:
+    """Reads the report and the plan of a checkpoint that `quantize` wrote."""
+    for name in ("report.json", PLAN_FILE):
+        if not (directory / name).is_file():
+            raise UserError(f"{directory}: no {name}; pass a directory that `quantize --out` wrote")
+    return Report.load(directory / "report.json"), Plan.load(directory / PLAN_FILE)
+
 
 def kv_cache_of(config: Any, plan: Plan) -> KVCache | None:
     """Returns the KV cache at the context and batch of the plan's allocation, or else of one sequence of 4,096 tokens.
 
-    Args:
-        config: a transformers config, or None.
-        plan: names the format of the cache.
-
-    Returns:
-        None for a model without a cache.
+    None for a model without a cache; `config` is a transformers config, or None.
     """
     # The context of the budget, so that the page shows the memory that was budgeted.
     goal = plan.provenance.get("allocation", {}).get("goal", {})

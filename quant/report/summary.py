@@ -1,18 +1,27 @@
-"""The summary of a report for the terminal: its headline figures as a table of label and text."""
+"""What the terminal shows after a run: the headline figures of its report, and what to do next with the checkpoint."""
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from quant.base.errors import counted, megabytes
-from quant.calibration.allocation.record import AllocationRecord, BudgetKind, Verified
+from quant.calibration.allocation.goal import AllocationRecord, BudgetKind, Verified
 from quant.calibration.layer_result import LayerResult
+from quant.calibration.texts.mixture import solver_needs_data
 from quant.evaluation.evaluation import Evaluation, loss_text
-from quant.report.report import Distillation, Report
+from quant.formats.format import get_format
+from quant.models.configs import read_fields
+from quant.recipes.plan import Plan
+from quant.recipes.plan_check import first_problem
+from quant.recipes.solver_names import parse_solver
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+    from quant.report.report import Distillation, Report
 
 
 def print_summary(report: Report, console: Console) -> None:
@@ -49,9 +58,8 @@ def summary(report: Report) -> list[tuple[str, str]]:
         # The range and not the mean: one bad layer can spoil a model whose mean looks fine.
         lowest, highest = (f"{end(snr, default=0):.1f}" for end in (min, max))
         error = f", SNR {lowest if lowest == highest else f'{lowest} to {highest}'} dB" if snr else ""
-        rows.append(
-            (name, f"{counted(len(members), 'layer')}, {megabytes(sum(layer.nbytes for layer in members))}{error}")
-        )
+        size = megabytes(sum(layer.nbytes for layer in members))
+        rows.append((name, f"{counted(len(members), 'layer')}, {size}{error}"))
     if report.evaluation is not None:
         rows += _figures(report.evaluation.texts)
     if (trained := report.distillation) is not None:
@@ -67,11 +75,8 @@ def summary(report: Report) -> list[tuple[str, str]]:
                 f"{chosen.kl_measured:.4g} measured after {count}"
             )
         rows.append(("allocation", text + _kept_budget(record)))
-        rows += (
-            [("verified", "\n".join(verified_text(record, each) for each in record.verified))]
-            if record.verified
-            else []
-        )
+        if record.verified:
+            rows.append(("verified", "\n".join(verified_text(record, each) for each in record.verified)))
     if (receipt := report.receipt) is not None:
         failed = sum(not layer.passed for layer in receipt.layers) + sum(not entry.passed for entry in receipt.audit)
         verdict = "passed" if receipt.passed else "FAILED"
@@ -94,12 +99,8 @@ def _figures(texts: Sequence[Evaluation]) -> list[tuple[str, str]]:
         errors = ["" if each.error is None else f"; relative error {each.error:.2%}" for each in texts]
         figures.append(("embeddings", [text + error for text, error in zip(lost, errors, strict=True)]))
     if texts[0].kl is not None:
-        figures.append(
-            (
-                "KL",
-                [f"{loss_text(each.kl or 0)} nats{interval_text(each)}, {each.tokens:,} {each.unit}" for each in texts],
-            )
-        )
+        kls = [f"{loss_text(each.kl or 0)} nats{interval_text(each)}, {each.tokens:,} {each.unit}" for each in texts]
+        figures.append(("KL", kls))
     if texts[0].top1 is not None:
         figures.append(("top-1 agreement", [f"{100 * (each.top1 or 0):.1f}%" for each in texts]))
     return [(label, "\n".join(values)) for label, values in figures]
@@ -127,9 +128,7 @@ def _perplexity(each: Evaluation) -> str:
 def interval_text(evaluation: Evaluation, digits: int | None = None) -> str:
     """Returns the interval over rows (Student's t) in parentheses, after a blank; empty without one.
 
-    Args:
-        evaluation: the figures.
-        digits: decimals of the ends; None for as many as `loss_text` takes.
+    Its ends have `digits` decimals, or by default as many as `loss_text` takes.
     """
     if evaluation.interval is None:
         return ""
@@ -154,9 +153,8 @@ def verified_text(record: AllocationRecord, verified: Verified) -> str:
     def text(value: float) -> str:
         return f"{100 * value:+.2f}%" if percent else loss_text(value)
 
-    interval = (
-        "" if verified.interval is None else f", 95%: {text(verified.interval[0])} to {text(verified.interval[1])}"
-    )
+    ends = verified.interval
+    interval = "" if ends is None else f", 95%: {text(ends[0])} to {text(ends[1])}"
     quantity = "perplexity" if percent else "loss"
     where = f"{counted(verified.rows, 'row')} of {verified.text} that took no part in the choice"
     return f"{quantity} {text(verified.loss)} (limit {text(record.budget.value)}{interval}) on {where}"
@@ -166,3 +164,71 @@ def _shrinking(ratio: float) -> str:
     if 0.995 <= ratio < 1.005:
         return "as large as before"
     return f"{ratio:.2f}× smaller" if ratio > 1 else f"{1 / ratio:.2f}× larger"
+
+
+# KL in nats of the default solver on SmolLM2-135M, from docs/benchmarks.md: by the weight format where inputs are in
+# 16 bit, else by the bits of both. Larger models lose less, so that a loss far above these is worth a second run for a
+# model of any size.
+_USUAL_KL_OF_WEIGHTS = {"nvfp4": 0.06}
+_USUAL_KL = {(4, 4): 0.19, (4, 16): 0.11, (8, 8): 0.03, (8, 16): 0.03}
+_LARGE = 2.0  # times the usual loss: texts of another kind lose up to that
+_MORE_BITS = 0.5
+_TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "tekken.json")
+
+
+def next_steps(report: Report, plan: Plan, directory: Path) -> list[str]:
+    """Returns at most six lines: how the loss compares with the usual one, and commands that use the checkpoint."""
+    lines = [] if (verdict := _verdict(report, plan)) is None else [verdict]
+    opened = f"report:   {shlex.quote(str(directory / 'report.html'))} in a browser"
+    config = directory / "config.json"
+    names = read_fields(config).get("architectures") or [""] if config.is_file() else [""]
+    # The commands need text, and so a tokenizer: none for vision models, state dicts, or a model without its tokenizer.
+    if not names[0].endswith("ForCausalLM") or not any((directory / name).is_file() for name in _TOKENIZERS):
+        return [*lines, opened]
+    if report.evaluation is None:
+        lines.append("the loss was not measured: give --eval FILE to a run, or use the line `measure` below")
+    path, original = shlex.quote(str(directory)), shlex.quote(report.model)
+    lines.append(f'try it:   quant generate {path} --prompt "The capital of France is"')
+    lines.append(f"measure:  quant evaluate {path} --text FILE --baseline {original}")
+    if first_problem(plan, "vllm") is None:
+        lines.append(f"serve:    vllm serve {path}")
+    return [*lines, opened]
+
+
+def _verdict(report: Report, plan: Plan) -> str | None:
+    """Returns how the KL compares with the usual one of the formats; None where either is unknown."""
+    worst = None if report.evaluation is None else report.evaluation.worst
+    usual = [_usual_kl(layer.format, layer.activation) for layer in report.layers if layer.format is not None]
+    if worst is None or worst.kl is None or not usual or None in usual:
+        return None
+    limit = max(kl for kl in usual if kl is not None)
+    measured = f"KL {loss_text(worst.kl)}"
+    if worst.interval is not None:
+        measured += f" (95%: {loss_text(worst.interval[0])} to {loss_text(worst.interval[1])})"
+    if worst.kl <= _LARGE * limit:
+        size = "no more than" if worst.kl <= limit else "within twice"
+        return f"{measured} is {size} the usual loss of these formats (about {limit:g} on a model of 135M)"
+    advice = ", or ".join(_advice(plan))
+    return f"{measured} is large for these formats (about {limit:g} is usual on a model of 135M): try {advice}"
+
+
+def _usual_kl(weight: str, activation: str | None) -> float | None:
+    inputs = 16 if activation is None else get_format(activation).element.bits
+    if inputs == 16 and weight in _USUAL_KL_OF_WEIGHTS:
+        return _USUAL_KL_OF_WEIGHTS[weight]
+    return _USUAL_KL.get((get_format(weight).element.bits, inputs))
+
+
+def _advice(plan: Plan) -> list[str]:
+    """Returns options of `quantize` that lower the loss, the cheapest first."""
+    options = []
+    if not all(map(solver_needs_data, plan.quantized)):
+        options.append("--effort 2, which rounds on calibration text")
+    elif any(parse_solver(layer.solver).rounding != "kfac" for layer in plan.quantized):
+        options.append("--effort 3, which rounds for the loss of the whole model")
+    weights = {layer.weight for layer in plan.quantized if layer.activation and layer.activation.element.bits == 4}
+    if weights:
+        options.append(f"inputs in 16 bit ({' and '.join(sorted(f'{weight}a16' for weight in weights))})")
+    else:
+        options.append(f"--bits {plan.effective_bits + _MORE_BITS:.1f}, which gives sensitive layers a wider format")
+    return options

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import torch
 
+from quant.base.errors import option
 from quant.calibration.allocation.goal import Goal
 from quant.calibration.allocation.measure_choices import HeldOut, rows_of_choice
 from quant.calibration.allocation.real_solver import rows_where_solved
@@ -14,9 +15,9 @@ from quant.calibration.inputs import Inputs
 from quant.calibration.placement import device_of
 from quant.calibration.sensitivity.table import Candidate
 from quant.calibration.solvers.registry import get_pipeline
-from quant.calibration.texts.data_needs import lacks_data, solver_needs_data, with_calibration, with_data
+from quant.calibration.texts.mixture import lacks_data, solver_needs_data, with_calibration, with_data
 from quant.calibration.texts.mixture import Record
-from quant.calibration.texts.row_checks import check_evaluable
+from quant.calibration.outputs.logits import check_evaluable
 from quant.calibration.texts.sources import (
     as_rows,
     digest_of,
@@ -28,7 +29,7 @@ from quant.calibration.texts.sources import (
     written_share,
 )
 from quant.calibration.walk.expected_time import expected_time, in_words, time_of_rows
-from quant.calibration.walk.plan_fits import check_solvable
+from quant.calibration.walk.solve import check_solvable
 from quant.models.stored_weights import read_stored, stored_in
 from quant.recipes.plan import Plan, groups_of
 from quant.run.announcements import announce_effort
@@ -124,7 +125,7 @@ def announce_time(job: Job, decision: Decision) -> None:
         if written:
             job.listener.message(
                 f"the model writes {written:,} tokens of calibration text, which will take about "
-                f"{in_words(time.writing)}; --calib FILE spares that"
+                f"{in_words(time.writing)}; {option('calib', 'FILE')} spares that"
             )
         return
     solvers = " and ".join(dict.fromkeys(layer.solver for layer in plan.quantized))
@@ -132,7 +133,7 @@ def announce_time(job: Job, decision: Decision) -> None:
     job.listener.message(
         f"{solvers} on {samples} rows of {seqlen} tokens will take about "
         f"{in_words(time.writing + time.solving)}: {writing}{in_words(time.solving)} to solve; "
-        "--effort 0 is much faster"
+        f"{option('effort', 0)} is much faster"
     )
 
 

@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from quant.base.errors import UserError
+from quant.base.errors import UserError, option
 from quant.base.listener import SILENT
 from quant.calibration.allocation.allocate import Allocation, allocate, check_feasible
 from quant.calibration.allocation.goal import Goal
@@ -17,18 +17,18 @@ from quant.calibration.allocation.measure_choices import HeldOut
 from quant.calibration.inputs import call_on_first_row
 from quant.calibration.sensitivity.table import parse_candidates
 from quant.calibration.solvers.registry import with_supported_solver
-from quant.calibration.texts.data_needs import NoTextError, lacks_data, with_calibration, with_data
+from quant.calibration.texts.mixture import NoTextError, lacks_data, with_calibration, with_data
 from quant.calibration.texts.mixture import Record
 from quant.calibration.texts.sources import as_rows
 from quant.export.checkpoint.files.compressed_tensors import check_plan
 from quant.export.checkpoint.files.names import stored_names
 from quant.export.checkpoint.trial_load import check_experts, import_for_trial
 from quant.recipes import solver_names
-from quant.recipes.solver_names import solver_of
 from quant.recipes.layers import LayerKind
 from quant.recipes.plan import LayerPlan, Plan
 from quant.recipes.plan_make import make_plan
 from quant.recipes.recipe import KEEP, Recipe
+from quant.recipes.solver_names import solver_of
 from quant.run.announcements import announce_effort, announce_rounding_of_choice
 from quant.run.data import announce_budget, calibration_data, evaluation_data
 from quant.run.job import Decision, Job
@@ -49,7 +49,8 @@ def for_budget(job: Job, goal: Goal) -> Decision:
     request, source = job.request, job.source
     if source.model is None:
         raise UserError(
-            f"{request.model}: a bare state dict cannot be run, and an allocation measures; pass --model-factory"
+            f"{request.model}: a bare state dict cannot be run, and an allocation measures; pass "
+            f"{option('model_factory')}"
         )
     refuse_heads(request, source)
     choices: dict[str, Any] = {

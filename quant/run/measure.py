@@ -19,7 +19,7 @@ from quant.calibration.placement import is_visited, placed
 from quant.calibration.texts.sources import digest_of, tokenizer_if_any
 from quant.evaluation.evaluate import evaluate_texts
 from quant.evaluation.evaluation import Evaluation
-from quant.evaluation.examples import Continuation, Decode, Examples, WorstPredictions, continuations, output_errors
+from quant.evaluation.evaluation import Continuation, Decode, Examples, WorstPredictions, continuations, output_errors
 from quant.evaluation.fingerprint import Fingerprint, fingerprint
 from quant.generate.quantized_attention import quantized_attention
 from quant.kernels.linear.oracle import kept_weights

@@ -18,9 +18,9 @@ from quant.base.extras import importing
 from quant.base.listener import Listener
 from quant.calibration.ranks import rank_and_world
 from quant.calibration.session import Session
-from quant.calibration.texts.data_needs import lacks_data
+from quant.calibration.texts.mixture import lacks_data
 from quant.calibration.texts.sources import check_lengths, short_files
-from quant.calibration.walk.plan_fits import check_in_memory
+from quant.calibration.walk.solve import check_in_memory
 from quant.models.open_model import Source, open_model
 from quant.run.announcements import announce_device, announce_source
 from quant.run.job import Job

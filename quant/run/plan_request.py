@@ -9,16 +9,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from quant.base.errors import UserError, listed
+from quant.base.errors import UserError, listed, option
 from quant.base.extras import versions
 from quant.calibration.inputs import call_on_first_row
-from quant.calibration.texts.data_needs import lacks_data
+from quant.calibration.texts.mixture import lacks_data
 from quant.calibration.texts.sources import named_inputs
 from quant.export.checkpoint.carry_over import head_weights
 from quant.export.checkpoint.files.names import stored_names
 from quant.models.open_model import Source
 from quant.models.prediction_heads import attach_head_layer, plan_heads
-from quant.recipes import effort
+from quant.recipes import solver_names
 from quant.recipes.blocks import stored_dtype
 from quant.recipes.layers import LayerKind
 from quant.recipes.plan import Plan
@@ -84,7 +84,8 @@ def with_heads(plan: Plan, source: Source, weights: Mapping[str, torch.Tensor]) 
     if not layers:
         raise UserError(
             f"{listed(weights, 3)}: the last block of {type(source.module).__name__} has no quantized layer in the "
-            "same place and of the same shape, so a prediction head's layers stay in 16 bit; leave that --include out"
+            "same place and of the same shape, so a prediction head's layers stay in 16 bit; leave that "
+            f"{option('include')} out"
         )
     for layer in layers:
         attach_head_layer(source.module, layer.name, _as_model(source.module, weights[layer.name]))
@@ -134,7 +135,7 @@ def _recipe_plan(request: Request, source: Source, recipe: Recipe) -> Plan:
         include=globs.include,
         exclude=globs.exclude,
         solver=request.solver,
-        effort=effort.DEFAULT if request.effort is None else request.effort,
+        effort=solver_names.DEFAULT_EFFORT if request.effort is None else request.effort,
         lm_head=request.lm_head,
         run=example_run(request, source),
     )

@@ -18,19 +18,19 @@ from torch import nn
 
 from quant.base.errors import Spelling, UserError, as_option, as_parameter
 from quant.calibration.allocation.goal import DEFAULT_FORMATS, Constraint, ConstraintKind, Goal
-from quant.calibration.allocation.measure_choices import Effort
+from quant.calibration.allocation.measure_choices import Counts
 from quant.calibration.inputs import Inputs
 from quant.calibration.placement import device_of, find_device
 from quant.calibration.sensitivity.costs import parse_quantity
 from quant.calibration.sensitivity.knapsack import require_scipy
 from quant.calibration.sensitivity.table import parse_candidates
-from quant.calibration.texts.data_needs import solver_needs_data
+from quant.calibration.texts.mixture import solver_needs_data
 from quant.calibration.texts.sources import Rows, check_sources, sources_of
 from quant.calibration.walk.step_store import is_finished
 from quant.export.checkpoint.files.directory import check_apart, check_destination
 from quant.formats.format import is_16bit
 from quant.models.files import find_model
-from quant.recipes import effort
+from quant.recipes import solver_names
 from quant.recipes.callers_model import check_original, unwrapped
 from quant.recipes.plan import Plan
 from quant.recipes.plan_check import Problem, read_plan
@@ -90,9 +90,9 @@ class AllocationRequest:
         )
 
     @property
-    def effort(self) -> Effort:
+    def effort(self) -> Counts:
         """The numbers of rows and measurements of the allocation."""
-        return Effort(measurements=self.search)
+        return Counts(measurements=self.search)
 
     def options(self) -> dict[str, Any]:
         """Returns the arguments of `allocate` that are given here."""
@@ -165,7 +165,7 @@ class Request:
     recipe_file: Path | None = None
     plan_file: Path | None = None
     solver: str | None = None
-    effort: int | None = None
+    solver_names: int | None = None
     guard: str | None = None
     observer: str | None = None
     kv_cache: str | None = None
@@ -226,7 +226,7 @@ class Request:
             device = device_of(self.model)
         on_gpu = device is not None and device.type == "cuda"
         solvers = ("", *self._solvers())
-        return max(effort.rows_of(solver, on_gpu=on_gpu, parameters=parameters) for solver in solvers)
+        return max(solver_names.rows_of(solver, on_gpu=on_gpu, parameters=parameters) for solver in solvers)
 
     def _solvers(self) -> set[str]:
         """Returns the solvers whose text this package chooses: those of the plan or recipe, or that of the options.
@@ -235,7 +235,7 @@ class Request:
         """
         if self.calib:
             return set()
-        of_options = self.solver or effort.solver_of(effort.DEFAULT if self.effort is None else self.effort, KEEP)
+        of_options = self.solver or solver_names.solver_of(solver_names.DEFAULT_EFFORT if self.effort is None else self.effort, KEEP)
         if self.goal is not None:
             return {of_options}
         recipe = self.chosen_recipe

@@ -28,7 +28,7 @@ from quant.calibration.ranks import leave, rank_and_world, wait_for_all
 from quant.calibration.session import Session
 from quant.calibration.solvers.gptq import Gptq, compile_ahead
 from quant.calibration.solvers.registry import get_pipeline
-from quant.calibration.texts.data_needs import solver_needs_data
+from quant.calibration.texts.mixture import solver_needs_data
 from quant.calibration.walk.solve import solve_plan
 from quant.calibration.walk.solve_weights import solve_state_dict
 from quant.calibration.walk.step_store import DirectoryStore

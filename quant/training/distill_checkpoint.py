@@ -18,13 +18,13 @@ import torch
 from torch import nn
 
 from quant.base.atomic import claimed
-from quant.base.errors import UserError
+from quant.base.errors import UserError, option
 from quant.base.extras import versions
 from quant.base.listener import SILENT, Listener, StageProgress, reporter
 from quant.calibration.layer_result import LayerResult, unmeasured_result
 from quant.calibration.placement import describe, device_of, find_device
 from quant.calibration.session import Session
-from quant.calibration.texts.row_checks import check_evaluable
+from quant.calibration.outputs.logits import check_evaluable
 from quant.calibration.texts.sources import Rows, read_calibration, read_texts, tokenizer_if_any
 from quant.evaluation.evaluate import evaluate_texts
 from quant.evaluation.evaluation import Evaluation, loss_text
@@ -37,7 +37,6 @@ from quant.generate.quantized_attention import quantized_attention
 from quant.models.files import find_checkpoint
 from quant.models.open_model import Source
 from quant.recipes.plan import LayerPlan, Plan
-from quant.report.render import write_report
 from quant.report.report import Distillation, Report, kv_cache_of
 from quant.run.announcements import announce_device
 from quant.training.distill import distill
@@ -117,8 +116,8 @@ def worse_texts(record: Distillation, evaluation: Evaluation | None) -> list[str
         return []
     return [
         f"training raised KL from {loss_text(before.kl)} to {loss_text(after.kl)} on {after.text}; more rows a step "
-        f"(--batch-size was {record.batch}), a lower --lr (it was {record.rate:g}), or "
-        "--data of that kind lose less there"
+        f"({option('batch_size')} was {record.batch}), a lower {option('lr')} (it was {record.rate:g}), or "
+        f"{option('data')} of that kind lose less there"
         for before, after in zip(record.before.texts, evaluation.texts, strict=True)
         if before.kl is not None and after.kl is not None and after.kl > _WORSE * before.kl
     ]
@@ -166,7 +165,7 @@ def prepare_distill_inputs(name: str, options: DistillOptions, session: Session,
         with listener.step(f"loading {name}"):
             cached = CachedTeacher.open(name)
         if options.data:
-            raise UserError("--data: a cached teacher knows only its own rows; leave the option out")
+            raise UserError(f"{option('data')}: a cached teacher knows only its own rows; leave the option out")
         return DistillInputs(cached, cached.rows, "its cache", None)
     with listener.step(f"loading {name}"):
         source, model = open_runnable(name)
@@ -192,13 +191,21 @@ def check_cache(file: Path, teacher: str, out: Path, hidden: float) -> None:
         UserError: the file would replace something, or a cached teacher cannot teach this.
     """
     if is_cached_teacher(teacher):
-        raise UserError(f"--cache-teacher: {teacher} is a cached teacher already; leave the option out")
+        raise UserError(f"{option('cache_teacher')}: {teacher} is a cached teacher already; leave the option out")
     if file.exists():
-        raise UserError(f"--cache-teacher {file}: is there already; pass it as --teacher, or name another file")
+        raise UserError(
+            f"{option('cache_teacher', file)}: is there already; pass it as {option('teacher')}, or name another file"
+        )
     if out.resolve() in (file.resolve(), *file.resolve().parents):
-        raise UserError(f"--cache-teacher {file}: lies in --out, whose files belong to the checkpoint; name another")
+        raise UserError(
+            f"{option('cache_teacher', file)}: lies in {option('out')}, whose files belong to the checkpoint; name "
+            "another"
+        )
     if hidden:
-        raise UserError("--hidden: a cached teacher has no hidden states; leave out --cache-teacher, or --hidden")
+        raise UserError(
+            f"{option('hidden')}: a cached teacher has no hidden states; leave out {option('cache_teacher')}, or "
+            f"{option('hidden')}"
+        )
 
 
 def check_tokenizers(teacher: str, directory: Path, of_teacher: Any, of_student: Any) -> None:
@@ -225,11 +232,13 @@ def _training_rows(
     source_rows = Rows(options.data, samples, options.seqlen, session.seed, at_most=True)
     rows, _ = read_calibration(source, source_rows, replace(session, progress=progress), listener=listener)
     if not isinstance(rows, torch.Tensor):
-        raise UserError("--data: distillation reads rows of token ids; give text, or token ids in safetensors")
+        raise UserError(
+            f"{option('data')}: distillation reads rows of token ids; give text, or token ids in safetensors"
+        )
     if len(rows) < options.batch_size:
         raise UserError(
-            f"--batch-size {options.batch_size}: there are {len(rows)} rows of {rows.shape[1]} tokens to train on; "
-            "lower it, raise --samples, or give a longer --data"
+            f"{option('batch_size', options.batch_size)}: there are {len(rows)} rows of {rows.shape[1]} tokens to "
+            f"train on; lower it, raise {option('samples')}, or give a longer {option('data')}"
         )
     return rows
 
@@ -329,7 +338,7 @@ def _write_report(report: Report, plan: Plan, directory: Path, hashes: Mapping[s
     """Writes the report into a checkpoint that is about to appear, with the warnings of its writing."""
     # The report of the start may hold the same sentences, for the same plan.
     report.warnings += [message for message in messages if message not in report.warnings]
-    write_report(report, plan, directory, hashes)
+    report.complete(plan, directory, hashes)
 
 
 def _measure(

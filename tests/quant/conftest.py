@@ -10,15 +10,7 @@ import pytest
 import torch
 from samples import BASE
 
-from quant.calibration.allocation.record import (
-    AllocationRecord,
-    Budget,
-    BudgetKind,
-    Chosen,
-    CurvePoint,
-    Round,
-    Uniform,
-)
+from quant.calibration.allocation.goal import AllocationRecord, Budget, BudgetKind, Chosen, CurvePoint, Round, Uniform
 from quant.calibration.layer_result import LayerResult, layer_result
 from quant.calibration.sensitivity.table import UNITS, GroupScores, Sensitivity
 from quant.evaluation.evaluation import Evaluation

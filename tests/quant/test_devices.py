@@ -28,13 +28,13 @@ from quant.calibration.evaluating import without_cache
 from quant.calibration.outputs.gradients import OutputMoments
 from quant.calibration.placement import find_device, placed
 from quant.calibration.session import Session
-from quant.calibration.texts.data_needs import mixed_text
-from quant.calibration.walk import learn_rotation
-from quant.calibration.walk.chain import BlockStore
+from quant.calibration.texts.mixture import mixed_text
+from quant.calibration.walk import learned_rotation
+from quant.calibration.walk.walk import BlockStore
 from quant.calibration.walk.group import Settings
 from quant.calibration.walk.walk import ModelWalk
 from quant.evaluation.evaluate import evaluate
-from quant.kernels.linear.expert_modules import QuantExperts
+from quant.kernels.linear.experts import QuantExperts
 from quant.kernels.linear.quant_linear import QuantLinear
 from quant.models.open_model import open_model
 from quant.recipes.blocks import block_names, capture, equal_but_hidden
@@ -142,7 +142,7 @@ def test_every_solver(name: str, solver: str, format: str) -> None:
 def test_a_learned_rotation(where: None, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """The matrix is learned on the device, and multiplies there what the device has no room for."""
     solver, no_gradients = "rotation:learned+rtn", OutputMoments(missing={"all": "the second device has none"})
-    monkeypatch.setattr(learn_rotation, "output_moments", lambda *args, **options: no_gradients)
+    monkeypatch.setattr(learned_rotation, "output_moments", lambda *args, **options: no_gradients)
     wanted, found = (quant.quantize(base(), "fp8", ROWS, solver=solver, device=each) for each in (None, device))
     check_home(found.model)
     check_as_good(found.model, wanted.model, base())

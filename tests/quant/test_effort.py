@@ -17,7 +17,7 @@ from torch import nn
 
 import quant
 from quant.base.errors import UserError
-from quant.calibration.allocation.measure_choices import Effort, rows_of_choice
+from quant.calibration.allocation.measure_choices import Counts, rows_of_choice
 from quant.calibration.session import Session
 from quant.calibration.texts.mixture import mixture_rows
 from quant.calibration.texts.sources import sources_of, written_share
@@ -167,13 +167,13 @@ def test_an_evaluation_text_that_is_too_short_is_refused_before_formats_are_chos
 
 
 def test_the_time_of_a_budget_follows_the_work() -> None:
-    effort, cpu = Effort(), torch.device("cpu")
+    effort, cpu = Counts(), torch.device("cpu")
     assert rows_of_choice(32, 2, effort, cpu) == 32 + 8 * (1 + 1 + 2) * 3 + 8 * (1 + 2 + 2)
     assert rows_of_choice(32, 4, effort, cpu) > rows_of_choice(32, 2, effort, cpu)
-    assert rows_of_choice(32, 2, Effort(measurements=100), cpu) == rows_of_choice(32, 2, effort, cpu) + 400
+    assert rows_of_choice(32, 2, Counts(measurements=100), cpu) == rows_of_choice(32, 2, effort, cpu) + 400
     # In a solved model each of 30 changes is measured on 16 rows, or as many as there are measurements.
     for count, measured in ((100, 30), (10, 10)):
-        found = rows_of_choice(64, 2, Effort(measurements=count), cpu, changes=30, rows_solved=16)
+        found = rows_of_choice(64, 2, Counts(measurements=count), cpu, changes=30, rows_solved=16)
         assert found == rows_of_choice(64, 2, effort, cpu) + 16 * measured // 2
     model = tiny_models.llama()
     plan = quant.make_plan(model, "nvfp4a16")

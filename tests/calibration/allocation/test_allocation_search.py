@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from quant.calibration.allocation.search import Search
+from quant.calibration.allocation.measure_choices import Search
 from quant.calibration.sensitivity.knapsack import KnapsackProblem, solve
 
 GROUPS, FORMATS = 7, 3

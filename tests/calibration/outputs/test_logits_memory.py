@@ -12,8 +12,8 @@ from torch import nn
 
 from quant.calibration.outputs import logits
 from quant.calibration.outputs.gradients import output_moments
-from quant.calibration.sensitivity import baseline
-from quant.calibration.sensitivity.baseline import Baseline
+from quant.calibration.sensitivity import cached_run
+from quant.calibration.sensitivity.cached_run import CachedRun
 from quant.calibration.sensitivity.divergence import divergence_of
 from quant.calibration.sensitivity.scores import Scoring, score_groups
 from quant.calibration.sensitivity.switchable_model import SwitchableModel
@@ -51,7 +51,7 @@ def _joint_loss(model: nn.Module, rows: torch.Tensor) -> list[float]:
     candidates = {c.name: c for c in parse_candidates("nvfp4a16")}
     switchable = SwitchableModel(model, groups, candidates, {}, dtype=torch.float32)
     with switchable.ready():
-        return [Baseline(switchable, divergence_of(model, rows), rows).loss(dict.fromkeys(groups, "nvfp4a16"))]
+        return [CachedRun(switchable, divergence_of(model, rows), rows).loss(dict.fromkeys(groups, "nvfp4a16"))]
 
 
 def _gradients(model: nn.Module, rows: torch.Tensor) -> list[float]:
@@ -72,7 +72,7 @@ def test_slices_bound_the_memory_and_change_nothing(
     measure: Callable[[nn.Module, torch.Tensor], list[float]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, rows = _model(), _rows()
-    monkeypatch.setattr(baseline, "_DISTRIBUTIONS", {"cpu": 0})
+    monkeypatch.setattr(cached_run, "_DISTRIBUTIONS", {"cpu": 0})
     monkeypatch.setitem(logits._SLICE_ELEMENTS, "cpu", POSITIONS * VOCABULARY)
     values: list[float] = []
     peak = _peak_bytes(lambda: values.extend(measure(model, rows)))

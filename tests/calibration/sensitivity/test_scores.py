@@ -20,13 +20,13 @@ from torch import nn
 
 from quant.base.listener import Progress
 from quant.calibration.evaluating import prepared
-from quant.calibration.sensitivity.baseline import Baseline
+from quant.calibration.sensitivity.cached_run import CachedRun
 from quant.calibration.sensitivity.divergence import divergence_of
 from quant.calibration.sensitivity.group_solutions import solve_each_group
 from quant.calibration.sensitivity.scores import Scoring, score_groups
 from quant.calibration.sensitivity.switchable_model import SwitchableModel, measure_amax
 from quant.calibration.sensitivity.table import Sensitivity, parse_candidates
-from quant.calibration.sensitivity.work_units import run_units, total
+from quant.calibration.sensitivity.scores import run_units, total
 from quant.calibration.session import Session
 from quant.cli.ranks.launch import free_port
 from quant.evaluation.evaluate import evaluate
@@ -330,7 +330,7 @@ def test_a_model_that_scales_its_logits_is_taken_whole() -> None:
 def test_recomputing_blocks_changes_no_score(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     model, rows = make(), _rows(2)
     plain = _score(model, "nvfp4,fp8", "fisher", rows)
-    monkeypatch.setattr("quant.calibration.sensitivity.token_products._ACTIVATION_BYTES", 0)
+    monkeypatch.setattr("quant.calibration.sensitivity.scores._ACTIVATION_BYTES", 0)
     bounded = _score(model, "nvfp4,fp8", "fisher", rows)
     for a, b in zip(plain.groups, bounded.groups, strict=True):
         assert b.scores == pytest.approx(a.scores, rel=1e-5)
@@ -429,8 +429,8 @@ def test_a_switchable_model_in_16_bit_is_the_model() -> None:
 @pytest.mark.parametrize("budget", [1 << 30, 20_000])
 def test_a_remembered_run_changes_no_loss(make: Any, budget: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whole runs, which tests above compare with quantizing for real, against runs that begin halfway."""
-    monkeypatch.setattr("quant.calibration.sensitivity.baseline._ACTIVATIONS", {"cpu": budget})
-    monkeypatch.setattr("quant.calibration.sensitivity.baseline._BATCH_TOKENS", 2 * SEQLEN)
+    monkeypatch.setattr("quant.calibration.sensitivity.cached_run._ACTIVATIONS", {"cpu": budget})
+    monkeypatch.setattr("quant.calibration.sensitivity.cached_run._BATCH_TOKENS", 2 * SEQLEN)
     model, rows = make(), _rows(5)
     groups = _groups(model)
     candidates = parse_candidates("nvfp4,fp8a16")
@@ -441,7 +441,7 @@ def test_a_remembered_run_changes_no_loss(make: Any, budget: int, monkeypatch: p
     with prepared(model, torch.float32):
         amax = measure_amax(model, groups, by_name, rows, Session())
         with SwitchableModel(model, groups, by_name, amax, stored=torch.bfloat16) as switchable:
-            whole, resumed = (Baseline(switchable, divergence_of(model, rows), rows) for _ in range(2))
+            whole, resumed = (CachedRun(switchable, divergence_of(model, rows), rows) for _ in range(2))
             assert len(resumed.batches) == 3 and len(resumed.chain) == 2
             assert resumed.start(base) == pytest.approx(whole.loss(base), rel=1e-6)
             # A changed bit of an input is rounded the other way now and then, as an expert is routed.
@@ -466,14 +466,14 @@ def test_a_table_that_holds_no_number_is_refused_by_group_and_format(tmp_path: P
 
 def test_errors_count_rows_through_all_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each way of measuring hands every batch over with the number of its first row."""
-    monkeypatch.setattr("quant.calibration.sensitivity.baseline._BATCH_TOKENS", 4 * SEQLEN)
+    monkeypatch.setattr("quant.calibration.sensitivity.cached_run._BATCH_TOKENS", 4 * SEQLEN)
     model, rows = _llama(torch.float32), _rows()
     found = divergence_of(model, rows)
     seen: list[tuple[torch.Tensor, int]] = []
     measure = found.measure
     monkeypatch.setattr(found, "measure", lambda part, kept, first: seen.append((part, first)) or measure(part, kept))
     with SwitchableModel(model, {}, {}, {}) as switchable, torch.no_grad():
-        baseline = Baseline(switchable, found, rows)
+        baseline = CachedRun(switchable, found, rows)
         for run in (lambda: baseline.loss({}), lambda: baseline.start({}), lambda: baseline.loss_of(found)):
             seen.clear()
             assert run() == 0.0

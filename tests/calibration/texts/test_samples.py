@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from tiny_processors import RATE, TEXTS, pixels, tone, write_images, write_pairs, write_parquet, write_sounds
 
-from quant.calibration.texts.samples import Sample, read_samples
+from quant.calibration.texts.media_inputs import Sample, read_samples
 
 pytest.importorskip("datasets", reason="the extra data")
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from tiny_processors import RATE, tone, write_wave
 
-from quant.calibration.texts.samples import SECONDS, is_sound, read_sound, resampled
+from quant.calibration.texts.media_inputs import SECONDS, is_sound, read_sound, resampled
 
 VALUES = np.array([-1, -0.5, 0, 0.25, 0.5])  # exact in 8 bits
 

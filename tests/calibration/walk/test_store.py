@@ -20,12 +20,12 @@ from safetensors.torch import save_file
 from samples import BASE
 
 import quant
-from quant.calibration.texts.data_needs import lacks_data, with_calibration
+from quant.calibration.texts.mixture import lacks_data, with_calibration
 from quant.calibration.texts.mixture import rows_hash
 from quant.calibration.texts.sources import tokenizer_if_any
 from quant.calibration.walk import step_store, walk
 from quant.calibration.walk.block import Block
-from quant.calibration.walk.chain import States
+from quant.calibration.walk.walk import States
 from quant.calibration.walk.finished_layers import BlockKeeper
 from quant.calibration.walk.step_store import DirectoryStore, StepFile, partial_path
 from quant.models.open_model import open_model

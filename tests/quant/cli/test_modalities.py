@@ -19,7 +19,7 @@ from tiny_processors import RATE, TEXTS, tone
 
 import quant
 from quant.calibration.session import Session
-from quant.calibration.texts.named_inputs import TOKENS, lacks_decoder_text, read_inputs, write_decoder_text
+from quant.calibration.texts.media_inputs import TOKENS, lacks_decoder_text, read_inputs, write_decoder_text
 from quant.cli.main import main
 from quant.recipes.layers import LayerKind
 

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from quant.calibration.evaluating import prepared
 from quant.evaluation.evaluate import evaluate_texts
-from quant.evaluation.examples import Examples, WorstPredictions, continuations, output_errors
+from quant.evaluation.evaluation import Examples, WorstPredictions, continuations, output_errors
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from quant.calibration.allocation.record import Uniform
+from quant.calibration.allocation.goal import Uniform
 from quant.recipes.plan import Plan
 from quant.report.render import render_html
 from quant.report.report import Report

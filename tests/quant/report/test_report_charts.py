@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from quant.calibration.allocation.record import Budget, BudgetKind
+from quant.calibration.allocation.goal import Budget, BudgetKind
 from quant.calibration.sensitivity.table import GroupScores, Sensitivity
 from quant.formats.format import get_format
 from quant.recipes.layers import LayerKind

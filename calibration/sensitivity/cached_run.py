@@ -1,4 +1,4 @@
-"""`Baseline` caches a run of the model in one choice of formats, so that similar choices are cheap to measure.
+"""`CachedRun` caches a run of the model in one choice of formats, so that similar choices are cheap to measure.
 
 Measuring the loss of one group runs the model once for every format. All these runs share two things with the first:
 
@@ -32,7 +32,7 @@ _DISTRIBUTIONS = {"cpu": 1 << 30}
 _LOGITS_SHARE, _RESERVE = 0.25, 16 << 30
 
 
-class Baseline:
+class CachedRun:
     """Measures the mean divergence of choices on one text.
 
     Args:
