@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from quant.base.atomic import claimed, temporary_directory
-from quant.base.errors import UserError, known_names
+from quant.base.errors import UserError, known_names, option
 from quant.base.extras import require
 from quant.base.listener import SILENT, Listener
 from quant.calibration.attention_scales import AttentionScales, collect_attention_scales
@@ -47,7 +47,7 @@ from quant.recipes.plan import PLAN_FILE, Plan
 from quant.report.report import rewrite
 
 _INPUT_DTYPES = {**DTYPES, "int64": "int64"}
-_OPTIONS = {"inputs": "--input", "features": "--engine-feature"}  # those that the command does not call by their name
+_OPTIONS = {"inputs": "input", "features": "engine_feature"}  # those that the command does not call by their name
 _LEAST = {"capacity": 0, "calib_samples": 1, "seqlen": 1}
 
 
@@ -166,7 +166,7 @@ def export_model(
         rows = data
     else:
         rows = Rows(() if data is None else _several(data), calib_samples, seqlen)
-        check_sources(rows.sources, "--calib")
+        check_sources(rows.sources, option("calib"))
     with ExitStack() as stack:
         stack.enter_context(remote_code(trust_remote_code))
         stored = find_checkpoint(model) if isinstance(model, str | Path) else None
@@ -208,29 +208,31 @@ def _check_options(kind: str, options: Mapping[str, Any]) -> None:
     An option with its default counts as not given.
     """
     if kind in REMOVED:
-        raise UserError(f"--to {kind} is no kind of export any more: {REMOVED[kind]}")
+        raise UserError(f"{option('to', kind)} is no kind of export any more: {REMOVED[kind]}")
     if kind not in KINDS:
-        raise UserError(f"--to {kind}: no such kind of export; {known_names(kind, KINDS)}")
+        raise UserError(f"{option('to', kind)}: no such kind of export; {known_names(kind, KINDS)}")
     defaults = {"attention": "native", "calib_samples": CALIB_SAMPLES, "seqlen": SEQLEN}
     for name, value in options.items():
-        option = _OPTIONS.get(name, f"--{name.replace('_', '-')}")
+        named = _OPTIONS.get(name, name)
         default = defaults.get(name)
         is_given = isinstance(value, torch.Tensor) or not (value is False or value in (None, (), {}, default))
         if is_given and name not in KINDS[kind][1]:
             takers = ", ".join(taker for taker, (_, options_of_kind) in KINDS.items() if name in options_of_kind)
-            raise UserError(f"--to {kind} has no use for {option}; it is for --to {takers}")
+            raise UserError(f"{option('to', kind)} has no use for {option(named)}; it is for {option('to', takers)}")
         words = value if isinstance(value, tuple) else (value,)
         for word in words if name in CHOICES and value != default else ():
             if word not in CHOICES[name]:
-                raise UserError(f"{option} {word}: expected one of {', '.join(CHOICES[name])}")
+                raise UserError(f"{option(named, word)}: expected one of {', '.join(CHOICES[name])}")
         if name in _LEAST and value is not None and (not isinstance(value, int) or value < _LEAST[name]):
-            raise UserError(f"{option} {value!r}: expected a number of at least {_LEAST[name]}")
+            raise UserError(f"{option(named, repr(value))}: expected a number of at least {_LEAST[name]}")
 
 
 def _destination(model: Any, kind: str, *, is_compiled: bool) -> Path:
     """Returns the default destination: next to the checkpoint, with an ending for its kind."""
     if not isinstance(model, str | Path):
-        raise UserError("--out is missing: a model in memory has no directory next to which an export could lie")
+        raise UserError(
+            f"{option('out')} is missing: a model in memory has no directory next to which an export could lie"
+        )
     path = Path(model)
     if not path.exists():  # a name on the hub
         path = Path(path.name)
@@ -249,8 +251,8 @@ def _parsed_input(name: str, value: str | torch.Tensor) -> GraphInput:
     are_names = all(isinstance(dim, int) or dim.isidentifier() for dim in sizes)
     if dtype not in _INPUT_DTYPES or not name or not are_names:
         raise UserError(
-            f"--input {name}:{value}: expected NAME:DTYPE:DIMS with DTYPE one of {', '.join(_INPUT_DTYPES)}, and "
-            "DIMS such as batch,3,224,224"
+            f"{option('input', f'{name}:{value}')}: expected NAME:DTYPE:DIMS with DTYPE one of "
+            f"{', '.join(_INPUT_DTYPES)}, and DIMS such as batch,3,224,224"
         )
     # Dynamic dimensions are traced at 2: torch.export specialises on sizes 0 and 1.
     shape = [dim if isinstance(dim, int) else 2 for dim in sizes]
@@ -279,7 +281,7 @@ def _check_request(
     if kind == "tensorrt":
         if target is None:
             raise UserError(
-                "an engine is built for one kind of GPU: name it with --target, such as sm120, sm89 or local"
+                f"an engine is built for one kind of GPU: name it with {option('target')}, such as sm120, sm89 or local"
             )
         choose_common_library(resolve_targets(target), backend, features)
     if kind in ("onnx", *LAYOUT_NAMES):
@@ -287,9 +289,11 @@ def _check_request(
         return
     check_parents(out)
     if out.is_dir():
-        raise FileExistsError(f"{out} is a directory; name a file with --out")
+        raise FileExistsError(f"{out} is a directory; name a file with {option('out')}")
     if out.exists() and not overwrite:
-        raise FileExistsError(f"{out} exists; pass --overwrite to replace it, or choose another --out")
+        raise FileExistsError(
+            f"{out} exists; pass {option('overwrite', True)} to replace it, or choose another {option('out')}"
+        )
 
 
 class _Opened(NamedTuple):

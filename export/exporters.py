@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from quant.base.atomic import temporary_directory
-from quant.base.errors import UserError, counted, listed
+from quant.base.errors import UserError, counted, listed, option
 from quant.base.json_files import write_json
 from quant.calibration.attention_names import text_config
 from quant.calibration.attention_scales import AttentionScales
@@ -163,7 +163,7 @@ def export_torch_tensorrt(job: ExportJob) -> dict[str, Any]:
     if job.inputs is None and is_decoder(job.model):
         notes.append(
             "torch-tensorrt compiles one pass over a fixed number of tokens, without a KV cache; a decoder that is to "
-            "generate text goes through --to tensorrt, onnx or aoti"
+            f"generate text goes through {option('to', 'tensorrt')}, onnx or aoti"
         )
     _warn(notes)
     if job.target is None:
@@ -270,7 +270,7 @@ def _put_in_dtype(job: ExportJob) -> list[str]:
         dtype = "fp32"
         notes.append(
             "the model is in BF16, which onnxruntime does not run on a processor, so the file is in FP32; "
-            "--dtype fp16 or bf16 halves what is not quantized"
+            f"{option('dtype', 'fp16')} or bf16 halves what is not quantized"
         )
     if dtype is not None:
         # An input meets tensors of its own dtype in the graph.
@@ -279,8 +279,8 @@ def _put_in_dtype(job: ExportJob) -> list[str]:
             own = short.get(graph_input.example.dtype, dtype)
             if own != dtype:
                 raise UserError(
-                    f"--input {name} is in {own}, and everything that is not quantized in {dtype}: give both the same "
-                    f"dtype, --input {name}:{dtype}:… or --dtype {own}"
+                    f"{option('input', name)} is in {own}, and everything that is not quantized in {dtype}: give both "
+                    f"the same dtype, {option('input', f'{name}:{dtype}:…')} or {option('dtype', own)}"
                 )
         cast_unquantized(job.model, DTYPES[dtype])
     return notes
@@ -304,7 +304,7 @@ def _graph_notes(job: ExportJob) -> list[str]:
             "C++ library (docs/engine-audit.md)"
         )
     elif planned is not None and not job.kv_cache and (job.cache_capacity() or job.genai):
-        way_out = f"; --kv-cache {planned} keeps it as planned in engines that load our plugin"
+        way_out = f"; {option('kv_cache', planned)} keeps it as planned in engines that load our plugin"
         notes.append(
             f"the plan has the KV cache in {planned}, and this graph keeps it in 16 or 32 bit"
             + way_out * ("kv_cache" in KINDS[job.kind][1] and planned.name in CACHE_FORMATS)
@@ -315,7 +315,10 @@ def _graph_notes(job: ExportJob) -> list[str]:
 def _check_genai(job: ExportJob) -> None:
     """Raises UserError for a graph that no execution provider of onnxruntime-genai runs, or that has no tokenizer."""
     if job.capacity is not None or job.inputs is not None:
-        raise UserError("--genai: its cache grows and its inputs are fixed; leave --capacity and --input out")
+        raise UserError(
+            f"{option('genai', True)}: its cache grows and its inputs are fixed; leave {option('capacity')} and "
+            f"{option('input')} out"
+        )
     # The library makes its tokenizer from this file. Exporting takes long enough to look for it before.
     if not (job.directory / "tokenizer.json").is_file():
         raise UserError(f"{job.directory}: onnxruntime-genai needs tokenizer.json, which is not there")
@@ -323,9 +326,15 @@ def _check_genai(job: ExportJob) -> None:
     # The provider of TensorRT-RTX has FP4, but neither TensorRT's MXFP8 nor its attention in FP8.
     if of_tensorrt is not None and of_tensorrt[1] != "nvfp4":
         layer, format = of_tensorrt
-        raise UserError(f"--genai: {layer} is in {format}, which no provider of onnxruntime runs; use --to tensorrt")
+        raise UserError(
+            f"{option('genai', True)}: {layer} is in {format}, which no provider of onnxruntime runs; use "
+            f"{option('to', 'tensorrt')}"
+        )
     if job.fp8_attention:
-        raise UserError("--genai: no provider of onnxruntime has attention in FP8; pass --attention none")
+        raise UserError(
+            f"{option('genai', True)}: no provider of onnxruntime has attention in FP8; pass "
+            f"{option('attention', 'none')}"
+        )
 
 
 def check_attention(
@@ -339,16 +348,16 @@ def check_attention(
         return
     if kv_format(kv_cache) is not None:
         raise UserError(
-            f"--kv-cache {kv_cache}: the plugin attends in 16 bit over its cache, and the plan has attention in "
-            f"{plan.attention}; pass --attention none with it"
+            f"{option('kv_cache', kv_cache)}: the plugin attends in 16 bit over its cache, and the plan has "
+            f"attention in {plan.attention}; pass {option('attention', 'none')} with it"
         )
     if kind == "aoti" and cached:
         raise UserError(
-            f"the plan has attention in {plan.attention}, which a package with a KV cache does not: pass --attention "
-            "none, or --capacity 0 for a package of one pass"
+            f"the plan has attention in {plan.attention}, which a package with a KV cache does not: pass "
+            f"{option('attention', 'none')}, or {option('capacity', 0)} for a package of one pass"
         )
     if kind == "torch-tensorrt":
         raise UserError(
-            f"the plan has attention in {plan.attention}, and torch-tensorrt has no op for that: pass --attention none "
-            "to export attention in 16 bit, or --to tensorrt"
+            f"the plan has attention in {plan.attention}, and torch-tensorrt has no op for that: pass "
+            f"{option('attention', 'none')} to export attention in 16 bit, or {option('to', 'tensorrt')}"
         )

@@ -12,13 +12,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from quant.base.errors import UserError
+from quant.base.errors import UserError, option
 from quant.base.json_files import parse_json
 from quant.calibration.placement import free_memory
 from quant.export.aoti.package import METADATA, load_aoti
-from quant.export.engines.engine_session import check_memory
+from quant.export.onnx.engine_session import check_memory
 from quant.export.onnx.serving import IDS, LAST, LENGTHS
-from quant.kernels.base.processor import memory_left
+from quant.base.processor import memory_left
 
 _FIELDS = {"capacity": int, "caches": list, "dtype": str, "plan": str, "torch": str}
 _DTYPES = ("float32", "float16", "bfloat16")
@@ -41,7 +41,8 @@ class AotiSession:
         check_machine(path, entries)
         if not unsafe_load:
             raise UserError(
-                f"{path} is compiled code, which runs when it is loaded; if you trust it, pass --unsafe-load"
+                f"{path} is compiled code, which runs when it is loaded; if you trust it, pass "
+                f"{option('unsafe_load', True)}"
             )
         self._device = torch.device(entries["AOTI_DEVICE_KEY"])
         self._torch_dtype = getattr(torch, description["dtype"])
@@ -88,7 +89,7 @@ def read_metadata(path: Path) -> dict[str, Any]:
     """Returns the metadata of a decoder's package, read without loading its code; UserError for any other file."""
     other = (
         f"{path}: no package of a decoder with a KV cache; export one with `quant export DIRECTORY --to aoti`, without "
-        "--capacity 0"
+        f"{option('capacity', 0)}"
     )
     try:
         with zipfile.ZipFile(path) as archive:

@@ -20,7 +20,7 @@ from quant.formats.rounding import decode_power_of_two
 from quant.formats.tensor import BlockScaledTensor, fake_quantize
 from quant.kernels.attention.forward import fp8_attention, run_fp8_attention
 from quant.kernels.linear.conv import CONV, conv_matrix, conv_parameter
-from quant.kernels.linear.fp8_gemm import round_to_e4m3
+from quant.kernels.linear.rounded_products import round_to_e4m3
 from quant.kernels.linear.ops import LINEAR, LinearCall
 
 EXPORTED_ATTENTION = "quant::onnx_attention"

@@ -5,7 +5,7 @@
 
 Replaced by PyTorch's ops, a linear is some dozens of nodes, and Inductor traces, fuses and compiles them for every
 shape of a layer anew. A launch is one node, and a kernel is compiled once for all layers of a shape. FP8 weights and
-inputs are multiplied by PyTorch (`kernels/linear/fp8_gemm.py`): Inductor fuses that rounding with its producer.
+inputs are multiplied by PyTorch (`kernels/linear/rounded_products.py`): Inductor fuses that rounding with its producer.
 
 The number of tokens is known only when a package runs, and tiles for few tokens are not those for many. A linear is
 therefore two launches, and the grid of one of them is empty; nothing is launched for an empty grid.
@@ -24,7 +24,7 @@ from torch.nn import functional
 from quant.formats.format import Format
 from quant.formats.tensor import BlockScaledTensor, round_activation
 from quant.kernels.base.hardware import has_fp8_tensor_cores
-from quant.kernels.linear.fp8_gemm import fp8_linear, takes_fp8
+from quant.kernels.linear.rounded_products import fp8_linear, takes_fp8
 from quant.kernels.linear.ops import LinearCall
 from quant.kernels.linear.tiles import Tiles
 

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from quant.base.errors import UserError
+from quant.base.errors import UserError, option
 from quant.base.json_files import JsonData
 from quant.base.json_files import text_as_in_source
 from quant.export.checkpoint.carry_over import CODES, main_dtype, source_tensors, unused_tensors
@@ -94,8 +94,8 @@ def compare_with_source(directory: str | Path, source: str | Path, model: nn.Mod
             "a directory without config.json" if home.is_dir() else f"a single {home.suffix.lstrip('.').upper()} file"
         )
         raise UserError(
-            f"--source {home} is {kind}: a checkpoint is compared with a directory of config.json and weights, whose "
-            "names, keys and files it keeps; leave out --source, which checks the checkpoint alone"
+            f"{option('source', home)} is {kind}: a checkpoint is compared with a directory of config.json and "
+            f"weights, whose names, keys and files it keeps; leave out {option('source')}, which checks the checkpoint alone"
         )
     pair = _Pair(Path(directory), home, model)
     return [*_tensor_differences(pair), *_config_differences(pair), *_file_differences(pair)]

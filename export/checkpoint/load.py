@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from quant.base.errors import UserError
+from quant.base.errors import UserError, option
 from quant.export.checkpoint.files.layouts import LAYOUTS, layout_of_config
 from quant.export.checkpoint.files.names import StoredNames
 from quant.export.checkpoint.files.read_tensors import weight_files
@@ -104,7 +104,7 @@ def no_checkpoint(directory: Path) -> UserError:
     if config is None:
         return UserError(
             f"{directory}: no quantized checkpoint (no {PLAN_FILE}, no quantization_config); make one with `quantize "
-            "MODEL --format nvfp4 --out DIR`"
+            f"MODEL --format nvfp4 --out DIR`"
         )
     if is_in_training(config):
         return UserError(f"{directory}: {AFTER_TRAINING}")
@@ -173,5 +173,5 @@ def open_original(
     """
     source = open_model(name, model_factory=model_factory, unsafe_load=unsafe_load)
     if source.model is None:
-        raise UserError(f"{name}: a bare state dict cannot be run; pass --model-factory to build its module")
+        raise UserError(f"{name}: a bare state dict cannot be run; pass {option('model_factory')} to build its module")
     return source, source.model

@@ -33,7 +33,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from quant.base.errors import UserError, counted, listed
+from quant.base.errors import UserError, counted, listed, option
 from quant.base.extras import require
 from quant.export.checkpoint.files.names import StoredNames
 from quant.export.checkpoint.files.read_tensors import RUN_TIME_PARTS
@@ -61,7 +61,8 @@ def check_experts(plan: Plan, names: StoredNames) -> None:
         raise UserError(
             f"{counted(len(unread), 'layer')}, {unread[0]} first: transformers {version} has the experts of this model "
             "as one tensor in 16 bit, no rule of it joins quantized ones, and it would run with random numbers; keep "
-            "them in 16 bit with --exclude '*.experts.*', or pass --allow-missing to write a checkpoint for only "
+            f"them in 16 bit with {option('exclude', repr('*.experts.*'))}, or pass "
+            f"{option('allow_missing', True)} to write a checkpoint for only "
             "quant.load and servers"
         )
 
@@ -145,7 +146,8 @@ def trial_load(
     if allow_missing:
         return [*notes, f"{finding}: load this checkpoint with quant.load, or a server that knows the layers"]
     raise UserError(
-        f"{finding}; keep those layers in 16 bit with --exclude, or pass --allow-missing to write a checkpoint for "
+        f"{finding}; keep those layers in 16 bit with {option('exclude')}, or pass "
+        f"{option('allow_missing', True)} to write a checkpoint for "
         "only quant.load and servers"
     )
 
@@ -235,7 +237,7 @@ def check_read_back(directory: Path, model: nn.Module) -> None:
             ) from error
         raise UserError(
             f"{cls.__name__}: the checkpoint could not be read back, because transformers names or joins its tensors "
-            f"in an unknown way ({one_line(error)}); keep those layers in 16 bit with --exclude"
+            f"in an unknown way ({one_line(error)}); keep those layers in 16 bit with {option('exclude')}"
         ) from error
 
 

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from quant.base.errors import option
 from quant.base.json_files import JsonData, typed
 from quant.base.json_files import read_json
 from quant.evaluation.fingerprint import Fingerprint, fingerprint_problem
@@ -175,7 +176,8 @@ class _Subject:
     def opened(self) -> Checkpoint:
         if not self.is_described:
             raise _NotCheckedError(
-                "there is no config.json that says how to build the model: name its module with --model-factory, or "
+                "there is no config.json that says how to build the model: name its module with "
+                f"{option('model_factory')}, or "
                 "pass it in Python"
             )
         return Checkpoint(self.directory, self.given or outline(self.directory))

@@ -33,7 +33,7 @@ from quant.calibration.placement import Device, find_device
 from quant.evaluation.outputs import inputs_moved
 from quant.export.checkpoint.load import describe, load
 from quant.export.engines.decode_loop import check_lengths, check_plan, read, step
-from quant.export.engines.engine_session import EngineSession
+from quant.export.onnx.engine_session import EngineSession
 from quant.export.engines.open_engine import is_engine, open_session
 from quant.export.tensorrt.audit import TENSORS, AuditRow, audit
 from quant.export.tensorrt.tensorrt_session import read_receipt, runs_here

@@ -19,10 +19,10 @@ from pathlib import Path
 
 import numpy as np
 
-from quant.base.errors import UserError, counted
+from quant.base.errors import UserError, counted, option
 from quant.export.checkpoint.load import describe, is_checkpoint, no_checkpoint
 from quant.export.checkpoint.open_checkpoint import outline
-from quant.export.engines.engine_session import EngineSession
+from quant.export.onnx.engine_session import EngineSession
 from quant.generate.generate import TextStream, end_tokens
 from quant.models.huggingface import load_tokenizer
 
@@ -111,7 +111,7 @@ def check_lengths(session: EngineSession, prompts: Sequence[Sequence[int]], new:
         if len(prompt) + limit > session.capacity:
             raise UserError(
                 f"a prompt has {counted(len(prompt), 'token')} and {limit} more are wanted, but the cache holds "
-                f"{session.capacity}; shorten it, lower --max-new-tokens, or export with a larger --capacity"
+                f"{session.capacity}; shorten it, lower --max-new-tokens, or export with a larger {option('capacity')}"
             )
     return limits
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from quant.base.errors import UserError
 from quant.export.aoti.aoti_session import AotiSession
-from quant.export.engines.engine_session import EngineSession
+from quant.export.onnx.engine_session import EngineSession
 from quant.export.onnx.onnxruntime_session import OnnxruntimeSession
 from quant.export.tensorrt.tensorrt_session import TensorrtSession
 

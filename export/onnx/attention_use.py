@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from quant.base.errors import option
 from quant.calibration.attention_names import implementations_kept, model_configs, names_registered
 from quant.calibration.evaluating import without_cache
 
@@ -30,7 +31,7 @@ def check_attends(model: nn.Module, inputs: Mapping[str, torch.Tensor]) -> None:
     calls: dict[str, int] = {"mask": 0, "attention": 0}
     way_out = (
         "whose masks a graph would lose; serve its checkpoint (vLLM), or name the inputs of a graph that keeps the "
-        "masks, as in --input input_ids:int64:batch,sequence"
+        f"masks, as in {option('input', 'input_ids:int64:batch,sequence')}"
     )
 
     def mask(*_: Any, **__: Any) -> None:

@@ -27,6 +27,7 @@ import torch
 from torch import nn
 from torch.nn.functional import linear
 
+from quant.base.errors import option
 from quant.export.onnx.opsets import TRT_DOMAIN, register_schemas
 from quant.export.onnx.translate import UNREACHED_KEY, layer_of
 from quant.formats.tensor import BlockScaledTensor, fake_quantize
@@ -182,7 +183,7 @@ def verify(
     if quantized and not layers:
         raise ValueError(
             f"{path}: its outputs depend on none of the {len(quantized)} quantized layers, {quantized[0][0]} first; "
-            "name inputs that reach them (--input)"
+            f"name inputs that reach them ({option('input')})"
         )
     dtype = stored_dtype(model)
     entries = []

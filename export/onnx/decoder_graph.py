@@ -28,6 +28,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from quant.base.errors import option
 from quant.calibration.attention_names import implementations_kept, model_configs, names_registered
 from quant.calibration.attention_scales import AttentionScales
 from quant.calibration.evaluating import without_cache
@@ -118,7 +119,7 @@ class Attention:
         if window is not None and (self.window is None or self.window > window):
             raise ValueError(
                 f"{name}: its window slides over {window} tokens, which fused attention cannot; limit the "
-                f"sequence to the window with --shapes sequence=1:{window}:{window}"
+                f"sequence to the window with {option('shapes', f'sequence=1:{window}:{window}')}"
             )
         # A mask includes causality, and fused kernels take only one of the two.
         return keys._replace(causal=keys.causal and keys.mask is None)
@@ -236,7 +237,7 @@ def model_inputs(model: Any) -> dict[str, GraphInput]:
     if model.main_input_name != "input_ids" or takes_both:
         raise ValueError(
             f"{type(model).__name__} takes {'input_ids and pixel_values' if takes_both else model.main_input_name}: "
-            "name each of its inputs, as in --input input_ids:int64:batch,sequence"
+            f"name each of its inputs, as in {option('input', 'input_ids:int64:batch,sequence')}"
         )
     if is_decoder(model):
         return {"input_ids": GraphInput(tokens, dims)}

@@ -18,6 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from quant.base.errors import option
 from quant.export.onnx.decoder_graph import GraphInput
 
 FP8_ATTENTION_MINIMUM = 32
@@ -117,15 +118,16 @@ def _profile_ranges(
     # Checked last, so that defaults are checked too.
     for dim, (low, best, high) in ranges.items():
         if not low <= best <= high:
-            raise ValueError(f"--shapes: {dim} is {low}:{best}:{high}; write it as MIN:OPT:MAX, ascending")
+            raise ValueError(f"{option('shapes')}: {dim} is {low}:{best}:{high}; write it as MIN:OPT:MAX, ascending")
         if high < 1:
             raise ValueError(
-                f"--shapes: {dim} is {low}:{best}:{high}, which leaves nothing to compute; end it at 1 or more"
+                f"{option('shapes')}: {dim} is {low}:{best}:{high}, which leaves nothing to compute; end it at 1 or "
+                "more"
             )
         if low < floors.get(dim, 0):
             raise ValueError(
-                f"--shapes: {dim} starts at {low}, and TensorRT's fused FP8 attention needs at least {floors[dim]}: "
-                f"start it there, or export with --attention none"
+                f"{option('shapes')}: {dim} starts at {low}, and TensorRT's fused FP8 attention needs at least "
+                f"{floors[dim]}: start it there, or export with {option('attention', 'none')}"
             )
     return ranges
 
@@ -142,24 +144,27 @@ def _named_ranges(text: str, inputs: Sequence[Input]) -> dict[str, Range]:
     for entry in filter(None, (part.strip() for part in text.split(","))):
         name, _, values = entry.rpartition("=")
         if not name or not values:
-            raise ValueError(f"--shapes: {entry!r} is not NAME=MIN:OPT:MAX, such as {_example(inputs)}")
+            raise ValueError(f"{option('shapes')}: {entry!r} is not NAME=MIN:OPT:MAX, such as {_example(inputs)}")
         if name in by_name:
             _add(ranges, _input_ranges(entry, by_name[name], values))
         elif any(name in item.dims for item in inputs):
             if any(len(shape) != 1 for shape in _triple(entry, values)):
-                raise ValueError(f"--shapes: {entry!r}: {name} is one dimension; write {name}=1:128:512")
+                raise ValueError(f"{option('shapes')}: {entry!r}: {name} is one dimension; write {name}=1:128:512")
             low, best, high = (shape[0] for shape in _triple(entry, values))
             _add(ranges, {name: (low, best, high)})
         else:
             listed = "; ".join(map(str, inputs))
-            raise ValueError(f"--shapes: no input or dimension {name!r}; the model's inputs are {listed}")
+            raise ValueError(f"{option('shapes')}: no input or dimension {name!r}; the model's inputs are {listed}")
     return ranges
 
 
 def check_sequence(longest: int, capacity: int) -> None:
     """Raises ValueError for steps of more tokens than a KV cache holds."""
     if longest > capacity:
-        raise ValueError(f"--shapes: a sequence of {longest} does not fit into a KV cache of {capacity} (--capacity)")
+        raise ValueError(
+            f"{option('shapes')}: a sequence of {longest} does not fit into a KV cache of {capacity} "
+            f"({option('capacity')})"
+        )
 
 
 def _default_range(dim: str, floor: int, longest: int | None) -> Range:
@@ -182,10 +187,12 @@ def _bounds(item: Input, ranges: Mapping[str, Range]) -> tuple[tuple[int, ...], 
 
 def _triple(entry: str, values: str) -> list[tuple[int, ...]]:
     if not re.fullmatch(r"\d+(x\d+)*(:\d+(x\d+)*)*", values):
-        raise ValueError(f"--shapes: {entry!r}: a shape is numbers joined by x, such as 1x128")
+        raise ValueError(f"{option('shapes')}: {entry!r}: a shape is numbers joined by x, such as 1x128")
     shapes = [tuple(map(int, part.split("x"))) for part in values.split(":")]
     if len(shapes) not in (1, 3):
-        raise ValueError(f"--shapes: {entry!r} has {len(shapes)} shapes; write MIN:OPT:MAX, or one that is all three")
+        raise ValueError(
+            f"{option('shapes')}: {entry!r} has {len(shapes)} shapes; write MIN:OPT:MAX, or one that is all three"
+        )
     return shapes if len(shapes) == 3 else shapes * 3
 
 
@@ -193,12 +200,14 @@ def _input_ranges(entry: str, item: Input, values: str) -> dict[str, Range]:
     shapes = _triple(entry, values)
     ranges: dict[str, Range] = {}
     if any(len(shape) != len(item.dims) for shape in shapes):
-        raise ValueError(f"--shapes: {entry!r}: {item} has {len(item.dims)} dimension(s)")
+        raise ValueError(f"{option('shapes')}: {entry!r}: {item} has {len(item.dims)} dimension(s)")
     for dim, low, best, high in zip(item.dims, *shapes, strict=True):
         if isinstance(dim, str):
             _add(ranges, {dim: (low, best, high)})
         elif {low, best, high} != {dim}:
-            raise ValueError(f"--shapes: {entry!r}: {item} is fixed at {dim} where {low}:{best}:{high} is asked")
+            raise ValueError(
+                f"{option('shapes')}: {entry!r}: {item} is fixed at {dim} where {low}:{best}:{high} is asked"
+            )
     return ranges
 
 
@@ -207,7 +216,7 @@ def _add(ranges: dict[str, Range], more: Mapping[str, Range]) -> None:
     for dim, range_ in more.items():
         if ranges.setdefault(dim, range_) != range_:
             raise ValueError(
-                f"--shapes: {dim} is {':'.join(map(str, ranges[dim]))} in one place and "
+                f"{option('shapes')}: {dim} is {':'.join(map(str, ranges[dim]))} in one place and "
                 f"{':'.join(map(str, range_))} in another; it is one dimension"
             )
 

@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from quant.base.atomic import put_file, temporary_directory
-from quant.base.errors import known_names
+from quant.base.errors import known_names, option
 from quant.base.json_files import json_text
 from quant.calibration.attention_names import model_configs, text_config
 from quant.calibration.attention_scales import AttentionScales
@@ -112,8 +112,8 @@ def write_onnx(
         raise ValueError("a KV cache is for transformers models, which name their inputs themselves")
     if inputs is None and not hasattr(model, "main_input_name"):
         raise ValueError(
-            f"{type(model).__name__} is not a transformers model: name each of its inputs, as in --input "
-            "x:fp32:batch,3,224,224"
+            f"{type(model).__name__} is not a transformers model: name each of its inputs, as in "
+            f"{option('input', 'x:fp32:batch,3,224,224')}"
         )
     with quiet():
         if inputs is not None:
@@ -148,21 +148,25 @@ def _arguments(model: nn.Module, inputs: Mapping[str, GraphInput]) -> tuple[Any,
     unknown = [name for name in inputs if name not in parameters]
     if unknown and hasattr(model, "main_input_name"):
         known = known_names(unknown[0], [name for name in parameters if name != "kwargs"])
-        raise ValueError(f"--input {unknown[0]}: {type(model).__name__} has no input of this name; {known}")
+        raise ValueError(f"{option('input', unknown[0])}: {type(model).__name__} has no input of this name; {known}")
     return tuple(examples.values()) if unknown else examples
 
 
 def _check_kv_cache(format: Format, capacity: int, scales: Mapping[str, Sequence[float]]) -> None:
     """Raises ValueError for a cache that the plugin does not have, or that this graph has no place for."""
     if format.name not in CACHE_FORMATS:
-        raise ValueError(f"--kv-cache {format}: the plugin has caches in {' and '.join(CACHE_FORMATS)}; or pass 16bit")
+        raise ValueError(
+            f"{option('kv_cache', format)}: the plugin has caches in {' and '.join(CACHE_FORMATS)}; or pass 16bit"
+        )
     if not capacity:
         raise ValueError(
-            f"--kv-cache {format} is for a decoder's serving graph; leave --capacity 0, --genai and --input out"
+            f"{option('kv_cache', format)} is for a decoder's serving graph; leave {option('capacity', 0)}, "
+            f"{option('genai', True)} and {option('input')} out"
         )
     if scales:
         raise ValueError(
-            f"--kv-cache {format}: the plugin attends in 16 bit over its cache; pass --attention none with it"
+            f"{option('kv_cache', format)}: the plugin attends in 16 bit over its cache; pass "
+            f"{option('attention', 'none')} with it"
         )
 
 

@@ -28,11 +28,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from quant.base.errors import option
 from quant.base.extras import install_command
 from quant.formats.format import Format
-from quant.kernels.attention.attention_tiles import HEAD_DIMS as PLUGIN_HEAD_DIMS
+from quant.kernels.attention.attention_operands import HEAD_DIMS as PLUGIN_HEAD_DIMS
 from quant.kernels.linear.conv import QuantConv
-from quant.kernels.linear.expert_modules import QuantExperts
+from quant.kernels.linear.experts import QuantExperts
 from quant.kernels.linear.quant_linear import QuantLinear
 
 # Which runtimes load an exported file: onnxruntime's default session, or only TensorRT.
@@ -75,19 +76,22 @@ def onnxruntime_problem(model: nn.Module, *, fp8_attention: bool = False, kv_cac
     None if it can.
     """
     of_tensorrt = layer_of_tensorrt(model)
-    runners = "TensorRT-RTX and TensorRT run it (--to tensorrt)"
+    runners = f"TensorRT-RTX and TensorRT run it ({option('to', 'tensorrt')})"
     if kv_cache is not None:
         problem = f"the KV cache is in {kv_cache}, by a node of our TensorRT plugin"
-        way_out = "TensorRT-RTX runs it (--to tensorrt), or pass --kv-cache 16bit"
+        way_out = f"TensorRT-RTX runs it ({option('to', 'tensorrt')}), or pass {option('kv_cache', '16bit')}"
     elif of_tensorrt is not None:
         layer, format = of_tensorrt
         problem = f"{layer} is in {format}, for which only TensorRT has operators"
         way_out = f"{runners}, and onnxruntime runs int4, fp8, fp8_channel and int8"
     elif fp8_attention:
-        problem, way_out = "attention in FP8 is an operator of TensorRT", f"{runners}, or pass --attention none"
+        problem, way_out = (
+            "attention in FP8 is an operator of TensorRT",
+            f"{runners}, or pass {option('attention', 'none')}",
+        )
     elif narrowest_dtype(model) == torch.bfloat16:
         problem = "the model is in BF16, for which it has no operators on a processor"
-        way_out = f"{runners}, or export with --dtype fp32 or fp16"
+        way_out = f"{runners}, or export with {option('dtype', 'fp32')} or fp16"
     else:
         return None
     return f"onnxruntime {_TRIED} does not load this file: {problem}; {way_out}"
@@ -109,9 +113,12 @@ def loaded(path: Path) -> Any:
         return onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
     except Exception as error:  # onnxruntime has a class for each of its status codes, and no base of them
         text = " ".join(str(error).split())
-        hint = "NVFP4, MXFP8, BF16 and --kv-cache files are for TensorRT"
+        hint = f"NVFP4, MXFP8, BF16 and {option('kv_cache')} files are for TensorRT"
         if tuple(map(int, onnxruntime.__version__.split(".")[:2])) < _LOADS_FP8_IN_FP32:
-            hint = f"1.32 is the first that loads FP8 and INT8 in FP32: {install_command('onnx')}, or --dtype fp16"
+            hint = (
+                f"1.32 is the first that loads FP8 and INT8 in FP32: {install_command('onnx')}, or "
+                f"{option('dtype', 'fp16')}"
+            )
         raise ValueError(
             f"{path}: onnxruntime {onnxruntime.__version__} does not load it: {text[:300]}; {hint}"
         ) from error
@@ -166,7 +173,7 @@ def layer_problem(
         block = weight.block_shape(shape)[1]
         return (
             f"{shape[1]} inputs are not a multiple of the {weight} block of {block}, and neither ONNX nor TensorRT has "
-            "a short last block; keep the layer in 16 bit (--exclude) or use fp8"
+            f"a short last block; keep the layer in 16 bit ({option('exclude')}) or use fp8"
         )
     if activation is None:
         return None
@@ -177,7 +184,10 @@ def layer_problem(
             reason = "TensorRT miscompiles FP8 weights in blocks with FP8 inputs"
         return f"{reason}; use {choices} in the plan"
     if activation.is_static and not static_scale:
-        return f"{activation} inputs need a calibrated scale in an engine; quantize with calibration text (--calib)"
+        return (
+            f"{activation} inputs need a calibrated scale in an engine; quantize with calibration text "
+            f"({option('calib')})"
+        )
     return None
 
 
@@ -216,7 +226,8 @@ def _conv_problem(module: QuantConv) -> str | None:
     if module.transposed and module.groups > 1 and not module.weight_format.per_tensor:
         return (
             f"a transposed convolution of {module.groups} groups in {module.weight_format}: ONNX has one scale for "
-            "each index of an axis, and its groups share that of their output channels; keep it in 16 bit (--exclude) "
+            "each index of an axis, and its groups share that of their output channels; keep it in 16 bit "
+            f"({option('exclude')}) "
             "or use fp8"
         )
     return None
@@ -236,7 +247,7 @@ def check_graph(exported: torch.export.ExportedProgram, model: nn.Module, prefix
         if codes.users and layer not in multiplied:
             raise ValueError(
                 f"{layer}: the model multiplies by this layer's weight in code of its own, where a graph has no "
-                f"quantized layer; keep it in 16 bit (--exclude '{layer}')"
+                f"quantized layer; keep it in 16 bit ({option('exclude', repr(layer))})"
             )
     for layer, node in _layer_nodes(exported, prefix):
         rank = node.args[0].meta["val"].dim()
@@ -293,7 +304,7 @@ def check_attention(name: str, kind: str, query: torch.Tensor, key: torch.Tensor
         mask: the mask besides the causal one, bool, or numbers that are added to the scores.
     """
     head_dims = PLUGIN_HEAD_DIMS if kind == "plugin" else _NATIVE_HEAD_DIMS
-    way_out = "pass --attention none to keep attention in 16 bit"
+    way_out = f"pass {option('attention', 'none')} to keep attention in 16 bit"
     heads, kv_heads, head_dim = query.shape[1], key.shape[1], query.shape[3]
     if head_dim not in head_dims:
         listed = ", ".join(map(str, head_dims))
@@ -305,4 +316,6 @@ def check_attention(name: str, kind: str, query: torch.Tensor, key: torch.Tensor
     if mask is not None and mask.dtype is not torch.bool:
         raise ValueError(f"{name}: FP8 attention takes no bias of positions; {way_out}")
     if mask is not None and kind == "plugin":
-        raise ValueError(f"{name}: the plugin takes no mask besides the causal one; {way_out}, or --attention native")
+        raise ValueError(
+            f"{name}: the plugin takes no mask besides the causal one; {way_out}, or {option('attention', 'native')}"
+        )

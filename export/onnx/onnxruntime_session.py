@@ -7,11 +7,11 @@ from pathlib import Path
 import numpy as np
 
 from quant.base.errors import UserError
-from quant.export.engines.engine_session import check_memory, check_names
+from quant.export.onnx.engine_session import check_memory, check_names
 from quant.export.onnx.export_onnx import PLAN_KEY
 from quant.export.onnx.limits import loaded
 from quant.export.onnx.serving import CAPACITY_KEY, IDS, LAST, LENGTHS, LOGITS, cache_names
-from quant.kernels.base.processor import memory_left
+from quant.base.processor import memory_left
 
 _DTYPES = {"tensor(float)": "float32", "tensor(float16)": "float16"}
 

@@ -20,11 +20,12 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
+from quant.base.errors import option
 from quant.calibration.attention_scales import AttentionScales
 from quant.export.onnx.decoder_graph import GraphInput, Keys
 from quant.export.onnx.serving import LENGTHS, CachedAttention, check_capacity_fits
 from quant.formats.format import FORMATS, Format
-from quant.kernels.attention.attention_tiles import DIMS
+from quant.kernels.attention.attention_operands import DIMS
 
 CACHE_FORMATS = ("fp8", "nvfp4")
 TOKENS = 32
@@ -53,7 +54,7 @@ class QuantizedCache(CachedAttention):
         if window is not None:
             raise ValueError(
                 f"{name}: its window slides over {window} tokens, and the plugin of a cache in {self.format} has no "
-                "windows; pass --kv-cache 16bit"
+                f"windows; pass {option('kv_cache', '16bit')}"
             )
         return keys if self.past else super().attended(name, keys, window)
 
@@ -79,7 +80,7 @@ class QuantizedCache(CachedAttention):
     def cache_inputs(self, shapes: Sequence[tuple[int, int, torch.dtype]], capacity: int) -> dict[str, GraphInput]:
         for (name, module), keys, values in zip(self.modules.items(), shapes[::2], shapes[1::2], strict=True):
             if keys != values:
-                raise ValueError(f"{name}: keys and values of different shapes; pass --kv-cache 16bit")
+                raise ValueError(f"{name}: keys and values of different shapes; pass {option('kv_cache', '16bit')}")
             check_cache(name, self.format, *keys[1:], capacity)
             self.cache_scales[name] = self.scales_of(module, name, keys[0])
         parts = [(heads, width, dtype) for heads, dim, _ in shapes[::2] for _, width, dtype in self.parts(dim)]
@@ -106,7 +107,8 @@ class QuantizedCache(CachedAttention):
         if any(scale.numel() not in (1, heads) for scale in numbers):
             counts = " and ".join(str(scale.numel()) for scale in numbers)
             raise ValueError(
-                f"{name}: {counts} scales of K and V for {heads} KV heads; quantize again, or pass --kv-cache 16bit"
+                f"{name}: {counts} scales of K and V for {heads} KV heads; quantize again, or pass "
+                f"{option('kv_cache', '16bit')}"
             )
         k, v = (scale.expand(heads).tolist() for scale in numbers)
         return k, v
@@ -120,14 +122,16 @@ def holds_cache_scales(model: nn.Module, format: Format) -> bool:
 
 def check_cache(name: str, format: Format, dim: int, dtype: torch.dtype, capacity: int) -> None:
     """Raises ValueError for an attention that the plugin has no kernel for; the message names the way out."""
-    way_out = "pass --kv-cache 16bit"
+    way_out = f"pass {option('kv_cache', '16bit')}"
     if dim not in DIMS:
         listed = ", ".join(map(str, DIMS))
         raise ValueError(f"{name}: a cache in {format} takes heads of {listed}, these are of {dim}; {way_out}")
     if dtype not in (torch.float16, torch.bfloat16):
-        raise ValueError(f"{name}: a cache in {format} is for FP16 and BF16 models; pass --dtype bf16, or {way_out}")
+        raise ValueError(
+            f"{name}: a cache in {format} is for FP16 and BF16 models; pass {option('dtype', 'bf16')}, or {way_out}"
+        )
     if capacity % TOKENS:
         raise ValueError(
-            f"--capacity {capacity}: a cache in {format} holds a multiple of {TOKENS} tokens; pass --capacity "
-            f"{max(capacity // TOKENS, 1) * TOKENS}"
+            f"{option('capacity', capacity)}: a cache in {format} holds a multiple of {TOKENS} tokens; pass "
+            f"{option('capacity', max(capacity // TOKENS, 1) * TOKENS)}"
         )

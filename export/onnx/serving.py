@@ -34,6 +34,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from quant.base.errors import option
 from quant.calibration.attention_names import text_config
 from quant.calibration.placement import free_memory
 from quant.export.onnx.attention_use import check_attends
@@ -42,7 +43,7 @@ from quant.export.onnx.dynamic_shapes import SEQUENCE, check_sequence, dimension
 from quant.export.onnx.opsets import SERVING_OPSET
 from quant.export.onnx.trace import MODEL_PREFIX, trace
 from quant.export.onnx.translate import translate
-from quant.kernels.base.processor import memory_left
+from quant.base.processor import memory_left
 
 CAPACITY_KEY = "blockscale.capacity"
 """Key in the file's metadata; its value is the capacity of the cache."""
@@ -202,14 +203,20 @@ def check_decoder(model: nn.Module, capacity: int | None) -> None:
         reason = "does not generate text, so it has no KV cache to export"
         if getattr(config, "is_encoder_decoder", False):
             reason = "is an encoder with a decoder, whose KV cache no export holds"
-        raise ValueError(f"{name} {reason}; without --capacity and --genai it exports as one pass")
+        raise ValueError(
+            f"{name} {reason}; without {option('capacity')} and {option('genai', True)} it exports as one pass"
+        )
     config = text_config(model.config)
     limit = getattr(config, "max_position_embeddings", None)
     if capacity is not None and limit is not None and capacity > limit:
-        raise ValueError(f"--capacity {capacity}: {name} has positions for {limit} tokens; lower it")
+        raise ValueError(f"{option('capacity', capacity)}: {name} has positions for {limit} tokens; lower it")
     if capacity is not None and capacity < _SMALLEST:
-        raise ValueError(f"--capacity {capacity}: a cache holds {_SMALLEST} tokens or more; 0 exports without one")
-    without = f"{name} cannot be exported with a KV cache: %s; serve its checkpoint (vLLM), or pass --capacity 0"
+        raise ValueError(
+            f"{option('capacity', capacity)}: a cache holds {_SMALLEST} tokens or more; 0 exports without one"
+        )
+    without = (
+        f"{name} cannot be exported with a KV cache: %s; serve its checkpoint (vLLM), or pass {option('capacity', 0)}"
+    )
     states = set(getattr(config, "layer_types", None) or ()) - _KEPT_LAYERS
     if states:
         raise ValueError(without % f"its layers of type {', '.join(sorted(states))} keep another state")
@@ -230,7 +237,7 @@ def check_capacity_fits(shapes: Sequence[tuple[int, int, torch.dtype]], capacity
     nbytes = sum(2 * heads * capacity * dim * dtype.itemsize for heads, dim, dtype in shapes)
     if free is not None and nbytes > free:
         raise ValueError(
-            f"--capacity {capacity}: two rows of the KV cache, which the graph is traced with, take "
+            f"{option('capacity', capacity)}: two rows of the KV cache, which the graph is traced with, take "
             f"{nbytes / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free; lower it"
         )
 
@@ -249,7 +256,7 @@ def cache_shapes(model: nn.Module, function: CachedAttention) -> list[tuple[int,
     if not shapes or (blocks is not None and len(shapes) != 2 * blocks):
         raise ValueError(
             f"{type(model).__name__}: {len(shapes) // 2} of its {blocks} blocks attend over keys and values, so a KV "
-            "cache is not all that it keeps; serve its checkpoint (vLLM), or pass --capacity 0"
+            f"cache is not all that it keeps; serve its checkpoint (vLLM), or pass {option('capacity', 0)}"
         )
     return shapes
 

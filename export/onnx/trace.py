@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
+from quant.base.errors import option
 from quant.export.onnx import limits
 from quant.export.onnx.decoder_graph import GraphInput
 from quant.kernels.linear.quantized_module import restore_layout
@@ -111,7 +112,7 @@ def _fixed_dimension(
     violated = re.search(r"Constraints violated \((\w+)", text)
     if limit := re.search(r"(\w+) = Dim\('\w+', max=(\d+)\)", text):
         dim, most = limit.groups()
-        return f"{name} takes {most} at most of {dim}: pass --shapes {dim}=1:{most}:{most}"
+        return f"{name} takes {most} at most of {dim}: pass {option('shapes', f'{dim}=1:{most}:{most}')}"
     if violated is None:
         return f"{name} fixes a dimension that is to be dynamic: {_one_line(text)}"
     dim = violated[1]
@@ -123,14 +124,17 @@ def _fixed_dimension(
     low, high = min(allowed, default=0), max(allowed, default=0)
     if len(allowed) > 1 and len(allowed) == high - low + 1 and size is not None:
         low = 1 if low == 2 else low  # torch.export tries no size below 2
-        return f"{place} takes a {dim} of {low} to {high}: pass --shapes {dim}={low}:{min(size, high)}:{high}"
+        return (
+            f"{place} takes a {dim} of {low} to {high}: pass "
+            f"{option('shapes', f'{dim}={low}:{min(size, high)}:{high}')}"
+        )
     line = f"{place} computes with one size of {dim}, and a graph would be right for that alone"
     if not examples:
-        return f"{line}; serve its checkpoint (vLLM), or pass --capacity 0 with --input"
+        return f"{line}; serve its checkpoint (vLLM), or pass {option('capacity', 0)} with {option('input')}"
     # Of a transformers model a server runs the checkpoint.
     way_out = ", or serve its checkpoint (vLLM)" if guards.is_served else ""
     fixed = " ".join(
-        f"--input {key}:{_DTYPES.get(x.dtype, 'fp32')}:{','.join(str(size if d == dim else d) for d in dims)}"
+        option("input", f"{key}:{_DTYPES.get(x.dtype, 'fp32')}:{','.join(str(size if d == dim else d) for d in dims)}")
         for key, (x, dims) in examples.items()
     )
     return f"{line}; name its inputs with a fixed {dim}, as in {fixed}{way_out}"

@@ -28,6 +28,7 @@ from typing import Any
 
 from torch import nn
 
+from quant.base.errors import option
 from quant.export.onnx.serving import new_name
 from quant.export.tensorrt.engine_file import BITS, MULTIPLYING, PRODUCTS, Engine, Kernel, KernelOperand, read_engine
 from quant.export.tensorrt.engine_weights import compare_tensors
@@ -175,7 +176,7 @@ def fallback_message(problems: Sequence[str]) -> str:
     shown = "; ".join(problems[:5]) + (f"; and {len(problems) - 5} more" if len(problems) > 5 else "")
     return (
         f"not run as planned in the engine: {shown}. Change the formats in the plan, or "
-        "pass --allow-fallback to take the engine as it is"
+        f"pass {option('allow_fallback', True)} to take the engine as it is"
     )
 
 

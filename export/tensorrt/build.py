@@ -32,6 +32,7 @@ from typing import Any
 
 from torch import nn
 
+from quant.base.errors import option
 from quant.base.atomic import put_file, temporary_directory
 from quant.base.json_files import json_text, write_json
 from quant.base.mapped import trim_heap
@@ -175,11 +176,12 @@ def _explained(text: str) -> str:
     ways_out = {
         "Attention operation was not supported by a dedicated kernel": (
             "TensorRT has no fused attention for these shapes; where attention is in FP8, let its sequences start at "
-            f"{FP8_ATTENTION_MINIMUM} (--shapes), or export with --attention none"
+            f"{FP8_ATTENTION_MINIMUM} ({option('shapes')}), or export with {option('attention', 'none')}"
         ),
         # TensorRT-RTX 1.7.1: a decoder whose batch is 1 throughout gets two ops of one name.
         "Graph contains more than one op named": (
-            "TensorRT's compiler fails on some fixed dimensions; let the batch range from 1 to 2 (--shapes batch=1:1:2)"
+            "TensorRT's compiler fails on some fixed dimensions; let the batch range from 1 to 2 "
+            f"({option('shapes', 'batch=1:1:2')})"
         ),
         "HW-specific datatypes": "the target lacks hardware for one of the graph's types; choose another format",
     }

@@ -27,7 +27,7 @@ from dataclasses import dataclass
 
 from quant.base.errors import known_names
 from quant.export.tensorrt.plugin import BundledKernel
-from quant.kernels.attention.attention_tiles import DIMS
+from quant.kernels.attention.attention_operands import DIMS
 from quant.kernels.base.ptx import compile_kernel
 
 CACHE_FORMATS = ("fp8", "nvfp4")

@@ -13,7 +13,7 @@ import importlib.util
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from quant.base.errors import known_names
+from quant.base.errors import known_names, option
 from quant.base.extras import install_command
 from quant.kernels.base.hardware import CAPABILITIES
 
@@ -99,7 +99,9 @@ def choose_common_library(targets: Sequence[GpuTarget], backend: str | None, fea
     # Full TensorRT builds for the one GPU that it times kernels on.
     several = "tensorrt_rtx" if len(targets) > 1 and backend is None else backend
     if several == "tensorrt" and len(targets) > 1:
-        raise ValueError("TensorRT builds for one GPU; --backend tensorrt_rtx builds one engine for several")
+        raise ValueError(
+            f"TensorRT builds for one GPU; {option('backend', 'tensorrt_rtx')} builds one engine for several"
+        )
     chosen, *_ = [choose_library(target, several) for target in targets]
     if len(targets) > 1:
         reason = f"{chosen.module} builds one engine for {', '.join(map(str, targets))}: {_REASONS[chosen.module]}"

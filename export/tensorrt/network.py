@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from quant.base.errors import option
 from quant.base.extras import install_command
 from quant.export.onnx.dynamic_shapes import (
     FP8_ATTENTION_MINIMUM,
@@ -85,12 +86,12 @@ def check_backend(model: Any, backend: str) -> None:
         if node.op_type == CACHE_PLUGIN:
             raise ValueError(
                 f"{_node_label(node)}: full TensorRT takes this plugin of several kernels from its C++ library alone; "
-                "pass --backend tensorrt_rtx, or export with --kv-cache 16bit"
+                f"pass {option('backend', 'tensorrt_rtx')}, or export with {option('kv_cache', '16bit')}"
             )
         if node.op_type == "DequantizeLinear" and _attribute(node, "block_size", 0) == _SMALL_GROUP:
             raise ValueError(
                 f"{_node_label(node)}: full TensorRT has weights in groups of 64 and 128, these are of {_SMALL_GROUP}; "
-                "pass --backend tensorrt_rtx, or use int4 or int4_g64"
+                f"pass {option('backend', 'tensorrt_rtx')}, or use int4 or int4_g64"
             )
 
 
@@ -131,8 +132,8 @@ def check_step(ids: tuple[tuple[int, ...], ...], capacity: int, floors: Mapping[
     floor = floors.get("sequence", 1)
     if high > 1 and low < floor:
         raise ValueError(
-            f"--shapes: sequence starts at {low}, and TensorRT's fused FP8 attention needs one token or at least "
-            f"{floor}: start it there, or export with --attention none"
+            f"{option('shapes')}: sequence starts at {low}, and TensorRT's fused FP8 attention needs one token or "
+            f"at least {floor}: start it there, or export with {option('attention', 'none')}"
         )
 
 
@@ -162,7 +163,8 @@ def attention_floors(model: Any, inputs: Sequence[Input]) -> dict[str, int]:
             elif sequence < FP8_ATTENTION_MINIMUM:
                 raise ValueError(
                     f"{_node_label(node)}: FP8 attention over a fixed sequence of {sequence}; TensorRT fuses it for "
-                    f"one query, or from {FP8_ATTENTION_MINIMUM} on: pad the sequence, or export with --attention none"
+                    f"one query, or from {FP8_ATTENTION_MINIMUM} on: pad the sequence, or export with "
+                    f"{option('attention', 'none')}"
                 )
     return dict.fromkeys(sorted(floors), FP8_ATTENTION_MINIMUM)
 

@@ -29,9 +29,10 @@ from typing import Any
 
 import numpy as np
 
+from quant.base.errors import option
 from quant.export.onnx.opsets import PLUGIN
-from quant.export.tensorrt.cuda_driver import LoadedKernel
-from quant.kernels.attention.attention_tiles import HEAD_DIMS, Tiles, tiles_for
+from quant.kernels.base.cuda_driver import LoadedKernel
+from quant.kernels.attention.attention_operands import HEAD_DIMS, Tiles, tiles_for
 from quant.kernels.base.ptx import CompiledKernel, compile_kernel
 
 # Compiled kernels as one text, which a plugin carries in an engine and C++ reads without a library.
@@ -171,7 +172,8 @@ def check_shapes(shapes: Sequence[Sequence[int | None]], name: str = PLUGIN) -> 
     if dim not in HEAD_DIMS:
         takes = ", ".join(map(str, HEAD_DIMS))
         raise ValueError(
-            f"{name}: {described}; the head dimension must be known, one of {takes}. Use --attention native"
+            f"{name}: {described}; the head dimension must be known, one of {takes}. Use "
+            f"{option('attention', 'native')}"
         )
     return dim
 

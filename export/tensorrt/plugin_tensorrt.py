@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from quant.export.onnx.opsets import PLUGIN, PLUGIN_DOMAIN, PLUGIN_VERSION
-from quant.export.tensorrt.cuda_driver import LoadedKernel
+from quant.kernels.base.cuda_driver import LoadedKernel
 from quant.export.tensorrt.plugin import (
     INPUTS,
     Attributes,
@@ -28,7 +28,7 @@ from quant.export.tensorrt.plugin import (
     launch,
     launch_grid,
 )
-from quant.kernels.attention.attention_tiles import tiles_for
+from quant.kernels.attention.attention_operands import tiles_for
 
 _DATA_TYPES = {"FP32": "FLOAT", "FP16": "HALF"}
 

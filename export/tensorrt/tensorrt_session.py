@@ -15,11 +15,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from quant.base.errors import UserError
+from quant.base.errors import UserError, option
 from quant.base.extras import install_command
 from quant.base.json_files import read_json
 from quant.calibration.placement import free_memory
-from quant.export.engines.engine_session import check_memory, check_names
+from quant.export.onnx.engine_session import check_memory, check_names
 from quant.export.onnx.serving import IDS, LAST, LENGTHS, LOGITS, cache_names
 from quant.export.tensorrt.audit import receipt_path
 from quant.export.tensorrt.gpu_targets import EXTRAS, local_capability
@@ -39,7 +39,7 @@ class TensorrtSession:
         if engine_record.get("kv_cache"):
             raise UserError(
                 f"{path}: its KV cache is in {engine_record['kv_cache']}, by our plugin, which runs in C++ programs "
-                "(docs/engine-audit.md); for this command export it with --kv-cache 16bit"
+                f"(docs/engine-audit.md); for this command export it with {option('kv_cache', '16bit')}"
             )
         reason = runs_here(path)
         if reason is not None:
@@ -84,7 +84,9 @@ class TensorrtSession:
     def width(self, tokens: int) -> int:
         widths = [(low[1], high[1]) for low, high in self._profiles if low[0] <= self._rows <= high[0]]
         if not widths:
-            raise UserError(f"{self._path}: no profile of this engine takes {self._rows} rows; build it with --shapes")
+            raise UserError(
+                f"{self._path}: no profile of this engine takes {self._rows} rows; build it with {option('shapes')}"
+            )
         able = [max(low, tokens) for low, high in widths if tokens <= high]
         return int(min(able) if able else max(high for _, high in widths))
 
@@ -117,7 +119,9 @@ class TensorrtSession:
             if all(a <= n <= b for a, n, b in zip(low, shape, high, strict=True))
         ]
         if not able:
-            raise UserError(f"{self._path}: no profile takes a step of {list(shape)} tokens; build it with --shapes")
+            raise UserError(
+                f"{self._path}: no profile takes a step of {list(shape)} tokens; build it with {option('shapes')}"
+            )
         index = min(able)[1]
         if index not in self._contexts:
             context = self._engine.create_execution_context()
@@ -149,7 +153,7 @@ def runs_here(path: Path) -> str | None:
         return f"{path} runs on a GPU of {target}, and this machine has no GPU"
     local = f"sm{capability[0]}{capability[1]}"
     if local not in target.split(","):
-        return f"{path} was built for {target}, and this GPU is {local}; export it with --target {local}"
+        return f"{path} was built for {target}, and this GPU is {local}; export it with {option('target', local)}"
     return None
 
 

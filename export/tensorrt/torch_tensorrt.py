@@ -31,6 +31,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from quant.base.errors import option
 from quant.base.atomic import put_file, temporary_directory
 from quant.base.extras import install_command
 from quant.export.aoti.op_bodies import EXPORTED_ATTENTION, exported_attention
@@ -40,7 +41,7 @@ from quant.export.tensorrt.gpu_targets import GpuTarget, local_capability, resol
 from quant.formats.format import FORMATS, Format
 from quant.formats.tensor import BlockScaledTensor, quantize
 from quant.kernels.linear.conv import QuantConv
-from quant.kernels.linear.expert_modules import QuantExperts
+from quant.kernels.linear.experts import QuantExperts
 from quant.kernels.linear.quant_linear import QuantLinear
 from quant.recipes.plan import Plan
 
@@ -120,10 +121,12 @@ def _check_of_torch_tensorrt_engine(name: str, linear: QuantLinear) -> None:
     if inputs is None or (activation is not None and activation.name not in inputs):
         raise ValueError(
             f"{name} {list(linear.weight_shape)}: the converter for torch-tensorrt has no {weight} weights with "
-            f"{activation or '16-bit'} inputs; it has {', '.join(_INPUTS)}. Export with --to tensorrt"
+            f"{activation or '16-bit'} inputs; it has {', '.join(_INPUTS)}. Export with {option('to', 'tensorrt')}"
         )
     if activation is not None and linear.input_scale is None:
-        raise ValueError(f"{name}: {activation} inputs need a calibrated scale in an engine; quantize with --calib")
+        raise ValueError(
+            f"{name}: {activation} inputs need a calibrated scale in an engine; quantize with {option('calib')}"
+        )
 
 
 def _torch_tensorrt() -> Any:
@@ -424,7 +427,7 @@ def _check(name: str, linear: QuantLinear | QuantConv) -> None:
     if unknown:
         raise ValueError(
             f"{where}: torch-tensorrt has no op for {', '.join(unknown)}, only for {' and '.join(_FORMATS)} "
-            "(one scale a tensor); quantize with one of these, or export with --to tensorrt"
+            f"(one scale a tensor); quantize with one of these, or export with {option('to', 'tensorrt')}"
         )
     if weight.format.global_scale:
         dense = weight.dequantize()
@@ -433,7 +436,8 @@ def _check(name: str, linear: QuantLinear | QuantConv) -> None:
         if changed:
             raise ValueError(
                 f"{where}: torch-tensorrt finds NVFP4 block scales anew, and {changed} of {dense.numel()} weights "
-                "would change; quantize it with solver rtn, or export with --to tensorrt, which keeps searched scales"
+                f"would change; quantize it with solver rtn, or export with {option('to', 'tensorrt')}, which keeps "
+                "searched scales"
             )
 
 
@@ -444,7 +448,9 @@ def _lowered(model: nn.Module) -> Iterator[None]:
     modules = {name: module for name, module in model.named_modules() if isinstance(module, kinds)}
     for name, module in modules.items():
         if isinstance(module, QuantExperts):
-            raise ValueError(f"{name}: torch-tensorrt has no op for fused experts; keep them in 16 bit (--exclude)")
+            raise ValueError(
+                f"{name}: torch-tensorrt has no op for fused experts; keep them in 16 bit ({option('exclude')})"
+            )
         _check(name, module)
     dtype = next((p.dtype for p in model.parameters() if p.dtype.is_floating_point), torch.float32)
     try:

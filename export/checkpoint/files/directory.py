@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from quant.base.errors import option
 from quant.base.atomic import claimed, recover, replace_directory, sync_tree, temporary_directory, write_atomically
 from quant.recipes.plan import PLAN_FILE
 
@@ -151,9 +152,11 @@ def check_apart(out: Path, *sources: str | Path | None) -> None:
         links = [entry.resolve() for entry in target.iterdir() if entry.is_symlink()] if target.is_dir() else []
         for read in (target, *links):
             if whole == read or whole in read.parents:
-                raise FileExistsError(f"--out {out} is or holds {source}, which it would replace; name another place")
+                raise FileExistsError(
+                    f"{option('out', out)} is or holds {source}, which it would replace; name another place"
+                )
         if target in whole.parents:
-            raise FileExistsError(f"--out {out} lies in {source}, which is only read; name a place outside it")
+            raise FileExistsError(f"{option('out', out)} lies in {source}, which is only read; name a place outside it")
 
 
 def _check_files(path: Path, overwrite: bool) -> None:
@@ -161,10 +164,13 @@ def _check_files(path: Path, overwrite: bool) -> None:
     if not files:
         return
     if not overwrite:
-        raise FileExistsError(f"{path} is not empty; pass --overwrite to replace it, or choose another directory")
+        raise FileExistsError(
+            f"{path} is not empty; pass {option('overwrite', True)} to replace it, or choose another directory"
+        )
     if not any(name in files for name in OURS):
         raise FileExistsError(
-            f"{path} holds {files[0]} and no {' or '.join(OURS)}, so it is not ours to delete: --overwrite replaces "
+            f"{path} holds {files[0]} and no {' or '.join(OURS)}, so it is not ours to delete: "
+            f"{option('overwrite', True)} replaces "
             "only what Blockscale wrote; choose another directory"
         )
 

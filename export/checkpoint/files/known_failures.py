@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
+from quant.base.errors import option
 from quant.export.checkpoint.files.names import StoredNames
 from quant.formats.format import FP8_HEAD, Format
 from quant.recipes.layers import LayerKind
@@ -270,7 +271,7 @@ def _head_scale_warnings(plan: Plan) -> Iterator[str]:
     if plan.kv_cache is FP8_HEAD:
         yield (
             "the KV cache has a scale for each KV head: vLLM reads these with FlashAttention 3 (on Hopper) and in our "
-            "NVFP4 cache, and stops elsewhere; --kv-cache fp8 writes one a tensor"
+            f"NVFP4 cache, and stops elsewhere; {option('kv_cache', 'fp8')} writes one a tensor"
         )
 
 

@@ -32,7 +32,7 @@ from quant.export.checkpoint.files.conversion_rules import (
     takes_experts_apart,
 )
 from quant.formats.format import Format
-from quant.kernels.linear.expert_modules import ExpertStack
+from quant.kernels.linear.experts import ExpertStack
 from quant.recipes.layers import Stacking, stacking_of
 
 EXPERT_PARTS = {"gate_up_proj": ("gate_proj", "up_proj"), "weight": ("",)}

@@ -22,7 +22,7 @@ from quant.export.checkpoint.files.tied import FLAG, hold_same_values, untied_pa
 from quant.formats.tensor import BlockScaledTensor
 from quant.kernels.linear.conv import QuantConv
 from quant.kernels.linear.embedding import QuantEmbedding
-from quant.kernels.linear.expert_modules import QuantExperts
+from quant.kernels.linear.experts import QuantExperts
 from quant.kernels.linear.quant_linear import QuantLinear
 from quant.recipes.layers import expert_matrices
 from quant.recipes.layers import LayerKind

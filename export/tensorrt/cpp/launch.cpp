@@ -14,7 +14,7 @@ unsigned ceilDiv(long a, long b) { return static_cast<unsigned>((a + b - 1) / b)
 
 int rowsOf(CacheAttention const& call) { return call.fresh * (call.heads / call.kvHeads); }
 
-// Splits that fill the GPU, as `decode_tiles_for` in quant/kernels/attention/attention_tiles.py chooses them. The lengths are on
+// Splits that fill the GPU, as `decode_tiles_for` in quant/kernels/attention/attention_operands.py chooses them. The lengths are on
 // the GPU, so the capacity stands for them; a short sequence leaves splits without keys.
 int splitsOf(CacheAttention const& call, int multiprocessors) {
     int const programs = call.batch * call.kvHeads;

@@ -15,7 +15,7 @@ from typing import Protocol
 
 import numpy as np
 
-from quant.base.errors import UserError
+from quant.base.errors import UserError, option
 from quant.export.onnx.serving import IDS, LAST, LENGTHS, LOGITS, cache_names
 
 
@@ -61,7 +61,7 @@ def check_names(path: Path, inputs: list[str], outputs: list[str]) -> int:
         listed = ", ".join(name for name in inputs if not name.startswith("past_"))
         raise UserError(
             f"{path}: no serving graph of a decoder (its inputs are {listed}); export one with `quant export DIRECTORY "
-            "--to onnx` or `--to tensorrt`, without --capacity 0"
+            f"--to onnx` or `--to tensorrt`, without {option('capacity', 0)}"
         )
     return layers
 
@@ -71,5 +71,5 @@ def check_memory(path: Path, nbytes: int, free: int | None, rows: int) -> None:
     if free is not None and nbytes > free:
         raise UserError(
             f"{path}: the KV cache of {rows} rows takes {nbytes / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free; run "
-            "fewer rows, or export with a smaller --capacity"
+            f"fewer rows, or export with a smaller {option('capacity')}"
         )

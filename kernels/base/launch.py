@@ -1,0 +1,209 @@
+"""`CachedLaunch` launches a Triton kernel again with arguments of the same kinds, past Triton's argument inspection.
+
+At every call Triton determines for every argument whether it is a number, a multiple of 16, or a tensor of which dtype,
+and finds the compiled kernel by the answers: 10 to 40 µs of host time, as much as a small kernel runs. Here the answers
+of an earlier call are recognized by dtypes, by integers, and by whether all pointers are aligned.
+
+The first call of a kind waits while Triton compiles its kernel. A server does that beforehand: within `recorded()`
+launches are noted, not made, each kernel once, and can then be compiled (`quant/vllm_plugin/warm_up.py`).
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import partial
+from threading import Lock
+from typing import Any, TypeVar
+
+import torch
+
+from quant.kernels.base.cuda_driver import check_status, cuda_driver
+
+# Kernels whose programs share an output tile count arrivals in buffers of zeros, and every launch leaves them zero.
+#
+# The program that counts the last arrival finishes the tile, so two launches that run at once must not share a counter.
+# Launches on one stream run one after the other (a kernel that starts early touches no counter before the kernel ahead
+# of it has ended), so each stream has one buffer. A CUDA graph may be replayed while any other work runs, so each
+# capture has buffers of its own, one for each stream in it.
+#
+# The buffers of a device are rows of one table, which is made when a weight arrives there: memory that is allocated
+# while a graph is captured, or while torch.compile prepares one, belongs to that graph.
+
+
+# A PyTorch without CUDA has neither. The public functions would add several Python calls to each launch.
+_stream_of = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+_is_capturing = getattr(torch._C, "_cuda_isCurrentStreamCapturing", None)
+_ROWS, _LENGTH = 128, 4096
+# By device: the table, and the rows of it that no stream and no capture has yet.
+_tables: dict[int, torch.Tensor] = {}
+_free: dict[int, list[torch.Tensor]] = {}
+# By device, stream, and whether it is captured: number of the capture, and the buffer.
+_buffers: dict[tuple[int, int, bool], tuple[int, torch.Tensor]] = {}
+
+
+def arrival_counters(x: torch.Tensor, count: int) -> torch.Tensor:
+    """Returns zeros, int32, at least `count`, on the device of `x`, for a launch on its current stream."""
+    device = x.get_device()
+    # A buffer for each stream, since launches on two streams may count at the same time.
+    stream, capture = 0, 0
+    if device >= 0:
+        assert _stream_of is not None and _is_capturing is not None
+        stream = _stream_of(device)
+        capture = _capture_number(stream) if _is_capturing() else 0
+    key = (device, stream, capture > 0)
+    held = _buffers.get(key)
+    if held is None or held[0] != capture or held[1].numel() < count:
+        held = _buffers[key] = capture, _zeros(x, count, captured=capture > 0)
+    return held[1]
+
+
+def reserve(x: torch.Tensor) -> None:
+    """Makes the table of buffers of the GPU that `x` is on, or zeros it again; nothing on other devices.
+
+    A server calls it for weights that arrive, while none of its kernels runs. It is zeroed again because a server that
+    sleeps may give away the table's memory together with its weights'.
+    """
+    if not x.is_cuda:
+        return
+    if x.get_device() in _tables:
+        _tables[x.get_device()].zero_()
+        torch.cuda.synchronize(x.device)
+    else:
+        _make_table(x)
+
+
+def _make_table(x: torch.Tensor) -> None:
+    table = torch.zeros(_ROWS, _LENGTH, dtype=torch.int32, device=x.device)
+    torch.cuda.synchronize(x.device)  # other streams read it without waiting
+    _tables[x.get_device()], _free[x.get_device()] = table, list(table)
+
+
+def _zeros(x: torch.Tensor, count: int, *, captured: bool) -> torch.Tensor:
+    if not captured and x.is_cuda and x.get_device() not in _tables:
+        _make_table(x)
+    # Rows of the table are never given back: a stream keeps its buffer as long as the process runs.
+    free = _free.get(x.get_device())
+    if free and count <= _LENGTH:
+        return free.pop()
+    # In the memory of a graph that is captured, these are zeroed once a replay.
+    return torch.zeros(max(count, _LENGTH), dtype=torch.int32, device=x.device)
+
+
+def _capture_number(stream: int) -> int:
+    """Returns the number that the driver gave to the capture that `stream` is in; it gives none twice."""
+    status, number, null = ctypes.c_int(), ctypes.c_uint64(), ctypes.c_void_p()
+    error = cuda_driver().cuStreamGetCaptureInfo_v2(
+        ctypes.c_void_p(stream), ctypes.byref(status), ctypes.byref(number), null, null, null
+    )
+    check_status(error, "the capture of a CUDA graph")
+    return number.value
+
+
+_LOCKS: dict[tuple[int, str], Lock] = {}
+_ALIGNMENT = 16  # bytes, of which Triton compiles kernels that know
+_Value = TypeVar("_Value")
+Variants = dict[Any, Callable[[], object]]
+"""By all that Triton tells compiled kernels apart by: a function that compiles one."""
+_record: ContextVar[Variants | None] = ContextVar("record of launches", default=None)
+
+
+class BoundedTable(dict[Any, _Value]):
+    """Prepared launches by all that they depend on. A table that has `most` of them starts again with none.
+
+    Programs have few kinds of launches, so only one with ever new shapes fills a table, and hardly repeats them.
+    """
+
+    def __init__(self, most: int) -> None:
+        super().__init__()
+        self.most = most
+
+    def __setitem__(self, key: Any, value: _Value) -> None:
+        if len(self) >= self.most:
+            self.clear()
+        super().__setitem__(key, value)
+
+
+@contextmanager
+def recorded() -> Iterator[Variants]:
+    """Yields a table, in which launches of this thread are noted in place of being made.
+
+    Arguments may be on the device "meta". Launches that `CachedLaunch` has made before are made again, and not noted.
+    """
+    variants: Variants = {}
+    token = _record.set(variants)
+    try:
+        yield variants
+    finally:
+        _record.reset(token)
+
+
+def _variant_of(kernel: Any, arguments: Sequence[Any], constants: Mapping[str, Any]) -> Any:
+    """Returns what Triton compiles a kernel for: constants, dtypes, tensor maps, and what it knows of integers."""
+    parts: list[Any] = [id(kernel), repr(constants)]
+    for parameter, argument in zip(kernel.params, arguments, strict=False):
+        if isinstance(argument, torch.Tensor):
+            parts.append((argument.dtype, argument.data_ptr() % _ALIGNMENT == 0))
+        elif type(argument) is int:
+            known = () if parameter.do_not_specialize else (argument == 1, argument % 16 == 0)
+            parts.append((argument.bit_length() > 31, *known))
+        elif argument is None or isinstance(argument, float):
+            parts.append(type(argument))
+        else:
+            parts.append((argument.base.dtype, tuple(argument.block_shape), repr(argument.layout)))
+    return tuple(parts)
+
+
+def _lock_of(kernel: Any, constants: Mapping[str, Any]) -> Lock:
+    """Returns the lock under which a kernel is compiled with these constants: one thread compiles, others wait."""
+    return _LOCKS.setdefault((id(kernel), repr(constants)), Lock())
+
+
+class CachedLaunch:
+    """`kernel[grid](*arguments, **constants)`, again and again.
+
+    Descriptors must be of the same kind at each call.
+
+    Args:
+        kernel: a Triton or Gluon kernel, whose compile-time constants come last.
+        grid: the grid of programs, one to three numbers.
+        constants: all compile-time constants of the kernel, and options such as `num_warps`.
+    """
+
+    __slots__ = ("_after", "_constants", "_device", "_grid", "_kernel", "_launches")
+
+    def __init__(self, kernel: Any, grid: Sequence[int], constants: Mapping[str, Any]) -> None:
+        self._kernel, self._grid, self._constants = kernel, grid, constants
+        # Under Triton's interpreter there may be no GPU, or a PyTorch without CUDA; both count as GPU 0.
+        self._device: Callable[[], int] = torch._C._cuda_getDevice if torch.cuda.is_available() else int
+        self._after: list[Any] = []
+        self._launches = BoundedTable[Callable[..., None]](64)
+
+    def __call__(self, *arguments: Any) -> None:
+        """Launches on the current stream; arguments are tensors, descriptors, integers, floats and None."""
+        # The OR of all addresses is a multiple of 16 only if each of them is.
+        addresses, parts = 0, list[Any]()
+        for argument in arguments:
+            if isinstance(argument, torch.Tensor):
+                addresses |= argument.data_ptr()
+                parts.append(argument.dtype)
+            elif argument is None or type(argument) is int:
+                parts.append(argument)
+        # A compiled kernel is loaded into one GPU.
+        key = (addresses % _ALIGNMENT, self._device(), *parts)
+        launch = self._launches.get(key)
+        if launch is not None:
+            launch(*arguments, *self._after)
+            return
+        if (variants := _record.get()) is not None:
+            key = _variant_of(self._kernel, arguments, self._constants)
+            variants[key] = partial(self._kernel.warmup, *arguments, grid=self._grid, **self._constants)
+            return
+        with _lock_of(self._kernel, self._constants):
+            compiled = self._kernel[self._grid](*arguments, **self._constants)
+        # Unaligned pointers stay with Triton's own launch, which compiles a variant for them.
+        if compiled is not None and not key[0]:  # Triton's interpreter compiles nothing
+            self._after = [self._constants[name] for name in self._kernel.arg_names if name in self._constants]
+            self._launches[key] = compiled[(*self._grid, 1, 1)[:3]]
