@@ -19,9 +19,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from quant.calibration.solvers.factor import LossMetric
 from quant.calibration.solvers.interfaces import GroupInputs, shared_global_scale
-from quant.calibration.solvers.lowrank import lowrank_branch, residual_weight
+from quant.calibration.solvers.lowrank import LossMetric, lowrank_branch, residual_weight
 from quant.calibration.statistics import round_activation
 from quant.formats.format import Format
 

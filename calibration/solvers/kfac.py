@@ -30,10 +30,18 @@ import torch
 from torch import Tensor
 
 from quant.base.parallel import in_parts
-from quant.calibration.solvers.block_search import search_threads
-from quant.calibration.solvers.factor import Factor, corrected_weight
-from quant.calibration.solvers.gptq import FixedScales, Gptq, Rounding, by_input, encoded, fixed_scales
+from quant.calibration.solvers.gptq import (
+    Factor,
+    FixedScales,
+    Gptq,
+    Rounding,
+    by_input,
+    corrected_weight,
+    encoded,
+    fixed_scales,
+)
 from quant.calibration.solvers.interfaces import required_stats
+from quant.calibration.solvers.row_parallel import search_threads
 from quant.calibration.statistics import LayerStats
 from quant.formats.format import Format
 from quant.formats.scaling import nonzero

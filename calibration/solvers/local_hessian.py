@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from quant.base.parallel import in_parts
-from quant.calibration.solvers.block_search import search_block
-from quant.calibration.solvers.factor import block_factors
+from quant.calibration.solvers.gptq import block_factors, search_block
 from quant.calibration.solvers.interfaces import required_stats
 from quant.calibration.solvers.row_parallel import solve_by_rows
 from quant.calibration.statistics import LayerStats

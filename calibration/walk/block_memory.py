@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from quant.base.errors import option
 from quant.calibration.ranks import rank_and_world
 from quant.calibration.session import Session
 from quant.calibration.solvers.registry import get_pipeline
@@ -164,5 +165,6 @@ def reporting_block(name: Callable[[], str], session: Session) -> Iterator[None]
             )
         raise BlockTooLargeError(
             f"{name() or 'the model'}: {where}{holds} ran out of memory while it was solved: give fewer or shorter "
-            "calibration rows, a solver that looks at no data, such as rtn, or --device cpu, which takes longer"
+            f"calibration rows, a solver that looks at no data, such as rtn, or {option('device', 'cpu')}, which "
+            "takes longer"
         ) from error

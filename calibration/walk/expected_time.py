@@ -29,14 +29,13 @@ from quant.calibration.outputs.gradients import labels_drawn
 from quant.calibration.placement import device_of
 from quant.calibration.session import Session
 from quant.calibration.solvers.interfaces import Solver
-from quant.calibration.solvers.merge_rotations import STEPS
 from quant.calibration.solvers.registry import Pipeline, get_pipeline, supports
 from quant.calibration.solvers.solve_group import solve_group
 from quant.calibration.statistics import LayerStats
 from quant.calibration.texts.mixture import PIECE
 from quant.calibration.texts.self_written import ROWS_AT_ONCE
 from quant.calibration.walk.group import Settings
-from quant.calibration.walk.learn_rotation import LEARNING_ROWS
+from quant.calibration.walk.learned_rotation import LEARNING_ROWS, STEPS
 from quant.formats.format import Format
 from quant.recipes.layers import LayerKind
 from quant.recipes.plan import LayerPlan, Plan, groups_of

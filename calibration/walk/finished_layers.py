@@ -17,7 +17,7 @@ from quant.calibration.layer_result import LayerResult
 from quant.calibration.placement import home_of_states
 from quant.calibration.ranks import Exchange, from_first, gathered, number_of, own_batches, rank_and_world, wait_for_all
 from quant.calibration.session import Session, Step, Store
-from quant.calibration.walk.chain import BlockStore, States
+from quant.calibration.walk.walk import BlockStore, States
 from quant.formats.tensor import BlockScaledTensor
 from quant.kernels.linear.install import install_weight
 from quant.kernels.linear.quant_linear import RunTimeParts

@@ -38,12 +38,7 @@ from quant.calibration.walk.group import CurrentBatch, Solved
 from quant.calibration.walk.shared_moments import Moments, pooled, slices_that_fit, stats_of
 from quant.formats.scaling import nonzero
 from quant.formats.tensor import BlockScaledTensor
-from quant.kernels.linear.expert_modules import (
-    QuantExperts,
-    can_run_experts_one_by_one,
-    experts_forward,
-    tokens_by_expert,
-)
+from quant.kernels.linear.experts import QuantExperts, can_run_experts_one_by_one, experts_forward, tokens_by_expert
 from quant.kernels.linear.quant_linear import RunTimeParts
 from quant.recipes.blocks import Stop
 from quant.recipes.layers import expert_matrices, stacking_of

@@ -38,6 +38,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
+from quant.base.errors import option
 from quant.base.atomic import claimed, sync, write_atomically
 from quant.base.json_files import JsonData, json_text, parse_json, read_json, typed
 from quant.base.mapped import trim_heap
@@ -319,7 +320,8 @@ class DirectoryStore(Store):
             """Whether the checkpoint was whole when the run began, and perhaps not yet under its name."""
             if not (self.path / RUN).is_file():
                 raise ValueError(
-                    f"{self.path}: the first rank keeps its work there, and this one does not see it; give an --out on "
+                    f"{self.path}: the first rank keeps its work there, and this one does not see it; give an "
+                    f"{option('out')} on "
                     "a file system that all machines share"
                 )
             self._run = RunRecord.read(self.path)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from quant.calibration.solvers.factor import LossMetric, blocks_between
+from quant.calibration.solvers.lowrank import LossMetric, blocks_between
 from quant.calibration.solvers.lowrank import lowrank_branch, refit_branches, residual_weight, take_branches
 from quant.calibration.statistics import LayerStats
 from quant.formats.format import get_format

@@ -12,7 +12,7 @@ import torch
 from samples import BASE
 from torch import nn
 
-from quant.calibration.solvers.merge_rotations import find_residual, merge_head_rotation, merge_residual_rotation
+from quant.calibration.solvers.rotation import find_residual, merge_head_rotation, merge_residual_rotation
 from quant.kernels.linear.quant_linear import QuantLinear
 from quant.kernels.rounding.hadamard import hadamard_transform
 from quant.recipes.blocks import capture

@@ -24,7 +24,7 @@ from quant.calibration.walk.group import Settings
 from quant.cli.quantize_command import quantize_command
 from quant.export.checkpoint.load import load
 from quant.formats.format import FORMATS
-from quant.kernels.linear.expert_modules import QuantExperts
+from quant.kernels.linear.experts import QuantExperts
 from quant.kernels.linear.quant_linear import QuantLinear
 from quant.models.open_model import open_model
 from quant.recipes.blocks import capture, output_of

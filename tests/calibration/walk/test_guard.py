@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from quant.calibration.walk.promote import promote, relative_error
+from quant.calibration.walk.round import promote, relative_error
 from quant.formats.format import FORMATS
 from quant.recipes.plan import Guard, LayerPlan
 

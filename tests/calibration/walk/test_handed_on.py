@@ -13,7 +13,7 @@ from slow_cases import quick_cases
 
 import quant
 from quant.calibration.walk import block as block_module
-from quant.calibration.walk.chain import States
+from quant.calibration.walk.walk import States
 from quant.calibration.walk.walk import ModelWalk
 from quant.recipes.blocks import output_of
 

@@ -16,7 +16,7 @@ from quant.calibration.solvers.kfac import output_blocks
 from quant.calibration.statistics import LayerStats, MomentSum
 from quant.calibration.walk.fused_experts import FusedExperts
 from quant.calibration.walk.transform import _scale_gradients
-from quant.kernels.linear.expert_modules import experts_forward
+from quant.kernels.linear.experts import experts_forward
 from quant.recipes.layers import LayerKind
 from quant.run.quantize import quantize
 
