@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from quant.base.errors import counted
+from quant.base.errors import counted, option
 from quant.base.errors import html_table
 from quant.base.json_files import JsonData
 from quant.formats.tensor import BlockScaledTensor
@@ -82,7 +82,7 @@ def layer_result(plan_layer: LayerPlan, weight: torch.Tensor, quantized: BlockSc
     if not math.isfinite(noise):
         raise ValueError(
             f"{plan_layer.name}: weights of up to {float(weight.abs().max()):.2g} are infinite in "
-            f"{quantized.format}; keep the layer in 16 bit with --exclude"
+            f"{quantized.format}; keep the layer in 16 bit with {option('exclude')}"
         )
     # A weight of zeros is exact in every format.
     error = math.sqrt(noise / signal) if signal else 0.0
@@ -114,7 +114,8 @@ def loss_warnings(results: Sequence[LayerResult]) -> list[str]:
     listed = ", ".join(f"{result.name} ({result.relative_error:.0%})" for result in lost[:3])
     return [
         f"{counted(len(lost), 'layer')} lost most of the values, by relative error: {listed}. Where fused layers share "
-        "a scale, much smaller values next to larger ones become zero: keep such layers in 16 bit with --exclude"
+        "a scale, much smaller values next to larger ones become zero: keep such layers in 16 bit with "
+        f"{option('exclude')}"
     ]
 
 

@@ -27,8 +27,8 @@ KINDS: dict[str, tuple[str, set[str]]] = {
 }
 """Every kind of export: the ending of its default destination, and the options that only some kinds take."""
 REMOVED = {
-    "triton-server": "examples/triton_server/model.py serves what --to onnx or tensorrt writes in its Python backend",
-    "edge-llm": "--to modelopt writes what tensorrt-edgellm-export reads; docs/engines.md has the three traps",
+    "triton-server": "examples/triton_server/model.py serves what the kinds onnx and tensorrt write in its Python backend",
+    "edge-llm": "the kind modelopt is what tensorrt-edgellm-export reads; docs/engines.md has the three traps",
 }
 """Kinds of earlier releases, and what takes their place."""
 DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}

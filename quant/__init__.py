@@ -8,7 +8,6 @@ table.
 from __future__ import annotations
 
 import importlib
-import inspect
 import os
 from typing import TYPE_CHECKING, Any
 
@@ -53,8 +52,6 @@ if TYPE_CHECKING:
     from quant.formats.format import FORMATS as FORMATS
     from quant.formats.format import Format as Format
     from quant.formats.tensor import BlockScaledTensor as BlockScaledTensor
-    from quant.integrations.from_modelopt import from_modelopt as from_modelopt
-    from quant.integrations.from_torchao import from_torchao as from_torchao
     from quant.models.open_model import Source as Source
     from quant.models.open_model import open_model as open_model
     from quant.recipes.layers import LayerKind as LayerKind
@@ -65,10 +62,10 @@ if TYPE_CHECKING:
     from quant.recipes.recipe import Rule as Rule
     from quant.report.report import Report as Report
     from quant.run.quantize import quantize as quantize
-    from quant.training.distill import DistillMixin as DistillMixin
-    from quant.training.distill import distill as distill
-    from quant.training.distill_checkpoint import distill_checkpoint as distill_checkpoint
-    from quant.training.distill_options import DistillOptions as DistillOptions
+    from quant.training.distillation_loss import DistillMixin as DistillMixin
+    from quant.training.distillation_loss import distill as distill
+    from quant.training.distill import distill_checkpoint as distill_checkpoint
+    from quant.training.distill import DistillOptions as DistillOptions
     from quant.training.low_precision.conversion import LowPrecisionTraining as LowPrecisionTraining
     from quant.training.low_precision.conversion import convert_trained as convert_trained
     from quant.training.low_precision.conversion import from_low_precision_training as from_low_precision_training
@@ -101,8 +98,6 @@ _PUBLIC = {
     "quant.export.export_model": ("Exported", "export_model"),
     "quant.formats.format": ("FORMATS", "Format"),
     "quant.formats.tensor": ("BlockScaledTensor",),
-    "quant.integrations.from_modelopt": ("from_modelopt",),
-    "quant.integrations.from_torchao": ("from_torchao",),
     "quant.models.open_model": ("Source", "open_model"),
     "quant.recipes.layers": ("LayerKind",),
     "quant.recipes.plan": ("LayerPlan", "Plan"),
@@ -110,9 +105,9 @@ _PUBLIC = {
     "quant.recipes.recipe": ("Recipe", "Rule"),
     "quant.report.report": ("Report",),
     "quant.run.quantize": ("quantize",),
-    "quant.training.distill": ("DistillMixin", "distill"),
-    "quant.training.distill_checkpoint": ("distill_checkpoint",),
-    "quant.training.distill_options": ("DistillOptions",),
+    "quant.training.distillation_loss": ("DistillMixin", "distill"),
+    "quant.training.distill": ("distill_checkpoint",),
+    "quant.training.distill": ("DistillOptions",),
     "quant.training.low_precision.conversion": (
         "LowPrecisionTraining",
         "convert_trained",
@@ -131,23 +126,20 @@ __all__ = ["__version__", *_HOME]
 # Names that were attributes of `quant` up to 0.2, and what they are called since; the table goes with 0.4.
 _RENAMED = {
     "Allocation": "quant.calibration.allocation.allocate.Allocation",
-    "QuantExperts": "quant.kernels.linear.expert_modules.QuantExperts",
+    "QuantExperts": "quant.kernels.linear.experts.QuantExperts",
     "QuantLinear": "quant.kernels.linear.quant_linear.QuantLinear",
     "QuantizedKVCache": "quant.generate.quantized_kv_cache.QuantizedKVCache",
     "TaskScore": "quant.adapters.tasks.TaskScore",
     "calibrate": "quant.calibration.walk.collect.calibrate",
     "edit_plan": "Plan.set",
     "evaluate_tasks": "quant.adapters.tasks.evaluate_tasks",
+    "from_modelopt": "quant.load, of the directory that ModelOpt's export_hf_checkpoint writes,",
+    "from_torchao": "quant.quantize of the original model with solver='rtn', which has torchao's rounding,",
     "modelopt_config": "quant.adapters.modelopt_names.modelopt_config",
     "quantized_attention": "quant.generate.quantized_attention.quantized_attention",
     "render_html": "Report.to_html",
     "set_weight_cache": "quant.kernels.linear.oracle.set_weight_cache",
 }
-
-
-def _edit_plan(plan: Any, setting: str, whole_groups: bool) -> Any:
-    """Carries out `Plan.set`, whose room may not import the editing of plans."""
-    return importlib.import_module("quant.recipes.plan_edit").set_in_python(plan, setting, whole_groups)
 
 
 def __getattr__(name: str) -> Any:
@@ -156,9 +148,6 @@ def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module 'quant' has no attribute {name!r}")
     value = getattr(importlib.import_module(_HOME[name]), name)
-    if inspect.isfunction(value):
-        # Commands import the function from its module, and its messages name their options.
-        value = importlib.import_module("quant.base.errors").naming_parameters(value)
     globals()[name] = value  # found there from now on
     return value
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from quant.base.errors import UserError, counted
+from quant.base.errors import UserError, counted, option
 from quant.base.json_files import JsonData, read_json, typed
 from quant.recipes.groups import patterns
 from quant.recipes.layers import Layer, LayerKind
@@ -81,7 +81,8 @@ def _kept_inputs(plan: Plan) -> list[str]:
         return []
     return [
         f"the inputs of {counted(len(weight_only), 'layer')}, {weight_only[0].name} first, stay in 16 bit, and only "
-        f"weights are quantized: {NOT_RUN}; pass a model's directory or --model-factory to quantize inputs too"
+        f"weights are quantized: {NOT_RUN}; pass a model's directory or {option('model_factory')} to quantize "
+        "inputs too"
     ]
 
 

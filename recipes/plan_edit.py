@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
-from quant.base.errors import UserError, counted, listed
+from quant.base.errors import UserError, counted, listed, option
 from quant.formats.format import INPUT_FORMATS, Format, cache_format, parse_format
 from quant.recipes.layers import LayerKind
 from quant.recipes.plan import LayerPlan, Parts, Plan, bits_per_weight
@@ -119,7 +119,9 @@ def parse_setting(text: str) -> Setting:
     # From the right: a glob may hold "=", a format and a solver may not.
     glob, equals, value = text.rpartition("=")
     if not equals or not glob or not value:
-        raise UserError(f"--set {text!r}: expected GLOB=FORMAT[:SOLVER][@INPUT], such as '*.down_proj=fp8_channel'")
+        raise UserError(
+            f"{option('set', repr(text))}: expected GLOB=FORMAT[:SOLVER][@INPUT], such as '*.down_proj=fp8_channel'"
+        )
     value, at, input_name = value.partition("@")
     name, colon, solver = value.partition(":")
     try:
@@ -132,9 +134,9 @@ def parse_setting(text: str) -> Setting:
         if colon:
             check_solver(solver)
     except ValueError as error:
-        raise UserError(f"--set {text!r}: {error}") from None
+        raise UserError(f"{option('set', repr(text))}: {error}") from None
     if weight is None and (activation is not None or solver):
-        raise UserError(f"--set {text!r}: a layer in 16 bit has neither a solver nor an input format")
+        raise UserError(f"{option('set', repr(text))}: a layer in 16 bit has neither a solver nor an input format")
     return Setting(text, glob, weight, solver or None, activation, bool(at))
 
 
@@ -221,7 +223,7 @@ def _chosen(plan: Plan, setting: Setting) -> list[LayerPlan]:
         names = ", ".join(layer.name for layer in plan.layers[:3])
         names += ", …" if len(plan.layers) > 3 else ""
         layers = f"this plan's are called {names}" if names else "this plan has none"
-        raise UserError(f"--set {setting.text!r}: the glob matches no layer; {layers}")
+        raise UserError(f"{option('set', repr(setting.text))}: the glob matches no layer; {layers}")
     chosen = [layer for layer in named if layer.kind in QUANTIZABLE]
     # `*` over a model with both is meant for its linear layers, unless convolutions are quantized already.
     if any(layer.kind != LayerKind.CONV for layer in chosen):
@@ -233,7 +235,8 @@ def _chosen(plan: Plan, setting: Setting) -> list[LayerPlan]:
     if not chosen:
         kinds = ", ".join(sorted({layer.kind for layer in named}))
         raise UserError(
-            f"--set {setting.text!r}: matches only layers of kind {kinds} ({listed(layer.name for layer in named)}); "
+            f"{option('set', repr(setting.text))}: matches only layers of kind {kinds} "
+            f"({listed(layer.name for layer in named)}); "
             "formats are for linear layers, fused experts, convolutions, output heads and embeddings"
         )
     return chosen
@@ -286,7 +289,7 @@ def set_kv_cache(plan: Plan, name: str) -> Plan:
     try:
         return replace(plan, kv_cache=cache_format(name))
     except ValueError as error:
-        raise UserError(f"--kv-cache {name}: {error}") from None
+        raise UserError(f"{option('kv_cache', name)}: {error}") from None
 
 
 def _refuse_obstacles(plan: Plan, changes: Mapping[str, Setting]) -> None:
@@ -317,5 +320,5 @@ def _refuse_split_groups(plan: Plan, changes: Mapping[str, Setting]) -> None:
     groups = f"fusion group {split[0]}" if len(split) == 1 else f"{len(split)} fusion groups, {split[0]} first"
     raise UserError(
         f"the edit splits {groups}: a runtime merges its members into one matmul. Include {include} too, or pass "
-        "--whole-groups"
+        f"{option('whole_groups', True)}"
     )

@@ -127,11 +127,10 @@ class AllocationRecord(JsonData):
         # Limits on perplexity are relative and shown in percent, those on KL in nats.
         percent = self.budget.kind == BudgetKind.PERPLEXITY
         loss, limit = (f"{100 * x:.3g}%" if percent else f"{x:.4g}" for x in (worst.loss, self.budget.value))
-        statement, limited = (
-            ("perplexity rises by", "--max-ppl-increase") if percent else ("the loss is", option("max_kl"))
-        )
+        statement = "perplexity rises by" if percent else "the loss is"
+        limited = option("max_ppl_increase" if percent else "max_kl", limit)
         return [
-            f"{limited} {limit} holds on the rows that formats were chosen on, and not on those kept to verify it: "
+            f"{limited} holds on the rows that formats were chosen on, and not on those kept to verify it: "
             f"{statement} {loss} on {counted(worst.rows, 'row')} of {worst.text}; give a lower limit, or more rows"
         ]
 
@@ -163,21 +162,21 @@ class Goal:
     def __post_init__(self) -> None:
         # Two limits would need two searches: the smallest model for one may break the other.
         if self.max_kl is not None and self.max_ppl_increase is not None:
-            raise UserError(f"give one limit on the loss: {option('max_kl')} or --max-ppl-increase")
+            raise UserError(f"give one limit on the loss: {option('max_kl')} or {option('max_ppl_increase')}")
         if not self.has_limit and self.bits is None and self.fit is None and self.latency is None:
             raise UserError(
-                f"nothing to allocate for: give {option('bits')}, --fit, --latency, {option('max_kl')} or "
-                "--max-ppl-increase"
+                f"nothing to allocate for: give {option('bits')}, {option('fit')}, {option('latency')}, "
+                f"{option('max_kl')} or {option('max_ppl_increase')}"
             )
         for name in ("bits", "fit", "latency", "max_kl", "max_ppl_increase"):
             value = getattr(self, name)
             if value is not None and not 0 < value < math.inf:
-                raise UserError(f"--{name.replace('_', '-')} {value:g}: give a finite number above zero")
+                raise UserError(f"{option(name, f'{value:g}')}: give a finite number above zero")
         timing = self.timing  # also without --latency: an unknown target is refused here
         if self.latency is not None and timing is None:
             raise UserError(
-                f"--latency needs the GPU or a table of kernel times: {option('target', 'h100')}, or "
-                f"{option('target')} FILE.json"
+                f"{option('latency')} needs the GPU or a table of kernel times: {option('target', 'h100')}, or "
+                f"{option('target', 'FILE.json')}"
             )
 
     @property

@@ -390,7 +390,8 @@ class Bench:
     def _next_token(self) -> NextToken:
         if type(self.divergence) is not NextToken:
             raise UserError(
-                f"--max-ppl-increase needs a causal language model; use {option('max_kl')}, here {self.divergence.unit}"
+                f"{option('max_ppl_increase')} needs a causal language model; use {option('max_kl')}, here "
+                f"{self.divergence.unit}"
             )
         return self.divergence
 

@@ -33,6 +33,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from quant.base.errors import option
 from quant.calibration.evaluating import evaluating
 from quant.calibration.placement import device_of
 from quant.calibration.session import Session
@@ -41,9 +42,12 @@ from quant.recipes.blocks import cache_argument, cache_of
 _ALONE = Session()
 ROWS_AT_ONCE = 64
 _MOST_AT_ONCE = 1024  # on a GPU, where the cache of these rows may take an eighth of the memory
-_NO_TEXT = "cannot write its own calibration text; pass some with --calib FILE"
 _LIKELIEST = 4  # positions after a random first token; LLM-QAT takes 3 to 5
 _DRAWN, _LIKELY = -1, -2  # in place of the ids of tokens that are still to be chosen
+
+
+def _no_text(model: nn.Module) -> str:
+    return f"{type(model).__name__} cannot write its own calibration text; pass some with {option('calib', 'FILE')}"
 
 
 def generate_rows(
@@ -198,7 +202,7 @@ def _step(model: Any, prefix: torch.Tensor, cache: Any) -> tuple[torch.Tensor, A
         output = model(prefix)
     logits: Any = output[0] if isinstance(output, tuple) else getattr(output, "logits", output)
     if not isinstance(logits, torch.Tensor) or logits.dim() != 3 or logits.shape[0] != len(prefix):
-        raise ValueError(f"{type(model).__name__} {_NO_TEXT}: it does not give logits [rows, tokens, vocabulary]")
+        raise ValueError(f"{_no_text(model)}: it does not give logits [rows, tokens, vocabulary]")
     return logits, cache_of(output)
 
 
@@ -206,13 +210,13 @@ def _check_causal(model: nn.Module, opening: torch.Tensor, again: torch.Tensor) 
     """Raises ValueError if the first position's logits changed when more tokens followed: attention is not causal."""
     # A tenth is far above the rounding that a batch's shape changes, and far below the effect of seeing the next token.
     if float((opening - again).float().norm()) > 0.1 * float(opening.float().norm()):
-        raise ValueError(f"{type(model).__name__} {_NO_TEXT}: what it says at a position depends on later tokens")
+        raise ValueError(f"{_no_text(model)}: what it says at a position depends on later tokens")
 
 
 def _check_length(model: nn.Module, seqlen: int) -> None:
     config = getattr(model, "config", None)
     if getattr(config, "is_encoder_decoder", False):
-        raise ValueError(f"{type(model).__name__} {_NO_TEXT}: it is an encoder with a decoder")
+        raise ValueError(f"{_no_text(model)}: it is an encoder with a decoder")
     limit = getattr(config, "max_position_embeddings", None)
     if isinstance(limit, int) and 0 < limit < seqlen:
         raise ValueError(f"seqlen={seqlen}: {type(model).__name__} has {limit} positions; lower seqlen")
@@ -234,7 +238,7 @@ def _drawable(model: nn.Module, tokenizer: Any | None) -> torch.Tensor:
     """Returns bool `[vocabulary]`, on the device of the embedding: tokens that may stand in the middle of a text."""
     embedding = next((module for module in model.modules() if isinstance(module, nn.Embedding)), None)
     if embedding is None:
-        raise ValueError(f"{type(model).__name__} {_NO_TEXT}: it has no embedding of token ids")
+        raise ValueError(f"{_no_text(model)}: it has no embedding of token ids")
     allowed = torch.ones(embedding.num_embeddings, dtype=torch.bool, device="cpu")
     if tokenizer is not None:
         allowed[len(tokenizer) :] = False  # rows that only pad the embedding to a round size
@@ -245,7 +249,7 @@ def _drawable(model: nn.Module, tokenizer: Any | None) -> torch.Tensor:
             special.update(ids if isinstance(ids, list) else [ids])
     allowed[[i for i in special if isinstance(i, int) and 0 <= i < len(allowed)]] = False
     if not bool(allowed.any()):
-        raise ValueError(f"{type(model).__name__} {_NO_TEXT}: every token of its vocabulary is special")
+        raise ValueError(f"{_no_text(model)}: every token of its vocabulary is special")
     return allowed.to(embedding.weight.device)
 
 

@@ -32,8 +32,8 @@ from typing import Any
 
 from torch import nn
 
-from quant.base.errors import option
 from quant.base.atomic import put_file, temporary_directory
+from quant.base.errors import option
 from quant.base.json_files import json_text, write_json
 from quant.base.mapped import trim_heap
 from quant.export.onnx.dynamic_shapes import FP8_ATTENTION_MINIMUM, format_profile

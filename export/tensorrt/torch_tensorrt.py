@@ -31,8 +31,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from quant.base.errors import option
 from quant.base.atomic import put_file, temporary_directory
+from quant.base.errors import option
 from quant.base.extras import install_command
 from quant.export.aoti.op_bodies import EXPORTED_ATTENTION, exported_attention
 from quant.export.aoti.package import TRACED, decomposed, traced

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import difflib
-import functools
 import html
-import inspect
 import re
-import sys
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 
 # `html_table` writes a small table for notebooks, with every cell escaped.
 
@@ -62,14 +60,9 @@ _ESCAPED = {code: f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}" for cod
 Spelling = Callable[[str], str]
 """Spells a field of a request as the user wrote it: `--lm-head` in a command, `lm_head=` in Python."""
 
-# A command in backticks, which stays; or an option, and its value: a number, a name with digits or one of some words, a
-# range, an input's dtype and dimensions, or all that comes before a colon.
-_OPTION = re.compile(
-    r"`[^`]*`|--([a-z][a-z-]*)(?: (-?\d[\w.]*|[a-z]+\d\w*|none|native|plugin|onnx|tensorrt|aoti"
-    r"|torch-tensorrt|modelopt|compressed-tensors|\w+=\d+:\d+:\d+|\w+:\w+:[\w,]*\w|\S+(?=: ))(?![\w-]|\.\w))?"
-)
-# Parameters that are not called like their option.
-_PARAMETERS = {"set": "settings", "calib": "data", "input": "inputs", "engine-feature": "features"}
+_IN_COMMAND = ContextVar("_IN_COMMAND", default=False)
+# Parameters of public functions that are not called like their option.
+_PARAMETERS = {"calib": "data", "input": "inputs", "engine_feature": "features", "format": "recipe"}
 
 # Fields whose option does not repeat their name; the command has --recipe FILE and --format NAME.
 _OPTIONS_OF_FIELDS = {"recipe": "--format", "recipe_file": "--recipe", "plan_file": "--plan", "eval_texts": "--eval"}
@@ -82,38 +75,33 @@ class UserError(ValueError):
     """
 
 
-def naming_parameters(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps a public function so that its errors name its parameters, where they would name options of a command.
+@contextmanager
+def in_command() -> Iterator[None]:
+    """Makes `option` spell options as a command takes them while open."""
+    before = _IN_COMMAND.set(True)
+    try:
+        yield
+    finally:
+        _IN_COMMAND.reset(before)
 
-    `--whole-groups` becomes `whole_groups=True`, `--baseline` becomes `baseline=`, and `--kv-cache fp8` becomes
-    `kv_cache="fp8"`. An option that is no parameter of the function stays, and so do all of them while a command runs.
+
+def option(name: str, value: object = None) -> str:
+    """Spells an option in a message: `--kv-cache fp8` while a command runs, and `kv_cache="fp8"` in Python.
+
+    Args:
+        name: the option's name with underscores: `kv_cache`.
+        value: its value; True for an option that is a flag, and None where the message names only the option.
     """
-    parameters = inspect.signature(function).parameters
-
-    def spelled(option: re.Match[str]) -> str:
-        name = _PARAMETERS.get(option[1], option[1].replace("-", "_")) if option[1] else ""
-        if name not in parameters:
-            return option[0]
-        value = option[2] or ""
-        if option[1] == "input" and value.count(":") == 2:
-            key, _, dims = value.partition(":")
-            return f'inputs={{"{key}": "{dims}"}}'
-        if parameters[name].default is False:
-            return f"{name}=True {value}".rstrip()
-        return f"{name}={value}" if re.fullmatch(r"(-?[\d.]+|['\"].*)?", value) else f'{name}="{value}"'
-
-    @functools.wraps(function)
-    def wrapper(*args: Any, **options: Any) -> Any:
-        try:
-            return function(*args, **options)
-        except Exception as error:
-            click = sys.modules.get("click")  # loaded by every command
-            in_command = click is not None and click.get_current_context(silent=True) is not None
-            if not in_command and error.args and isinstance(error.args[0], str):
-                error.args = (_OPTION.sub(spelled, error.args[0]), *error.args[1:])
-            raise
-
-    return wrapper
+    if _IN_COMMAND.get():
+        words = f"--{name.replace('_', '-')}"
+        return words if value is None or value is True else f"{words} {value}"
+    parameter = _PARAMETERS.get(name, name)
+    text = "" if value is None else str(value)
+    if name == "input" and text.count(":") == 2:
+        key, _, dims = text.partition(":")
+        return f'{parameter}={{"{key}": "{dims}"}}'
+    is_literal = re.fullmatch(r"(True|-?[\d.]+|['\"].*)?", text)
+    return f"{parameter}={text}" if is_literal else f'{parameter}="{text}"'
 
 
 def as_option(field: str) -> str:

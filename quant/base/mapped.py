@@ -60,3 +60,15 @@ def _madvise() -> Callable[..., int] | None:
         return ctypes.CDLL(None, use_errno=True).madvise
     except (OSError, AttributeError, TypeError):
         return None
+
+
+def value_of(tensor: torch.Tensor, *, whole: bool = True) -> torch.Tensor:
+    """Returns a tensor without its autograd history; a parameter that is still in its files is read (`stored_weights`).
+
+    With `whole` false, experts that could be run one by one from their files stay there.
+    """
+    stored = getattr(tensor, "stored", None)
+    if stored is None or (stored.runs_alone and not whole):
+        return tensor.detach()
+    read: torch.Tensor = stored.tensor()
+    return read

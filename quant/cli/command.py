@@ -29,11 +29,11 @@ from typing import Any, Literal, NamedTuple, TextIO, cast
 
 import click
 
-from quant.base.errors import UserError, printable
+from quant.base.errors import UserError, in_command, printable
 from quant.base.json_files import json_text
 from quant.cli.ranks.launch import is_rank, launch, local_device
 from quant.cli.ranks.watch import Watch
-from quant.kernels.base.processor import set_up_threads
+from quant.base.processor import set_up_threads
 from quant.models.files import with_revision
 from quant.recipes.plan import PLAN_FILE, Plan, RunTimeFormats
 
@@ -313,7 +313,7 @@ class Command(click.Command):
 
     def invoke(self, ctx: click.Context) -> Any:
         """Runs the command."""
-        with patient("stdout"), patient("stderr"):
+        with patient("stdout"), patient("stderr"), in_command():
             return self._invoke(ctx)
 
     def _invoke(self, ctx: click.Context) -> Any:

@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from quant.base.errors import UserError, known_names
+from quant.base.errors import UserError, known_names, option
 from quant.calibration.evaluating import evaluating
 from quant.calibration.placement import Device, device_of, find_device
 from quant.export.checkpoint.files.tensor_checks import value_problem
@@ -291,7 +291,8 @@ def _refuse_logits(model: nn.Module, count: int) -> NoReturn:
                 raise UserError(f"{name} {list(tensor.shape)} {problem}; repair the model, or download it again")
     raise UserError(
         f"{type(model).__name__} gives NaN or infinite logits behind token {count}, and its weights hold "
-        "neither: what it computes overflows; generate in another --dtype, or with 16-bit attention and KV cache"
+        f"neither: what it computes overflows; generate in another {option('dtype')}, or with 16-bit attention "
+        "and KV cache"
     )
 
 
@@ -357,7 +358,7 @@ def _check(model: nn.Module, ids: torch.Tensor, max_new_tokens: int) -> None:
 def cast_unquantized(model: nn.Module, dtype: str) -> None:
     """Puts all that is not quantized in a dtype; buffers in float32, such as the frequencies of positions, stay."""
     if dtype not in DTYPES:
-        raise UserError(f"--dtype {dtype}: unknown; {known_names(dtype, DTYPES)}")
+        raise UserError(f"{option('dtype', dtype)}: unknown; {known_names(dtype, DTYPES)}")
     # `.to(dtype)` casts all floating-point buffers, also frequencies that models keep in float32 on purpose.
     wide = [
         (module, name, buffer)

@@ -16,7 +16,7 @@ model was called with, or, in a forward pass without a cache, by the config's `q
 a whole text sees the same keys and values as decoding token by token. The function depends on the call:
 
     a sequence from its start     `quant.kernels.attention.forward`: FP8 or 16 bit, causal, windows, soft cap
-    new tokens over a cache       `quant.kernels.attention.decode` on the pages, with queries in 16 bit
+    new tokens over a cache       `quant.kernels.attention.paged_attention` on the pages, with queries in 16 bit
     padding, another mask, sinks  plain PyTorch on the rounded operands
 
 Queries and keys are first multiplied by a pair of inverse matrices (`quant.generate.key_rotation`), which keeps their
@@ -47,7 +47,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.functional import pad
 
-from quant.base.errors import UserError, known_names
+from quant.base.errors import UserError, known_names, option
 from quant.base.extras import require
 from quant.calibration.attention_names import implementations_kept, names_registered, text_config
 from quant.calibration.attention_scales import is_latent, latents_changed, rotary_key, with_rotary_key
@@ -57,7 +57,7 @@ from quant.formats.rounding import encode
 from quant.formats.scaling import scale_of
 from quant.generate.key_rotation import turning
 from quant.kernels.attention.attention_operands import SCALE_BLOCK
-from quant.kernels.attention.attention_tiles import DIMS
+from quant.kernels.attention.attention_operands import DIMS
 from quant.kernels.attention.forward import attention
 from quant.kernels.attention.kv_pages import HEADROOM, first_scale, kv_format, round_kv
 from quant.kernels.attention.quantize_qkv import quantize_attention
@@ -231,7 +231,8 @@ def quantized_attention(
         return
     if getattr(model, "config", None) is None or not hasattr(model, "set_attn_implementation"):
         raise UserError(
-            f"{type(model).__name__} is not a transformers model; --attention and --kv-cache act on transformers' own "
+            f"{type(model).__name__} is not a transformers model; {option('attention')} and {option('kv_cache')} "
+            "act on transformers' own "
             "attention interface"
         )
     config = text_config(model.config)
@@ -246,7 +247,8 @@ def quantized_attention(
             model.set_attn_implementation(name)  # type: ignore[operator]
             if config._attn_implementation != name:
                 raise UserError(
-                    f"{type(model).__name__}: its attention is its own and cannot be replaced (--attention 16bit)"
+                    f"{type(model).__name__}: its attention is its own and cannot be replaced "
+                    f"({option('attention', '16bit')})"
                 )
             # Read by `_rounded` in a forward pass without a cache; one with a cache carries its own format.
             config.quant_kv_cache = None if format is None else format.name
@@ -258,11 +260,11 @@ def quantized_attention(
 def _named(attention: str | None, kv_cache: str | None) -> tuple[str, Format | None]:
     attention = "16bit" if is_16bit(attention) else str(attention)
     if attention not in ATTENTIONS:
-        raise UserError(f"--attention {attention}: unknown; {known_names(attention, ATTENTIONS)}")
+        raise UserError(f"{option('attention', attention)}: unknown; {known_names(attention, ATTENTIONS)}")
     try:
         return attention, kv_format(kv_cache)
     except ValueError:
-        raise UserError(f"--kv-cache {kv_cache}: unknown; {known_names(kv_cache, KV_CACHES)}") from None
+        raise UserError(f"{option('kv_cache', kv_cache)}: unknown; {known_names(kv_cache, KV_CACHES)}") from None
 
 
 def turns(module: nn.Module, format: Format | None, fp8: bool) -> bool:
@@ -443,7 +445,9 @@ def _dense(
     dim = max(q.shape[3], value_dim)  # keys of latent attention are wider than its values
     room = next((size for size in DIMS if size >= dim), None)
     if room is None:
-        raise UserError(f"head dimension {dim}: quantized attention takes at most {DIMS[-1]} (--attention 16bit)")
+        raise UserError(
+            f"head dimension {dim}: quantized attention takes at most {DIMS[-1]} ({option('attention', '16bit')})"
+        )
     on_gpu = q.is_cuda and (fp8 or dtype is not torch.float32)
     # Zeros in added channels change no score, and their outputs are cut off.
     width = room if on_gpu else dim

@@ -4,7 +4,7 @@
     with quantized_attention(model, attention="fp8", kv_cache="nvfp4"):
         model.generate(ids, cache=cache)  # past_key_values before transformers 5.24
 
-Each layer keeps its pages (`quant.kernels.attention.paged_cache`). Under our attention
+Each layer keeps its pages (`quant.kernels.attention.paged_attention`). Under our attention
 (`quant.generate.quantized_attention`), a layer passes the new keys and values on unchanged, marked with itself;
 attention, which has the queries, lets the layer write them, and reads the pages. Under any other attention the layer
 writes at once and returns the whole cache, dequantized, as other quantized caches of transformers do: slower, and
@@ -22,13 +22,13 @@ import torch
 from torch import nn
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from quant.base.errors import UserError, known_names
+from quant.base.errors import UserError, known_names, option
 from quant.calibration.attention_names import text_config
 from quant.formats.format import Format
 from quant.generate.key_rotation import Turn, turning
 from quant.generate.quantized_attention import FP8, IMPLEMENTATIONS, KV_CACHES, scales_of, turns
 from quant.kernels.attention.kv_pages import KVPages, kv_format
-from quant.kernels.attention.paged_cache import PagedKVCache
+from quant.kernels.attention.paged_attention import PagedKVCache
 
 
 class QuantizedKVLayer(CacheLayerMixin):  # type: ignore[misc]
@@ -80,7 +80,7 @@ class QuantizedKVLayer(CacheLayerMixin):  # type: ignore[misc]
         if value_states.shape != key_states.shape:
             raise UserError(
                 f"keys {list(key_states.shape)} and values {list(value_states.shape)} differ in shape; such a cache "
-                "stays in 16 bit (--kv-cache 16bit)"
+                f"stays in 16 bit ({option('kv_cache', '16bit')})"
             )
         name = self._config._attn_implementation
         self._turns = name in IMPLEMENTATIONS and turns(self._module, self.format, fp8=name == FP8)
@@ -111,7 +111,7 @@ class QuantizedKVLayer(CacheLayerMixin):  # type: ignore[misc]
         if self._waiting:
             raise UserError(
                 f"{type(self._module).__name__} changes keys between cache and attention, which then did not see the "
-                "cache; generate with --attention 16bit --kv-cache 16bit"
+                f"cache; generate with {option('attention', '16bit')} {option('kv_cache', '16bit')}"
             )
         self.length += key_states.shape[2]
         if self._config._attn_implementation not in IMPLEMENTATIONS:
@@ -245,7 +245,7 @@ class QuantizedKVCache(Cache):  # type: ignore[misc]
             format = None
         if format is None:
             formats = [name for name in KV_CACHES if name != "16bit"]
-            raise UserError(f"--kv-cache {kv_cache}: no quantized cache; {known_names(kv_cache, formats)}")
+            raise UserError(f"{option('kv_cache', kv_cache)}: no quantized cache; {known_names(kv_cache, formats)}")
         config = text_config(model.config)
         modules = _attention_modules(model)
         super().__init__(layers=[QuantizedKVLayer(config, module, format, page_size) for module in modules])
@@ -264,7 +264,7 @@ def _attention_modules(model: nn.Module) -> list[nn.Module]:
     if getattr(model.config, "is_encoder_decoder", False) or shared or kinds - {"full_attention", "sliding_attention"}:
         raise UserError(
             f"{type(model).__name__}: layers that share or keep something other than keys and values "
-            f"({', '.join(sorted(kinds))}) have no quantized cache; generate with --kv-cache 16bit"
+            f"({', '.join(sorted(kinds))}) have no quantized cache; generate with {option('kv_cache', '16bit')}"
         )
     attention: dict[int, nn.Module] = {}
     for module in model.modules():

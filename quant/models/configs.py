@@ -15,7 +15,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from quant.base.errors import UserError
+from quant.base.errors import UserError, option
 from quant.base.extras import require
 from quant.base.json_files import read_json, typed
 from quant.models.files import cached_snapshot, find_model, safetensors_file, shard_names
@@ -164,7 +164,7 @@ def one_line(error: BaseException) -> str:
     if "trust_remote_code" in message:
         return (
             "it needs Python files of its directory (auto_map), which would run; if you trust their author, pass "
-            "--trust-remote-code"
+            f"{option('trust_remote_code', True)}"
         )
     return message
 

@@ -18,7 +18,7 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from quant.base.errors import UserError, known_names
+from quant.base.errors import UserError, known_names, option
 from quant.base.extras import require
 
 # A model on the Hugging Face hub is named `org/name`, or `org/name@revision`, and read as the snapshot of one commit.
@@ -93,7 +93,7 @@ def cached_snapshot(name: str, commit: str | None) -> Path | None:
 
 @cache
 def _snapshot(name: str, revision: str | None) -> Path:
-    option = "" if revision is None or _COMMIT.fullmatch(revision) else f" --revision {revision}"
+    revision_option = "" if revision is None or _COMMIT.fullmatch(revision) else f" --revision {revision}"
     folder = name.rpartition("/")[2]
     try:
         hub = require("huggingface_hub", "hf")
@@ -110,7 +110,7 @@ def _snapshot(name: str, revision: str | None) -> Path:
     except Exception as error:  # the network, the hub, the disk, a missing package: all have one way out
         raise UserError(
             f"{name}: no such file or directory, and nothing is downloaded: {_why(error, name, revision)}; if it is a "
-            f"model on the Hugging Face hub: hf download {name}{option} --local-dir {folder}, then pass {folder}"
+            f"model on the Hugging Face hub: hf download {name}{revision_option} --local-dir {folder}, then pass {folder}"
         ) from error
 
 
@@ -367,11 +367,13 @@ def with_revision(name: str, revision: str) -> str:
         fault = "is not a name on the hub, such as org/name"
     elif hub_name[1] is not None:
         raise UserError(
-            f"--revision {revision}: {name} names the revision {hub_name[1]} already; leave out one of them"
+            f"{option('revision', revision)}: {name} names the revision {hub_name[1]} already; leave out one of them"
         )
     else:
         return f"{name}@{revision}"
-    raise UserError(f"--revision {revision} is for a model on the Hugging Face hub, and {name} {fault}; leave it out")
+    raise UserError(
+        f"{option('revision', revision)} is for a model on the Hugging Face hub, and {name} {fault}; leave it out"
+    )
 
 
 def safetensors_file(path: Path, framework: str = "numpy") -> Any:

@@ -30,7 +30,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from quant.base.errors import UserError
+from quant.base.errors import UserError, option
 from quant.models import gguf, huggingface, state_dict
 from quant.models import state_dict as torch_files
 from quant.models.configs import origin_of
@@ -262,7 +262,9 @@ def _open_module(model: nn.Module, dtype: torch.dtype | None) -> Source:
 
 def _refuse_factory(model_factory: str | None, what: str) -> None:
     if model_factory is not None:
-        raise UserError(f"--model-factory {model_factory} is for a bare state dict; {what} brings its own module")
+        raise UserError(
+            f"{option('model_factory', model_factory)} is for a bare state dict; {what} brings its own module"
+        )
 
 
 def _parse_dtype(dtype: torch.dtype | str) -> torch.dtype | None:

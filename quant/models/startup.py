@@ -19,7 +19,7 @@ from typing import Any
 
 from quant.base.errors import UserError
 from quant.base.extras import require
-from quant.kernels.base.processor import memory_left
+from quant.base.processor import memory_left
 from quant.models.configs import read_fields
 
 # `skip_image_packages` keeps transformers from importing packages of images and sounds for a model of text.

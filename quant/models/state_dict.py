@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.fx import GraphModule, Node
 
-from quant.base.errors import UserError, listed
+from quant.base.errors import UserError, listed, option
 from quant.export.checkpoint.files.tensor_file import DTYPE_NAMES
 from quant.models.files import SourceKind, safetensors_file
 from quant.models.quantized_config import refuse_packed
@@ -190,19 +190,19 @@ def call_factory(factory: str, *, meta: bool = False) -> nn.Module:
     """
     module_name, _, function = factory.partition(":")
     if not module_name or not function:
-        raise UserError(f"--model-factory {factory!r}: expected package.module:function")
+        raise UserError(f"{option('model_factory', repr(factory))}: expected package.module:function")
     try:
         make = getattr(importlib.import_module(module_name), function)
     except ImportError as error:
         raise UserError(
-            f"--model-factory {factory}: cannot import {module_name} ({error}); is it on PYTHONPATH?"
+            f"{option('model_factory', factory)}: cannot import {module_name} ({error}); is it on PYTHONPATH?"
         ) from error
     except AttributeError:
-        raise UserError(f"--model-factory {factory}: {module_name} has no function {function}") from None
+        raise UserError(f"{option('model_factory', factory)}: {module_name} has no function {function}") from None
     with torch.device("meta" if meta else "cpu"):
         model = make()
     if not isinstance(model, nn.Module):
-        raise UserError(f"--model-factory {factory} returned a {type(model).__name__}; expected an nn.Module")
+        raise UserError(f"{option('model_factory', factory)} returned a {type(model).__name__}; expected an nn.Module")
     return model
 
 
@@ -336,7 +336,7 @@ def _unpickle(path: Path, unsafe: bool) -> Any:
             raise UserError(f"{path}: a damaged pickle; copy or download it again") from None
         raise UserError(
             f"{path}: holds more than tensors, and unpickling it would run its code; save model.state_dict() instead, "
-            "or, if you trust its author, pass --unsafe-load"
+            f"or, if you trust its author, pass {option('unsafe_load', True)}"
         ) from None
     except (AttributeError, ImportError) as error:
         raise UserError(f"{path}: its classes cannot be imported ({error}); save model.state_dict() instead") from None
@@ -381,7 +381,8 @@ def load_exported(path: Path, dtype: torch.dtype | None, unsafe: bool) -> nn.Mod
     if not unsafe:
         raise UserError(
             f"{path}: opening an exported program runs code that it holds; if you trust its author, pass "
-            "--unsafe-load, or save model.state_dict() as safetensors and pass that with --model-factory"
+            f"{option('unsafe_load', True)}, or save model.state_dict() as safetensors and pass that with "
+            f"{option('model_factory')}"
         )
     try:
         model = torch.export.load(path).module()

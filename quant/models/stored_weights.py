@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from quant.export.checkpoint.files.names import expert_names
-from quant.kernels.linear.expert_modules import can_run_experts_one_by_one, run_experts_one_by_one
+from quant.kernels.linear.experts import can_run_experts_one_by_one, run_experts_one_by_one
 
 
 class Files(Protocol):

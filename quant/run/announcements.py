@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from quant.base.errors import megabytes
+from quant.base.errors import megabytes, option
 from quant.base.listener import Listener
 from quant.calibration.placement import describe
 from quant.calibration.session import Session
@@ -39,7 +39,8 @@ def announce_rounding_of_choice(listener: Listener, plan: Plan) -> None:
     solver = next((layer.solver for layer in plan.quantized if layer.solver != "rtn"), None)
     if solver is not None:
         listener.message(
-            f"formats are chosen for weights rounded to nearest, and then solved by {solver}; --solver {solver} "
+            f"formats are chosen for weights rounded to nearest, and then solved by {solver}; "
+            f"{option('solver', solver)} "
             "chooses them for solved weights, which takes longer (docs/budgets.md)"
         )
 

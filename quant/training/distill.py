@@ -1,238 +1,437 @@
-"""Distillation: a student learns the next-token probabilities of its teacher, without labels.
+"""`distill_checkpoint` trains a quantized checkpoint towards its teacher, as `quant distill` does.
 
-`quant.distill` is the loss for any training loop:
+    open teacher → read rows → open student → measure → train → measure → write
 
-    quant.prepare_qat(model, "nvfp4", rows, solver="gptq")
-    for batch in batches:
-        quant.distill(model, teacher, batch).backward()
-        …
-
-`DistillMixin` gives the loss to a Trainer of transformers (`quant.DistillTrainer`) or of TRL. The teacher is a model in
-any precision, or a file of its likeliest tokens (`quant.cache_teacher`). The loss is the forward KL of next tokens
-(`kl.py`), and with `hidden=` a share of the distance of hidden states, layer by layer:
-
-    KL + hidden · mean over layers and positions of  |h_student − h_teacher|² / |h_teacher|²
+The teacher is opened first: where its likeliest tokens are cached in a file, it leaves memory before the student comes.
 """
 
 from __future__ import annotations
 
-import os
+from dataclasses import dataclass
+from pathlib import Path
+from quant.base.errors import UserError
 from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from statistics import fmean
 from typing import Any
-
 import torch
 from torch import nn
+from quant.base.atomic import claimed
+from quant.base.errors import UserError, option
+from quant.base.extras import versions
+from quant.base.listener import SILENT, Listener, StageProgress, reporter
+from quant.calibration.layer_result import LayerResult, unmeasured_result
+from quant.calibration.placement import describe, device_of, find_device
+from quant.calibration.session import Session
+from quant.calibration.outputs.logits import check_evaluable
+from quant.calibration.texts.sources import Rows, read_calibration, read_texts, tokenizer_if_any
+from quant.evaluation.evaluate import evaluate_texts
+from quant.evaluation.evaluation import Evaluation, loss_text
+from quant.evaluation.fingerprint import fingerprint
+from quant.export.checkpoint.files.directory import check_apart, check_destination
+from quant.export.checkpoint.load import describe as describe_checkpoint
+from quant.export.checkpoint.load import is_checkpoint, no_checkpoint, open_runnable
+from quant.export.checkpoint.save import save
+from quant.generate.quantized_attention import quantized_attention
+from quant.models.files import find_checkpoint
+from quant.models.open_model import Source
+from quant.recipes.plan import LayerPlan, Plan
+from quant.report.report import Distillation, Report, kv_cache_of
+from quant.run.announcements import announce_device
+from quant.training.distillation_loss import distill
+from quant.training.qat import convert_qat, prepare_qat
+from quant.training.teacher_cache import CachedTeacher, cache_teacher, is_cached_teacher
+from quant.training.train_loop import (
+    Hyperparameters,
+    StoredDtypes,
+    Trained,
+    default_rate,
+    train,
+    train_only_norms,
+    train_only_rounded,
+)
 
-from quant.base.errors import UserError
-from quant.calibration.evaluating import evaluating
-from quant.calibration.placement import device_of
-from quant.recipes.callers_model import inner_model
-from quant.recipes.solver_names import parse_solver
-from quant.training.kl import LogitHead, LogitTeacher, Teacher, chunked_kl, run_to_head
-from quant.training.rounding.rounded_weight import plan_in_training
-from quant.training.teacher_cache import CachedTeacher
 
-_TINY = torch.finfo(torch.float32).tiny
-AnyTeacher = nn.Module | CachedTeacher | str | os.PathLike[str]
+# `DistillOptions` says how `quant.distill_checkpoint` trains; the command `quant distill` has the same options.
 
 
-def distill(
-    student: nn.Module,
-    teacher: AnyTeacher,
-    batch: torch.Tensor | Mapping[str, torch.Tensor],
-    *,
-    temperature: float = 1.0,
-    hidden: float = 0.0,
-) -> torch.Tensor:
-    """Returns the distillation loss of one batch, with gradients.
+@dataclass(frozen=True)
+class DistillOptions:
+    """Data, loss and length of a training run.
+
+    Attributes:
+        data: training texts, as `--calib` of `quantize` takes them; none stands for "mix", half of it text that the
+            teacher writes and half samples of this package. A cached teacher has its own rows.
+        samples: rows of training text at most, used again as often as the steps need them.
+        seqlen: tokens of a row.
+        steps: optimizer steps.
+        batch_size: rows of a step.
+        lr: peak learning rate of AdamW; None is 1e-4, or 6e-5 where only weights are rounded, and 1e-3 for norms.
+        temperature: divides the logits of teacher and student.
+        hidden: weight of the distance of hidden states in the loss.
+        train: "weights", all that are quantized; or "norms", which stays near the start: the weights of norms alone,
+            with all codes and scales as they are.
+        scales: "frozen" or "learned" block scales; norms are trained with frozen ones.
+        eval_texts: texts that both checkpoints are measured on, before and after training.
+        eval_samples: rows of each of them.
+        cache_teacher: file to which the teacher's likeliest tokens are written first. The student is trained on the
+            file, so teacher and student are never in memory together.
+        top: tokens that the file keeps at each position.
+        seed: the seed of the text that is written and of the order of the rows.
+    """
+
+    data: tuple[str, ...] = ()
+    samples: int = 512
+    seqlen: int = 512
+    steps: int = 300
+    batch_size: int = 8
+    lr: float | None = None
+    temperature: float = 1.0
+    hidden: float = 0.0
+    train: str = "weights"
+    scales: str = "frozen"
+    eval_texts: tuple[str | Path, ...] = ()
+    eval_samples: int = 16
+    cache_teacher: str | Path | None = None
+    top: int = 64
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.train not in ("weights", "norms"):
+            raise UserError(f"train is {self.train!r}; expected 'weights' or 'norms'")
+        if self.train == "norms" and self.scales != "frozen":
+            raise UserError(f"scales={self.scales!r}: norms are trained with the codes and scales as they are")
+
+
+# The report of a training run: the layers and sizes of the trained checkpoint, its losses, and its figures.
+
+
+_WORSE = 1.02  # times the KL before training; rounding by itself does not change it by as much
+
+
+def report_of(
+    source: Source, plan: Plan, record: Distillation, evaluation: Evaluation | None, start: Path, session: Session
+) -> Report:
+    """Returns the report of a trained checkpoint.
+
+    Sizes before quantization and warnings come from its start's report.
 
     Args:
-        student: a causal language model, perhaps wrapped by DDP or compiled; in the mode that the caller chose.
-        teacher: a model with the same vocabulary, in 16 bit or quantized; or a file of `cache_teacher`.
-        batch: token ids, int64 `[rows, seqlen]`, or a model's inputs by name. Positions that `attention_mask` leaves
-            out do not count, and where there are `labels`, only positions whose next label is not −100 do.
-        temperature: divides the logits of both.
-        hidden: weight of the hidden states' distance, for transformers models of one width.
+        source: the trained model.
+        plan: the plan of the checkpoint.
+        record: how it was trained.
+        evaluation: the figures of the checkpoint, where there are evaluation texts.
+        start: directory of the checkpoint that training began with.
+        session: the session, with the device that it was trained on.
+    """
+    file = start / "report.json"
+    before = Report.load(file) if file.is_file() else None
+    # A checkpoint of `quant.save` has no report.
+    bytes_in_16_bit = sum(2 * layer.numel for layer in plan.layers if layer.tied_to is None)
+    report = Report(
+        model=before.model if before else source.name,
+        layers=[_trained_layer(layer) for layer in plan.layers],
+        bytes_before=before.bytes_before if before else bytes_in_16_bit,
+        bytes_after=plan.nbytes,
+        effective_bits=plan.effective_bits,
+        evaluation=evaluation,
+        plan_digest=plan.digest(),
+        command="",
+        versions=versions(),
+        seconds={},
+        device=describe(session.device),
+        warnings=[*(before.warnings if before else ()), *worse_texts(record, evaluation)],
+        notes=list(before.notes) if before else [],
+        kv_cache=kv_cache_of(source.config, plan),
+        distillation=record,
+    )
+    if evaluation is not None:
+        # `quant verify` runs the written checkpoint on the same tokens and compares with this fingerprint.
+        assert isinstance(source.model, nn.Module)
+        with quantized_attention(source.model, **plan.run_time):
+            report = replace(report, fingerprint=fingerprint(source.model))
+    return report
 
-    Returns:
-        A float32 scalar: KL in nats a position, times T², and the share of the hidden states.
+
+def losses_by_tenth(losses: list[float]) -> tuple[float, ...]:
+    """Returns the mean loss of each tenth of the steps."""
+    # Rounded up, so that there are at most ten parts; runs of fewer than ten steps have one for each step.
+    size = -(-len(losses) // 10)
+    return tuple(fmean(losses[i : i + size]) for i in range(0, len(losses), size))
+
+
+def worse_texts(record: Distillation, evaluation: Evaluation | None) -> list[str]:
+    """Returns a warning for each text on which the trained model is further from its teacher than its start was."""
+    if record.before is None or evaluation is None:
+        return []
+    return [
+        f"training raised KL from {loss_text(before.kl)} to {loss_text(after.kl)} on {after.text}; more rows a step "
+        f"({option('batch_size')} was {record.batch}), a lower {option('lr')} (it was {record.rate:g}), or "
+        f"{option('data')} of that kind lose less there"
+        for before, after in zip(record.before.texts, evaluation.texts, strict=True)
+        if before.kl is not None and after.kl is not None and after.kl > _WORSE * before.kl
+    ]
+
+
+def _trained_layer(layer: LayerPlan) -> LayerResult:
+    return replace(unmeasured_result(layer), solver=f"{layer.solver}, distilled" if layer.weight else None)
+
+
+# `DistillInputs` holds the teacher of a student, in memory or in a file, and the training rows that both read.
+
+
+_SHARED = 0.99  # of the smaller vocabulary; a fine-tuned model adds a token or two
+
+
+@dataclass(frozen=True)
+class DistillInputs:
+    """A teacher and its training rows.
+
+    Attributes:
+        teacher: a model that needs no gradients, or a file of its likeliest tokens.
+        rows: token ids, int64 `[rows, seqlen]`.
+        data: the names of the training texts, for the report.
+        tokenizer: the teacher's; None where it has none or was cached before.
+    """
+
+    teacher: nn.Module | CachedTeacher
+    rows: torch.Tensor
+    data: str
+    tokenizer: Any
+
+    @property
+    def model(self) -> nn.Module | None:
+        """The teacher, where it is a model in memory."""
+        return self.teacher if isinstance(self.teacher, nn.Module) else None
+
+
+def prepare_distill_inputs(name: str, options: DistillOptions, session: Session, listener: Listener) -> DistillInputs:
+    """Opens a teacher on the session's device, reads the training rows, and caches the teacher if `options` say so.
 
     Raises:
-        UserError: the vocabularies, or the widths of hidden states, differ; the student is not a causal language model,
-            or its hidden states are rotated; a cached teacher has not read these rows, or they are padded on the left.
+        UserError: the teacher cannot be opened, or there are fewer rows than a batch takes.
     """
-    inputs = _inputs(batch)
-    ids = inputs["input_ids"]
-    _check_arguments(student, teacher, ids, hidden)
-    if isinstance(teacher, str | os.PathLike):
-        teacher = CachedTeacher.open(teacher)
-    wants_hidden = hidden > 0
-    _check_student(inner_model(student), wants_hidden)
-    # Without logits: a whole batch's, `[rows · seqlen, vocabulary]` in float32, may take more memory than the
-    # model. `chunked_kl` applies the head to a slice at a time.
-    outputs, states, head = run_to_head(student, inputs, wants_hidden)
-    targets: Teacher
-    if isinstance(teacher, CachedTeacher):
-        if wants_hidden:
-            raise UserError("a cached teacher has no hidden states; pass the model, or hidden=0")
-        _check_padding(inputs)
-        targets = teacher.of(ids, temperature)
-        teacher_states: list[torch.Tensor] = []
-    else:
-        targets, teacher_states = _run_teacher(teacher, inputs, wants_hidden)
-    # autograd does not see the head inside `chunked_kl`, which finds the gradients of these parameters itself.
-    head_parameters = head.parameters() if isinstance(head, LogitHead) else ()
-    if outputs.shape[:-1] != ids.shape:
+    if is_cached_teacher(name):
+        with listener.step(f"loading {name}"):
+            cached = CachedTeacher.open(name)
+        if options.data:
+            raise UserError(f"{option('data')}: a cached teacher knows only its own rows; leave the option out")
+        return DistillInputs(cached, cached.rows, "its cache", None)
+    with listener.step(f"loading {name}"):
+        source, model = open_runnable(name)
+        # Frozen and in evaluation mode for good: dropout in a teacher would make another teacher of every step.
+        model.requires_grad_(False).eval().to(session.device)
+    # Data is read while the teacher is in memory: it writes the text of "mix" and "self".
+    data, tokenizer = ", ".join(options.data) or "mix", tokenizer_if_any(source)
+    with listener.stages() as progress:
+        rows = _training_rows(source, options, session, progress, listener)
+        if options.cache_teacher is None:
+            return DistillInputs(model, rows, data, tokenizer)
+        cache_teacher(
+            model, rows, options.cache_teacher, k=options.top, temperature=options.temperature,
+            progress=reporter(progress, "cache"),
+        )  # fmt: skip
+    return DistillInputs(cached := CachedTeacher.open(options.cache_teacher), cached.rows, data, tokenizer)
+
+
+def check_cache(file: Path, teacher: str, out: Path, hidden: float) -> None:
+    """Checks that a teacher can be cached in `file`.
+
+    Raises:
+        UserError: the file would replace something, or a cached teacher cannot teach this.
+    """
+    if is_cached_teacher(teacher):
+        raise UserError(f"{option('cache_teacher')}: {teacher} is a cached teacher already; leave the option out")
+    if file.exists():
         raise UserError(
-            f"{type(inner_model(student)).__name__}: gives outputs {list(outputs.shape)} for token ids "
-            f"{list(ids.shape)}; distillation is for causal language models, with logits at each token"
+            f"{option('cache_teacher', file)}: is there already; pass it as {option('teacher')}, or name another file"
         )
-    counted = _counted(inputs)
-    loss = chunked_kl(
-        outputs.flatten(0, 1), head, targets, temperature=temperature, mask=counted, parameters=head_parameters
-    )
-    if wants_hidden:
-        loss = loss + hidden * _distance(states, teacher_states, counted).to(loss.device)
-    return loss
+    if out.resolve() in (file.resolve(), *file.resolve().parents):
+        raise UserError(
+            f"{option('cache_teacher', file)}: lies in {option('out')}, whose files belong to the checkpoint; name "
+            "another"
+        )
+    if hidden:
+        raise UserError(
+            f"{option('hidden')}: a cached teacher has no hidden states; leave out {option('cache_teacher')}, or "
+            f"{option('hidden')}"
+        )
 
 
-def _check_arguments(student: nn.Module, teacher: AnyTeacher, ids: torch.Tensor, hidden: float) -> None:
-    """Raises UserError for a teacher, token ids or a weight that can be refused before a model runs."""
-    if teacher is student:
-        raise UserError("the teacher is the student itself, and has nothing to teach it; pass a copy of the original")
-    if not isinstance(teacher, nn.Module | CachedTeacher | str | os.PathLike):
-        raise UserError(f"teacher is {teacher!r}; expected a model, or a file of quant.cache_teacher")
-    if hidden < 0:
-        raise UserError(f"hidden is {hidden}; expected a weight of at least 0")
-    if ids.dim() != 2:
-        raise UserError(f"the batch has token ids {list(ids.shape)}; expected [rows, seqlen], such as ids[None]")
+def check_tokenizers(teacher: str, directory: Path, of_teacher: Any, of_student: Any) -> None:
+    """Checks that token ids mean the same words to the student and to its teacher; None is no tokenizer.
+
+    Raises:
+        UserError: more than a hundredth of the smaller vocabulary differs.
+    """
+    if not hasattr(of_teacher, "get_vocab") or not hasattr(of_student, "get_vocab"):
+        return
+    smaller, larger = sorted((of_teacher.get_vocab(), of_student.get_vocab()), key=len)
+    if sum(larger.get(token) == token_id for token, token_id in smaller.items()) < _SHARED * len(smaller):
+        raise UserError(
+            f"{teacher}: its tokenizer is another than that of {directory}, so token ids mean other words to it; "
+            "take a teacher of the same family"
+        )
 
 
-def _run_teacher(
-    teacher: nn.Module, inputs: Mapping[str, Any], wants_hidden: bool
-) -> tuple[LogitTeacher, list[torch.Tensor]]:
-    """Returns the teacher's next tokens for a batch, and its hidden states if requested."""
-    with evaluating(teacher), torch.no_grad():
-        device = device_of(teacher)
-        moved = {name: value.to(device) for name, value in inputs.items() if isinstance(value, torch.Tensor)}
-        head_inputs, states, head = run_to_head(teacher, moved, wants_hidden)
-    return LogitTeacher(head_inputs.flatten(0, 1), head), states
+def _training_rows(
+    source: Source, options: DistillOptions, session: Session, progress: StageProgress, listener: Listener
+) -> torch.Tensor:
+    """Returns the rows of training text; no more are read than the steps use."""
+    samples = min(options.samples, options.steps * options.batch_size)
+    source_rows = Rows(options.data, samples, options.seqlen, session.seed, at_most=True)
+    rows, _ = read_calibration(source, source_rows, replace(session, progress=progress), listener=listener)
+    if not isinstance(rows, torch.Tensor):
+        raise UserError(
+            f"{option('data')}: distillation reads rows of token ids; give text, or token ids in safetensors"
+        )
+    if len(rows) < options.batch_size:
+        raise UserError(
+            f"{option('batch_size', options.batch_size)}: there are {len(rows)} rows of {rows.shape[1]} tokens to "
+            f"train on; lower it, raise {option('samples')}, or give a longer {option('data')}"
+        )
+    return rows
 
 
-class DistillMixin:
-    """Makes `distill` the loss of a Trainer of transformers or TRL; it comes before the Trainer among the base classes.
+_DEFAULTS = DistillOptions()
 
-        class Distillation(quant.DistillMixin, trl.SFTTrainer): …
+
+def distill_checkpoint(
+    directory: str | Path,
+    teacher: str | Path,
+    out: str | Path,
+    options: DistillOptions = _DEFAULTS,
+    *,
+    overwrite: bool = False,
+    device: str = "auto",
+    listener: Listener = SILENT,
+    command: str = "quant.distill_checkpoint",
+) -> Report:
+    """Trains a quantized checkpoint under exactly its own rounding, and writes one of the same layout and size.
+
+        report = quant.distill_checkpoint("small-nvfp4", "small", "trained", quant.DistillOptions(steps=100))
+
+    Training starts at the checkpoint's own loss. A teacher that the checkpoint was made from also shows which weights
+    were rounded, and training gets further from there.
 
     Args:
-        teacher, temperature, hidden: as `distill` takes them, before or among the Trainer's own arguments by name.
+        directory: the quantized checkpoint, or its name on the Hugging Face hub.
+        teacher: the original, in 16 bit or quantized; or a file of `quant.cache_teacher`.
+        out: directory for the trained checkpoint; it appears when it is whole.
+        options: data, steps, learning rate and loss.
+        overwrite: whether the contents of `out` may be replaced.
+        device: the device where both models run: "cpu", "cuda", "cuda:N", or "auto", a GPU if there is one. On a CPU
+            the student is trained in float32, on a GPU in BF16 by autocast.
+        listener: shows progress; `quant.Listener(print)` calls `print(stage, done, total)`.
+        command: the command by which the report says how the checkpoint was made.
+
+    Returns:
+        The report, which is in `out` too: losses, and figures on each evaluation text before and after.
+
+    Raises:
+        UserError: `directory` is not a quantized checkpoint, the teacher has another tokenizer or vocabulary, the data
+            is too short, or `out` is in the way; nothing has been written.
     """
-
-    def __init__(
-        self, *args: Any, teacher: AnyTeacher, temperature: float = 1.0, hidden: float = 0.0, **options: Any
-    ) -> None:
-        if options.get("compute_metrics") is not None:
-            raise UserError(
-                "compute_metrics: distillation keeps no logits of whole rows; leave it out, and measure the trained "
-                "model with quant.evaluate"
-            )
-        super().__init__(*args, **options)
-        self.teacher = CachedTeacher.open(teacher) if isinstance(teacher, str | os.PathLike) else teacher
-        self.temperature, self.hidden = temperature, hidden
-        # The loss is a mean: a Trainer is to divide it by the number of batches whose gradients are added up.
-        self.model_accepts_loss_kwargs = False
-        if isinstance(self.teacher, nn.Module):
-            # A Trainer moves only its own model.
-            device = self.args.device  # type: ignore[attr-defined]
-            self.teacher.requires_grad_(False).to(device)
-
-    def compute_loss(
-        self, model: nn.Module, inputs: Mapping[str, Any], return_outputs: bool = False, **options: Any
-    ) -> Any:
-        """Returns the distillation loss, which a Trainer takes in the place of the model's own."""
-        loss = distill(model, self.teacher, inputs, temperature=self.temperature, hidden=self.hidden)
-        return (loss, {"loss": loss.detach()}) if return_outputs else loss
-
-    def prediction_step(
-        self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
-    ) -> tuple[torch.Tensor, None, None]:
-        """Returns the loss without keeping logits."""
-        with torch.no_grad():
-            loss = self.compute_loss(model, self._prepare_inputs(inputs))  # type: ignore[attr-defined]
-        return loss.detach(), None, None
-
-
-def _inputs(batch: torch.Tensor | Mapping[str, torch.Tensor]) -> dict[str, Any]:
-    if isinstance(batch, torch.Tensor):
-        return {"input_ids": batch}
-    if not isinstance(batch, Mapping):
-        raise UserError(f"the batch is {batch!r}; expected token ids, or a model's inputs by name")
-    if not isinstance(batch.get("input_ids"), torch.Tensor):
-        raise UserError(
-            f"the batch has no input_ids ({', '.join(batch) or 'it is empty'}); distillation reads token ids"
-        )
-    return dict(batch)
+    directory, teacher, out = Path(directory), str(teacher), Path(out)
+    # Everything that can be refused without a model is checked first: loading and training take minutes to hours.
+    check_apart(out, directory, teacher, *options.data, *options.eval_texts)
+    check_destination(out, overwrite=overwrite)
+    if options.cache_teacher is not None:
+        check_cache(Path(options.cache_teacher), teacher, out, options.hidden)
+    with claimed(out):
+        session = Session(find_device(device) or torch.device("cpu"), seed=options.seed)
+        torch.manual_seed(session.seed)
+        announce_device(listener, session)
+        checkpoint = find_checkpoint(directory)
+        if not is_checkpoint(checkpoint):
+            raise no_checkpoint(checkpoint)
+        plan, _ = describe_checkpoint(checkpoint)
+        inputs = prepare_distill_inputs(teacher, options, session, listener)
+        with listener.step(f"loading {directory}"):
+            source, student = open_runnable(str(directory))
+            student.to(session.device)
+        tokenizer = tokenizer_if_any(source)
+        check_tokenizers(teacher, directory, inputs.tokenizer, tokenizer)
+        texts = _read_texts(source, student, options)
+        with listener.stages() as progress:
+            before = _measure(student, plan, texts, inputs.model, session)
+            # Each measurement is of a packed model, once as it was opened and once as it will be written: training sees
+            # rounded weights, and neither attention nor a KV cache in the plan's formats.
+            plan, rate, trained = _train(student, plan, inputs, options, progress)
+            after = _measure(student, plan, texts, inputs.model, session)
+        record = Distillation(
+            start=str(directory), teacher=teacher, data=inputs.data, steps=options.steps, batch=options.batch_size,
+            seqlen=inputs.rows.shape[1], rate=rate, scales=options.scales, losses=losses_by_tenth(trained.losses),
+            before=before, train=options.train,
+        )  # fmt: skip
+        source.model = student
+        report = report_of(source, plan, record, after, checkpoint, session)
+        report.command, report.seconds = command, {"train": sum(trained.seconds)}
+        finish = partial(_write_report, report, plan)
+        save(student, plan, out, tokenizer=tokenizer, overwrite=overwrite, finish=finish, source=directory)
+    return report
 
 
-def _check_student(model: nn.Module, wants_hidden: bool) -> None:
-    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
-        raise UserError(
-            f"{type(model).__name__}: an encoder-decoder; distillation is for causal language models, so train it on "
-            "its own loss"
-        )
-    plan = plan_in_training(model)
-    merged = [each.solver for each in plan.quantized if parse_solver(each.solver).merges_rotations] if plan else []
-    if wants_hidden and merged:
-        raise UserError(
-            f"hidden: {merged[0]} rotated the student's hidden states, and the teacher's are as they were; pass "
-            "hidden=0"
-        )
+def _read_texts(source: Source, student: nn.Module, options: DistillOptions) -> Mapping[str, torch.Tensor]:
+    """Returns the evaluation texts as token ids, by name.
 
-
-def _check_padding(inputs: Mapping[str, Any]) -> None:
-    """Raises UserError where a row begins with padding, which a cached teacher has read as tokens."""
-    mask = inputs.get("attention_mask")
-    if mask is not None and mask.dim() == 2 and bool((mask[:, 1:] > mask[:, :-1]).any()):
-        raise UserError(
-            "attention_mask: rows are padded on the left, and a cached teacher has read their padding as tokens; pad "
-            "them on the right, or pass the teacher as a model"
-        )
-
-
-def _counted(inputs: Mapping[str, Any]) -> torch.Tensor | None:
-    """Returns a mask of the positions that count, bool `[rows, seqlen]`; None for all."""
-    mask = inputs.get("attention_mask")
-    # A mask of four dimensions tells which positions attend to which, and not which of them are padding.
-    if mask is not None and mask.dim() != 2:
-        mask = None
-    labels = inputs.get("labels")
-    if labels is None:
-        return None if mask is None else mask.bool()
-    # Position i predicts token i + 1, so the label of the next token decides. After the last one none is known.
-    counted = torch.zeros_like(labels, dtype=torch.bool)
-    counted[:, :-1] = labels[:, 1:] != -100
-    return counted if mask is None else counted & mask.bool()
-
-
-def _distance(
-    states: list[torch.Tensor], teacher_states: list[torch.Tensor], counted: torch.Tensor | None
-) -> torch.Tensor:
-    """Returns the mean squared distance of hidden states over layers and positions, relative to the teacher's.
-
-    Relative at each position, because the first one of a row often has more than all others together.
+    Raises:
+        UserError: a text that the model cannot be measured on; it is refused here, and not when the training is over.
     """
-    shapes = [tuple(s.shape) for s in states], [tuple(t.shape) for t in teacher_states]
-    if shapes[0] != shapes[1]:
-        raise UserError(
-            f"hidden states differ: the student has {len(states)} layers of {states[0].shape[-1]}, the teacher "
-            f"{len(teacher_states)} of {teacher_states[0].shape[-1]}; pass hidden=0"
-        )
-    layers = []
-    for student_state, teacher_state in zip(states, teacher_states, strict=True):
-        target = teacher_state.to(student_state.device).float()
-        distances = (student_state.float() - target).square().sum(-1) / target.square().sum(-1).clamp_min(_TINY)
-        if counted is not None:
-            mask = counted.to(distances.device)
-            distances = torch.where(mask, distances, 0).sum() / mask.sum().clamp_min(1)
-        layers.append(distances.mean().to(states[0].device))
-    return torch.stack(layers).mean()
+    texts = read_texts(source, Rows(tuple(map(str, options.eval_texts)), options.eval_samples, options.seqlen))
+    for text in texts.values():
+        check_evaluable(student, text)
+    return texts
+
+
+def _write_report(report: Report, plan: Plan, directory: Path, hashes: Mapping[str, str], messages: list[str]) -> None:
+    """Writes the report into a checkpoint that is about to appear, with the warnings of its writing."""
+    # The report of the start may hold the same sentences, for the same plan.
+    report.warnings += [message for message in messages if message not in report.warnings]
+    report.complete(plan, directory, hashes)
+
+
+def _measure(
+    student: nn.Module,
+    plan: Plan,
+    texts: Mapping[str, torch.Tensor],
+    baseline: nn.Module | None,
+    session: Session,
+) -> Evaluation | None:
+    """Measures a model on each text, with attention and KV cache in the plan's formats; None without texts."""
+    if not texts:
+        return None
+    with quantized_attention(student, **plan.run_time):
+        return evaluate_texts(student, texts, baseline, device=session.device)
+
+
+def _train(
+    student: nn.Module, plan: Plan, inputs: DistillInputs, options: DistillOptions, progress: StageProgress
+) -> tuple[Plan, float, Trained]:
+    """Trains the quantized weights of `student`, or its norms; it is quantized again afterwards.
+
+    Returns:
+        The plan of the trained model, the peak learning rate, and the losses and seconds of the steps.
+    """
+    # Noted before `prepare_qat` makes float32 of weights: the written checkpoint has the dtypes of the one it started
+    # from.
+    dtypes = StoredDtypes(student)
+    only_norms = options.train == "norms"
+    # The original's weights that were rounded are a start for weights that are trained.
+    plan = prepare_qat(student, plan, scales=options.scales, original=None if only_norms else inputs.model)
+    if device_of(student).type == "cpu":
+        student.float()  # processors multiply FP32 faster, and untrained parameters come back without loss
+    (train_only_norms if only_norms else train_only_rounded)(student)
+    rate = default_rate(plan, options.train) if options.lr is None else options.lr
+    trained = train(
+        student.train(),
+        partial(distill, student, inputs.teacher, temperature=options.temperature, hidden=options.hidden),
+        inputs.rows,
+        Hyperparameters(options.steps, options.batch_size, rate, options.seed),
+        progress=lambda done, total, _: progress("train", done, total),
+    )
+    student.eval()
+    plan = convert_qat(student)
+    dtypes.restore(student)
+    return plan, rate, trained

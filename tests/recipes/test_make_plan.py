@@ -50,7 +50,7 @@ def test_inputs_that_nothing_can_measure_are_said() -> None:
     assert coverage_warnings(plan) == []
     layer = replace(plan.layers[0], activation=None, reason=f"recipe nvfp4; weight only: {NOT_RUN}")
     (said,) = coverage_warnings(plan.replace_layers([layer]))
-    assert said.startswith("the inputs of 1 layer, net.up first, stay in 16 bit") and "--model-factory" in said
+    assert said.startswith("the inputs of 1 layer, net.up first, stay in 16 bit") and "model_factory=" in said
 
 
 def test_the_terminal_says_that_inputs_of_a_state_dict_stay_in_16_bit(tmp_path: Path) -> None:

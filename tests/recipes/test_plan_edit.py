@@ -133,7 +133,7 @@ def test_a_split_group_is_refused_with_what_to_include() -> None:
         edit(old, [parse_setting("*.0.*q_proj=keep")])
     message = str(caught.value)
     assert "model.layers.0.self_attn.k_proj, model.layers.0.self_attn.v_proj" in message
-    assert "layers.1" not in message and "--whole-groups" in message
+    assert "layers.1" not in message and "whole_groups=True" in message
     whole = edit(old, [parse_setting("*.0.*q_proj=keep")], whole_groups=True)
     assert [m.name for m in whole.layers if m.weight is None and m.kind == LayerKind.LINEAR] == [
         ATTENTION.format(0, p) for p in "qkv"
@@ -178,7 +178,7 @@ def test_globs_pass_over_norms_and_refuse_only_norms() -> None:
 def test_kv_cache() -> None:
     assert set_kv_cache(plan_of(), "fp8").kv_cache == FORMATS["fp8"]
     assert set_kv_cache(plan_of(kv_cache=FORMATS["fp8"]), "keep").kv_cache is None
-    with pytest.raises(UserError, match="--kv-cache fp9: unknown format 'fp9'"):
+    with pytest.raises(UserError, match="kv_cache=\"fp9\": unknown format 'fp9'"):
         set_kv_cache(plan_of(), "fp9")
 
 

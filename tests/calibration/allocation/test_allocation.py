@@ -209,10 +209,10 @@ def test_a_limit_that_does_not_hold_on_other_rows_is_told() -> None:
     record = replace(_allocated(Goal(bits=6.0)).record, budget=Budget(BudgetKind.KL, 0.02), verified=verified)
     assert record.worst.text == "a.txt"
     (warning,) = record.warnings()
-    assert re.match(r"--max-kl 0\.02 holds on .* and not on .*: the loss is 0\.03 on 4 rows of a\.txt; give a", warning)
+    assert re.match(r"max_kl=0\.02 holds on .* and not on .*: the loss is 0\.03 on 4 rows of a\.txt; give a", warning)
     assert replace(record, verified=record.verified[1:]).warnings() == []
     percent = replace(record, budget=Budget(BudgetKind.PERPLEXITY, 0.01))
-    assert "--max-ppl-increase 1% holds" in percent.warnings()[0] and "rises by 3%" in percent.warnings()[0]
+    assert 'max_ppl_increase="1%" holds' in percent.warnings()[0] and "rises by 3%" in percent.warnings()[0]
     with pytest.raises(UserError, match=r"^a\.txt: 1 row to evaluate on; a limit"):
         HeldOut.halves({"a.txt": _rows(1)})
     with pytest.raises(UserError, match=r"^2 calibration rows: a limit on the loss needs"):
@@ -413,7 +413,7 @@ def test_an_encoder_is_measured_on_its_embeddings() -> None:
     expected = float((1 - torch.nn.functional.cosine_similarity(a, b, dim=-1)).mean())
     assert found.record.chosen.kl_measured == pytest.approx(expected, rel=0.05, abs=1e-7)
     assert "cosine" in found.record.unit
-    with pytest.raises(UserError, match="--max-ppl-increase needs a causal language model"):
+    with pytest.raises(UserError, match="max_ppl_increase= needs a causal language model"):
         _allocate(Goal(max_ppl_increase=0.01), model)
 
 
@@ -462,12 +462,12 @@ def test_bad_requests() -> None:
         AllocationRequest(formats="nvfp4").goal()
     with pytest.raises(UserError, match="--fit 'many' is not a size; write it like 24GB"):
         AllocationRequest(fit="many").goal()
-    with pytest.raises(UserError, match="--latency needs the GPU"):
+    with pytest.raises(UserError, match="latency= needs the GPU"):
         AllocationRequest(latency="1ms").goal()
     for bad in (0.0, -1.0, float("nan"), float("inf")):
-        with pytest.raises(UserError, match=f"--max-kl {bad:g}: give a finite number above zero"):
+        with pytest.raises(UserError, match=f"max_kl={bad:g}: give a finite number above zero"):
             AllocationRequest(max_kl=bad).goal()
-        with pytest.raises(UserError, match=f"--bits {bad:g}: give a finite number above zero"):
+        with pytest.raises(UserError, match=f"bits={bad:g}: give a finite number above zero"):
             Goal(bits=bad)
     with pytest.raises(UserError, match="one limit on the loss"):
         AllocationRequest(max_kl=0.1, max_ppl_increase="1%").goal()
@@ -552,7 +552,7 @@ def test_the_command_line_verifies_a_limit_on_the_other_half_of_each_text(model_
     assert told[1].startswith(expected) and told[1].endswith(f"on 3 rows of {texts[1]} that took no part in the choice")
     page = (tmp_path / "out" / "report.html").read_text()
     assert f"loss {verified[0].loss:.4f} (limit 0.0200" in page
-    assert [w for w in report.warnings if "--max-kl" in w] == report.allocation.warnings()
+    assert [w for w in report.warnings if "max_kl=" in w] == report.allocation.warnings()
 
 
 def test_what_was_measured_is_what_is_written(model_dir: Path, tmp_path: Path) -> None:

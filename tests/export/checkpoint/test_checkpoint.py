@@ -27,7 +27,7 @@ from quant.export.checkpoint.files.write_tensors import checkpoint_tensors, laye
 from quant.export.checkpoint.open_checkpoint import plan_of_checkpoint
 from quant.formats.format import FORMATS
 from quant.formats.tensor import quantize
-from quant.kernels.linear.expert_modules import QuantExperts
+from quant.kernels.linear.experts import QuantExperts
 from quant.kernels.linear.quant_linear import QuantLinear
 from quant.recipes.layers import Layer, LayerKind
 from quant.recipes.plan import LayerPlan, Plan
@@ -78,7 +78,7 @@ def test_overwriting_replaces_the_whole_directory(tmp_path: Path) -> None:
     (target / "old-00001-of-00002.safetensors").write_text("old")
     (target / "plan.json").write_text("old")
     with (
-        pytest.raises(FileExistsError, match=r"out is not empty; pass --overwrite"),
+        pytest.raises(FileExistsError, match=r"out is not empty; pass overwrite=True"),
         new_directory(target, overwrite=False),
     ):
         raise AssertionError

@@ -268,7 +268,7 @@ def test_refused_options(tmp_path: Path, options: dict[str, Any], words: str) ->
 
 def test_a_sliding_window_limits_the_sequence(tmp_path: Path) -> None:
     model = tiny_models.mistral(vocab_size=96, num_hidden_layers=1, sliding_window=64)
-    with pytest.raises(ValueError, match=r"window slides over 64 tokens.*--shapes sequence=1:64:64"):
+    with pytest.raises(ValueError, match=r"window slides over 64 tokens.*shapes=\"sequence=1:64:64"):
         export_onnx(model, tmp_path / "m.onnx")
     path = export_onnx(model, tmp_path / "m.onnx", shapes="sequence=1:64:64")
     tokens = ids(2, 64)

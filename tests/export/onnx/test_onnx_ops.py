@@ -256,7 +256,7 @@ def test_a_dimension_that_the_module_fixes_is_an_error(tmp_path: Path) -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.fc(x).reshape(2, ROWS, 2, OUT // 2)
 
-    with pytest.raises(ValueError, match=r"^Fixed computes with one size of batch,.*--input x:fp32:2,"):
+    with pytest.raises(ValueError, match=r"^Fixed computes with one size of batch,.*inputs={\"x\": \"fp32:2,"):
         exported(Fixed(), torch.randn(2, ROWS, IN), tmp_path / "m.onnx")
 
 

@@ -81,9 +81,9 @@ def test_codes_and_logits(tmp_path: Path, name: str) -> None:
         options = {}
     path = write_onnx(model, tmp_path / "m.onnx", capacity=CAPACITY, plan=plan, kv_cache=format, **options)
     check_file(path)
-    with pytest.raises(ValueError, match=r"QuantCacheAttention.*--kv-cache files are for TensorRT"):
+    with pytest.raises(ValueError, match=r"QuantCacheAttention.*kv_cache= files are for TensorRT"):
         open_session(path)
-    with pytest.raises(ValueError, match=r"from its C\+\+ library alone; pass --backend tensorrt_rtx, or .*16bit"):
+    with pytest.raises(ValueError, match=r"from its C\+\+ library alone; pass backend=\"tensorrt_rtx\", or .*16bit"):
         check_backend(onnx.load(path), "tensorrt")
     for chunk in (None, 16):
         session = EvaluatorSession(path, attention_operators())
@@ -157,7 +157,7 @@ def test_a_cache_that_memory_does_not_hold(tmp_path: Path, monkeypatch: pytest.M
     values = 64 * sum(layer.self_attn.k_proj.out_features for layer in model.model.layers)
     nbytes = 2 * 2 * values * 9 // 16
     monkeypatch.setattr("quant.export.onnx.serving.memory_left", lambda: nbytes - 1)
-    with pytest.raises(ValueError, match=r"--capacity 64: two rows of the KV cache, .*; lower it"):
+    with pytest.raises(ValueError, match=r"capacity=64: two rows of the KV cache, .*; lower it"):
         write_onnx(model, tmp_path / "m.onnx", capacity=64, kv_cache=FORMATS["nvfp4"], attention_scales=scales)
     assert list(tmp_path.iterdir()) == []
 
@@ -167,5 +167,5 @@ def test_fp8_attention_and_a_cache_of_the_plugin_do_not_go_together(tmp_path: Pa
     fp8 = FORMATS["fp8"]
     scales = collect_attention_scales(model, ROWS[:1], kv_format=fp8, attention_format=fp8)
     options = {"plan": Plan((), attention=fp8), "attention_scales": scales}
-    with pytest.raises(ValueError, match="attends in 16 bit over its cache; pass --attention none"):
+    with pytest.raises(ValueError, match='attends in 16 bit over its cache; pass attention="none"'):
         write_onnx(model, tmp_path / "m.onnx", capacity=64, kv_cache=fp8, **options)

@@ -50,7 +50,7 @@ def test_a_layer_that_is_off_is_left_out_and_named(tmp_path: Path) -> None:
 
 
 def test_a_weight_that_the_model_reads_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"^second: the model multiplies by this layer's weight .*--exclude 'second'"):
+    with pytest.raises(ValueError, match=r"^second: the model multiplies by this layer's weight .*exclude='second'"):
         exported("weight", tmp_path / "onnx")
 
 

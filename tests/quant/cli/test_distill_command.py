@@ -17,14 +17,15 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import quant
+from quant.generate.quantized_attention import quantized_attention
 from quant.cli.distill_command import distill_command
 from quant.cli.quantize_command import quantize_command
 from quant.evaluation.evaluation import loss_text
 from quant.kernels.base.weight_layout import prepack, prepack_refusal
 from quant.kernels.linear.quant_linear import QuantLinear
-from quant.training import distill_checkpoint
-from quant.training import distill_checkpoint as training_run
-from quant.training.distill_checkpoint import check_tokenizers
+from quant.training import distill
+from quant.training import distill as training_run
+from quant.training.distill import check_tokenizers
 from quant.training.train_loop import StoredDtypes
 
 pytest.importorskip("transformers")
@@ -282,7 +283,7 @@ def test_figures_are_those_under_the_plans_kv_cache(made: Path, tmp_path: Path) 
     assert quant.verify(out).findings == ()
     rows = quant.token_rows(text, None, samples=8, seqlen=24)
     original, trained = quant.open_model(made / "model").model, quant.load(out)
-    with quant.quantized_attention(trained, kv_cache="fp8"):
+    with quantized_attention(trained, kv_cache="fp8"):
         expected = quant.evaluate(trained, rows, original).kl
     found = quant.Report.load(out / "report.json").evaluation.kl  # type: ignore[union-attr]
     assert found == pytest.approx(expected, rel=1e-3)
@@ -322,7 +323,7 @@ def test_a_teacher_is_cached_first_and_serves_again(
 ) -> None:
     """It is gone before the student is there, and its file is the one that Python writes."""
     alive: list[weakref.ref[torch.nn.Module]] = []
-    opened = distill_checkpoint.open_runnable
+    opened = distill.open_runnable
 
     def open_runnable(name: str) -> Any:
         gc.collect()
@@ -331,7 +332,7 @@ def test_a_teacher_is_cached_first_and_serves_again(
         alive.append(weakref.ref(model))
         return source, model
 
-    monkeypatch.setattr(distill_checkpoint, "open_runnable", open_runnable)
+    monkeypatch.setattr(distill, "open_runnable", open_runnable)
     monkeypatch.setattr(training_run, "open_runnable", open_runnable)
     cache, rows = tmp_path / "new" / "teacher.safetensors", made / "rows.safetensors"
     first = (made / "ptq", "--teacher", made / "model", "--data", rows, "--cache-teacher", cache, "--top", 16, *OPTIONS)

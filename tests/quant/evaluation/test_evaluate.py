@@ -300,7 +300,7 @@ def test_an_encoder_is_compared_by_its_embeddings() -> None:
     assert found.cosine == pytest.approx(float(expected.mean()), rel=1e-4) and found.cosine > 1e-6
     assert (found.perplexity, found.kl, found.top1, found.tokens) == (None, None, None, 80)
     assert Evaluation.from_dict(json.loads(json.dumps(found.to_dict()))) == found
-    with pytest.raises(UserError, match=r"BertModel predicts no tokens: .* name a --baseline"):
+    with pytest.raises(UserError, match=r"BertModel predicts no tokens: .* name a baseline="):
         evaluate(model, rows)
     model.encoder.layer[0].output.dense.weight.data[0, 0] = torch.nan
     with pytest.raises(ValueError, match="row 0: NaN or infinity in an embedding"):

@@ -19,6 +19,7 @@ from samples import BASE
 from torch import nn
 
 import quant
+from quant.generate.quantized_kv_cache import QuantizedKVCache
 from quant.base.errors import UserError
 from quant.cli.main import main
 from quant.cli.quantize_command import quantize_command
@@ -200,7 +201,7 @@ def test_fp8_attention_is_attention_of_rounded_operands(model: nn.Module) -> Non
 
 def step_by_step(model: nn.Module, ids: torch.Tensor, name: str, first: int = 17) -> torch.Tensor:
     """Logits over a cache: a prompt, a chunk, then token by token."""
-    cache = quant.QuantizedKVCache(model, name, page_size=16)
+    cache = QuantizedKVCache(model, name, page_size=16)
     tokens = ids.shape[1]
     cuts = sorted({0, first, min(first + 6, tokens), *range(first + 7, tokens + 1)})
     parts = [logits_of(model, ids[:, a:b], **cache_argument(model, cache)) for a, b in pairwise(cuts)]
@@ -248,7 +249,7 @@ def test_padding_on_the_left_changes_nothing(model: nn.Module) -> None:
     for attention, tolerance in (("16bit", 1e-4), ("fp8", 0.05)):
         with quantized_attention(model, attention=attention, kv_cache="fp8"):
             alone = logits_of(model, IDS, use_cache=False)
-            cache = quant.QuantizedKVCache(model, "fp8", page_size=16)
+            cache = QuantizedKVCache(model, "fp8", page_size=16)
             parts = [
                 logits_of(
                     model,
@@ -267,9 +268,9 @@ def test_beams_share_pages_and_find_what_a_plain_cache_finds(model: nn.Module) -
     calibrate(model)
     options = {"max_new_tokens": 12, "num_beams": 3, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
     with quantized_attention(model, kv_cache="fp8"):
-        cache = quant.QuantizedKVCache(model, "fp8", page_size=16)
+        cache = QuantizedKVCache(model, "fp8", page_size=16)
         ours = model.generate(IDS, **cache_argument(model, cache), **options)
-    cache = quant.QuantizedKVCache(model, "fp8", page_size=16)
+    cache = QuantizedKVCache(model, "fp8", page_size=16)
     dequantized = model.generate(IDS, **cache_argument(model, cache), **options)
     assert torch.equal(ours, dequantized) and len(set(ours[0, 40:].tolist())) > 1
 
@@ -277,7 +278,7 @@ def test_beams_share_pages_and_find_what_a_plain_cache_finds(model: nn.Module) -
 def test_cropped_tokens_are_forgotten(model: nn.Module) -> None:
     calibrate(model)
     with quantized_attention(model, kv_cache="fp8"):
-        cache = quant.QuantizedKVCache(model, "fp8", page_size=16)
+        cache = QuantizedKVCache(model, "fp8", page_size=16)
         logits_of(model, IDS[:, :30], **cache_argument(model, cache))
         cache.crop(-12)
         assert cache.get_seq_length() == 18
@@ -300,7 +301,7 @@ def test_windows_soft_caps_and_sinks(kind: str, attention: str) -> None:
             parameter.data.normal_(1.0)
     calibrate(model)
     ids = torch.randint(0, 64, (2, 30))
-    cache = quant.QuantizedKVCache(model, "fp8", page_size=16)
+    cache = QuantizedKVCache(model, "fp8", page_size=16)
     expected = logits_of(model, ids, **cache_argument(model, cache))
     with quantized_attention(model, attention=attention, kv_cache="fp8"):
         whole = logits_of(model, ids, use_cache=False)
@@ -330,13 +331,13 @@ def test_mistakes(model: nn.Module) -> None:
         quantized_attention(nn.Linear(1, 1), attention="fp8"),
     ):
         pass
-    with pytest.raises(UserError, match="--kv-cache 16bit: no quantized cache; known: fp8, nvfp4"):
-        quant.QuantizedKVCache(model, "16bit")
+    with pytest.raises(UserError, match='kv_cache="16bit": no quantized cache; known: fp8, nvfp4'):
+        QuantizedKVCache(model, "16bit")
 
 
 def test_a_model_that_touches_keys_behind_the_cache_is_found(model: nn.Module) -> None:
     with quantized_attention(model, kv_cache="fp8"):
-        cache = quant.QuantizedKVCache(model, "fp8")
+        cache = QuantizedKVCache(model, "fp8")
         k, v = torch.randn(2, 1, 2, 5, 32)
         cache.update(k, v, 0)
         with pytest.raises(UserError, match="changes keys between cache and attention"):

@@ -73,7 +73,7 @@ def test_python_files_of_a_model_run_only_on_request(directory: Path, flag: Path
     result = CliRunner().invoke(main, list(map(str, trusted)))
     assert result.exit_code == 0 and flag.exists(), result.output
     flag.unlink()
-    with pytest.raises(UserError, match="--trust-remote-code"):  # the trust ended with the command
+    with pytest.raises(UserError, match="trust_remote_code=True"):  # the trust ended with the command
         open_model(directory)
 
 

@@ -95,7 +95,7 @@ def test_a_directory_of_that_name_wins(cache: Path) -> None:
     shutil.copytree(BASE, Path("org/tiny"))
     assert open_model("org/tiny").revision is None
     with pytest.raises(
-        UserError, match="--revision old is for a model on the Hugging Face hub, and org/tiny is on the"
+        UserError, match='revision="old" is for a model on the Hugging Face hub, and org/tiny is on the'
     ):
         open_model("org/tiny", revision="old")
     with pytest.raises(UserError, match="and tiny is not a name on the hub"):

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 import quant
 from quant.calibration.walk.walk import ModelWalk
-from quant.kernels.linear.expert_modules import run_experts_one_by_one
+from quant.kernels.linear.experts import run_experts_one_by_one
 from quant.models.open_model import open_model
 from quant.models.stored_weights import StoredExperts, stored_in
 

@@ -1,0 +1,146 @@
+"""This file says how much of the machine's processors and memory this process may use.
+
+A machine may have 64 cores and 500 GB while the container around this process has a quota of 2 CPUs and 8 GB. The
+kernel enforces both without telling: a process that starts 64 threads is stopped for most of every tenth of a second,
+and one that takes 9 GB is killed. The limits of a process are in its affinity mask and in the files of its control
+groups, of which every one that encloses it counts (cgroup v1 and v2).
+
+Nothing here imports torch, because the number of threads and how they wait is fixed when torch loads its OpenMP.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator, MutableMapping
+from pathlib import Path, PurePosixPath
+
+_ROOT = Path("/")
+# cgroup v1 has no word for "no limit": it shows the largest multiple of a page.
+_NO_LIMIT = 1 << 60
+# How threads wait for each other, by the variable that says it: they sleep, after 5,000 polls where the OpenMP is
+# libgomp. The polls take less than a tenth of a millisecond; libgomp's own number is 300,000.
+_WAITING = {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "5000"}
+
+
+def cores() -> int:
+    """Returns the number of cores that the scheduler may put this process on."""
+    affinity = getattr(os, "sched_getaffinity", None)  # Linux has it
+    return len(affinity(0)) if affinity else os.cpu_count() or 1
+
+
+def quota(root: Path = _ROOT) -> float | None:
+    """Returns how many CPUs' time the process's control groups allow, such as 1.5; None for no limit."""
+    allowances = []
+    for group in _groups("cpu", root):
+        # cgroup v2 has one file with both numbers, v1 has two.
+        spent, period = (*_words(group / "cpu.max"), "", "")[:2]  # "150000 100000", or "max 100000"
+        spent = spent or " ".join(_words(group / "cpu.cfs_quota_us"))  # -1 for no limit
+        period = period or " ".join(_words(group / "cpu.cfs_period_us"))
+        if spent.isdigit() and period.isdigit() and int(period):
+            allowances.append(int(spent) / int(period))
+    return min(allowances, default=None)
+
+
+def memory_limit(root: Path = _ROOT) -> int | None:
+    """Returns the bytes that the process's control groups may hold, the tightest of them; None for no limit."""
+    return min((limit for _, limit in _memory_groups(root)), default=None)
+
+
+def memory_left(root: Path = _ROOT) -> int | None:
+    """Returns the bytes that the process may still take, of the machine's and of each control group's.
+
+    None if it is unknown.
+
+    The page cache is not counted as taken: the kernel drops it when memory is needed.
+    """
+    remaining = []
+    for group, limit in _memory_groups(root):
+        used = next((int(w) for name in ("memory.current", "memory.usage_in_bytes") for w in _words(group / name)), 0)
+        remaining.append(max(limit - used + _page_cache(group), 0))
+    available = [line.split()[1] for line in _lines(root / "proc/meminfo") if line.startswith("MemAvailable:")]
+    remaining += [1024 * int(kilobytes) for kilobytes in available]
+    return min(remaining, default=None)
+
+
+def set_up_threads(environment: MutableMapping[str, str]) -> str | None:
+    """Says in the environment how many threads torch starts and how they wait, where the user has not said it.
+
+    Threads that wait by spinning take the time that the others need as soon as anything else runs on the machine: of
+    two threads on two cores with a busy neighbour one waits, spinning, for the one that has no core. Sleeping at once
+    costs an eighth on a quiet machine, where the other thread is nearly always there within microseconds. With a quota,
+    threads beyond it only wait for each other.
+
+    Returns:
+        A sentence for the user where the quota is less than the cores; None otherwise.
+    """
+    if not any(name in environment for name in (*_WAITING, "KMP_BLOCKTIME")):
+        environment.update(_WAITING)
+    allowed, available = quota(), cores()
+    threads = available if allowed is None else math.ceil(allowed)
+    # Above the quota, threads only wait for each other: see the module docstring.
+    if threads >= available or "OMP_NUM_THREADS" in environment:
+        return None
+    environment["OMP_NUM_THREADS"] = str(threads)
+    return f"{threads} thread{'s' * (threads > 1)}: the quota of this container is {allowed:g} of {available} CPUs"
+
+
+def describe_processor(root: Path = _ROOT) -> str:
+    """Returns the name of the processor and its widest vector units: "AMD EPYC, AVX-512 BF16"."""
+    fields = dict(line.partition(":")[::2] for line in reversed(_lines(root / "proc/cpuinfo")) if ":" in line)
+    facts = {name.strip(): value.strip() for name, value in fields.items()}
+    flags = set(facts.get("flags", facts.get("Features", "")).split())
+    units = {"amx_tile": "AMX", "avx512_bf16": "AVX-512 BF16", "avx512f": "AVX-512", "avx2": "AVX2", "asimd": "NEON"}
+    widest = next((unit for flag, unit in units.items() if flag in flags), None)
+    return ", ".join(fact for fact in (facts.get("model name", "unknown processor"), widest) if fact)
+
+
+def _memory_groups(root: Path) -> Iterator[tuple[Path, int]]:
+    """Yields control groups with a limit on memory, and the limit in bytes."""
+    for group in _groups("memory", root):
+        for name in ("memory.max", "memory.high", "memory.limit_in_bytes"):
+            for word in _words(group / name):
+                if word.isdigit() and int(word) < _NO_LIMIT:
+                    yield group, int(word)
+
+
+def _page_cache(group: Path) -> int:
+    """Returns the bytes of files that a control group holds and the kernel may drop.
+
+    In version 1 a plain number leaves out the groups within, and `total_` includes them.
+    """
+    sizes = dict(line.split() for line in _lines(group / "memory.stat"))
+    kinds = ("inactive_file", "active_file")
+    return sum(int(sizes.get(f"total_{kind}", sizes.get(kind, 0))) for kind in kinds)
+
+
+def _groups(controller: str, root: Path) -> Iterator[Path]:
+    """Yields the folders of the control groups that enclose the process, as far as it sees them, innermost first."""
+    paths = {}
+    for line in _lines(root / "proc/self/cgroup"):  # "4:memory:/a/b" in v1, "0::/a/b" in v2
+        _, names, path = line.split(":", 2)
+        paths.update(dict.fromkeys(names.split(","), path))
+    for line in _lines(root / "proc/self/mountinfo"):
+        mount, _, system = line.partition(" - ")
+        shown, mounted_at = mount.split()[3:5]
+        kind, _, options = system.split(" ", 2)
+        name = {"cgroup2": "", "cgroup": controller}.get(kind)
+        if name not in paths or (name and name not in options.split(",")):
+            continue
+        top = root / mounted_at.lstrip("/")
+        # A container sees its own group at the root of the mount, and a path that may lie outside it.
+        own = PurePosixPath(paths[name])
+        # A container may see only its own part of the tree, under another name than the machine's.
+        below = own.relative_to(shown) if own.is_relative_to(shown) and ".." not in own.parts else PurePosixPath()
+        yield from (top / part for part in (below, *below.parents))
+
+
+def _lines(file: Path) -> list[str]:
+    try:
+        return file.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return []
+
+
+def _words(file: Path) -> list[str]:
+    return " ".join(_lines(file)).split()
