@@ -7,6 +7,7 @@ import copy
 from torch import nn
 
 import quant
+from quant.kernels.linear.quant_linear import QuantLinear
 from quant.adapters.dense_layers import dense_linear
 
 
@@ -14,7 +15,7 @@ def dequantized(model: nn.Module) -> nn.Module:
     """A copy of `model` with an `nn.Linear` in the place of each quantized linear layer."""
     dense = copy.deepcopy(model)
     for name, module in list(dense.named_modules()):
-        if isinstance(module, quant.QuantLinear):
+        if isinstance(module, QuantLinear):
             parent, _, last = name.rpartition(".")
             setattr(dense.get_submodule(parent), last, dense_linear(module))
     return dense

@@ -138,9 +138,11 @@ print(json.dumps([number.__file__, rounding.round_to(values, number.E2M1).tolist
 
 def test_the_page_is_made_without_the_repository(installed: Path) -> None:
     code = """
-import quant
+import tempfile
 from quant.report.report import Report
-print(quant.render_html(Report("a <model>", [], 0, 0, 16.0), quant.Plan(())))
+with tempfile.TemporaryDirectory() as folder:
+    Report("a <model>", [], 0, 0, 16.0).to_html(f"{folder}/page.html")
+    print(open(f"{folder}/page.html", encoding="utf-8").read())
 """
     html = run_installed(installed, code)
     assert "<h1>a &lt;model&gt;</h1>" in html

@@ -1,10 +1,26 @@
-"""Every public name of `quant` leads to the definition of that name, and no file or folder takes its place."""
+"""Every public name of `quant` leads to its definition, for Python and for editors, and no file takes its place."""
 
+import ast
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 import quant
+
+ROOT = Path(__file__).parents[1]
+_USER = """
+import quant
+
+reveal_type(quant.quantize)
+reveal_type(quant.Plan.load("plan.json").layers[0].name)
+quant.evaluate(None, None, text="no such keyword")
+"""
+
+
+def test_at_most_forty_names() -> None:
+    assert len(set(quant.__all__) - {"__version__"}) <= 40
 
 
 def test_no_module_hides_a_public_name() -> None:
@@ -17,10 +33,58 @@ def test_no_module_hides_a_public_name() -> None:
 def test_a_public_name_is_a_definition_of_the_file_that_the_table_names(name: str) -> None:
     if name == "QATCallback":
         pytest.importorskip("lightning", reason="the extra lightning")
-    found = getattr(quant, name)
-    assert (found.__name__, found.__module__) == (name, quant._HOME[name])
+    definition = getattr(quant, name)
+    assert (definition.__name__, definition.__module__) == (name, quant._HOME[name])
+
+
+def test_editors_see_the_names_of_the_table() -> None:
+    tree = ast.parse(Path(quant.__file__).read_text())
+    guarded = next(node for node in tree.body if isinstance(node, ast.If))
+    assert ast.unparse(guarded.test) == "TYPE_CHECKING"
+    imports = [node for node in guarded.body if isinstance(node, ast.ImportFrom)]
+    assert len(imports) == len(guarded.body)
+    # `import x as x` is what marks a name as exported for type checkers.
+    assert all(alias.asname == alias.name for node in imports for alias in node.names)
+    assert {alias.name: node.module for node in imports for alias in node.names} == quant._HOME
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("checker", ["mypy", "pyright"])
+def test_a_type_checker_checks_calls_of_users(checker: str, tmp_path: Path) -> None:
+    """The examples are well typed as far as `quant` goes, and a wrong keyword in a user's call is an error."""
+    user = tmp_path / "user.py"
+    user.write_text(_USER)
+    examples = sorted(str(path) for path in (ROOT / "examples").glob("*.py"))
+    if checker == "mypy":
+        (tmp_path / "mypy.ini").write_text("[mypy]\nignore_missing_imports = True\nfollow_imports = silent\n")
+        command = ["mypy", f"--config-file={tmp_path / 'mypy.ini'}", f"--cache-dir={ROOT / '.mypy_cache' / 'users'}"]
+        output = _checked([*command, "--scripts-are-modules", str(user), *examples])
+        # mypy stops at the first of two modules of one name; the examples are scripts with names of their own.
+        assert 'Revealed type is "def (model: torch.nn.modules.module.Module' in output, output
+        assert 'user.py:5: note: Revealed type is "str"' in output, output
+        assert 'user.py:6: error: Unexpected keyword argument "text"' in output, output
+        assert not [line for line in output.splitlines() if "examples/" in line and '"quant"' in line], output
+    else:
+        pytest.importorskip("pyright", reason="pyright is not installed")
+        output = _checked(["pyright", str(user)])
+        if "quantize" not in output:
+            pytest.skip("pyright is installed, and its Node.js cannot be downloaded here")
+        assert 'No parameter named "text"' in output, output
+        assert 'Type of "quant.quantize" is "(model: Module' in output, output
+
+
+def _checked(command: list[str]) -> str:
+    result = subprocess.run([sys.executable, "-m", *command], capture_output=True, text=True, cwd=ROOT)
+    return result.stdout + result.stderr
 
 
 def test_unknown_name() -> None:
     with pytest.raises(AttributeError, match="no attribute 'quantise'"):
         _ = quant.quantise
+
+
+@pytest.mark.parametrize("name", sorted(quant._RENAMED))
+def test_an_old_name_says_the_new_one(name: str) -> None:
+    assert name not in quant.__all__
+    with pytest.raises(AttributeError, match=rf"^quant\.{name} is \S.* since 0\.3$"):
+        getattr(quant, name)

@@ -16,10 +16,9 @@ from quant.cli.tables import print_plan, print_table
 from quant.export.checkpoint.files.directory import check_apart
 from quant.formats.format import FORMATS
 from quant.models.files import find_checkpoint
-from quant.recipes.solver_names import EFFORTS, solver_of
 from quant.recipes.plan import PLAN_FILE, Plan
 from quant.recipes.recipe import KEEP, presets
-from quant.recipes.solver_names import METHODS, ROUNDINGS, parse_solver
+from quant.recipes.solver_names import EFFORTS, METHODS, ROUNDINGS, parse_solver, solver_of
 from quant.report.saved_report import saved_report
 
 _SOLVER_NOTE = (
@@ -73,7 +72,7 @@ def report_command(directory: Path, other: Path | None, receipt_file: Path | Non
             raise UserError("--receipt belongs to one checkpoint; leave it out to compare two")
         _compare(directory, other, out or Path("comparison.html"))
         return
-    from quant.report.render import rewrite
+    from quant.report.report import rewrite
 
     if out is not None:
         # The page may replace its own predecessor in the checkpoint, and nothing else there.
@@ -180,15 +179,15 @@ def _limited(formats: list[str] | None) -> str:
 
 def _solver_facts(name: str) -> dict[str, Any]:
     """Returns a row of the table; `formats` is None for a part that takes all."""
-    from quant.calibration.solvers.registry import get_pipeline, supports
+    from quant.calibration.solvers.registry import get_pipeline
     from quant.calibration.walk.expected_time import operations, passes
 
     pipeline = get_pipeline(name)
-    formats = [format.name for format in FORMATS.values() if supports(pipeline.rounding, format)]
+    formats = [format.name for format in FORMATS.values() if pipeline.rounding.supports(format)]
     # The efforts of presets with inputs in 16, 8 and 4 bits.
     by_effort = {effort: [parse_solver(solver_of(effort, i)) for i in (KEEP, "fp8", "nvfp4")] for effort in EFFORTS}
     return {
-        "needs": ("text, gradients" if pipeline.two_sided else "text") if pipeline.needs_data else "nothing",
+        "needs": ("text, gradients" if pipeline.rounding.two_sided else "text") if pipeline.needs_data else "nothing",
         "work": round(operations(pipeline) / operations(get_pipeline("rtn")), 1),
         "passes": passes(pipeline, rows=1, on_gpu=False),
         "effort": [e for e, specs in by_effort.items() if any(name in (s.rounding, *s.transforms) for s in specs)],

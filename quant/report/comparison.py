@@ -12,9 +12,9 @@ from pathlib import Path
 from quant.base.errors import UserError, megabytes
 from quant.calibration.layer_result import LayerResult
 from quant.evaluation.evaluation import Evaluation
-from quant.recipes.plan import PLAN_FILE, Plan
+from quant.recipes.plan import Plan
 from quant.report.render import render_page
-from quant.report.report import Report
+from quant.report.report import Report, read_run
 from quant.report.section import Section, block_starts, coloured, number, short_name
 
 Pair = tuple[LayerResult | None, LayerResult | None]
@@ -41,10 +41,7 @@ def read_runs(first: Path, second: Path) -> tuple[ComparedRun, ComparedRun]:
         names = [str(directory) for directory in directories]
     runs = []
     for name, directory in zip(names, directories, strict=True):
-        for file in ("report.json", PLAN_FILE):
-            if not (directory / file).is_file():
-                raise UserError(f"{directory}: no {file}; pass a directory that `quantize --out` wrote")
-        runs.append(ComparedRun(name, Report.load(directory / "report.json"), Plan.load(directory / PLAN_FILE)))
+        runs.append(ComparedRun(name, *read_run(directory)))
     a, b = runs
     if not {layer.name for layer in a.report.layers} & {layer.name for layer in b.report.layers}:
         raise UserError(f"{first} and {second} have no layer in common; compare two runs of one model")

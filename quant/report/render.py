@@ -13,16 +13,14 @@ from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from quant.base.atomic import write_atomically
-from quant.base.errors import UserError, counted, megabytes
+from quant.base.errors import counted, megabytes
 from quant.base.json_files import finite, json_text
 from quant.calibration.layer_result import LayerResult
 from quant.evaluation.evaluation import loss_text
-from quant.recipes.plan import PLAN_FILE, Plan
+from quant.recipes.plan import Plan
 from quant.recipes.solver_names import DEFAULT_OBSERVER
 from quant.report.allocation_charts import budget_text, heat_map, pareto, rounds, waterfall
 from quant.report.charts import continuation, errors, memory, predictions, receipt, sizes, texts, usage
-from quant.report.report import Receipt, Report, peak_rss
 from quant.report.section import (
     Section,
     format_colours,
@@ -34,8 +32,7 @@ from quant.report.summary import interval_text
 if TYPE_CHECKING:
     from jinja2 import Template
 
-
-# The sections of the report's page, in its order.
+    from quant.report.report import Report
 
 
 def sections(report: Report, plan: Plan) -> list[Section]:
@@ -56,12 +53,7 @@ _PARTS = ("report.css", "vendor/d3.min.js", "vendor/plot.umd.min.js", "report.js
 
 
 def render_html(report: Report, plan: Plan) -> str:
-    """Returns the whole page.
-
-    Args:
-        report: results.
-        plan: the plan that was executed; layers that it lacks are shown with the facts in the report.
-    """
+    """Returns the whole page; of layers that the plan lacks, the facts in the report are shown."""
     return render_page(
         "report.html.j2",
         report=report,
@@ -233,62 +225,3 @@ def _calibration_text(record: Mapping[str, Any]) -> str:
         words.append("tokens by kind: " + ", ".join(f"{kind} {count:,}" for kind, count in tokens.items()))
     words += [f"{key} {value}" for key, value in record.items() if key not in ("source", "rows", "seqlen", "tokens")]
     return ", ".join(words)
-
-
-def rewrite(
-    directory: Path, receipt: Mapping[str, Any] | None = None, *, out: Path | None = None, source: str = "the receipt"
-) -> Path:
-    """Writes the page of a checkpoint again; a receipt goes into its report first.
-
-    Args:
-        directory: the checkpoint, with report.json and plan.json.
-        receipt: result of `quant export`.
-        out: the page; report.html in the directory by default.
-        source: name of the receipt in errors.
-
-    Returns:
-        Where the page is.
-
-    Raises:
-        UserError: a file is missing, or the receipt is invalid or belongs to another plan.
-    """
-    for name in ("report.json", PLAN_FILE):
-        if not (directory / name).is_file():
-            raise UserError(f"{directory}: no {name}; pass a directory that `quantize --out` wrote")
-    report, plan = Report.load(directory / "report.json"), Plan.load(directory / PLAN_FILE)
-    if receipt is not None:
-        try:
-            report.receipt = Receipt.from_dict(receipt)
-        except ValueError as error:
-            raise UserError(f"{source}: not a receipt of `quant export`: {error}") from None
-        # The digest identifies the plan; a receipt without one is checked by the names of its layers.
-        strangers = [layer.name for layer in report.receipt.layers if layer.name not in plan.by_name]
-        if receipt.get("plan") not in (None, plan.digest()) or strangers:
-            raise UserError(f"{source}: the receipt of another plan than {directory / PLAN_FILE}")
-        # Before the page, which is made of it and can be made again.
-        report.save(directory / "report.json")
-    page = out or directory / "report.html"
-    write_atomically(page, render_html(report, plan))
-    return page
-
-
-# `write_report` completes the directory of a checkpoint with its report.
-
-
-def write_report(report: Report, plan: Plan, directory: Path, hashes: Mapping[str, str]) -> None:
-    """Writes the report of a checkpoint before it appears under its name.
-
-    Args:
-        report: completed with the sizes and `hashes` of the weight files, then written as JSON and HTML.
-        plan: the plan that was executed.
-        directory: the directory of the unfinished checkpoint.
-        hashes: SHA-256 of each weight file, by name.
-    """
-    report.files = dict(hashes)
-    # Sizes on disk replace the plan's estimate; they include the headers of the files.
-    report.bytes_after = sum((directory / name).stat().st_size for name in hashes)
-    report.peak_rss_bytes = peak_rss()
-    # `verify` reads report.json (hashes, plan digest, fingerprint), and so does the next training run that starts here
-    # (`training.run_report`). report.html is only for people.
-    report.save(directory / "report.json")
-    write_atomically(directory / "report.html", render_html(report, plan))

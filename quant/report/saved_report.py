@@ -5,8 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from quant.base.json_files import typed
-from quant.base.json_files import read_json
+from quant.base.json_files import read_json, typed
 
 
 def saved_report(directory: Path) -> dict[str, Any] | None:

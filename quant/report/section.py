@@ -13,9 +13,10 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from quant.report.report import Report
+if TYPE_CHECKING:
+    from quant.report.report import Report
 
 COLOURS = [f"c{i}" for i in range(7)]  # further series share the last one
 

@@ -20,11 +20,10 @@ from quant.export.checkpoint.compare_source import compare_with_source
 from quant.export.checkpoint.files.names import stored_names
 from quant.export.checkpoint.pretrained import attach
 from quant.export.checkpoint.save import Destination, Finish, save_state_dict, write_model
-from quant.models.files import SourceKind
 from quant.models.configs import described_by
+from quant.models.files import SourceKind
 from quant.models.prediction_heads import head_layers
 from quant.recipes.plan import Plan
-from quant.report.render import write_report
 from quant.report.report import Report, kv_cache_of, peak_rss
 from quant.run.job import Decision, Job, Outcome, SolvedModel
 from quant.run.measure import Measured
@@ -78,7 +77,7 @@ def _finish(job: Job, plan: Plan, report: Report) -> Finish:
         report.seconds["write"] = time.perf_counter() - started
         # Warnings on the checkpoint come first: they may stop a server from loading it.
         report.warnings[:0] = messages
-        write_report(report, plan, directory, hashes)
+        report.complete(plan, directory, hashes)
         # Last of all: if a file of the model changed while it was read, the directory never gets its name.
         job.source.files.check()
 

@@ -10,6 +10,7 @@ import torch
 from packaging import version
 
 import quant
+from quant.kernels.linear.quant_linear import QuantLinear
 from quant.base.errors import UserError
 from quant.export.checkpoint.convert import convert
 
@@ -78,8 +79,8 @@ def test_without_a_config_a_checkpoint_is_for_transformers_own_quantizer(tmp_pat
     done = quant.quantize(tiny_models.llama(dtype=torch.bfloat16), "nvfp4a16")
     quant.save(done.model, done.plan, tmp_path / "out")
     theirs, ours = from_pretrained(tmp_path / "out"), from_pretrained(tmp_path / "out", quant.QuantConfig())
-    assert not isinstance(theirs.model.layers[0].mlp.up_proj, quant.QuantLinear)
-    assert isinstance(ours.model.layers[0].mlp.up_proj, quant.QuantLinear)
+    assert not isinstance(theirs.model.layers[0].mlp.up_proj, QuantLinear)
+    assert isinstance(ours.model.layers[0].mlp.up_proj, QuantLinear)
 
 
 @pytest.mark.parametrize("format", ["nvfp4a16", "fp8"])

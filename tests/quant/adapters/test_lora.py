@@ -12,6 +12,7 @@ from adapter_samples import dequantized
 from torch import nn
 
 import quant
+from quant.kernels.linear.quant_linear import QuantLinear
 from quant.base.errors import UserError
 from quant.calibration.layer_result import Quantized
 from quant.formats.format import FORMATS
@@ -268,7 +269,7 @@ def test_adapters_on_transposed_layers_are_merged(target: Any) -> None:
     model = with_adapters(done, target_modules=target)
     wanted = {}
     for name, module in model.get_base_model().named_modules():
-        if isinstance(getattr(module, "base_layer", None), quant.QuantLinear):
+        if isinstance(getattr(module, "base_layer", None), QuantLinear):
             down, up = (part["default"].weight.double() for part in (module.lora_A, module.lora_B))
             weight = module.base_layer.quantized_weight.dequantize(torch.float64)
             wanted[name] = weight + up @ down * module.scaling["default"]

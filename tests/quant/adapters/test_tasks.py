@@ -10,6 +10,7 @@ import torch
 from click.testing import CliRunner
 
 import quant
+from quant.adapters.tasks import evaluate_tasks
 from quant.base.errors import UserError
 from quant.cli.main import main
 
@@ -91,10 +92,10 @@ def test_lm_eval_finds_the_model_by_its_name(checkpoint: Path) -> None:
     assert found is not None
     value = found["results"]["words_of_ours"]["acc,none"]
     assert value == pytest.approx(accuracy(quant.load(checkpoint), DOCUMENTS))
-    score, _ = quant.evaluate_tasks(checkpoint, "words_of_ours", task_path=checkpoint.parent / "tasks")
+    score, _ = evaluate_tasks(checkpoint, "words_of_ours", task_path=checkpoint.parent / "tasks")
     assert score.value == value and score.samples == len(DOCUMENTS)
 
 
 def test_an_unknown_task_is_named(checkpoint: Path) -> None:
     with pytest.raises(UserError, match="lm-eval has no task 'no_such_task'"):
-        quant.evaluate_tasks(checkpoint, "no_such_task")
+        evaluate_tasks(checkpoint, "no_such_task")

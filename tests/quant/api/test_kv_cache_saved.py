@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from samples import BASE, GOLDENS
 
 import quant
+from quant.generate.quantized_attention import quantized_attention
 from quant.export.checkpoint.files.compressed_tensors import read_config
 from quant.export.checkpoint.files.names import StoredNames
 from quant.recipes.blocks import cache_of
@@ -85,9 +86,9 @@ def test_each_kv_head_has_a_scale_of_its_own(tmp_path: Path) -> None:
     assert quant.Plan.load(tmp_path / "out" / "plan.json").kv_cache is result.plan.kv_cache
     assert read_config(config, StoredNames())[1] is result.plan.kv_cache
     loaded = quant.load(tmp_path / "out")
-    with torch.no_grad(), quant.quantized_attention(loaded, **result.plan.run_time):
+    with torch.no_grad(), quantized_attention(loaded, **result.plan.run_time):
         logits = loaded(ROWS[:1]).logits
-    with torch.no_grad(), quant.quantized_attention(result.model, **result.plan.run_time):
+    with torch.no_grad(), quantized_attention(result.model, **result.plan.run_time):
         assert torch.equal(logits, result.model(ROWS[:1]).logits)
 
 
