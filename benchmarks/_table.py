@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from quant.base.json_files import json_text
-from quant.kernels.base.processor import describe_processor
+from quant.base.processor import describe_processor
 
 Row = Mapping[str, object]
 

@@ -44,7 +44,7 @@ from quant.formats.format import FORMATS
 from quant.formats.tensor import quantize
 from quant.generate.fused_decoder import Decoder, decoder_refusal
 from quant.kernels.attention.forward import fp8_attention
-from quant.kernels.linear.fp8_gemm import round_to_e4m3
+from quant.kernels.linear.rounded_products import round_to_e4m3
 from quant.kernels.linear.quant_linear import QuantLinear
 from quant.recipes.blocks import cache_of
 

@@ -42,7 +42,7 @@ from quant.kernels.base.hardware import current
 from quant.kernels.base.timing import copy_rate, graph_microseconds, warm_up
 from quant.kernels.linear import dispatch, tiles, tuning
 from quant.kernels.linear import tiles as launch_table
-from quant.kernels.linear.fp8_gemm import prefill_linear
+from quant.kernels.linear.rounded_products import prefill_linear
 
 _search = "--search" in sys.argv
 WIDE, TALL, SQUARE = (28672, 4096), (4096, 14336), (4096, 4096)
@@ -196,7 +196,7 @@ def peers(compile_only: bool) -> Iterator[Row]:
 def prefill(compile_only: bool) -> Iterator[Row]:
     """NVFP4 weights by FP8 activations: x to E4M3, the weight to E4M3, the library's product, as one time."""
     from quant.kernels.base.weight_layout import prepack
-    from quant.kernels.linear import sm90_decode_nvfp4
+    from quant.kernels.linear import sm90_decode
 
     if not current().has_wgmma:
         return
@@ -204,7 +204,7 @@ def prefill(compile_only: bool) -> Iterator[Row]:
         weight = prepack(random_weight(FORMATS["nvfp4"], shape))
         x = torch.randn(tokens, shape[1], device="cuda", dtype=torch.bfloat16)
         y = prefill_linear(x, weight, None, None, activation=FORMATS["fp8_token"])
-        sm90_decode_nvfp4.dequantize_prepacked(weight)
+        sm90_decode.dequantize_prepacked(weight)
         if compile_only:
             continue
         exact = x.double() @ dispatch.dequantize(weight, torch.bfloat16).double().T
@@ -217,8 +217,8 @@ def prefill(compile_only: bool) -> Iterator[Row]:
         if tokens == 4096:
             elements = shape[0] * shape[1]
             for name, call, nbytes in (
-                ("nvfp4 to bf16", sm90_decode_nvfp4.dequantize_prepacked, 2 + 9 / 16),
-                ("nvfp4 to e4m3", sm90_decode_nvfp4.prepacked_to_e4m3, 1 + 9 / 16),
+                ("nvfp4 to bf16", sm90_decode.dequantize_prepacked, 2 + 9 / 16),
+                ("nvfp4 to e4m3", sm90_decode.prepacked_to_e4m3, 1 + 9 / 16),
             ):
                 us = graph_microseconds([lambda w=w, c=call: c(w) for w in copies])
                 yield {"what": name, "N": shape[0], "K": shape[1], "us": us, "TB/s": nbytes * elements / us * 1e-6}

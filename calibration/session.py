@@ -33,9 +33,9 @@ import torch
 from torch import nn
 
 from quant.base.listener import Progress
+from quant.base.processor import memory_left, memory_limit
 from quant.calibration.placement import Device, elsewhere, find_device
 from quant.calibration.ranks import rank_and_world
-from quant.kernels.base.processor import memory_left, memory_limit
 
 Mapped = Callable[[Mapping[str, torch.Tensor]], None]
 """Called with the tensors of a step, mapped from their file, when they are written."""

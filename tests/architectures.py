@@ -45,7 +45,7 @@ from safetensors import safe_open
 from quant.export.checkpoint.convert import convert
 from quant.export.checkpoint.files.names import cut_experts, expert_names
 from quant.export.checkpoint.load import load
-from quant.kernels.linear.expert_modules import ExpertStack
+from quant.kernels.linear.experts import ExpertStack
 from quant.models.huggingface import patch_forward
 from quant.recipes.layers import expert_matrices
 from quant.recipes.layers import LayerKind

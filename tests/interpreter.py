@@ -50,7 +50,7 @@ def interpreted() -> Iterator[None]:
     from triton.runtime import interpreter
     from triton.runtime.jit import JITFunction
 
-    from quant.kernels.rounding.portable_block_scales import larger
+    from quant.kernels.base.portable_small_floats import larger
 
     # A kernel calls its device functions thousands of times, and each would inspect its signature again.
     function_of = cache(interpreter.InterpretedFunction)

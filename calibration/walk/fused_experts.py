@@ -27,8 +27,6 @@ from torch import nn
 from quant.calibration.fast_matmul import fast_matmul
 from quant.calibration.outputs.gradients import OutputMoments
 from quant.calibration.ranks import Exchange, gathered, rank_and_world
-from quant.calibration.solvers.gptq import Gptq
-from quant.calibration.solvers.local_hessian import LocalHessian
 from quant.calibration.solvers.registry import get_pipeline
 from quant.calibration.solvers.solve_group import all_solved, solve_matrices
 from quant.calibration.statistics import LayerStats, round_activation
@@ -171,7 +169,7 @@ class FusedExperts:
         """Returns the statistics of the inputs of some experts."""
         width = _moment_width(member)
         sums = {expert: Moments(width) for expert in experts}
-        share = get_pipeline(member.solver).shares(member.activation is not None).residual
+        share = get_pipeline(member.solver).rounding.shares_where(member.activation is not None).residual
         # Only the last projection writes to the stream.
         errors = self.errors if projection == "down_proj" and share else []
         tokens = self._tokens(projection, experts.stop, run) if errors else []
@@ -220,7 +218,7 @@ class FusedExperts:
         if self.missing[member.name]:
             notes.append(f"rounded for its own output's error, as by gptq: {self.missing[member.name]}")
         # A branch needs a moment too, and experts take none, so only the rounding decides.
-        needs_moment = isinstance(pipeline.rounding, Gptq | LocalHessian)
+        needs_moment = pipeline.rounding.needs_moment
         tokens = self._tokens(projection, count, run) if needs_moment else [0] * count
         parts = [range(count)[part] for part in slices_that_fit(count, member.shape[-1], _moment_width(member))]
         silent = tokens.count(0) if needs_moment else 0
@@ -257,7 +255,7 @@ class FusedExperts:
 
 def _moment_width(member: LayerPlan) -> int | None:
     """Returns the width of the diagonal blocks of the second moment that a solver looks at; None for all of it."""
-    return member.weight_format.block[1] if isinstance(get_pipeline(member.solver).rounding, LocalHessian) else None
+    return member.weight_format.block[1] if get_pipeline(member.solver).rounding.looks_in_blocks else None
 
 
 def _fit_share(tokens: int, inputs: int) -> float:

@@ -14,11 +14,11 @@ import torch
 
 from quant.base.errors import UserError, option
 from quant.base.json_files import parse_json
+from quant.base.processor import memory_left
 from quant.calibration.placement import free_memory
 from quant.export.aoti.package import METADATA, load_aoti
 from quant.export.onnx.engine_session import check_memory
 from quant.export.onnx.serving import IDS, LAST, LENGTHS
-from quant.base.processor import memory_left
 
 _FIELDS = {"capacity": int, "caches": list, "dtype": str, "plan": str, "torch": str}
 _DTYPES = ("float32", "float16", "bfloat16")

@@ -98,11 +98,7 @@ def onnxruntime_problem(model: nn.Module, *, fp8_attention: bool = False, kv_cac
 
 
 def loaded(path: Path) -> Any:
-    """Returns the onnxruntime session of a file with default options, on the processor.
-
-    Raises:
-        ValueError: onnxruntime is not installed, or refuses the file; the message is its own.
-    """
+    """Returns the onnxruntime session of a file with default options, on the processor."""
     if importlib.util.find_spec("onnxruntime") is None:
         raise ValueError(f"running {path} needs the package `onnxruntime`: {install_command('onnx')}")
     import onnxruntime
@@ -234,13 +230,7 @@ def _conv_problem(module: QuantConv) -> str | None:
 
 
 def check_graph(exported: torch.export.ExportedProgram, model: nn.Module, prefix: str = "") -> None:
-    """Raises ValueError for a graph that a file cannot hold; the message names the module and the way out.
-
-    Args:
-        exported: the graph.
-        model: the model that it was traced from.
-        prefix: what names in the graph have before those of the model's modules.
-    """
+    """Raises ValueError for a graph that a file cannot hold; the message names the module and the way out."""
     _check_complex(exported, prefix)
     multiplied = {layer for layer, _ in _layer_nodes(exported, prefix)}
     for layer, codes in _codes(exported, model, prefix).items():
@@ -297,11 +287,8 @@ def check_attention(name: str, kind: str, query: torch.Tensor, key: torch.Tensor
     """Raises ValueError for FP8 attention without a fused kernel; the message names the module and the way out.
 
     Args:
-        name: the name of the attention module.
-        kind: "native" or "plugin".
         query: `[batch, heads, seq_q, dim]`.
         key: `[batch, kv_heads, seq_kv, dim]`.
-        mask: the mask besides the causal one, bool, or numbers that are added to the scores.
     """
     head_dims = PLUGIN_HEAD_DIMS if kind == "plugin" else _NATIVE_HEAD_DIMS
     way_out = f"pass {option('attention', 'none')} to keep attention in 16 bit"

@@ -34,19 +34,15 @@ TOKENS = 32
 
 @dataclass(eq=False)
 class QuantizedCache(CachedAttention):
-    """Attention over a KV cache in `format`, while a graph is traced.
+    """Attention over a KV cache in `format`, while a graph is traced."""
 
-    Attributes:
-        format: one of `CACHE_FORMATS`.
-        measured: scales of K and V by module, where the modules have none of their own.
-        cache_scales: the scales of K and V in each attention, one for each KV head; a graph that is being traced has
-            no numbers, so they are read before.
-        modules: attention modules by name, filled while shapes are being recorded.
-    """
-
-    format: Format = FORMATS["fp8"]
+    format: Format = FORMATS["fp8"]  # one of `CACHE_FORMATS`
+    # scales of K and V by module, where the modules have none of their own
     measured: Mapping[str, AttentionScales] = field(default_factory=dict)
+    # the scales of K and V in each attention, one for each KV head; a graph that is being traced has no numbers, so
+    # they are read before
     cache_scales: dict[str, tuple[list[float], list[float]]] = field(default_factory=dict)
+    # attention modules by name, filled while shapes are being recorded
     modules: dict[str, nn.Module] = field(default_factory=dict)
 
     def attended(self, name: str, keys: Keys, window: int | None) -> Keys:

@@ -35,15 +35,14 @@ import torch
 from torch import nn
 
 from quant.base.errors import option
+from quant.base.processor import memory_left
 from quant.calibration.attention_names import text_config
 from quant.calibration.placement import free_memory
-from quant.export.onnx.attention_use import check_attends
-from quant.export.onnx.decoder_graph import Attention, GraphInput, Keys, attending, is_decoder
+from quant.export.onnx.decoder_graph import Attention, GraphInput, Keys, attending, check_attends, is_decoder
 from quant.export.onnx.dynamic_shapes import SEQUENCE, check_sequence, dimension_ranges
 from quant.export.onnx.opsets import SERVING_OPSET
 from quant.export.onnx.trace import MODEL_PREFIX, trace
 from quant.export.onnx.translate import translate
-from quant.base.processor import memory_left
 
 CAPACITY_KEY = "blockscale.capacity"
 """Key in the file's metadata; its value is the capacity of the cache."""
@@ -56,20 +55,16 @@ _SMALLEST = 8
 
 @dataclass(eq=False)
 class CachedAttention(Attention):
-    """Attention over a KV cache, while a graph is traced.
+    """Attention over a KV cache, while a graph is traced."""
 
-    Attributes:
-        past: keys and values of earlier tokens, in order of the layers; empty while shapes are being recorded.
-        new: keys and values that the graph returns, filled while the model runs.
-        inputs: the graph's other inputs.
-        masks: the masks by window; layers with the same window share one.
-        refused: as in `Attention`; a bias of positions would cover the new tokens alone.
-    """
-
+    # keys and values of earlier tokens, in order of the layers; empty while shapes are being recorded
     past: Sequence[torch.Tensor] = ()
+    # keys and values that the graph returns, filled while the model runs
     new: list[torch.Tensor] = field(default_factory=list)
-    inputs: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    inputs: Mapping[str, torch.Tensor] = field(default_factory=dict)  # the graph's other inputs
+    # the masks by window; layers with the same window share one
     masks: dict[int | None, torch.Tensor] = field(default_factory=dict)
+    # as in `Attention`; a bias of positions would cover the new tokens alone
     refused: tuple[str, ...] = ("softcap", "s_aux", "position_bias")
 
     def begin(self, inputs: Mapping[str, torch.Tensor], past: Sequence[torch.Tensor]) -> None:
@@ -142,17 +137,7 @@ class ServingGraph(nn.Module):
 def serving_program(
     model: nn.Module, capacity: int, shapes: str | Sequence[str] | None, function: CachedAttention
 ) -> Any:
-    """Returns the ONNX model of a decoder's serving graph, as an `onnx_ir.Model`.
-
-    Args:
-        model: causal language model of transformers.
-        capacity: tokens that each row of the cache holds.
-        shapes: limits of the dynamic dimensions, as `--shapes` takes them.
-        function: the attention that the graph has in the place of the model's own.
-
-    Raises:
-        ValueError: the model is not a decoder, has a state other than a KV cache, or fewer positions than `capacity`.
-    """
+    """Returns the ONNX model of a decoder's serving graph, as an `onnx_ir.Model`."""
     check_decoder(model, capacity)
     with attending(model, function, masked=False):
         # A first pass without values tells the shapes of the cache, which is an input of the pass that is traced.
@@ -181,11 +166,7 @@ def trace_serving(
     shapes: str | Sequence[str] | None,
     capacity: int,
 ) -> torch.export.ExportedProgram:
-    """Traces a module with the arguments of `ServingGraph` over any rows and steps of up to `capacity` tokens.
-
-    Raises:
-        ValueError: `shapes` have longer steps.
-    """
+    """Traces a module with the arguments of `ServingGraph` over any rows and steps of up to `capacity` tokens."""
     ranges = dimension_ranges(inputs, shapes, longest=capacity)
     check_sequence(ranges[SEQUENCE][1], capacity)
     arguments = ({name: x.example for name, x in inputs.items()}, [x.example for x in past.values()])

@@ -1,4 +1,6 @@
-"""`lower` writes a program for torch-tensorrt, in which every quantized linear and convolution is ops that it converts.
+"""A quantized module for torch-tensorrt: a program over its own quantize ops, or an engine that it compiles.
+
+`lower` writes the program, in which each quantized linear and convolution is ops that torch-tensorrt converts:
 
     QuantLinear                 ->  input_quantizer(x) · weight_quantizer(w)ᵀ + bias
     QuantConv                   ->  convolution of input_quantizer(x) and weight_quantizer(w), + bias
@@ -9,12 +11,22 @@
 
 The graph holds weights in 16 bit, and TensorRT quantizes them when it builds the engine. For FP8 per tensor that gives
 our codes again. For NVFP4 it computes block scales by the `max` rule, which would change a weight whose scales a solver
-searched: such a layer is refused. torch-tensorrt tells weights from inputs by the name of the module that calls the op,
-so each quantizer is a module of that name. The ops belong to ModelOpt. The GPU that is to run the file compiles it:
+searched: such a layer is refused. The ops belong to ModelOpt. The GPU that is to run the file compiles it:
 
     import modelopt.torch.quantization, torch, torch_tensorrt
     program = torch.export.load("model.pt2")
     engine = torch_tensorrt.dynamo.compile(program, arg_inputs=[…], kwarg_inputs={…})
+
+`compile_engine` compiles with a converter of our own for `quant::linear`, and the engine is audited. The converter puts
+codes and scales into TensorRT's network as they are, and needs neither ModelOpt nor a GPU:
+
+    codes ─▶ constant ─▶ dequantize ─┐
+    scales ─▶ constant ┘             ├─▶ matrix multiply ─▶ + bias
+    x ─▶ quantize ─▶ dequantize ─────┘
+
+Layers are named as in our ONNX files, `<layer>/MatMul`, by which `quant audit` finds them. Tried with
+torch-tensorrt-rtx 2.13.0, which goes with tensorrt_rtx 1.5.0.114 and builds for a GPU that need not be present; it asks
+torch for the GPU's name and memory all the same, and gets the target's here.
 """
 
 from __future__ import annotations
@@ -34,36 +46,21 @@ from torch import nn
 from quant.base.atomic import put_file, temporary_directory
 from quant.base.errors import option
 from quant.base.extras import install_command
-from quant.export.aoti.op_bodies import EXPORTED_ATTENTION, exported_attention
-from quant.export.aoti.package import TRACED, decomposed, traced
+from quant.export.onnx.trace import TRACED, decomposed, trace_for_torch
 from quant.export.tensorrt.audit import AuditRow, audit, failures, fallback_message
 from quant.export.tensorrt.gpu_targets import GpuTarget, local_capability, resolve_target
 from quant.formats.format import FORMATS, Format
-from quant.formats.tensor import BlockScaledTensor, quantize
+from quant.formats.tensor import quantize
 from quant.kernels.linear.conv import QuantConv
 from quant.kernels.linear.experts import QuantExperts
 from quant.kernels.linear.quant_linear import QuantLinear
 from quant.recipes.plan import Plan
 
-# torch-tensorrt compiles a quantized module with this converter of `quant::linear`, and the engine is audited.
-#
-# torch-tensorrt has ops of its own for FP8 and NVFP4 (`torch_tensorrt`), which hold dense weights and find NVFP4's
-# block scales anew. The converter puts the module's codes and scales into TensorRT's network as they are, so searched
-# scales stay, and needs neither ModelOpt nor a GPU:
-#
-#     codes ─▶ constant ─▶ dequantize ─┐
-#     scales ─▶ constant ┘             ├─▶ matrix multiply ─▶ + bias
-#     x ─▶ quantize ─▶ dequantize ─────┘
-#
-# Layers are named as in our ONNX files, `<layer>/MatMul`, by which `quant audit` finds them. torch-tensorrt-rtx 2.13.0
-# goes with tensorrt_rtx 1.5.0.114, which builds for a GPU that need not be present; it asks torch for the GPU's name
-# and memory all the same, and gets the target's here.
-
-
 _INPUTS = {"fp8": ("fp8",), "fp8_channel": ("fp8",), "int8": ("int8_tensor",), "nvfp4": ("nvfp4",)}
 """Formats of weights, and of inputs beside 16 bit, that the converter knows."""
-_keep: list[Any] = []
-"""Arrays of constants: TensorRT's network holds their addresses until it is built."""
+_LOWERED = ("fp8", "nvfp4")
+"""The formats that torch-tensorrt has quantize ops for."""
+_E4M3, _E2M1 = (8, 4), (4, 2)  # the ops' arguments for a number: its bits, and the bits of its exponent
 
 
 def compile_engine(
@@ -75,36 +72,35 @@ def compile_engine(
     plan: Plan | None = None,
     allow_fallback: bool = False,
 ) -> list[AuditRow]:
-    """Compiles a module with torch-tensorrt, writes TensorRT's engine, and returns the audit.
-
-    Args:
-        model: quantized; it is not changed.
-        out: the engine file, as `quant audit` and TensorRT-RTX's runtime read it.
-        inputs: an example of each input by the name of `forward`'s parameter; their shapes are fixed.
-        target: key of `GPU_TARGETS`, or "local".
-        plan: of the model; the engine is compared with it.
-        allow_fallback: accepts an engine that differs.
-
-    Raises:
-        ValueError: a layer that the converter does not know, torch-tensorrt is missing, or the audit failed; nothing is
-            written.
-    """
+    """Compiles a module with torch-tensorrt, writes TensorRT's engine, and returns the audit."""
     out, gpu = Path(out), resolve_target(target)
     for name, module in model.named_modules():
         if isinstance(module, QuantLinear):
-            _check_of_torch_tensorrt_engine(name, module)
+            _check_convertible(name, module)
     offline = nullcontext() if local_capability() == gpu.capability else _as_on(gpu)
     with offline, temporary_directory(out) as folder:
-        torch_tensorrt = _torch_tensorrt()
+        try:
+            torch_tensorrt = importlib.import_module("torch_tensorrt")
+        except (ImportError, OSError) as error:
+            raise ValueError(
+                f"torch-tensorrt cannot be imported ({error}); it needs a CUDA build of torch 2.13: "
+                f"{install_command('torch-tensorrt')}"
+            ) from error
         trt = importlib.import_module("tensorrt_rtx")
         with _for_target(trt, gpu), torch.no_grad():
             # A transformers model gives its logits, and no cache, which torch-tensorrt could not pass on.
-            program = decomposed(traced(model, inputs), {EXPORTED_ATTENTION: exported_attention})
-            _register(torch_tensorrt, trt)
+            program = _program(model, inputs)
+            arrays: list[Any] = []  # constants: TensorRT's network holds their addresses until it is built
+
+            def convert(ctx: Any, target: Any, args: tuple[Any, ...], kwargs: Any, name: str) -> Any:
+                return _Linear(trt, ctx.net, _layer_name(ctx.current_node, name), arrays).convert(*args)
+
+            # A second call replaces the first converter.
+            decorate = torch_tensorrt.dynamo.conversion.dynamo_tensorrt_converter
+            decorate(torch.ops.quant.linear.default, supports_dynamic_shapes=True)(convert)
             engine = torch_tensorrt.dynamo.convert_exported_program_to_serialized_trt_engine(
                 program, arg_inputs=[], kwarg_inputs=dict(inputs), truncate_double=True
             )
-        _keep.clear()
         (folder / out.name).write_bytes(engine)
         findings = audit(folder / out.name, plan, model=model)
         problems = failures(findings)
@@ -114,29 +110,36 @@ def compile_engine(
     return findings
 
 
-def _check_of_torch_tensorrt_engine(name: str, linear: QuantLinear) -> None:
+def _program(model: nn.Module, inputs: Mapping[str, torch.Tensor]) -> torch.export.ExportedProgram:
+    """Returns the graph of a module, in which attention is PyTorch's own."""
+
+    def attend(
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        mask: torch.Tensor | None,
+        scale: float,
+        causal: bool,
+        *_: Any,
+    ) -> torch.Tensor:
+        return nn.functional.scaled_dot_product_attention(
+            q, k, v, mask, is_causal=causal, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+        )
+
+    return decomposed(trace_for_torch(model, inputs), {"quant::onnx_attention": attend})
+
+
+def _check_convertible(name: str, linear: QuantLinear) -> None:
     """Raises ValueError for a layer that the converter does not know."""
     weight, activation = linear.weight_format, linear.activation_format
     inputs = _INPUTS.get(weight.name)
     if inputs is None or (activation is not None and activation.name not in inputs):
         raise ValueError(
             f"{name} {list(linear.weight_shape)}: the converter for torch-tensorrt has no {weight} weights with "
-            f"{activation or '16-bit'} inputs; it has {', '.join(_INPUTS)}. Export with {option('to', 'tensorrt')}"
+            f"{activation or '16-bit'} inputs; it has {', '.join(_INPUTS)}. Export with --to tensorrt"
         )
     if activation is not None and linear.input_scale is None:
-        raise ValueError(
-            f"{name}: {activation} inputs need a calibrated scale in an engine; quantize with {option('calib')}"
-        )
-
-
-def _torch_tensorrt() -> Any:
-    try:
-        return importlib.import_module("torch_tensorrt")
-    except (ImportError, OSError) as error:
-        raise ValueError(
-            f"torch-tensorrt cannot be imported ({error}); it needs a CUDA build of torch 2.13: "
-            f"{install_command('torch-tensorrt')}"
-        ) from error
+        raise ValueError(f"{name}: {activation} inputs need a calibrated scale in an engine; quantize with --calib")
 
 
 @contextmanager
@@ -195,16 +198,6 @@ def _for_target(trt: Any, target: GpuTarget) -> Iterator[None]:
         yield
 
 
-def _register(torch_tensorrt: Any, trt: Any) -> None:
-    """Makes torch-tensorrt convert `quant::linear`; a second call replaces the first converter by the same."""
-
-    def convert(ctx: Any, target: Any, args: tuple[Any, ...], kwargs: Any, name: str) -> Any:
-        return _Linear(trt, ctx.net, _layer_name(ctx.current_node, name)).convert(*args)
-
-    decorate = torch_tensorrt.dynamo.conversion.dynamo_tensorrt_converter
-    decorate(torch.ops.quant.linear.default, supports_dynamic_shapes=True)(convert)
-
-
 def _layer_name(node: Any, name: str) -> str:
     """Returns the name of the module whose forward a node of `quant::linear` is."""
     # The second argument is the buffer `model.layers.0.mlp.up_proj.codes`.
@@ -213,10 +206,10 @@ def _layer_name(node: Any, name: str) -> str:
 
 
 class _Linear:
-    """The layers of TensorRT's network for one quantized linear."""
+    """The layers of TensorRT's network for one quantized linear; `arrays` gets its constants."""
 
-    def __init__(self, trt: Any, network: Any, name: str) -> None:
-        self.trt, self.network, self.name = trt, network, name
+    def __init__(self, trt: Any, network: Any, name: str, arrays: list[Any]) -> None:
+        self.trt, self.network, self.name, self.arrays = trt, network, name, arrays
         self.count = 0
 
     def convert(
@@ -286,7 +279,7 @@ class _Linear:
 
     def _constant(self, values: Any, kind: Any, shape: tuple[int, ...]) -> Any:
         array = np.ascontiguousarray(values)
-        _keep.append(array)
+        self.arrays.append(array)
         count = int(np.prod(shape)) if shape else 1
         weights = self.trt.Weights(kind, array.ctypes.data, count)
         return self._named(self.network.add_constant(shape, weights), "Constant").get_output(0)
@@ -299,23 +292,11 @@ class _Linear:
         return layer
 
 
-# The formats that torch-tensorrt converts.
-_FORMATS = ("fp8", "nvfp4")
-# The ops' arguments for a number: its bits, and the bits of its exponent.
-_E4M3 = (8, 4)
-_E2M1 = (4, 2)
-
-
 def lower(model: nn.Module, path: str | Path, inputs: Mapping[str, torch.Tensor]) -> Path:
     """Writes `model` as an exported program over torch-tensorrt's quantize ops and returns its path.
 
-    Args:
-        model: quantized; it is not changed.
-        path: the path of the program, which ends in `.pt2`.
-        inputs: an example of each input by the name of `forward`'s parameter; their shapes are fixed.
-
-    Raises:
-        ValueError: the ops are not installed, or cannot hold a layer; nothing is written.
+    `inputs` are examples by the names of `forward`'s parameters; their shapes are fixed. Raises ValueError if the ops
+    are not installed, or cannot hold a layer; nothing is written.
     """
     path = Path(path)
     program = lowered_program(model, inputs)
@@ -329,12 +310,13 @@ def lowered_program(model: nn.Module, inputs: Mapping[str, torch.Tensor]) -> tor
     """Returns the program that `lower` writes."""
     require_ops()
     with _lowered(model):
-        return decomposed(traced(model, inputs), {EXPORTED_ATTENTION: exported_attention})
+        return _program(model, inputs)
 
 
 def require_ops() -> None:
     """Makes torch-tensorrt's two quantize ops known, or raises ValueError if they are not installed."""
-    if _has_ops():
+    ops = ("quantize_op", "dynamic_block_quantize_op")
+    if all(hasattr(torch.ops.tensorrt, name) for name in ops):
         return
     try:
         importlib.import_module("modelopt.torch.quantization")
@@ -343,12 +325,8 @@ def require_ops() -> None:
             f"torch-tensorrt's quantize ops come with nvidia-modelopt, which cannot be imported ({error}): "
             f"{install_command('modelopt')}, and torch-tensorrt on the GPU that compiles the program"
         ) from error
-    if not _has_ops():
+    if not all(hasattr(torch.ops.tensorrt, name) for name in ops):
         raise ValueError("this nvidia-modelopt has no tensorrt::quantize_op; install 0.47 or later")
-
-
-def _has_ops() -> bool:
-    return all(hasattr(torch.ops.tensorrt, name) for name in ("quantize_op", "dynamic_block_quantize_op"))
 
 
 class _Quantizer(nn.Module):
@@ -371,19 +349,30 @@ class _Quantizer(nn.Module):
         return ops.quantize_op(x, amax, *_E4M3, False, False)  # type: ignore[no-any-return]
 
 
-class _LoweredLinear(nn.Module):
-    """A quantized linear over dense weights and the quantizers that torch-tensorrt looks for."""
+class _Lowered(nn.Module):
+    """A quantized layer over a dense weight and two quantizers.
+
+    torch-tensorrt tells weights from inputs by the name of the module that calls the op.
+    """
 
     weight: torch.Tensor
 
-    def __init__(self, linear: QuantLinear, dtype: torch.dtype) -> None:
+    def __init__(self, layer: QuantLinear | QuantConv, dtype: torch.dtype) -> None:
         super().__init__()
-        weight = linear.quantized_weight
-        self.register_buffer("weight", weight.dequantize(dtype))
-        self.bias, self.parts = linear.bias, linear.parts
-        self.weight_quantizer = _Quantizer(weight.format, _per_tensor_scale(weight))
-        activation = linear.activation_format
-        self.input_quantizer = _Quantizer(activation, linear.input_scale) if activation else nn.Identity()
+        weight, activation = layer.quantized_weight, layer.activation_format
+        dense = layer.weight_in(dtype) if isinstance(layer, QuantConv) else weight.dequantize(dtype)
+        self.register_buffer("weight", dense)
+        self.bias, self.original = layer.bias, (layer,)  # in a tuple, or its codes would be in the program
+        scale = weight.global_scale if weight.format.global_scale else weight.scale
+        assert scale is not None
+        self.weight_quantizer = _Quantizer(weight.format, scale.float().reshape(()))
+        self.input_quantizer = _Quantizer(activation, layer.input_scale) if activation else nn.Identity()
+
+
+class _LoweredLinear(_Lowered):
+    def __init__(self, layer: QuantLinear, dtype: torch.dtype) -> None:
+        super().__init__(layer, dtype)
+        self.parts = layer.parts
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.parts.input(x)
@@ -392,41 +381,23 @@ class _LoweredLinear(nn.Module):
         return y if branch is None else y + branch
 
 
-class _LoweredConv(nn.Module):
-    """A quantized convolution over a dense weight and the quantizers that torch-tensorrt looks for."""
-
-    weight: torch.Tensor
-
-    def __init__(self, conv: QuantConv, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.register_buffer("weight", conv.weight_in(dtype))
-        self.bias, self.original = conv.bias, (conv,)  # in a tuple, or its codes would be in the program
-        self.weight_quantizer = _Quantizer(conv.weight_format, _per_tensor_scale(conv.quantized_weight))
-        activation = conv.activation_format
-        self.input_quantizer = _Quantizer(activation, conv.input_scale) if activation else nn.Identity()
-
+class _LoweredConv(_Lowered):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        (conv,) = self.original
+        conv: Any = self.original[0]
         x, weight = conv.padded(self.input_quantizer(x)), self.weight_quantizer(self.weight)
         geometry = (conv.stride, conv.op_padding, conv.dilation, conv.transposed, conv.output_padding, conv.groups)
         return torch.convolution(x, weight, self.bias, *geometry)
 
 
-def _per_tensor_scale(weight: BlockScaledTensor) -> torch.Tensor:
-    scale = weight.global_scale if weight.format.global_scale else weight.scale
-    assert scale is not None
-    return scale.float().reshape(())
-
-
-def _check(name: str, linear: QuantLinear | QuantConv) -> None:
+def _check_lowerable(name: str, linear: QuantLinear | QuantConv) -> None:
     """Raises ValueError where torch-tensorrt has no op for a layer, or would change its weight."""
     weight = linear.quantized_weight
     where = f"{name} {list(weight.shape)}"
     used = [weight.format, *([linear.activation_format] if linear.activation_format else [])]
-    unknown = [format.name for format in used if format.name not in _FORMATS]
+    unknown = [format.name for format in used if format.name not in _LOWERED]
     if unknown:
         raise ValueError(
-            f"{where}: torch-tensorrt has no op for {', '.join(unknown)}, only for {' and '.join(_FORMATS)} "
+            f"{where}: torch-tensorrt has no op for {', '.join(unknown)}, only for {' and '.join(_LOWERED)} "
             f"(one scale a tensor); quantize with one of these, or export with {option('to', 'tensorrt')}"
         )
     if weight.format.global_scale:
@@ -451,7 +422,7 @@ def _lowered(model: nn.Module) -> Iterator[None]:
             raise ValueError(
                 f"{name}: torch-tensorrt has no op for fused experts; keep them in 16 bit ({option('exclude')})"
             )
-        _check(name, module)
+        _check_lowerable(name, module)
     dtype = next((p.dtype for p in model.parameters() if p.dtype.is_floating_point), torch.float32)
     try:
         for name, module in modules.items():

@@ -20,6 +20,8 @@ from typing import Literal, Unpack, overload
 import torch
 
 from quant.kernels.attention.attention_operands import (
+    DIMS,
+    HEAD_DIMS,
     SCALE_BLOCK,
     AttentionKeywords,
     AttentionOptions,
@@ -29,7 +31,6 @@ from quant.kernels.attention.attention_operands import (
     restore_v,
     scale_blocks,
 )
-from quant.kernels.attention.attention_tiles import DIMS, HEAD_DIMS
 from quant.kernels.attention.reference import fp8_attention_reference, reference
 from quant.kernels.base.hardware import capability_of, has_fp8_tensor_cores, is_on_hopper
 

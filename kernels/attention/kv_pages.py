@@ -22,10 +22,8 @@ from dataclasses import dataclass
 import torch
 
 from quant.base.errors import known_names
-from quant.formats.format import FORMATS, Format, is_16bit
-from quant.formats.format import E2M1, E4M3
-from quant.formats.rounding import pack
-from quant.formats.rounding import decode, encode, round_to
+from quant.formats.format import E2M1, E4M3, FORMATS, Format, is_16bit
+from quant.formats.rounding import decode, encode, pack, round_to
 from quant.formats.scaling import finite_or_nan, global_scale_of, max_rule, scale_of
 from quant.formats.tensor import BlockScaledTensor
 

@@ -23,8 +23,7 @@ import torch
 import triton
 import triton.language as tl
 
-from quant.kernels.attention.attention_operands import SCALE_BLOCK, AttentionOptions
-from quant.kernels.attention.attention_tiles import tiles_for
+from quant.kernels.attention.attention_operands import SCALE_BLOCK, AttentionOptions, tiles_for
 
 
 @triton.jit

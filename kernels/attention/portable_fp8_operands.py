@@ -21,8 +21,8 @@ from quant.kernels.attention.attention_operands import (
     Scales,
     scale_blocks,
 )
+from quant.kernels.base.portable_small_floats import amax_of, finite_or_nan, larger
 from quant.kernels.rounding.hadamard import hadamard_block, sign_matrices
-from quant.kernels.rounding.portable_block_scales import amax_of, finite_or_nan, larger
 
 _INTEGERS = (
     "heads", "kv_heads", "tokens_q", "tokens_kv", "blocks_q", "blocks_kv", "cos_batch",

@@ -32,8 +32,7 @@ import torch
 import triton
 import triton.language as tl
 
-from quant.kernels.attention.attention_operands import AttentionOptions
-from quant.kernels.attention.attention_tiles import DecodeTiles
+from quant.kernels.attention.attention_operands import AttentionOptions, DecodeTiles
 from quant.kernels.attention.kv_pages import KVPages
 from quant.kernels.base import hardware
 from quant.kernels.base.portable_dependent_launch import overlap_options, start_next, wait_for_previous

@@ -16,8 +16,17 @@ import triton.language as tl
 
 from quant.kernels.attention.kv_pages import CANDIDATES, KVPages
 from quant.kernels.base.portable_dependent_launch import overlap_options, wait_for_previous
-from quant.kernels.base.portable_small_floats import compilable, encode_e2m1, from_e4m3, nearest_e2m1, to_e4m3
-from quant.kernels.rounding.portable_block_scales import amax_of, encode_scale, finite_or_nan, nonzero
+from quant.kernels.base.portable_small_floats import (
+    amax_of,
+    compilable,
+    encode_e2m1,
+    encode_scale,
+    finite_or_nan,
+    from_e4m3,
+    nearest_e2m1,
+    nonzero,
+    to_e4m3,
+)
 
 _FIRST, _LAST = (tl.constexpr(offset) for offset in CANDIDATES)
 

@@ -26,6 +26,7 @@ from quant.base.errors import known_names
 from quant.formats.format import E4M3
 from quant.formats.scaling import finite_or_nan
 from quant.kernels.attention.attention_operands import (
+    DIMS,
     AttentionInputs,
     AttentionOptions,
     MaskKeywords,
@@ -39,7 +40,6 @@ from quant.kernels.attention.attention_operands import (
     scale_of_rows,
     sequence_of_rows,
 )
-from quant.kernels.attention.attention_tiles import DIMS
 from quant.kernels.attention.forward import attention
 from quant.kernels.base import hardware
 from quant.kernels.base.hardware import is_on_hopper

@@ -34,8 +34,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.functional import pad
 
-from quant.formats.format import Format
-from quant.formats.format import E4M3
+from quant.formats.format import E4M3, Format
 from quant.formats.scaling import global_scale_of, scale_of
 from quant.kernels.attention.attention_operands import SCALE_BLOCK, AttentionOptions, scale_blocks
 from quant.kernels.attention.forward import attention

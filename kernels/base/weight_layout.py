@@ -35,8 +35,7 @@ from functools import cache
 
 import torch
 
-from quant.formats.format import FORMATS, Format
-from quant.formats.format import E2M1, E4M3, Number
+from quant.formats.format import E2M1, E4M3, FORMATS, Format, Number
 from quant.formats.rounding import pack, unpack
 from quant.formats.tensor import BlockScaledTensor
 from quant.kernels.base.hardware import current, has_triton

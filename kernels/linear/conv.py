@@ -26,7 +26,7 @@ from torch.autograd.function import once_differentiable
 
 from quant.formats.format import FORMATS, INPUT_FORMATS, Format
 from quant.formats.tensor import BlockScaledTensor, round_activation
-from quant.kernels.linear.ops import below_autograd, register
+from quant.kernels.base.custom_ops import below_autograd, register
 from quant.kernels.linear.oracle import dense_view
 from quant.kernels.linear.quantized_module import QuantizedModule
 
@@ -224,11 +224,6 @@ def _convolve(
     return torch.convolution(x, weight, bias, stride, padding, dilation, transposed, output_padding, groups)
 
 
-def _fake(x: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor, bias: Any, *options: Any) -> torch.Tensor:
-    weight = codes.new_empty(codes.shape, dtype=x.dtype)
-    return torch.convolution(x, weight, bias, *options[3:])
-
-
 class _Conv(torch.autograd.Function):
     """`quant::conv` where the input or the bias needs a gradient, which passes straight through the rounding."""
 
@@ -251,18 +246,14 @@ class _Conv(torch.autograd.Function):
         return None, for_x, None, None, for_bias, *[None] * 9
 
 
-def _with_gradients(keyset: Any, *args: Any) -> torch.Tensor:
-    x, bias = args[0], args[3]
-    if torch.is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad)):
-        return _Conv.apply(keyset, *args)  # type: ignore[no-any-return, no-untyped-call]
-    return below_autograd(torch.ops.quant.conv.default, keyset, *args)
-
-
 register(
     CONV,
     "(Tensor x, Tensor codes, Tensor scale, Tensor? bias, Tensor? input_scale, str weight_format, str activation, "
     "int[] stride, SymInt[] padding, int[] dilation, bool transposed, SymInt[] output_padding, int groups) -> Tensor",
-    _fake,
-    autograd=_with_gradients,
+    lambda x, codes, scale, bias, *options: torch.convolution(
+        x, codes.new_empty(codes.shape, dtype=x.dtype), bias, *options[3:]
+    ),
     default=_convolve,
+    autograd=_Conv,
+    gradients_of=(0, 3),
 )

@@ -26,13 +26,13 @@ from torch.nn.functional import linear as dense_linear
 from quant.formats.format import FORMATS, INPUT_FORMATS, Format
 from quant.formats.tensor import BlockScaledTensor, fake_quantize, quantize
 from quant.kernels.base import hardware
-from quant.kernels.base.launch_cache import BoundedTable
+from quant.kernels.base.launch import BoundedTable
 from quant.kernels.base.weight_layout import as_computed, is_prepacked
-from quant.kernels.linear import fp8_gemm, tiles
+from quant.kernels.linear import rounded_products, tiles
 from quant.kernels.linear import tiles as launch_table
 from quant.kernels.linear.oracle import ReferenceProduct
+from quant.kernels.linear.rounded_products import aligned_rows, prepare_rounding
 from quant.kernels.linear.tiles import Launch, Product
-from quant.kernels.rounding.round_inputs import aligned_rows, prepare_rounding
 
 # Tensor cores multiply codes by codes here: both operands as their formats store them, without dequantizing.
 #
@@ -137,7 +137,7 @@ def linear_on_gpu(
     weight_format: str,
     activation: str,
 ) -> torch.Tensor:
-    """Computes the op `quant::linear` (`kernels/linear/ops.py`) on a GPU; the weight is in either layout.
+    """Computes the op `quant::linear` (`kernels/linear/quant_linear.py`) on a GPU; the weight is in either layout.
 
     Raises:
         ValueError: an argument is on another device, strided, or of a wrong dtype or shape; nothing was launched.
@@ -188,15 +188,15 @@ def _prepare_product(
     weight = as_computed(weight)
     check_operands(x, weight, bias)
     gpu = hardware.current(x.device.index or 0)
-    is_fp8 = x.is_cuda and gpu.has_fp8 and fp8_gemm.takes_fp8(weight.format, activation, weight.shape, x.dtype)
+    is_fp8 = x.is_cuda and gpu.has_fp8 and rounded_products.takes_fp8(weight.format, activation, weight.shape, x.dtype)
     if is_fp8 and activation is not None:
-        return fp8_gemm.prepare_fp8_linear(x, activation, input_scale)
+        return rounded_products.prepare_fp8_linear(x, activation, input_scale)
     # Tensor cores take 16 bit; an FP32 input would lose most of its bits.
     if x.dtype not in _FLOATS or not hardware.has_triton():
         return ReferenceProduct(activation)
     if activation is not None:
-        if gpu.has_wgmma and fp8_gemm.takes_prefill(weight, activation, len(x), x.dtype):
-            return partial(fp8_gemm.prefill_linear, activation=activation)
+        if gpu.has_wgmma and rounded_products.takes_prefill(weight, activation, len(x), x.dtype):
+            return partial(rounded_products.prefill_linear, activation=activation)
         if multiplies_natively(x, weight, activation):
             return partial(multiply_codes, activation=activation)
     return _prepare_gemm(x, weight, bias, input_scale, activation)
@@ -248,7 +248,7 @@ def _prepare_gemm(
     choice = choose_for_numbers(weight, x)
     launch, launch_for_any_code = prepare_launch(x, weight, bias, choice), None
     if _reads_stored_codes(choice, weight):
-        from quant.kernels.linear.sm90_decode_codes import numbers_only
+        from quant.kernels.linear.sm90_decode import numbers_only
 
         launch_for_any_code = prepare_launch(x, weight, bias, _choose_without_tma(weight, x))
 
@@ -269,7 +269,7 @@ def choose_launch(weight: BlockScaledTensor, x: torch.Tensor) -> tiles.Choice:
     """Returns how to multiply x `[tokens, in]`, in 16 bit with aligned rows, by `weight`."""
     choice = choose_for_numbers(weight, x)
     if _reads_stored_codes(choice, weight):
-        from quant.kernels.linear.sm90_decode_codes import numbers_only
+        from quant.kernels.linear.sm90_decode import numbers_only
 
         return choice if numbers_only(weight) else _choose_without_tma(weight, x)
     return choice
@@ -340,9 +340,9 @@ def dequantize(weight: BlockScaledTensor, dtype: torch.dtype) -> torch.Tensor:
     """Returns `[out, in]` of `weight`, on a GPU, in `dtype`: FP16, BF16 or FP32."""
     weight = as_computed(weight)
     if is_prepacked(weight):
-        from quant.kernels.linear import sm90_decode_nvfp4
+        from quant.kernels.linear import sm90_decode
 
-        return sm90_decode_nvfp4.dequantize_prepacked(weight, dtype)
+        return sm90_decode.dequantize_prepacked(weight, dtype)
     from quant.kernels.linear import portable_codes_gemm
 
     return portable_codes_gemm.dequantize_codes(weight, dtype)

@@ -11,15 +11,14 @@ checkpoint; this toolkit does. The output head is a linear and has the kernels o
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import nn
 
 from quant.formats.format import FORMATS
 from quant.formats.tensor import BlockScaledTensor
+from quant.kernels.base.custom_ops import register
 from quant.kernels.base.hardware import has_triton
-from quant.kernels.linear.ops import register
 from quant.kernels.linear.quantized_module import QuantizedModule
 
 EMBEDDING = "quant::embedding"
@@ -109,21 +108,17 @@ def _embedding(
     if not ids.numel():
         return torch.empty(*ids.shape, columns, dtype=dtype, device=ids.device)
     if ids.is_cuda and dtype in (torch.float16, torch.bfloat16) and has_triton():
-        from quant.kernels.linear.portable_codes_embedding import look_up
+        from quant.kernels.linear.portable_codes_gemm import look_up
 
         with torch.cuda.device_of(ids):
             return look_up(ids, weight, dtype)
     return _rows(ids, weight, dtype)
 
 
-def _fake(ids: torch.Tensor, *arguments: Any) -> torch.Tensor:
-    return torch.empty(*ids.shape, arguments[-2], dtype=arguments[-1], device=ids.device)
-
-
 register(
     EMBEDDING,
     "(Tensor ids, Tensor codes, Tensor scale, Tensor? global_scale, str weight_format, int columns, "
     "ScalarType dtype) -> Tensor",
-    _fake,
+    lambda ids, *arguments: torch.empty(*ids.shape, arguments[-2], dtype=arguments[-1], device=ids.device),
     default=_embedding,
 )

@@ -13,18 +13,25 @@ computed as in `quant::linear`, expert by expert; the backward pass does wait fo
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from itertools import pairwise
 from typing import Any
 
 import torch
+from torch import nn
 from torch.autograd.function import once_differentiable
 
 from quant.formats.format import FORMATS, INPUT_FORMATS, Format
 from quant.formats.tensor import BlockScaledTensor
+from quant.kernels.base.custom_ops import below_autograd, register
 from quant.kernels.base.hardware import current, has_triton
 from quant.kernels.base.weight_layout import is_prepacked, restore
-from quant.kernels.linear.ops import below_autograd, input_gradient, quantized_linear, register
-from quant.kernels.rounding.round_inputs import aligned_rows, round_rows
+from quant.kernels.linear.oracle import as_stored
+from quant.kernels.linear.quant_linear import input_gradient, quantized_linear
+from quant.kernels.linear.quantized_module import QuantizedModule
+from quant.kernels.linear.rounded_products import aligned_rows, round_rows
+from quant.recipes.layers import Stacking
 
 GROUPED_LINEAR = "quant::grouped_linear"
 STORED_ROWS = 8
@@ -97,7 +104,7 @@ def sort_by_expert(index: torch.Tensor, experts: int) -> tuple[torch.Tensor, tor
 def grouped_experts_forward(
     self: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
 ) -> torch.Tensor:
-    """Returns `experts_forward` of `kernels/linear/expert_modules.py`, with one grouped matmul for each projection."""
+    """Returns `experts_forward` of `kernels/linear/experts.py`, with one grouped matmul for each projection."""
     tokens, slots = top_k_index.shape
     order, offsets = sort_by_expert(top_k_index, self.num_experts)
     expert = top_k_index.flatten()[order].clamp(max=self.num_experts - 1)
@@ -225,32 +232,347 @@ class _Grouped(torch.autograd.Function):
         return None, x, *(None,) * 8
 
 
-def _with_gradients(keyset: Any, x: torch.Tensor, *arguments: Any) -> torch.Tensor:
-    if torch.is_grad_enabled() and x.requires_grad:
-        return _Grouped.apply(keyset, x, *arguments)  # type: ignore[no-any-return, no-untyped-call]
-    return below_autograd(torch.ops.quant.grouped_linear.default, keyset, x, *arguments)
-
-
-def _fake(x: torch.Tensor, codes: torch.Tensor, *arguments: object) -> torch.Tensor:
-    return x.new_empty(x.shape[0], codes.shape[1])
-
-
-def _fake_gradient(gradient: torch.Tensor, *arguments: Any) -> torch.Tensor:
-    return gradient.new_empty(gradient.shape[0], arguments[-1])
-
-
 register(
     GROUPED_LINEAR,
     "(Tensor x, Tensor codes, Tensor scale, Tensor? global_scale, Tensor? input_scale, Tensor offsets, "
     "str weight_format, str activation, Tensor? bias) -> Tensor",
-    _fake,
-    autograd=_with_gradients,
+    lambda x, codes, *_: x.new_empty(x.shape[0], codes.shape[1]),
     default=_grouped,
+    autograd=_Grouped,
 )
 register(
     f"{GROUPED_LINEAR}_input_gradient",
     "(Tensor gradient, Tensor codes, Tensor scale, Tensor? global_scale, Tensor offsets, str weight_format, "
     "int columns) -> Tensor",
-    _fake_gradient,
+    lambda gradient, *arguments: gradient.new_empty(gradient.shape[0], arguments[-1]),
     default=_gradient,
 )
+
+
+# `QuantExperts` holds the quantized weights of all experts of one projection, and `experts_forward` runs them.
+#
+# On a GPU all experts run in one grouped matmul a projection (`kernels/linear/experts.py`), elsewhere one at a time.
+
+
+# An `ExpertStack` takes the place of the parameter in which a model holds the matrices of all experts.
+#
+# It takes part in the products of the modeling code as the parameter would (`linear(x, P[e])`, `x @ P[e]`,
+# `bmm(x, P)`, and `x @ P.view(…)[e].T`), through `__torch_function__`. Each such product runs through `product`, which
+# may round its input. Anything else that is computed with a stack sees dequantized values.
+
+
+_PRODUCTS = ("matmul", "mm")
+
+
+class ExpertStack(nn.Module):
+    """The matrices of all experts in the place of their parameter; a subclass computes the products.
+
+    Attributes:
+        stacking: how the parameter holds them.
+    """
+
+    stacking: Stacking
+
+    def product(self, x: torch.Tensor, index: int) -> torch.Tensor:
+        """Maps `[tokens, in]` to `[tokens, out]` through the matrix of one expert."""
+        raise NotImplementedError
+
+    def dense(self, index: int) -> torch.Tensor:
+        """Returns the values `[out, in]` of one expert."""
+        raise NotImplementedError
+
+    @property
+    def multiplies_values(self) -> bool:
+        """Whether `product` is a plain matmul by the values of `dense`."""
+        return False
+
+    def opened(self) -> AbstractContextManager[object]:
+        """Lets a subclass keep the matrices of one forward pass while open."""
+        return nullcontext()
+
+    def forward(self, x: torch.Tensor, index: int) -> torch.Tensor:
+        """Returns `product`, its outputs in the order of the parameter's rows."""
+        return self.stacking.outputs(self.product(x, index))
+
+    def every(self, x: torch.Tensor) -> torch.Tensor:
+        """Maps `[experts, tokens, in]` to `[experts, tokens, out]`, each expert with its own tokens."""
+        return torch.stack([self(rows, index) for index, rows in enumerate(x)])
+
+    @property
+    def shape(self) -> torch.Size:
+        """Shape of the parameter."""
+        return torch.Size(self.stacking.shape)
+
+    def tensor(self) -> torch.Tensor:
+        """Returns the parameter with dequantized values."""
+        return self.stacking.parameter(torch.stack([self.dense(index) for index in range(self.stacking.experts)]))
+
+    def view(self, *shape: Any) -> ExpertStack:
+        """Returns the stack itself: modeling code views a parameter of two dimensions as one of three to index it."""
+        return self
+
+    def transpose(self, first: int, second: int) -> TransposedStack:
+        """Returns the stack for a `bmm`, which multiplies by the transpose of each matrix `[out, in]`."""
+        if {first % 3, second % 3} != {1, 2} or self.stacking.transposed:
+            raise TypeError(f"quantized experts are no tensor that can be transposed by ({first}, {second})")
+        return TransposedStack(self)
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __getitem__(self, index: int | torch.Tensor) -> Any:
+        """Returns one expert, or the values of several, as the parameter holds them.
+
+        One expert is an `ExpertMatrix` if products with it have to run through `product`, and else its values.
+        """
+        if isinstance(index, torch.Tensor) and index.dim():
+            return torch.stack([self.stacking.hold(self.dense(int(i))) for i in index])
+        if self.multiplies_values:
+            return self.stacking.hold(self.dense(int(index)))
+        return ExpertMatrix(self, int(index), self.stacking.transposed)
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        # Llama 4 multiplies all experts in one `bmm`, by a parameter `[experts, in, out]`.
+        if func is torch.bmm and isinstance(args[1], ExpertStack) and args[1].stacking.transposed:
+            return args[1].every(args[0])
+        return func(*(a.tensor() if isinstance(a, ExpertStack) else a for a in args), **(kwargs or {}))
+
+
+class TransposedStack:
+    """The transposes `[experts, in, out]` of a stack in modeling code, for `bmm` and no other function.
+
+    Args:
+        stack: the stack.
+    """
+
+    def __init__(self, stack: ExpertStack) -> None:
+        self.stack = stack
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        # Inkling's shared experts. Dequantized values would leave inputs unrounded in any other function.
+        if func is torch.bmm and isinstance(args[1], cls):
+            return args[1].stack.every(args[0])
+        raise TypeError(f"quantized experts take no part in {getattr(func, '__name__', func)}")
+
+
+class ExpertMatrix:
+    """The matrix of one expert in modeling code, which multiplies by it or by its transpose.
+
+    Args:
+        stack: the stack of all experts.
+        index: the index of the expert.
+        transposed: whether it is `[in, out]`.
+    """
+
+    def __init__(self, stack: ExpertStack, index: int, transposed: bool) -> None:
+        self.stack, self.index, self.transposed = stack, index, transposed
+
+    @property
+    def T(self) -> ExpertMatrix:  # noqa: N802 -- as of a tensor
+        """The transpose."""
+        return ExpertMatrix(self.stack, self.index, not self.transposed)
+
+    def tensor(self) -> torch.Tensor:
+        """Returns dequantized values."""
+        held = self.stack.stacking.hold(self.stack.dense(self.index))
+        return held if self.transposed == self.stack.stacking.transposed else held.t()
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        matrix = args[1] if len(args) > 1 else None
+        if isinstance(matrix, cls) and isinstance(args[0], torch.Tensor):
+            # `linear` by `[out, in]` and `matmul` by `[in, out]` are both x Wᵀ of the stored matrix.
+            is_linear = func is nn.functional.linear and not matrix.transposed
+            if is_linear or (getattr(func, "__name__", "") in _PRODUCTS and matrix.transposed):
+                y = matrix.stack(args[0], matrix.index)
+                bias = (kwargs or {}).get("bias", args[2] if len(args) > 2 else None)
+                return y if bias is None else y + bias
+        return func(*(a.tensor() if isinstance(a, cls) else a for a in args), **(kwargs or {}))
+
+
+class QuantExperts(QuantizedModule, ExpertStack):
+    """The quantized weights of all experts of one projection, in place of the parameter that stacks them.
+
+    Args:
+        weight: `[experts, out, in]`.
+        activation: format the input is rounded to; None leaves it in 16 bit.
+        input_scale: static scale of the activation format, float32 scalar, where the format has one.
+        dtype: the dtype of dequantized values; `.to(dtype)` changes it.
+        stacking: how the parameter holds the matrices; by default `[experts, out, in]`.
+    """
+
+    runs_grouped = True
+    _dtype: torch.Tensor
+
+    def __init__(
+        self,
+        weight: BlockScaledTensor,
+        activation: Format | None = None,
+        input_scale: torch.Tensor | None = None,
+        dtype: torch.dtype = torch.float32,
+        stacking: Stacking | None = None,
+    ) -> None:
+        super().__init__(weight, activation, input_scale)
+        self.register_buffer("_dtype", torch.empty(0, dtype=dtype), persistent=False)
+        self.stacking = stacking or Stacking(tuple(weight.shape), weight.shape[0])
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of the values that indexing returns: the constructor's, until `.to(dtype)` changes it."""
+        return self._dtype.dtype
+
+    def _settle(self, x: torch.Tensor) -> None:
+        if (self.codes.device, self.codes.dtype, x.dtype) != self._arranged:
+            self.arrange(x.dtype)
+
+    @property
+    def multiplies_values(self) -> bool:
+        """Whether inputs stay in 16 bit."""
+        return self.activation_format is None
+
+    def dense(self, index: int) -> torch.Tensor:
+        """Returns the values `[out, in]` of one expert."""
+        return as_stored(self.stored_weight.matrix(index)).dequantize(self.dtype)
+
+    def product(self, x: torch.Tensor, index: int) -> torch.Tensor:
+        """Maps `[tokens, in]` to `[tokens, out]` through expert `index`."""
+        self._settle(x)
+        return quantized_linear(x, self.stored_weight.matrix(index), None, self.input_scale, self.activation_format)
+
+    def every(self, x: torch.Tensor) -> torch.Tensor:
+        """Maps `[experts, tokens, in]` to `[experts, tokens, out]`, each expert with its own tokens."""
+        # Every expert has the same number of tokens, so offsets are its multiples.
+        offsets = torch.arange(len(x) + 1, device=x.device, dtype=torch.int32) * x.shape[1]
+        y: torch.Tensor = self.grouped(x.flatten(0, 1), offsets).unflatten(0, x.shape[:2])
+        return y
+
+    def grouped(self, x: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+        """Maps `[tokens, in]`, sorted by expert, to `[tokens, out]`.
+
+        Rows of expert e begin at `offsets[e]`.
+        """
+        self._settle(x)
+        y = grouped_linear(x, self.stored_weight, offsets, self.input_scale, self.activation_format)
+        return self.stacking.outputs(y)
+
+
+def experts_forward(
+    self: Any,
+    hidden_states: torch.Tensor,
+    top_k_index: torch.Tensor,
+    top_k_weights: torch.Tensor,
+    observe: Callable[[str, int, torch.Tensor], None] | None = None,
+    until: str | None = None,
+    after: Callable[[str, int, torch.Tensor], torch.Tensor] | None = None,
+) -> torch.Tensor:
+    """Computes the forward pass of a transformers experts module whose projections are `QuantExperts`.
+
+    On a GPU all experts run in one grouped matmul a projection, elsewhere one at a time. Registered with transformers
+    as the experts implementation "quant".
+
+    Args:
+        self: the experts module; its projections may also be plain parameters.
+        hidden_states: `[tokens, hidden]`.
+        top_k_index: expert of each token and slot, `[tokens, k]`; indices beyond the last expert are skipped.
+        top_k_weights: routing weights, `[tokens, k]`.
+        observe: a function that is called with (projection, expert, its input `[tokens, in]`) before each matmul, for
+            calibration.
+        until: the last projection to be observed; it is not run, nor are later ones, and the result is meaningless.
+        after: a function that is called with (projection, expert, its output `[tokens, out]`) after each matmul; its
+            result takes the output's place.
+
+    Returns:
+        `[tokens, hidden]`.
+    """
+    first = "gate_up_proj" if self.has_gate else "up_proj"
+    projections = (getattr(self, first), self.down_proj)
+    grouped = all(getattr(projection, "runs_grouped", False) for projection in projections)
+    if hidden_states.is_cuda and grouped and observe is None and after is None:
+        return grouped_experts_forward(self, hidden_states, top_k_index, top_k_weights)
+    out = torch.zeros_like(hidden_states)
+
+    def project(name: str, x: torch.Tensor, expert: int) -> torch.Tensor:
+        if observe is not None:
+            observe(name, expert, x)
+        y = _apply_expert(self, name, x, expert)
+        return y if after is None else after(name, expert, y)
+
+    # Stacks of plain parameters may keep the matrices of one forward pass; this is where the pass begins and ends.
+    with ExitStack() as stack:
+        for projection in projections:
+            if isinstance(projection, ExpertStack):
+                stack.enter_context(projection.opened())
+        for expert, (token, slot) in tokens_by_expert(top_k_index).items():
+            if expert >= self.num_experts:
+                continue
+            # Calibration of the first projection needs no products at all.
+            if until == first and observe is not None:
+                observe(first, expert, hidden_states[token])
+                continue
+            up = project(first, hidden_states[token], expert)
+            up = self._apply_gate(up) if self.has_gate else self.act_fn(up)
+            if until is not None and observe is not None:
+                observe("down_proj", expert, up)
+                continue
+            down = project("down_proj", up, expert)
+            if getattr(self, "has_post_expert_norm", False):
+                down = self.post_expert_norm(down)
+            out.index_add_(0, token, (down * top_k_weights[token, slot, None]).to(out.dtype))
+    return out
+
+
+def tokens_by_expert(top_k_index: torch.Tensor) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
+    """Returns the tokens that a router sent to each expert, in their order, and the slots in which they name it.
+
+    Args:
+        top_k_index: expert of each token and slot, `[tokens, k]`.
+    """
+    # One sort, so that a GPU is waited for once and not for each expert.
+    experts, counts = top_k_index.unique(return_counts=True)
+    order = top_k_index.flatten().argsort(stable=True)
+    tokens, slots = (
+        part.split(counts.tolist()) for part in (order // top_k_index.shape[1], order % top_k_index.shape[1])
+    )
+    return dict(zip(experts.tolist(), zip(tokens, slots, strict=True), strict=True))
+
+
+def can_run_experts_one_by_one(module: nn.Module) -> bool:
+    """Returns whether `experts_forward` can replace the forward of a transformers experts module."""
+    return hasattr(module, "has_gate")
+
+
+def _apply_expert(self: Any, name: str, x: torch.Tensor, expert: int) -> torch.Tensor:
+    """Multiplies by one expert.
+
+    A projection in 16 bit is a plain parameter, whose experts may still be in their files.
+    """
+    projection = getattr(self, name)
+    if isinstance(projection, ExpertStack):
+        y: torch.Tensor = projection(x, expert)
+    else:
+        weight = getattr(projection, "stored", projection)[expert].to(x.device, x.dtype)
+        y = nn.functional.linear(x, weight.t() if getattr(self, "is_transposed", False) else weight)
+    return y + getattr(self, f"{name}_bias")[expert].to(x.dtype) if getattr(self, "has_bias", False) else y
+
+
+# transformers runs fused experts through a registry of forward functions; ours is registered under `quant`.
+
+
+def run_experts_one_by_one(model: nn.Module) -> None:
+    """Makes a transformers model run its experts with `experts_forward`."""
+    config = getattr(model, "config", None)
+    if config is not None and hasattr(config, "_experts_implementation"):
+        from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+        # transformers looks the function up by the config's string at each forward pass. Registering it again replaces
+        # it by itself.
+        ALL_EXPERTS_FUNCTIONS.register("quant", experts_forward)
+        config._experts_implementation = "quant"

@@ -16,10 +16,9 @@ from quant.base.errors import UserError
 from quant.formats.tensor import BlockScaledTensor
 from quant.kernels.linear.conv import QuantConv
 from quant.kernels.linear.embedding import QuantEmbedding, embedding_refusal
-from quant.kernels.linear.expert_modules import QuantExperts, run_experts_one_by_one
+from quant.kernels.linear.experts import QuantExperts, run_experts_one_by_one
 from quant.kernels.linear.quant_linear import QuantLinear, RunTimeParts
-from quant.recipes.layers import stacking_of
-from quant.recipes.layers import LayerKind
+from quant.recipes.layers import LayerKind, stacking_of
 from quant.recipes.module_replacement import take_over
 from quant.recipes.plan import LayerPlan, Plan
 

@@ -1,4 +1,10 @@
-"""`QuantLinear` is `nn.Linear` with a quantized weight.
+"""`quant::linear` is the custom op of a quantized linear, and `QuantLinear` is `nn.Linear` over it.
+
+    quant::linear(x, codes, scale, global_scale?, bias?, input_scale?, weight_format, activation) -> y
+
+One op serves all formats, whose names are arguments. On a GPU `kernels/linear/dispatch.py` runs it, on other devices
+`kernels/linear/oracle.py`. The gradient of the input is dX = dY · W with W dequantized; it passes straight through the
+rounding of the input. The bias has a gradient, codes and scales have none. The backward pass needs no copy of x.
 
 Some solvers leave work for run time. A linear does it to its input x in this order, before the matmul:
 
@@ -10,15 +16,164 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.autograd.function import once_differentiable
 
-import quant.kernels.linear.ops  # noqa: F401 - defines torch.ops.quant.linear
-from quant.formats.format import Format
+from quant.formats.format import FORMATS, INPUT_FORMATS, Format
 from quant.formats.tensor import BlockScaledTensor
+from quant.kernels.base.custom_ops import below_autograd, register
+from quant.kernels.linear import dispatch, oracle
+from quant.kernels.linear.oracle import row_slices
 from quant.kernels.linear.quantized_module import QuantizedModule
 from quant.kernels.rounding.hadamard import hadamard_block, hadamard_transform
+
+LINEAR = "quant::linear"
+
+
+class LinearCall(NamedTuple):
+    """The arguments of `quant::linear`. `linear_on_gpu` spells them out, since making a tuple takes time."""
+
+    x: torch.Tensor
+    codes: torch.Tensor
+    scale: torch.Tensor
+    global_scale: torch.Tensor | None
+    bias: torch.Tensor | None
+    input_scale: torch.Tensor | None
+    weight_format: str
+    activation: str
+
+    @property
+    def weight(self) -> BlockScaledTensor:
+        """`[out, in]`."""
+        shape = (self.codes.shape[0], self.x.shape[-1])
+        return BlockScaledTensor(self.codes, self.scale, FORMATS[self.weight_format], shape, self.global_scale)
+
+    @property
+    def rounding(self) -> Format | None:
+        """The format that `x` is rounded to first."""
+        return INPUT_FORMATS[self.activation] if self.activation else None
+
+
+def quantized_linear(
+    x: torch.Tensor,
+    weight: BlockScaledTensor,
+    bias: torch.Tensor | None = None,
+    input_scale: torch.Tensor | None = None,
+    activation: Format | None = None,
+) -> torch.Tensor:
+    """Returns `x @ weight.T + bias` through the custom op.
+
+    Args:
+        x: `[..., in]`, FP16, BF16 or FP32.
+        weight: `[out, in]`.
+        bias: `[out]`, dtype of `x`.
+        input_scale: static scale of the activation format, float32 scalar; None measures each input.
+        activation: format that `x` is rounded to first; None leaves it.
+
+    Returns:
+        `[..., out]`, dtype of `x`.
+
+    Raises:
+        ValueError: `x` and `weight` disagree on the number of input features.
+    """
+    if x.shape[-1] != weight.shape[-1]:
+        raise ValueError(f"input {list(x.shape)} does not fit a weight of shape {list(weight.shape)} [out, in]")
+    return torch.ops.quant.linear(  # type: ignore[no-any-return]
+        x,
+        weight.codes,
+        weight.scale,
+        weight.global_scale,
+        bias,
+        input_scale,
+        weight.format.name,
+        activation.name if activation else "",
+    )
+
+
+def dense(weight: BlockScaledTensor, dtype: torch.dtype) -> torch.Tensor:
+    """Returns `[out, in]` of a weight in either layout, in `dtype`: by a kernel on a GPU."""
+    if weight.codes.is_cuda and dispatch.can_dequantize(dtype):
+        return dispatch.dequantize(weight, dtype)
+    return oracle.as_stored(weight).dequantize(dtype)
+
+
+def input_gradient(gradient: torch.Tensor, weight: BlockScaledTensor) -> torch.Tensor:
+    """Returns dY · W, `[..., in]`.
+
+    A large weight is dequantized in slices of rows, whose products are added in float32.
+    """
+    rows = gradient.reshape(-1, weight.shape[0])
+    pieces = list(row_slices(weight))
+    if len(pieces) == 1:
+        return (rows @ dense(weight, rows.dtype)).view(*gradient.shape[:-1], weight.shape[1])
+    # 16-bit partial sums would lose the small ones; one rounding at the end is as exact as one product.
+    wide = torch.promote_types(rows.dtype, torch.float32)
+    total = torch.zeros(len(rows), weight.shape[1], dtype=wide, device=rows.device)
+    for part, piece in pieces:
+        total += rows[:, part] @ dense(piece, rows.dtype)
+    return total.to(gradient.dtype).view(*gradient.shape[:-1], weight.shape[1])
+
+
+def _reference(*arguments: Any) -> torch.Tensor:
+    """Computes the op `quant::linear` on a device without kernels."""
+    call = LinearCall(*arguments)
+    return oracle.reference_linear(call.x, call.weight, call.bias, call.input_scale, call.rounding)
+
+
+def _gradient(
+    gradient: torch.Tensor,
+    codes: torch.Tensor,
+    scale: torch.Tensor,
+    global_scale: torch.Tensor | None,
+    weight_format: str,
+    columns: int,
+) -> torch.Tensor:
+    weight = BlockScaledTensor(codes, scale, FORMATS[weight_format], (codes.shape[0], columns), global_scale)
+    with torch.cuda.device_of(gradient):
+        return input_gradient(gradient, weight)
+
+
+class _Linear(torch.autograd.Function):
+    """`quant::linear` where the input or the bias needs a gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, keyset: Any, *args: Any) -> torch.Tensor:
+        x, codes, scale, global_scale, bias, _, ctx.weight_format, _ = args
+        ctx.columns, ctx.bias_dtype = x.shape[-1], None if bias is None else bias.dtype
+        ctx.save_for_backward(codes, scale, global_scale)
+        return below_autograd(torch.ops.quant.linear.default, keyset, *args)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        _, for_x, _, _, _, for_bias, *_ = ctx.needs_input_grad
+        x = bias = None
+        if for_x:
+            x = torch.ops.quant.linear_input_gradient(gradient, *ctx.saved_tensors, ctx.weight_format, ctx.columns)
+        if for_bias:
+            bias = gradient.reshape(-1, gradient.shape[-1]).sum(0).to(ctx.bias_dtype)
+        return None, x, None, None, None, bias, None, None, None
+
+
+register(
+    LINEAR,
+    "(Tensor x, Tensor codes, Tensor scale, Tensor? global_scale, Tensor? bias, Tensor? input_scale, "
+    "str weight_format, str activation) -> Tensor",
+    lambda x, codes, *_: x.new_empty(*x.shape[:-1], codes.shape[0]),
+    default=_reference,
+    cuda=dispatch.linear_on_gpu,
+    autograd=_Linear,
+    gradients_of=(0, 4),
+)
+register(
+    "quant::linear_input_gradient",
+    "(Tensor gradient, Tensor codes, Tensor scale, Tensor? global_scale, str weight_format, int columns) -> Tensor",
+    lambda gradient, *arguments: gradient.new_empty(*gradient.shape[:-1], arguments[-1]),
+    default=_gradient,
+)
 
 
 @dataclass(frozen=True, eq=False)

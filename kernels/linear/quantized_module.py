@@ -22,7 +22,8 @@ from torch import nn
 from quant.formats.finite import is_finite
 from quant.formats.format import Format
 from quant.formats.tensor import BlockScaledTensor
-from quant.kernels.base.arrival_counters import reserve
+from quant.kernels.base.custom_ops import autocast_dtype, is_traced
+from quant.kernels.base.launch import reserve
 from quant.kernels.base.weight_layout import (
     is_prepacked,
     prefers_prepacked,
@@ -31,7 +32,6 @@ from quant.kernels.base.weight_layout import (
     restore,
     takes_any_dtype,
 )
-from quant.kernels.linear.ops import autocast_dtype, is_traced
 from quant.kernels.linear.oracle import note_lasting
 
 _EXACT = ("codes", "scale", "global_scale", "input_scale")

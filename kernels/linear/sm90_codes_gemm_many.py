@@ -78,15 +78,18 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from quant.formats.format import Format
 from quant.formats.tensor import BlockScaledTensor
-from quant.kernels.base.arrival_counters import arrival_counters
 from quant.kernels.base.hardware import Hardware, current
-from quant.kernels.base.launch_cache import BoundedTable, CachedLaunch
+from quant.kernels.base.launch import BoundedTable, CachedLaunch, arrival_counters
 from quant.kernels.base.sm90_gluon import async_load, async_store, barrier, fields_of, matrix_fields, prepacked_fields
 from quant.kernels.base.weight_layout import is_prepacked
-from quant.kernels.linear.sm90_decode_codes import (
+from quant.kernels.linear.sm90_decode import (
+    DECODED,
+    DECODED_E4M3,
     code_pairs,
     codes_descriptor,
     codes_operand,
+    decode,
+    decode_to_e4m3,
     load_scales,
     numbers_only,
     scale_rows,
@@ -95,18 +98,25 @@ from quant.kernels.linear.sm90_decode_codes import (
     tile_bytes,
     whole_scale,
 )
-from quant.kernels.linear.sm90_decode_nvfp4 import DECODED, DECODED_E4M3, decode, decode_to_e4m3
-from quant.kernels.linear.sm90_gemm_epilogue import Output, halve, rows_of_weight, store_sum, times_row_scales
 from quant.kernels.linear.sm90_gemm_pipeline import (
+    Output,
+    Work,
     advance,
+    fetches_of,
+    halve,
     let_next_kernel_start,
     load_words,
+    locate,
     ring_barriers,
+    rows_of_weight,
     slot_before,
+    store_sum,
+    times_row_scales,
+    turns_of,
     wait_for_previous_kernel,
     weight_rings,
+    whole_tiles,
 )
-from quant.kernels.linear.sm90_gemm_schedule import Work, fetches_of, locate, turns_of, whole_tiles
 from quant.kernels.linear.tiles import PrefillTiles, deal, prefill_tiles, takes_stored
 
 # Programs that share a tile of Hopper's matmul for many tokens leave their sums here, and add them up piece by piece.

@@ -23,12 +23,12 @@ import triton.language as tl
 from quant.formats.format import E4M3
 from quant.formats.tensor import BlockScaledTensor
 from quant.kernels.base.hardware import current
-from quant.kernels.base.launch_cache import BoundedTable, CachedLaunch
+from quant.kernels.base.launch import BoundedTable, CachedLaunch
 from quant.kernels.base.portable_dependent_launch import overlap_options, start_next, wait_for_previous
+from quant.kernels.base.portable_small_floats import encode_scale, larger, quotient_to_code, reciprocal
 from quant.kernels.linear import sm90_codes_gemm_many
 from quant.kernels.linear import tiles as matmul_tiles
 from quant.kernels.linear.tiles import PrefillTiles
-from quant.kernels.rounding.portable_block_scales import encode_scale, larger, quotient_to_code, reciprocal
 
 _launches = BoundedTable[Callable[..., torch.Tensor]](1 << 10)
 """Launches by the shapes of their arguments, since preparing one takes longer than a small product."""

@@ -49,17 +49,18 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from quant.formats.tensor import BlockScaledTensor
-from quant.kernels.base.arrival_counters import arrival_counters
-from quant.kernels.base.launch_cache import CachedLaunch
+from quant.kernels.base.launch import CachedLaunch, arrival_counters
 from quant.kernels.base.sm90_gluon import async_load, barrier, matrix_fields, prepacked_fields
-from quant.kernels.linear.sm90_decode_nvfp4 import DECODED, decode
-from quant.kernels.linear.sm90_gemm_epilogue import Output, halve, store_sum
+from quant.kernels.linear.sm90_decode import DECODED, decode
 from quant.kernels.linear.sm90_gemm_pipeline import (
+    Output,
     advance,
+    halve,
     let_next_kernel_start,
     load_words,
     ring_barriers,
     slot_before,
+    store_sum,
     wait_for_previous_kernel,
     weight_rings,
 )

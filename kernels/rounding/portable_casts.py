@@ -23,15 +23,18 @@ from quant.formats.format import INPUT_FORMATS, Format
 from quant.formats.scaling import global_scale_of, scale_of
 from quant.formats.tensor import BlockScaledTensor
 from quant.kernels.base import hardware
-from quant.kernels.base.launch_cache import CachedLaunch
-from quant.kernels.base.portable_small_floats import code_bits, columns, compilable, to_e4m3
-from quant.kernels.rounding.portable_block_scales import (
+from quant.kernels.base.launch import CachedLaunch
+from quant.kernels.base.portable_small_floats import (
     amax_of,
+    code_bits,
+    columns,
+    compilable,
     encode_scale,
     encode_scale_for_four_or_six,
     finite_or_nan,
     quotient_to_code,
     reciprocal,
+    to_e4m3,
 )
 
 # This kernel turns 16-bit rows into codes and scales; a program owns a row, and the compiler places its elements.

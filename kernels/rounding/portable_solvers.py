@@ -27,12 +27,10 @@ import torch
 import triton
 import triton.language as tl
 
-from quant.formats.format import FORMATS, Format
-from quant.formats.format import Number
+from quant.formats.format import FORMATS, Format, Number
 from quant.formats.scaling import global_scale_of
-from quant.kernels.base.launch_cache import CachedLaunch
-from quant.kernels.base.portable_small_floats import nearest_e2m1
-from quant.kernels.rounding.portable_block_scales import amax_of
+from quant.kernels.base.launch import CachedLaunch
+from quant.kernels.base.portable_small_floats import amax_of, nearest_e2m1
 
 # A window of GPTQ takes one launch where scales are fixed beforehand: FP8 and INT8 by tensor, row or square.
 #

@@ -20,13 +20,12 @@ from typing import Any
 import torch
 from torch.nn.functional import pad
 
-from quant.kernels.attention.attention_operands import scale_blocks, scale_of_rows
-from quant.kernels.attention.attention_tiles import DIMS
+from quant.kernels.attention.attention_operands import DIMS, scale_blocks, scale_of_rows
 from quant.kernels.attention.forward import attention
 from quant.kernels.attention.quantize_qkv import quantize_attention
 from quant.kernels.attention.ring import quantize_blocks
+from quant.kernels.base.custom_ops import register, without_autocast
 from quant.kernels.base.hardware import capability_of, lacks_e4m3
-from quant.kernels.linear.ops import register, without_autocast
 
 _Saved = tuple[
     torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor

@@ -26,8 +26,8 @@ from torch.nn import functional
 from quant.formats.format import E4M3
 from quant.formats.rounding import decode_power_of_two, encode, encode_power_of_two
 from quant.formats.scaling import divided
+from quant.kernels.base.custom_ops import register, without_autocast
 from quant.kernels.base.hardware import current
-from quant.kernels.linear.ops import register, without_autocast
 from quant.kernels.training.fp8_block_layout import (
     BLOCK,
     Operands,

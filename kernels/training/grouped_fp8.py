@@ -20,8 +20,8 @@ from torch.nn.functional import pad
 from quant.formats.format import E4M3
 from quant.formats.rounding import decode_power_of_two, encode, encode_power_of_two, round_to
 from quant.formats.scaling import divided
+from quant.kernels.base.custom_ops import register
 from quant.kernels.base.hardware import has_triton
-from quant.kernels.linear.ops import register
 
 # Blocks of a matrix in E4M3 under power-of-two scales, as a custom op that torch.compile leaves whole.
 #

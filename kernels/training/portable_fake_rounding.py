@@ -22,12 +22,10 @@ import torch
 import triton
 import triton.language as tl
 
-from quant.formats.format import FORMATS, INPUT_FORMATS, Format
-from quant.formats.format import E4M3
+from quant.formats.format import E4M3, FORMATS, INPUT_FORMATS, Format
 from quant.kernels.base import hardware
-from quant.kernels.base.launch_cache import CachedLaunch
-from quant.kernels.base.portable_small_floats import from_e4m3, to_e4m3
-from quant.kernels.rounding.portable_block_scales import amax_of, nonzero
+from quant.kernels.base.launch import CachedLaunch
+from quant.kernels.base.portable_small_floats import amax_of, from_e4m3, nonzero, to_e4m3
 
 # These kernels find the global scale that the weights of fused layers share, while a model trains.
 #

@@ -15,8 +15,8 @@ import torch
 import triton
 import triton.language as tl
 
-from quant.kernels.base.launch_cache import CachedLaunch
-from quant.kernels.linear.portable_decoder_step import swiglu_kernel
+from quant.kernels.attention.portable_decoder_step import swiglu_kernel
+from quant.kernels.base.launch import CachedLaunch
 from quant.kernels.linear.portable_grouped_gemm import weigh_kernel
 from quant.kernels.training.portable_fake_rounding import block_scale, on_grid
 

@@ -36,12 +36,12 @@ from quant.calibration.session import Session
 from quant.calibration.solvers.registry import get_pipeline
 from quant.calibration.walk.solve import solve_plan
 from quant.export.checkpoint.pretrained import attach
-from quant.kernels.linear.expert_modules import QuantExperts
+from quant.kernels.linear.experts import QuantExperts
 from quant.kernels.linear.quant_linear import QuantLinear
 from quant.recipes.layers import find_layers
 from quant.recipes.plan import LayerPlan, Parts, Plan
 from quant.training.qat_layers import QATLinear
-from quant.training.rounding.rounded_weight import RoundedWeight
+from quant.training.rounded_weight import RoundedWeight
 
 _INTO_THE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga", "mica")
 """Beginnings of the initializations of PEFT that change the weights of the base."""

@@ -13,8 +13,9 @@ from torch.nn import functional
 
 from quant.adapters.dense_layers import DenseExperts, dense_linear, refuse_merge
 from quant.base.errors import UserError
-from quant.kernels.linear.expert_modules import ExpertStack, QuantExperts
-from quant.kernels.linear.ops import autocast_dtype, input_gradient, without_autocast
+from quant.kernels.base.custom_ops import autocast_dtype, without_autocast
+from quant.kernels.linear.experts import ExpertStack, QuantExperts
+from quant.kernels.linear.quant_linear import input_gradient
 from quant.kernels.linear.quant_linear import QuantLinear
 from quant.training.qat_layers import QATLinear
 

@@ -2,7 +2,7 @@
 
 transformers runs a model module by module: some thirty launches a layer, each from Python, and launching takes longer
 than the GPU needs to compute. Here a layer is ten launches: the matmuls, of which q, k and v are one and gate and up
-are one, and the steps of `quant.kernels.linear.portable_decoder_step` between them. They read and write tensors at
+are one, and the steps of `quant.kernels.attention.portable_decoder_step` between them. They read and write tensors at
 fixed addresses, so a token is the replay of a graph.
 
 The prompt runs through transformers, whose keys and values are then put into pages; the pages of a `QuantizedKVCache`
@@ -22,7 +22,7 @@ from torch import nn
 from quant.formats.tensor import BlockScaledTensor
 from quant.generate.key_rotation import Turn
 from quant.kernels.attention.attention_operands import ScoreKeywords
-from quant.kernels.attention.decode import paged_attention
+from quant.kernels.attention.paged_attention import paged_attention
 from quant.kernels.attention.kv_pages import MAX_DIM, KVPages, write_reference
 from quant.kernels.base.hardware import has_triton
 from quant.kernels.base.weight_layout import is_prepacked
@@ -219,7 +219,7 @@ class Decoder:
 
     def step(self) -> torch.Tensor:
         """Takes the token in, and chooses the next one; gives its logits `[1, vocabulary]`."""
-        from quant.kernels.linear.portable_decoder_step import add_rmsnorm
+        from quant.kernels.attention.portable_decoder_step import add_rmsnorm
 
         # A copy, since the line below changes the lengths in place; both are read by kernels of this step.
         before = self.lengths.clone()
@@ -356,7 +356,7 @@ class _Layer:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns the output of the MLP, which the next layer adds to the hidden state of the token, and that state."""
         from quant.kernels.attention.portable_paged_kv_cache import write_kv
-        from quant.kernels.linear.portable_decoder_step import add_rmsnorm, rotate_and_store, swiglu
+        from quant.kernels.attention.portable_decoder_step import add_rmsnorm, rotate_and_store, swiglu
 
         normed, residual = add_rmsnorm(x, residual, **self.before)
         pages, cache = self.pages, self.quantized

@@ -19,7 +19,7 @@ from vllm.logger import init_logger
 from vllm.v1.attention.backends import flash_attn
 
 from quant.kernels.attention.attention_operands import AttentionOptions
-from quant.kernels.attention.attention_tiles import DecodeTiles, decode_tiles_for
+from quant.kernels.attention.attention_operands import DecodeTiles, decode_tiles_for
 from quant.kernels.attention.kv_pages import PAGE_SIZES, KVPages
 from quant.vllm_plugin import linear_kernels
 from quant.vllm_plugin.self_test import SelfTest

@@ -178,7 +178,7 @@ class BlockscaleExperts(mk.FusedMoEExpertsModular):
         **named: Any,
     ) -> None:
         """Leaves the unweighted output of every slot's expert for `finalize_weight_and_reduce_impl`."""
-        from quant.kernels.linear.portable_decoder_step import swiglu
+        from quant.kernels.attention.portable_decoder_step import swiglu
         from quant.kernels.linear.portable_grouped_gemm import route
 
         # rows: hidden states sorted by expert; places: where each token's slots went, [tokens, k].

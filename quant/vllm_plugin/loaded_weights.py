@@ -22,14 +22,13 @@ from typing import Any
 
 import torch
 
-from quant.formats.format import FORMATS
-from quant.formats.format import E2M1
+from quant.formats.format import E2M1, FORMATS
 from quant.formats.rounding import encode
 from quant.formats.tensor import BlockScaledTensor
-from quant.kernels.base.arrival_counters import reserve
+from quant.kernels.base.custom_ops import register
 from quant.kernels.base.hardware import current
+from quant.kernels.base.launch import reserve
 from quant.kernels.base.weight_layout import is_prepacked, prepack, prepack_refusal
-from quant.kernels.linear.ops import register
 from quant.vllm_plugin.switches import switches
 
 FP8_FROM, FP8_PRODUCTS = 192, 12 << 30

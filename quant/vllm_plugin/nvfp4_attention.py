@@ -1,14 +1,14 @@
 """This attention backend keeps vLLM's KV cache in NVFP4 on Hopper GPUs: `vllm serve … --kv-cache-dtype nvfp4`.
 
 vLLM plans such a cache (head_dim / 2 + head_dim / 16 bytes for a key or a value) and has a backend for it only on
-Blackwell. Ours reads and writes the pages with the kernels of `quant.kernels.attention.decode`.
+Blackwell. Ours reads and writes the pages with the kernels of `quant.kernels.attention.paged_attention`.
 
     decoding, one token a sequence    paged attention straight over the codes; CUDA graphs capture it
     a few tokens (speculation)        the same, one launch for the sequences with equally many tokens
     first chunk of a prompt           FlashAttention over keys and values in 16 bit, which are then in the cache too
     later chunks, cached prefixes     the earlier keys and values dequantized, FlashAttention over them and the new ones
 
-A block of vLLM's cache is a page, in the layout of `kernels/attention/decode.py`. KV connectors cut blocks by heads
+A block of vLLM's cache is a page, in the layout of `kernels/attention/paged_attention.py`. KV connectors cut blocks by heads
 or tokens, which that layout does not allow; they are refused before weights are loaded.
 
 A layer that shares the cache of an earlier one (Gemma 3n) reads keys and values there, under that layer's scales.
@@ -41,8 +41,8 @@ from vllm.v1.attention.backend import (
 from vllm.v1.attention.backends.utils import split_decodes_and_prefills
 
 from quant.kernels.attention.attention_operands import AttentionOptions
-from quant.kernels.attention.attention_tiles import decode_tiles_for
-from quant.kernels.attention.decode import cell_bytes, pages_of
+from quant.kernels.attention.attention_operands import decode_tiles_for
+from quant.kernels.attention.paged_attention import cell_bytes, pages_of
 from quant.kernels.attention.kv_pages import PAGE_SIZES, KVPages
 from quant.vllm_plugin import releases
 from quant.vllm_plugin.self_test import SelfTest

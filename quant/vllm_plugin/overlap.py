@@ -19,7 +19,7 @@ from vllm.model_executor.custom_op import op_registry_oot
 from vllm.model_executor.layers.activation import SiluAndMul
 from vllm.model_executor.layers.layernorm import RMSNorm
 
-from quant.kernels.linear.ops import register
+from quant.kernels.base.custom_ops import register
 from quant.vllm_plugin import linear_kernels, releases
 
 MOST_COLUMNS = 32768
@@ -28,19 +28,19 @@ MOST_COLUMNS = 32768
 def _add_rmsnorm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    from quant.kernels.linear.portable_decoder_step import add_rmsnorm
+    from quant.kernels.attention.portable_decoder_step import add_rmsnorm
 
     return add_rmsnorm(x, residual, weight, eps)
 
 
 def _rmsnorm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    from quant.kernels.linear.portable_decoder_step import add_rmsnorm
+    from quant.kernels.attention.portable_decoder_step import add_rmsnorm
 
     return add_rmsnorm(x, None, weight, eps)[0]
 
 
 def _swiglu(both: torch.Tensor) -> torch.Tensor:
-    from quant.kernels.linear.portable_decoder_step import swiglu
+    from quant.kernels.attention.portable_decoder_step import swiglu
 
     return swiglu(both)
 

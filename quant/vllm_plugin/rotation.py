@@ -21,14 +21,14 @@ from vllm.model_executor.layers import rotary_embedding
 from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
 from vllm.v1.attention.backends import flash_attn
 
-from quant.kernels.linear.ops import register
+from quant.kernels.base.custom_ops import register
 from quant.vllm_plugin import linear_kernels, releases
 
 
 def _rotate(
     positions: torch.Tensor, q: torch.Tensor, k: torch.Tensor, cache: torch.Tensor, dim: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    from quant.kernels.attention.portable_rotary import rotate
+    from quant.kernels.attention.portable_decoder_step import rotate
 
     return rotate(positions, q, k, cache, dim)
 
@@ -97,7 +97,7 @@ def install() -> str:
         format: str, *scales: Any,
     ) -> None:  # fmt: skip
         if takes_cache(k, v, k_cache, v_cache, format):
-            from quant.kernels.attention.portable_rotary import store_rows
+            from quant.kernels.attention.portable_decoder_step import store_rows
 
             store_rows(k, v, k_cache, v_cache, slots)
         else:

@@ -23,8 +23,8 @@ import torch
 from quant.formats.format import FORMATS
 from quant.formats.tensor import moved, quantize
 from quant.kernels.attention.attention_operands import AttentionOptions
-from quant.kernels.attention.attention_tiles import decode_tiles_for
-from quant.kernels.attention.decode import cell_bytes, paged_reference, pages_of
+from quant.kernels.attention.attention_operands import decode_tiles_for
+from quant.kernels.attention.paged_attention import cell_bytes, paged_reference, pages_of
 from quant.kernels.attention.kv_pages import KVPages, write_reference
 from quant.kernels.linear.experts import grouped_linear
 from quant.vllm_plugin import loaded_weights
@@ -139,7 +139,7 @@ class SelfTest:
         return _largest(errors)
 
     def _norm_error(self) -> float:
-        from quant.kernels.linear.portable_decoder_step import add_rmsnorm, swiglu
+        from quant.kernels.attention.portable_decoder_step import add_rmsnorm, swiglu
 
         x, residual = _sample(3, IN, 0).bfloat16(), _sample(3, IN, 1).bfloat16()
         weight = _sample(1, IN, 2)[0].bfloat16()
@@ -152,7 +152,7 @@ class SelfTest:
 
     def _rotation_error(self) -> float:
         """Returns the larger error of rotated keys in their slots, one at a time and of values there."""
-        from quant.kernels.attention.portable_rotary import rotate, store_rows
+        from quant.kernels.attention.portable_decoder_step import rotate, store_rows
 
         heads, dim = 2, IN // 2
         both = _sample(3, 2 * IN, 3).bfloat16()

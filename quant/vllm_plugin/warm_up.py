@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from quant.formats.tensor import BlockScaledTensor, moved
-from quant.kernels.base.launch_cache import Variants, recorded
+from quant.kernels.base.launch import Variants, recorded
 from quant.kernels.base.weight_layout import is_prepacked
 from quant.kernels.linear import dispatch
 from quant.kernels.linear.experts import STORED_ROWS

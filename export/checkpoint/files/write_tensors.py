@@ -24,8 +24,7 @@ from quant.kernels.linear.conv import QuantConv
 from quant.kernels.linear.embedding import QuantEmbedding
 from quant.kernels.linear.experts import QuantExperts
 from quant.kernels.linear.quant_linear import QuantLinear
-from quant.recipes.layers import expert_matrices
-from quant.recipes.layers import LayerKind
+from quant.recipes.layers import LayerKind, expert_matrices
 from quant.recipes.plan import LayerPlan, Parts, Plan
 
 SHARD_BYTES = 5 * 1000**3

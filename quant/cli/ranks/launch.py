@@ -25,7 +25,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from quant.base.errors import UserError, counted, printable
-from quant.kernels.base.processor import cores
+from quant.base.processor import cores
 
 _FAREWELL = 10.0  # seconds that ranks have to end by themselves
 

@@ -20,12 +20,12 @@ from torch import nn
 from torch.nn import functional
 
 from quant.formats.tensor import BlockScaledTensor
-from quant.kernels.linear.expert_modules import ExpertStack, QuantExperts, can_run_experts_one_by_one, experts_forward
-from quant.kernels.linear.ops import autocast_dtype, is_in_backward
+from quant.kernels.base.custom_ops import autocast_dtype, is_in_backward
+from quant.kernels.linear.experts import ExpertStack, QuantExperts, can_run_experts_one_by_one, experts_forward
 from quant.recipes.layers import stacking_of, stacking_of_experts
-from quant.training.low_precision.grouped_experts import GroupedProducts, grouped_experts, takes
+from quant.training.low_precision.grouped_products import GroupedProducts, grouped_experts, takes
 from quant.training.low_precision.low_precision_linear import LowPrecisionLinear, RoundedProducts, ValueOf
-from quant.training.low_precision.packed import deployed_input, fingerprint, input_scale, packed_weight, stored_format
+from quant.training.low_precision.state import deployed_input, fingerprint, input_scale, packed_weight, stored_format
 from quant.training.low_precision.state import LowPrecision
 from quant.training.low_precision.training_recipe import TrainingRecipe
 

@@ -19,15 +19,15 @@ from torch.nn import functional
 from torch.nn.functional import pad
 
 from quant.base.errors import UserError
-from quant.kernels.linear.ops import autocast_dtype, register, without_autocast
+from quant.kernels.base.custom_ops import autocast_dtype, register, without_autocast
 from quant.kernels.rounding.hadamard import on_each_device
 from quant.kernels.training.fp8_block_layout import BLOCK
 from quant.training.low_precision.native import NativeProducts, keeps_columns, unpadded
 from quant.training.low_precision.operands import Operand, float32_product, multiply, operand_of
-from quant.training.low_precision.packed import deployed_layer
+from quant.training.low_precision.state import deployed_layer
 from quant.training.low_precision.state import LowPrecision
 from quant.training.low_precision.training_recipe import TrainingRecipe
-from quant.training.rounding.rms_norm import NormInput, cast, origin_of
+from quant.training.low_precision.native_fusions import NormInput, cast, origin_of
 
 # Layers that a runtime merges (q, k and v) sum their dx in one product, in the native backend.
 #

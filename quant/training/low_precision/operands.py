@@ -25,17 +25,18 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.nn.functional import pad
 
-from quant.formats.format import Format
-from quant.formats.format import E4M3, Number
+from quant.formats.format import E4M3, Format, Number
 from quant.formats.rounding import decode_power_of_two, encode_power_of_two, round_to
 from quant.formats.scaling import SCALE_RULES, divided, nonzero
+from quant.kernels.base.custom_ops import autocast_dtype, register, without_autocast
 from quant.kernels.base.hardware import has_triton
-from quant.kernels.linear.ops import autocast_dtype, register
+from quant.kernels.rounding.hadamard import on_each_device
 from quant.training.low_precision.training_recipe import NVFP4_SQUARE, RECIPES, Arithmetic, TrainingRecipe
 
 # Stochastic rounding: a value goes to one of its two neighbours on the grid, by chance, so that the mean is the value.
@@ -46,17 +47,13 @@ from quant.training.low_precision.training_recipe import NVFP4_SQUARE, RECIPES, 
 # checkpoints; a resumed run draws on. Ranks often have the same seed. So that they do not round alike, each shifts its
 # draws by a multiple of the golden ratio, modulo 1, which leaves them uniform.
 
-
 _GOLDEN = 0.6180339887498949
 
 
 def round_stochastically(steps: torch.Tensor, number: Number, draws: torch.Tensor | None = None) -> torch.Tensor:
-    """Rounds `steps` to neighbours on the grid of `number`, saturating.
+    """Rounds `steps`, float32, to neighbours on the grid of `number`, saturating.
 
-    Args:
-        steps: float32, any shape.
-        number: a float format.
-        draws: uniform in [0, 1), of the shape of `steps`; None draws them.
+    `draws` are uniform in [0, 1), of the shape of `steps`; None draws them.
     """
     magnitude = steps.abs()
     exponent = torch.frexp(magnitude).exponent - 1  # floor(log2 |u|)
@@ -79,18 +76,12 @@ _NVFP4_RANGE = 2688.0  # 6 · 448: the largest element times the largest block s
 
 @dataclass(frozen=True, eq=False)
 class Operand:
-    """A rounded operand of a matrix product.
+    """A rounded operand of a matrix product."""
 
-    Attributes:
-        values: element · block scale, `[rows, columns]`, float32 or BF16; the elements alone where `factor` holds the
-            scales.
-        factor: FP32, a scalar or `[rows, 1]`: multiplies the product.
-        is_exact_in_bf16: whether BF16 holds the values. With FP32 scales of blocks it does not, unless these are powers
-            of two.
-    """
-
+    # element · block scale, `[rows, columns]`, float32 or BF16; the elements alone where `factor` holds the scales.
     values: torch.Tensor
-    factor: torch.Tensor
+    factor: torch.Tensor  # FP32, a scalar or `[rows, 1]`: multiplies the product
+    # Whether BF16 holds the values. With FP32 scales of blocks it does not, unless these are powers of two.
     is_exact_in_bf16: bool
 
     @property
@@ -101,16 +92,10 @@ class Operand:
 
 @dataclass(frozen=True, eq=False)
 class RoundedOperand(Operand):
-    """An operand with its parts.
+    """An operand with its parts."""
 
-    Attributes:
-        elements: rounded elements before any scale, float32 `[rows, columns]`.
-        scale: decoded block scales, float32, as `Format.scale_shape` has them.
-        format: of the elements and scales.
-    """
-
-    elements: torch.Tensor
-    scale: torch.Tensor
+    elements: torch.Tensor  # before any scale, float32 `[rows, columns]`
+    scale: torch.Tensor  # decoded block scales, float32, as `Format.scale_shape` has them
     format: Format
 
 
@@ -143,10 +128,10 @@ def round_operand(
     draws: torch.Tensor | None = None,
     amax: torch.Tensor | None = None,
 ) -> RoundedOperand:
-    """Rounds `x` along its columns.
+    """Rounds `x` `[rows, columns]` along its columns, over which the product sums.
 
     Args:
-        x: `[rows, columns]`, any float dtype; the product sums over the columns.
+        x: any float dtype.
         format: of the operand.
         recipe: decides on the order of operations and on powers of two.
         draws: uniform in [0, 1), of the shape of `x`, for stochastic rounding; None rounds to nearest.
@@ -266,21 +251,10 @@ def _nvfp4_reference(
     return operand.values.to(_dtype_of_values(x)).contiguous(), operand.factor
 
 
-def _nvfp4_on_gpu(
-    x: torch.Tensor, amax: torch.Tensor, square: bool, draws: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    if not has_triton():
-        return _nvfp4_reference(x, amax, square, draws)
+def _nvfp4_on_gpu(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
     from quant.kernels.training.portable_fake_rounding import round_nvfp4_operand
 
-    with torch.cuda.device_of(x):
-        return round_nvfp4_operand(x, amax, square, draws)
-
-
-def _fake_nvfp4(
-    x: torch.Tensor, amax: torch.Tensor, square: bool, draws: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    return x.new_empty(x.shape, dtype=_dtype_of_values(x)), x.new_empty((), dtype=torch.float32)
+    return round_nvfp4_operand(*arguments)
 
 
 def _dtype_of_values(x: torch.Tensor) -> torch.dtype:
@@ -291,7 +265,61 @@ def _dtype_of_values(x: torch.Tensor) -> torch.dtype:
 register(
     "quant::nvfp4_operand",
     "(Tensor x, Tensor amax, bool square, Tensor? draws) -> (Tensor, Tensor)",
-    _fake_nvfp4,
+    lambda x, *_: (x.new_empty(x.shape, dtype=_dtype_of_values(x)), x.new_empty((), dtype=torch.float32)),
     default=_nvfp4_reference,
     cuda=_nvfp4_on_gpu,
+    where=lambda x: has_triton(),
+)
+
+# The random Hadamard transform of 16 consecutive tokens that precedes the rounding of dw's operands.
+#
+#     H = diag(signs) H₁₆ / 4        orthogonal, so (H dyᵀᵀ)ᵀ (H x) = dyᵀ x
+#
+# An outlier of one token is spread over 16, which an E2M1 grid with a largest value of 6 rounds far better. Both
+# operands need the same signs. Transformer Engine has one vector of signs for all layers and ranks, never drawn again;
+# the same vector serves here, so nothing has to be saved or kept equal among ranks.
+
+SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
+"""Transformer Engine 2.20's `get_wgrad_sign_vector`."""
+
+
+@on_each_device
+def hadamard_matrix(size: int) -> torch.Tensor:
+    """Returns `diag(signs) H / sqrt(size)`, float32 `[size, size]`."""
+    matrix = torch.ones(1, 1, device="cpu", dtype=torch.float32)
+    while len(matrix) < size:  # Sylvester's construction
+        matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
+    signs = torch.tensor(SIGNS[:size], dtype=torch.float32, device="cpu")
+    turned: torch.Tensor = signs[:, None] * matrix / size**0.5
+    return turned
+
+
+def transform_tokens(x: torch.Tensor, size: int) -> torch.Tensor:
+    """Transforms each `size` consecutive tokens of `x` `[rows, tokens]`; a short last block counts zeros.
+
+    The result is BF16, as in Transformer Engine's kernels: the transform happens in registers between the load of a
+    BF16 tensor and the rounding to E2M1. Its width is a multiple of `size`, which changes no sum over tokens.
+    """
+    return torch.ops.quant.transform_tokens(x, size) if size else x
+
+
+def _transformed(x: torch.Tensor, size: int) -> torch.Tensor:
+    # Both operands get the same zeros, which add nothing to a sum over tokens.
+    blocks = pad(x, (0, -x.shape[1] % size)).bfloat16().unflatten(1, (-1, size))
+    matrix = hadamard_matrix(x, size)
+    if x.is_cuda:  # tensor cores sum in FP32, and BF16 holds the matrix
+        with without_autocast(x):
+            turned = blocks @ matrix.bfloat16()
+    else:
+        turned = float32_product(blocks.float(), matrix).bfloat16()
+    transformed: torch.Tensor = turned.flatten(1)
+    return transformed
+
+
+# An op, because compilers would make the matrix anew in each graph, on the host.
+register(
+    "quant::transform_tokens",
+    "(Tensor x, int size) -> Tensor",
+    lambda x, size: x.new_empty((x.shape[0], -(-x.shape[1] // size) * size), dtype=torch.bfloat16),
+    default=_transformed,
 )

@@ -4,25 +4,30 @@ The histories serve two purposes. Delayed scaling rounds a tensor by the largest
 need not be read twice. And a deployed layer with a static input scale takes that scale from the inputs of training,
 which makes calibration unnecessary.
 
-A Trainer of transformers keeps them in `trainer_state.json`, as it does with the states of its callbacks: a compressed
-safetensors file in base64, which it reads from whichever folder it resumes.
+The state gives the packed form of its layer without another measurement: a weight gets the codes that its forward
+product multiplies by, and a static input scale fits the largest input of the last steps. A 16×16 scale of NVFP4
+training is stored once for each of its 16 rows, and is then an ordinary NVFP4 tensor.
 """
 
 from __future__ import annotations
 
-import base64
-import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
+from torch import nn
 
 from quant.base.errors import UserError
-from quant.base.extras import require
-from quant.kernels.linear.ops import is_in_backward
-from quant.kernels.training.weight_rounding import group_amax
+from quant.calibration.statistics import static_input_scale
+from quant.formats.format import FORMATS, Format
+from quant.formats.rounding import encode, pack
+from quant.formats.tensor import BlockScaledTensor
+from quant.kernels.base.custom_ops import is_in_backward
+from quant.kernels.linear.quant_linear import QuantLinear
+from quant.kernels.training.fake_rounding import group_amax
+from quant.recipes.recipe import get_recipe
+from quant.training.low_precision.operands import round_operand
 from quant.training.low_precision.training_recipe import TrainingRecipe
 
 INPUT_HISTORY = 1024
@@ -30,16 +35,10 @@ INPUT_HISTORY = 1024
 
 
 class AmaxHistory:
-    """The largest magnitudes of a tensor in the last steps.
-
-    Args:
-        steps: how many steps are remembered.
-
-    Attributes:
-        values: float32 `[steps]`, newest first; -1 where no step has been recorded.
-    """
+    """The largest magnitudes of a tensor in the last `steps` steps."""
 
     def __init__(self, steps: int) -> None:
+        # float32 `[steps]`, newest first; -1 where no step has been recorded.
         self.values = torch.full((steps,), -1.0, dtype=torch.float32)
 
     def record(self, amax: torch.Tensor) -> None:
@@ -112,25 +111,25 @@ class LowPrecision:
         # The histories have moved on since the first run, whose scales must come out again.
         if recipe.history and is_in_backward():
             return self._scaled_by
-        of_x = of_w = None
+        x_amax = w_amax = None
         if recipe.input is not None and recipe.input.is_static:
-            current = _largest_magnitude(x.detach()).float()
+            current = _amax(x.detach()).float()
             # Of earlier steps, before this one is recorded.
-            of_x = self.amax["x"].largest(current) if recipe.history else current
+            x_amax = self.amax["x"].largest(current) if recipe.history else current
             self.record_input(current)
         if recipe.weight is not None and recipe.weight.is_static:
-            of_w = self.weight_amax()
+            w_amax = self.weight_amax()
             if recipe.history:
-                current, of_w = of_w, self.amax["w"].largest(of_w)
+                current, w_amax = w_amax, self.amax["w"].largest(w_amax)
                 self.amax["w"].record(current)
         if recipe.history:
-            self._scaled_by = of_x, of_w
-        return of_x, of_w
+            self._scaled_by = x_amax, w_amax
+        return x_amax, w_amax
 
     def record_input(self, x: torch.Tensor) -> None:
         """Takes in the largest magnitude of an input, except while gradient checkpointing runs the forward again."""
         if not is_in_backward():
-            self.amax["x"].record(_largest_magnitude(x.detach()))
+            self.amax["x"].record(_amax(x.detach()))
 
     def weight_amax(self) -> torch.Tensor:
         """Returns the largest magnitude of the weights of the group, float32 scalar."""
@@ -191,64 +190,127 @@ class LowPrecision:
 def _larger(earlier: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor:
     """Returns the largest magnitude so far; NaN stays, so that a middle micro-batch counts as the last does."""
     # Asking for finite numbers takes five kernels.
-    largest = _largest_magnitude(x.detach())
+    largest = _amax(x.detach())
     return largest if earlier is None else torch.maximum(largest, earlier.to(largest.device))
 
 
-def _largest_magnitude(x: torch.Tensor) -> torch.Tensor:
+def _amax(x: torch.Tensor) -> torch.Tensor:
     """Returns the largest magnitude of a tensor, over all shards of a DTensor, by one kernel that reads it once."""
-    return _of_all_ranks(torch.linalg.vector_norm(x, torch.inf))
-
-
-def _of_all_ranks(amax: Any) -> torch.Tensor:
-    """Returns the largest magnitude over all shards of a DTensor; for another tensor its own."""
+    amax: Any = torch.linalg.vector_norm(x, torch.inf)
     return amax.full_tensor() if hasattr(amax, "full_tensor") else amax  # type: ignore[no-any-return]
 
 
-class _Stateful(Protocol):
-    def state_dict(self) -> dict[str, torch.Tensor]: ...
-    def load_state_dict(self, state: dict[str, torch.Tensor], /) -> None: ...
+def stored_format(recipe: TrainingRecipe) -> Format:
+    """Returns the format in which checkpoints store the weights of a recipe; a preset of that name deploys them.
+
+    Raises:
+        UserError: the recipe leaves weights or inputs in 16 bit.
+    """
+    weight = recipe.weight
+    if weight is None or recipe.input is None:
+        raise UserError(
+            f"recipe {recipe.name!r} leaves an operand of y in 16 bit, and so trains for no deployed format"
+        )
+    if weight.global_scale:
+        return FORMATS["nvfp4"]
+    return FORMATS["fp8_channel"] if weight.per_row else FORMATS[weight.name]
 
 
-def trainer_callback(report: _Stateful) -> Any:
-    """Returns a callback by which a Trainer saves a report's state, and loads it when it resumes or takes the best."""
-    callbacks = require("transformers.trainer_callback", "hf")
-    from safetensors.torch import load, save
+def deployed_input(recipe: TrainingRecipe) -> Format | None:
+    """Returns the format to which the deployed layer rounds its input."""
+    name = get_recipe(stored_format(recipe).name).activation
+    return None if name is None else FORMATS[name]
 
-    class LowPrecisionHistories(callbacks.TrainerCallback, callbacks.ExportableState):  # type: ignore[misc, name-defined]
-        def state(self) -> dict[str, Any]:
-            compressed = zlib.compress(save(report.state_dict()), level=1)
-            return {"args": {}, "attributes": {"histories": base64.b64encode(compressed).decode()}}
 
-        def on_train_begin(self, args: Any, state: Any, control: Any, **arguments: Any) -> None:
-            saved = state.stateful_callbacks.get(type(self).__name__)
-            if not state.global_step:
-                return
-            if saved is None:
-                raise UserError(
-                    f"the checkpoint of step {state.global_step} has no histories of low-precision training: it was "
-                    "saved without report.trainer_callback(); leave the callback out, and histories begin anew"
-                )
-            self.load(state.global_step, saved)
+@torch.no_grad()
+def packed_weight(weight: torch.Tensor, state: LowPrecision, amax: torch.Tensor | None = None) -> BlockScaledTensor:
+    """Returns the codes and scales that a layer's forward product multiplies by.
 
-        def on_train_end(self, args: Any, state: Any, control: Any, **arguments: Any) -> None:
-            # By now the Trainer has loaded the best weights, which were evaluated with the histories of their step.
-            if not args.load_best_model_at_end or state.best_model_checkpoint is None:
-                return
-            file = Path(state.best_model_checkpoint) / "trainer_state.json"
-            best = type(state).load_from_json(str(file)) if file.is_file() else None
-            if best is not None and type(self).__name__ in best.stateful_callbacks:
-                self.load(best.global_step, best.stateful_callbacks[type(self).__name__])
+    `amax` is the largest magnitude that the whole weight `[out, in]` is scaled by; None takes the layer's.
 
-        def load(self, step: int, saved: Any) -> None:
-            # A callback that a Trainer was given twice has a list, of one state twice.
-            states = saved if isinstance(saved, list) else [saved]
-            histories = {state["attributes"]["histories"] for state in states}
-            if len(histories) > 1:
-                raise UserError(
-                    f"the checkpoint of step {step} has low-precision histories of {len(histories)} "
-                    "reports: a Trainer trains one model, and takes report.trainer_callback() of that model's report"
-                )
-            report.load_state_dict(load(zlib.decompress(base64.b64decode(histories.pop()))))
+    Raises:
+        UserError: the weight holds NaN or infinity.
+    """
+    recipe = state.recipe
+    stored = stored_format(recipe)
+    assert recipe.weight is not None
+    if not bool(weight.isfinite().all()):
+        raise UserError(f"{state.name}: training made NaN or infinity of its weight; lower the learning rate")
+    if recipe.weight.is_static and amax is None:
+        amax = state.weight_amax()
+        if recipe.history:
+            # Transformer Engine scales merged layers each by itself; deployed, they share a scale.
+            recorded = [each.low_precision.amax["w"].largest(amax) for each in state.group]
+            amax = torch.stack(recorded).amax()
+    # FSDP2 may have shown the layer a BF16 copy: its values are the ones that were rounded in training.
+    seen = weight.detach().to(state.weight_dtype or weight.dtype)
+    operand = round_operand(seen, recipe.weight, recipe, amax=amax)
+    # `elements` are on the grid already: encoding rounds nothing.
+    codes = encode(operand.elements.contiguous(), stored.element)
+    codes = pack(codes, stored.element.bits) if stored.element.bits in (4, 6) else codes
+    height, scale = operand.format.block[0], operand.scale
+    if height > 1 and stored.block[0] == 1:  # a square's scale, once for each of its rows
+        scale = scale.repeat_interleave(height, 0)[: len(weight)]
+    scale = encode(scale.contiguous(), stored.scale) if not stored.scale.is_wide else scale.contiguous()
+    second = operand.factor if stored.global_scale else None
+    return BlockScaledTensor(codes, scale, stored, tuple(weight.shape), second)
 
-    return LowPrecisionHistories()
+
+def input_scale(state: LowPrecision, dtype: torch.dtype) -> torch.Tensor | None:
+    """Returns the static scale of the deployed layer's input; layers that are merged share the largest of theirs.
+
+    An expert that no token has reached takes its siblings'. Some scales are stored in `dtype`, the weight's.
+
+    Raises:
+        UserError: the deployed format needs a scale, and no training step has recorded an input.
+    """
+    activation = deployed_input(state.recipe)
+    if activation is None or not activation.is_static:
+        return None
+    recorded = state.recorded_inputs()
+    if not recorded:
+        raise UserError(
+            f"{state.name}: no training step has recorded its input, whose static scale {activation} needs; run a few "
+            "steps in training mode first, or load the weights of a copy that holds averages (EMA) into the model that "
+            "trained, and pack that"
+        )
+    return static_input_scale(torch.stack(recorded).amax(), activation, dtype)
+
+
+def deployed_layer(layer: Any, state: LowPrecision, x: torch.Tensor) -> nn.Module:
+    """Returns the layer as it will be deployed, made again where its weight or the recorded inputs have changed.
+
+    Before the first step there is no static input scale. The input `x` then gives its own.
+    """
+    histories = [each.low_precision.amax["x"].values for each in state.group]
+    # The deployed layer shares the bias's memory, so that only another tensor in its place matters.
+    bias = None if layer.bias is None else (layer.bias.data_ptr(), layer.bias.dtype)
+    key = (fingerprint(layer.weight, state), bias, *map(id, histories))
+    if state.deployed is not None and state.deployed[0] == key:
+        return state.deployed[1]  # type: ignore[no-any-return]
+    activation = deployed_input(state.recipe)
+    is_recorded = not all(each.low_precision.amax["x"].is_empty for each in state.group)
+    if activation is None or not activation.is_static or state.recorded_inputs():
+        scale = input_scale(state, layer.weight.dtype)
+    else:
+        scale = static_input_scale(x.abs().amax().float(), activation, layer.weight.dtype)
+    weight = packed_weight(layer.weight, state)
+    scale = None if scale is None else scale.to(layer.weight.device)
+    packed = QuantLinear(weight, layer.bias, activation, scale, dtype=layer.weight.dtype)
+    if is_recorded or scale is None:
+        # The histories are held, so that no other tensor gets the id by which the next call compares them.
+        state.deployed = key, packed, histories
+    return packed
+
+
+def fingerprint(weight: torch.Tensor, state: LowPrecision) -> tuple[object, ...]:
+    """Returns facts that distinguish a weight from its earlier values.
+
+    The version counter misses changes through `.data`, by which averaged weights are often put in and taken out, and
+    changes by FSDP2, which gathers other values into the same memory. So the norm and a sample of values count too.
+    """
+    flat = weight.detach().flatten()
+    facts = [torch.linalg.vector_norm(flat, dtype=torch.float32).reshape(1), flat[:: max(len(flat) // 256, 1)].float()]
+    if state.recipe.weight is not None and state.recipe.weight.is_static:  # shared with other layers
+        facts.append(state.weight_amax().flatten())
+    return weight._version, weight.device, weight.dtype, *torch.cat(facts).tolist()

@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 import quant
-from quant.calibration.solvers.kfac import output_blocks
 from quant.calibration.statistics import LayerStats, MomentSum
 from quant.calibration.walk.fused_experts import FusedExperts
 from quant.calibration.walk.transform import _scale_gradients
@@ -80,10 +79,10 @@ def test_scales_that_are_folded_into_a_producer_scale_its_gradients(width: int |
     group = SimpleNamespace(names=["k", "v"], outputs=total.stats())
     targets = {"k": torch.zeros(4, 3), "v": torch.zeros(6, 3)}
     divisor = torch.rand(6) + 0.5
-    before = output_blocks(LayerStats(1, outputs=group.outputs), 10)
+    before = group.outputs.blocks_of(10)
     _scale_gradients(cast(Any, SimpleNamespace(groups=[group], targets=targets)), "v", divisor)
     scale = torch.cat([torch.ones(4), divisor])
-    after = torch.block_diag(*output_blocks(LayerStats(1, outputs=group.outputs), 10))
+    after = torch.block_diag(*group.outputs.blocks_of(10))
     torch.testing.assert_close(after, scale[:, None] * torch.block_diag(*before) * scale)
 
 

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from quant.export.tensorrt import plugin, plugin_tensorrt
+from quant.export.tensorrt import plugin, plugin as plugin_tensorrt
 from quant.export.tensorrt.plugin import (
     Attributes,
     check_shapes,
@@ -27,7 +27,7 @@ from quant.export.tensorrt.plugin import (
     integer_arguments,
     launch_grid,
 )
-from quant.kernels.attention.attention_tiles import HEAD_DIMS, tiles_for
+from quant.kernels.attention.attention_operands import HEAD_DIMS, tiles_for
 
 pytest.importorskip("triton", reason="the [dev] extra installs triton on Linux")
 

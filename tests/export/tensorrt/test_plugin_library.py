@@ -16,7 +16,7 @@ from quant.export.tensorrt.cache_plugin import BLOCK_N, CacheSpec, compile_cache
 from quant.export.tensorrt.plugin import Attributes, BundledKernel, compile_attention, pack, unpack
 from quant.export.tensorrt.plugin_library import SOURCES, PluginKernels, build_launches, cuda_include
 from quant.formats.format import FORMATS
-from quant.kernels.attention.attention_tiles import tiles_for
+from quant.kernels.attention.attention_operands import tiles_for
 from quant.kernels.attention.kv_pages import KVPages, write_reference
 from quant.kernels.attention.reference import fp8_attention_reference
 from quant.kernels.base.ptx import CompiledKernel

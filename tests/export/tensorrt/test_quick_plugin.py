@@ -28,7 +28,7 @@ from tensorrt.plugin._lib import QDP_REGISTRY
 from tensorrt.plugin._tensor import SymIntExpr
 from quant.export.engine import plugin_tensorrt
 from quant.export.tensorrt.plugin import Attributes, compile_attention
-from quant.kernels.attention.attention_tiles import tiles_for
+from quant.kernels.attention.attention_operands import tiles_for
 
 class Registry:
     def __init__(self):

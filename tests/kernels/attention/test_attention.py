@@ -14,7 +14,7 @@ import torch
 from interpreter import interpreted
 
 from quant.kernels.attention import reference
-from quant.kernels.attention.attention_tiles import HEAD_DIMS, tiles_for
+from quant.kernels.attention.attention_operands import HEAD_DIMS, tiles_for
 from quant.kernels.attention.forward import attention, fp8_attention
 from quant.kernels.attention.reference import fp8_attention_reference
 

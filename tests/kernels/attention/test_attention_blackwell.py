@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from assembler import assemble
 
-from quant.kernels.attention.attention_tiles import tiles_for
+from quant.kernels.attention.attention_operands import tiles_for
 from quant.kernels.base.ptx import CompiledKernel, compile_kernel
 
 triton = pytest.importorskip("triton", reason="the [dev] extra installs triton on Linux")

@@ -14,7 +14,7 @@ from interpreter import interpreted
 
 from quant.kernels.attention import quantize_qkv as module
 from quant.kernels.attention.attention_operands import restore_v, scale_of_rows
-from quant.kernels.attention.attention_tiles import DIMS
+from quant.kernels.attention.attention_operands import DIMS
 from quant.kernels.attention.quantize_qkv import AttentionOperands, quantize_attention
 from quant.kernels.rounding.hadamard import random_sign_rotation
 

@@ -11,7 +11,7 @@ from interpreter import interpreted
 from quant.formats.format import FORMATS, Format
 from quant.formats.tensor import quantize
 from quant.kernels.attention.kv_pages import encode_kv, first_scale, kv_format, round_kv, token_bytes, write_reference
-from quant.kernels.attention.paged_cache import PagedKVCache
+from quant.kernels.attention.paged_attention import PagedKVCache
 
 FORMAT_NAMES = (None, "fp8", "fp8_token", "nvfp4")
 

@@ -7,7 +7,7 @@ pytest.importorskip("triton", reason="comes with a CUDA build of torch, or: pip 
 
 from interpreter import interpreted
 
-from quant.kernels.attention.portable_rotary import rotate, store_rows
+from quant.kernels.attention.portable_decoder_step import rotate, store_rows
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(9, 3, 64), (2, 1, 128), (3, 2, 80)])

@@ -18,10 +18,10 @@ from quant.formats.format import FORMATS, INPUT_FORMATS
 from quant.formats.tensor import quantize
 from quant.kernels.attention import portable_fp8_operands, portable_paged_attention, portable_paged_kv_cache
 from quant.kernels.attention.attention_operands import AttentionOptions
-from quant.kernels.attention.attention_tiles import DecodeTiles
+from quant.kernels.attention.attention_operands import DecodeTiles
 from quant.kernels.attention.kv_pages import KVPages
 from quant.kernels.base.weight_layout import prepack
-from quant.kernels.linear import portable_codes_gemm, portable_grouped_gemm, sm90_decode_nvfp4
+from quant.kernels.linear import portable_codes_gemm, portable_grouped_gemm, sm90_decode
 from quant.kernels.rounding import portable_solvers
 from quant.kernels.rounding import portable_solvers as fixed_scale_solver
 from quant.kernels.training import portable_fake_rounding
@@ -113,8 +113,8 @@ def experts() -> None:
 
 def prepacked() -> None:
     weight = prepack(quantize(torch.randn(64, 256), FORMATS["nvfp4"]))
-    sm90_decode_nvfp4.dequantize_prepacked(weight)
-    sm90_decode_nvfp4.prepacked_to_e4m3(weight)
+    sm90_decode.dequantize_prepacked(weight)
+    sm90_decode.prepacked_to_e4m3(weight)
 
 
 FIXED = (("fp8", False), ("int8", True))

@@ -16,10 +16,11 @@ from quant.formats.format import FORMATS
 from quant.formats.tensor import quantize
 from quant.kernels.attention import portable_paged_attention
 from quant.kernels.attention.attention_operands import AttentionOptions
-from quant.kernels.attention.attention_tiles import DecodeTiles
+from quant.kernels.attention.attention_operands import DecodeTiles
 from quant.kernels.attention.kv_pages import KVPages
 from quant.kernels.base.hardware import GPUS
-from quant.kernels.linear import dispatch, portable_codes_embedding, portable_decoder_step, portable_grouped_gemm
+from quant.kernels.linear import dispatch, portable_codes_gemm, portable_grouped_gemm
+from quant.kernels.attention import portable_decoder_step
 from quant.kernels.linear import portable_grouped_gemm as expert_rows
 from quant.kernels.linear.tiles import guess
 from quant.kernels.rounding import portable_casts
@@ -32,7 +33,7 @@ def half(*shape: int) -> torch.Tensor:
 
 
 def look_up() -> None:
-    portable_codes_embedding.look_up(
+    portable_codes_gemm.look_up(
         torch.zeros(TOKENS, dtype=torch.int64), quantize(torch.ones(4, 32), FORMATS["fp8_channel"]), torch.bfloat16
     )
 

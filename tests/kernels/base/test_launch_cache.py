@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from triton.compiler import CompiledKernel
 
-from quant.kernels.base.launch_cache import BoundedTable, CachedLaunch
+from quant.kernels.base.launch import BoundedTable, CachedLaunch
 
 
 class Compiled(CompiledKernel):

@@ -12,7 +12,7 @@ from quant.formats.format import E2M1, E4M3
 from quant.formats.rounding import pack, unpack
 from quant.formats.tensor import BlockScaledTensor, quantize
 from quant.kernels.base.weight_layout import as_computed, is_prepacked, prepack, prepack_refusal, restore
-from quant.kernels.linear.ops import quantized_linear
+from quant.kernels.linear.quant_linear import quantized_linear
 
 
 def all_pairs(rows: int = 128, columns: int = 2048) -> BlockScaledTensor:
@@ -157,7 +157,7 @@ def test_row_scales_hold_the_largest_value_of_a_row() -> None:
     pytest.importorskip("triton", reason="comes with a CUDA build of torch, or: pip install triton")
     from interpreter import interpreted
 
-    from quant.kernels.linear.sm90_decode_nvfp4 import row_scales
+    from quant.kernels.linear.sm90_decode import row_scales
 
     weight = all_pairs(128, 4160)
     stored = weight.scale.view(torch.uint8)

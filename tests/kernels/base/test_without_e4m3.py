@@ -27,14 +27,14 @@ from slow_cases import quick_cases
 from quant.formats.format import FORMATS, INPUT_FORMATS
 from quant.formats.tensor import BlockScaledTensor, quantize, round_activation
 from quant.kernels.attention.attention_operands import AttentionOptions
-from quant.kernels.attention.attention_tiles import DecodeTiles
+from quant.kernels.attention.attention_operands import DecodeTiles
 from quant.kernels.attention.kv_pages import KVPages, write_reference
 from quant.kernels.attention.portable_paged_attention import attend_pages
 from quant.kernels.attention.portable_paged_kv_cache import read_nvfp4_kv, write_kv, write_kv_slots
 from quant.kernels.base import hardware
 from quant.kernels.base.hardware import GPUS
 from quant.kernels.base.portable_small_floats import decode_e4m3, encode_e4m3
-from quant.kernels.linear import dispatch, portable_codes_embedding
+from quant.kernels.linear import dispatch, portable_codes_gemm
 from quant.kernels.linear.experts import _on_gpu as experts_on_gpu
 from quant.kernels.rounding import portable_casts
 from quant.kernels.training import portable_fake_rounding
@@ -109,7 +109,7 @@ LAUNCHES: dict[str, Callable[[], Any]] = {
     **{f"experts {name}": lambda name=name: experts_on_gpu(
         few(4, 256), weight_of(name, 2, 64, 256), torch.tensor([0, 1, 4], dtype=torch.int32), None, None, None)
        for name in ("nvfp4", "fp8_block")},
-    **{f"embedding {name}": lambda name=name: portable_codes_embedding.look_up(
+    **{f"embedding {name}": lambda name=name: portable_codes_gemm.look_up(
         torch.tensor([3, 1]), weight_of(name, 8, 256), torch.bfloat16) for name in ("nvfp4", "fp8_channel")},
     **{f"write {name}": lambda name=name: write_kv(pages_of(name), TABLE, FIRST, few(1, 2, 3, 32), few(1, 2, 3, 32))
        for name in ("nvfp4", "fp8", "fp8_token")},
@@ -188,7 +188,7 @@ def test_weights_are_multiplied_as_with_the_type(name: str) -> None:
     with interpreted(), before_ada():
         assert torch.equal(linear(weight, "", x), expected)
         assert torch.equal(dispatch.dequantize(weight, torch.bfloat16), weight.dequantize(torch.bfloat16))
-        rows = portable_codes_embedding.look_up(torch.tensor([3, 1]), weight, torch.bfloat16)
+        rows = portable_codes_gemm.look_up(torch.tensor([3, 1]), weight, torch.bfloat16)
         assert torch.equal(rows, weight.dequantize(torch.bfloat16)[[3, 1]])
     torch.testing.assert_close(expected.double(), x.double() @ weight.dequantize(torch.float64).T, rtol=1e-2, atol=1e-1)
 

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from quant.formats import number
+from quant.formats import format as number
 from quant.formats.format import FORMATS, Format
 from quant.formats.tensor import BlockScaledTensor, _pair_table, quantize
 from quant.kernels.base import hardware, weight_layout
@@ -26,7 +26,7 @@ from quant.kernels.base.hardware import GPUS, current
 from quant.kernels.base.weight_layout import as_computed, is_prepacked, prepack, prepack_refusal, restore
 from quant.kernels.linear import dispatch, quantized_module, tiles
 from quant.kernels.linear.embedding import QuantEmbedding
-from quant.kernels.linear.expert_modules import QuantExperts
+from quant.kernels.linear.experts import QuantExperts
 from quant.kernels.linear.quant_linear import QuantLinear
 
 ARRANGED = ("nvfp4", "mxfp4", "mxfp6", "mxfp6_e3m2")

@@ -16,7 +16,7 @@ from slow_cases import quick_cases
 from quant.formats.format import FORMATS, Format
 from quant.formats.rounding import pack
 from quant.formats.tensor import BlockScaledTensor, quantize
-from quant.kernels.base.arrival_counters import arrival_counters
+from quant.kernels.base.launch import arrival_counters
 from quant.kernels.base.ptx import CompiledKernel
 from quant.kernels.linear import portable_codes_gemm
 from quant.kernels.linear.tiles import Tiles

@@ -10,7 +10,7 @@ from quant.formats.tensor import BlockScaledTensor, fake_quantize, quantize
 from quant.kernels.base.hardware import current
 from quant.kernels.base.weight_layout import prepack, restore
 from quant.kernels.linear import dispatch, tiles
-from quant.kernels.linear.ops import quantized_linear
+from quant.kernels.linear.quant_linear import quantized_linear
 
 pytestmark = pytest.mark.gpu
 
@@ -93,7 +93,7 @@ def test_prefill_in_fp8_is_the_product_of_the_rounded_sides() -> None:
     """Where the plan has 8-bit activations: E4M3 by E4M3 with a scale a row on both sides."""
     if not current().has_wgmma:
         pytest.skip("the prepacked layout is Hopper's")
-    from quant.kernels.linear.sm90_decode_nvfp4 import prepacked_to_e4m3
+    from quant.kernels.linear.sm90_decode import prepacked_to_e4m3
 
     for rows, columns in ((256, 576), (4096, 4096)):
         weight = weight_in(FORMATS["nvfp4"], rows, columns)

@@ -18,7 +18,7 @@ from quant.kernels.base.hardware import GPUS
 from quant.kernels.base.weight_layout import prepack, restore
 from quant.kernels.linear import dispatch, tiles
 from quant.kernels.linear import dispatch as native_gemm
-from quant.kernels.rounding.round_inputs import round_rows
+from quant.kernels.linear.rounded_products import round_rows
 
 
 @pytest.fixture(autouse=True)

@@ -35,7 +35,7 @@ def test_the_kernel_interpreted(format: str, columns: int) -> None:
     pytest.importorskip("triton", reason="comes with a CUDA build of torch, or: pip install triton")
     from interpreter import interpreted
 
-    from quant.kernels.linear.portable_codes_embedding import look_up
+    from quant.kernels.linear.portable_codes_gemm import look_up
 
     weight = table(format, columns=columns)
     with interpreted():
@@ -87,7 +87,7 @@ def test_compiles_without_spills(arch: int, format: str) -> None:
     from assembler import assemble
 
     from quant.kernels.base.ptx import compile_kernel
-    from quant.kernels.linear.portable_codes_embedding import codes_embedding_kernel
+    from quant.kernels.linear.portable_codes_gemm import codes_embedding_kernel
     from quant.kernels.linear.portable_codes_gemm import layout
 
     form = FORMATS[format]

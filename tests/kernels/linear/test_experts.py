@@ -9,7 +9,7 @@ from torch import nn
 from quant.formats.format import FORMATS
 from quant.formats.tensor import fake_quantize, quantize
 from quant.kernels.linear import experts
-from quant.kernels.linear.expert_modules import QuantExperts, experts_forward
+from quant.kernels.linear.experts import QuantExperts, experts_forward
 
 EXPERTS, HIDDEN, INNER = 6, 256, 128
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from quant.formats.format import FORMATS
 from quant.formats.tensor import fake_quantize, quantize
-from quant.kernels.linear.expert_modules import QuantExperts, experts_forward
+from quant.kernels.linear.experts import QuantExperts, experts_forward
 from quant.kernels.linear.quant_linear import QuantLinear
 
 BUFFERS = ("codes", "scale", "global_scale", "input_scale")

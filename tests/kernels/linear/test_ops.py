@@ -17,7 +17,7 @@ from torch import nn
 from quant.formats.format import FORMATS, Format
 from quant.formats.tensor import BlockScaledTensor, fake_quantize, quantize
 from quant.kernels.linear import oracle
-from quant.kernels.linear.ops import quantized_linear
+from quant.kernels.linear.quant_linear import quantized_linear
 from quant.kernels.linear.oracle import set_weight_cache
 from quant.kernels.linear.quant_linear import QuantLinear
 

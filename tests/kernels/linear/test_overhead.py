@@ -17,7 +17,7 @@ from triton.runtime.jit import JITFunction
 
 from quant.formats.format import FORMATS
 from quant.formats.tensor import quantize
-from quant.kernels.base import hardware, launch_cache
+from quant.kernels.base import hardware, launch
 from quant.kernels.base.hardware import GPUS
 from quant.kernels.linear import dispatch, quantized_module
 from quant.kernels.linear.quant_linear import QuantLinear
@@ -51,7 +51,7 @@ def entered(module: torch.nn.Module, x: torch.Tensor) -> list[str]:
         nonlocal launched
         if event == "call" and not launched:
             file = frame.f_code.co_filename
-            launched = ("/triton/" in file or file == launch_cache.__file__) and bool(names)
+            launched = ("/triton/" in file or file == launch.__file__) and bool(names)
             if not launched and (names or frame.f_code.co_name == "forward"):
                 names.append(frame.f_code.co_name)
 

@@ -21,7 +21,7 @@ from quant.kernels.base.hardware import GPUS, current
 from quant.kernels.base.ptx import CompiledKernel
 from quant.kernels.base.weight_layout import prepack
 from quant.kernels.linear import dispatch, sm90_codes_gemm_many
-from quant.kernels.linear.sm90_gemm_schedule import fetches_of, turns_of
+from quant.kernels.linear.sm90_gemm_pipeline import fetches_of, turns_of
 from quant.kernels.linear.tiles import PREFILL_UNITS, deal, prefill_tiles
 
 BEST = tuple((*size, prefill_tiles(*size, GPUS["h100"]).groups) for size in PREFILL_UNITS)

@@ -17,7 +17,7 @@ from quant.kernels.base import hardware
 from quant.kernels.base.hardware import GPUS, current
 from quant.kernels.base.ptx import CompiledKernel
 from quant.kernels.linear import dispatch, sm90_codes_gemm_many, tiles
-from quant.kernels.linear.ops import quantized_linear
+from quant.kernels.linear.quant_linear import quantized_linear
 from quant.kernels.linear.tiles import STORED_FORMATS, STORED_UNITS, prefill_tiles
 
 

@@ -12,14 +12,12 @@ import triton.language as tl
 from assembler import assemble
 from interpreter import interpreted
 
-from quant.formats.format import FORMATS, INPUT_FORMATS, Format
-from quant.formats.format import E2M1, E8M0
+from quant.formats.format import E2M1, E8M0, FORMATS, INPUT_FORMATS, Format
 from quant.formats.rounding import encode
 from quant.formats.tensor import fake_quantize, quantize
-from quant.kernels.base.portable_small_floats import encode_e2m1
+from quant.kernels.base.portable_small_floats import encode_e2m1, quotient_to_code, reciprocal
 from quant.kernels.base.ptx import compile_kernel
 from quant.kernels.rounding import portable_casts
-from quant.kernels.rounding.portable_block_scales import quotient_to_code, reciprocal
 from quant.kernels.rounding.portable_casts import nvfp4_rows_to_codes_kernel
 
 STATIC = torch.tensor(0.02)

@@ -15,8 +15,8 @@ from quant.formats.format import FORMATS, INPUT_FORMATS, Format
 from quant.formats.tensor import BlockScaledTensor, fake_quantize, quantize
 from quant.kernels.attention import quantize_qkv as attention
 from quant.kernels.attention.kv_pages import decode_kv, kv_format, round_kv
-from quant.kernels.attention.paged_cache import PagedKVCache
-from quant.kernels.linear.ops import quantized_linear
+from quant.kernels.attention.paged_attention import PagedKVCache
+from quant.kernels.linear.quant_linear import quantized_linear
 from quant.kernels.rounding import portable_casts
 
 BAD = pytest.mark.parametrize("bad", [torch.nan, -torch.inf], ids=str)
@@ -105,7 +105,7 @@ def test_kv_cache(name: str, bad: float, device: str) -> None:
     else:
         from quant.kernels.attention.portable_paged_kv_cache import write_kv
 
-        with interpreted(), patch("quant.kernels.attention.paged_cache.write_reference", write_kv):
+        with interpreted(), patch("quant.kernels.attention.paged_attention.write_reference", write_kv):
             cache.append(0, [sequence], k, v)
     got, other = (x.cpu() for x in cache.read(0, sequence))
     width = {"fp8": 1, "fp8_token": 32, "nvfp4": 16}[name]
@@ -206,7 +206,7 @@ def test_attention_on_a_gpu(dim: int, laid_out: bool) -> None:
 @GPU
 @pytest.mark.parametrize("name", [None, "fp8", "fp8_token", "nvfp4"])
 def test_decode_attention_on_a_gpu(name: str | None) -> None:
-    from quant.kernels.attention.decode import paged_attention
+    from quant.kernels.attention.paged_attention import paged_attention
 
     given = torch.full((1, 2), 0.01) if name in ("fp8", "nvfp4") else None
     cache = PagedKVCache(1, 2, 64, format=kv_format(name), k_scale=given, v_scale=given, device="cuda")

@@ -9,8 +9,7 @@ from functools import partial
 
 from interpreter import interpreted
 
-from quant.calibration.solvers.gptq import block_factors
-from quant.calibration.solvers.gptq import _round, _solve_window
+from quant.calibration.solvers.gptq import block_factors, round_block, solve_window
 from quant.formats.format import E4M3, INT8, Number
 from quant.kernels.rounding.portable_solvers import solve_fixed_window
 
@@ -25,7 +24,7 @@ def _check(device: str, element: Number, rows: int) -> None:
     problem = [targets, coupling, uppers.float()]
 
     def both(values: torch.Tensor, improve: bool) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        solve = partial(_solve_window, partial(_round, element, steps))
+        solve = partial(solve_window, partial(round_block, element, steps))
         kernel = partial(solve_fixed_window, element, steps.to(device))
         answers = []
         for run, tensors in ((solve, problem), (kernel, [t.to(device) for t in problem])):

@@ -15,13 +15,19 @@ pytest.importorskip("triton", reason="comes with a CUDA build of torch, or: pip 
 from interpreter import interpreted
 
 from quant.calibration.solvers.autoround import _Rounded, _spread
-from quant.calibration.solvers.gptq import search_block
-from quant.calibration.solvers.gptq import block_factors, corrected_weight, factorize
-from quant.calibration.solvers.gptq import Gptq, _descend, _feed_back, _solve_window, gptq_together
+from quant.calibration.solvers.gptq import (
+    Gptq,
+    Rounding,
+    block_factors,
+    corrected_weight,
+    factorize,
+    gptq_together,
+    search_block,
+    solve_window,
+)  # fmt: skip
 from quant.calibration.solvers.solve_group import solve_group, solve_matrices
 from quant.calibration.statistics import LayerStats
-from quant.formats.format import FORMATS, INPUT_FORMATS
-from quant.formats.format import E4M3
+from quant.formats.format import E4M3, FORMATS, INPUT_FORMATS
 from quant.formats.rounding import round_to
 from quant.formats.tensor import fake_quantize
 from quant.kernels.rounding.portable_solvers import (
@@ -59,7 +65,7 @@ def _check_window(device: str) -> None:
     wanted, coupling, uppers = _problem(3, columns)
     second = torch.tensor(SECOND)
     gpu = [t.to(device) for t in (second, wanted, coupling, uppers)]
-    solve = partial(_solve_window, lambda block, start, u: search_block(block, u, NVFP4, second, 16))
+    solve = partial(solve_window, lambda block, start, u: search_block(block, u, NVFP4, second, 16))
 
     def both(found: list[torch.Tensor], improve: bool) -> list[list[torch.Tensor]]:
         answers = []
@@ -160,7 +166,7 @@ def test_several_weights_are_solved_in_the_launches_of_one(device: str, monkeypa
     inputs = [torch.randn(400, 144, generator=random) * torch.logspace(-1, 0, 144) for _ in weights]
     residual = 0.01 * torch.randn(rows, 144, generator=random)
     stats = [LayerStats(400, (x.T @ x / 400).to(device), residual=residual.to(device)) for x in inputs]
-    monkeypatch.setattr(Gptq, "takes_several", lambda *_: True)
+    monkeypatch.setattr(Gptq, "batches_small", lambda *_: True)
     solve = partial(solve_matrices, weights, stats, NVFP4, Gptq(), torch.bfloat16, "experts")
     with interpreted() if device == "cpu" else nullcontext():
         together = list(solve())
@@ -200,10 +206,10 @@ def test_kernels_are_compiled_ahead_for_the_arguments_of_gptq(monkeypatch: pytes
     factors = [factorize(torch.eye(256)) for _ in range(2)]
     monkeypatch.setattr("quant.calibration.solvers.gptq.encoded", lambda *_: None)
     gptq_together([torch.randn(32, 256)] * 2, factors, NVFP4, torch.ones(2))
-    target = torch.randn(256, 64)
-    work = target, torch.zeros_like(target), torch.ones(16, 64), factors[0], 16
-    for run in (_feed_back, _descend):
-        run(*work, partial(solve_nvfp4_window, torch.ones(())), [slice(0, 32), slice(32, 64)])
+    parts, kernel = [slice(0, 32), slice(32, 64)], partial(solve_nvfp4_window, torch.ones(()))
+    rounding = Rounding(torch.randn(256, 64), factors[0], NVFP4, None, 4, parts=parts, kernel=kernel)
+    rounding.feed_back()
+    rounding.descend()
     assert launches == ahead
 
 

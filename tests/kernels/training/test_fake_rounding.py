@@ -17,7 +17,7 @@ from quant.formats.rounding import round_to
 from quant.formats.tensor import quantize, round_activation, round_with_scale
 from quant.kernels.base.ptx import compile_kernel
 from quant.kernels.training import portable_fake_rounding
-from quant.kernels.training.weight_rounding import measured_scale
+from quant.kernels.training.fake_rounding import measured_scale
 
 
 def weight(rows: int = 37, columns: int = 320, dtype: torch.dtype = torch.float32) -> torch.Tensor:

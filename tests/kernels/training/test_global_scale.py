@@ -64,7 +64,7 @@ def test_compiles_without_scratch_memory(arch: int) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_on_a_gpu_it_is_the_one_of_the_cpu(dtype: torch.dtype) -> None:
-    from quant.kernels.training.weight_rounding import measured_global_scale
+    from quant.kernels.training.fake_rounding import measured_global_scale
 
     given = [*weights(dtype), torch.full((300, 4096), 2.5, dtype=dtype).t()]
     assert torch.equal(

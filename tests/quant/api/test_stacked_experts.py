@@ -15,7 +15,7 @@ import quant
 from quant.base.errors import UserError
 from quant.formats.format import FORMATS
 from quant.formats.tensor import quantize
-from quant.kernels.linear.expert_modules import QuantExperts, experts_forward
+from quant.kernels.linear.experts import QuantExperts, experts_forward
 
 transformers = pytest.importorskip("transformers", reason="the extra hf")
 pytest.importorskip("compressed_tensors", reason="the extra hf")

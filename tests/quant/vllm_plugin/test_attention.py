@@ -18,8 +18,8 @@ pytest.importorskip("triton", reason="comes with a CUDA build of torch, or: pip 
 from interpreter import interpreted
 
 from quant.kernels.attention import portable_paged_kv_cache
-from quant.kernels.attention.attention_tiles import decode_tiles_for
-from quant.kernels.attention.decode import NVFP4, paged_reference, pages_of
+from quant.kernels.attention.attention_operands import decode_tiles_for
+from quant.kernels.attention.paged_attention import NVFP4, paged_reference, pages_of
 from quant.kernels.attention.kv_pages import round_kv
 from quant.vllm_plugin.nvfp4_attention import (
     FEW,

@@ -11,7 +11,7 @@ import pytest
 
 from quant.calibration import session
 from quant.cli.main import COMMANDS
-from quant.kernels.base import processor
+from quant.base import processor
 
 GIB = 1 << 30
 V2 = "30 23 0:26 / /sys/fs/cgroup rw,nosuid - cgroup2 cgroup2 rw,nsdelegate\n"

@@ -14,7 +14,7 @@ pytest.importorskip("triton", reason="comes with a CUDA build of torch, or: pip 
 
 from quant.formats.format import FORMATS
 from quant.formats.tensor import quantize
-from quant.kernels.linear import sm90_decode_codes
+from quant.kernels.linear import sm90_decode
 from quant.kernels.linear.tiles import STORED_FORMATS
 
 DTYPES = {
@@ -90,7 +90,7 @@ def pairs(element: str) -> list[tuple[int, np.ndarray]]:
 @pytest.mark.parametrize("form", STORED_FORMATS)
 def test_every_number_is_decoded_exactly(form: str) -> None:
     """By the scale 1 and, so that nothing hides behind it, others."""
-    kind, element = sm90_decode_codes.scaling(form), FORMATS[form].element.name
+    kind, element = sm90_decode.scaling(form), FORMATS[form].element.name
     scales = {"sum": [1.0], "one": [1.0, 2.0**-100, 2.0**90], "two": [1.0, 0.3, 1e-30]}[kind]
     for scale in scales:
         high = np.float32(scale).astype(ml_dtypes.bfloat16).astype(np.float32)
@@ -100,7 +100,7 @@ def test_every_number_is_decoded_exactly(form: str) -> None:
             if not np.isfinite(exact).all():
                 continue
             found = run(
-                sm90_decode_codes.assembly(form), given, word(np.stack([high, high])), word(np.stack([low, low]))
+                sm90_decode.assembly(form), given, word(np.stack([high, high])), word(np.stack([low, low]))
             )
             wanted = exact.astype(np.float64) * np.float32(scale)
             if kind == "two":
@@ -117,28 +117,28 @@ def test_codes_that_are_no_numbers_are_refused(
 ) -> None:
     """Once for each weight, and again when it was written to."""
     weight = quantize(torch.randn(64, 128), FORMATS[form])
-    assert sm90_decode_codes.numbers_only(weight) and sm90_decode_codes.numbers_only(weight)
+    assert sm90_decode.numbers_only(weight) and sm90_decode.numbers_only(weight)
     for code in bad:
         spoilt = replace(weight, codes=weight.codes.clone())
-        assert sm90_decode_codes.numbers_only(spoilt)
+        assert sm90_decode.numbers_only(spoilt)
         spoilt.codes.view(torch.uint8)[33, 77] = code
-        assert not sm90_decode_codes.numbers_only(spoilt)
+        assert not sm90_decode.numbers_only(spoilt)
     stack = quantize(torch.randn(2, 64, 128), FORMATS[form])
     stack.codes.view(torch.uint8)[1, 0, 0] = bad[0]
     parts = [replace(weight, codes=stack.codes[i]) for i in (0, 1)]
-    assert [sm90_decode_codes.numbers_only(part) for part in parts] == [True, False]
-    monkeypatch.setattr(sm90_decode_codes, "_ROWS_AT_ONCE", None)  # a second look would fail
+    assert [sm90_decode.numbers_only(part) for part in parts] == [True, False]
+    monkeypatch.setattr(sm90_decode, "_ROWS_AT_ONCE", None)  # a second look would fail
     parts = [replace(weight, codes=stack.codes[i]) for i in (0, 1)]
-    assert [sm90_decode_codes.numbers_only(part) for part in parts] == [True, False]
+    assert [sm90_decode.numbers_only(part) for part in parts] == [True, False]
     monkeypatch.undo()
     with torch.inference_mode():
-        assert sm90_decode_codes.numbers_only(replace(weight, codes=weight.codes.clone()))
-    assert sm90_decode_codes.numbers_only(quantize(torch.randn(64, 128), FORMATS["int8"]))
+        assert sm90_decode.numbers_only(replace(weight, codes=weight.codes.clone()))
+    assert sm90_decode.numbers_only(quantize(torch.randn(64, 128), FORMATS["int8"]))
 
 
 def places(warps: int) -> dict[tuple[int, int], list[tuple[int, int, int]]]:
     """(warp, lane) to its (parity, row, pair) in the tile, register by register."""
-    layout = sm90_decode_codes.tile_layout(warps)
+    layout = sm90_decode.tile_layout(warps)
 
     def at(*terms: tuple[list[list[int]], int]) -> tuple[int, int, int]:
         found = np.zeros(3, dtype=int)
@@ -182,7 +182,7 @@ def test_a_read_meets_every_bank_once(nbytes: int) -> None:
 
 def test_scales_of_threads_are_those_of_their_columns() -> None:
     """A thread's pair p of 32 is in group p · groups / 32, in both layouts the same."""
-    flat, grouped = sm90_decode_codes.tile_layout(8), sm90_decode_codes.pairs_layout(8, 2)
+    flat, grouped = sm90_decode.tile_layout(8), sm90_decode.pairs_layout(8, 2)
     for name in ("reg_bases", "lane_bases", "warp_bases"):
         for (b, row, pair), (b2, row2, group, rest) in zip(getattr(flat, name), getattr(grouped, name), strict=True):
             assert (b, row, pair) == (b2, row2, group * 16 + rest)
@@ -192,7 +192,7 @@ def test_descriptors_cover_the_codes() -> None:
     """Even rows, then odd ones: what strides and shape reach is each byte once."""
     for form, width in (("fp8_channel", 64), ("int4", 32)):
         weight = quantize(torch.randn(16, 128), FORMATS[form])
-        found = sm90_decode_codes.codes_descriptor(weight, 128)
+        found = sm90_decode.codes_descriptor(weight, 128)
         assert found.block_shape == [2, 64, 32] and found.layout.swizzle_byte_width == width
         seen = found.base.as_strided(found.shape, found.strides)
         pairs = weight.codes.view(torch.uint8).view(found.base.dtype)

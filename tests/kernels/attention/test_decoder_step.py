@@ -12,7 +12,7 @@ from interpreter import interpreted
 
 from quant.kernels.attention.kv_pages import KVPages
 from quant.kernels.base.ptx import compile_kernel
-from quant.kernels.linear import portable_decoder_step as kernels
+from quant.kernels.attention import portable_decoder_step as kernels
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 
