@@ -1,0 +1,144 @@
+"""`register` defines every custom op: its schema, fake, bodies and gradients stand in one place.
+
+The op is the seam between worlds: eager PyTorch, torch.compile, torch.export, ONNX and TensorRT see one node, and each
+has its own translation of it. This file also says what of PyTorch's machinery is at work around a call: tracing, a
+backward pass, autocast.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+
+from quant.kernels.base.hardware import has_triton
+
+_LIBRARY = torch.library.Library("quant", "FRAGMENT")
+_AUTOCAST_KEYS = {
+    device: torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, f"Autocast{device.upper()}"))
+    for device in ("cpu", "cuda", "xpu", "mps", "hpu")
+    if hasattr(torch._C.DispatchKey, f"Autocast{device.upper()}")
+}
+
+
+def register(
+    name: str,
+    schema: str,
+    fake: Callable[..., Any],
+    *,
+    default: Callable[..., Any],
+    cuda: Callable[..., Any] | None = None,
+    where: Callable[[torch.Tensor], bool] | None = None,
+    autograd: Any = None,
+    gradients_of: Sequence[int] = (0,),
+    in_autocast: bool = True,
+) -> None:
+    """Defines an op with a body for any device, and perhaps one for GPUs.
+
+    Args:
+        name: with its namespace, "quant::linear".
+        schema: in PyTorch's notation.
+        fake: shapes and dtypes of the results.
+        default: the oracle, on devices without a body of their own.
+        cuda: the body on a GPU.
+        where: tells by the first tensor where `cuda` runs, which then is called on that tensor's GPU; elsewhere the
+            default body runs there, too. None always calls `cuda`, which sees to the GPU itself.
+        autograd: an `autograd.Function` over (keyset, *arguments), which calls `below_autograd`.
+        gradients_of: positions of the arguments that may need a gradient.
+        in_autocast: whether an op with gradients takes its first argument, and its bias, in autocast's dtype.
+    """
+    torch.library.define(name, schema)
+    torch.library.impl(name, "default", default)
+    if cuda is not None:
+        torch.library.impl(name, "cuda", cuda if where is None else _on_its_gpu(cuda, default, where))
+    torch.library.register_fake(name, fake)
+    if autograd is not None:
+        short = name.removeprefix("quant::")
+        op = getattr(torch.ops.quant, short).default
+        _LIBRARY.impl(short, _with_gradients(op, autograd, gradients_of), "Autograd", with_keyset=True)
+        for kind in ("cpu", "cuda") if in_autocast else ():
+            _LIBRARY.impl(short, _in_autocast(op, kind), f"Autocast{kind.upper()}")
+
+
+def _on_its_gpu(
+    cuda: Callable[..., Any], default: Callable[..., Any], where: Callable[[torch.Tensor], bool]
+) -> Callable[..., Any]:
+    def body(first: Any, *arguments: Any) -> Any:
+        x = first if isinstance(first, torch.Tensor) else first[0]
+        if not where(x):
+            return default(first, *arguments)
+        with torch.cuda.device_of(x):
+            return cuda(first, *arguments)
+
+    return body
+
+
+def _with_gradients(op: Any, function: Any, positions: Sequence[int]) -> Callable[..., Any]:
+    """Returns the op's autograd body; `torch.library.register_autograd`'s is five calls of Python where this is one."""
+    # Looked up once: attribute access on `torch.ops` enters Python functions at every call.
+    redispatch = op._handle.redispatch_boxed
+
+    def body(keyset: Any, *args: Any) -> Any:
+        # An op whose inputs need no gradient records nothing, so generation pays for one Python call only.
+        if torch.is_grad_enabled():
+            for position in positions:
+                if args[position] is not None and args[position].requires_grad:
+                    return function.apply(keyset, *args)
+        with torch._C._AutoDispatchBelowAutograd():
+            return redispatch(keyset & torch._C._after_autograd_keyset, *args)
+
+    return body
+
+
+def below_autograd(op: Any, keyset: Any, *args: Any) -> torch.Tensor:
+    """Computes the op below autograd, as for tensors that need no gradient."""
+    with torch._C._AutoDispatchBelowAutograd():
+        return op._handle.redispatch_boxed(keyset & torch._C._after_autograd_keyset, *args)  # type: ignore[no-any-return]
+
+
+def _in_autocast(op: Any, kind: str) -> Callable[..., Any]:
+    """Returns `op` as autocast calls it on a kind of device: its first argument and its bias are cast."""
+    positions = [i for i, argument in enumerate(op._schema.arguments) if i == 0 or argument.name == "bias"]
+
+    def cast(*args: Any) -> Any:
+        arguments, dtype = list(args), torch.get_autocast_dtype(kind)
+        for position in positions:
+            tensor = arguments[position]
+            if tensor is not None and tensor.dtype is not torch.float64:
+                arguments[position] = tensor.to(dtype)
+        with without_autocast(arguments[0]):
+            return op(*arguments)
+
+    return cast
+
+
+def autocast_dtype(x: torch.Tensor) -> torch.dtype | None:
+    """Returns the dtype in which autocast computes on the kind of device that `x` is on; None where it is off."""
+    # `torch.amp.is_autocast_available`, which knows every kind, breaks the graphs of torch.compile before torch 2.13.
+    kind = x.device.type
+    if kind == "meta" or not torch.is_autocast_enabled(kind):
+        return None
+    return torch.get_autocast_dtype(kind)
+
+
+def without_autocast(x: torch.Tensor) -> Any:
+    """Turns autocast off for ops on the device of `x` while open, in less time than `torch.autocast` takes."""
+    keys = _AUTOCAST_KEYS.get(x.device.type)
+    return nullcontext() if keys is None else torch._C._ExcludeDispatchKeyGuard(keys)
+
+
+def is_traced() -> bool:
+    """Returns whether torch.compile, or a mode, such as for fake tensors, records the ops that run."""
+    return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
+
+
+def is_in_backward() -> bool:
+    """Returns whether autograd runs a backward pass, so that a forward pass repeats one for checkpointing."""
+    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
+
+
+def runs_eagerly(x: torch.Tensor) -> bool:
+    """Returns whether x is on a GPU and nothing records its ops: a direct call then saves 100 to 200 µs."""
+    return x.is_cuda and type(x) in (torch.Tensor, torch.nn.Parameter) and has_triton() and not is_traced()
