@@ -48,7 +48,7 @@ PARTS = {
         "run",
         "api",
         "engines",
-        "integrations",
+        "adapters",
         "cli",
     ),
 }
@@ -288,12 +288,12 @@ def test_no_folder_is_crowded() -> None:
 @pytest.mark.parametrize(
     ("path", "source", "problem"),
     [
-        ("formats/a.py", "import quant.kernels.linear.ops", "points up: formats may import no other room"),
+        ("formats/a.py", "import quant.kernels.linear.quant_linear", "points up: formats may import no other room"),
         ("formats/a.py", "from quant import kernels", "points up"),
         ("formats/a.py", "def f():\n    from quant.recipes.plan import Plan", "points up"),
         ("formats/a.py", "def f():\n    import safetensors", "neither torch, numpy nor"),
         ("kernels/a.py", "from quant.recipes.plan import Plan", "points up: kernels may import formats"),
-        ("kernels/a.py", "from quant.kernels.linear.ops import quantized_linear", "kernels/. stands below linear"),
+        ("kernels/a.py", "from quant.kernels.linear.quant_linear import quantized_linear", "kernels/. stands below linear"),
         ("kernels/hopper/a.py", "def f():\n    from quant.kernels.linear import ops", "kernels/hopper stands below"),
         ("recipes/a.py", "class A:\n    from quant.kernels import layout", "points up: recipes may import formats"),
         ("calibration/a.py", "from quant.export.onnx.export_onnx import export", "points up"),

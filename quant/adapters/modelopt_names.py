@@ -1,7 +1,7 @@
 """`modelopt_config` says in ModelOpt's terms which layers a plan quantizes, and in which formats.
 
-    mtq.quantize(model, quant.modelopt_config(plan), forward_loop)     ModelOpt rounds the plan's layers
-    quant.from_modelopt(model)                                         and has the same layers and formats
+    mtq.quantize(model, modelopt_config(plan), forward_loop)     ModelOpt rounds the plan's layers
+    export_hf_checkpoint(model, export_dir=DIR)                        its checkpoint, which `quant.load` reads
 
 The config names layers, formats and the algorithm "max". Solvers have no names in it: ModelOpt rounds to nearest.
 """

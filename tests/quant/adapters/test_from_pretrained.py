@@ -10,9 +10,9 @@ import torch
 from packaging import version
 
 import quant
-from quant.kernels.linear.quant_linear import QuantLinear
 from quant.base.errors import UserError
 from quant.export.checkpoint.convert import convert
+from quant.kernels.linear.quant_linear import QuantLinear
 
 transformers = pytest.importorskip("transformers", reason="the extra hf")
 pytest.importorskip("compressed_tensors", reason="the extra hf")

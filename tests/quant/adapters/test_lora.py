@@ -12,11 +12,11 @@ from adapter_samples import dequantized
 from torch import nn
 
 import quant
-from quant.kernels.linear.quant_linear import QuantLinear
 from quant.base.errors import UserError
 from quant.calibration.layer_result import Quantized
 from quant.formats.format import FORMATS
 from quant.formats.tensor import quantize
+from quant.kernels.linear.quant_linear import QuantLinear
 from quant.recipes.layers import find_layers
 from quant.recipes.plan_check import check_plan_fits
 
