@@ -137,10 +137,8 @@ class Inputs:
         own_text: whether the model wrote texts of them itself, whose likelihood then means nothing.
     """
 
-    def __init__(self, calls: Sequence[Arguments]) -> None:
-        self.calls = list(calls)
-        self.about = ""
-        self.own_text = False
+    def __init__(self, calls: Sequence[Arguments], *, about: str = "", own_text: bool = False) -> None:
+        self.calls, self.about, self.own_text = list(calls), about, own_text
 
     def __len__(self) -> int:
         return len(self.calls)
@@ -260,10 +258,9 @@ def cast_for(model: nn.Module, inputs: Inputs) -> Inputs:
 
 def joined(parts: Sequence[Inputs]) -> Inputs:
     """Returns the calls of all parts, one part after the other."""
-    inputs = Inputs([call for part in parts for call in part.calls])
-    inputs.about = "; ".join(part.about for part in parts if part.about)
-    inputs.own_text = any(part.own_text for part in parts)
-    return inputs
+    about = "; ".join(part.about for part in parts if part.about)
+    own_text = any(part.own_text for part in parts)
+    return Inputs([call for part in parts for call in part.calls], about=about, own_text=own_text)
 
 
 def recorded(model: nn.Module, forward_loop: Callable[[nn.Module], Any]) -> Inputs:

@@ -1,10 +1,28 @@
 """`read_inputs` reads calibration inputs of models that take more than tokens, from files, folders and data sets.
 
-    inputs.safetensors     one tensor for each argument of the model (`pixel_values`, `decoder_input_ids`, …)
-    photos/ sounds/ hf:…   images, sounds and texts (see `samples`), prepared by the model's own processor (`prepare`)
-    text.txt               for an encoder-decoder: rows of tokens for the encoder
+    inputs.safetensors  one tensor for each argument of the model (`pixel_values`, `decoder_input_ids`, …)
+    photos/             images; the caption of `cat.png` is `cat.txt` in the same folder
+    sounds/             sounds; the transcript of `talk.wav` is `talk.txt`
+    hf:org/name         records with a column of images or sounds, and perhaps one of text
+    pairs.jsonl         records with two columns of text, for an encoder-decoder: its input, and its output
+    text.txt            for an encoder-decoder: rows of tokens for the encoder
 
 A file with only token ids, and a text for any other model, are not read as such inputs: `calibration_rows` takes them.
+Columns are recognised by their contents; `#COLUMN` or `#COLUMN,COLUMN` names the columns of text. From a folder, files
+are taken at even distances in the order of their names, so that every class of a folder of classes is among them.
+
+`Preparer` turns these samples into calls of the model, as the model's own processor prepares them:
+
+    image           pixel_values of the image processor
+    sound           input_features or input_values of the feature extractor, at its sampling rate
+    image + text    both; where the model writes on after images, through the chat template: the user shows the image
+                    and requests a description, and the caption is the answer
+    sound + text    the transcript is the decoder's text
+    two texts       the first for the encoder, the second for the decoder
+
+An encoder-decoder is called with the decoder's tokens too, from its start token on. A sample without a text for the
+decoder gets only the start token, and `write_decoder_text` lets the model write: its own answer is close to the text
+that it will write in use, and a decoder that is calibrated without tokens sees only its start token.
 """
 
 from __future__ import annotations
@@ -31,26 +49,6 @@ from quant.calibration.session import Session
 from quant.calibration.texts.records import Corpus, parse_corpus, read_records
 from quant.calibration.texts.rows import calibration_rows
 
-# `read_samples` reads the media that calls of a model are prepared from: images, sounds, or texts.
-#
-#     photos/             images; the caption of `cat.png` is `cat.txt` in the same folder
-#     sounds/             sounds; the transcript of `talk.wav` is `talk.txt`
-#     hf:org/name         records with a column of images or sounds, and perhaps one of text
-#     pairs.jsonl         records with two columns of text, for an encoder-decoder: its input, and its output
-#
-# Columns are recognised by their contents; `#COLUMN` or `#COLUMN,COLUMN` names the columns of text. From a folder, files
-# are taken at even distances in the order of their names, so that every class of a folder of classes is among them.
-
-
-# `read_sound` reads a sound as the numbers that feature extractors take: one channel, float32 in [-1, 1].
-#
-# PCM in a WAV file is read by the standard library. Everything else (FLAC, Ogg, MP3, WAV with floating-point samples)
-# takes the package soundfile.
-#
-# A sound of another sampling rate is resampled through its spectrum: frequencies that both rates can represent are kept
-# exactly, and higher ones are cut off, so that there is no aliasing.
-
-
 SECONDS = 30
 """A sound is cut to this length, the window of Whisper."""
 
@@ -63,10 +61,9 @@ def is_sound(content: bytes) -> bool:
 
 
 def read_sound(content: bytes, name: str, rate: int) -> np.ndarray:
-    """Returns the first `SECONDS` of a sound at a sampling rate.
+    """Returns the first `SECONDS` of a sound at a sampling rate, the mean of its channels, float32 `[samples]`.
 
-    Returns:
-        float32 `[samples]`, the mean of the channels.
+    PCM in a WAV file is read by the standard library, everything else (FLAC, Ogg, MP3) by the package soundfile.
     """
     channels, file_rate = _read_pcm(content)
     if file_rate is None:
@@ -75,17 +72,21 @@ def read_sound(content: bytes, name: str, rate: int) -> np.ndarray:
         raise ValueError(
             f"{name}: holds {'NaN or infinity' if len(channels) else 'no sound'}; replace it, or remove it"
         )
-    return resampled(channels.mean(axis=1), file_rate, rate).astype(np.float32)
+    return _at_rate(channels.mean(axis=1), file_rate, rate, name)
 
 
-def resampled(sound: np.ndarray, rate: int, new_rate: int) -> np.ndarray:
-    """Returns a sound `[samples]` at another sampling rate; rates are samples per second."""
-    if rate == new_rate:
-        return sound
-    length = max(round(len(sound) * new_rate / rate), 1)
-    spectrum = np.fft.rfft(sound)
-    # irfft divides by the new length, rfft did not divide: the ratio of lengths restores the amplitude.
-    return np.fft.irfft(spectrum[: length // 2 + 1], length) * (length / len(sound))
+def _at_rate(sound: np.ndarray, rate: int, new_rate: int, name: str) -> np.ndarray:
+    """Returns a sound at a sampling rate, float32 `[samples]`; another rate than its own takes torchaudio."""
+    if rate != new_rate:
+        try:
+            from torchaudio.functional import resample
+        except ImportError:
+            raise ValueError(
+                f"{name}: has {rate} Hz, and the model takes {new_rate} Hz: give files at that rate, such as by "
+                f"ffmpeg -i IN.wav -ar {new_rate} OUT.wav, or pip install torchaudio, which resamples"
+            ) from None
+        sound = resample(torch.from_numpy(sound), rate, new_rate).numpy()
+    return sound.astype(np.float32)
 
 
 def _read_pcm(content: bytes) -> tuple[np.ndarray, int | None]:
@@ -159,7 +160,7 @@ class Sample:
     def sound(self, rate: int) -> np.ndarray:
         """Returns the sound at a sampling rate, float32 `[samples]`."""
         if self.array is not None:
-            return resampled(*self.array, rate).astype(np.float32)
+            return _at_rate(*self.array, rate, self.name)
         assert self.content is not None
         return read_sound(self.content, self.name, rate)
 
@@ -190,7 +191,7 @@ def read_samples(source: str | Path, count: int, *, pairs: bool) -> list[Sample]
         # A folder of classes or captions as `datasets` writes it also holds a table, metadata.csv or .jsonl.
         if files and not any(path.glob("metadata.*")):
             spread = [files[i * len(files) // count] for i in range(count)] if len(files) > count else files
-            return [Sample(str(file), file.read_bytes(), texts=_text_of(file)) for file in spread]
+            return [_sample_of(file) for file in spread]
     corpus = parse_corpus(str(source))
     if corpus is None:
         return None
@@ -202,15 +203,14 @@ def read_samples(source: str | Path, count: int, *, pairs: bool) -> list[Sample]
     return list(islice(_samples(chain([first], records), corpus, str(source)), count))
 
 
-def _text_of(file: Path) -> tuple[str, ...]:
-    """Returns the caption or transcript of a file, from the .txt file of the same name."""
+def _sample_of(file: Path) -> Sample:
+    """Returns an image or a sound, with the caption or transcript in the .txt file of the same name."""
     text = file.with_suffix(".txt")
-    if not text.is_file():
-        return ()
     try:
-        return (text.read_text(encoding="utf-8").strip(),)
+        texts = (text.read_text(encoding="utf-8").strip(),) if text.is_file() else ()
     except UnicodeDecodeError as error:
         raise ValueError(f"{text}: not UTF-8 text ({error.reason} at byte {error.start})") from None
+    return Sample(str(file), file.read_bytes(), texts=texts)
 
 
 def _samples(records: Iterator[Mapping[str, Any]], corpus: Corpus, name: str) -> Iterator[Sample]:
@@ -224,31 +224,25 @@ def _samples(records: Iterator[Mapping[str, Any]], corpus: Corpus, name: str) ->
         if isinstance(value, Mapping) and value.get("array") is not None:
             sound = np.asarray(value["array"], np.float64)
             yield Sample(record_name, array=(sound, int(value["sampling_rate"])), texts=texts[:1])
-        else:
-            yield Sample(record_name, _content(value, record_name), texts=texts[:1])
+            continue
+        content = value if isinstance(value, bytes) else value["bytes"]
+        if content is None:
+            path = Path(value["path"] or "")
+            if not path.is_file():
+                raise ValueError(
+                    f"{record_name}: {path} is not a file; download the data set, with its images and sounds"
+                )
+            content = path.read_bytes()
+        yield Sample(record_name, bytes(content), texts=texts[:1])
 
 
 def _media(record: Mapping[str, Any]) -> str | None:
     """Returns the first column that holds an image or a sound, as `datasets` gives one that it has not decoded."""
     held = ({"bytes", "path"}, {"array", "sampling_rate"})
-    return next(
-        (
-            key
-            for key, value in record.items()
-            if isinstance(value, bytes) or (isinstance(value, Mapping) and any(names <= set(value) for names in held))
-        ),
-        None,
-    )
-
-
-def _content(value: Any, record_name: str) -> bytes:
-    content = value if isinstance(value, bytes) else value["bytes"]
-    if content is not None:
-        return bytes(content)
-    path = Path(value["path"] or "")
-    if not path.is_file():
-        raise ValueError(f"{record_name}: {path} is not a file; download the data set, with its images and sounds")
-    return path.read_bytes()
+    for key, value in record.items():
+        if isinstance(value, bytes) or (isinstance(value, Mapping) and any(names <= set(value) for names in held)):
+            return key
+    return None
 
 
 def _texts_of(record: Mapping[str, Any], corpus: Corpus, name: str) -> tuple[str, ...]:
@@ -275,19 +269,6 @@ def _are_texts(values: Sequence[Any]) -> bool:
     return bool(values) and all(isinstance(value, str) for value in values)
 
 
-# `Preparer` turns samples into calls of a model, as the model's own processor prepares them.
-#
-#     image           pixel_values of the image processor
-#     sound           input_features or input_values of the feature extractor, at its sampling rate
-#     image + text    both; where the model writes on after images, through the chat template: the user shows the image
-#                     and requests a description, and the caption is the answer
-#     sound + text    the transcript is the decoder's text
-#     two texts       the first for the encoder, the second for the decoder
-#
-# An encoder-decoder is called with the decoder's tokens too, from its start token on. A sample without a text for the
-# decoder gets only the start token, and `decoder_text` then lets the model write.
-
-
 DECODER = "decoder_input_ids"
 _QUESTION = "Describe the image."
 _CAPTION = "a photo"
@@ -303,35 +284,26 @@ class Preparer:
         own = processor if hasattr(processor, "convert_tokens_to_ids") else None
         self.tokenizer: Any = getattr(processor, "tokenizer", own)
         self.extractor: Any = getattr(processor, "feature_extractor", processor)
-        self.config: Any = getattr(model, "config", None)
-        self.length = min(seqlen, _positions(self.config, seqlen))
-
-    @property
-    def is_chat(self) -> bool:
-        """Whether images stand inside the text that the model continues, as in a chat."""
-        return getattr(self.processor, "image_token", None) is not None or bool(self._template)
-
-    @property
-    def _template(self) -> Any:
-        return getattr(self.processor, "chat_template", None) or getattr(self.tokenizer, "chat_template", None)
+        self.template: Any = getattr(processor, "chat_template", None) or getattr(self.tokenizer, "chat_template", None)
+        # Images stand inside the text that the model continues.
+        self.is_chat = getattr(processor, "image_token", None) is not None or bool(self.template)
+        config: Any = getattr(model, "config", None)
+        parts = (config, getattr(config, "text_config", None), getattr(config, "decoder", None))
+        names = ("max_target_positions", "max_position_embeddings")
+        positions = [getattr(part, name, None) for part in parts for name in names]
+        self.length = min(seqlen, next((n for n in positions if isinstance(n, int) and n > 0), seqlen))
 
     def inputs(self, samples: Sequence[Sample]) -> Inputs:
         """Returns a call for each sample; `about` describes their source in a few words."""
         inputs = inputs_of([self._call(sample) for sample in samples], self.model)
         first, with_text = samples[0], sum(bool(sample.texts) for sample in samples)
-        kind = "texts"
-        if first.has_sound:
-            kind = "sounds"
-        elif first.has_image:
-            kind = "images"
+        kind = "sounds" if first.has_sound else "images" if first.has_image else "texts"
         inputs.about = f"{len(samples)} {kind} through {type(self.processor).__name__}"
         if DECODER in self.parameters:
             with_text = sum(len(self._target(sample)) > 0 for sample in samples)
             inputs.about += f", {with_text} of them with a text for the decoder"
         elif kind != "texts" and self.tokenizer is not None and "input_ids" in self.parameters:
-            default = _CAPTION if kind == "images" else _SOUND
-            if self.is_chat:
-                default = _QUESTION
+            default = _QUESTION if self.is_chat else _CAPTION if kind == "images" else _SOUND
             inputs.about += f", {with_text} of them with a text of their own"
             inputs.about += f", the others with {default!r}" if with_text < len(samples) else ""
         return inputs
@@ -402,14 +374,14 @@ class Preparer:
 
     def _chat(self, texts: Sequence[str]) -> str:
         """Returns a dialogue about an image through the chat template: a question, and the caption as its answer."""
-        if not self._template:
+        if not self.template:
             return f"{self.processor.image_token}\n{texts[0] if texts else _QUESTION}"
         question = [{"type": "image"}, {"type": "text", "text": _QUESTION}]
         turns: list[dict[str, Any]] = [{"role": "user", "content": question}]
         if texts:
             turns.append({"role": "assistant", "content": [{"type": "text", "text": texts[0]}]})
         dialogue: str = self.processor.apply_chat_template(
-            turns, chat_template=self._template, add_generation_prompt=not texts, tokenize=False
+            turns, chat_template=self.template, add_generation_prompt=not texts, tokenize=False
         )
         return dialogue
 
@@ -439,21 +411,6 @@ def start_of(model: nn.Module) -> int:
     )
 
 
-def _positions(config: Any, otherwise: int) -> int:
-    """Returns the number of positions that a model's config names; `otherwise` if it names none."""
-    parts = (config, getattr(config, "text_config", None), getattr(config, "decoder", None))
-    names = ("max_target_positions", "max_position_embeddings")
-    values = [getattr(part, name, None) for part in parts for name in names]
-    return next((value for value in values if isinstance(value, int) and value > 0), otherwise)
-
-
-# `write_decoder_text` lets an encoder-decoder write its decoder's text, where a calibration input comes without one.
-#
-# A decoder that is calibrated without tokens sees only its start token. The model's own answer to a sound, an image or
-# a text is close to the text that it will write in use, as with text that language models write (see `generate`).
-# Decoding is greedy; the encoder runs once for a call.
-
-
 TOKENS = 32
 """Tokens that are written for a call, unless the model ends before."""
 
@@ -472,10 +429,8 @@ def write_decoder_text(model: nn.Module, inputs: Inputs, session: Session) -> In
                 (args, {**kwargs, DECODER: _decode_greedily(model, kwargs)} if _lacks_text(kwargs) else kwargs)
             )
             session.report("generate", number + 1, len(inputs))
-    completed = Inputs(calls)
-    completed.own_text = True
-    completed.about = f"{inputs.about}; the model wrote the others" if inputs.about else ""
-    return completed
+    about = f"{inputs.about}; the model wrote the others" if inputs.about else ""
+    return Inputs(calls, about=about, own_text=True)
 
 
 def _lacks_text(kwargs: dict[str, Any]) -> bool:
@@ -483,7 +438,7 @@ def _lacks_text(kwargs: dict[str, Any]) -> bool:
 
 
 def _decode_greedily(model: Any, kwargs: dict[str, Any]) -> torch.Tensor:
-    """Returns the decoder's start token and at most `TOKENS` tokens after it, int64 `[1, tokens]`."""
+    """Returns the decoder's start token and at most `TOKENS` tokens after it, int64 `[1, tokens]`; one encoder pass."""
     device = device_of(model)
     arguments = {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in kwargs.items() if k != DECODER}
     encoder = model.get_encoder()
@@ -491,7 +446,10 @@ def _decode_greedily(model: Any, kwargs: dict[str, Any]) -> torch.Tensor:
     encoded = encoder(**{name: value for name, value in arguments.items() if name in encoder_parameters})
     mask = {name: value for name, value in arguments.items() if name == "attention_mask"}
     ids: torch.Tensor = kwargs[DECODER].to(device)
-    ends = _end_tokens(model)
+    ends: set[int] = set()
+    for config in (getattr(model, "generation_config", None), model.config):
+        end = getattr(config, "eos_token_id", None)
+        ends.update(end if isinstance(end, list) else [end] if isinstance(end, int) else [])
     # Whisper has `max_target_positions`; other models write at most `TOKENS` tokens after the start token.
     limit = getattr(model.config, "max_target_positions", None) or TOKENS + 1
     for step in range(min(TOKENS, limit - 1)):
@@ -499,24 +457,12 @@ def _decode_greedily(model: Any, kwargs: dict[str, Any]) -> torch.Tensor:
         if not bool(logits.isfinite().all()):
             raise ValueError(f"{type(model).__name__} gives NaN or infinite logits at position {step} of its decoder")
         if step == 0:  # an empty text would leave the decoder with its start token again
-            logits[:, ends] = -torch.inf
+            logits[:, sorted(ends)] = -torch.inf
         token = logits.argmax(dim=-1, keepdim=True)
         if int(token) in ends:
             break
         ids = torch.cat([ids, token], dim=1)
     return ids.to(kwargs[DECODER].device)
-
-
-def _end_tokens(model: Any) -> list[int]:
-    """Returns the tokens that end a text."""
-    tokens: set[int] = set()
-    for part in (getattr(model, "generation_config", None), model.config):
-        ids = getattr(part, "eos_token_id", None)
-        if isinstance(ids, int):
-            tokens.add(ids)
-        elif isinstance(ids, list):
-            tokens.update(ids)
-    return sorted(tokens)
 
 
 _MEDIA = {"pixel_values", "input_features", "input_values"}
@@ -543,7 +489,12 @@ def read_inputs(
         # The processor is loaded only if there is something for it: it may take seconds.
         media = read_samples(source, samples, pairs=is_seq2seq)
         if media is None and is_seq2seq and "input_ids" in parameters:
-            media = _texts(source, processor(), samples, seqlen)
+            # Pieces of a text, `seqlen` tokens each, including the tokenizer's special tokens.
+            tokenizer = processor()
+            length = max(seqlen - len(tokenizer("")["input_ids"]), 1)
+            rows = calibration_rows(str(source), tokenizer, samples=samples, seqlen=length)
+            texts = [tokenizer.decode(row, skip_special_tokens=True) for row in rows]
+            media = [Sample(f"{source}, row {number}", texts=(text,)) for number, text in enumerate(texts)]
         if media is not None:
             inputs = Preparer(model, processor(), seqlen).inputs(media)
     if inputs is not None and len(inputs) < samples:
@@ -552,16 +503,6 @@ def read_inputs(
             f"{option('calib_samples')} or {option('eval_samples')} (quant evaluate: {option('samples')})"
         )
     return inputs
-
-
-def _texts(source: str | Path, tokenizer: Any, samples: int, seqlen: int) -> list[Sample]:
-    """Returns pieces of a text, `seqlen` tokens each, including the tokenizer's special tokens."""
-    length = max(seqlen - len(tokenizer("")["input_ids"]), 1)
-    rows = calibration_rows(str(source), tokenizer, samples=samples, seqlen=length)
-    return [
-        Sample(f"{source}, row {number}", texts=(tokenizer.decode(row, skip_special_tokens=True),))
-        for number, row in enumerate(rows)
-    ]
 
 
 def _named_tensors(path: Path, model: nn.Module) -> Mapping[str, torch.Tensor] | None:
