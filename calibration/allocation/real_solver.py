@@ -30,7 +30,6 @@ from quant.calibration.sensitivity.group_solutions import GroupSolution, Key
 from quant.calibration.sensitivity.knapsack import Infeasible, KnapsackProblem, solve
 from quant.calibration.sensitivity.table import Candidate
 from quant.calibration.session import Session
-from quant.calibration.solvers.gptq import Gptq
 from quant.calibration.solvers.registry import get_pipeline
 from quant.calibration.walk.solve import solve_plan
 from quant.kernels.linear.quant_linear import QuantLinear
@@ -188,7 +187,7 @@ def rows_where_solved(
     applies = (
         not goal.has_limit
         and effort.probes(device) > 0
-        and isinstance(pipeline.rounding, Gptq)
+        and pipeline.rounding.feeds_back
         and not pipeline.transforms
         and not pipeline.reshapes
         and not any(candidate.rank for candidate in candidates)

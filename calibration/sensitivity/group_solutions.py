@@ -32,7 +32,7 @@ from quant.calibration.sensitivity.table import Candidate
 from quant.calibration.session import Session
 from quant.calibration.solvers.interfaces import SAMPLED_TOKENS, GroupInputs, sampled
 from quant.calibration.solvers.lowrank import Branch, take_branches
-from quant.calibration.solvers.registry import get_pipeline, supports
+from quant.calibration.solvers.registry import get_pipeline
 from quant.calibration.solvers.solve_group import solve_group
 from quant.calibration.statistics import LayerStats, MomentSum, round_activation, rows_of, static_input_scale
 from quant.calibration.walk.collect import watch_inputs
@@ -87,7 +87,7 @@ def solve_each_group(
         group: [
             c
             for c in allowed[group]
-            if c.weight is not None and supports(pipeline.rounding, c.weight) and (c.rank or pipeline.needs_data)
+            if c.weight is not None and pipeline.rounding.supports(c.weight) and (c.rank or pipeline.needs_data)
         ]
         for group, members in groups.items()
         if all(layer.kind == LayerKind.LINEAR for layer in members)

@@ -14,12 +14,12 @@ The division by s costs no time where it can be folded into the module that prod
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from quant.calibration.solvers.interfaces import GroupInputs, shared_global_scale
+from quant.calibration.solvers.interfaces import GroupInputs, Solver, Transform, shared_global_scale
 from quant.calibration.solvers.lowrank import LossMetric, lowrank_branch, residual_weight
 from quant.calibration.statistics import round_activation
 from quant.formats.format import Format
@@ -32,20 +32,19 @@ _PAIRS = tuple((k / 10, weight_power) for weight_power in (0.0, 0.25, 0.5) for k
 
 
 @dataclass(frozen=True)
-class Awq:
-    """Activation-aware scaling: the power of the channel magnitudes that leaves the smallest output error.
+class Awq(Transform):
+    """Activation-aware scaling: the power of the channel magnitudes that leaves the smallest output error."""
 
-    Attributes:
-        inputs_alone: where inputs are rounded too, only their rounding counts and the weights' does not. This suits
-            GPTQ, which compensates most of the weights' error; it was chosen on held-out rows of SmolLM2-135M.
-        rows: largest number of output rows that take part in the search.
-        rank: the rank of the 16-bit branch that will be taken off the scaled weight; 0 for none. The branch takes the
-            inputs that matter most out of the rounding, so the remaining residual needs a higher power.
-    """
-
+    # Where inputs are rounded too, only their rounding counts and the weights' does not. This suits GPTQ, which
+    # compensates most of the weights' error; it was chosen on held-out rows of SmolLM2-135M.
     inputs_alone: bool = False
-    rows: int = 512
+    rows: int = 512  # the largest number of output rows that take part in the search
+    # The rank of the 16-bit branch that will be taken off the scaled weight; 0 for none. The branch takes the inputs
+    # that matter most out of the rounding, so the remaining residual needs a higher power.
     rank: int = 0
+
+    def followed_by(self, rounding: Solver, rank: int) -> Awq:
+        return replace(self, inputs_alone=rounding.feeds_back, rank=rank)
 
     def __call__(
         self, weight: Tensor, inputs: GroupInputs, format: Format, activation: Format | None, owner: Tensor | None
@@ -67,7 +66,7 @@ class Awq:
 
 
 @dataclass(frozen=True)
-class SmoothQuant:
+class SmoothQuant(Transform):
     """Moves half of each channel's range from the activations to the weights (Xiao et al., 2022)."""
 
     power: float = 0.5

@@ -1,8 +1,8 @@
 """`gptq` rounds with second-order feedback, block scales in the loop, and coordinate descent after it.
 
-A layer's output error over the calibration tokens is quadratic in its weights: row by row (q - w) M (q - w)ᵀ, with
-M the second moment of the inputs. GPTQ rounds the columns in turn and lets the ones still free make up for the
-error. With U the upper Cholesky factor of M⁻¹ (M⁻¹ = Uᵀ U), rounding column j with error e_j = (w_j - q_j) / U_jj
+A layer's output error over the calibration tokens is quadratic in its weights: row by row (q - w) H (q - w)ᵀ, with
+H the second moment of the inputs. GPTQ rounds the columns in turn and lets the ones still free make up for the
+error. With U the upper Cholesky factor of H⁻¹ (H⁻¹ = Uᵀ U), rounding column j with error e_j = (w_j - q_j) / U_jj
 moves every later column k by -e_j U_jk, and Σ e_j² is exactly the loss at the end (Frantar et al., 2022).
 
 Three things are done beyond that paper.
@@ -18,10 +18,12 @@ true cost of the choice: the block's curvature given that all later columns adap
 complement), which earlier methods approximate by the plain squared error, or by its diagonal.
 
 **Descent.** GPTQ never looks back. Afterwards each block is revisited with all others fixed: their errors shift
-its target to w_b + M_bb⁻¹ M_b,rest (w - q)_rest, and the block is solved again, scale and codes, under M_bb. A
+its target to w_b + H_bb⁻¹ H_b,rest (w - q)_rest, and the block is solved again, scale and codes, under H_bb. A
 change is kept where it lowers the loss, so a sweep can only improve.
 
-Everything is laid out [in, out], so that a column of the weight is contiguous and all rows go in parallel.
+Everything is laid out [in, out], so that a column of the weight is contiguous and all rows go in parallel. The file
+reads from the whole weight (`gptq`) over a pass of 128 inputs at a time (`Rounding`) and the blocks of one such window
+(`solve_window`) to a single block (`search_block`); then comes the algebra of U.
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -38,7 +41,7 @@ from torch.nn.functional import pad
 from quant.base.parallel import in_parts
 from quant.calibration.fast_matmul import SplitMatrix
 from quant.calibration.ranks import Exchange, dealt, rank_and_world, shares_rows
-from quant.calibration.solvers.interfaces import required_stats
+from quant.calibration.solvers.interfaces import Shares, Solver, required_stats
 from quant.calibration.solvers.row_parallel import LEAST_ROWS, WHOLE, search_threads, solve_by_rows
 from quant.calibration.statistics import LayerStats, diagonal_blocks
 from quant.formats.format import E4M3, Format, Number
@@ -46,303 +49,36 @@ from quant.formats.rounding import round_to
 from quant.formats.scaling import SCALE_RULES, candidate_scales, nonzero
 from quant.formats.tensor import BlockScaledTensor, choose_scale, quantize_with_scale
 
-# A `Factor` is the damped second moment of a layer's inputs and its inverse Cholesky factor, which solvers work with.
-#
-# With M = mean of x xᵀ over the calibration tokens, damped on its diagonal, U is upper triangular with M⁻¹ = Uᵀ U. Its
-# row j says how later columns compensate an error of column j (see `gptq`), and M⁻¹ itself is never formed.
-#
-# A `LossMetric` is a factor of the other side. In the loss of the whole model an error E of a weight costs tr(A E M Eᵀ),
-# see `kfac`: with A = L Lᵀ it is the error of outputs by M alone, of Lᵀ E. Solvers that minimize a squared error of
-# outputs, such as AWQ's search or a low-rank branch, minimize the loss instead when they are given Lᵀ W for the weight W.
-
-
-# Columns of a factor that are taken together on a CPU and on a GPU, and the number of such slabs that ranks share.
-_SLAB, _SLAB_GPU, _SHARED_SLABS = 256, 2048, 4
-
-
-@dataclass(frozen=True)
-class Factor:
-    """A damped second moment and its inverse Cholesky factor.
-
-    Attributes:
-        moment: M with damping, float32 `[in, in]`.
-        inverse: U, upper triangular, with M⁻¹ = Uᵀ U.
-        damping: the share of the diagonal's mean that was added to it.
-        order: inputs in the order in which rows and columns of both matrices stand; None for the weight's own.
-    """
-
-    moment: Tensor
-    inverse: Tensor
-    damping: float
-    order: Tensor | None = None
-
-
-def block_order(power: Tensor, width: int) -> Tensor:
-    """Returns the order of the inputs, int64 `[in]`, the loudest first.
-
-    Blocks of `width` inputs are sorted by their sums, and then the inputs within each block.
-
-    Args:
-        power: the second moment's diagonal, `[in]`.
-        width: inputs of a block; a shorter block at the end stays there.
-    """
-    whole = len(power) // width * width
-    blocks = power[:whole].view(-1, width)
-    ranks = blocks.argsort(dim=1, descending=True, stable=True)
-    inputs = torch.arange(whole, device=power.device).view(-1, width).gather(1, ranks)
-    after_blocks = whole + power[whole:].argsort(descending=True, stable=True)
-    return torch.cat([inputs[blocks.sum(1).argsort(descending=True, stable=True)].flatten(), after_blocks])
-
-
-def factorize(second_moment: Tensor, damping: float = 0.01, order: Tensor | None = None) -> Factor:
-    """Damps a second moment until it can be inverted. A channel that is never active is not coupled to others.
-
-    Args:
-        second_moment: M, `[in, in]`.
-        damping: added to the diagonal, as a fraction of its mean.
-        order: the order of the inputs in the result; None leaves them in theirs.
-
-    Raises:
-        ValueError: not even a tenfold diagonal helps, which only NaN or infinity can cause.
-    """
-    diagonal = second_moment.diagonal()
-    mean = nonzero(diagonal.mean())
-    # λ · mean(diag M) on the diagonal, as GPTQ's `percdamp`; mean(diag M) for a dead channel, whose row is zero.
-    diagonal = diagonal if order is None else diagonal[order]
-    used = damping
-    while used <= 10:
-        moment = second_moment.clone() if order is None else second_moment[order][:, order]
-        moment.diagonal().add_(torch.where(diagonal > 0, used * mean, mean))
-        # M = R Rᵀ with R upper (a Cholesky of the flipped matrix), so U = R⁻¹: one factorization, no M⁻¹.
-        lower, info = torch.linalg.cholesky_ex(moment.flip(0, 1))
-        if int(info) == 0:
-            return Factor(moment, inverse_of_upper(lower.flip(0, 1)), used, order)
-        used = max(10 * used, 1e-4)
-    raise ValueError("the second moment of the inputs cannot be inverted: it holds NaN or infinity")
-
-
-def inverse_of_upper(upper: Tensor) -> Tensor:
-    """Returns the inverse of an upper triangular matrix `[in, in]`, computed some columns at a time.
-
-    Columns that end at input k have zeros below it, so that k rows and columns of the matrix are enough for them: in
-    all a third of the operations. Ranks that solve one weight together share the columns of a large matrix; one rank
-    takes the same ones together, because a product of other sizes may add up in another order.
-    """
-    # Columns [start, stop) of the inverse U need only the leading stop × stop part of R.
-    slabs = _slabs(upper)
-    rank, shared = rank_and_world()[0], shares_rows() and len(slabs) >= _SHARED_SLABS
-    owners = dealt([stop**2 * (stop - start) for start, stop in slabs.items()]) if shared else [rank] * len(slabs)
-    own: list[tuple[int, list[torch.Tensor]]] = []
-    for (start, stop), owner in zip(slabs.items(), owners, strict=True):
-        if owner == rank:
-            ones = upper.new_zeros(stop, stop - start)
-            ones[start:].fill_diagonal_(1)
-            own.append((start, [torch.linalg.solve_triangular(upper[:stop, :stop], ones, upper=True)]))
-    inverse = torch.zeros_like(upper)
-    for start, (slab,) in Exchange(upper.device).in_order(own) if shared else own:
-        inverse[: slabs[start], start : slabs[start]] = slab
-    return inverse
-
-
-def _slabs(upper: Tensor) -> dict[int, int]:
-    """Returns the starts and stops of runs of columns of a triangular matrix."""
-    width = _SLAB_GPU if upper.is_cuda else _SLAB
-    return {start: min(start + width, len(upper)) for start in range(0, len(upper), width)}
-
-
-def _times_inverse(x: Tensor, upper: Tensor, parts: Sequence[slice]) -> Tensor:
-    """Returns `x` M⁻¹ = (`x` Uᵀ) U of `[n, in]`, U's zeros left out: little more than half of the operations."""
-    slabs, inverse = _slabs(upper), SplitMatrix(upper)
-    step, half, result = SplitMatrix(x), torch.empty_like(x), torch.empty_like(x)
-    for start, stop in slabs.items():
-        for rows in parts:
-            half[rows, start:stop] = step[rows, start:] @ inverse[start:stop, start:].t()
-    step = SplitMatrix(half)
-    for start, stop in slabs.items():
-        for rows in parts:
-            result[rows, start:stop] = step[rows, :stop] @ inverse[:stop, start:stop]
-    return result
-
-
-def corrected_weight(
-    weight: Tensor,
-    drift: Tensor | None,
-    factor: Factor,
-    residual: Tensor | None = None,
-    parts: Sequence[slice] = WHOLE,
-) -> Tensor:
-    """Returns W + (W drift + residual) M⁻¹: maps the inputs as they are closest to the outputs as they should be.
-
-    Args:
-        weight: `[out, in]`.
-        drift: mean of (r - x) xᵀ, `[in, in]`; None for no such term.
-        factor: the factor of the second moment.
-        residual: mean of s xᵀ, `[out, in]`, with s the error that the output makes up for; None for no such term.
-        parts: rows whose products are computed apart from other rows' products.
-    """
-    if drift is None and residual is None:
-        return weight
-    if drift is None:
-        step = torch.zeros_like(weight)
-    else:
-        original, errors = SplitMatrix(weight), SplitMatrix(drift)
-        step = torch.cat([original[rows] @ errors for rows in parts])
-    if residual is not None:
-        step += residual
-    if factor.order is None:
-        return weight + _times_inverse(step, factor.inverse, parts)
-    return weight.index_add(1, factor.order, _times_inverse(step[:, factor.order], factor.inverse, parts))
-
-
-def block_factors(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns inverses of positive definite blocks `[..., k, k]`, and their upper factors U with C⁻¹ = Uᵀ U."""
-    lower = torch.linalg.cholesky(blocks.flip(-2, -1))
-    eye = torch.eye(blocks.shape[-1], dtype=blocks.dtype, device=blocks.device).expand_as(blocks)
-    uppers = torch.linalg.solve_triangular(lower.flip(-2, -1), eye, upper=True)
-    return uppers.mT @ uppers, uppers
-
-
-# `search_block` rounds one block of a weight under a quadratic loss: it chooses the scale and the values.
-#
-# A block is `[k, n]`: k neighbouring inputs of n rows of the weight, transposed so that one input is contiguous. Its
-# loss is (w - q) C (w - q)ᵀ for every row, and C comes as the upper factor U of its inverse, C⁻¹ = Uᵀ U. In these
-# terms the loss is Σ e_j² with
-#
-#     e_j = (w_j - Σ_{i<j} e_i U_ij - q_j) / U_jj
-#
-# so a greedy choice of each q_j, the value nearest to the terms before it in the bracket, is error feedback. Greedy
-# is not optimal, but the loss it reaches is known exactly, and candidate scales are compared by it.
-
-
-def round_with_feedback(
-    block: torch.Tensor, inverse: torch.Tensor, step: torch.Tensor, element: Number
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the values and errors e of a block on each of several grids, both `[k, candidates, n]`.
-
-    Args:
-        block: `[k, n]`.
-        inverse: U, `[k, k]`.
-        step: positive grid steps `[k, candidates, n]`; k may be 1 where all inputs share theirs.
-        element: the grid.
-    """
-    values = block.new_empty(len(block), *step.shape[1:])
-    errors = torch.empty_like(values)
-    step = step.expand_as(values)
-    for j in range(len(block)):
-        target = block[j]
-        if j:
-            target = target - (inverse[:j, j] @ errors[:j].flatten(1)).view(step.shape[1:])
-        values[j] = _nearest(target / step[j], element).mul_(step[j])
-        torch.sub(target, values[j], out=errors[j]).div_(inverse[j, j])
-    return values, errors
-
-
-def search_block(
-    block: torch.Tensor, inverse: torch.Tensor, format: Format, global_scale: torch.Tensor, shortlist: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Returns the best values found for a block, and their scale.
-
-    All candidate scales are tried without feedback first; the best `shortlist` of each row are tried with it.
-
-    Args:
-        block: `[k, n]`.
-        inverse: U, `[k, k]`.
-        format: one scale a row of the block.
-        global_scale: float32 scalar, 1 for formats without one.
-        shortlist: how many candidates get the full trial.
-
-    Returns:
-        Values and errors e `[k, n]`, and block scales `[n]`.
-    """
-    scales = block_scales(block, format, global_scale)
-    if shortlist < len(scales):
-        loss = _losses(block, inverse, format, scales * global_scale)
-        scales = scales.gather(0, loss.topk(shortlist, dim=0, largest=False).indices)
-    values, errors = round_with_feedback(block, inverse, (scales * global_scale)[None], format.element)
-    best = errors.square().sum(0).argmin(0, keepdim=True)
-    index = best.expand(len(block), 1, -1)
-    return values.gather(1, index)[:, 0], errors.gather(1, index)[:, 0], scales.gather(0, best)[0]
-
-
-def block_scales(block: torch.Tensor, format: Format, global_scale: torch.Tensor) -> torch.Tensor:
-    """Returns the candidate scales of each row, `[candidates, n]`."""
-    amax = block.abs().amax(0)
-    if format.scale is E4M3:
-        return torch.stack(candidate_scales(amax, format, global_scale))
-    # Powers of two (E8M0) and wide scales: the rule `max`, then the search's candidates around it.
-    nearest = SCALE_RULES["max"](block.t()[:, None, None], format, global_scale)
-    searched = candidate_scales(amax.view_as(nearest), format, global_scale)
-    return torch.stack([scale.view(-1) for scale in (nearest, *searched)])
-
-
-def to_errors(inverse: torch.Tensor) -> torch.Tensor:
-    """Returns u⁻ᵀ, which maps w - q to the errors e."""
-    eye = torch.eye(len(inverse), dtype=inverse.dtype, device=inverse.device)
-    errors: torch.Tensor = torch.linalg.solve_triangular(inverse.t(), eye, upper=False)
-    return errors
-
-
-def _losses(block: torch.Tensor, inverse: torch.Tensor, format: Format, step: torch.Tensor) -> torch.Tensor:
-    """Returns the losses where every value is rounded to nearest on a grid of `step` `[candidates, n]`."""
-    in_steps = block[:, None] / step
-    # In grid steps, which are squared and multiplied in only after the sum.
-    off = _nearest(in_steps, format.element).sub_(in_steps)
-    return (to_errors(inverse) @ off.flatten(1)).square_().sum(0).view(step.shape).mul_(step).mul_(step)
-
-
-def _nearest(x: torch.Tensor, number: Number) -> torch.Tensor:
-    """Returns `round_to` in fewer passes over memory, for float grids that no dtype has; zeros lose their sign."""
-    if number.torch_dtype is not None or number.is_integer:
-        return round_to(x, number)
-    x = x.clamp(-number.max, number.max)
-    # 1.5 · 2^(23 - mantissa) powers of two: adding it leaves room for only the grid's digits, rounded to even.
-    magic = (x.view(torch.int32) & 0x7F800000).view(torch.float32)
-    magic.clamp_(min=number.min_normal).mul_(1.5 * 2.0 ** (23 - number.mantissa))
-    return x.add_(magic).sub_(magic)
-
-
 # Columns whose feedback to the rest of the matrix is gathered into one product.
 _LAZY = 128
 # Columns solved together where scales are fixed beforehand.
 _FIXED_WIDTH = 32
+# Columns of a factor that are taken together on a CPU and on a GPU, and the number of such slabs that ranks share.
+_SLAB, _SLAB_GPU, _SHARED_SLABS = 256, 2048, 4
 
-# Solves the blocks of a window; takes the arguments of `_solve_window` after the first.
+# Errors of earlier layers that are made up for where inputs stay in 16 bit, and where they are rounded: their own
+# rounding is not made up for.
+_IN_16_BIT, _ROUNDED = Shares(drift=0.5, residual=0.5), Shares(drift=0.25, residual=0.25)
+
+# Solves the blocks of a window; takes the arguments of `solve_window` after the first.
 _SolveWindow = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor | None, int, bool], Tensor]
 # Solves one block: (its target [k, n], its first column, U [k, k]) -> values, errors e [k, n], scales [n].
 _SolveBlock = Callable[[Tensor, int, Tensor], tuple[Tensor, Tensor, Tensor | None]]
 
 
 @dataclass(frozen=True)
-class Shares:
-    """Shares of the errors of earlier layers that a weight makes up for; 0 for none, 1 for all.
+class Gptq(Solver):
+    """Second-order rounding; see the module docstring."""
 
-    Attributes:
-        drift: the moment of the error of its input.
-        residual: the error of the residual stream that its output is added to.
-    """
-
-    drift: float = 0.0
-    residual: float = 0.0
-
-
-@dataclass(frozen=True)
-class Gptq:
-    """Second-order rounding. See the module docstring.
-
-    Attributes:
-        damping: added to the diagonal of the second moment, as a fraction of its mean.
-        shares: the shares of earlier layers' errors that are made up for, where inputs stay in 16 bit.
-        rounded_shares: the same where inputs are rounded, whose own rounding is not made up for.
-        sweeps: rounds of coordinate descent.
-        shortlist: scales of a block that are tried with feedback.
-    """
-
-    damping: float = 0.01
-    shares: Shares = Shares(drift=0.5, residual=0.5)
-    rounded_shares: Shares = Shares(drift=0.25, residual=0.25)
-    sweeps: int = 1
-    shortlist: int = 4
+    damping: float = 0.01  # added to the diagonal of H, as a fraction of its mean
+    shares: Shares = _IN_16_BIT
+    rounded_shares: Shares = _ROUNDED
+    sweeps: int = 1  # of coordinate descent
+    shortlist: int = 4  # scales of a block that are tried with feedback
     rule: str = "mse"
+
+    needs_moment = True
+    feeds_back = True
 
     def __call__(
         self, weight: Tensor, stats: LayerStats | None, format: Format, *, global_scale: Tensor | None, name: str
@@ -353,20 +89,19 @@ class Gptq:
             gptq, factor=factor, format=format, global_scale=global_scale, drift=stats.drift, sweeps=self.sweeps,
             shortlist=self.shortlist,
         )  # fmt: skip
-        return solve_by_rows(
-            lambda rows, residual, parts: solve(rows, residual=residual, parts=parts), weight, format, stats.residual
-        )
+        return solve_by_rows(solve, weight, format, stats.residual)
 
-    def takes_several(self, weight: Tensor, format: Format) -> bool:
-        """Returns whether weights of this shape are solved in fewer launches together, by `together`."""
+    def shares_where(self, inputs_are_rounded: bool) -> Shares:
+        return self.rounded_shares if inputs_are_rounded else self.shares
+
+    def batches_small(self, weight: Tensor, format: Format) -> bool:
         # A weight of more rows is solved in parts, which fill the GPU by themselves.
         small = weight.is_cuda and len(weight) < 2 * LEAST_ROWS and weight.shape[1] % _width(format) == 0
-        return small and type(self) is Gptq and format.is_nvfp4
+        return small and format.is_nvfp4
 
     def together(
         self, weights: Sequence[Tensor], stats: Sequence[LayerStats], format: Format, global_scales: Tensor, name: str
     ) -> list[BlockScaledTensor]:
-        """Solves several weights that `takes_several`, each with its own statistics."""
         factors = [self.factor(each, format, name) for each in stats]
         corrected = [
             corrected_weight(weight.float(), each.drift, factor, each.residual)
@@ -375,17 +110,10 @@ class Gptq:
         return gptq_together(corrected, factors, format, global_scales, sweeps=self.sweeps)
 
     def factor(self, stats: LayerStats, format: Format, name: str) -> Factor:
-        """Returns the factor of the inputs' second moment, in the order in which inputs are rounded.
-
-        Raises:
-            ValueError: the second moment holds NaN or infinity; `name` is the layer's.
-        """
+        """Returns the factor of the inputs' second moment, in the order in which inputs are rounded."""
         # E4M3 scales follow the weights so closely that the order gains nothing: SmolLM2 in NVFP4 lost 4% on WikiText.
         order = None if format.scale is E4M3 else block_order(stats.matrix.diagonal(), _width(format))
-        try:
-            factor = factorize(stats.matrix, self.damping, order)
-        except ValueError as error:
-            raise ValueError(f"{name}: {error}") from None
+        factor = factorize(stats.matrix, self.damping, order, name)
         if factor.damping > self.damping:
             warnings.warn(f"{name}: singular second moment, damped by {factor.damping:g} of its mean", stacklevel=3)
         return factor
@@ -407,7 +135,7 @@ def gptq(
 
     Args:
         weight: `[out, in]`, finite; solved in float32.
-        factor: the factor of the second moment of the inputs.
+        factor: H and U.
         format: the target. Scales are searched in the loop where a block lies within a row; a scale that spans
             rows, or a whole row, is chosen from `weight` beforehand.
         global_scale: global scale, for formats that have one.
@@ -418,10 +146,8 @@ def gptq(
     """
     weight = corrected_weight(weight.float(), drift, factor, residual, parts)
     fixed = fixed_scales(weight, format, global_scale, factor)
-    rounding = Rounding(
-        by_input(weight, factor), factor, format, global_scale, shortlist, None if fixed is None else fixed.step
-    )
-    rounding.parts = parts
+    step = None if fixed is None else fixed.step
+    rounding = Rounding(by_input(weight, factor), factor, format, global_scale, shortlist, step, parts)
 
     def solve_rows(start: int, stop: int) -> None:
         rounding.feed_back(slice(start, stop))
@@ -435,12 +161,7 @@ def gptq(
 
 
 def gptq_together(
-    weights: Sequence[Tensor],
-    factors: Sequence[Factor],
-    format: Format,
-    global_scales: Tensor,
-    *,
-    sweeps: int = 1,
+    weights: Sequence[Tensor], factors: Sequence[Factor], format: Format, global_scales: Tensor, *, sweeps: int = 1
 ) -> list[BlockScaledTensor]:
     """Rounds several weights of one shape, each against its own quadratic loss, in the launches of one.
 
@@ -451,33 +172,29 @@ def gptq_together(
         global_scales: float32 `[weights]`.
         sweeps: as in `gptq`.
     """
+    from quant.kernels.rounding.portable_solvers import solve_nvfp4_window
+
     # By columns, as U of one weight, for which the kernels are compiled.
-    inverses = torch.stack([f.inverse.mT for f in factors]).mT
-    several = Factor(torch.stack([f.moment for f in factors]), inverses, max(f.damping for f in factors))
+    U = torch.stack([f.U.mT for f in factors]).mT
+    several = Factor(torch.stack([f.H for f in factors]), U, max(f.damping for f in factors))
     target = torch.stack([weight.t() for weight in weights])
-    values, width = torch.empty_like(target), _width(format)
-    scales = target.new_empty(len(target), target.shape[1] // width, target.shape[2])
-    window = _nvfp4_window(global_scales)
-    _feed_back(target, values, scales, several, width, window, WHOLE)
+    kernel = partial(solve_nvfp4_window, global_scales)
+    rounding = Rounding(target, several, format, global_scales, shortlist=0, kernel=kernel)
+    rounding.feed_back()
     for _ in range(sweeps):
-        _descend(target, values, scales, several, width, window, WHOLE)
+        rounding.descend()
+    assert rounding.scales is not None
     return [
         encoded(value, scale, None, factor, format, second)
-        for value, scale, factor, second in zip(values, scales, factors, global_scales, strict=True)
+        for value, scale, factor, second in zip(rounding.values, rounding.scales, factors, global_scales, strict=True)
     ]
 
 
-@dataclass(frozen=True)
-class FixedScales:
-    """Scales that are chosen before rounding, because they span rows, or whole rows.
+class FixedScales(NamedTuple):
+    """Scales that are chosen before rounding, because they span rows, or whole rows."""
 
-    Attributes:
-        scale: the block scales, as in `BlockScaledTensor`.
-        step: the grid step of every weight, `[in, out]`, inputs in the factor's order.
-    """
-
-    scale: Tensor
-    step: Tensor
+    scale: Tensor  # as in `BlockScaledTensor`
+    step: Tensor  # the grid step of every weight, [in, out], inputs in the factor's order
 
 
 def fixed_scales(weight: Tensor, format: Format, global_scale: Tensor | None, factor: Factor) -> FixedScales | None:
@@ -485,72 +202,15 @@ def fixed_scales(weight: Tensor, format: Format, global_scale: Tensor | None, fa
     if format.block[0] == 1 and 0 < format.block[1] <= _LAZY:
         return None
     scale = choose_scale(weight, format, "mse", weight.abs().amax(), global_scale)
-    return FixedScales(scale, _steps_of(scale, weight, format, factor.order))
+    rows, columns = format.block_shape(weight.shape)
+    step = scale.repeat_interleave(rows, 0)[: len(weight)].repeat_interleave(columns, 1)
+    step = step[:, : weight.shape[1]].t()
+    return FixedScales(scale, step.contiguous() if factor.order is None else step[factor.order])
 
 
 def by_input(weight: Tensor, factor: Factor) -> Tensor:
     """Returns `weight` `[out, in]` as solvers lay it out: `[in, out]`, inputs in the factor's order."""
     return weight.t().contiguous() if factor.order is None else weight.t()[factor.order]
-
-
-class Rounding:
-    """Some rows of a weight while they are rounded: targets, values so far, and scales.
-
-    Args:
-        target: `[in, out]`, contiguous, inputs in the factor's order.
-        factor: the factor of the second moment of the inputs.
-        format, global_scale, shortlist: as in `gptq`.
-        step: the step of `FixedScales`, where scales are fixed.
-
-    Attributes:
-        values: `[in, out]`.
-        scales: `[blocks, out]`; None where they are fixed.
-        parts: as in `gptq`, where all outputs are solved together.
-    """
-
-    parts: Sequence[slice] = WHOLE
-
-    def __init__(
-        self,
-        target: Tensor,
-        factor: Factor,
-        format: Format,
-        global_scale: Tensor | None,
-        shortlist: int,
-        step: Tensor | None = None,
-    ) -> None:
-        self.target, self.factor, self.format, self.shortlist, self.step = target, factor, format, shortlist, step
-        self.second = target.new_ones(()) if global_scale is None else global_scale
-        self.width = _width(format)
-        self.values = torch.empty_like(target)
-        blocks = -(-len(target) // self.width)
-        self.scales = (
-            torch.empty(blocks, target.shape[1], device=target.device, dtype=torch.float32) if step is None else None
-        )
-
-    def feed_back(self, rows: slice = slice(None)) -> None:
-        """Runs GPTQ's pass over some outputs, from no values."""
-        self._pass(_feed_back, rows)
-
-    def descend(self, rows: slice = slice(None)) -> None:
-        """Sweeps once over some outputs."""
-        self._pass(_descend, rows)
-
-    def _pass(self, run: Callable[..., None], rows: slice) -> None:
-        scales = None if self.scales is None else self.scales[:, rows]
-        work = self.target[:, rows], self.values[:, rows], scales
-        run(*work, self.factor, self.width, self._window(rows), self.parts)
-
-    def _window(self, rows: slice) -> _SolveWindow:
-        # Kernels take contiguous values, so that on a GPU all outputs go together.
-        if self.target.is_cuda and len(self.target) % self.width == 0:
-            if self.format.is_nvfp4:
-                return _nvfp4_window(self.second)
-            if self.step is not None:
-                return _fixed_window(self.format.element, self.step)
-        if self.step is None:
-            return partial(_solve_window, partial(_search, self.format, self.second, self.shortlist))
-        return partial(_solve_window, partial(_round, self.format.element, self.step[:, rows]))
 
 
 def encoded(
@@ -576,11 +236,120 @@ def encoded(
     return quantize_with_scale(values.t().contiguous(), format, scale, global_scale)
 
 
-def _nvfp4_window(second: Tensor) -> _SolveWindow:
-    """Returns `_solve_window` as one kernel for windows of whole NVFP4 blocks on a GPU."""
-    from quant.kernels.rounding.portable_solvers import solve_nvfp4_window
+def _width(format: Format) -> int:
+    """Returns how many columns are solved together: all that share a scale, where the scale is chosen in the loop."""
+    rows, columns = format.block
+    return columns if rows == 1 and 0 < columns <= _LAZY else _FIXED_WIDTH
 
-    return partial(solve_nvfp4_window, second)
+
+# ---- a pass over a weight
+
+
+class Rounding:
+    """Rows of a weight while they are rounded; several weights where all tensors have one more dimension in front.
+
+    Args:
+        target: `[in, out]`, contiguous, inputs in the factor's order.
+        factor: H and U.
+        format, global_scale, shortlist, parts: as in `gptq`.
+        step: the step of `FixedScales`, where scales are fixed.
+        kernel: solves the windows, in place of the kernel for the device of `target`, or of `solve_window`.
+
+    Attributes:
+        values: `[in, out]`.
+        scales: `[blocks, out]`; None where they are fixed.
+    """
+
+    def __init__(
+        self,
+        target: Tensor,
+        factor: Factor,
+        format: Format,
+        global_scale: Tensor | None,
+        shortlist: int,
+        step: Tensor | None = None,
+        parts: Sequence[slice] = WHOLE,
+        kernel: _SolveWindow | None = None,
+    ) -> None:
+        self.target, self.factor, self.format, self.shortlist, self.step = target, factor, format, shortlist, step
+        self.second = target.new_ones(()) if global_scale is None else global_scale
+        self.width, self.parts = _width(format), parts
+        self.values = torch.empty_like(target)
+        *several, inputs, outputs = target.shape
+        shape = (*several, -(-inputs // self.width), outputs)
+        self.scales = torch.empty(shape, device=target.device, dtype=torch.float32) if step is None else None
+        # Kernels take contiguous values, so that on a GPU all outputs go together.
+        if kernel is None and target.is_cuda and inputs % self.width == 0:
+            from quant.kernels.rounding.portable_solvers import solve_fixed_window, solve_nvfp4_window
+
+            if format.is_nvfp4:
+                kernel = partial(solve_nvfp4_window, self.second)
+            elif step is not None:
+                kernel = partial(solve_fixed_window, format.element, step)
+        self.kernel = kernel
+
+    def feed_back(self, rows: slice = slice(None)) -> None:
+        """Runs GPTQ's pass over some outputs: fills values and scales, block by block of `width` inputs."""
+        left, values, scales = self.target[..., rows].clone(), self.values[..., rows], self._scales(rows)
+        U = self.factor.U
+        blocks, solve = diagonal_blocks(U, self.width), self._window_solver(rows)
+        for span, within in self._windows():
+            errors = solve(
+                left[..., span, :], U[..., span, span], blocks[..., within, :, :], values[..., span, :],
+                None if scales is None else scales[..., within, :], span.start, False,
+            )  # fmt: skip
+            # Feedback to all later columns k at once: w_k -= Σ_j U_jk e_j over the columns j of the window.
+            feedback = U[..., span, span.stop :].mT
+            for part in self.parts:
+                later = left[..., span.stop :, part]
+                (later.addmm_ if later.dim() == 2 else later.baddbmm_)(feedback, errors[..., part], alpha=-1)
+
+    def descend(self, rows: slice = slice(None)) -> None:
+        """Sweeps once over some outputs by block coordinate descent: each block is solved with the others fixed."""
+        target, values, scales = self.target[..., rows], self.values[..., rows], self._scales(rows)
+        H, off = SplitMatrix(self.factor.H), SplitMatrix(target - values)
+        inverses, U = block_factors(diagonal_blocks(self.factor.H, self.width))
+        outputs, solve = values.shape[-1], self._window_solver(rows)
+        for span, within in self._windows():
+            # The optimum of each block if it were free: q_b + H_bb⁻¹ H_b,: (w - q). A block a of the window that is
+            # solved before it shifts that optimum by -H_bb⁻¹ H_ba times its move, which is `coupling`.
+            products = [H[..., span, :] @ off[..., part] for part in self.parts]
+            steps = torch.cat([*products, self.factor.H[..., span, span]], dim=-1)
+            steps = _by_blocks(inverses[..., within, :, :], steps)
+            optimum, coupling = values[..., span, :] + steps[..., :outputs], steps[..., outputs:].mT
+            window_scales = None if scales is None else scales[..., within, :]
+            solve(optimum, coupling, U[..., within, :, :], values[..., span, :], window_scales, span.start, True)
+            off[..., span, :] = target[..., span, :] - values[..., span, :]
+
+    def _scales(self, rows: slice) -> Tensor | None:
+        return None if self.scales is None else self.scales[..., rows]
+
+    def _windows(self) -> Iterator[tuple[slice, slice]]:
+        """Yields the windows of `_LAZY` inputs, as columns and as blocks."""
+        inputs = self.target.shape[-2]
+        for first in range(0, inputs, _LAZY):
+            last = min(first + _LAZY, inputs)
+            yield slice(first, last), slice(first // self.width, -(-last // self.width))
+
+    def _window_solver(self, rows: slice) -> _SolveWindow:
+        if self.kernel is not None:
+            return self.kernel
+        if self.step is not None:
+            return partial(solve_window, partial(round_block, self.format.element, self.step[:, rows]))
+
+        def search(block: Tensor, start: int, U: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+            return search_block(block, U, self.format, self.second, self.shortlist)
+
+        return partial(solve_window, search)
+
+
+def _by_blocks(blocks: Tensor, x: Tensor) -> Tensor:
+    """Returns the block-diagonal matrix of `blocks` `[..., n, k, k]` times `x`, whose last block may be short."""
+    count, width, _ = blocks.shape[-3:]
+    short = count * width - x.shape[-2]
+    whole = (pad(x, (0, 0, 0, short)) if short else x).unflatten(-2, (count, width))
+    product = torch.bmm(blocks.flatten(0, -3), whole.flatten(0, -3)).view_as(whole)
+    return product.flatten(-3, -2)[..., : x.shape[-2], :]
 
 
 def compile_ahead(formats: Iterable[Format], device: torch.device | None) -> None:
@@ -594,120 +363,14 @@ def compile_ahead(formats: Iterable[Format], device: torch.device | None) -> Non
         compile_solver(device)
 
 
-def _fixed_window(element: Number, step: Tensor) -> _SolveWindow:
-    """Returns `_solve_window` as one kernel for windows on a GPU whose grid steps are fixed."""
-    from quant.kernels.rounding.portable_solvers import solve_fixed_window
-
-    return partial(solve_fixed_window, element, step)
+# ---- the blocks of a window
 
 
-def _steps_of(scale: Tensor, weight: Tensor, format: Format, order: Tensor | None) -> Tensor:
-    """Returns the grid step of every weight, `[in, out]`, where scales are chosen beforehand; inputs in `order`."""
-    rows, columns = format.block_shape(weight.shape)
-    step = scale.repeat_interleave(rows, 0)[: len(weight)].repeat_interleave(columns, 1)
-    step = step[:, : weight.shape[1]].t()
-    return step.contiguous() if order is None else step[order]
-
-
-def _width(format: Format) -> int:
-    """Returns how many columns are solved together: all that share a scale, where the scale is chosen in the loop."""
-    rows, columns = format.block
-    return columns if rows == 1 and 0 < columns <= _LAZY else _FIXED_WIDTH
-
-
-def _search(
-    format: Format, second: Tensor, shortlist: int, block: Tensor, start: int, inverse: Tensor
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Solves a block whose scales are still to be chosen; see `_SolveBlock`."""
-    return search_block(block, inverse, format, second, shortlist)
-
-
-def _round(
-    element: Number, step: Tensor, block: Tensor, start: int, inverse: Tensor
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Solves a block of which the grid steps `[in, rows]` are fixed; see `_SolveBlock`."""
-    own_step = step[start : start + len(block), None]
-    values, errors = round_with_feedback(block, inverse, own_step, element)
-    return values[:, 0], errors[:, 0], None
-
-
-def _feed_back(
-    target: Tensor,
-    values: Tensor,
-    scales: Tensor | None,
-    factor: Factor,
-    width: int,
-    window: _SolveWindow,
-    parts: Sequence[slice],
-) -> None:
-    """Runs GPTQ's pass: fills values `[in, out]` and scales `[blocks, out]`, block by block of `width` inputs.
-
-    Several weights are solved together where all tensors have one more dimension in front.
-    """
-    upper, left = factor.inverse, target.clone()
-    blocks = diagonal_blocks(upper, width)
-    for span, within in _windows(target.shape[-2], width):
-        window_scales = None if scales is None else scales[..., within, :]
-        errors = window(
-            left[..., span, :], upper[..., span, span], blocks[..., within, :, :], values[..., span, :], window_scales,
-            span.start, False,
-        )  # fmt: skip
-        # Feedback to all later columns k at once: w_k -= Σ_j U_jk e_j over the columns j of the window.
-        feedback = upper[..., span, span.stop :].mT
-        for rows in parts:
-            later = left[..., span.stop :, rows]
-            (later.addmm_ if later.dim() == 2 else later.baddbmm_)(feedback, errors[..., rows], alpha=-1)
-
-
-def _descend(
-    target: Tensor,
-    values: Tensor,
-    scales: Tensor | None,
-    factor: Factor,
-    width: int,
-    window: _SolveWindow,
-    parts: Sequence[slice],
-) -> None:
-    """Sweeps once by block coordinate descent, in place: each block is solved again with the others fixed.
-
-    The tensors are the same as in `_feed_back`.
-    """
-    moment, residual = SplitMatrix(factor.moment), SplitMatrix(target - values)
-    inverses, uppers = block_factors(diagonal_blocks(factor.moment, width))
-    outputs = values.shape[-1]
-    for span, within in _windows(target.shape[-2], width):
-        # The optimum of each block if it were free: q_b + M_bb⁻¹ M_b,: (w - q). A block a of the window that is
-        # solved before it shifts that optimum by -M_bb⁻¹ M_ba times its move, which is `coupling`.
-        products = [moment[..., span, :] @ residual[..., rows] for rows in parts]
-        steps = torch.cat([*products, factor.moment[..., span, span]], dim=-1)
-        steps = _by_blocks(inverses[..., within, :, :], steps)
-        optimum, coupling = values[..., span, :] + steps[..., :outputs], steps[..., outputs:].mT
-        window_scales = None if scales is None else scales[..., within, :]
-        window(optimum, coupling, uppers[..., within, :, :], values[..., span, :], window_scales, span.start, True)
-        residual[..., span, :] = target[..., span, :] - values[..., span, :]
-
-
-def _windows(inputs: int, width: int) -> Iterator[tuple[slice, slice]]:
-    """Returns the windows of `_LAZY` inputs, as columns and as blocks."""
-    for first in range(0, inputs, _LAZY):
-        last = min(first + _LAZY, inputs)
-        yield slice(first, last), slice(first // width, -(-last // width))
-
-
-def _by_blocks(blocks: Tensor, x: Tensor) -> Tensor:
-    """Returns the block-diagonal matrix of `blocks` `[..., n, k, k]` times `x`, whose last block may be short."""
-    count, width, _ = blocks.shape[-3:]
-    short = count * width - x.shape[-2]
-    whole = (pad(x, (0, 0, 0, short)) if short else x).unflatten(-2, (count, width))
-    product = torch.bmm(blocks.flatten(0, -3), whole.flatten(0, -3)).view_as(whole)
-    return product.flatten(-3, -2)[..., : x.shape[-2], :]
-
-
-def _solve_window(
+def solve_window(
     solve: _SolveBlock,
     target: Tensor,
     coupling: Tensor,
-    inverses: Tensor,
+    U: Tensor,
     values: Tensor,
     scales: Tensor | None,
     start: int,
@@ -719,7 +382,7 @@ def _solve_window(
         solve: one block.
         target: `[inputs, n]`, the target of each block before the earlier ones of the window are solved.
         coupling: C `[inputs, inputs]`: block b should be `target[b]` less Σ C[a, b]ᵀ move[a] over blocks a before it.
-        inverses: U of each block, `[blocks, k, k]`.
+        U: of each block, `[blocks, k, k]`.
         values, scales: filled in place, `[inputs, n]` and `[blocks, n]`. With `improve`, they hold a solution, of which
             a block is kept where the new one is no better.
         start: first input of the window.
@@ -729,25 +392,258 @@ def _solve_window(
         The moves, `[inputs, n]`.
     """
     moves = torch.empty_like(target)
-    width = inverses.shape[-1]
+    width = U.shape[-1]
     for index, first in enumerate(range(0, len(target), width)):
         columns = slice(first, min(first + width, len(target)))
         size = columns.stop - first
         block = target[columns]
         if first:
             block = block - coupling[:first, columns].t() @ moves[:first]
-        inverse = inverses[index, :size, :size]
-        new, errors, scale = solve(block, start + first, inverse)
+        block_U = U[index, :size, :size]
+        new, errors, scale = solve(block, start + first, block_U)
         if not improve:
             values[columns], moves[columns] = new, errors
             if scales is not None and scale is not None:
                 scales[index] = scale
             continue
         old = values[columns].clone()
-        # Losses of the new and the old values of the block: both Σ e² under M_bb.
-        better = errors.square().sum(0) < (to_errors(inverse) @ (block - old)).square().sum(0)
+        # Losses of the new and the old values of the block: both Σ e² under H_bb.
+        better = errors.square().sum(0) < (_to_errors(block_U) @ (block - old)).square().sum(0)
         values[columns] = torch.where(better, new, old)
         torch.sub(values[columns], old, out=moves[columns])
         if scales is not None and scale is not None:
             scales[index] = torch.where(better, scale, scales[index])
     return moves
+
+
+# ---- one block [k, n]: k neighbouring inputs of n rows
+#
+# Its loss is (w - q) C (w - q)ᵀ for every row, and C comes as the upper factor U of its inverse, C⁻¹ = Uᵀ U. In these
+# terms the loss is Σ e_j² with
+#
+#     e_j = (w_j - Σ_{i<j} e_i U_ij - q_j) / U_jj
+#
+# so a greedy choice of each q_j, the value nearest to the terms before it in the bracket, is error feedback. Greedy
+# is not optimal, but the loss it reaches is known exactly, and candidate scales are compared by it.
+
+
+def search_block(
+    block: Tensor, U: Tensor, format: Format, global_scale: Tensor, shortlist: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns the best values found for a block and their errors e `[k, n]`, and block scales `[n]`.
+
+    All candidate scales are tried without feedback first; the best `shortlist` of each row are tried with it.
+
+    Args:
+        block: `[k, n]`.
+        U: `[k, k]`.
+        format: one scale a row of the block.
+        global_scale: float32 scalar, 1 for formats without one.
+        shortlist: how many candidates get the full trial.
+    """
+    amax = block.abs().amax(0)
+    if format.scale is E4M3:
+        scales = torch.stack(candidate_scales(amax, format, global_scale))
+    else:
+        # Powers of two (E8M0) and wide scales: the rule `max`, then the search's candidates around it.
+        nearest = SCALE_RULES["max"](block.t()[:, None, None], format, global_scale)
+        searched = candidate_scales(amax.view_as(nearest), format, global_scale)
+        scales = torch.stack([scale.view(-1) for scale in (nearest, *searched)])
+    if shortlist < len(scales):
+        step = scales * global_scale
+        in_steps = block[:, None] / step
+        # In grid steps, which are squared and multiplied in only after the sum.
+        off = _nearest(in_steps, format.element).sub_(in_steps)
+        loss = (_to_errors(U) @ off.flatten(1)).square_().sum(0).view(step.shape).mul_(step).mul_(step)
+        scales = scales.gather(0, loss.topk(shortlist, dim=0, largest=False).indices)
+    values, errors = round_with_feedback(block, U, (scales * global_scale)[None], format.element)
+    best = errors.square().sum(0).argmin(0, keepdim=True)
+    index = best.expand(len(block), 1, -1)
+    return values.gather(1, index)[:, 0], errors.gather(1, index)[:, 0], scales.gather(0, best)[0]
+
+
+def round_block(
+    element: Number, step: Tensor, block: Tensor, start: int, U: Tensor
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Solves a block of which the grid steps `[in, rows]` are fixed; see `_SolveBlock`."""
+    values, errors = round_with_feedback(block, U, step[start : start + len(block), None], element)
+    return values[:, 0], errors[:, 0], None
+
+
+def round_with_feedback(block: Tensor, U: Tensor, step: Tensor, element: Number) -> tuple[Tensor, Tensor]:
+    """Returns the values and errors e of a block on each of several grids, both `[k, candidates, n]`.
+
+    Args:
+        block: `[k, n]`.
+        U: `[k, k]`.
+        step: positive grid steps `[k, candidates, n]`; k may be 1 where all inputs share theirs.
+        element: the grid.
+    """
+    values = block.new_empty(len(block), *step.shape[1:])
+    errors = torch.empty_like(values)
+    step = step.expand_as(values)
+    for j in range(len(block)):
+        target = block[j]
+        if j:
+            target = target - (U[:j, j] @ errors[:j].flatten(1)).view(step.shape[1:])
+        values[j] = _nearest(target / step[j], element).mul_(step[j])
+        torch.sub(target, values[j], out=errors[j]).div_(U[j, j])
+    return values, errors
+
+
+def _to_errors(U: Tensor) -> Tensor:
+    """Returns U⁻ᵀ, which maps w - q to the errors e."""
+    eye = torch.eye(len(U), dtype=U.dtype, device=U.device)
+    errors: Tensor = torch.linalg.solve_triangular(U.t(), eye, upper=False)
+    return errors
+
+
+def _nearest(x: Tensor, number: Number) -> Tensor:
+    """Returns `round_to` in fewer passes over memory, for float grids that no dtype has; zeros lose their sign."""
+    if number.torch_dtype is not None or number.is_integer:
+        return round_to(x, number)
+    x = x.clamp(-number.max, number.max)
+    # 1.5 · 2^(23 - mantissa) powers of two: adding it leaves room for only the grid's digits, rounded to even.
+    magic = (x.view(torch.int32) & 0x7F800000).view(torch.float32)
+    magic.clamp_(min=number.min_normal).mul_(1.5 * 2.0 ** (23 - number.mantissa))
+    return x.add_(magic).sub_(magic)
+
+
+# ---- H and U; H⁻¹ itself is never formed
+
+
+@dataclass(frozen=True)
+class Factor:
+    """The damped second moment of a layer's inputs and its inverse Cholesky factor."""
+
+    H: Tensor  # mean of x xᵀ over the calibration tokens, damped on its diagonal, float32 [in, in]
+    U: Tensor  # upper triangular, with H⁻¹ = Uᵀ U
+    damping: float  # the share of the diagonal's mean that was added to it
+    order: Tensor | None = None  # of the inputs, in which rows and columns of both stand; None for the weight's own
+
+
+def block_order(power: Tensor, width: int) -> Tensor:
+    """Returns the order of the inputs, int64 `[in]`, the loudest first.
+
+    Blocks of `width` inputs are sorted by their sums, and then the inputs within each block.
+
+    Args:
+        power: the second moment's diagonal, `[in]`.
+        width: inputs of a block; a shorter block at the end stays there.
+    """
+    whole = len(power) // width * width
+    blocks = power[:whole].view(-1, width)
+    ranks = blocks.argsort(dim=1, descending=True, stable=True)
+    inputs = torch.arange(whole, device=power.device).view(-1, width).gather(1, ranks)
+    after_blocks = whole + power[whole:].argsort(descending=True, stable=True)
+    return torch.cat([inputs[blocks.sum(1).argsort(descending=True, stable=True)].flatten(), after_blocks])
+
+
+def factorize(second_moment: Tensor, damping: float = 0.01, order: Tensor | None = None, name: str = "") -> Factor:
+    """Damps a second moment until it can be inverted. A channel that is never active is not coupled to others.
+
+    Args:
+        second_moment: `[in, in]`.
+        damping: added to the diagonal, as a fraction of its mean.
+        order: the order of the inputs in the result; None leaves them in theirs.
+        name: of the layer, for errors.
+
+    Raises:
+        ValueError: not even a tenfold diagonal helps, which only NaN or infinity can cause.
+    """
+    diagonal = second_moment.diagonal()
+    mean = nonzero(diagonal.mean())
+    # λ · mean(diag H) on the diagonal, as GPTQ's `percdamp`; mean(diag H) for a dead channel, whose row is zero.
+    diagonal = diagonal if order is None else diagonal[order]
+    used = damping
+    while used <= 10:
+        H = second_moment.clone() if order is None else second_moment[order][:, order]
+        H.diagonal().add_(torch.where(diagonal > 0, used * mean, mean))
+        # H = R Rᵀ with R upper (a Cholesky of the flipped matrix), so U = R⁻¹: one factorization, no H⁻¹.
+        lower, info = torch.linalg.cholesky_ex(H.flip(0, 1))
+        if int(info) == 0:
+            return Factor(H, inverse_of_upper(lower.flip(0, 1)), used, order)
+        used = max(10 * used, 1e-4)
+    layer = f"{name}: " if name else ""
+    raise ValueError(f"{layer}the second moment of the inputs cannot be inverted: it holds NaN or infinity")
+
+
+def inverse_of_upper(upper: Tensor) -> Tensor:
+    """Returns the inverse of an upper triangular matrix `[in, in]`, computed some columns at a time.
+
+    Columns that end at input k have zeros below it, so that k rows and columns of the matrix are enough for them: in
+    all a third of the operations. Ranks that solve one weight together share the columns of a large matrix; one rank
+    takes the same ones together, because a product of other sizes may add up in another order.
+    """
+    # Columns [start, stop) of the inverse U need only the leading stop × stop part of R.
+    slabs = _slabs(upper)
+    rank, shared = rank_and_world()[0], shares_rows() and len(slabs) >= _SHARED_SLABS
+    owners = dealt([stop**2 * (stop - start) for start, stop in slabs.items()]) if shared else [rank] * len(slabs)
+    own: list[tuple[int, list[Tensor]]] = []
+    for (start, stop), owner in zip(slabs.items(), owners, strict=True):
+        if owner == rank:
+            ones = upper.new_zeros(stop, stop - start)
+            ones[start:].fill_diagonal_(1)
+            own.append((start, [torch.linalg.solve_triangular(upper[:stop, :stop], ones, upper=True)]))
+    inverse = torch.zeros_like(upper)
+    for start, (slab,) in Exchange(upper.device).in_order(own) if shared else own:
+        inverse[: slabs[start], start : slabs[start]] = slab
+    return inverse
+
+
+def _slabs(upper: Tensor) -> dict[int, int]:
+    """Returns the starts and stops of runs of columns of a triangular matrix."""
+    width = _SLAB_GPU if upper.is_cuda else _SLAB
+    return {start: min(start + width, len(upper)) for start in range(0, len(upper), width)}
+
+
+def corrected_weight(
+    weight: Tensor,
+    drift: Tensor | None,
+    factor: Factor,
+    residual: Tensor | None = None,
+    parts: Sequence[slice] = WHOLE,
+) -> Tensor:
+    """Returns W + (W drift + residual) H⁻¹: maps the inputs as they are closest to the outputs as they should be.
+
+    Args:
+        weight: `[out, in]`.
+        drift: mean of (r - x) xᵀ, `[in, in]`; None for no such term.
+        factor: H and U.
+        residual: mean of s xᵀ, `[out, in]`, with s the error that the output makes up for; None for no such term.
+        parts: rows whose products are computed apart from other rows' products.
+    """
+    if drift is None and residual is None:
+        return weight
+    if drift is None:
+        step = torch.zeros_like(weight)
+    else:
+        original, errors = SplitMatrix(weight), SplitMatrix(drift)
+        step = torch.cat([original[rows] @ errors for rows in parts])
+    if residual is not None:
+        step += residual
+    if factor.order is None:
+        return weight + _times_inverse(step, factor.U, parts)
+    return weight.index_add(1, factor.order, _times_inverse(step[:, factor.order], factor.U, parts))
+
+
+def _times_inverse(x: Tensor, U: Tensor, parts: Sequence[slice]) -> Tensor:
+    """Returns `x` H⁻¹ = (`x` Uᵀ) U of `[n, in]`, U's zeros left out: little more than half of the operations."""
+    slabs, upper = _slabs(U), SplitMatrix(U)
+    step, half, result = SplitMatrix(x), torch.empty_like(x), torch.empty_like(x)
+    for start, stop in slabs.items():
+        for rows in parts:
+            half[rows, start:stop] = step[rows, start:] @ upper[start:stop, start:].t()
+    step = SplitMatrix(half)
+    for start, stop in slabs.items():
+        for rows in parts:
+            result[rows, start:stop] = step[rows, :stop] @ upper[:stop, start:stop]
+    return result
+
+
+def block_factors(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns inverses of positive definite blocks C `[..., k, k]`, and their upper factors U with C⁻¹ = Uᵀ U."""
+    lower = torch.linalg.cholesky(blocks.flip(-2, -1))
+    eye = torch.eye(blocks.shape[-1], dtype=blocks.dtype, device=blocks.device).expand_as(blocks)
+    U = torch.linalg.solve_triangular(lower.flip(-2, -1), eye, upper=True)
+    return U.mT @ U, U

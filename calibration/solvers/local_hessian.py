@@ -9,14 +9,13 @@ up for each other's errors as in GPTQ, only within the block, so that blocks sta
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor
 
 from quant.base.parallel import in_parts
 from quant.calibration.solvers.gptq import block_factors, search_block
-from quant.calibration.solvers.interfaces import required_stats
+from quant.calibration.solvers.interfaces import Solver, required_stats
 from quant.calibration.solvers.row_parallel import solve_by_rows
 from quant.calibration.statistics import LayerStats
 from quant.formats.format import Format
@@ -29,27 +28,31 @@ _SHORTLIST = 4
 
 
 @dataclass(frozen=True)
-class LocalHessian:
+class LocalHessian(Solver):
     """Block scales by the output error of their own block. See the module docstring."""
 
     rule: str = "mse"
 
+    needs_moment = True
+    looks_in_blocks = True
+
+    def supports(self, format: Format) -> bool:
+        # Its sums are over blocks [1, k] of one row; tiles of several rows and whole rows have none.
+        rows, columns = format.block
+        return rows == 1 and columns > 0
+
     def __call__(
         self, weight: Tensor, stats: LayerStats | None, format: Format, *, global_scale: Tensor | None, name: str
     ) -> BlockScaledTensor:
-        moments = required_stats(stats, name, "local_hessian").blocks(_block_width(format, name))
-        solve = partial(local_hessian, moments=moments, format=format, global_scale=global_scale)
-        return solve_by_rows(lambda rows, *_: solve(rows.float()), weight, format)
-
-
-def _block_width(format: Format, name: str) -> int:
-    rows, columns = format.block
-    if rows != 1 or columns == 0:
-        raise ValueError(
-            f"{name}: solver 'local_hessian' chooses the scales of blocks within a row, and {format.name} has none; "
-            "use 'gptq' or 'mse'"
+        if not self.supports(format):
+            raise ValueError(
+                f"{name}: solver 'local_hessian' chooses the scales of blocks within a row, and {format.name} has "
+                "none; use 'gptq' or 'mse'"
+            )
+        moments = required_stats(stats, name, "local_hessian").blocks(format.block[1])
+        return solve_by_rows(
+            lambda rows, **_: local_hessian(rows.float(), moments, format, global_scale), weight, format
         )
-    return columns
 
 
 def local_hessian(weight: Tensor, moments: Tensor, format: Format, global_scale: Tensor | None) -> BlockScaledTensor:
@@ -64,22 +67,22 @@ def local_hessian(weight: Tensor, moments: Tensor, format: Format, global_scale:
     width = format.block[1]
     second = weight.new_ones(()) if global_scale is None else global_scale
     mean = nonzero(moments.diagonal(dim1=1, dim2=2).mean())
-    # (M_bb + λ mean(diag M) I)⁻¹ = Uᵀ U for every block b.
-    _, uppers = block_factors(moments + _DAMPING * mean * torch.eye(width, device=moments.device, dtype=torch.float32))
+    # (H_bb + λ mean(diag H) I)⁻¹ = Uᵀ U for every block b.
+    _, U = block_factors(moments + _DAMPING * mean * torch.eye(width, device=moments.device, dtype=torch.float32))
     target = weight.t().contiguous()
     if weight.is_cuda and format.is_nvfp4 and len(target) % width == 0:
         from quant.kernels.rounding.portable_solvers import search_nvfp4_blocks
 
-        values, chosen = search_nvfp4_blocks(target, uppers, second)
+        values, chosen = search_nvfp4_blocks(target, U, second)
         return quantize_with_scale(values.t().contiguous(), format, chosen.t().contiguous(), global_scale)
-    scales = torch.empty(len(uppers), len(weight), device=weight.device, dtype=torch.float32)
+    scales = torch.empty(len(U), len(weight), device=weight.device, dtype=torch.float32)
 
     def search_rows(first: int, last: int) -> None:
         rows = slice(first, last)
         for index, start in enumerate(range(0, len(target), width)):
             block = target[start : start + width, rows]
-            upper = uppers[index, : len(block), : len(block)]
-            block[:], _, scales[index, rows] = search_block(block, upper, format, second, _SHORTLIST)
+            block_U = U[index, : len(block), : len(block)]
+            block[:], _, scales[index, rows] = search_block(block, block_U, format, second, _SHORTLIST)
 
     in_parts(search_rows, weight, len(weight), 1)
     return quantize_with_scale(target.t().contiguous(), format, scales.t().contiguous(), global_scale)

@@ -140,7 +140,7 @@ def refit_branches(
         The weights less the new branches, and these branches, which leave the least loss next to the rounded weights.
     """
     # Now it is the error of the output that counts, under the second moment of the input: X = R Rᵀ.
-    moment = factorize(stats.matrix).moment.double()
+    moment = factorize(stats.matrix).H.double()
     power = torch.linalg.cholesky_ex(moment)[0]
     targets, refitted = {}, {}
     for name, metric in _metrics(residuals, stats).items():

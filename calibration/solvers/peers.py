@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from quant.calibration.solvers.interfaces import Solver
 from quant.calibration.statistics import LayerStats
 from quant.formats.format import E2M1, E4M3, FP32, Format
 from quant.formats.rounding import pack, round_to
@@ -26,11 +27,13 @@ from quant.formats.tensor import BlockScaledTensor, checked_amax, choose_scale, 
 
 
 @dataclass(frozen=True)
-class Peer:
+class Peer(Solver):
     """A solver that gives the codes and scales of another toolkit for the same weight, byte for byte."""
 
     quantize: Callable[[Tensor, Format, Tensor | None], BlockScaledTensor]
     rule: str = "max"
+
+    derives_global_scale = True  # in its own arithmetic
 
     def __call__(
         self, weight: Tensor, stats: LayerStats | None, format: Format, *, global_scale: Tensor | None, name: str

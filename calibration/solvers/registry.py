@@ -20,23 +20,29 @@ from torch import Tensor
 
 from quant.calibration.solvers.autoround import Reconstruction
 from quant.calibration.solvers.awq import Awq, SmoothQuant
-from quant.calibration.solvers.gptq import Gptq, Shares
-from quant.calibration.solvers.interfaces import Solver, Transform, required_stats
+from quant.calibration.solvers.gptq import Gptq
+from quant.calibration.solvers.interfaces import Shares, Solver, Transform, required_stats
 from quant.calibration.solvers.kfac import Kfac
 from quant.calibration.solvers.local_hessian import LocalHessian
 from quant.calibration.solvers.peers import Peer, quantize_like_compressed_tensors, quantize_like_modelopt
 from quant.calibration.statistics import LayerStats
 from quant.formats.format import E4M3, E8M0, Format
 from quant.formats.tensor import BlockScaledTensor, quantize
+from quant.recipes import solver_names
 from quant.recipes.plan import LayerPlan, Plan
-from quant.recipes.solver_names import SolverSpec, parse_solver
+from quant.recipes.solver_names import STEPS, SolverSpec, parse_solver
 
 
 @dataclass(frozen=True)
-class RoundToNearest:
+class RoundToNearest(Solver):
     """Round to nearest, with block scales by one rule."""
 
     rule: str
+
+    def supports(self, format: Format) -> bool:
+        # Rules that are defined for one kind of scale: NVFP4's 4/6 choice, and the MX specification's exponents.
+        needed = {"four_over_six": E4M3, "ocp": E8M0, "even": E8M0}.get(self.rule)
+        return needed is None or format.scale is needed
 
     def __call__(
         self, weight: Tensor, stats: LayerStats | None, format: Format, *, global_scale: Tensor | None, name: str
@@ -58,36 +64,26 @@ SOLVERS: dict[str, Solver] = {
     "gptq_plain": Gptq(shares=Shares(drift=0.5), rounded_shares=Shares()),
 }
 
-TRANSFORMS: dict[str, Transform] = {
-    "awq": Awq(),
-    "smoothquant": SmoothQuant(),
-}
+TRANSFORMS: dict[str, Transform] = {"awq": Awq(), "smoothquant": SmoothQuant()}
 
 
 @dataclass(frozen=True)
-class Pipeline:
-    """Transforms, then rounding: the meaning of a name such as `awq+gptq`.
+class Pipeline(Solver):
+    """Transforms, then rounding: the meaning of a name such as `awq+gptq`."""
 
-    Attributes:
-        spec: the name's parts.
-        transforms: choose input scales, in this order.
-        rounding: the solver that gives codes and scales.
-        reconstruction: how the finished block is refined, if it is.
-    """
-
-    spec: SolverSpec
-    transforms: tuple[Transform, ...]
-    rounding: Solver
-    reconstruction: Reconstruction | None = None
+    spec: SolverSpec  # the name's parts
+    transforms: tuple[Transform, ...]  # choose input scales, in this order
+    rounding: Solver  # gives codes and scales
+    reconstruction: Reconstruction | None = None  # how the finished block is refined, if it is
 
     @property
-    def rule(self) -> str:
+    def rule(self) -> str:  # type: ignore[override]
         return self.rounding.rule
 
     @property
-    def needs_moment(self) -> bool:
+    def needs_moment(self) -> bool:  # type: ignore[override]
         """Whether rounding or branch look at the second moment of the inputs."""
-        return self.spec.rank > 0 or isinstance(self.rounding, Gptq | LocalHessian)
+        return self.spec.rank > 0 or self.rounding.needs_moment
 
     @property
     def needs_data(self) -> bool:
@@ -99,21 +95,10 @@ class Pipeline:
         """Whether more is done to a block than scaling and rounding its layers."""
         return bool(self.spec.rotation or self.spec.rank or self.spec.merges_rotations or self.reconstruction)
 
-    def shares(self, rounded: bool) -> Shares:
-        """Returns how much of the errors of earlier layers this one makes up for; `rounded` says whether inputs are."""
-        if not isinstance(self.rounding, Gptq):
-            return Shares()
-        return self.rounding.rounded_shares if rounded else self.rounding.shares
-
-    @property
-    def two_sided(self) -> bool:
-        """Whether the rounding looks at the gradients of outputs."""
-        return isinstance(self.rounding, Kfac)
-
     @property
     def at_once(self) -> bool:
         """Whether all layers of a block can be solved from one pass over the original inputs."""
-        return not self.transforms and not self.reshapes and isinstance(self.rounding, LocalHessian)
+        return not self.transforms and not self.reshapes and self.rounding.looks_in_blocks
 
     def __call__(
         self, weight: Tensor, stats: LayerStats | None, format: Format, *, global_scale: Tensor | None, name: str
@@ -133,31 +118,20 @@ def get_solver(name: str) -> Solver:
 
 
 def get_pipeline(name: str) -> Pipeline:
-    """Returns the stages of the solver called `name`: scaling, rotation, branch, rounding, reconstruction.
+    """Returns the parts of the solver called `name`: scaling, rotation, branch, rounding, reconstruction.
 
     Raises:
         ValueError: an unknown part, a part out of order, or a number that a part does not take.
     """
-    spec = parse_solver(name, tuple(SOLVERS), tuple(TRANSFORMS))
+    spec = parse_solver(name)
     rounding = SOLVERS[spec.rounding]
-    transforms = [TRANSFORMS[key] for key in spec.transforms]
-    # See `Awq.inputs_alone`. GPTQ compensates the weights' error itself, so the search of input scales judges only the
-    # inputs' error.
-    alone = isinstance(rounding, Gptq)
-    transforms = [replace(t, inputs_alone=alone, rank=spec.rank) if isinstance(t, Awq) else t for t in transforms]
-    reconstruction = Reconstruction(steps=spec.autoround) if spec.autoround else None
-    return Pipeline(spec, tuple(transforms), rounding, reconstruction)
+    transforms = tuple(TRANSFORMS[key].followed_by(rounding, spec.rank) for key in spec.transforms)
+    return Pipeline(spec, transforms, rounding, Reconstruction(steps=spec.autoround) if spec.autoround else None)
 
 
-def supports(solver: Solver, format: Format) -> bool:
-    """Returns whether a rounding solver can give weights in `format`."""
-    rows, columns = format.block
-    if isinstance(solver, LocalHessian):
-        # Its sums are over blocks [1, k] of one row; tiles of several rows and whole rows have none.
-        return rows == 1 and columns > 0
-    # Rules that are defined for one kind of scale: NVFP4's 4/6 choice, and the MX specification's exponents.
-    needed = {"four_over_six": E4M3, "ocp": E8M0, "even": E8M0}.get(solver.rule)
-    return needed is None or format.scale is needed
+# The names are data of `recipes.solver_names`, so that plans are checked without importing a solver.
+assert (tuple(SOLVERS), tuple(TRANSFORMS)) == (solver_names.ROUNDINGS, solver_names.TRANSFORMS)
+assert all(get_pipeline(name).needs_data == parse_solver(name).needs_data for name in (*SOLVERS, *TRANSFORMS, *STEPS))
 
 
 def check_solvers(plan: Plan) -> None:
@@ -165,8 +139,8 @@ def check_solvers(plan: Plan) -> None:
     _check_learned_rotations(plan)
     for layer in plan.quantized:
         pipeline = get_pipeline(layer.solver)
-        if not supports(pipeline.rounding, layer.weight_format):
-            supporting = [name for name, solver in SOLVERS.items() if supports(solver, layer.weight_format)]
+        if not pipeline.rounding.supports(layer.weight_format):
+            supporting = [name for name, solver in SOLVERS.items() if solver.supports(layer.weight_format)]
             raise ValueError(
                 f"{layer.name}: solver {layer.solver!r} does not support {layer.weight_format}; solvers that do: "
                 f"{', '.join(supporting)}"
@@ -197,7 +171,7 @@ def _check_learned_rotations(plan: Plan) -> None:
 def with_supported_solver(layer: LayerPlan) -> LayerPlan:
     """Returns `layer` with "mse" in place of a rounding solver that does not support the layer's new format."""
     pipeline = get_pipeline(layer.solver)
-    if layer.weight is None or supports(pipeline.rounding, layer.weight):
+    if layer.weight is None or pipeline.rounding.supports(layer.weight):
         return layer
     # The parts before the rounding stay; `mse` supports every format.
     name = layer.solver.replace(pipeline.spec.rounding, "mse")

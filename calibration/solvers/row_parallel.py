@@ -11,10 +11,12 @@ taken part by part.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import accumulate, pairwise
+from typing import Protocol
 
 import torch
+from torch import Tensor
 
 from quant.base.parallel import bounds_of, run_parts
 from quant.calibration.ranks import Exchange, dealt, rank_and_world, shares_rows
@@ -29,20 +31,18 @@ TOGETHER = 1 << 27
 WHOLE = (slice(None),)
 """The parts of a weight that is solved as one."""
 
-_Solve = Callable[[torch.Tensor, torch.Tensor | None, Sequence[slice]], BlockScaledTensor]
+
+class _Solve(Protocol):
+    """Solves some rows of a weight; the products of each of `parts` of these rows are taken by themselves."""
+
+    def __call__(self, rows: Tensor, /, *, residual: Tensor | None, parts: Sequence[slice]) -> BlockScaledTensor: ...
 
 
-def solve_by_rows(
-    solve: _Solve,
-    weight: torch.Tensor,
-    format: Format,
-    residual: torch.Tensor | None = None,
-) -> BlockScaledTensor:
+def solve_by_rows(solve: _Solve, weight: Tensor, format: Format, residual: Tensor | None = None) -> BlockScaledTensor:
     """Returns the codes and scales of a weight; where ranks share it, each solves some of the parts.
 
     Args:
-        solve: a function that solves some rows of `weight` and the same rows of `residual`; its third argument are
-            the parts of these rows whose products are taken one by one.
+        solve: solves some rows of `weight` and the same rows of `residual`.
         weight: `[out, in]`.
         format: the format of the result. A weight whose scales span rows is solved in one part.
         residual: `[out, in]`, or None.
@@ -55,28 +55,27 @@ def solve_by_rows(
     # Bounds depend only on the weight: a part of other rows could round differently.
     parts = bounds_of(rows, count) if format.block[0] == 1 else []
     if len(parts) < 2:
-        return solve(weight, residual, WHOLE)
+        return solve(weight, residual=residual, parts=WHOLE)
     owners = dealt([stop - start for start, stop in parts]) if shares_rows() else [rank_and_world()[0]] * len(parts)
     own_parts = [part for part, owner in zip(parts, owners, strict=True) if owner == rank_and_world()[0]]
     solved: dict[int, BlockScaledTensor] = {}
 
     def solve_part(start: int, stop: int) -> None:
-        solved[start] = solve(weight[start:stop], None if residual is None else residual[start:stop], WHOLE)
+        own_residual = None if residual is None else residual[start:stop]
+        solved[start] = solve(weight[start:stop], residual=own_residual, parts=WHOLE)
 
     if weight.is_cuda:
         solved = _solve_together(solve, weight, residual, own_parts)
     else:
         run_parts(solve_part, own_parts)
     own = [(start, [part.codes, part.scale, part.global_scale]) for start, part in sorted(solved.items())]
-    in_row_order = (
-        [part for _, part in Exchange(weight.device).in_order(own)] if shares_rows() else [part for _, part in own]
-    )
+    in_row_order = [part for _, part in (Exchange(weight.device).in_order(own) if shares_rows() else own)]
     codes, scales, seconds = zip(*in_row_order, strict=True)
     return BlockScaledTensor(torch.cat(codes), torch.cat(scales), format, tuple(weight.shape), seconds[0])
 
 
 def _solve_together(
-    solve: _Solve, weight: torch.Tensor, residual: torch.Tensor | None, parts: Sequence[tuple[int, int]]
+    solve: _Solve, weight: Tensor, residual: Tensor | None, parts: Sequence[tuple[int, int]]
 ) -> dict[int, BlockScaledTensor]:
     """Returns the solutions of some parts by their first row, several solved in one call."""
     solved: dict[int, BlockScaledTensor] = {}
@@ -86,13 +85,14 @@ def _solve_together(
         together = parts[first : first + most]
         bounds = accumulate((stop - start for start, stop in together), initial=0)
         rows = [slice(*pair) for pair in pairwise(bounds)]
-        whole = solve(_joined(weight, together), None if residual is None else _joined(residual, together), rows)
+        own_residual = None if residual is None else _joined(residual, together)
+        whole = solve(_joined(weight, together), residual=own_residual, parts=rows)
         for (start, _), part in zip(together, rows, strict=True):
             solved[start] = whole.rows(part.start, part.stop)
     return solved
 
 
-def _joined(matrix: torch.Tensor, parts: Sequence[tuple[int, int]]) -> torch.Tensor:
+def _joined(matrix: Tensor, parts: Sequence[tuple[int, int]]) -> Tensor:
     """Returns some parts of the rows of a matrix, one below the other."""
     if all(stop == start for (_, stop), (start, _) in pairwise(parts)):
         return matrix[parts[0][0] : parts[-1][1]]

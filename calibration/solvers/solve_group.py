@@ -11,11 +11,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 
 from quant.calibration.ranks import Exchange
-from quant.calibration.solvers.gptq import Gptq
 from quant.calibration.solvers.interfaces import Solver, shared_global_scale
-from quant.calibration.solvers.peers import Peer
 from quant.calibration.solvers.row_parallel import TOGETHER
 from quant.calibration.statistics import LayerStats
 from quant.formats.format import BF16, FP16, Format
@@ -25,7 +24,7 @@ _STORED_NUMBER = {torch.float16: FP16, torch.bfloat16: BF16}
 
 
 def solve_group(
-    weights: Mapping[str, torch.Tensor],
+    weights: Mapping[str, Tensor],
     stats: Mapping[str, LayerStats | None],
     format: Format,
     solver: Solver,
@@ -39,7 +38,8 @@ def solve_group(
 
     Args:
         weights: `[out, in]` by layer name; or a single `[experts, out, in]`.
-        stats: input statistics by layer name; members of a group have the same, because they read one input.
+        stats: input statistics by layer name; members of a group have the same, because they read one input. They hold
+            the outputs of the members one after the other.
         format: shared by the group.
         solver: a solver from `SOLVERS`.
         stored: dtype of the model, where the weights come in a wider one. Wide scales (FP8, INT8) are stored in it,
@@ -47,25 +47,33 @@ def solve_group(
         stack: solves the members as one tall weight where the format allows it; all of them read one input.
     """
     solved_as = _solved_as(format, stored)
-    members = weights
-    one_scale = format.per_tensor and not isinstance(solver, Peer)
-    # Rows are independent unless a scale spans them: a tile of 128 rows could straddle two members.
-    as_one = len(weights) > 1 and (one_scale or (stack and format.block[0] == 1))
-    if as_one:
-        weights = {"|".join(members): torch.cat(list(members.values()))}
-        stats = dict.fromkeys(weights, next(iter(stats.values()), None))
-    elif len(weights) > 1:
-        stats = _cut(stats, weights)
     global_scale = _global_scale(weights, solved_as, solver) if format.global_scale else None
-    solved = {}
+
+    def solve(name: str, weight: Tensor, stats: LayerStats | None) -> BlockScaledTensor:
+        return replace(solver(weight, stats, solved_as, global_scale=global_scale, name=name), format=format)
+
+    one_scale = format.per_tensor and not solver.derives_global_scale
+    # Rows are independent unless a scale spans them: a tile of 128 rows could straddle two members.
+    if len(weights) > 1 and (one_scale or (stack and format.block[0] == 1)):
+        tall = solve("|".join(weights), torch.cat(list(weights.values())), next(iter(stats.values()), None))
+        solved, start = {}, 0
+        for name, weight in weights.items():
+            part = tall.rows(start, start + len(weight))
+            # Clones, since views would keep the whole tall matrix alive for as long as one member lives.
+            solved[name] = replace(part, codes=part.codes.clone(), scale=part.scale.clone())
+            start += len(weight)
+        return solved
+    solved, start = {}, 0
     for name, weight in weights.items():
-        rounded = solver(weight, stats.get(name), solved_as, global_scale=global_scale, name=name)
-        solved[name] = replace(rounded, format=format)
-    return _split(next(iter(solved.values())), members) if as_one else solved
+        own, stop = stats.get(name), start + weight.shape[-2]
+        if len(weights) > 1 and own is not None and (own.outputs is not None or own.residual is not None):
+            own = own.of_outputs(start, stop)
+        solved[name], start = solve(name, weight, own), stop
+    return solved
 
 
 def solve_matrices(
-    matrices: Iterable[torch.Tensor],
+    matrices: Iterable[Tensor],
     stats: Sequence[LayerStats | None],
     format: Format,
     solver: Solver,
@@ -83,17 +91,16 @@ def solve_matrices(
         format, solver, stored: as for `solve_group`.
         name: the name of the layer, for errors.
     """
-    solved_as, waiting = _solved_as(format, stored), list[tuple[torch.Tensor, LayerStats]]()
+    solved_as, waiting = _solved_as(format, stored), list[tuple[Tensor, LayerStats]]()
 
     def solved() -> Iterator[BlockScaledTensor]:
-        assert isinstance(solver, Gptq)
         weights, seen = zip(*waiting, strict=True)
         seconds = torch.stack([_global_scale({name: weight}, solved_as, solver) for weight in weights])
         waiting.clear()
         yield from (replace(w, format=format) for w in solver.together(weights, seen, solved_as, seconds, name))
 
     for matrix, of_matrix in zip(matrices, stats, strict=True):
-        if of_matrix is None or not isinstance(solver, Gptq) or not solver.takes_several(matrix, solved_as):
+        if of_matrix is None or not solver.batches_small(matrix, solved_as):
             yield from solved() if waiting else ()
             yield solve_group({name: matrix}, {name: of_matrix}, format, solver, stored)[name]
             continue
@@ -111,39 +118,10 @@ def _solved_as(format: Format, stored: torch.dtype | None) -> Format:
     return format
 
 
-def _cut(stats: Mapping[str, LayerStats | None], weights: Mapping[str, torch.Tensor]) -> dict[str, LayerStats | None]:
-    """Returns the statistics of each member of a group whose members are solved one by one.
-
-    The group's statistics hold the outputs of its members one after the other.
-    """
-    parts: dict[str, LayerStats | None] = {}
-    start = 0
-    for name, weight in weights.items():
-        whole = stats.get(name)
-        stop = start + weight.shape[-2]
-        speaks = whole is not None and (whole.outputs is not None or whole.residual is not None)
-        parts[name] = whole.of_outputs(start, stop) if speaks and whole is not None else whole
-        start = stop
-    return parts
-
-
-def _global_scale(weights: Mapping[str, torch.Tensor], format: Format, solver: Solver) -> torch.Tensor:
+def _global_scale(weights: Mapping[str, Tensor], format: Format, solver: Solver) -> Tensor:
     """Returns the global scale of all members of a group: s2 = amax / (largest element · largest scale)."""
     amax = torch.stack([checked_amax(weight, name) for name, weight in weights.items()]).amax(dim=0)
-    if isinstance(solver, Peer):
-        return amax  # a peer derives its own scale, in its own arithmetic
-    return shared_global_scale(amax, format, solver.rule)
-
-
-def _split(tall: BlockScaledTensor, members: Mapping[str, torch.Tensor]) -> dict[str, BlockScaledTensor]:
-    """Returns the members of a group that was solved as one tall weight."""
-    parts, start = {}, 0
-    for name, weight in members.items():
-        part = tall.rows(start, start + len(weight))
-        # Clones, since views would keep the whole tall matrix alive for as long as one member lives.
-        parts[name] = replace(part, codes=part.codes.clone(), scale=part.scale.clone())
-        start += len(weight)
-    return parts
+    return amax if solver.derives_global_scale else shared_global_scale(amax, format, solver.rule)
 
 
 def all_solved(
@@ -158,14 +136,13 @@ def all_solved(
         outlines: shapes of the members by name, and the format, of every group.
         exchange: the exchange with the other ranks, on the device of the solutions.
     """
-    entries = [
-        (index, [tensor for name in outlines[index][0] for tensor in _tensors(solved[name])])
-        for index, solved in own.items()
-    ]
+    entries: list[tuple[int, list[Tensor | None]]] = []
+    for index, solved in own.items():
+        weights = [solved[name] for name in outlines[index][0]]
+        entries.append((index, [part for w in weights for part in (w.codes, w.scale, w.global_scale)]))
     everywhere = []
     for index, tensors in exchange.in_order(entries):
         shapes, format = outlines[index]
-        # Codes, scale and global scale in turn, as `_tensors` lists them.
         parts = zip(tensors[::3], tensors[1::3], tensors[2::3], strict=True)
         everywhere.append(
             {
@@ -174,7 +151,3 @@ def all_solved(
             }
         )
     return everywhere
-
-
-def _tensors(weight: BlockScaledTensor) -> list[torch.Tensor | None]:
-    return [weight.codes, weight.scale, weight.global_scale]

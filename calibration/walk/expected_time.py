@@ -29,7 +29,7 @@ from quant.calibration.outputs.gradients import labels_drawn
 from quant.calibration.placement import device_of
 from quant.calibration.session import Session
 from quant.calibration.solvers.interfaces import Solver
-from quant.calibration.solvers.registry import Pipeline, get_pipeline, supports
+from quant.calibration.solvers.registry import Pipeline, get_pipeline
 from quant.calibration.solvers.solve_group import solve_group
 from quant.calibration.statistics import LayerStats
 from quant.calibration.texts.mixture import PIECE
@@ -169,10 +169,10 @@ class _GroupWork:
     def rounding(self, speed: Speed) -> float:
         """Returns the seconds for rounding, without the products that grow with the square of the width."""
         layer = self.members[0]
-        if not supports(self.pipeline.rounding, layer.weight_format):
+        if not self.pipeline.rounding.supports(layer.weight_format):
             return 0.0  # the plan is refused in a moment
         column = speed.of_rounding(
-            self.pipeline.rounding, layer.weight_format, self.rows, two_sided=self.pipeline.two_sided
+            self.pipeline.rounding, layer.weight_format, self.rows, two_sided=self.pipeline.rounding.two_sided
         )
         return column * layer.shape[-1] * self.matrices
 
@@ -198,7 +198,7 @@ def passes(pipeline: Pipeline, rows: int, *, on_gpu: bool) -> int:
     if not pipeline.needs_data:
         return 0
     # Gradients of outputs take one pass forward, then for each label drawn one forward and one backward.
-    return _PASSES + (1 + 2 * labels_drawn(rows, on_gpu=on_gpu) if pipeline.two_sided else 0)
+    return _PASSES + (1 + 2 * labels_drawn(rows, on_gpu=on_gpu) if pipeline.rounding.two_sided else 0)
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,6 @@ import torch
 from torch import nn
 
 from quant.calibration.ranks import dealt, gathered, rank_and_world, sharing
-from quant.calibration.solvers.gptq import Gptq
 from quant.calibration.solvers.lowrank import Branch, refit_branches, take_branches
 from quant.calibration.solvers.registry import get_pipeline, with_supported_solver
 from quant.calibration.solvers.solve_group import all_solved, solve_group
@@ -285,7 +284,7 @@ def _drift(block: Block, group: Group, x: torch.Tensor) -> torch.Tensor | None:
     Where inputs are rounded, x is the input before that: against the noise of rounding, least squares would shrink the
     weights, layer after layer, and the model would lose more than it gains.
     """
-    correction = group.pipeline.shares(group.activation is not None).drift
+    correction = group.pipeline.rounding.shares_where(group.activation is not None).drift
     if not correction or not _is_aligned(block, group):
         return None
     return (group.original(block.batch.index) - group.input(x)).mul_(correction)
@@ -296,7 +295,7 @@ def _residual(block: Block, group: Group) -> torch.Tensor | None:
 
     None for a group that does not write to the stream.
     """
-    share = group.pipeline.shares(group.activation is not None).residual
+    share = group.pipeline.rounding.shares_where(group.activation is not None).residual
     # The solver sees the members of a group as one weight, but each would write to the stream by itself.
     if not share or len(group.names) > 1 or not _is_aligned(block, group):
         return None
@@ -420,7 +419,7 @@ def _statistics_for(
         _solve_without_data(group)
     elif stats is None:
         group.notes.append("no calibration token reached it: solved on the pooled statistics of its siblings")
-    elif isinstance(group.pipeline.rounding, Gptq) and stats.tokens < group.members[0].shape[-1]:
+    elif group.pipeline.rounding.feeds_back and stats.tokens < group.members[0].shape[-1]:
         seen = f"{stats.tokens} tokens for {group.members[0].shape[-1]} inputs"
         group.notes.append(f"{seen}: a singular second moment, damped; more text would do better")
     used = stats or siblings

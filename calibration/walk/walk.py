@@ -53,7 +53,6 @@ from quant.calibration.placement import (
     home_of_states,
     placed,
     tensors_of,
-    without_experts,
 )
 from quant.calibration.ranks import at_first, from_first, number_of, own_batches, rank_and_world
 from quant.calibration.session import Session
@@ -80,6 +79,7 @@ from quant.recipes.blocks import (
     find_chains,
     output_of,
     stored_dtype,
+    without_experts,
     without_hidden,
 )
 from quant.recipes.layers import LayerKind, expert_matrices
@@ -402,9 +402,11 @@ class ModelWalk:
     def measure_outputs(self) -> None:
         """Measures the gradients at outputs, in the original model, where a solver needs them."""
         linears = [layer for layer in self.layers if layer.kind == LayerKind.LINEAR]
-        groups = [members for members in groups_of(linears).values() if get_pipeline(members[0].solver).two_sided]
+        groups = [
+            members for members in groups_of(linears).values() if get_pipeline(members[0].solver).rounding.two_sided
+        ]
         experts = [[layer] for layer in self.layers if layer.kind == LayerKind.EXPERTS]
-        groups += [members for members in experts if get_pipeline(members[0].solver).two_sided]
+        groups += [members for members in experts if get_pipeline(members[0].solver).rounding.two_sided]
         if groups:
             self.outputs = output_moments(self.model, groups, self.batches, self.session)
 
@@ -687,7 +689,9 @@ def _corrects_stream(block: Block) -> bool:
     # The model itself as the block of layers outside of blocks takes token ids, and has no stream.
     in_stream = block.calls.few.hidden.is_floating_point()
     members = [*(g.members[0] for g in block.groups), *(m for e in block.experts for m in e.members)]
-    return in_stream and any(get_pipeline(m.solver).shares(m.activation is not None).residual for m in members)
+    return in_stream and any(
+        get_pipeline(m.solver).rounding.shares_where(m.activation is not None).residual for m in members
+    )
 
 
 def _stream_error(block: Block, name: str) -> torch.Tensor | None:

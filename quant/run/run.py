@@ -26,21 +26,21 @@ from quant.base.listener import SILENT, Listener, StageProgress
 from quant.calibration.inputs import Inputs
 from quant.calibration.ranks import leave, rank_and_world, wait_for_all
 from quant.calibration.session import Session
-from quant.calibration.solvers.gptq import Gptq, compile_ahead
+from quant.calibration.solvers.gptq import compile_ahead
 from quant.calibration.solvers.registry import get_pipeline
 from quant.calibration.texts.mixture import solver_needs_data
 from quant.calibration.walk.solve import solve_plan
 from quant.calibration.walk.solve_weights import solve_state_dict
 from quant.calibration.walk.step_store import DirectoryStore
 from quant.export.checkpoint.files.compressed_tensors import check_plan
-from quant.export.checkpoint.trial_load import import_for_trial
+from quant.export.checkpoint.other_runtimes import import_for_trial
 from quant.recipes.blocks import block_names
 from quant.recipes.layers import LayerKind
 from quant.recipes.plan import Plan, groups_by_input
 from quant.report.report import Report
 from quant.run.announcements import announce_untied_head
 from quant.run.data import announce_time, read_data, verification_data
-from quant.run.decide import decide
+from quant.run.decide import decide, save_plan
 from quant.run.job import Decision, Job, Outcome, SolvedModel
 from quant.run.measure import Measured, baseline_of, measure
 from quant.run.open_source import destination, load
@@ -154,7 +154,9 @@ def run(request: Request, listener: Listener = SILENT) -> Outcome:
     with destination(request):
         job = load(request, listener)
         decision = decide(job)
-        if request.dry_run or _is_idle_rank(job):
+        if request.plan_out is not None and rank_and_world()[0] == 0:
+            save_plan(decision, request.plan_out)
+        if request.only_decides or _is_idle_rank(job):
             return Outcome(decision.plan)
         with resumable(job, decision.plan) as job:
             if job.session.store.is_complete:
@@ -180,7 +182,7 @@ def _compute(job: Job, decision: Decision) -> tuple[Decision, SolvedModel, Measu
 
 def _compile_ahead(job: Job, decision: Decision) -> None:
     """Begins to compile kernels of the plan's solvers, while texts are read and the model is copied to the GPU."""
-    layers = [layer for layer in decision.plan.quantized if isinstance(get_pipeline(layer.solver).rounding, Gptq)]
+    layers = [layer for layer in decision.plan.quantized if get_pipeline(layer.solver).rounding.feeds_back]
     compile_ahead({layer.weight_format for layer in layers}, job.session.device)
 
 

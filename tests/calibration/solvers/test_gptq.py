@@ -9,14 +9,21 @@ import pytest
 import torch
 
 from quant.calibration.shrinkage import shrink
-from quant.calibration.solvers.gptq import round_with_feedback, search_block
-from quant.calibration.solvers.gptq import block_factors, block_order, corrected_weight, factorize, inverse_of_upper
-from quant.calibration.solvers.gptq import Gptq, gptq
+from quant.calibration.solvers.gptq import (
+    Gptq,
+    block_factors,
+    block_order,
+    corrected_weight,
+    factorize,
+    gptq,
+    inverse_of_upper,
+    round_with_feedback,
+    search_block,
+)
 from quant.calibration.solvers.registry import get_solver
 from quant.calibration.solvers.solve_group import solve_group
 from quant.calibration.statistics import LayerStats, MomentSum, diagonal_blocks
-from quant.formats.format import FORMATS, Format
-from quant.formats.format import E2M1, E4M3, INT4
+from quant.formats.format import E2M1, E4M3, FORMATS, INT4, Format
 from quant.formats.tensor import quantize, quantize_with_scale
 
 NVFP4 = FORMATS["nvfp4"]
@@ -44,7 +51,7 @@ def test_feedback_is_no_worse_than_nearest_and_near_the_optimum_of_all_codes(see
     every = torch.tensor(list(itertools.product(grid.tolist(), repeat=columns)))
     best = torch.stack([_loss(every, row.expand_as(every), moment).min() for row in weight])
     factor = factorize(moment, 0.0)
-    values, errors = round_with_feedback(weight.t(), factor.inverse, torch.ones(1, 1, rows), E2M1)
+    values, errors = round_with_feedback(weight.t(), factor.U, torch.ones(1, 1, rows), E2M1)
     found = _loss(values[:, 0].t(), weight, moment)
     nearest = _loss(weight.round(), weight, moment)
     # The loss that the errors claim is the loss there is.
@@ -59,7 +66,7 @@ def test_feedback_is_the_closed_form_of_optimal_brain_surgery() -> None:
     moment = _moment(columns).double()
     weight = torch.randn(3, columns, dtype=torch.float64)
     factor = factorize(moment, 0.0)
-    values, _ = round_with_feedback(weight.t(), factor.inverse, torch.full((1, 1, 3), 0.25, dtype=torch.float64), INT4)
+    values, _ = round_with_feedback(weight.t(), factor.U, torch.full((1, 1, 3), 0.25, dtype=torch.float64), INT4)
     left = weight.clone()
     for j in range(columns):
         rounded = (left[:, j] / 0.25).round().clamp(-7, 7) * 0.25
@@ -177,7 +184,7 @@ def test_descent_never_raises_the_loss() -> None:
     factor = factorize(moment)
     scale = weight.abs().amax() / (6 * 256)
     losses = [
-        _loss(gptq(weight, factor, NVFP4, scale, sweeps=sweeps).dequantize(), weight, factor.moment).sum()
+        _loss(gptq(weight, factor, NVFP4, scale, sweeps=sweeps).dequantize(), weight, factor.H).sum()
         for sweeps in (0, 1, 2, 5)
     ]
     assert losses == sorted(losses, reverse=True)
@@ -203,7 +210,7 @@ def test_a_singular_moment_is_damped_and_says_so() -> None:
     x = torch.randn(3, 16)
     factor = factorize(x.t() @ x / 3, 0.0)
     assert factor.damping > 0
-    eye = factor.inverse.t() @ factor.inverse @ factor.moment
+    eye = factor.U.t() @ factor.U @ factor.H
     torch.testing.assert_close(eye, torch.eye(16), atol=0.05, rtol=0)
     with pytest.raises(ValueError, match=r"layer\.x: .*NaN"):
         Gptq()(

@@ -6,8 +6,14 @@ import numpy as np
 import pytest
 import torch
 
-from quant.calibration.solvers.lowrank import LossMetric, blocks_between
-from quant.calibration.solvers.lowrank import lowrank_branch, refit_branches, residual_weight, take_branches
+from quant.calibration.solvers.lowrank import (
+    LossMetric,
+    blocks_between,
+    lowrank_branch,
+    refit_branches,
+    residual_weight,
+    take_branches,
+)
 from quant.calibration.statistics import LayerStats
 from quant.formats.format import get_format
 from quant.formats.tensor import quantize

@@ -14,10 +14,10 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from quant.calibration.session import Session, Step, Store
-from quant.calibration.solvers.rotation import merge_residual_rotation
-from quant.calibration.walk.learned_rotation import learned_rotation, loss_and_gradient
 from quant.calibration.solvers.registry import check_solvers
+from quant.calibration.solvers.rotation import merge_residual_rotation
 from quant.calibration.walk import learned_rotation as merging
+from quant.calibration.walk.learned_rotation import learned_rotation, loss_and_gradient
 from quant.cli.quantize_command import quantize_command
 from quant.export.checkpoint.load import load
 from quant.recipes.plan_make import make_plan

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from quant.calibration.solvers.awq import POWERS, Awq, channel_scale
-from quant.calibration.solvers.lowrank import LossMetric
 from quant.calibration.solvers.interfaces import GroupInputs, shared_global_scale
+from quant.calibration.solvers.lowrank import LossMetric
 from quant.calibration.solvers.registry import SOLVERS, get_solver
 from quant.calibration.solvers.solve_group import solve_group
 from quant.calibration.statistics import LayerStats
