@@ -28,7 +28,7 @@ Part = TypeVar("Part", bound=torch.Tensor | None)
 Outline = tuple[tuple[int, ...], torch.dtype]
 """The shape and dtype of a tensor that another rank will send."""
 
-# Ranks find each other within minutes. Later `quant.cli.ranks.watch` sees whether all live, and one of them may take
+# Ranks find each other within minutes. Later torchrun sees whether all live, and one of them may take
 # long over a large file.
 _GATHERING, _PATIENCE = timedelta(minutes=10), timedelta(days=7)
 

@@ -25,7 +25,7 @@ quant.save(result.model, result.plan, parsed.out, tokenizer=source.load_tokenize
 engine = f"{parsed.out}-onnx/model.onnx"
 commands = [
     ["export", parsed.out, "--to", "onnx", "--out", f"{parsed.out}-onnx", "--capacity", parsed.capacity, "--overwrite"],
-    ["check-engine", engine, "--source", parsed.out],
+    ["check", engine, "--source", parsed.out],
     ["generate", parsed.out, "--engine", engine, "--prompt", parsed.prompt, "--max-new-tokens", "16"],
 ]
 for command in commands:

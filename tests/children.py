@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import random
 import signal
+import socket
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 # Imports that the tests of ranks need, which take longer than most of them compute.
@@ -32,6 +35,15 @@ def in_child(action: Callable[[], object], kill_after: float | None = None) -> i
         time.sleep(kill_after)
         os.kill(child, signal.SIGKILL)
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def free_port() -> int:
+    """A port at which nothing listens, below those that systems give to outgoing connections."""
+    for port in random.SystemRandom().sample(range(15_000, 32_000), 100):
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise AssertionError("no free port")
 
 
 def run_ranks(function: Callable[..., None], arguments: tuple[Any, ...] = (), count: int = 1) -> None:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+from click.testing import CliRunner
 from torch import nn
 
+from quant.cli.main import main
 from quant.formats.format import get_format
 from quant.recipes.groups import watching
 from quant.recipes.layers import Layer, LayerKind, find_layers
@@ -23,6 +26,13 @@ def block(i: int, weight: str | None = "nvfp4", activation: str | None = None, g
     name = f"model.layers.{i}.self_attn.(q_proj|k_proj|v_proj)" if group else None
     qkv = [LayerPlan(ATTENTION.format(i, p), LayerKind.LINEAR, (64, 128), *formats, group=name) for p in "qkv"]
     return [*qkv, LayerPlan(f"model.layers.{i}.mlp.down_proj", LayerKind.LINEAR, (128, 256), *formats)]
+
+
+def planned(model: object, plan: Path, *options: object) -> Path:
+    """A file with the plan that `quant plan make` makes."""
+    done = CliRunner().invoke(main, ["plan", "make", *map(str, (model, *options)), "--out", str(plan), "--quiet"])
+    assert done.exit_code == 0, done.output
+    return plan
 
 
 def plan_of(*layers: LayerPlan, **fields: Any) -> Plan:

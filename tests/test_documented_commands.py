@@ -65,7 +65,7 @@ def runs(block: Block) -> bool:
 
 RUN = [page for page in PAGES if any(runs(block) for block in blocks(page))]
 # Every `make test` runs README without its longest commands; `make docs-test` runs everything, in some minutes.
-LONG = {"distill", "export", "check-engine"}
+LONG = {"distill", "export", "MODEL.engine"}
 # Options that make a command short, where the page does not give them.
 SHORT = {"distill": {"--steps": "2", "--seqlen": "32", "--samples": "8"}}
 # Pages whose Python blocks are alternatives: each begins with names of its own.

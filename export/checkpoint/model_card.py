@@ -148,7 +148,7 @@ def _loss(report: Mapping[str, Any] | None) -> Iterator[str]:
 def _use(plan: Plan, model: nn.Module, layout: str) -> Iterator[str]:
     """Yields how to verify, load and serve; a runtime's lines only where its table of formats has the plan's."""
     yield from ("", "## Use", "", "`DIR` is this directory. Blockscale checks and loads it:", "")
-    yield from ("```console", "$ quant verify DIR", "```", "", "```python")
+    yield from ("```console", "$ quant check DIR", "```", "", "```python")
     yield from ("import quant", "", 'model = quant.load("DIR")', "```")
     kind = type(model)
     server, library = _RUNTIMES[layout]

@@ -32,31 +32,22 @@ from quant.base.errors import UserError
 from quant.calibration.placement import Device, find_device
 from quant.evaluation.outputs import inputs_moved
 from quant.export.checkpoint.load import describe, load
-from quant.export.engines.decode_loop import check_lengths, check_plan, read, step
+from quant.export.engines.decode_loop import check_lengths, check_plan, is_engine, open_session, read, step
 from quant.export.onnx.engine_session import EngineSession
-from quant.export.engines.open_engine import is_engine, open_session
 from quant.export.tensorrt.audit import TENSORS, AuditRow, audit
 from quant.export.tensorrt.tensorrt_session import read_receipt, runs_here
 from quant.generate.generate import cast_unquantized
 from quant.models.huggingface import load_tokenizer
 from quant.recipes.blocks import cache_argument, cache_of
 
-# Runs of one set of prompts and tokens, by the model in PyTorch and by an exported decoder; both keep all logits.
-
 
 @dataclass(frozen=True)
 class DecodingRun:
-    """The tokens that a model wrote, or was fed, after some prompts.
+    """The tokens that a model wrote, or was fed, after some prompts."""
 
-    Attributes:
-        logits: `[rows, steps, vocabulary]`, float32; step 0 follows the prompt.
-        prefill_seconds: the time that reading the prompts took.
-        step_seconds: the median time of a decoding step of all rows; of the reference, of one row.
-    """
-
-    logits: np.ndarray
-    prefill_seconds: float
-    step_seconds: float
+    logits: np.ndarray  # `[rows, steps, vocabulary]`, float32; step 0 follows the prompt
+    prefill_seconds: float  # the time that reading the prompts took
+    step_seconds: float  # the median time of a decoding step of all rows; of the reference, of one row
 
     @property
     def tokens(self) -> np.ndarray:
@@ -68,14 +59,7 @@ class DecodingRun:
 def reference_run(
     model: Any, prompts: Sequence[Sequence[int]], new: int, tokens: np.ndarray | None = None
 ) -> DecodingRun:
-    """Runs the model itself, one row after the other, with transformers' cache.
-
-    Args:
-        model: a decoder of transformers.
-        prompts: token ids of each row.
-        new: steps after each prompt.
-        tokens: the tokens that it is fed, `[rows, steps]`; by default its own likeliest ones.
-    """
+    """Runs the model itself, one row after the other, on its own likeliest tokens or on `tokens` `[rows, steps]`."""
     device = next(model.parameters()).device
     rows, prefill, steps = [], 0.0, []
     with torch.no_grad():
@@ -128,40 +112,27 @@ _PROMPTS, _APART = (5, 150, 200), 400  # tokens
 
 @dataclass(frozen=True)
 class EngineCheck:
-    """The comparison.
+    """The comparison."""
 
-    Attributes:
-        backend: library and device that ran the engine; empty if it could not be run here.
-        dtype: the dtype in which both ran.
-        prompts: tokens of each row's prompt.
-        steps: tokens that were compared in each row.
-        agreeing: steps of all rows whose likeliest tokens are the same.
-        first_difference: row and step of the first that is not; None if all are.
-        kl: mean KL divergence from the reference, in nats.
-        error: relative difference of all logits, in the Frobenius norm.
-        engine_ms: prefill of all rows, and a decoding step of all rows.
-        reference_ms: prefill of all rows, one after the other, and a decoding step of one row.
-        noise_kl: mean KL divergence between two runs of the reference that round differently; None if the engine needed
-            no wider limits.
-        noise_agreeing: steps whose likeliest tokens are the same in both runs; None likewise.
-        facts: name and finding of everything that was checked without running it.
-        passed: None if it could not be run here.
-    """
-
-    backend: str = ""
-    dtype: str = ""
-    prompts: list[int] = field(default_factory=list)
-    steps: int = 0
-    agreeing: int = 0
-    first_difference: tuple[int, int] | None = None
-    kl: float = 0.0
-    error: float = 0.0
-    engine_ms: tuple[float, float] = (0.0, 0.0)
+    backend: str = ""  # library and device that ran the engine; empty if it could not be run here
+    dtype: str = ""  # the dtype in which both ran
+    prompts: list[int] = field(default_factory=list)  # tokens of each row's prompt
+    steps: int = 0  # tokens that were compared in each row
+    agreeing: int = 0  # steps of all rows whose likeliest tokens are the same
+    first_difference: tuple[int, int] | None = None  # row and step of the first that is not; None if all are
+    kl: float = 0.0  # mean KL divergence from the reference, in nats
+    error: float = 0.0  # relative difference of all logits, in the Frobenius norm
+    engine_ms: tuple[float, float] = (0.0, 0.0)  # prefill of all rows, and a decoding step of all rows
+    # prefill of all rows, one after the other, and a decoding step of one row
     reference_ms: tuple[float, float] = (0.0, 0.0)
+    # mean KL divergence between two runs of the reference that round differently; None if the engine needed no wider
+    # limits
     noise_kl: float | None = None
-    noise_agreeing: int | None = None
+    noise_agreeing: int | None = None  # steps whose likeliest tokens are the same in both runs; None likewise
+    # name and finding of everything that was checked without running it
     facts: list[tuple[str, str]] = field(default_factory=list)
-    passed: bool | None = None
+    audit: list[AuditRow] = field(default_factory=list)  # of an engine: how each layer runs
+    passed: bool | None = None  # None if it could not be run here
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the result as JSON holds it."""
@@ -171,38 +142,31 @@ class EngineCheck:
 def check_engine(
     path: str | Path, directory: str | Path, *, new: int = 64, device: Device = "auto", unsafe_load: bool = False
 ) -> EngineCheck:
-    """Checks an exported file against the checkpoint that it was made from, as far as this machine can.
-
-    Args:
-        path: ONNX file, directory with `model.onnx`, engine, or package of AOTInductor.
-        directory: the checkpoint.
-        new: tokens that are compared after each prompt.
-        device: the device of the reference, as for `quant.load`.
-        unsafe_load: whether a package, which is compiled code, may be loaded.
-
-    Raises:
-        UserError: a file or a checkpoint that cannot be loaded, or that do not belong together.
-    """
+    """Checks an exported file against the checkpoint that it was made from, as far as this machine can."""
     path, directory = Path(path), Path(directory)
     facts: list[tuple[str, str]] = []
+    findings: list[AuditRow] = []
     if is_engine(path):
-        facts, problems = engine_facts(path, directory)
+        facts, findings = engine_facts(path, directory)
+        wrong = next((finding.name for finding in findings if not finding.passed), None)
+        problems = f"{wrong} differs from the plan or the checkpoint" if wrong is not None else ""
         reason = runs_here(path)
         if reason is not None or problems:
             return EngineCheck(
-                facts=[*facts, ("run", f"not run: {reason or problems}")], passed=False if problems else None
-            )
+                facts=[*facts, ("run", f"not run: {reason or problems}")], audit=findings,
+                passed=False if problems else None,
+            )  # fmt: skip
     session = open_session(path, unsafe_load=unsafe_load)
     check_plan(session, directory)
     new = min(new, session.capacity // 2)
     model = load(directory, device=find_device(device))
     cast_unquantized(model, session.dtype)
     prompts = sample_prompts(directory, model, session, new)
-    return replace(compare(model, session, prompts, new), facts=facts)
+    return replace(compare(model, session, prompts, new), facts=facts, audit=findings)
 
 
-def engine_facts(path: Path, directory: Path) -> tuple[list[tuple[str, str]], str]:
-    """Returns the facts that an engine's file shows without a GPU, and a sentence on its fault, or an empty text."""
+def engine_facts(path: Path, directory: Path) -> tuple[list[tuple[str, str]], list[AuditRow]]:
+    """Returns the facts that an engine's file shows without a GPU, and its audit."""
     receipt = read_receipt(path)
     record, plan = receipt["engine"], describe(directory)[0]
     with path.open("rb") as file:
@@ -211,28 +175,23 @@ def engine_facts(path: Path, directory: Path) -> tuple[list[tuple[str, str]], st
         raise UserError(f"{path} is not the file that its receipt describes: their SHA-256 differ")
     if receipt.get("plan") not in (None, plan.digest()):
         raise UserError(f"{path} was built from another plan than that of {directory}: their digests differ")
-    exported = record.get("layers") or None
-    nodes = record.get("attention_nodes", ())
-    findings = audit(path, plan, attention_nodes=nodes, exported=exported, model=load(directory))
-    tensors = [finding for finding in findings if finding.planned == TENSORS]
-    runs = [finding for finding in findings if finding.planned != TENSORS]
+    findings = audit(
+        path,
+        plan,
+        attention_nodes=record.get("attention_nodes", ()),
+        exported=record.get("layers") or None,
+        model=load(directory),
+    )
+    tensors = [finding.passed for finding in findings if finding.planned == TENSORS]
+    runs = [finding.passed for finding in findings if finding.planned != TENSORS]
     facts = [
         ("engine", f"{record.get('backend')} for {record.get('target')}, {path.stat().st_size / 1e6:.1f} MB, whole"),
-        ("profiles", "; ".join(_steps(profile) for profile in record.get("profiles", ()))),
-        ("precision", _passed(runs, "layers run as planned")),
-        ("weights", _passed(tensors, "modules have the checkpoint's tensors")),
+        # Of a profile the part about token ids: `input_ids=1x1:8x1:32x1`.
+        ("profiles", "; ".join(profile.partition(",")[0] for profile in record.get("profiles", ()))),
+        ("precision", f"{sum(runs)} of {len(runs)} layers run as planned"),
+        ("weights", f"{sum(tensors)} of {len(tensors)} modules have the checkpoint's tensors"),
     ]
-    wrong = [finding.name for finding in findings if not finding.passed]
-    return facts, f"{wrong[0]} differs from the plan or the checkpoint; see `quant audit`" if wrong else ""
-
-
-def _steps(profile: str) -> str:
-    """Returns the part of a profile about token ids: `input_ids=1x1:8x1:32x1`."""
-    return profile.partition(",")[0]
-
-
-def _passed(findings: Sequence[AuditRow], words: str) -> str:
-    return f"{sum(finding.passed for finding in findings)} of {len(findings)} {words}"
+    return facts, findings
 
 
 def sample_prompts(directory: Path, model: Any, session: EngineSession, new: int) -> list[list[int]]:
@@ -252,17 +211,7 @@ def sample_prompts(directory: Path, model: Any, session: EngineSession, new: int
 
 
 def compare(model: nn.Module, session: EngineSession, prompts: Sequence[Sequence[int]], new: int = 64) -> EngineCheck:
-    """Runs both on some prompts.
-
-    Args:
-        model: the reference, in the session's dtype and on its own device.
-        session: the engine.
-        prompts: token ids of each row.
-        new: tokens that follow each.
-
-    Raises:
-        UserError: a prompt does not fit into the engine.
-    """
+    """Runs the reference, in the session's dtype, and the engine on prompts, and on `new` tokens after each."""
     check_lengths(session, prompts, new)
     expected = reference_run(model, prompts, new)
     run = forced_run(session, prompts, expected.tokens)
@@ -298,12 +247,7 @@ def compare(model: nn.Module, session: EngineSession, prompts: Sequence[Sequence
 
 
 def noise_limits(noise_kl: float, noise_agreement: float) -> tuple[float, float]:
-    """Returns the largest mean KL divergence and the smallest share of agreeing steps of a check that passes.
-
-    Args:
-        noise_kl: mean KL divergence between two runs of the reference that round differently.
-        noise_agreement: share of steps that agree between the two.
-    """
+    """Returns the largest mean KL divergence and the smallest share of agreeing steps of a check that passes."""
     most_kl = min(max(MOST_KL, NOISE_MULTIPLE * noise_kl), NOISIEST_KL)
     least_agreement = max(min(LEAST_AGREEMENT, 1 - NOISE_MULTIPLE * (1 - noise_agreement)), NOISIEST_AGREEMENT)
     return most_kl, least_agreement

@@ -1,11 +1,13 @@
 """All commands share this file: `Command`, which prints and fails in the same way for all, and common options.
 
 An expected error (`ValueError`, `OSError`, out of memory) is one line on standard error and exit code 2. Any other
-exception is a bug, in this toolkit or in transformers; it ends in one line too, which says where
-(`quant/cli/command.py`), with exit code 70. `--debug` shows the traceback of either. A warning of this
-package is one line. Ctrl-C and SIGTERM end a command in the same way: unfinished output is removed, a line says
-whether --out was written and whether the same command goes on from there, and the exit code is 128 plus the signal's
-number. How the process itself behaves is in `quant/cli/command.py`.
+exception is a bug, in this toolkit or in transformers; it ends in one line too, which says where, with exit code 70.
+`--debug` shows the traceback of either. A warning of this package is one line. Ctrl-C and SIGTERM end a command in the
+same way: unfinished output is removed, a line says whether --out was written and whether the same command goes on from
+there, and the exit code is 128 plus the signal's number. A reader that closes the pipe, as in `quant … --json | head`,
+loses the rest of the text, and nothing else changes.
+
+Of several ranks, the first one prints. One that fails names itself and its error, and torchrun ends the others.
 """
 
 from __future__ import annotations
@@ -13,10 +15,12 @@ from __future__ import annotations
 import atexit
 import gc
 import os
+import platform
 import shlex
 import signal
 import sys
 import threading
+import time
 import traceback
 import warnings
 from collections import Counter
@@ -25,21 +29,16 @@ from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_st
 from importlib import metadata
 from pathlib import Path
 from types import FrameType
-from typing import Any, Literal, NamedTuple, TextIO, cast
+from typing import Any, Literal, TextIO, cast
 
 import click
 
 from quant.base.errors import UserError, in_command, printable
 from quant.base.json_files import json_text
-from quant.cli.ranks.launch import is_rank, launch, local_device
-from quant.cli.ranks.watch import Watch
 from quant.base.processor import set_up_threads
+from quant.cli.torchrun import launch, local_device
 from quant.models.files import with_revision
 from quant.recipes.plan import PLAN_FILE, Plan, RunTimeFormats
-
-# The process of a command: SIGTERM ends it like Ctrl-C, a reader may leave early, and a warning is one line.
-#
-# A reader that closes the pipe, as in `quant … --json | head`, loses the rest of the text, and nothing else changes.
 
 
 @atexit.register
@@ -60,11 +59,7 @@ class Terminated(KeyboardInterrupt):
 
 @contextmanager
 def terminable() -> Iterator[None]:
-    """Makes SIGTERM raise `Terminated`; later ones do not disturb the cleaning up.
-
-    Python drops an exception that is raised in a destructor or in the callback of a weak reference. If that happens to
-    `Terminated`, it is raised again at the end: a command that got the signal never ends as if it had not.
-    """
+    """Makes SIGTERM raise `Terminated`; later ones do not disturb the cleaning up."""
     # Python delivers signals to the main thread and refuses handlers from any other.
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -81,6 +76,7 @@ def terminable() -> Iterator[None]:
     before = signal.signal(signal.SIGTERM, stop)
     try:
         yield
+        # Python drops an exception that is raised in a destructor or in the callback of a weak reference.
         if stopped:
             raise Terminated
     finally:
@@ -151,25 +147,17 @@ def warnings_in_one_line(*, quiet: bool) -> Iterator[None]:
         yield
 
 
-# Says whose code an unexpected exception came from: this package's, transformers', or a model's own files.
-#
-# The innermost frame of one of the three decides. Frames below it are of torch or of the standard library, which only
-# report a bad call.
-
-
-_OURS = "quant"
 _REMOTE = "transformers_modules"  # where transformers puts the Python files of a model
 
 
 def explained(error: Exception, message: str) -> str:
-    """Returns one line about an exception that is not a mistake of the user.
+    """Returns one line about an exception that is not a mistake of the user: whose code it came from.
 
-    Args:
-        error: the exception with its traceback.
-        message: the text of the exception in one line.
+    The innermost frame of this package, of transformers or of a model's own files decides. Frames below it are of torch
+    or of the standard library, which only report a bad call.
     """
-    frames = list(_frames(error))
-    packages = (_OURS, "transformers", _REMOTE)
+    frames = list(traceback.walk_tb(error.__traceback__))
+    packages = ("quant", "transformers", _REMOTE)
     frame, line = next(((f, n) for f, n in reversed(frames) if _package(f) in packages), frames[-1])
     where = f"{type(error).__name__} at {Path(frame.f_code.co_filename).name}:{line}: {message}"
     function = getattr(frame.f_code, "co_qualname", frame.f_code.co_name)
@@ -189,14 +177,6 @@ def explained(error: Exception, message: str) -> str:
     return f"this is a bug in Blockscale: run with --debug, and report what that prints ({where})"
 
 
-def _frames(error: Exception) -> Iterator[tuple[FrameType, int]]:
-    """Returns frames and line numbers, the innermost last."""
-    traceback = error.__traceback__
-    while traceback is not None:
-        yield traceback.tb_frame, traceback.tb_lineno
-        traceback = traceback.tb_next
-
-
 def _package(frame: FrameType) -> str:
     return str(frame.f_globals.get("__name__", "")).partition(".")[0]
 
@@ -206,7 +186,8 @@ HELP = {"help_option_names": ["-h", "--help"]}
 _BUG = 70  # what sysexits.h calls an internal software error
 # Key in click's context, with the package's name as click asks of extensions.
 _ARGUMENTS = "quant.arguments"
-_KEPT = "finished layers are kept, and the same command continues after them"
+_FOLLOWED = 1  # exit code of a rank that lost another
+_FIRST_RANK = 1.0  # seconds in which the first rank prints an error that all ranks have
 QUIET = click.option("--quiet", is_flag=True, help="Print errors only.")
 JSON = click.option("--json", "as_json", is_flag=True, help="Print the result as JSON on standard output.")
 DEVICE = click.option(
@@ -318,97 +299,82 @@ class Command(click.Command):
 
     def _invoke(self, ctx: click.Context) -> Any:
         debug = ctx.params.pop("debug")
-        _check_working_directory(ctx)
+        try:
+            os.getcwd()
+        except FileNotFoundError:
+            # No relative path and no library of torch is found there.
+            echo("error: the working directory was deleted; change to one that exists, and run the command again",
+                 err=True)  # fmt: skip
+            ctx.exit(2)
         # Not passed on: the commands take the name of the model with its revision in one.
         revision = ctx.params.pop("revision", None)
         out = ctx.params.get("out")
         # Taken first, so that a signal at any later moment can be answered.
         before = _identity(out)
-        # Before anything imports torch, which reads OMP_NUM_THREADS once.
-        _share_processor(quiet=bool(ctx.params.get("quiet")) or _is_silent_rank())
-        watch = None
+        rank = int(os.environ.get("RANK", "0")) if "devices" in ctx.params else 0
+        quiet = bool(ctx.params.get("quiet")) or rank > 0
+        # Before anything imports torch, which reads OMP_NUM_THREADS once. In tests and notebooks torch is there
+        # already, and its pool of threads cannot be resized from outside.
+        if "torch" not in sys.modules and (warning := set_up_threads(os.environ)) is not None and not quiet:
+            echo(warning, err=True)
         try:
-            with terminable(), warnings_in_one_line(quiet=bool(ctx.params.get("quiet")) or _is_silent_rank()):
-                if "devices" in ctx.params:
-                    watch = _join_ranks(ctx)
+            with terminable(), warnings_in_one_line(quiet=quiet):
+                joined = "devices" in ctx.params and _joins_ranks(ctx)
                 if revision is not None:
                     _at_revision(ctx.params, revision)
                 try:
                     result = super().invoke(ctx)
                 finally:
                     ctx.close()  # releases the command's locks and files, while signals are handled
-                if watch is not None:
-                    watch.ends()
+                if joined:
+                    from quant.calibration.ranks import leave
+
+                    leave()
                 return result
         # SIGTERM arrives here too: `Terminated` is a KeyboardInterrupt.
         except KeyboardInterrupt as signalled:
             number = signal.SIGTERM if isinstance(signalled, Terminated) else signal.SIGINT
-            if watch is not None:
-                watch.fails(f"stopped by {number.name}", follows=True)
             # The inode or the time of change of --out shows whether the result was put there already.
             when = "before" if _identity(out) == before else "after"
             what = "" if out is None else f" {when} {out} was written"
-            echo(f"error: stopped by {number.name}{what}{_goes_on(ctx.params)}", err=True)
+            if rank == 0:
+                echo(f"error: stopped by {number.name}{what}{_goes_on(ctx.params)}", err=True)
             ctx.exit(128 + number)
         # click prints these and sets the exit code itself.
         except (click.ClickException, click.exceptions.Exit, click.Abort):
             raise
         except Exception as error:
-            failure = _Failure.of(error)
-            if watch is not None:
-                # `fails` ends the process on every rank but the first, so the traceback has to come before.
-                if debug and watch.rank:
-                    traceback.print_exc()
-                watch.fails(failure.message, follows=failure.follows)
+            message, exit_code = _as_line(error)
+            if rank:
+                # An error of all ranks alike is the first one's to print, after which torchrun ends the others.
+                time.sleep(_FIRST_RANK)
+                message = f"rank {rank} (process {os.getpid()} on {platform.node()}): {message}"
             if debug:
                 raise
-            echo(f"error: {failure.message}", err=True)
-            ctx.exit(failure.exit_code)
+            if exit_code != _FOLLOWED or rank == 0:
+                echo(f"error: {message}", err=True)
+            ctx.exit(exit_code)
 
 
-class _Failure(NamedTuple):
-    """An error as a command reports it.
-
-    Attributes:
-        message: one line for the user.
-        exit_code: 2 for an error that users can cause, `_BUG` for any other.
-        follows: whether it is only the consequence of another rank's error.
-    """
-
-    message: str
-    exit_code: int
-    follows: bool
-
-    @classmethod
-    def of(cls, error: Exception) -> _Failure:
-        """Tells errors of users and of memory, and connections that other ranks broke, from bugs."""
-        message = " ".join(str(error).split()) or type(error).__name__
-        if _is_out_of_memory(error):
-            advice = "no output was written. It takes a machine with more, or fewer rows"
-            return cls(f"out of memory: {message}; {advice}", 2, follows=False)
-        # Everything that users can cause is a ValueError or an OSError here; any other class is a bug.
-        if isinstance(error, ValueError | OSError):
-            return cls(message, 2, follows=False)
-        # A rank that died breaks the collective calls of all others: their errors are consequences, not causes.
-        return cls(explained(error, message), _BUG, follows=_is_broken_connection(message))
-
-
-def _check_working_directory(ctx: click.Context) -> None:
-    """Ends a command whose working directory was deleted: no relative path and no library of torch is found there."""
-    try:
-        os.getcwd()
-    except FileNotFoundError:
-        echo("error: the working directory was deleted; change to one that exists, and run the command again", err=True)
-        ctx.exit(2)
-
-
-def _share_processor(*, quiet: bool) -> None:
-    """Sets up the threads that torch will start. A process that has loaded torch already has decided on them."""
-    # In tests and notebooks torch is there already, and its pool of threads cannot be resized from outside.
-    if "torch" not in sys.modules:
-        warning = set_up_threads(os.environ)
-        if warning is not None and not quiet:
-            echo(warning, err=True)
+def _as_line(error: Exception) -> tuple[str, int]:
+    """Returns one line about an error, and the exit code: 2 for errors that users can cause, else `_BUG`."""
+    message = " ".join(str(error).split()) or type(error).__name__
+    # Python, numpy or torch found no memory, on a CPU or a GPU.
+    if isinstance(error, MemoryError) or (
+        isinstance(error, RuntimeError)
+        and (type(error).__name__ == "OutOfMemoryError" or "can't allocate memory" in message)
+    ):
+        return f"out of memory: {message}; no output was written. It takes a machine with more, or fewer rows", 2
+    # Everything that users can cause is a ValueError or an OSError here; any other class is a bug.
+    if isinstance(error, ValueError | OSError):
+        return message, 2
+    # A rank that died breaks the collective calls of all others.
+    is_rank = os.environ.get("WORLD_SIZE", "1") != "1"
+    if is_rank and any(
+        word in message for word in ("gloo", "NCCL", "onnection closed", "onnection reset", "Broken pipe")
+    ):
+        return f"another rank ended; finished layers are kept, and the same command continues ({message})", _FOLLOWED
+    return explained(error, message), _BUG
 
 
 def _at_revision(params: dict[str, Any], revision: str) -> None:
@@ -425,37 +391,20 @@ def command_line(ctx: click.Context) -> str:
     return shlex.join([str(ctx.info_name), *ctx.meta[_ARGUMENTS]])
 
 
-def _is_silent_rank() -> bool:
-    return os.environ.get("RANK", "0") != "0"
-
-
-def _join_ranks(ctx: click.Context) -> Watch | None:
-    """Makes this process one of the ranks that a launcher has started, or starts them itself and ends with them."""
+def _joins_ranks(ctx: click.Context) -> bool:
+    """Makes this process one of the ranks that torchrun has started, or starts them and ends with them."""
     devices = ctx.params.pop("devices")
-    if not is_rank():
-        if devices in (None, 1):
-            return None
-        assert ctx.info_name is not None
-        ctx.exit(launch(ctx.info_name, ctx.meta[_ARGUMENTS], devices))
-    # Imports torch, which a launching process does not need.
-    from quant.calibration.ranks import join
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        if devices not in (None, 1):
+            ctx.exit(launch(str(ctx.info_name), ctx.meta[_ARGUMENTS], devices))
+        return False
+    from quant.calibration.ranks import join, rank_and_world
 
     join()
-    resumes = ctx.params.get("out") is not None
-    watch = Watch(f"{_KEPT}, on any number of ranks" if resumes else "run the same command again")
-    if watch.rank:
+    if rank_and_world()[0]:
         ctx.params |= {"quiet": True, "as_json": False}
-    try:
-        ctx.params["device"] = local_device(ctx.params["device"])
-    except ValueError as error:
-        watch.fails(str(error))
-        raise
-    return watch
-
-
-def _is_broken_connection(message: str) -> bool:
-    """Returns whether an error says that another rank does not answer."""
-    return any(word in message for word in ("gloo", "NCCL", "onnection closed", "onnection reset", "Broken pipe"))
+    ctx.params["device"] = local_device(ctx.params["device"])
+    return True
 
 
 class Toolbox(click.Group):
@@ -478,20 +427,10 @@ def _identity(out: Any) -> tuple[int, int] | None:
 
 
 def _goes_on(params: Mapping[str, Any]) -> str:
-    """Returns the end of a stopped command's message, if its next run can continue after the finished steps.
-
-    Else empty.
-    """
+    """Returns the end of a stopped command's message where its next run continues after the finished steps."""
     # A run that keeps something has loaded it.
     store, out = sys.modules.get("quant.calibration.walk.step_store"), params.get("out")
     if store is None or out is None or not store.partial_path(Path(out)).is_dir():
         return ""
-    return f"; {_KEPT}" + (" without --restart" if params.get("restart") else "")
-
-
-def _is_out_of_memory(error: Exception) -> bool:
-    """Returns whether Python, numpy or torch found no memory, on a CPU or a GPU."""
-    return isinstance(error, MemoryError) or (
-        isinstance(error, RuntimeError)
-        and (type(error).__name__ == "OutOfMemoryError" or "can't allocate memory" in str(error))
-    )
+    how = " without --restart" if params.get("restart") else ""
+    return f"; finished layers are kept, and the same command continues after them{how}"

@@ -10,9 +10,7 @@ import click
 from quant.base.extras import importing
 from quant.cli.command import DEVICE, JSON, QUIET, SEED, TRUST, Command, command_line, print_json
 from quant.cli.console import CONSOLE, listener
-from quant.models.startup import read_ahead
-from quant.models.startup import skip_image_packages
-from quant.training.distill_options import DistillOptions
+from quant.models.startup import read_ahead, skip_image_packages
 
 
 @click.command("distill", cls=Command)
@@ -64,17 +62,17 @@ def distill_command(
     with importing():
         skip_image_packages(teacher, directory)
         from quant.report.summary import print_summary
-        from quant.training.distill_checkpoint import distill_checkpoint
+        from quant.training.distill import distill
 
-    report = distill_checkpoint(
+    report = distill(
         directory,
         teacher,
-        out,
-        DistillOptions(**options),
+        out=out,
         overwrite=overwrite,
         device=device,
         listener=listener(quiet or as_json),
         command=command_line(click.get_current_context()),
+        **options,
     )
     if as_json:
         print_json(report.to_dict())

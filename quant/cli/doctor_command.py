@@ -12,11 +12,11 @@ import torch
 from rich.console import Console
 
 from quant.base.extras import install_command, versions
+from quant.base.processor import cores, describe_processor, quota
 from quant.cli.command import JSON, Command, print_json
 from quant.cli.console import page
 from quant.cli.tables import print_table
 from quant.kernels.base.hardware import current
-from quant.base.processor import cores, describe_processor, quota
 from quant.kernels.linear import tiles
 
 # `quant doctor` describes GPUs by PyTorch's figures, our hardware table, and NVML: driver, power, clocks, links.

@@ -31,7 +31,7 @@ from quant.cli.console import listener, status
 from quant.models.files import find_checkpoint
 
 if TYPE_CHECKING:
-    from quant.export.engines.engine_session import EngineSession
+    from quant.export.onnx.engine_session import EngineSession
 
 
 @click.command("generate", cls=Command)
@@ -75,7 +75,7 @@ def generate_command(
     """
     _check_options(engine is not None)
     if engine is not None:
-        from quant.export.engines.open_engine import open_session
+        from quant.export.engines.decode_loop import open_session
 
         sampling = {name: choices[name] for name in ("temperature", "top_k", "top_p", "seed")}
         with status(f"loading {engine}", quiet or as_json):

@@ -1,4 +1,4 @@
-"""The commands of `quant plan` show, compare, edit and check plan files."""
+"""The commands of `quant plan` make, show, compare, edit and check plan files."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ import click
 
 from quant.base.atomic import claimed
 from quant.base.errors import UserError, counted, megabytes
-from quant.cli.command import JSON, Toolbox, echo, model_options, print_json
+from quant.cli.command import JSON, Toolbox, command_line, echo, model_options, print_json
 from quant.cli.completion import MODELS, RUNTIMES
-from quant.cli.console import page
+from quant.cli.console import listener, page
+from quant.cli.run_options import RunCommand, plan_options, request_of, run_options
 from quant.cli.tables import print_plan, print_table
 from quant.export.checkpoint.files.directory import check_apart
 from quant.models.configs import stored_layers
-from quant.recipes.plan import PLAN_FILE, Plan
-from quant.recipes.plan_check import Problem, places_of, read_plan, validate
-from quant.recipes.plan_edit import Change, diff, edit, parse_setting, set_guard_and_observer, set_kv_cache, totals
+from quant.recipes.plan import PLAN_FILE, Plan, edit, parse_setting, set_guard_and_observer, set_kv_cache
+from quant.recipes.plan_check import Change, Problem, diff, places_of, read_plan, totals, validate
 from quant.recipes.recipe import matched
 from quant.recipes.targets import TARGETS, get_target
 
@@ -33,7 +33,34 @@ _PLAN = click.argument("plan_file", metavar="PLAN", type=click.Path(path_type=Pa
 
 @click.group("plan", cls=Toolbox)
 def plan_group() -> None:
-    """Show, compare, edit and check plan files."""
+    """Make, show, compare, edit and check plan files."""
+
+
+@plan_group.command("make", cls=RunCommand)
+@click.argument("model", shell_complete=MODELS)
+@run_options
+@plan_options
+@click.option("--out", type=click.Path(path_type=Path), required=True, help="File for the plan.")
+@click.option("--overwrite", is_flag=True, help="Replace --out if it exists.")
+def make_command(out: Path, quiet: bool, as_json: bool, **options: Any) -> None:
+    """Decide the plan of MODEL and write it; `quantize MODEL --plan FILE` then executes it.
+
+    \b
+      quant plan make MODEL --max-kl 0.05 --eval text.txt --out plan.json
+      quant plan make MODEL --fit 24GB --ctx 32k --pin '*.o_proj=fp8' --out plan.json
+
+    Give --format or --recipe, for which only shapes are read; or a budget (--bits, --fit, --latency) or limit
+    (--max-kl, --max-ppl-increase), for which formats are measured and chosen.
+    """  # noqa: D301  (a backspace, after which click keeps the lines of a paragraph)
+    from quant.run.run import run
+
+    request = request_of({**options, "plan_out": out}, command_line(click.get_current_context()))
+    plan = run(request, listener(quiet or as_json)).plan
+    if as_json:
+        print_json(plan.to_dict())
+    elif not quiet:
+        print_plan(plan)
+        echo(f"written to {out}", err=True)
 
 
 @plan_group.command("show")

@@ -15,8 +15,7 @@ from quant.cli.completion import MODELS, PRESET_LIST, SOLVERS, SOURCES
 from quant.cli.console import listener
 from quant.cli.tables import print_table
 from quant.export.checkpoint.files.directory import check_apart
-from quant.models.files import find_model
-from quant.models.files import WatchedFiles
+from quant.models.files import WatchedFiles, find_model
 
 if TYPE_CHECKING:
     from quant.calibration.sensitivity.table import Sensitivity

@@ -1,4 +1,4 @@
-"""The third stage reads the data of a run: calibration rows where the plan needs some, and evaluation rows."""
+"""The third stage reads calibration rows, where the plan needs some, and evaluation rows; it says what that takes."""
 
 from __future__ import annotations
 
@@ -12,12 +12,11 @@ from quant.calibration.allocation.goal import Goal
 from quant.calibration.allocation.measure_choices import HeldOut, rows_of_choice
 from quant.calibration.allocation.real_solver import rows_where_solved
 from quant.calibration.inputs import Inputs
+from quant.calibration.outputs.logits import check_evaluable
 from quant.calibration.placement import device_of
 from quant.calibration.sensitivity.table import Candidate
 from quant.calibration.solvers.registry import get_pipeline
-from quant.calibration.texts.mixture import lacks_data, solver_needs_data, with_calibration, with_data
-from quant.calibration.texts.mixture import Record
-from quant.calibration.outputs.logits import check_evaluable
+from quant.calibration.texts.mixture import Record, lacks_data, solver_needs_data, with_calibration, with_data
 from quant.calibration.texts.sources import (
     as_rows,
     digest_of,
@@ -118,7 +117,7 @@ def announce_time(job: Job, decision: Decision) -> None:
     if is_solved or job.listener.is_silent or not source.is_causal_lm or not lacks_data(plan):
         return
     # A budget has its text by now.
-    samples, seqlen, written = _text_size(job, will_write=decision.allocation is None)
+    samples, seqlen, written = _text_size(job, will_write=decision.data is None)
     time = expected_time(job.model, plan, job.session, rows=samples, seqlen=seqlen, written=written)
     if not any(solver_needs_data(layer) for layer in plan.quantized):
         # Static scales of inputs and of the KV cache need text too.
@@ -140,12 +139,7 @@ def announce_time(job: Job, decision: Decision) -> None:
 def announce_budget(job: Job, plan: Plan, goal: Goal, candidates: Sequence[Candidate], solver: str) -> None:
     """Says before anything slow starts how long a budget will take: its text, the choice of formats, and solving.
 
-    Args:
-        job: the run.
-        plan: a plan of one of the formats, with the solver of the run.
-        goal: the budget.
-        candidates: the formats to choose from, 16 bit among them.
-        solver: the solver that formats are compared with, which may be rounding to nearest for another in the plan.
+    `plan` has one of the formats and the solver of the run. `solver` compares formats; it may be rounding to nearest.
     """
     if job.listener.is_silent or not job.source.is_causal_lm:
         return

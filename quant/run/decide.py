@@ -1,43 +1,151 @@
-"""The second stage decides the plan of a run: it follows from a recipe, or is chosen for a budget."""
+"""The second stage decides the plan of a run: it follows from a recipe, or an allocation chooses it for a budget.
+
+Candidates of a budget are measured rounded to nearest, and the chosen formats are solved like any other plan
+(docs/budgets.md).
+
+Some models have heads for multi-token prediction, which transformers does not run. Their weights lie in the files of
+the model and in none of its modules, so no calibration data reaches them. A glob of `--include` that matches nothing
+else adds them to the plan (docs/sources.md); runs of all other models pass by here.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NoReturn
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import nn
 
-from quant.base.errors import UserError, option
+from quant.base.errors import UserError, listed, option
+from quant.base.extras import versions
+from quant.base.json_files import read_json, typed, write_json
 from quant.base.listener import SILENT
 from quant.calibration.allocation.allocate import Allocation, allocate, check_feasible
-from quant.calibration.allocation.goal import Goal
+from quant.calibration.allocation.goal import AllocationRecord, Goal
 from quant.calibration.allocation.measure_choices import HeldOut
 from quant.calibration.inputs import call_on_first_row
-from quant.calibration.sensitivity.table import parse_candidates
+from quant.calibration.sensitivity.table import Sensitivity, parse_candidates
 from quant.calibration.solvers.registry import with_supported_solver
-from quant.calibration.texts.mixture import NoTextError, lacks_data, with_calibration, with_data
-from quant.calibration.texts.mixture import Record
-from quant.calibration.texts.sources import as_rows
+from quant.calibration.texts.mixture import NoTextError, Record, lacks_data, with_calibration, with_data
+from quant.calibration.texts.sources import as_rows, named_inputs
+from quant.export.checkpoint.carry_over import head_weights
 from quant.export.checkpoint.files.compressed_tensors import check_plan
 from quant.export.checkpoint.files.names import stored_names
-from quant.export.checkpoint.trial_load import check_experts, import_for_trial
+from quant.export.checkpoint.other_runtimes import check_experts, import_for_trial
+from quant.models.open_model import Source
+from quant.models.prediction_heads import attach_head_layer, plan_heads
 from quant.recipes import solver_names
+from quant.recipes.blocks import stored_dtype
 from quant.recipes.layers import LayerKind
-from quant.recipes.plan import LayerPlan, Plan
+from quant.recipes.plan import LayerPlan, Plan, set_guard_and_observer
+from quant.recipes.plan_check import refuse
 from quant.recipes.plan_make import make_plan
-from quant.recipes.recipe import KEEP, Recipe
+from quant.recipes.recipe import KEEP, Recipe, matched
 from quant.recipes.solver_names import solver_of
 from quant.run.announcements import announce_effort, announce_rounding_of_choice
 from quant.run.data import announce_budget, calibration_data, evaluation_data
 from quant.run.job import Decision, Job
-from quant.run.plan_request import example_run, plan_for, provenance, refuse_heads
+from quant.run.request import Request
 from quant.run.same_on_ranks import check_same
 
-# A budget or a limit instead of a format: `for_budget` has an allocation choose the format of each fusion group.
-#
-# Candidates are measured rounded to nearest, and the chosen formats are solved like any other plan (docs/budgets.md).
+
+def decide(job: Job) -> Decision:
+    """Returns the plan of a run. Where a checkpoint is to be written, its layout can hold the plan.
+
+    Raises:
+        ValueError: the plan does not fit the model, or the layout cannot hold one of its formats.
+    """
+    request, source = job.request, job.source
+    if request.goal is not None:
+        decision = for_budget(job, request.goal)
+    else:
+        is_made_here = isinstance(request.chosen_recipe, Recipe)
+        plan = plan_for(request, source)
+        choice = None if request.plan_file is None else _read_choice(request.plan_file, plan)
+        decision = Decision(plan, request.data, may_lower_effort=is_made_here, allocation=choice)
+    if request.is_in_memory:
+        return decision
+    # Before data is read: a format that the layout cannot hold would only fail when files are written.
+    check_plan(decision.plan)
+    if request.only_decides:
+        return decision if request.goal is not None else _for_dry_run(job, decision)
+    if source.model is None:
+        announce_effort(job.listener, decision.plan)
+        request.check_state_dict(decision.plan)
+    elif not request.allow_missing:
+        check_experts(decision.plan, stored_names(source.model))
+    return decision
+
+
+def plan_for(request: Request, source: Source) -> Plan:
+    """Returns the plan that a request's recipe makes for a model, or the plan that the request names."""
+    recipe = request.chosen_recipe
+    if isinstance(recipe, Recipe):
+        plan = _recipe_plan(request, source, recipe)
+    else:
+        plan, problems = recipe
+        attach_planned_heads(source, plan)
+        if not request.is_in_memory:  # else solving checks that it fits
+            refuse(plan, problems, source.layers)
+            plan = replace(plan, provenance={**plan.provenance, **_origin(source)})
+    return set_guard_and_observer(plan, request.guard, request.observer)
+
+
+def _recipe_plan(request: Request, source: Source, recipe: Recipe) -> Plan:
+    """Returns the plan that a recipe makes for the model, with the origin of both in its provenance."""
+    globs = split_globs(request, source)
+    plan = make_plan(
+        source.shapes if source.model is None else source.model,
+        recipe,
+        include=globs.include,
+        exclude=globs.exclude,
+        solver=request.solver,
+        effort=solver_names.DEFAULT_EFFORT if request.effort is None else request.effort,
+        lm_head=request.lm_head,
+        run=example_run(request, source),
+    )
+    plan = with_heads(plan, source, globs.heads)
+    origin = provenance(request, source, recipe=recipe.name) or {}
+    # Records of the plan itself win over the request's.
+    plan = replace(plan, provenance={**origin, **plan.provenance})
+    if source.model is None:
+        # Nothing can run a bare state dict, so inputs cannot be measured and the plan says so.
+        plan = plan.replace_layers(
+            replace(layer, activation=None, reason=f"{layer.reason}; weight only: a bare state dict cannot be run")
+            for layer in plan.quantized
+            if layer.activation is not None
+        )
+    if not request.is_in_memory and lacks_data(plan):
+        plan = replace(plan, provenance={**plan.provenance, "calibration": request.calibration_rows.label})
+    return plan
+
+
+def example_run(request: Request, source: Source) -> Callable[[nn.Module], Any] | None:
+    """Calls the model on one input, to find its fusion groups; None where token ids do."""
+    if request.run is not None:
+        return request.run
+    if request.is_in_memory:
+        data = request.data
+        # Token ids need no example: `make_plan` runs every model on two ids by itself.
+        return call_on_first_row(data) if data is not None and data.is_floating_point() else None
+    inputs = named_inputs(source, replace(request.calibration_rows, samples=1))
+    return None if inputs is None else call_on_first_row(inputs)
+
+
+def provenance(request: Request, source: Source, **more: str) -> dict[str, Any] | None:
+    """Returns the origin of a plan, as it is written into it; a module in memory has none."""
+    if request.is_in_memory:
+        return None
+    command = {"command": request.command, "seed": request.seed, "versions": versions()}
+    return {"model": source.name, **_origin(source), **more, **command}
+
+
+def _origin(source: Source) -> dict[str, str]:
+    """Returns the commit of the model that a plan was made for, and the format of files that hold it quantized."""
+    origin = {"revision": source.revision, "source_format": source.quantization}
+    return {key: value for key, value in origin.items() if value is not None}
 
 
 def for_budget(job: Job, goal: Goal) -> Decision:
@@ -52,17 +160,23 @@ def for_budget(job: Job, goal: Goal) -> Decision:
             f"{request.model}: a bare state dict cannot be run, and an allocation measures; pass "
             f"{option('model_factory')}"
         )
-    refuse_heads(request, source)
+    if heads := split_globs(request, source).heads:
+        raise UserError(
+            f"{request.spell('include')} {next(iter(heads))}: transformers does not run this prediction head, so no "
+            "allocation can measure it; choose a format for the model instead of a budget, or leave the glob out"
+        )
     choices: dict[str, Any] = {
         "include": request.include, "exclude": request.exclude, "kv_cache": request.kv_cache_format,
     }  # fmt: skip
     options = request.budget.options()
-    # From shapes alone, before text is written and scores are measured, which takes minutes.
+    if (origin := provenance(request, source)) is not None:
+        origin["calibration"] = request.calibration_rows.label
+    # From shapes alone, before text is written and scores are measured, which takes minutes. All that needs text comes
+    # afterwards.
     check_feasible(
         job.model, goal, formats=options["formats"], constraints=options["constraints"],
         run=example_run(request, source), **choices,
     )  # fmt: skip
-    # Everything that needs text comes after the checks of shapes above.
     # An allocation measures hundreds of choices, so it rounds to nearest unless an effort is requested. A better solver
     # lowers the loss of all choices alike, and the chosen formats are solved by it afterwards.
     solver = request.solver or solver_of(request.effort or 0, KEEP)
@@ -83,7 +197,7 @@ def for_budget(job: Job, goal: Goal) -> Decision:
             run=request.run or (call_on_first_row(rows) if rows.is_floating_point() else None),
             held_out=held_out,
             seed=request.seed,
-            provenance=_provenance(job),
+            provenance=origin,
             device=staged.session.device,
             progress=staged.session.progress,
             **choices,
@@ -91,12 +205,15 @@ def for_budget(job: Job, goal: Goal) -> Decision:
         )
     job.seconds.update(score=allocation.sensitivity.seconds, allocate=allocation.record.seconds)
     # A limit is verified on the weights that were measured, so these are the weights of the plan.
-    if takes_default:
-        allocation = _with_default_solvers(allocation)
+    if takes_default and (plan := _by_default_solvers(allocation.plan)) != allocation.plan:
+        record = replace(allocation.record, measured_with=allocation.plan.quantized[0].solver)
+        allocation = replace(allocation, plan=plan, record=record, quantized=None)
     # Ranks sum floating-point losses in the same order, so that this never differs but through a defect.
     check_same({"the plan that the budget chose": allocation.plan.digest()}, job.session)
     plan = allocation.plan if records is None else with_calibration(allocation.plan, records)
-    return Decision(plan, rows, allocation=_in_place(allocation) if request.is_in_memory else allocation)
+    if request.is_in_memory:
+        allocation = replace(allocation, quantized=None)  # the module itself is to be quantized, and no copy of it
+    return Decision(plan, rows, allocation=allocation)
 
 
 def _rows(job: Job, goal: Goal) -> tuple[torch.Tensor, list[Record] | None, HeldOut | None]:
@@ -134,54 +251,76 @@ def _by_default_solvers(plan: Plan) -> Plan:
 
     def solved(layer: LayerPlan) -> LayerPlan:
         activation = KEEP if layer.activation is None else layer.activation.name
-        return with_supported_solver(replace(layer, solver=solver_of(solver_names.DEFAULT_EFFORT, activation, experts=experts)))
+        return with_supported_solver(
+            replace(layer, solver=solver_of(solver_names.DEFAULT_EFFORT, activation, experts=experts))
+        )
 
     return plan.replace_layers(map(solved, plan.quantized))
 
 
-def _with_default_solvers(allocation: Allocation) -> Allocation:
-    """Returns an allocation measured with rounding to nearest, with the default effort's solvers in its plan."""
-    plan = _by_default_solvers(allocation.plan)
-    if plan == allocation.plan:
-        return allocation
-    record = replace(allocation.record, measured_with=allocation.plan.quantized[0].solver)
-    return replace(allocation, plan=plan, record=record, quantized=None)
+class Globs(NamedTuple):
+    """The globs of a request for the model's own layers, and the prediction heads that other globs include."""
+
+    include: list[str]
+    exclude: list[str]
+    heads: dict[str, torch.Tensor]
 
 
-def _provenance(job: Job) -> dict[str, Any] | None:
-    origin = provenance(job.request, job.source)
-    return None if origin is None else {**origin, "calibration": job.request.calibration_rows.label}
+def split_globs(request: Request, source: Source) -> Globs:
+    """Tells globs for prediction heads from those for the model's layers.
 
-
-def _in_place(allocation: Allocation) -> Allocation:
-    """Returns the allocation without its quantized copy, since the module itself is to be quantized."""
-    return replace(allocation, quantized=None)
-
-
-def decide(job: Job) -> Decision:
-    """Returns the plan of a run. Where a checkpoint is to be written, its layout can hold the plan.
-
-    Raises:
-        ValueError: the plan does not fit the model, or the layout cannot hold one of its formats.
+    A glob of --include that matches only heads adds them, and leaves the choice among the model's own layers as it is.
+    One of --exclude keeps heads in 16 bit too.
     """
-    request, source = job.request, job.source
-    if request.goal is not None:
-        decision = for_budget(job, request.goal)
-    else:
-        is_made_here = isinstance(request.chosen_recipe, Recipe)
-        decision = Decision(plan_for(request, source), request.data, may_lower_effort=is_made_here)
-    if request.is_in_memory:
-        return decision
-    # Before data is read: a format that the layout cannot hold would only fail when files are written.
-    check_plan(decision.plan)
-    if request.dry_run:
-        return _for_dry_run(job, decision)
-    if source.model is None:
-        announce_effort(job.listener, decision.plan)
-        request.check_state_dict(decision.plan)
-    elif not request.allow_missing:
-        check_experts(decision.plan, stored_names(source.model))
-    return decision
+    globs = (request.include, request.exclude)
+    include, exclude = ([each] if isinstance(each, str) else list(each) for each in globs)
+    if source.model is None or source.directory is None or not include:
+        return Globs(include, exclude, {})
+    names = [layer.name for layer in source.layers]
+    for_heads = [glob for glob in include if not matched(glob, names)]
+    if not for_heads:
+        return Globs(include, exclude, {})
+    # Name by name, an exact name is still a glob, which may match other heads too: only all names tell them apart.
+    weights = head_weights(source.model, source.directory, lambda name: bool(matched(for_heads, (name,))))
+    heads = matched(for_heads, weights)
+    # A glob that matches nothing at all goes on to `make_plan`, which refuses it.
+    include = [glob for glob in include if glob not in for_heads or not matched(glob, heads)]
+    excluded = matched(exclude, heads)
+    exclude = [glob for glob in exclude if matched(glob, names) or not matched(glob, heads)]
+    return Globs(include, exclude, {name: weights[name] for name in heads if name not in excluded})
+
+
+def with_heads(plan: Plan, source: Source, weights: Mapping[str, torch.Tensor]) -> Plan:
+    """Returns `plan` with the layers of prediction heads, which get modules in the model."""
+    if not weights:
+        return plan
+    layers = plan_heads(plan, weights, stored_names(source.module))
+    if not layers:
+        raise UserError(
+            f"{listed(weights, 3)}: the last block of {type(source.module).__name__} has no quantized layer in the "
+            "same place and of the same shape, so a prediction head's layers stay in 16 bit; leave that "
+            f"{option('include')} out"
+        )
+    for layer in layers:
+        attach_head_layer(source.module, layer.name, _as_model(source.module, weights[layer.name]))
+    return replace(plan, layers=(*plan.layers, *layers))
+
+
+def attach_planned_heads(source: Source, plan: Plan) -> None:
+    """Attaches modules for the layers of prediction heads that a plan quantizes."""
+    if source.model is None or source.directory is None:
+        return
+    names = {layer.name for layer in source.layers}
+    planned = {layer.name for layer in plan.quantized if layer.kind == LayerKind.LINEAR} - names
+    if planned:
+        for name, weight in head_weights(source.model, source.directory, planned.__contains__).items():
+            attach_head_layer(source.model, name, _as_model(source.model, weight))
+
+
+def _as_model(model: nn.Module, weight: torch.Tensor) -> torch.Tensor:
+    """Returns a weight on the device of the model: a dry run's is on meta."""
+    parameter = next(model.parameters())
+    return weight.to(parameter.device, stored_dtype(model))
 
 
 def _for_dry_run(job: Job, decision: Decision) -> Decision:
@@ -201,3 +340,31 @@ def _for_dry_run(job: Job, decision: Decision) -> Decision:
     if not decision.may_lower_effort:
         refuse()
     return replace(decision, plan=with_data(plan, refuse)[0])
+
+
+def save_plan(decision: Decision, file: Path) -> None:
+    """Writes a plan; the measurements by which its formats were chosen go next to it, for the report of its run."""
+    decision.plan.save(file)
+    if (choice := decision.allocation) is not None:
+        parts = {"record": choice.record.to_dict(), "sensitivity": choice.sensitivity.to_dict()}
+        write_json(_choice_file(file), {"plan": decision.plan.digest(), **parts}, ensure_ascii=False)
+
+
+def _read_choice(file: Path, plan: Plan) -> Allocation | None:
+    """Returns the choice that made a plan; None without one, or if the plan was edited since."""
+
+    def parse(document: Any) -> Allocation | None:
+        fields = typed(dict[str, Any], document, "choice")
+        if fields.get("plan") != plan.digest():
+            return None
+        record = AllocationRecord.from_dict(typed(dict[str, Any], fields.get("record"), "record"))
+        return Allocation(
+            plan, record, Sensitivity.from_dict(typed(dict[str, Any], fields.get("sensitivity"), "table"))
+        )
+
+    path = _choice_file(file)
+    return read_json(path, "the measurements of a plan", parse) if path.is_file() else None
+
+
+def _choice_file(plan_file: Path) -> Path:
+    return plan_file.with_suffix(".choice.json")

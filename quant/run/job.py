@@ -24,21 +24,13 @@ from quant.run.request import Request
 
 @dataclass(frozen=True, eq=False)
 class Job:
-    """A run in progress.
-
-    Attributes:
-        request: everything that the user requested.
-        source: the opened model.
-        session: device, memory, store and seed of all steps.
-        listener: the listener of the run's progress.
-        seconds: time of finished stages, by name.
-    """
+    """A run in progress."""
 
     request: Request
     source: Source
-    session: Session
+    session: Session  # device, memory, store and seed of all steps
     listener: Listener
-    seconds: dict[str, float]
+    seconds: dict[str, float]  # of finished stages, by name
 
     @property
     def model(self) -> nn.Module:
@@ -59,52 +51,32 @@ class Job:
 
 @dataclass(frozen=True, eq=False)
 class Decision:
-    """The plan of a run, and the data that its weights are solved with.
+    """The plan of a run, and the data that its weights are solved with."""
 
-    Attributes:
-        plan: the plan as it was decided, before a guard changed it.
-        data: calibration data; None where none was read yet, or none is needed.
-        may_lower_effort: whether an effort of this run chose the solvers, so that one without data may replace them. A
-            plan that the user names says everything, whatever its provenance says of its origin.
-        allocation: the record of the choice where formats were chosen for a budget, and the quantized copy of the model
-            that it measured, if any.
-    """
-
-    plan: Plan
-    data: torch.Tensor | Inputs | None = None
+    plan: Plan  # as it was decided, before a guard changed it
+    data: torch.Tensor | Inputs | None = None  # None where none was read yet, or none is needed
+    # Whether an effort of this run chose the solvers, so that one without data may replace them. A plan that the user
+    # names says everything, whatever its provenance says of its origin.
     may_lower_effort: bool = False
+    # The choice of formats for a budget, and the quantized copy of the model that it measured, if any.
     allocation: Allocation | None = None
 
 
 @dataclass(frozen=True, eq=False)
 class SolvedModel:
-    """The solved weights of a run.
+    """The solved weights of a run."""
 
-    Attributes:
-        plan: the plan that was executed.
-        layers: one result for each layer of the plan.
-        bytes_before: bytes of all weights of the original.
-        quantized: the quantized model; None for a bare state dict.
-        tensors: solved weights by layer name, of a bare state dict.
-    """
-
-    plan: Plan
-    layers: list[LayerResult]
-    bytes_before: int
-    quantized: Quantized | None = None
-    tensors: Mapping[str, BlockScaledTensor] | None = None
+    plan: Plan  # that was executed
+    layers: list[LayerResult]  # one for each layer of the plan
+    bytes_before: int  # of all weights of the original
+    quantized: Quantized | None = None  # None for a bare state dict
+    tensors: Mapping[str, BlockScaledTensor] | None = None  # of a bare state dict, by layer name
 
 
 @dataclass(frozen=True, eq=False)
 class Outcome:
-    """The result of a run.
+    """The result of a run."""
 
-    Attributes:
-        plan: the plan that was executed, or that a dry run would execute.
-        report: the report, where a checkpoint was written.
-        quantized: the quantized model, where a module in memory was quantized.
-    """
-
-    plan: Plan
-    report: Report | None = None
-    quantized: Quantized | None = None
+    plan: Plan  # that was executed, or that a dry run would execute
+    report: Report | None = None  # of a checkpoint that was written
+    quantized: Quantized | None = None  # of a module in memory

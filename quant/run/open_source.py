@@ -23,8 +23,8 @@ from quant.calibration.texts.sources import check_lengths, short_files
 from quant.calibration.walk.solve import check_in_memory
 from quant.models.open_model import Source, open_model
 from quant.run.announcements import announce_device, announce_source
+from quant.run.decide import plan_for
 from quant.run.job import Job
-from quant.run.plan_request import plan_for
 from quant.run.request import Request
 
 
@@ -44,37 +44,38 @@ class _InMemory(Source):
 def destination(request: Request) -> Iterator[None]:
     """Claims the destination of a request, which must be writable: no other run can write to it while open."""
     # One rank claims the path for all: the same claim by another rank would be refused as a second run.
-    if request.out is None or request.dry_run or rank_and_world()[0]:
+    out = request.plan_out or (None if request.dry_run else request.out)
+    if out is None or rank_and_world()[0]:
         request.check_destination()
         yield
         return
-    with claimed(request.out):
+    with claimed(out):
         request.check_destination()
         yield
 
 
 def load(request: Request, listener: Listener) -> Job:
-    """Opens the model; a dry run reads only configs and headers."""
+    """Opens the model; of one whose shapes are enough, only configs and headers are read."""
     if request.is_in_memory:
         session = Session.on(request.device, seed=request.seed, memory=request.memory_bytes)
         in_memory = _in_memory(request)
         return Job(_sized(request, in_memory), in_memory, session, listener, {})
     # A dry run touches no GPU: a CUDA context takes about a second, and some hundred MB of GPU memory.
     session = Session(memory=request.memory_bytes, seed=request.seed)
-    if not request.dry_run:
+    if not request.reads_no_weights:
         session = Session.on(request.device, seed=request.seed, memory=request.memory_bytes)
         announce_device(listener, session)
         _create_context(session)
     torch.manual_seed(request.seed)  # a caller's module does not change the caller's random numbers
     started = time.perf_counter()
     with listener.step(f"loading {request.model}"), importing():  # transformers, most of the time
-        if not request.dry_run:
+        if not request.reads_no_weights:
             _check_lengths(request)
         source = _open(
             request,
-            meta=request.dry_run,
+            meta=request.reads_no_weights,
             # An allocation and an evaluation run the whole model, which reads every expert at every row.
-            stream=not request.dry_run and request.goal is None and not request.eval_texts,
+            stream=not request.reads_no_weights and request.goal is None and not request.eval_texts,
         )
     announce_source(listener, source)
     return Job(_sized(request, source), source, session, listener, {"load": time.perf_counter() - started})

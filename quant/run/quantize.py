@@ -74,9 +74,10 @@ def quantize(
             recipe's.
         attention: format of attention's operands, "fp8", or "16bit"; replaces the recipe's.
         solver: replaces the recipe's.
-        effort: 0 to 3, chooses a solver where neither `solver` nor the recipe names one; see `quant.recipes.solver_names`.
-            None is 2 where there is data or the model writes some, and 1 where there is none. A budget chooses
-            formats by rounding to nearest then, and solves the choice; a limit on the loss means effort 0.
+        effort: 0 to 3, chooses a solver where neither `solver` nor the recipe names one; see
+            `quant.recipes.solver_names`. None is 2 where there is data or the model writes some, and 1 where there is
+            none. A budget chooses formats by rounding to nearest then, and solves the choice; a limit on the loss means
+            effort 0.
         run: calls the model on any valid input, which is how fusion groups are found; needed where the model does not
             run on token ids and `data` is not given.
         guard: "LIMIT FORMAT …", such as "0.1 fp8_channel keep": a layer whose output on held-out calibration rows is

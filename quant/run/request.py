@@ -38,13 +38,6 @@ from quant.recipes.plan_make import kv_cache_name
 from quant.recipes.recipe import KEEP, Recipe, get_recipe
 from quant.recipes.solver_names import DEFAULT_OBSERVER
 
-# An `AllocationRequest` holds budgets and limits as the user writes them, and makes the goal of an allocation of them.
-#
-# bits, fit, latency           budgets: bits per weight, memory, time of a decoding step
-# max_kl, max_ppl_increase     limits on the measured loss
-# the other fields             formats to choose from, and how they are scored
-
-
 _BUDGETS = ("bits", "fit", "latency", "max_kl", "max_ppl_increase")
 
 
@@ -74,9 +67,20 @@ class AllocationRequest:
         Raises:
             UserError: a quantity that cannot be read, or an option that has no meaning without a budget.
         """
-        self._check_sizes(spell)
+        for size, users in (("ctx", ("fit",)), ("batch", ("fit", "latency"))):
+            # The class attribute of a dataclass field is its default; a default that is given explicitly does no harm.
+            is_given = getattr(self, size) != getattr(type(self), size)
+            if is_given and all(getattr(self, user) is None for user in users):
+                named = " and ".join(map(spell, users))
+                raise UserError(f"{spell(size)} means something to {named} only; leave it out, or give one too")
         if all(getattr(self, budget) is None for budget in _BUDGETS):
-            self._check_without_budget(spell)
+            needless = ("formats", "method", "target", "pin", "forbid", "at_least", "sensitivity", "search")
+            for name in needless:
+                if getattr(self, name) not in (None, (), "", []):
+                    # The parameters of `quant.quantize` are fewer than the options.
+                    *most, last = map(spell, _BUDGETS if spell is as_option else ("bits", "max_kl"))
+                    budgets = f"{', '.join(most)} or {last}"
+                    raise UserError(f"{spell(name)} needs something to allocate for: {budgets}")
             return None
         return Goal(
             bits=self.bits,
@@ -105,29 +109,6 @@ class AllocationRequest:
             "effort": self.effort,
         }
 
-    def _check_sizes(self, spell: Spelling) -> None:
-        """Refuses a context or batch that no budget uses."""
-        for size, users in (("ctx", ("fit",)), ("batch", ("fit", "latency"))):
-            # The class attribute of a dataclass field is its default; a default that is given explicitly does no harm.
-            is_given = getattr(self, size) != getattr(type(self), size)
-            if is_given and all(getattr(self, user) is None for user in users):
-                named = " and ".join(map(spell, users))
-                raise UserError(f"{spell(size)} means something to {named} only; leave it out, or give one too")
-
-    def _check_without_budget(self, spell: Spelling) -> None:
-        """Refuses options of an allocation without a budget."""
-        for name in ("formats", "method", "target", "pin", "forbid", "at_least", "sensitivity"):
-            if getattr(self, name):
-                raise self._needs_budget(name, spell)
-        if self.search is not None:
-            raise self._needs_budget("search", spell)
-
-    def _needs_budget(self, name: str, spell: Spelling) -> UserError:
-        first, *middle, last = map(spell, _BUDGETS if spell is as_option else ("bits", "max_kl"))
-        # The parameters of `quant.quantize` are fewer than the options: a message names only those the user has.
-        budgets = " or ".join((", ".join((first, *middle)), last))
-        return UserError(f"{spell(name)} needs something to allocate for: {budgets}")
-
 
 def read_quantity(option: str, text: str | None, kind: str) -> float | None:
     """Returns a quantity with its unit, such as 24GB.
@@ -147,21 +128,10 @@ PlanFile = tuple[Plan, list[Problem]]
 
 @dataclass(frozen=True, eq=False)
 class Request:
-    """The options of `quantize`, as its help describes them, and the arguments of `quant.quantize`.
+    """The options of `quantize` and `quant plan make`, as their help describes them, and those of `quant.quantize`."""
 
-    Attributes:
-        model: a name or path, or a module in memory, which is quantized in place.
-        recipe: a preset's name (`--format`), a recipe, or a plan.
-        out: the directory that is written; None writes nothing.
-        data: calibration data in memory; `calib` names sources of it instead.
-        tokenizer: the tokenizer of a module in memory.
-        run: calls a module in memory on a valid input, to find fusion groups.
-        command: command line, recorded in plan and report.
-        budget: budgets and limits, for which formats are chosen.
-    """
-
-    model: str | Path | nn.Module
-    recipe: str | Recipe | Plan | None = None
+    model: str | Path | nn.Module  # a name or path, or a module in memory, which is quantized in place
+    recipe: str | Recipe | Plan | None = None  # a preset's name (`--format`), a recipe, or a plan
     recipe_file: Path | None = None
     plan_file: Path | None = None
     solver: str | None = None
@@ -173,7 +143,7 @@ class Request:
     include: Sequence[str] = ()
     exclude: Sequence[str] = ()
     lm_head: str | None = None
-    out: Path | None = None
+    out: Path | None = None  # the directory that is written; None writes nothing
     overwrite: bool = False
     allow_missing: bool = False
     restart: bool = False
@@ -188,11 +158,22 @@ class Request:
     dry_run: bool = False
     model_factory: str | None = None
     unsafe_load: bool = False
-    data: torch.Tensor | Inputs | None = None
-    tokenizer: Any = None
-    run: Callable[[nn.Module], Any] | None = None
-    command: str = "quantize"
+    data: torch.Tensor | Inputs | None = None  # calibration data in memory; `calib` names sources of it instead
+    tokenizer: Any = None  # of a module in memory
+    run: Callable[[nn.Module], Any] | None = None  # calls it on a valid input, to find fusion groups
+    command: str = "quantize"  # recorded in plan and report
     budget: AllocationRequest = field(default_factory=AllocationRequest)
+    plan_out: Path | None = None  # the file for a plan, which is then the result
+
+    @property
+    def only_decides(self) -> bool:
+        """Whether the plan is the result: nothing is solved, and no checkpoint is written."""
+        return self.dry_run or self.plan_out is not None
+
+    @property
+    def reads_no_weights(self) -> bool:
+        """Whether headers and configs are enough: an allocation measures, and needs weights."""
+        return self.only_decides and self.goal is None
 
     @property
     def is_in_memory(self) -> bool:
@@ -235,7 +216,9 @@ class Request:
         """
         if self.calib:
             return set()
-        of_options = self.solver or solver_names.solver_of(solver_names.DEFAULT_EFFORT if self.effort is None else self.effort, KEEP)
+        of_options = self.solver or solver_names.solver_of(
+            solver_names.DEFAULT_EFFORT if self.effort is None else self.effort, KEEP
+        )
         if self.goal is not None:
             return {of_options}
         recipe = self.chosen_recipe
@@ -327,7 +310,7 @@ class Request:
 
     def _check_names(self) -> None:
         """Refuses names of files that are not UTF-8: plans and reports, which are, record them."""
-        for option in ("model", "out", "recipe_file", "plan_file", "calib", "eval_texts"):
+        for option in ("model", "out", "plan_out", "recipe_file", "plan_file", "calib", "eval_texts"):
             value = getattr(self, option)
             for name in value if isinstance(value, tuple) else (value,):
                 try:
@@ -383,17 +366,19 @@ class Request:
             )
         if self.dry_run:
             raise UserError(
-                "--dry-run reads no weights, and an allocation measures what they lose; leave one of them out"
+                "--dry-run reads no weights, and an allocation measures what they lose; `quant plan make` makes the "
+                "plan of a budget without quantizing"
             )
         # Both would be missed only when the model is scored, which may take an hour.
         require_scipy()
         parse_candidates(self.budget.formats or DEFAULT_FORMATS)
         if named := self._first_given("guard", "observer"):
-            plan = "the plan and" if self.is_in_memory else "--plan DIR/plan.json"
-            raise UserError(
-                f"{named} would change what the allocation has measured; leave it out, and quantize again with {plan} "
-                f"{named} …"
+            later = (
+                f"quantize again with the plan and {named} …"
+                if self.is_in_memory
+                else (f"add it to the plan with `quant plan edit plan.json {named} …`")
             )
+            raise UserError(f"{named} would change what the allocation has measured; leave it out, and {later}")
 
     def _given(self, *names: str) -> list[str]:
         """Returns those of some options that are given, as the user wrote them."""
@@ -407,15 +392,20 @@ class Request:
         """Raises UserError, or the OSError of a file that is in the way, unless `out` can be written."""
         if self.is_in_memory or self.dry_run:
             return
-        if self.out is None:
+        out = self.plan_out or self.out
+        if out is None:
             raise UserError("name a directory for the checkpoint with --out DIR, or pass --dry-run for only the plan")
         model, texts = find_model(str(self.model)), (*sources_of(self.calib), *self.eval_texts, self.recipe_file)
-        check_apart(self.out, model, *texts, self.budget.sensitivity)
+        check_apart(out, model, *texts, self.budget.sensitivity)
         if self.budget.sensitivity is not None:
             check_apart(self.budget.sensitivity, model, *texts)
+        if self.plan_out is not None:
+            if out.exists() and not self.overwrite:
+                raise UserError(f"{out}: exists already; pass --overwrite to replace it")
+            return
         # A finished run only has to rename its directory, and finds its own files in the way otherwise.
-        if not is_finished(self.out) or self.restart:
-            check_destination(self.out, overwrite=self.overwrite)
+        if not is_finished(out) or self.restart:
+            check_destination(out, overwrite=self.overwrite)
 
     def check_state_dict(self, plan: Plan) -> None:
         """Raises UserError where the request needs a model that runs; a bare state dict does not."""

@@ -42,7 +42,7 @@ from quant.run.announcements import announce_untied_head
 from quant.run.data import announce_time, read_data, verification_data
 from quant.run.decide import decide, save_plan
 from quant.run.job import Decision, Job, Outcome, SolvedModel
-from quant.run.measure import Measured, baseline_of, measure
+from quant.run.measure import Measured, measure, original_of
 from quant.run.open_source import destination, load
 from quant.run.request import Request
 from quant.run.same_on_ranks import check_same, kind_of
@@ -171,13 +171,13 @@ def _compute(job: Job, decision: Decision) -> tuple[Decision, SolvedModel, Measu
     """Runs every stage but writing. The original model, which measuring needs, is freed at the end."""
     _compile_ahead(job, decision)
     texts = verification_data(job, decision)
-    baseline = baseline_of(job, decision, texts)
+    original = original_of(job, decision, texts)
     announce_time(job, decision)
     announce_untied_head(job.listener, decision.plan)
     with job.stages() as (staged, progress):
         decision = read_data(staged, decision)
         solved = solve(staged, decision, progress)
-        return decision, solved, measure(staged, solved, baseline)
+        return decision, solved, measure(staged, solved, texts, original)
 
 
 def _compile_ahead(job: Job, decision: Decision) -> None:

@@ -99,7 +99,7 @@ class Case:
             yield "hang" if outcome.code in (-24, -9) else f"signal {-outcome.code}"
         elif outcome.code == 70 or re.search("Traceback .most recent|a bug in Blockscale", outcome.stderr):
             yield "traceback"
-        elif outcome.code == 2 and "Usage:" not in outcome.stderr and len(told) != 1 and "verify" not in self.argv:
+        elif outcome.code == 2 and "Usage:" not in outcome.stderr and len(told) != 1 and "check" not in self.argv:
             yield "not one line"
         elif outcome.code not in (0, 1, 2):
             yield f"code {outcome.code}"
@@ -117,7 +117,7 @@ class Case:
             yield "output of a failure"
         if outcome.code == 2 and told and self.target.file and not self._names_the_input(told[0]):
             yield "unnamed"
-        if outcome.code > 1 and self.is_healthy and self.target.kind != "torch" and "audit" not in self.argv:
+        if outcome.code > 1 and self.is_healthy and self.target.kind != "torch" and "check" not in self.argv:
             yield "refused"
         if not outcome.code:
             copied = {file.read_bytes() for file in (self.folder / "model").rglob("*.json")}

@@ -162,7 +162,7 @@ def _texts(home: Path) -> None:
 
 
 def _engine(home: Path) -> None:
-    """What `quant audit` reads of an engine: its program as text, and the receipt beside it."""
+    """What `quant check` reads of an engine: its program as text, and the receipt beside it."""
     nodes = [f"model.layers.0.mlp.{name}_proj" for name in ("gate", "up", "down")]
     tensors = "".join(
         f' tensor={{ dims={{ 256 128 }} name="w{i}" const_payload_size=9 type=fp4_e2m1 }}\n'
@@ -227,7 +227,7 @@ def _targets(step: str) -> list[ChangedFile]:
         f"quantize in/model --format nvfp4 --effort 0 --calib in/text.txt --calib-samples 2 --seqlen 8 {TO}",
     ]  # fmt: skip
     read = [
-        "inspect in/ckpt", "inspect in/ckpt --json", "report in/ckpt", "plan show in/ckpt", "verify in/ckpt --quiet",
+        "inspect in/ckpt", "inspect in/ckpt --json", "report in/ckpt", "plan show in/ckpt", "check in/ckpt --quiet",
         f"evaluate in/ckpt --text in/tokens.safetensors {SHORT} --json",
         "generate in/ckpt --prompt ab --max-new-tokens 3",
         f"export in/ckpt --to modelopt {TO}",
@@ -242,15 +242,16 @@ def _targets(step: str) -> list[ChangedFile]:
         f"quantize in/model --plan in/plan.json {ROWS} {TO}",
         "quantize in/model --plan in/plan.json --dry-run",
     ]  # fmt: skip
-    audits = ["audit in/m.engine", "audit in/m.engine --plan in/plan.json"]
+    audits = ["check in/m.engine", "check in/m.engine --plan in/plan.json"]
     recipes = [f"quantize in/model --recipe in/recipe.toml {more}" for more in ("--dry-run", f"{ROWS} {TO}")]
-    scored = f"quantize in/model --bits 6 --formats nvfp4,mxfp8,fp8 --sensitivity in/scores.json {ROWS} {TO}"
-    timed = f"quantize in/model --latency 1ms --formats nvfp4 --target in/times.json {ROWS} {TO}"
+    scored = f"plan make in/model --bits 6 --formats nvfp4,mxfp8,fp8 --sensitivity in/scores.json {ROWS} {TO}"
+    timed = f"plan make in/model --latency 1ms --formats nvfp4 --target in/times.json {ROWS} {TO}"
     options = [
         *run, *read[-1:], *plans[2:5:2], f"{quantize} --seed 0", f"{calibrated} --seed 0", f"{calibrated} --memory 8GB",
-        f"{calibrated} --guard 0.1\u00a0fp8\u00a0keep", f"{calibrated} --include *", f"{evaluate} --batch-size 1",
-        f"quantize in/model --max-kl 0.1 {ROWS} --calib-samples 3 {TO}",
-        f"quantize in/model --fit 8GB --ctx 32 --batch 2 {ROWS} {TO}",
+        f"plan make in/model --format nvfp4 --guard 0.1\u00a0fp8\u00a0keep {TO}", f"{calibrated} --include *",
+        f"{evaluate} --batch-size 1",
+        f"plan make in/model --max-kl 0.1 {ROWS} --calib-samples 3 {TO}",
+        f"plan make in/model --fit 8GB --ctx 32 --batch 2 {ROWS} {TO}",
         "plan show in/plan.json --match *", f"export in/ckpt --to onnx --shapes batch=1:1:2,sequence=4:8:16 {TO}",
     ]  # fmt: skip
     found = [

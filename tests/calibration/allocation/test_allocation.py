@@ -16,13 +16,22 @@ import scipy.stats
 import tiny_models
 import torch
 from click.testing import CliRunner
+from plan_samples import planned
 from torch import nn
 
 from quant.base.errors import UserError
 from quant.calibration.allocation.allocate import Allocation, allocate, make_space
-from quant.calibration.allocation.goal import Constraint, ConstraintKind, Goal, Options
+from quant.calibration.allocation.goal import (
+    AllocationRecord,
+    Budget,
+    BudgetKind,
+    Constraint,
+    ConstraintKind,
+    Goal,
+    Options,
+    Verified,
+)
 from quant.calibration.allocation.measure_choices import Bench, Counts, HeldOut
-from quant.calibration.allocation.goal import AllocationRecord, Budget, BudgetKind, Verified
 from quant.calibration.sensitivity import divergence
 from quant.calibration.sensitivity.costs import kv_cache_bytes
 from quant.calibration.sensitivity.knapsack import Infeasible
@@ -508,11 +517,13 @@ def model_dir(tmp_path: Path) -> Path:
 def test_the_command_line_allocates(model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("quant.recipes.solver_names.DEFAULT_EFFORT", 2)  # that of users, which `conftest.py` lowers
     out, tokens = tmp_path / "out", tmp_path / "tokens.safetensors"
-    arguments = [
-        str(model_dir), "--bits", "6.0", "--calib", f"{tokens}:calibration", "--calib-samples", "12", "--eval",
-        f"{tokens}:eval", "--eval-samples", "4", "--seqlen", "24", "--out", str(out), "--json",
-        "--sensitivity", str(tmp_path / "scores.json"), "--search", "30",
+    data = [
+        "--calib", f"{tokens}:calibration", "--calib-samples", "12", "--eval", f"{tokens}:eval", "--eval-samples", "4",
+        "--seqlen", "24",
     ]  # fmt: skip
+    kept = ("--sensitivity", tmp_path / "scores.json", "--search", "30")
+    plan = planned(model_dir, tmp_path / "plan.json", "--bits", "6.0", *data, *kept)
+    arguments = [str(model_dir), "--plan", str(plan), *data, "--out", str(out), "--json"]
     done = CliRunner().invoke(quantize_command, arguments)
     assert done.exit_code == 0, done.output
     report = json.loads(done.stdout)
@@ -535,11 +546,12 @@ def test_the_command_line_verifies_a_limit_on_the_other_half_of_each_text(model_
 
     save_file({"a": _rows(8), "b": _rows(16)[8:]}, tmp_path / "texts.safetensors")
     texts = [f"{tmp_path / 'texts.safetensors'}:{name}" for name in "ab"]
-    arguments = [
-        str(model_dir), "--max-kl", "0.02", "--calib", f"{tmp_path / 'tokens.safetensors'}:calibration",
-        "--calib-samples", "12", "--eval", texts[0], "--eval", texts[1], "--eval-samples", "6", "--seqlen", "24",
-        "--out", str(tmp_path / "out"),
+    data = [
+        "--calib", f"{tmp_path / 'tokens.safetensors'}:calibration", "--calib-samples", "12", "--eval", texts[0],
+        "--eval", texts[1], "--eval-samples", "6", "--seqlen", "24",
     ]  # fmt: skip
+    plan = planned(model_dir, tmp_path / "plan.json", "--max-kl", "0.02", *data)
+    arguments = [str(model_dir), "--plan", str(plan), *data, "--out", str(tmp_path / "out")]
     done = CliRunner().invoke(quantize_command, arguments)
     assert done.exit_code == 0, done.output
     report = Report.load(tmp_path / "out" / "report.json")
@@ -587,21 +599,23 @@ def test_a_budget_that_nothing_keeps_is_refused_before_text_is_written(
     arguments = [str(model_dir), "--bits", "3", "--out", str(tmp_path / "out")]
     done = CliRunner().invoke(quantize_command, arguments)
     assert done.exit_code == 2 and "bits 3: the smallest feasible value with these formats is 4.50" in done.stderr
-    assert "smallest feasible value" in CliRunner().invoke(quantize_command, [*arguments, "--fit", "1kB"]).stderr
+    assert "smallest feasible value" in CliRunner().invoke(main, ["plan", "make", *arguments, "--fit", "1kB"]).stderr
     with pytest.raises(Infeasible, match="smallest feasible value with these formats is"):
         quantize(open_model(model_dir).model, bits=3)
 
 
 def test_the_command_line_refuses(model_dir: Path, tmp_path: Path) -> None:
-    def error(*arguments: str) -> str:
-        done = CliRunner().invoke(quantize_command, [str(model_dir), "--out", str(tmp_path / "out"), *arguments])
+    def error(*arguments: str, command: tuple[str, ...] = ("quantize",)) -> str:
+        done = CliRunner().invoke(main, [*command, str(model_dir), "--out", str(tmp_path / "out"), *arguments])
         assert done.exit_code == 2 and not (tmp_path / "out").exists()
         return done.stderr
 
     assert "--format fixes the formats that a budget would choose" in error("--bits", "5", "--format", "nvfp4")
     assert "--dry-run reads no weights" in error("--bits", "5", "--dry-run")
-    assert "--guard would change what the allocation has measured" in error("--bits", "5", "--guard", "0.1 keep")
-    assert "write it like 24GB or 500MiB" in error("--fit", "24kg")
+    make = ("plan", "make")
+    guarded = error("--bits", "5", "--guard", "0.1 keep", command=make)
+    assert "--guard would change what the allocation has measured; leave it out, and add it to the plan with" in guarded
+    assert "write it like 24GB or 500MiB" in error("--fit", "24kg", command=make)
     calib = f"{tmp_path / 'tokens.safetensors'}:calibration"
     assert "smallest feasible value" in error("--bits", "3", "--calib", calib, "--seqlen", "24", "--calib-samples", "9")
 

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import tiny_models
 import torch
+from children import free_port
 from samples import ROOT
 from slow_cases import quick_cases
 from torch import nn
@@ -23,12 +24,10 @@ from quant.calibration.evaluating import prepared
 from quant.calibration.sensitivity.cached_run import CachedRun
 from quant.calibration.sensitivity.divergence import divergence_of
 from quant.calibration.sensitivity.group_solutions import solve_each_group
-from quant.calibration.sensitivity.scores import Scoring, score_groups
+from quant.calibration.sensitivity.scores import Scoring, run_units, score_groups, total
 from quant.calibration.sensitivity.switchable_model import SwitchableModel, measure_amax
 from quant.calibration.sensitivity.table import Sensitivity, parse_candidates
-from quant.calibration.sensitivity.scores import run_units, total
 from quant.calibration.session import Session
-from quant.cli.ranks.launch import free_port
 from quant.evaluation.evaluate import evaluate
 from quant.formats.tensor import fake_quantize
 from quant.recipes.plan import LayerPlan, groups_of

@@ -20,20 +20,19 @@ from safetensors.torch import save_file
 from samples import BASE
 
 import quant
-from quant.calibration.texts.mixture import lacks_data, with_calibration
-from quant.calibration.texts.mixture import rows_hash
+from quant.calibration.texts.mixture import lacks_data, rows_hash, with_calibration
 from quant.calibration.texts.sources import tokenizer_if_any
 from quant.calibration.walk import step_store, walk
 from quant.calibration.walk.block import Block
-from quant.calibration.walk.walk import States
 from quant.calibration.walk.finished_layers import BlockKeeper
 from quant.calibration.walk.step_store import DirectoryStore, StepFile, partial_path
+from quant.calibration.walk.walk import States
 from quant.models.open_model import open_model
 from quant.run import decide as deciding
 from quant.run import measure as measuring
 from quant.run import run as pipeline
 from quant.run import run as solving
-from quant.run.plan_request import plan_for
+from quant.run.decide import plan_for
 from quant.run.request import AllocationRequest, Request
 
 SMALL = {"calib_samples": 8, "seqlen": 32, "command": "quantize"}

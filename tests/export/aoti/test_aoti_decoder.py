@@ -24,9 +24,10 @@ from quant.evaluation.outputs import inputs_moved
 from quant.export.aoti import aoti_session
 from quant.export.aoti.aoti_decoder import DECODER_BODIES, decoder_program
 from quant.export.aoti.aoti_session import AotiSession
-from quant.export.aoti.package import METADATA, decomposed
+from quant.export.aoti.package import METADATA
 from quant.export.engines.check_engine import forced_run, reference_run
 from quant.export.engines.decode_loop import generate_tokens
+from quant.export.onnx.trace import decomposed
 from quant.kernels.linear import quantized_module
 
 pytest.importorskip("transformers", reason="needs the extra hf")
@@ -187,7 +188,7 @@ def test_the_commands(checkpoint: Path, tmp_path: Path) -> None:
         written["tokens"], serving_samples.greedy_tokens(model, written["prompt_tokens"], 8), strict=True
     ):
         assert tokens == expected[: len(tokens)] and (len(tokens) == 8 or tokens[-1] == 0)
-    checked = run("check-engine", package, "--source", checkpoint, "--max-new-tokens", 16, "--unsafe-load", "--json")
+    checked = run("check", package, "--source", checkpoint, "--max-new-tokens", 16, "--unsafe-load", "--json")
     assert checked.exit_code == 0 and json.loads(checked.stdout)["agreeing"] >= 46, checked.output
     refused = run(*arguments)
     assert refused.exit_code == 2 and "is compiled code, which runs when it is loaded" in refused.stderr

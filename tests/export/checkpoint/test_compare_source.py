@@ -1,4 +1,4 @@
-"""`quant verify --source` names everything in which a checkpoint differs from its source outside the plan."""
+"""`quant check --source` names everything in which a checkpoint differs from its source outside the plan."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 from samples import BASE, GOLDENS
 
-from quant.cli.audit_command import verify_command
+from quant.cli.check_command import check_command
 from quant.cli.quantize_command import quantize_command
 from quant.export.checkpoint.compare_source import compare_with_source
 from quant.export.checkpoint.verify import verify
@@ -76,11 +76,11 @@ def test_each_difference_is_named(pair: tuple[Path, Path], tmp_path: Path, fault
 
 def test_the_command_ends_with_2_for_a_fault_and_tells_reasons(pair: tuple[Path, Path], tmp_path: Path) -> None:
     model, whole = pair
-    result = CliRunner().invoke(verify_command, [str(whole), "--source", str(model)])
+    result = CliRunner().invoke(check_command, [str(whole), "--source", str(model)])
     assert result.exit_code == 0 and "source" in result.stderr, result.output
     out = shutil.copytree(whole, tmp_path / "out")
     (out / "LICENSE").unlink()
-    result = CliRunner().invoke(verify_command, [str(out), "--source", str(model)])
+    result = CliRunner().invoke(check_command, [str(out), "--source", str(model)])
     assert result.exit_code == 2 and "source: LICENSE is missing" in result.stdout
 
 
@@ -88,7 +88,7 @@ def test_the_command_ends_with_2_for_a_fault_and_tells_reasons(pair: tuple[Path,
 def test_a_source_in_one_file_is_refused_with_the_way_out(name: str, pair: tuple[Path, Path], tmp_path: Path) -> None:
     source, checkpoint = pair
     file = Path(shutil.copy(source / "model.safetensors", tmp_path / name))
-    result = CliRunner().invoke(verify_command, [str(checkpoint), "--source", str(file)])
+    result = CliRunner().invoke(check_command, [str(checkpoint), "--source", str(file)])
     assert result.exit_code == 2
     kind = file.suffix[1:].upper()
     assert f"{name} is a single {kind} file: a checkpoint is compared with a directory" in result.stderr

@@ -69,7 +69,7 @@ def test_the_command_writes_a_card_and_keeps_the_sources(model: Path, tmp_path: 
     # The comparison explains the one file that is another, and the run has no warning of it.
     (difference,) = compare_with_source(out, model)
     assert difference.name == "README.md" and "README.source.md" in (difference.reason or "")
-    run("verify", out, "--source", model)
+    run("check", out, "--source", model)
     assert not [text for text in json.loads((out / "report.json").read_text())["warnings"] if "README" in text]
     # In another layout, the lines of its runtimes; the source's card is still there.
     quant.convert(out, tmp_path / "modelopt", "modelopt")

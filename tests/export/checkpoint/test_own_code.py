@@ -122,7 +122,7 @@ def test_the_command_works_to_the_end(directory: Path, tmp_path: Path) -> None:
         "--trust-remote-code",
     )  # fmt: skip
     written_is_right(out, directory)
-    run("verify", out, "--trust-remote-code")
+    run("check", out, "--trust-remote-code")
     run("export", out, "--to", "modelopt", "--out", tmp_path / "modelopt", "--trust-remote-code")
     quant.convert(out, tmp_path / "converted", "modelopt", trust_remote_code=True)
     assert {file.name: file.read_bytes() for file in (tmp_path / "converted").iterdir()} == {

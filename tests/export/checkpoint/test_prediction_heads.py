@@ -18,7 +18,7 @@ from quant.cli.quantize_command import quantize_command
 from quant.export.checkpoint.verify import verify
 from quant.models.open_model import open_model
 from quant.models.prediction_heads import BlocksBeforeHeads, attach_head_layer, head_layers
-from quant.run.plan_request import split_globs
+from quant.run.decide import split_globs
 from quant.run.request import Request
 
 transformers = pytest.importorskip("transformers", reason="the extra hf")

@@ -16,7 +16,7 @@ from samples import BASE
 
 import quant
 from quant.cli.main import main
-from quant.export.tensorrt import engine_constants
+from quant.export.tensorrt import engine_weights
 from quant.export.tensorrt.audit import audit, failures, planned_precision
 from quant.export.tensorrt.build import BuildOptions, audit_built, export_engine
 from quant.export.tensorrt.engine_file import _updated_inputs, read_engine
@@ -174,21 +174,21 @@ def test_inputs_that_are_updated_in_place_are_known_by_their_positions() -> None
 def test_command(graphs: Any, build: Callable[..., Any], tmp_path: Path) -> None:
     engine = build(graphs.chain("fp8", "half"), shapes=SHAPES)
     plan_of(("fp8", "fp8"), ("fp8", "fp8")).save(tmp_path / "plan.json")
-    command = ["audit", str(engine.path), "--plan", str(tmp_path / "plan.json")]
+    command = ["check", str(engine.path), "--plan", str(tmp_path / "plan.json")]
     failed = CliRunner().invoke(main, [*command, "--quiet"])
     assert failed.exit_code == 2
     assert "not run as planned in the engine: layers.1: planned fp8, found half" in failed.stderr
     passed = CliRunner().invoke(main, [*command, "--json", "--allow-fallback"])
     assert passed.exit_code == 0
     assert [row["passed"] for row in json.loads(passed.stdout)] == [True, False]
-    assert CliRunner().invoke(main, ["audit", str(engine.path), "--quiet"]).exit_code == 0
+    assert CliRunner().invoke(main, ["check", str(engine.path), "--quiet"]).exit_code == 0
 
 
 def test_command_refuses_the_plan_of_another_engine(graphs: Any, build: Callable[..., Any], tmp_path: Path) -> None:
     engine = build(graphs.chain("fp8"), shapes=SHAPES)
     plan_of(("fp8", "fp8")).save(tmp_path / "plan.json")
     Path(f"{engine.path}.json").write_text(json.dumps({"plan": "0" * 64}))
-    result = CliRunner().invoke(main, ["audit", str(engine.path), "--plan", str(tmp_path / "plan.json")])
+    result = CliRunner().invoke(main, ["check", str(engine.path), "--plan", str(tmp_path / "plan.json")])
     assert result.exit_code == 2
     assert "another plan" in result.stderr
 
@@ -245,10 +245,10 @@ def test_another_models_engine_fails(tmp_path: Path) -> None:
             engine = tmp_path / "ours.engine"
             build = BuildOptions("sm89", "batch=1:1:1,sequence=1:8:16")
             export_engine(result.model, engine, build, plan=result.plan)
-    command = ["audit", str(engine), "--quiet", "--plan"]
+    command = ["check", str(engine), "--quiet", "--plan"]
     assert CliRunner().invoke(main, [*command, str(tmp_path / "ours" / "plan.json")]).exit_code == 0
     # The checkpoint alone says what was planned, too.
-    listed = CliRunner().invoke(main, ["audit", str(engine), "--json", "--checkpoint", str(tmp_path / "ours")])
+    listed = CliRunner().invoke(main, ["check", str(engine), "--json", "--checkpoint", str(tmp_path / "ours")])
     planned = {row["planned"] for row in json.loads(listed.stdout) if row["name"].endswith("up_proj")}
     assert planned == {"int8", "as in the checkpoint"}
     failed = CliRunner().invoke(main, [*command, str(tmp_path / "theirs" / "plan.json")])
@@ -273,12 +273,12 @@ def test_attention_is_not_dropped_without_a_word(tmp_path: Path) -> None:
 
 def test_large_weights_are_compared_a_few_rows_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every row counts, the last few as well; numbers are rounded to the constant's type first."""
-    monkeypatch.setattr(engine_constants, "_SLICE", 24)
+    monkeypatch.setattr(engine_weights, "_SLICE", 24)
     expected = torch.randn(7, 12, generator=torch.Generator().manual_seed(0))
     values = expected.half().float().numpy()
-    assert engine_constants._is_rounded(values, expected, torch.float16)
-    assert not engine_constants._is_rounded(values, expected, torch.bfloat16)
+    assert engine_weights._equal(values, expected, "half")
+    assert not engine_weights._equal(values, expected, "bf16")
     for row in range(7):
         wrong = values.copy()
         wrong[row, 11] += 1
-        assert not engine_constants._is_rounded(wrong, expected, torch.float16), row
+        assert not engine_weights._equal(wrong, expected, "half"), row

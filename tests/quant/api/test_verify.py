@@ -1,4 +1,4 @@
-"""`quant verify` finds everything that was changed in a checkpoint, one line each, and nothing in a sound one."""
+"""`quant check` finds everything that was changed in a checkpoint, one line each, and nothing in a sound one."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Q = "model.layers.1.self_attn.q_proj"
 
 
 def verify(directory: Path, *options: str) -> Result:
-    return CliRunner().invoke(main, ["verify", str(directory), *options])
+    return CliRunner().invoke(main, ["check", str(directory), *options])
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""`quant check-engine` and `quant generate --engine` run an exported file, and refuse what does not belong together."""
+"""`quant check` and `quant generate --engine` run an exported file, and refuse what does not belong together."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 def test_an_onnx_file_is_compared_with_its_checkpoint(files: tuple[Path, Path]) -> None:
     checkpoint, out = files
-    result = run("check-engine", out, "--source", checkpoint, "--max-new-tokens", 16, "--json")
+    result = run("check", out, "--source", checkpoint, "--max-new-tokens", 16, "--json")
     assert result.exit_code == 0, result.output
     checked = json.loads(result.stdout)
     assert checked["passed"] and checked["prompts"] == [5, 80, 80] and checked["steps"] == 16
     assert checked["agreeing"] >= 46 and checked["error"] < 0.05 and checked["kl"] < 1e-3
-    printed = run("check-engine", out / "model.onnx", "--source", checkpoint, "--max-new-tokens", 4)
+    printed = run("check", out / "model.onnx", "--source", checkpoint, "--max-new-tokens", 4)
     assert "12 of 12 the same" in printed.stdout and "passed" in printed.stdout
 
 
@@ -60,7 +60,7 @@ def test_weights_that_are_not_the_checkpoints_fail(files: tuple[Path, Path], tmp
     rows = onnx.numpy_helper.to_array(embedding)
     embedding.CopyFrom(onnx.numpy_helper.from_array(rows[::-1].copy(), embedding.name))
     onnx.save(model, tmp_path / "model.onnx")
-    result = run("check-engine", tmp_path / "model.onnx", "--source", checkpoint, "--max-new-tokens", 8)
+    result = run("check", tmp_path / "model.onnx", "--source", checkpoint, "--max-new-tokens", 8)
     assert result.exit_code == 2 and "failed" in result.stdout
     assert result.stderr.splitlines()[-1].startswith(f"error: {tmp_path}/model.onnx does not compute what")
 
@@ -98,8 +98,8 @@ def test_texts_of_several_prompts(files: tuple[Path, Path]) -> None:
         (["generate", "DIR", "--engine", "OUT", "--prompt", "a", "--max-new-tokens", "96"], "the cache holds 96"),
         (["generate", "OUT", "--engine", "OUT", "--prompt", "a"], "has no config.json; name the checkpoint"),
         (["generate", "DIR", "--engine", "DIR", "--prompt", "a"], "no such file; name an ONNX file, engine or"),
-        (["check-engine", "DIR/plan.json", "--source", "DIR"], "its receipt plan.json.json is missing"),
-        (["check-engine", "OUT", "--source", "OUT"], "has no config.json; name the checkpoint"),
+        (["check", "DIR/plan.json", "--source", "DIR"], "its receipt plan.json.json is missing"),
+        (["check", "OUT", "--source", "OUT"], "has no config.json; name the checkpoint"),
     ],
 )
 def test_mistakes(files: tuple[Path, Path], arguments: list[str], words: str) -> None:
@@ -115,7 +115,7 @@ def test_a_file_of_another_plan(files: tuple[Path, Path], tmp_path: Path) -> Non
     plan = Plan.load(other / "plan.json")
     first = plan.layers[0]
     plan.replace_layers([type(first)(**{**vars(first), "reason": "x"}), *plan.layers[1:]]).save(other / "plan.json")
-    for command in (("generate", other, "--engine", out, "--prompt", "a"), ("check-engine", out, "--source", other)):
+    for command in (("generate", other, "--engine", out, "--prompt", "a"), ("check", out, "--source", other)):
         result = run(*command)
         assert result.exit_code == 2 and "was exported from another plan than that of" in result.stderr, result.output
 
@@ -126,14 +126,14 @@ def test_an_engine_on_a_machine_without_its_gpu(files: tuple[Path, Path], tmp_pa
     arguments = ["export", checkpoint, "--to", "tensorrt", "--target", "sm89", "--out", engine, "--quiet"]
     result = run(*arguments, "--capacity", 96, "--dtype", "fp16")
     assert result.exit_code == 0, result.output
-    checked = run("check-engine", engine, "--source", checkpoint)
+    checked = run("check", engine, "--source", checkpoint)
     assert checked.exit_code == 0, checked.output
     for words in ("for sm89", "whole", "layers run as planned", "not run"):
         assert words in checked.stdout
     refused = run("generate", checkpoint, "--engine", engine, "--prompt", "a")
     assert refused.exit_code == 2 and "runs on a GPU of sm89, and this machine has no GPU" in refused.stderr
     engine.write_bytes(engine.read_bytes()[:-1] + b"x")
-    damaged = run("check-engine", engine, "--source", checkpoint)
+    damaged = run("check", engine, "--source", checkpoint)
     assert damaged.exit_code == 2 and "is not the file that its receipt describes" in damaged.stderr
 
 

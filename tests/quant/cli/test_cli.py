@@ -21,8 +21,9 @@ from safetensors.torch import load_file, save_file
 from samples import BASE
 
 from quant.cli import console
-from quant.cli.main import COMMANDS, main
+from quant.cli.main import COMMANDS, RENAMED, main
 from quant.cli.quantize_command import quantize_command
+from quant.cli.run_options import MOVED
 from quant.evaluation.evaluation import loss_text
 from quant.export.checkpoint.load import load
 from quant.formats.format import FORMATS
@@ -570,15 +571,25 @@ def test_every_command_of_the_table_is_there(name: str) -> None:
     assert result.exit_code == 0 and result.output.startswith(f"Usage: quant {name} "), result.output
 
 
-def test_help_has_the_common_options_in_sixty_lines_and_all_of_them_where_asked() -> None:
-    short, whole = (run(quantize_command, option).output for option in ("--help", "--help-all"))
-    assert len(short.splitlines()) <= 60 and "\n    quantize Qwen/Qwen3-0.6B --bits 4.8 --out qwen3-mixed\n" in short
+def test_quantize_has_thirty_options_which_help_shows_by_purpose() -> None:
+    text = run(quantize_command, "--help").output
+    assert "\n    quantize Qwen/Qwen3-0.6B --bits 4.8 --out qwen3-mixed\n" in text
     options = {option.opts[-1] for option in quantize_command.params if isinstance(option, click.Option)}
-    listed = {name for name in options if f"\n  {name} " in short}
-    assert {"--format", "--bits", "--effort", "--calib", "--out", "--device"} <= listed
-    # The last line names -h and --help-all themselves.
-    assert f"-h, --help shows these options; --help-all shows {len(options - listed - {'--help-all'})} more." in short
-    assert all(f"  {name}" in whole for name in options)
+    assert len(options - {"--debug", "--version"}) <= 30
+    assert all(f"\n  {name}" in text for name in options)
+    assert text.index("Formats:") < text.index("Rounding:") < text.index("Output:") < text.index("--device ")
+
+
+@pytest.mark.parametrize("name", sorted(MOVED))
+def test_an_option_that_was_moved_names_its_place(name: str) -> None:
+    result = run(quantize_command, "model", f"{name}=1", "--out", "out")
+    assert result.exit_code == 2 and re.fullmatch(rf"error: {name} is .* since 0\.3.*\n", result.output)
+
+
+@pytest.mark.parametrize("name", sorted(RENAMED))
+def test_a_command_that_was_renamed_names_the_new_one(name: str) -> None:
+    result = run(main, name, "file")
+    assert result.exit_code == 2 and re.fullmatch(rf"error: quant {name} is `quant check .* options\n", result.output)
 
 
 def test_the_package_runs_as_a_module() -> None:

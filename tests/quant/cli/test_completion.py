@@ -40,7 +40,7 @@ def test_commands_and_names_are_completed() -> None:
     assert completed(quantize_command, "m", "--solver", "gptq+") == (["gptq+autoround"], False)
     assert "fp8,fp8" not in completed(quantize_command, "m", "--formats", "fp8,f")[0]
     assert completed(quantize_command, "m", "--lm-head", "") == ([*FORMATS, "16bit"], False)
-    assert completed(quantize_command, "m", "--observer", "p") == (["percentile"], False)
+    assert completed(main, "plan", "make", "m", "--observer", "p") == (["percentile"], False)
 
 
 @pytest.mark.parametrize(

@@ -17,15 +17,16 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import quant
-from quant.generate.quantized_attention import quantized_attention
 from quant.cli.distill_command import distill_command
 from quant.cli.quantize_command import quantize_command
 from quant.evaluation.evaluation import loss_text
+from quant.generate.quantized_attention import quantized_attention
 from quant.kernels.base.weight_layout import prepack, prepack_refusal
 from quant.kernels.linear.quant_linear import QuantLinear
 from quant.training import distill
 from quant.training import distill as training_run
-from quant.training.distill import check_tokenizers
+from quant.training.distill import DistillOptions, check_tokenizers
+from quant.training.teacher_cache import cache_teacher
 from quant.training.train_loop import StoredDtypes
 
 pytest.importorskip("transformers")
@@ -79,13 +80,11 @@ def test_python_writes_the_files_of_the_command(made: Path, tmp_path: Path) -> N
         "--eval-samples", 8, "--scales", "learned", "--hidden", 0.5, "--out", tmp_path / "command", *OPTIONS,
     )  # fmt: skip
     assert result.exit_code == 0, result.output
-    options = quant.DistillOptions(
-        data=(str(text),), samples=8, seqlen=24, steps=12, batch_size=4, lr=3e-4, hidden=0.5, scales="learned",
-        eval_texts=(text,), eval_samples=8,
-    )  # fmt: skip
     counts: list[tuple[str, int, int]] = []
-    report = quant.distill_checkpoint(
-        made / "ptq", made / "model", tmp_path / "python", options, device="cpu",
+    report = quant.distill(
+        made / "ptq", made / "model", out=tmp_path / "python", device="cpu",
+        data=str(text), samples=8,
+        seqlen=24, steps=12, batch_size=4, lr=3e-4, hidden=0.5, scales="learned", eval_texts=(text,), eval_samples=8,
         listener=quant.Listener(lambda *count: counts.append(count)),
     )  # fmt: skip
     assert counts == [("train", step, 12) for step in range(1, 13)]
@@ -95,7 +94,7 @@ def test_python_writes_the_files_of_the_command(made: Path, tmp_path: Path) -> N
     for name in set(names[0]) - {"report.json", "report.html"}:
         assert (folders[0] / name).read_bytes() == (folders[1] / name).read_bytes(), name
     by_command, by_python = (quant.Report.load(folder / "report.json").to_dict() for folder in folders)
-    assert by_python == report.to_dict() and by_python["command"] == "quant.distill_checkpoint"
+    assert by_python == report.to_dict() and by_python["command"] == "quant.distill"
     for fields in (by_command, by_python):
         evaluations = [fields["evaluation"], fields["distillation"]["before"]]
         for record, key in ((fields, "command"), (fields, "seconds"), (fields, "peak_rss_bytes"),
@@ -175,9 +174,9 @@ def test_training_on_a_gpu(format: str, train: str, tmp_path: Path) -> None:
 
 def test_norms_are_trained_with_frozen_scales() -> None:
     with pytest.raises(quant.UserError, match="norms are trained with the codes and scales as they are"):
-        quant.DistillOptions(train="norms", scales="learned")
+        DistillOptions(train="norms", scales="learned")
     with pytest.raises(quant.UserError, match="train is 'biases'; expected 'weights' or 'norms'"):
-        quant.DistillOptions(train="biases")
+        DistillOptions(train="biases")
 
 
 def test_what_training_made_worse_is_told(made: Path, tmp_path: Path) -> None:
@@ -311,7 +310,7 @@ def test_a_teacher_of_another_tokenizer_is_refused() -> None:
 
 def test_from_a_cached_teacher(made: Path, tmp_path: Path) -> None:
     rows = quant.token_rows(made / "rows.safetensors", None, samples=8, seqlen=24)
-    quant.cache_teacher(quant.open_model(made / "model").model, rows, tmp_path / "teacher", k=16)
+    cache_teacher(quant.open_model(made / "model").model, rows, tmp_path / "teacher", k=16)
     result = run(distill_command, made / "ptq", "--teacher", tmp_path / "teacher", "--out", tmp_path / "out", *OPTIONS)
     assert result.exit_code == 0, result.output
     losses = quant.Report.load(tmp_path / "out" / "report.json").distillation.losses
@@ -340,7 +339,7 @@ def test_a_teacher_is_cached_first_and_serves_again(
     assert result.exit_code == 0, result.output
     assert len(alive) == 2
     ids = quant.token_rows(rows, None, samples=8, seqlen=24)
-    quant.cache_teacher(quant.open_model(made / "model").model, ids, tmp_path / "by_python", k=16)
+    cache_teacher(quant.open_model(made / "model").model, ids, tmp_path / "by_python", k=16)
     written, by_python = load_file(cache), load_file(tmp_path / "by_python")
     assert written.keys() == by_python.keys() and all(torch.equal(written[name], by_python[name]) for name in written)
     monkeypatch.undo()

@@ -14,6 +14,7 @@ import tiny_models
 import tiny_processors
 import torch
 from click.testing import CliRunner
+from plan_samples import planned
 from safetensors.torch import load_file
 from tiny_processors import RATE, TEXTS, tone
 
@@ -221,9 +222,9 @@ def test_a_budget_and_a_limit_on_images(tmp_path: Path) -> None:
     """Allocations measure on one tensor, and images are one."""
     tiny_processors.write_vit(tmp_path / "model")
     tiny_processors.write_images(tmp_path / "photos")
-    photos = ("--calib", tmp_path / "photos", "--calib-samples", 4, "--out", tmp_path / "out")
-    limit = ("--max-kl", 1e-4, "--eval", tmp_path / "photos", "--eval-samples", 4)
-    done = command("quantize", tmp_path / "model", *photos, *limit)
+    photos = ("--calib", tmp_path / "photos", "--calib-samples", 4, "--eval", tmp_path / "photos", "--eval-samples", 4)
+    plan = planned(tmp_path / "model", tmp_path / "plan.json", *photos, "--max-kl", 1e-4, "--device", "cpu")
+    done = command("quantize", tmp_path / "model", "--plan", plan, *photos, "--out", tmp_path / "out")
     assert done.exit_code == 0, done.output
     report = json.loads((tmp_path / "out" / "report.json").read_text())
     assert 0 < report["allocation"]["chosen"]["kl_measured"] <= 1e-4  # on one half; the other verifies

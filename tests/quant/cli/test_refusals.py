@@ -15,6 +15,7 @@ import pytest
 import tiny_models
 import torch
 from click.testing import CliRunner
+from plan_samples import planned
 from safetensors.torch import save_file
 from samples import BASE, GOLDENS
 from torch import nn
@@ -95,8 +96,6 @@ def test_images_calibrate_and_show_the_fusion_groups() -> None:
     [
         (("--solver", "gptq"), "solver gptq"),
         (("--kv-cache", "fp8"), "a KV cache's scales"),
-        (("--guard", "0.1 fp8"), "a guard"),
-        (("--observer", "mse"), "an observer"),
         (("--calib", __file__), "--calib"),
         (("--eval", __file__), "--eval"),
     ],
@@ -104,6 +103,16 @@ def test_images_calibrate_and_show_the_fusion_groups() -> None:
 def test_a_state_dict_takes_no_option_that_needs_a_run(arguments: tuple[str, ...], named: str, tmp_path: Path) -> None:
     line = refused(tmp_path / "out", BASE / "model.safetensors", "--format", "nvfp4", *arguments)
     assert f"{named} takes a model that runs, and this is a bare state dict; pass --model-factory" in line
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"), [(("--guard", "0.1 fp8"), "guard"), (("--observer", "mse"), "observer")]
+)
+def test_a_state_dict_takes_no_plan_that_needs_a_run(arguments: tuple[str, ...], named: str, tmp_path: Path) -> None:
+    model = BASE / "model.safetensors"
+    plan = planned(model, tmp_path / "plan.json", "--format", "nvfp4", "--effort", "0", *arguments)
+    line = refused(tmp_path / "out", model, "--plan", plan)
+    assert re.search(rf"an? {named} takes a model that runs, and this is a bare state dict; pass --model-factory", line)
 
 
 def test_a_plan_with_static_scales_is_not_for_a_state_dict(tmp_path: Path) -> None:
@@ -117,8 +126,6 @@ def test_a_plan_with_static_scales_is_not_for_a_state_dict(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--format", "nvfp4", "--ctx", "100"), "--ctx means something to --fit only"),
-        (("--bits", "5", "--batch", "4"), "--batch means something to --fit and --latency only"),
         (
             ("--format", "nvfp4", "--kv-cache", "fp9"),
             "--kv-cache fp9: unknown format of a KV cache; checkpoints hold it in fp8, fp8_head, or in 16bit\n",
@@ -127,6 +134,18 @@ def test_a_plan_with_static_scales_is_not_for_a_state_dict(tmp_path: Path) -> No
 )
 def test_options_that_would_do_nothing(arguments: tuple[str, ...], message: str, tmp_path: Path) -> None:
     assert message in refused(tmp_path / "out", BASE, *arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--format", "nvfp4", "--ctx", "100"), "--ctx means something to --fit only"),
+        (("--bits", "5", "--batch", "4"), "--batch means something to --fit and --latency only"),
+    ],
+)
+def test_options_of_plans_that_would_do_nothing(arguments: tuple[str, ...], message: str, tmp_path: Path) -> None:
+    done = CliRunner().invoke(main, ["plan", "make", str(BASE), *arguments, "--out", str(tmp_path / "plan.json")])
+    assert done.exit_code == 2 and message in done.stderr and not (tmp_path / "plan.json").exists()
 
 
 @pytest.mark.parametrize("calib", [(), ("--calib", "absent.txt")])
@@ -185,8 +204,8 @@ def test_an_embedding_is_set_by_its_format_alone(tmp_path: Path) -> None:
 
 def test_what_a_guard_changed_is_in_the_report(tmp_path: Path) -> None:
     out = tmp_path / "out"
-    options = ["--format", "nvfp4a16", "--guard", "1e-6", "--out", str(out)]
-    result = CliRunner().invoke(quantize_command, [str(BASE), *options])
+    plan = planned(BASE, tmp_path / "plan.json", "--format", "nvfp4a16", "--guard", "1e-6")
+    result = CliRunner().invoke(quantize_command, [str(BASE), "--plan", str(plan), "--out", str(out)])
     assert result.exit_code == 0, result.output
     said = " ".join(result.stderr.split())
     assert "nothing is quantized" in said and "the guard '1e-6' gave 14 of 14 layers another format, 14 of them" in said

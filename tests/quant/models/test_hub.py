@@ -106,7 +106,7 @@ def test_a_directory_of_that_name_wins(cache: Path) -> None:
 
 def test_commands_take_names_and_record_the_commit(cache: Path) -> None:
     store(cache, "org/tiny", "old", BASE)
-    arguments = ["org/tiny", "--revision", "old", "--format", "nvfp4a16"]
+    arguments = ["org/tiny@old", "--format", "nvfp4a16"]
     done = CliRunner().invoke(quantize_command, [*arguments, "--out", "made"], catch_exceptions=False)
     assert done.exit_code == 0
     provenance = json.loads(Path("made/plan.json").read_text())["provenance"]

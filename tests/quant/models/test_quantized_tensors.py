@@ -14,6 +14,7 @@ import pytest
 import tiny_models
 import torch
 from click.testing import CliRunner
+from plan_samples import planned
 from safetensors.torch import load_file, save_file
 from samples import GOLDENS
 from slow_cases import quick_cases
@@ -527,6 +528,9 @@ def test_a_quantized_source_is_quantized_like_its_dequantized_form(how: str, tmp
     save_file({"ids": torch.randint(0, 60, (8, 16))}, ids)
     options = ["--format", *(str(ids) if option == "IDS" else option for option in SOLVED[how])]
     options += ["--calib-samples", "8", "--seqlen", "16"]
+    if how == "guard":
+        plans = planned(tmp_path / "bf16", tmp_path / "guarded.json", *options)
+        options = ["--plan", str(plans), "--calib", str(ids), *options[-4:]]
     made, plan, said = quantized(tmp_path / "fp8", tmp_path / "fp8.out", *options)
     expected, plain, silent = quantized(tmp_path / "bf16", tmp_path / "bf16.out", *options)
     assert set(made) == set(expected) and all(torch.equal(made[name], expected[name]) for name in made)

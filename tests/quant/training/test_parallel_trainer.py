@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 import tiny_models
 import torch
-from children import run_ranks
+from children import free_port, run_ranks
 
 import quant
-from quant.cli.ranks.launch import free_port
 
 pytest.importorskip("accelerate", reason="the extra hf")
 pytestmark = pytest.mark.slow
