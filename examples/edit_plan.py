@@ -21,7 +21,7 @@ rows = quant.token_rows(parsed.text, tokenizer, samples=8, seqlen=64)
 # A plan is made from shapes alone. With `whole_groups` a setting for v_proj also changes q_proj and k_proj, which
 # runtimes merge with it into one product.
 plan = quant.make_plan(original.model, "nvfp4a16", solver="mse")
-edited = quant.edit_plan(plan, parsed.set, whole_groups=True)
+edited = plan.set(*parsed.set.split("=", 1), whole_groups=True)
 for each in (plan, edited):
     result = quant.quantize(quant.open_model(parsed.model).model, each, rows)
     loss = quant.evaluate(result.model, rows, original.model).kl

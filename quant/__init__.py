@@ -62,18 +62,11 @@ if TYPE_CHECKING:
     from quant.recipes.recipe import Rule as Rule
     from quant.report.report import Report as Report
     from quant.run.quantize import quantize as quantize
-    from quant.training.distillation_loss import DistillMixin as DistillMixin
-    from quant.training.distillation_loss import distill as distill
-    from quant.training.distill import distill_checkpoint as distill_checkpoint
-    from quant.training.distill import DistillOptions as DistillOptions
-    from quant.training.low_precision.conversion import LowPrecisionTraining as LowPrecisionTraining
-    from quant.training.low_precision.conversion import convert_trained as convert_trained
-    from quant.training.low_precision.conversion import from_low_precision_training as from_low_precision_training
+    from quant.training.distill import distill as distill
     from quant.training.low_precision.conversion import to_low_precision_training as to_low_precision_training
     from quant.training.low_precision.training_recipe import TrainingRecipe as TrainingRecipe
-    from quant.training.qat import convert_qat as convert_qat
+    from quant.training.pack import pack as pack
     from quant.training.qat import prepare_qat as prepare_qat
-    from quant.training.teacher_cache import cache_teacher as cache_teacher
     from quant.training.trainer import DistillTrainer as DistillTrainer
 
 _check_links()
@@ -105,18 +98,11 @@ _PUBLIC = {
     "quant.recipes.recipe": ("Recipe", "Rule"),
     "quant.report.report": ("Report",),
     "quant.run.quantize": ("quantize",),
-    "quant.training.distillation_loss": ("DistillMixin", "distill"),
-    "quant.training.distill": ("distill_checkpoint",),
-    "quant.training.distill": ("DistillOptions",),
-    "quant.training.low_precision.conversion": (
-        "LowPrecisionTraining",
-        "convert_trained",
-        "from_low_precision_training",
-        "to_low_precision_training",
-    ),
+    "quant.training.distill": ("distill",),
+    "quant.training.low_precision.conversion": ("to_low_precision_training",),
     "quant.training.low_precision.training_recipe": ("TrainingRecipe",),
-    "quant.training.qat": ("convert_qat", "prepare_qat"),
-    "quant.training.teacher_cache": ("cache_teacher",),
+    "quant.training.pack": ("pack",),
+    "quant.training.qat": ("prepare_qat",),
     "quant.training.trainer": ("DistillTrainer",),
 }
 _HOME = {name: module for module, names in _PUBLIC.items() for name in names}
@@ -126,13 +112,21 @@ __all__ = ["__version__", *_HOME]
 # Names that were attributes of `quant` up to 0.2, and what they are called since; the table goes with 0.4.
 _RENAMED = {
     "Allocation": "quant.calibration.allocation.allocate.Allocation",
+    "DistillMixin": "quant.training.trainer.DistillMixin",
+    "DistillOptions": "keyword arguments of quant.distill",
+    "LowPrecisionTraining": "quant.training.low_precision.conversion.LowPrecisionTraining",
     "QuantExperts": "quant.kernels.linear.experts.QuantExperts",
     "QuantLinear": "quant.kernels.linear.quant_linear.QuantLinear",
     "QuantizedKVCache": "quant.generate.quantized_kv_cache.QuantizedKVCache",
     "TaskScore": "quant.adapters.tasks.TaskScore",
+    "cache_teacher": "quant.training.teacher_cache.cache_teacher",
     "calibrate": "quant.calibration.walk.collect.calibrate",
+    "convert_qat": "quant.pack",
+    "convert_trained": "quant.pack",
+    "distill_checkpoint": "quant.distill(directory, teacher, out=...)",
     "edit_plan": "Plan.set",
     "evaluate_tasks": "quant.adapters.tasks.evaluate_tasks",
+    "from_low_precision_training": "undo() of the object that quant.to_low_precision_training returns",
     "from_modelopt": "quant.load, of the directory that ModelOpt's export_hf_checkpoint writes,",
     "from_torchao": "quant.quantize of the original model with solver='rtn', which has torchao's rounding,",
     "modelopt_config": "quant.adapters.modelopt_names.modelopt_config",

@@ -2,7 +2,7 @@
 
 The command is `quant evaluate DIR --tasks arc_easy,hellaswag`. In Python:
 
-    quant.evaluate_tasks(model, ["arc_easy"], tokenizer)
+    evaluate_tasks(model, ["arc_easy"], tokenizer)
 
     import quant.adapters.lm_eval_model    # registers the model "blockscale"
     lm_eval.simple_evaluate("blockscale", {"pretrained": DIR}, ["arc_easy"])
@@ -29,22 +29,14 @@ _RESAMPLES = 1000
 
 @dataclass(frozen=True)
 class TaskScore:
-    """One metric of one task.
+    """One metric of one task."""
 
-    Attributes:
-        task, metric: as lm-eval calls them.
-        filter: the filter of lm-eval, applied to the answers before scoring; "none" if there is none.
-        value: the value of the metric.
-        stderr: standard error of the value, if lm-eval knows it.
-        samples: how many documents were asked.
-    """
-
-    task: str
+    task: str  # this and `metric` as lm-eval calls them
     metric: str
-    filter: str
+    filter: str  # applied to the answers before scoring; "none" if there is none
     value: float
-    stderr: float | None
-    samples: int
+    stderr: float | None  # standard error of the value, if lm-eval knows it
+    samples: int  # how many documents were asked
 
 
 def evaluate_tasks(

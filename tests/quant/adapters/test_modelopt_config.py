@@ -122,7 +122,7 @@ def test_modelopt_turns_on_the_quantizers_of_the_plan(recipe: str, family: str) 
     modelopt_on_cpu()
     model = getattr(tiny_models, family)(dtype=torch.bfloat16)
     plan = replace(quant.make_plan(model, recipe, exclude=[KEPT[family]]), kv_cache=FORMATS["fp8"])
-    config, ids = quant.modelopt_config(plan), torch.arange(32).view(2, 16)
+    config, ids = modelopt_config(plan), torch.arange(32).view(2, 16)
     mtq.quantize(model, config, lambda model: model(ids))
     enabled = {name for name, module in model.named_modules() if getattr(module, "is_enabled", False)}
     for layer in plan.layers:
