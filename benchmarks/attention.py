@@ -29,17 +29,16 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from quant.kernels.attention.forward import attention
-from quant.kernels.attention.quantize_qkv import quantize_attention
+from quant.kernels.attention.quantize_qkv import AttentionOperands, quantize_attention
 from quant.kernels.base.timing import copy_rate, graph_microseconds, warm_up
 
 TOKENS, WIDTH = 16384, 2048
 DRAWS = 8
 WAYS: dict[str, dict[str, Any] | None] = {
-    "FP8 per tensor": {"granularity": "tensor"},
-    "FP8 per head": {"granularity": "head"},
+    "FP8 per tensor": {"axes": (0, 1, 2, 3)},
+    "FP8 per head": {"axes": (2, 3)},
     "FP8 per block": {},
     "FP8 per block, Hadamard": {"hadamard": True},
-    "FP8 per block, Hadamard, smooth K": {"hadamard": True, "smooth_k": True},
     "BF16": None,
 }
 CASES = [(dim, causal) for dim in (64, 128, 256) for causal in (False, True)]
@@ -55,6 +54,13 @@ def operands(dim: int, kind: str = "normal", tokens: int = TOKENS) -> tuple[torc
         for x in (q, k):
             x[..., torch.randperm(dim)[:4]] *= 10
     return q.bfloat16(), k.bfloat16(), v.bfloat16()
+
+
+def quantized(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, axes: Any = None, **options: Any) -> AttentionOperands:
+    """FP8 operands, with scales of their own over `axes`."""
+    if axes is not None:
+        options["scales"] = tuple(x.float().abs().amax(axes) / 448 for x in (q, k, v))
+    return quantize_attention(q, k, v, **options)
 
 
 def fa3() -> Callable[..., Any] | None:
@@ -108,8 +114,6 @@ def speed(compile_only: bool) -> Iterator[Row]:
 def quantizing(compile_only: bool) -> Iterator[Row]:
     """Bytes a second of the quantize-and-lay-out pass; heads lie between tokens, as models leave them."""
     copy = math.nan if compile_only else copy_rate()
-    angle = torch.rand(TOKENS, 64, device="cuda") * 6
-    rope = tuple(torch.cat([f(angle), f(angle)], -1).bfloat16() for f in (torch.cos, torch.sin))
     # Two sets, so that one is not in the L2 cache when its turn comes.
     sets = [
         [torch.randn(1, TOKENS, heads, 128, device="cuda").bfloat16().transpose(1, 2) for heads in (32, 8, 8)]
@@ -118,8 +122,6 @@ def quantizing(compile_only: bool) -> Iterator[Row]:
     kinds: dict[str, dict[str, Any]] = {
         "block scales": {},
         "block scales, Hadamard": {"hadamard": True},
-        "block scales, rope, Hadamard": {"hadamard": True, "rope": rope},
-        "block scales, Hadamard, smooth K": {"hadamard": True, "smooth_k": True},
     }
     for name, options in kinds.items():
         calls = [lambda x=x, o=options: quantize_attention(*x, **o) for x in sets]
@@ -141,7 +143,7 @@ def error(compile_only: bool) -> Iterator[Row]:
             exact = scores.softmax(-1) @ v.double()
             square += float(exact.square().sum())
             for name, options in WAYS.items():
-                out = attention(q, k, v) if options is None else quantize_attention(q, k, v, **options).attend()
+                out = attention(q, k, v) if options is None else quantized(q, k, v, **options).attend()
                 squares[name] += float((out[:, :, -queries:].double() - exact).square().sum())
         row: dict[str, object] = {"what": f"error, {kind}", "dim": dim}
         yield row | {name: None if compile_only else math.sqrt(off / square) for name, off in squares.items()}

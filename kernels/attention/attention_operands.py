@@ -1,4 +1,4 @@
-"""Attention's operands are defined here: options and checks, blocks that share a scale, and Hopper's layout of V."""
+"""Attention's operands are defined here: tiles, options and checks, blocks that share a scale, Hopper's layout of V."""
 
 from __future__ import annotations
 
@@ -8,11 +8,9 @@ from dataclasses import dataclass
 from typing import NamedTuple, TypedDict
 
 import torch
+from torch import Tensor
 
 from quant.kernels.attention.kv_pages import KVPages
-
-# Tables say how attention kernels are cut into tiles; they can be read where Triton is not installed.
-
 
 DIMS = (64, 96, 128, 192, 256)
 """Head dimensions of `attention`."""
@@ -31,19 +29,9 @@ class Tiles:
 
 
 def tiles_for(dim: int, arch: int, itemsize: int = 1) -> Tiles:
-    """Returns the tiles of the Triton kernels.
-
-    Args:
-        dim: head dimension, one of `DIMS`.
-        arch: compute capability as a number, 90 for Hopper.
-        itemsize: bytes of an operand's element.
-
-    Raises:
-        ValueError: `dim` is none of them.
-    """
+    """Returns the tiles of the Triton kernels for a head dimension of `DIMS` and a compute capability such as 90."""
     if dim not in DIMS:
-        dims = ", ".join(map(str, DIMS))
-        raise ValueError(f"attention: head dimension {dim}; the kernel takes {dims}")
+        raise ValueError(f"attention: head dimension {dim}; the kernel takes {', '.join(map(str, DIMS))}")
     # Keys and values of all stages, and the queries, must fit in shared memory together.
     if arch // 10 in (9, 10):  # 227 KiB of shared memory
         if itemsize > 1:
@@ -100,10 +88,10 @@ def decode_tiles_for(pages: KVPages, rows: int, programs: int, max_length: int, 
 SCALE_BLOCK = 128
 """Rows (tokens of one head) that share a block scale."""
 
-Scales = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+Scales = tuple[Tensor, Tensor, Tensor]
 """Of Q, K and V."""
-QuantizedParts = tuple[Sequence[torch.Tensor], Sequence[torch.Tensor], torch.Tensor | None]
-"""Codes and scales of Q, K and V, and the shift of the scores where K was smoothed."""
+QuantizedParts = tuple[Sequence[Tensor], Sequence[Tensor]]
+"""Codes and scales of Q, K and V."""
 
 
 class ScoreKeywords(TypedDict, total=False):
@@ -124,49 +112,39 @@ class MaskKeywords(ScoreKeywords, total=False):
 class AttentionKeywords(MaskKeywords, total=False):
     """The keyword arguments of `attention`, which are the fields of `AttentionOptions`."""
 
-    q_scale: torch.Tensor | None
-    k_scale: torch.Tensor | None
-    v_scale: torch.Tensor | None
-    cu_seqlens_q: torch.Tensor | None
-    cu_seqlens_k: torch.Tensor | None
+    q_scale: Tensor | None
+    k_scale: Tensor | None
+    v_scale: Tensor | None
+    cu_seqlens_q: Tensor | None
+    cu_seqlens_k: Tensor | None
     max_seqlen_q: int | None
     v_laid_out: bool
 
 
 class AttentionOptions(NamedTuple):
-    """How q, k and v are attended; travels from `attention` to the op, the oracle and the launches.
+    """How q, k and v are attended; travels from `attention` to the op, the oracle and the launches."""
 
-    Attributes:
-        q_scale, k_scale, v_scale: float32, positive: a value is its code times its scale. `[]` or `[1]` is one for
-            all, `[batch, heads]` one per head, `[batch, heads, blocks]` one per 128 tokens of a head; of k and v,
-            heads are KV heads. None for operands in 16 bit.
-        causal: query i sees the keys up to i + seq_kv − seq_q: the last query sees all of them.
-        window: a query sees this many keys back, its own position included, and without `causal` as many ahead; None
-            is no limit.
-        softcap: scores s become softcap · tanh(s / softcap); None leaves them.
-        softmax_scale: positive; None is 1/√dim.
-        cu_seqlens_q, cu_seqlens_k: int32 `[sequences + 1]`, from 0 to the number of tokens: batch is then 1, and
-            seq_q and seq_kv count the tokens of all sequences, one after the other. Block scales of sequence i start
-            at index cu[i] // 128 + i, and there are tokens // 128 + sequences of them.
-        max_seqlen_q: length of the longest packed sequence of queries; None reads it from `cu_seqlens_q`, which waits
-            for the GPU.
-        dtype: the dtype of the output, BF16, FP16 or FP32; None is BF16 for E4M3 operands and the dtype of q for
-            others.
-        v_laid_out: whether v is `lay_out_v` of the values, E4M3 `[batch, kv_heads, dim, keys]`.
-    """
-
-    q_scale: torch.Tensor | None = None
-    k_scale: torch.Tensor | None = None
-    v_scale: torch.Tensor | None = None
-    causal: bool = False
+    # q_scale, k_scale, v_scale: float32, positive: a value is its code times its scale. `[]` or `[1]` is one for all,
+    # `[batch, heads]` one per head, `[batch, heads, blocks]` one per 128 tokens of a head; of k and v, heads are KV
+    # heads. None for operands in 16 bit.
+    q_scale: Tensor | None = None
+    k_scale: Tensor | None = None
+    v_scale: Tensor | None = None
+    causal: bool = False  # query i sees the keys up to i + seq_kv − seq_q: the last query sees all of them
+    # A query sees this many keys back, its own position included, and without `causal` as many ahead; None is no limit.
     window: int | None = None
-    softcap: float | None = None
-    softmax_scale: float | None = None
-    cu_seqlens_q: torch.Tensor | None = None
-    cu_seqlens_k: torch.Tensor | None = None
+    softcap: float | None = None  # scores s become softcap · tanh(s / softcap); None leaves them
+    softmax_scale: float | None = None  # positive; None is 1/√dim
+    # cu_seqlens_q, cu_seqlens_k: int32 `[sequences + 1]`, from 0 to the number of tokens: batch is then 1, and seq_q
+    # and seq_kv count the tokens of all sequences, one after the other. Block scales of sequence i start at index cu[i]
+    # // 128 + i, and there are tokens // 128 + sequences of them.
+    cu_seqlens_q: Tensor | None = None
+    cu_seqlens_k: Tensor | None = None
+    # Length of the longest packed sequence of queries; None reads it from `cu_seqlens_q`, which waits for the GPU.
     max_seqlen_q: int | None = None
+    # The dtype of the output, BF16, FP16 or FP32; None is BF16 for E4M3 operands and the dtype of q for others.
     dtype: torch.dtype | None = None
-    v_laid_out: bool = False
+    v_laid_out: bool = False  # whether v is `lay_out_v` of the values, E4M3 `[batch, kv_heads, dim, keys]`
 
     @property
     def scales(self) -> Scales | None:
@@ -199,7 +177,7 @@ class AttentionOptions(NamedTuple):
             raise ValueError(f"{where}: output dtype {self.dtype}; expected bfloat16, float16 or float32")
 
 
-def check_heads(where: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dims: tuple[int, ...]) -> None:
+def check_heads(where: str, q: Tensor, k: Tensor, v: Tensor, dims: tuple[int, ...]) -> None:
     """Raises ValueError where q, k and v do not fit each other, or the head dimension is none of `dims`."""
     if q.dim() != 4 or k.dim() != 4 or k.shape != v.shape:
         raise ValueError(f"{where}: expected q [batch, heads, seq_q, dim] and k, v [batch, kv_heads, seq_kv, dim]")
@@ -213,9 +191,7 @@ def check_heads(where: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, d
         raise ValueError(f"{where}: head dimension {q.shape[3]}; the kernel takes {', '.join(map(str, dims))}")
 
 
-def check_sequences(
-    where: str, q: torch.Tensor, k: torch.Tensor, cu_seqlens_q: torch.Tensor | None, cu_seqlens_k: torch.Tensor | None
-) -> None:
+def check_sequences(where: str, q: Tensor, k: Tensor, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None) -> None:
     """Raises ValueError for packed sequences of a wrong shape, or, on the CPU, of wrong bounds."""
     if cu_seqlens_q is None and cu_seqlens_k is None:
         return
@@ -236,35 +212,11 @@ def check_sequences(
             raise ValueError(f"{where}: {name} {bounds} must rise from 0 to the {x.shape[2]} tokens there are")
 
 
-def check_devices(where: str, *tensors: torch.Tensor | None) -> None:
+def check_devices(where: str, *tensors: Tensor | None) -> None:
     """Raises ValueError unless all tensors are on one device."""
     devices = {str(x.device) for x in tensors if x is not None}
     if len(devices) > 1:
         raise ValueError(f"{where}: on different devices ({', '.join(sorted(devices))})")
-
-
-@dataclass(frozen=True, eq=False)
-class AttentionInputs:
-    """Q, K and V in 16 bit and how they become E4M3: the checked arguments of `quantize_attention`."""
-
-    q: torch.Tensor
-    k: torch.Tensor
-    v: torch.Tensor
-    rope: tuple[torch.Tensor, torch.Tensor] | None
-    hadamard: bool
-    max_seqlen_k: int | None
-    options: AttentionOptions  # packed sequences, and whether V is to be laid out
-    mean: torch.Tensor | None = None  # of K, float32 [sequences, kv_heads, dim]
-
-    @property
-    def sequences(self) -> int | None:
-        """The number of packed sequences; None without packing."""
-        cu = self.options.cu_seqlens_q
-        return None if cu is None else len(cu) - 1
-
-    def blocks(self, x: torch.Tensor) -> int:
-        """Returns the number of scale blocks along the tokens of `x`."""
-        return scale_blocks(x.shape[2], self.sequences)
 
 
 def scale_blocks(tokens: int, sequences: int | None = None) -> int:
@@ -272,7 +224,7 @@ def scale_blocks(tokens: int, sequences: int | None = None) -> int:
     return -(-tokens // SCALE_BLOCK) if sequences is None else tokens // SCALE_BLOCK + sequences
 
 
-def block_starts(cu_seqlens: torch.Tensor) -> torch.Tensor:
+def block_starts(cu_seqlens: Tensor) -> Tensor:
     """Returns the index of the first scale block of each packed sequence.
 
     Counting from cu // 128 plus the number of the sequence leaves room for every sequence's blocks, whatever the
@@ -281,12 +233,12 @@ def block_starts(cu_seqlens: torch.Tensor) -> torch.Tensor:
     return cu_seqlens[:-1] // SCALE_BLOCK + torch.arange(len(cu_seqlens) - 1, device=cu_seqlens.device)
 
 
-def sequence_of_rows(cu_seqlens: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
+def sequence_of_rows(cu_seqlens: Tensor, row: Tensor) -> Tensor:
     """Returns the packed sequence of each row."""
     return torch.searchsorted(cu_seqlens[1:].contiguous(), row, right=True)
 
 
-def block_of_rows(cu_seqlens: torch.Tensor | None, row: torch.Tensor) -> torch.Tensor:
+def block_of_rows(cu_seqlens: Tensor | None, row: Tensor) -> Tensor:
     """Returns the scale block of each row."""
     if cu_seqlens is None:
         return row // SCALE_BLOCK
@@ -294,7 +246,7 @@ def block_of_rows(cu_seqlens: torch.Tensor | None, row: torch.Tensor) -> torch.T
     return block_starts(cu_seqlens)[sequence] + (row - cu_seqlens[sequence]) // SCALE_BLOCK
 
 
-def scale_of_rows(scale: torch.Tensor, shape: torch.Size, cu_seqlens: torch.Tensor | None) -> torch.Tensor:
+def scale_of_rows(scale: Tensor, shape: torch.Size, cu_seqlens: Tensor | None) -> Tensor:
     """Returns scales per tensor, per head or per block, so that they broadcast to `[batch, heads, rows, 1]`."""
     if scale.dim() < 2:
         return scale.reshape(1, -1, 1, 1)
@@ -303,33 +255,27 @@ def scale_of_rows(scale: torch.Tensor, shape: torch.Size, cu_seqlens: torch.Tens
     return scale[:, :, block_of_rows(cu_seqlens, torch.arange(shape[2], device=scale.device)), None]
 
 
-def lay_out_v(v: torch.Tensor, cu_seqlens: torch.Tensor | None = None) -> torch.Tensor:
-    """Returns V as Hopper's FP8 kernel reads it: K-major, with its keys in the order of P's columns.
+def lay_out_v(v: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
+    """Returns V `[batch, kv_heads, tokens, dim]` as Hopper's FP8 kernel reads it: K-major, keys in the order of P.
 
     An accumulator's thread holds 2 neighbours of every 8 columns, and a left operand's wants 4 of every 16. So the
-    order of 16 keys is 0 1 8 9, 2 3 10 11, 4 5 12 13, 6 7 14 15.
-
-    Args:
-        v: `[batch, kv_heads, tokens, dim]`.
-        cu_seqlens: the seqlens of packed sequences, each of which starts where its scale blocks start.
-
-    Returns:
-        `[batch, kv_heads, dim, keys]`, keys padded with zeros to whole blocks of 128.
+    order of 16 keys is 0 1 8 9, 2 3 10 11, 4 5 12 13, 6 7 14 15. The result is `[batch, kv_heads, dim, keys]`, padded
+    with zeros to whole blocks of 128; each packed sequence starts where its scale blocks start.
     """
     blocks = scale_blocks(v.shape[2], None if cu_seqlens is None else len(cu_seqlens) - 1)
     padded = torch.zeros(*v.shape[:2], blocks * SCALE_BLOCK, v.shape[3], dtype=v.dtype, device=v.device)
     padded[:, :, _padded_rows(v, v.shape[2], cu_seqlens)] = v
-    laid_out: torch.Tensor = padded.unflatten(2, (-1, 2, 4, 2)).transpose(3, 4).flatten(2, 5).mT.contiguous()
+    laid_out: Tensor = padded.unflatten(2, (-1, 2, 4, 2)).transpose(3, 4).flatten(2, 5).mT.contiguous()
     return laid_out
 
 
-def restore_v(v: torch.Tensor, tokens: int, cu_seqlens: torch.Tensor | None = None) -> torch.Tensor:
+def restore_v(v: Tensor, tokens: int, cu_seqlens: Tensor | None = None) -> Tensor:
     """Undoes `lay_out_v`."""
-    rows: torch.Tensor = v.mT.unflatten(2, (-1, 4, 2, 2)).transpose(3, 4).flatten(2, 5)
+    rows: Tensor = v.mT.unflatten(2, (-1, 4, 2, 2)).transpose(3, 4).flatten(2, 5)
     return rows[:, :, _padded_rows(v, tokens, cu_seqlens)]
 
 
-def _padded_rows(v: torch.Tensor, tokens: int, cu_seqlens: torch.Tensor | None) -> torch.Tensor:
+def _padded_rows(v: Tensor, tokens: int, cu_seqlens: Tensor | None) -> Tensor:
     """Returns the place of each of the tokens of `v` among whole blocks."""
     # Blocks of 128 keys never hold two sequences, so each packed sequence starts at a block of its own.
     row = torch.arange(tokens, device=v.device)

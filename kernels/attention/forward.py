@@ -18,6 +18,7 @@ from __future__ import annotations
 from typing import Literal, Unpack, overload
 
 import torch
+from torch import Tensor
 
 from quant.kernels.attention.attention_operands import (
     DIMS,
@@ -32,48 +33,29 @@ from quant.kernels.attention.attention_operands import (
     scale_blocks,
 )
 from quant.kernels.attention.reference import fp8_attention_reference, reference
+from quant.kernels.base.custom_ops import register
 from quant.kernels.base.hardware import capability_of, has_fp8_tensor_cores, is_on_hopper
 
 
 @overload
 def attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    *,
-    return_lse: Literal[False] = False,
-    **keywords: Unpack[AttentionKeywords],
-) -> torch.Tensor: ...
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[False] = False, **keywords: Unpack[AttentionKeywords]
+) -> Tensor: ...
 @overload
 def attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    *,
-    return_lse: Literal[True],
-    **keywords: Unpack[AttentionKeywords],
-) -> tuple[torch.Tensor, torch.Tensor]: ...
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[True], **keywords: Unpack[AttentionKeywords]
+) -> tuple[Tensor, Tensor]: ...
 def attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    *,
-    return_lse: bool = False,
-    **keywords: Unpack[AttentionKeywords],
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool = False, **keywords: Unpack[AttentionKeywords]
+) -> Tensor | tuple[Tensor, Tensor]:
     """Returns softmax(cap(q kᵀ · softmax_scale) + mask) v.
 
     Args:
         q: `[batch, heads, seq_q, dim]`, E4M3 with scales, or BF16 or FP16 without; any strides.
         k, v: `[batch, kv_heads, seq_kv, dim]`, of q's dtype; `kv_heads` divides `heads`.
-        return_lse: whether to return the log-sum-exp of each query's scores, too. Attention over parts of the keys is
-            merged by it.
-        keywords: q_scale, k_scale, v_scale, causal, window, softcap, softmax_scale, cu_seqlens_q, cu_seqlens_k,
-            max_seqlen_q, dtype, v_laid_out: see `AttentionOptions`.
-
-    Returns:
-        `[batch, heads, seq_q, dim]`, zeros where a query sees no key; with `return_lse` also float32
-        `[batch, heads, seq_q]`, −inf there.
+        return_lse: whether to return the log-sum-exp of each query's scores, too, float32 `[batch, heads, seq_q]`.
+            Attention over parts of the keys is merged by it. A query that sees no key has zeros, and −inf there.
+        keywords: see `AttentionOptions`.
 
     Raises:
         ValueError: operands that do not fit each other, or that no kernel takes.
@@ -84,9 +66,7 @@ def attention(
     return (out, lse) if return_lse else out
 
 
-def _resolved(
-    where: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: AttentionOptions
-) -> AttentionOptions:
+def _resolved(where: str, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> AttentionOptions:
     """Returns the options, checked, with scales per block and no default left open."""
     cu_q, cu_k, longest = options.cu_seqlens_q, options.cu_seqlens_k, options.max_seqlen_q
     # A laid-out V is `[batch, kv_heads, dim, keys]`, keys padded to whole blocks of 128.
@@ -96,7 +76,16 @@ def _resolved(
             raise ValueError(f"{where}: a laid-out v of these keys is float8_e4m3fn {list(expected)}, not {v.dtype}")
     check_heads(where, q, k, k if options.v_laid_out else v, DIMS)
     options.check(where)
-    _check_dtypes(where, q, k, v, options)
+    if not q.dtype == k.dtype == v.dtype or q.dtype not in (torch.float8_e4m3fn, torch.bfloat16, torch.float16):
+        dtypes = ", ".join(f"{name} {x.dtype}" for name, x in (("q", q), ("k", k), ("v", v)))
+        raise ValueError(f"{where}: {dtypes}; expected one dtype of float8_e4m3fn, bfloat16 and float16")
+    needed = q.dtype == torch.float8_e4m3fn
+    scales = {"q_scale": options.q_scale, "k_scale": options.k_scale, "v_scale": options.v_scale}
+    wrong = ", ".join(name for name, scale in scales.items() if (scale is not None) != needed)
+    if wrong and needed:
+        raise ValueError(f"{where}: E4M3 operands need {wrong}; torch.ones(1) where codes are values")
+    if wrong:
+        raise ValueError(f"{where}: {wrong} given, but operands in {q.dtype} have no scales")
     if cu_q is None and cu_k is None and longest not in (None, q.shape[2]):
         raise ValueError(f"{where}: max_seqlen_q {longest} without cu_seqlens_q")
     check_sequences(where, q, k, cu_q, cu_k)
@@ -114,13 +103,11 @@ def _resolved(
     )
 
 
-def _blocks(x: torch.Tensor, cu_seqlens: torch.Tensor | None) -> int:
+def _blocks(x: Tensor, cu_seqlens: Tensor | None) -> int:
     return scale_blocks(x.shape[2], None if cu_seqlens is None else len(cu_seqlens) - 1)
 
 
-def _expanded_scale(
-    where: str, scale: torch.Tensor | None, x: torch.Tensor, cu_seqlens: torch.Tensor | None
-) -> torch.Tensor | None:
+def _expanded_scale(where: str, scale: Tensor | None, x: Tensor, cu_seqlens: Tensor | None) -> Tensor | None:
     """Returns a view `[batch, heads, blocks]`, of stride 0 where one scale serves many."""
     if scale is None:
         return None
@@ -136,45 +123,17 @@ def _expanded_scale(
     return scale if scale.dim() == 3 else scale[:, :, None].expand(shape)
 
 
-def _check_dtypes(where: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: AttentionOptions) -> None:
-    """Checks that all operands have one dtype, and scales exactly where it needs them."""
-    if not q.dtype == k.dtype == v.dtype or q.dtype not in (torch.float8_e4m3fn, torch.bfloat16, torch.float16):
-        dtypes = ", ".join(f"{name} {x.dtype}" for name, x in (("q", q), ("k", k), ("v", v)))
-        raise ValueError(f"{where}: {dtypes}; expected one dtype of float8_e4m3fn, bfloat16 and float16")
-    needed = q.dtype == torch.float8_e4m3fn
-    scales = {"q_scale": options.q_scale, "k_scale": options.k_scale, "v_scale": options.v_scale}
-    wrong = ", ".join(name for name, scale in scales.items() if (scale is not None) != needed)
-    if wrong and needed:
-        raise ValueError(f"{where}: E4M3 operands need {wrong}; torch.ones(1) where codes are values")
-    if wrong:
-        raise ValueError(f"{where}: {wrong} given, but operands in {q.dtype} have no scales")
-
-
 def fp8_attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    scales: torch.Tensor,
-    *,
-    causal: bool = False,
-    softmax_scale: float | None = None,
+    q: Tensor, k: Tensor, v: Tensor, scales: Tensor, *, causal: bool = False, softmax_scale: float | None = None,
     dtype: torch.dtype = torch.bfloat16,
-) -> torch.Tensor:
-    """Returns softmax(q kᵀ · softmax_scale) v over E4M3 operands.
+) -> Tensor:  # fmt: skip
+    """Returns softmax(q kᵀ · softmax_scale) v over E4M3 operands; zeros where a query sees no key.
 
     Args:
         q: E4M3 `[batch, heads, seq_q, dim]`.
         k, v: E4M3 `[batch, kv_heads, seq_kv, dim]`; `kv_heads` divides `heads`.
         scales: the scales of q, k and v, float32 `[3]`, positive: a value is its code times its scale.
         causal: query i sees the keys up to i + seq_kv − seq_q: the last query sees all of them.
-        softmax_scale: positive; None is 1/√dim.
-        dtype: the dtype of the output, BF16, FP16 or FP32.
-
-    Returns:
-        `[batch, heads, seq_q, dim]`; zeros where a query sees no key.
-
-    Raises:
-        ValueError: operands that do not fit each other, or that the kernel does not take.
     """
     where = f"FP8 attention q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}"
     check_heads(where, q, k, v, HEAD_DIMS)
@@ -190,15 +149,13 @@ def fp8_attention(
     return torch.ops.quant.fp8_attention(q, k, v, scales, causal, scale, dtype)  # type: ignore[no-any-return]
 
 
-def has_attention_kernel(x: torch.Tensor, dtype: torch.dtype) -> bool:
+def has_attention_kernel(x: Tensor, dtype: torch.dtype) -> bool:
     """Returns whether the device of `x` has a kernel for operands of `dtype`."""
     # Ada and later multiply in FP8, Ampere and later in BF16.
     return capability_of(x) >= ((8, 9) if dtype == torch.float8_e4m3fn else (8, 0))
 
 
-def _attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *arguments: object
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _attention(q: Tensor, k: Tensor, v: Tensor, *arguments: object) -> tuple[Tensor, Tensor]:
     """Implements `quant::attention`; the log-sum-exp is empty unless it is requested."""
     *fields, with_lse = arguments
     options = AttentionOptions(*fields)  # type: ignore[arg-type]
@@ -224,7 +181,7 @@ def _attention(
     return out, lse
 
 
-def _fake_attention(q: torch.Tensor, *arguments: object) -> tuple[torch.Tensor, torch.Tensor]:
+def _fake_attention(q: Tensor, *arguments: object) -> tuple[Tensor, Tensor]:
     *_, dtype, _, with_lse = arguments
     assert isinstance(dtype, torch.dtype)
     lse_shape = q.shape[:3] if with_lse else [0]
@@ -232,16 +189,9 @@ def _fake_attention(q: torch.Tensor, *arguments: object) -> tuple[torch.Tensor, 
 
 
 def run_fp8_attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    scales: torch.Tensor,
-    causal: bool,
-    softmax_scale: float,
-    dtype: torch.dtype,
-    *,
+    q: Tensor, k: Tensor, v: Tensor, scales: Tensor, causal: bool, softmax_scale: float, dtype: torch.dtype, *,
     in_graph: bool = False,
-) -> torch.Tensor:
+) -> Tensor:  # fmt: skip
     """Computes `quant::fp8_attention`; with `in_graph`, in a way that a compiler can trace."""
     if not has_fp8_tensor_cores(q):
         return fp8_attention_reference(
@@ -255,17 +205,17 @@ def run_fp8_attention(
     return out
 
 
-torch.library.define(
+register(
     "quant::fp8_attention",
     "(Tensor q, Tensor k, Tensor v, Tensor scales, bool causal, float softmax_scale, ScalarType dtype) -> Tensor",
+    lambda q, *arguments: q.new_empty(q.shape, dtype=arguments[-1]),
+    default=run_fp8_attention,
 )
-torch.library.impl("quant::fp8_attention", "default", run_fp8_attention)
-torch.library.register_fake("quant::fp8_attention", lambda q, *arguments: q.new_empty(q.shape, dtype=arguments[-1]))
-torch.library.define(
+register(
     "quant::attention",
     "(Tensor q, Tensor k, Tensor v, Tensor? q_scale, Tensor? k_scale, Tensor? v_scale, bool causal, int? window, "
     "float? softcap, float softmax_scale, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, SymInt max_seqlen_q, "
     "ScalarType dtype, bool v_laid_out, bool with_lse) -> (Tensor, Tensor)",
+    _fake_attention,
+    default=_attention,
 )
-torch.library.impl("quant::attention", "default", _attention)
-torch.library.register_fake("quant::attention", _fake_attention)

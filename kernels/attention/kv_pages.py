@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from quant.base.errors import known_names
 from quant.formats.format import E2M1, E4M3, FORMATS, Format, is_16bit
@@ -42,23 +43,19 @@ class KVPages:
     """The pages of one layer. Plain data. A page's part of a tensor is contiguous; pages may lie further apart.
 
     In 16 bit, tokens and heads of a page may lie further apart too, alike in keys and values.
-
-    Attributes:
-        k, v: codes `[pages, kv_heads, page_size, ·]`: E4M3 or 16 bit `[…, dim]`, E2M1 in uint8 `[…, dim / 2]`.
-        format: one of `KV_FORMATS`; None for 16 bit.
-        dim: head dimension.
-        k_scale, v_scale: float32 `[kv_heads]`, or `[pages, kv_heads, page_size]` for `fp8_token`; None for 16 bit.
-        k_blocks, v_blocks: NVFP4's block scales, E4M3 `[pages, kv_heads, page_size, dim / 16]`; None for others.
     """
 
-    k: torch.Tensor
-    v: torch.Tensor
-    format: Format | None
-    dim: int
-    k_scale: torch.Tensor | None = None
-    v_scale: torch.Tensor | None = None
-    k_blocks: torch.Tensor | None = None
-    v_blocks: torch.Tensor | None = None
+    # k, v: codes `[pages, kv_heads, page_size, ·]`: E4M3 or 16 bit `[…, dim]`, E2M1 in uint8 `[…, dim / 2]`.
+    k: Tensor
+    v: Tensor
+    format: Format | None  # one of `KV_FORMATS`; None for 16 bit
+    dim: int  # head dimension
+    # k_scale, v_scale: float32 `[kv_heads]`, or `[pages, kv_heads, page_size]` for `fp8_token`; None for 16 bit.
+    k_scale: Tensor | None = None
+    v_scale: Tensor | None = None
+    # k_blocks, v_blocks: NVFP4's block scales, E4M3 `[pages, kv_heads, page_size, dim / 16]`; None for others.
+    k_blocks: Tensor | None = None
+    v_blocks: Tensor | None = None
 
     @property
     def kv_heads(self) -> int:
@@ -82,14 +79,14 @@ class KVPages:
         """Whether every token of a head has its own scale."""
         return self.k_scale is not None and self.k_scale.dim() == 3
 
-    def read(self, pages: Sequence[int] | torch.Tensor, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def read(self, pages: Sequence[int] | Tensor, length: int) -> tuple[Tensor, Tensor]:
         """Returns K and V of the first `length` tokens in `pages`, dequantized: float32 `[kv_heads, length, dim]`."""
         index = torch.as_tensor(pages, dtype=torch.int64, device=self.k.device)
 
-        def gather(x: torch.Tensor | None) -> torch.Tensor | None:
+        def gather(x: Tensor | None) -> Tensor | None:
             return None if x is None else x[index].transpose(0, 1).flatten(1, 2)[:, :length]
 
-        def values(codes: torch.Tensor, scale: torch.Tensor | None, blocks: torch.Tensor | None) -> torch.Tensor:
+        def values(codes: Tensor, scale: Tensor | None, blocks: Tensor | None) -> Tensor:
             codes, blocks = gather(codes), gather(blocks)  # type: ignore[assignment]
             return decode_kv(codes, self.format, scale if scale is None or scale.dim() == 1 else gather(scale), blocks)
 
@@ -114,15 +111,10 @@ def check_kv_format(format: Format | None, dim: int) -> None:
         raise ValueError(f"KV cache: head dimension {dim}; it must be a multiple of 16, at most {MAX_DIM}")
 
 
-def encode_kv(
-    x: torch.Tensor, format: Format, scale: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+def encode_kv(x: Tensor, format: Format, scale: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Returns the codes, scales (of `fp8_token`) and block scales (of `nvfp4`) that a cache stores for `x`.
 
-    Args:
-        x: `[…, kv_heads, tokens, dim]`.
-        format: one of `KV_FORMATS`.
-        scale: float32 `[kv_heads]`; None for `fp8_token`.
+    x is `[…, kv_heads, tokens, dim]`; the scale is float32 `[kv_heads]`, and None for `fp8_token`.
     """
     x = x.float()
     if format.global_scale:
@@ -139,28 +131,23 @@ def encode_kv(
     return encode(finite_or_nan(x) / scale[:, None, None], E4M3), None, None
 
 
-def block_scales(blocks: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+def block_scales(blocks: Tensor, scale: Tensor) -> Tensor:
     """Returns NVFP4's block scales for a cache: of `CANDIDATES`, the one with the smallest squared error.
 
     On normal values its error is 0.6% above the minimum over all codes; the error of the `max` rule is 37% above it.
-    Errors are integers, in units of 2⁻⁸ of the power of two below the scale of the `max` rule: their sums do not
-    depend on the order, so the kernel makes the same choice. Every product before a difference is exact or followed
-    by a minimum, so fusing it changes nothing.
+    Errors are integers, in units of 2⁻⁸ of the power of two below the scale of the `max` rule: their sums do not depend
+    on the order, so the kernel makes the same choice. Every product before a difference is exact or followed by a
+    minimum, so fusing it changes nothing.
 
-    Args:
-        blocks: float32 `[…, 1, blocks, 16]`.
-        scale: the scale of a head, float32, broadcast against `blocks`.
-
-    Returns:
-        float32 `[…, 1, blocks, 1]`, representable in E4M3.
+    From float32 blocks `[…, 1, blocks, 16]` and a head's scale to `[…, 1, blocks, 1]`, representable in E4M3.
     """
     first = max_rule(blocks, FORMATS["nvfp4"], scale)
     power = (first.view(torch.int32) & 0x7F800000).view(torch.float32)
     # Beyond 32 times the step every candidate saturates alike; the minimum keeps the error an int32.
     magnitude = torch.minimum(blocks.abs() * (torch.ones_like(scale) / scale), 32 * power)
     code = encode(first, E4M3).view(torch.uint8).int()
-    best: torch.Tensor = first
-    least: torch.Tensor | None = None
+    best: Tensor = first
+    least: Tensor | None = None
     for offset in range(CANDIDATES[0], CANDIDATES[1] + 1):
         stored = decode((code + offset).clamp_(1, E4M3.max_code).to(torch.uint8).view(torch.float8_e4m3fn), E4M3)
         rounded = round_to(magnitude * (1 / stored), E2M1) * stored
@@ -170,9 +157,7 @@ def block_scales(blocks: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     return torch.where(first.isnan(), first, best)
 
 
-def decode_kv(
-    codes: torch.Tensor, format: Format | None, scale: torch.Tensor | None, blocks: torch.Tensor | None
-) -> torch.Tensor:
+def decode_kv(codes: Tensor, format: Format | None, scale: Tensor | None, blocks: Tensor | None) -> Tensor:
     """Returns the values, float32 `[…, kv_heads, tokens, dim]`; `scale` is per head or per token."""
     if format is None:
         return codes.float()
@@ -182,11 +167,11 @@ def decode_kv(
     dim = codes.shape[-1] * 2
     elements = BlockScaledTensor(codes, blocks, format, (*codes.shape[:-1], dim)).element_values()
     steps = decode(blocks, E4M3) * scale[:, None, None]
-    values: torch.Tensor = elements.unflatten(-1, (-1, 16)) * steps[..., None]
+    values: Tensor = elements.unflatten(-1, (-1, 16)) * steps[..., None]
     return values.flatten(-2)
 
 
-def round_kv(x: torch.Tensor, format: Format | None, scale: torch.Tensor | None) -> torch.Tensor:
+def round_kv(x: Tensor, format: Format | None, scale: Tensor | None) -> Tensor:
     """Returns `x` `[…, kv_heads, tokens, dim]` as it comes back from a cache, in its own dtype."""
     if format is None:
         return x
@@ -194,7 +179,7 @@ def round_kv(x: torch.Tensor, format: Format | None, scale: torch.Tensor | None)
     return decode_kv(codes, format, scale if token_scale is None else token_scale, blocks).to(x.dtype)
 
 
-def first_scale(x: torch.Tensor, format: Format | None) -> torch.Tensor | None:
+def first_scale(x: Tensor, format: Format | None) -> Tensor | None:
     """Returns scales `[kv_heads]` from the first tokens `[batch, kv_heads, tokens, dim]` of a cache, with headroom."""
     if format is None or format.per_row:
         return None
@@ -203,11 +188,7 @@ def first_scale(x: torch.Tensor, format: Format | None) -> torch.Tensor | None:
 
 
 def kv_format(name: str | None) -> Format | None:
-    """Returns the cache format called `name`; None, `keep` and `16bit` mean no quantization.
-
-    Raises:
-        ValueError: unknown name; the message lists the known ones.
-    """
+    """Returns the cache format called `name`; None, `keep` and `16bit` mean no quantization."""
     if is_16bit(name):
         return None
     if name not in KV_FORMATS:
@@ -215,7 +196,7 @@ def kv_format(name: str | None) -> Format | None:
     return FORMATS[str(name)]
 
 
-def write_reference(pages: KVPages, table: torch.Tensor, first: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+def write_reference(pages: KVPages, table: Tensor, first: Tensor, k: Tensor, v: Tensor) -> None:
     """Writes k and v `[batch, kv_heads, new, dim]` at the positions from `first` `[batch]` on: the oracle."""
     position = first[:, None].long() + torch.arange(k.shape[2], device=k.device)
     page = table.long().gather(1, position // pages.page_size)
@@ -235,6 +216,6 @@ def write_reference(pages: KVPages, table: torch.Tensor, first: torch.Tensor, k:
                 _bytes(target)[at] = _bytes(part).transpose(1, 2)
 
 
-def _bytes(x: torch.Tensor) -> torch.Tensor:
+def _bytes(x: Tensor) -> Tensor:
     """Returns FP8 as bytes, since not every indexing function takes FP8."""
     return x.view(torch.uint8) if x.dtype is torch.float8_e4m3fn else x

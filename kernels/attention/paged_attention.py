@@ -7,6 +7,17 @@ position lengths − new + i. One new token is decoding; several are a chunk of 
 
 A CPU runs the oracle, which gathers the pages, dequantizes them exactly and attends in float32. A GPU runs the Triton
 kernel of `quant.kernels.attention.portable_paged_attention`, which reads the codes directly.
+
+`PagedKVCache` holds the pages, and stores shared prompts once:
+
+    cache = PagedKVCache(layers=32, kv_heads=8, dim=128, format=FORMATS["fp8_token"], pages=4096)
+    a = cache.add()
+    cache.append(layer, [a], k, v)                  # k, v [1, kv_heads, new, dim], rounded as they are written
+    b = cache.fork(a)                               # shares every page; the first to write gets a copy
+    out = cache.attend(layer, [a, b], q)            # q [2, heads, new, dim], over all cached tokens
+
+A page spans all layers and KV heads, so a sequence is a list of pages (its row of the block table) and growing moves no
+data. A page counts its owners; one with several owners is copied before it is written.
 """
 
 from __future__ import annotations
@@ -15,6 +26,7 @@ from collections.abc import Sequence
 from typing import Unpack
 
 import torch
+from torch import Tensor
 
 from quant.formats.format import FORMATS, Format
 from quant.kernels.attention.attention_operands import (
@@ -34,17 +46,11 @@ from quant.kernels.attention.kv_pages import (
 )
 from quant.kernels.attention.reference import reference
 
-# A block of vLLM's KV cache is one of our pages: one piece of memory, which holds keys and values with their scales.
+# A block of vLLM's KV cache is one of our pages, one piece of memory, and blocks may lie any distance apart:
 #
-#     block b of a layer   [ codes of K | codes of V | block scales of K | block scales of V ]
+#     block b   [ codes of K | codes of V | block scales of K | block scales of V ]   each `[kv_heads, tokens, ·]`
 #
-# Each part is `[kv_heads, tokens, ·]`. Blocks may lie any distance apart, since vLLM lays several layers, or groups of
-# layers of other shapes, into one allocation. What vLLM does with a block (shares it between sequences, overlays it
-# with the states of a Mamba layer, copies it) works without knowledge of its parts.
-#
-# No function here imports vLLM.
-
-
+# So whatever vLLM does with a block (shares it, copies it, overlays it with a Mamba state) needs no knowledge of parts.
 NVFP4 = FORMATS["nvfp4"]
 
 
@@ -53,14 +59,8 @@ def cell_bytes(dim: int) -> int:
     return 2 * token_bytes(NVFP4, dim)
 
 
-def pages_of(
-    cache: torch.Tensor, kv_heads: int, page_size: int, dim: int, scales: tuple[torch.Tensor, torch.Tensor]
-) -> KVPages:
-    """Returns the pages in a layer's cache, uint8 `[blocks, kv_heads, page_size, cell]`, with their scales.
-
-    Raises:
-        ValueError: a block is not one piece of memory.
-    """
+def pages_of(cache: Tensor, kv_heads: int, page_size: int, dim: int, scales: tuple[Tensor, Tensor]) -> KVPages:
+    """Returns the pages in a layer's cache, uint8 `[blocks, kv_heads, page_size, cell]`, with their scales."""
     cell = cell_bytes(dim)
     expected = (len(cache), kv_heads, page_size, cell)
     if cache.shape != expected or not cache[:1].is_contiguous():
@@ -81,34 +81,25 @@ def pages_of(
 
 
 def paged_attention(
-    q: torch.Tensor,
+    q: Tensor,
     pages: KVPages,
-    block_table: torch.Tensor,
-    lengths: torch.Tensor,
+    block_table: Tensor,
+    lengths: Tensor,
     *,
     max_length: int | None = None,
     shortest: int | None = None,
     tiles: DecodeTiles | None = None,
     **keywords: Unpack[ScoreKeywords],
-) -> torch.Tensor:
-    """Returns softmax(cap(q kᵀ · softmax_scale) + mask) v over the keys and values in `pages`.
+) -> Tensor:
+    """Returns softmax(cap(q kᵀ · softmax_scale) + mask) v over the keys and values in `pages`, in the dtype of q.
 
     Args:
         q: `[batch, heads, new, dim]`, BF16, FP16 or FP32; `pages.kv_heads` divides `heads`. A GPU's tensor cores take
             it in FP16, or in the dtype of an unquantized cache; sums and an output of FP32 stay FP32.
-        pages: a layer's pages.
         block_table: int32 `[batch, most pages]`: the pages of each sequence in order.
         lengths: int32 `[batch]`: tokens of each sequence, the new ones included.
         max_length, shortest: the largest and the smallest of `lengths`, from a caller that vouches for them and for
             the block table. None has both checked, which waits for a GPU.
-        tiles: the launch; None takes `decode_tiles_for`.
-        keywords: window, softcap, softmax_scale: see `AttentionOptions`.
-
-    Returns:
-        `[batch, heads, new, dim]` in the dtype of q.
-
-    Raises:
-        ValueError: operands that do not fit each other, a page that does not exist, a length below `new`.
     """
     where = f"paged attention q {list(q.shape)} over {pages.format or '16 bit'} pages {list(pages.k.shape)}"
     options = AttentionOptions(causal=True, **keywords)
@@ -136,7 +127,7 @@ def paged_attention(
     return attend_pages(q, pages, block_table, lengths, options, tiles)
 
 
-def _check(where: str, q: torch.Tensor, pages: KVPages, block_table: torch.Tensor, lengths: torch.Tensor) -> None:
+def _check(where: str, q: Tensor, pages: KVPages, block_table: Tensor, lengths: Tensor) -> None:
     check_kv_format(pages.format, pages.dim)
     if q.dim() != 4 or q.shape[3] != pages.dim or not q.numel():
         raise ValueError(f"{where}: expected q [batch, heads, new, {pages.dim}], none of them 0")
@@ -153,7 +144,7 @@ def _check(where: str, q: torch.Tensor, pages: KVPages, block_table: torch.Tenso
     check_devices(where, q, pages.k, pages.v, block_table, lengths)
 
 
-def _checked_lengths(where: str, pages: KVPages, block_table: torch.Tensor, lengths: torch.Tensor) -> tuple[int, int]:
+def _checked_lengths(where: str, pages: KVPages, block_table: Tensor, lengths: Tensor) -> tuple[int, int]:
     """Returns the smallest and the largest length, once every page that they reach is known to exist."""
     counts, table = lengths.tolist(), block_table.tolist()
     for row, (count, entries) in enumerate(zip(counts, table, strict=True)):
@@ -165,14 +156,9 @@ def _checked_lengths(where: str, pages: KVPages, block_table: torch.Tensor, leng
 
 
 def paged_reference(
-    q: torch.Tensor,
-    pages: KVPages,
-    block_table: torch.Tensor,
-    lengths: torch.Tensor,
-    *,
-    compute: torch.dtype = torch.float32,
+    q: Tensor, pages: KVPages, block_table: Tensor, lengths: Tensor, *, compute: torch.dtype = torch.float32,
     **keywords: Unpack[ScoreKeywords],
-) -> torch.Tensor:
+) -> Tensor:  # fmt: skip
     """Returns the oracle: each sequence's pages gathered and dequantized, then plain attention in `compute`."""
     out = torch.empty_like(q)
     for row, length in enumerate(lengths.tolist()):
@@ -185,36 +171,11 @@ def paged_reference(
     return out
 
 
-# A paged KV cache holds keys and values of many sequences in FP8, NVFP4 or 16 bit and stores shared prompts once.
-#
-#     cache = PagedKVCache(layers=32, kv_heads=8, dim=128, format=FORMATS["fp8_token"], pages=4096)
-#     a = cache.add()
-#     cache.append(layer, [a], k, v)                  # k, v [1, kv_heads, new, dim], rounded as they are written
-#     b = cache.fork(a)                               # shares every page; the first to write gets a copy
-#     out = cache.attend(layer, [a, b], q)            # q [2, heads, new, dim], over all cached tokens
-#
-# A page spans all layers and KV heads, so a sequence is a list of pages (its row of the block table) and growing moves
-# no data. A page counts its owners; one with several owners is copied before it is written, which is all that sharing a
-# prompt among continuations takes. `quant.kernels.attention.kv_pages` defines the formats.
-
-
 class PagedKVCache:
     """Keys and values of many sequences and all layers.
 
-    Args:
-        layers: attention layers.
-        kv_heads: KV heads of each.
-        dim: head dimension, a multiple of 16 up to 256.
-        format: one of `KV_FORMATS`; None keeps `dtype`.
-        pages: number of pages at first; more are added when all are taken.
-        page_size: tokens of a page, one of `PAGE_SIZES`.
-        k_scale, v_scale: calibrated scales, float32 `[layers, kv_heads]`; None takes scales from
-            the first tokens.
-        dtype: BF16 or FP16, of an unquantized cache.
-        device: the device of the pages.
-
-    Raises:
-        ValueError: a format, dimension, page size or scale that does not fit.
+    `pages` is their number at first; more are added when all are taken. Scales are calibrated, float32 `[layers,
+    kv_heads]`; None takes them from the first tokens. `dtype` is of an unquantized cache.
     """
 
     def __init__(
@@ -226,8 +187,8 @@ class PagedKVCache:
         format: Format | None = None,
         pages: int = 64,
         page_size: int = 64,
-        k_scale: torch.Tensor | None = None,
-        v_scale: torch.Tensor | None = None,
+        k_scale: Tensor | None = None,
+        v_scale: Tensor | None = None,
         dtype: torch.dtype = torch.bfloat16,
         device: torch.device | str = "cpu",
     ) -> None:
@@ -250,12 +211,10 @@ class PagedKVCache:
         self._pages: dict[int, list[int]] = {}
         self._lengths: dict[int, list[int]] = {}
         self._version = self._next = 0
-        self._table: tuple[tuple[int, ...], int, torch.Tensor] | None = None
-        self._counts: tuple[tuple[int, ...], torch.Tensor] | None = None
+        self._table: tuple[tuple[int, ...], int, Tensor] | None = None
+        self._counts: tuple[tuple[int, ...], Tensor] | None = None
 
-    def _checked_scales(
-        self, k_scale: torch.Tensor | None, v_scale: torch.Tensor | None
-    ) -> dict[str, torch.Tensor] | None:
+    def _checked_scales(self, k_scale: Tensor | None, v_scale: Tensor | None) -> dict[str, Tensor] | None:
         named_scales = {"k_scale": k_scale, "v_scale": v_scale}
         if self.format is None or self.format.per_row:  # FP8 with a scale for each token measures them
             if named := [name for name, scale in named_scales.items() if scale is not None]:
@@ -285,7 +244,7 @@ class PagedKVCache:
             return {"k": codes, "v": codes}
         return {"k": codes, "v": codes, "k_scale": ((), torch.float32), "v_scale": ((), torch.float32)}
 
-    def _zeros(self, pages: int, width: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    def _zeros(self, pages: int, width: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return torch.zeros(self.layers, pages, self.kv_heads, self.page_size, *width, dtype=dtype, device=self.device)
 
     @property
@@ -338,16 +297,10 @@ class PagedKVCache:
             parts |= {name: scale[layer] for name, scale in self._scales.items()}
         return KVPages(parts.pop("k"), parts.pop("v"), self.format, self.dim, **parts)
 
-    def append(self, layer: int, sequences: Sequence[int], k: torch.Tensor, v: torch.Tensor) -> None:
+    def append(self, layer: int, sequences: Sequence[int], k: Tensor, v: Tensor) -> None:
         """Appends new tokens to sequences, a layer at a time.
 
-        Args:
-            layer: index.
-            sequences: numbers from `add` or `fork`, each once.
-            k, v: `[len(sequences), kv_heads, new, dim]`, K after RoPE; any floating dtype and strides.
-
-        Raises:
-            ValueError: shapes or devices that do not fit, an unknown or repeated sequence, or no page is left.
+        k, v: `[len(sequences), kv_heads, new, dim]`, K after RoPE; any floating dtype and strides.
         """
         pages = self.layer(layer)
         expected = (len(sequences), self.kv_heads, k.shape[2] if k.dim() == 4 else 0, self.dim)
@@ -380,18 +333,12 @@ class PagedKVCache:
             self._lengths[sequence][layer] = start + k.shape[2]
 
     def reserve(self, sequences: Sequence[int], room: int) -> None:
-        """Gives sequences pages for `room` tokens each, including tokens that are already written.
-
-        Raises:
-            ValueError: an unknown sequence, or no page is left.
-        """
+        """Gives sequences pages for `room` tokens each, including tokens that are already written."""
         starts = [self.length(sequence) for sequence in sequences]
         for sequence, start in zip(sequences, starts, strict=True):
             self._reserve([sequence], [start], max(room - start, 0))
 
-    def attend(
-        self, layer: int, sequences: Sequence[int], q: torch.Tensor, **keywords: Unpack[ScoreKeywords]
-    ) -> torch.Tensor:
+    def attend(self, layer: int, sequences: Sequence[int], q: Tensor, **keywords: Unpack[ScoreKeywords]) -> Tensor:
         """Returns the causal attention of the newest tokens over all cached tokens: see `paged_attention`."""
         counts = [self.length(sequence, layer) for sequence in sequences]
         return paged_attention(
@@ -404,11 +351,11 @@ class PagedKVCache:
             **keywords,
         )
 
-    def read(self, layer: int, sequence: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def read(self, layer: int, sequence: int) -> tuple[Tensor, Tensor]:
         """Returns K and V of a sequence, dequantized: float32 `[kv_heads, length, dim]`."""
         return self.layer(layer).read(self._of(sequence), self.length(sequence, layer))
 
-    def block_table(self, sequences: Sequence[int]) -> torch.Tensor:
+    def block_table(self, sequences: Sequence[int]) -> Tensor:
         """Returns the pages by sequence, int32 `[len(sequences), most pages]`, filled up with page 0."""
         key = tuple(sequences)
         if self._table is None or self._table[:2] != (key, self._version):
@@ -418,7 +365,7 @@ class PagedKVCache:
             self._table = (key, self._version, table.to(self.device))
         return self._table[2]
 
-    def _tensor_of(self, counts: Sequence[int]) -> torch.Tensor:
+    def _tensor_of(self, counts: Sequence[int]) -> Tensor:
         """Returns counts on the device; all layers of a step have the same."""
         key = tuple(counts)
         if self._counts is None or self._counts[0] != key:

@@ -4,6 +4,11 @@
     swiglu             silu(gate) · up, of one matmul's output [tokens, 2 · intermediate]
     rotate_and_store   q, k, v of one matmul's output: q and k normed and rotated, k and v written to their page
     greedy             the column of the largest logit of each row, -1 where a logit is NaN
+    rotate             q, k of a server's batch: each head turned by the angles of its token's position
+    store_rows         k, v of a server's batch to the slots of a paged cache in 16 bit
+
+vLLM hides the cache from its graph, so rotating and storing are two steps there; both read the matmul's output where it
+lies.
 
 Decoding one token reads every weight once and takes a millisecond or two, in which some hundreds of kernels start,
 each before the previous one has ended (`kernels/base/portable_dependent_launch.py`). Every intermediate is rounded to
@@ -18,19 +23,10 @@ from collections.abc import Mapping
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from quant.kernels.attention.kv_pages import KVPages
 from quant.kernels.base.portable_dependent_launch import overlap_options, start_next, wait_for_previous
-
-# Between a server's matmul of q, k, v and its attention, queries and keys are rotated and keys and values stored.
-#
-#     rotate       q, k ─▶ each head turned by the angles of its token's position
-#     store_rows   k, v ─▶ the slots of a paged cache in 16 bit
-#
-# Both read columns of the matmul's output where they lie. `rotate_and_store` (`decoder_step.py`) does both at once where
-# one function sees q, k, v and the cache; vLLM hides the cache from its graph, where the rotation is a step of its own.
-# Each is launched before the previous kernel has ended (`dependent_launch.py`).
-
 
 _HEADS = 8
 """Heads of one program: enough for a coalesced access, few enough that one token occupies several SMs."""
@@ -100,16 +96,10 @@ def store_rows_kernel(
     tl.store(v_cache + target, tl.load(v + token * v_stride + source, mask=inside), mask=inside)
 
 
-def rotate(
-    positions: torch.Tensor, q: torch.Tensor, k: torch.Tensor, cache: torch.Tensor, dim: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns q and k rotated, contiguous: column i of a head pairs with column i + dim / 2.
+def rotate(positions: Tensor, q: Tensor, k: Tensor, cache: Tensor, dim: int) -> tuple[Tensor, Tensor]:
+    """Returns q and k `[tokens, heads · dim]` rotated, contiguous: column i of a head pairs with column i + dim / 2.
 
-    Args:
-        positions: `[tokens]`, of an integer dtype.
-        q, k: `[tokens, heads · dim]`, 16 bit, columns contiguous.
-        cache: `[most positions, dim]`, cosines and then sines, in the dtype of q.
-        dim: the number of columns of a head.
+    `cache` is `[most positions, dim]`, cosines and then sines, in the dtype of q.
     """
     heads, kv_heads, half = q.shape[1] // dim, k.shape[1] // dim, dim // 2
     turned = q.new_empty(q.shape), k.new_empty(k.shape)
@@ -121,15 +111,11 @@ def rotate(
     return turned
 
 
-def store_rows(
-    k: torch.Tensor, v: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, slots: torch.Tensor
-) -> None:
-    """Writes the keys and values of tokens to their slots of a paged cache.
+def store_rows(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
+    """Writes k and v `[tokens, heads, dim]` to their slots of a paged cache; tokens beyond the slots are not written.
 
-    Args:
-        k, v: `[tokens, heads, dim]`, heads contiguous; tokens beyond the slots are not written.
-        k_cache, v_cache: `[pages, page size, heads, dim]` in the dtype of k, with equal strides, 1 along `dim`.
-        slots: `[tokens]`, of an integer dtype: page · page size + offset in the page; negative writes nothing.
+    Caches are `[pages, page size, heads, dim]`, with equal strides, 1 along `dim`. A slot is page · page size + offset
+    in the page; a negative one writes nothing.
     """
     heads, dim = k.shape[1:]
     if len(slots):
@@ -287,19 +273,12 @@ def largest_of_row_kernel(tops, columns, out, pieces, width: tl.constexpr, overl
 
 
 def add_rmsnorm(
-    x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float, *, offset: bool = False
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns `h / rms(h) · weight` and h, where `h = x + residual`, or x without one.
+    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, *, offset: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Returns `h / rms(h) · weight` and h, where `h = x + residual` `[tokens, hidden]`, or x without a residual.
 
-    Args:
-        x: `[tokens, hidden]`, FP16 or BF16, contiguous.
-        residual: a tensor shaped as `x`, or None.
-        weight: `[hidden]`.
-        eps: added to the mean square.
-        offset: the weight is 1 + `weight`, and only the product is rounded, as in Gemma.
-
-    Raises:
-        ValueError: an argument of another shape, dtype or device, or not contiguous.
+    `eps` is added to the mean square. With `offset` the weight is 1 + `weight`, and only the product is rounded, as in
+    Gemma. ValueError names an argument of another shape, dtype or device, or that is not contiguous, here and below.
     """
     check_operands(
         "add_rmsnorm", x, {"x": (x, x.shape), "residual": (residual, x.shape), "weight": (weight, x.shape[-1:])}
@@ -318,15 +297,10 @@ def add_rmsnorm(
     return out, hidden
 
 
-def swiglu(both: torch.Tensor, *, gelu: bool = False) -> torch.Tensor:
-    """Returns `silu(gate) · up`, `[tokens, intermediate]`.
+def swiglu(both: Tensor, *, gelu: bool = False) -> Tensor:
+    """Returns `silu(gate) · up`, `[tokens, intermediate]`, of both `[tokens, 2 · intermediate]`, gate first.
 
-    Args:
-        both: `[tokens, 2 · intermediate]`, gate first; FP16 or BF16, contiguous.
-        gelu: the gate passes gelu, approximated by tanh, instead of silu.
-
-    Raises:
-        ValueError: an odd width, another dtype, or not contiguous.
+    With `gelu`, the gate passes gelu, approximated by tanh, instead of silu.
     """
     check_operands("swiglu", both, {"both": (both, both.shape)})
     if both.dim() != 2 or both.shape[1] % 2:
@@ -340,31 +314,17 @@ def swiglu(both: torch.Tensor, *, gelu: bool = False) -> torch.Tensor:
 
 
 def rotate_and_store(
-    qkv: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    pages: KVPages,
-    block_table: torch.Tensor,
-    lengths: torch.Tensor,
-    *,
-    norms: tuple[torch.Tensor, torch.Tensor] | None = None,
-    eps: float = 0.0,
-    offset: bool = False,
-) -> torch.Tensor:
+    qkv: Tensor, cos: Tensor, sin: Tensor, pages: KVPages, block_table: Tensor, lengths: Tensor, *,
+    norms: tuple[Tensor, Tensor] | None = None, eps: float = 0.0, offset: bool = False,
+) -> Tensor:  # fmt: skip
     """Returns rotated q, `[batch, heads, 1, dim]`; k, rotated, and v go to the last position of each sequence.
 
     Args:
-        qkv: `[batch, (heads + 2 · kv_heads) · dim]`, contiguous, in the dtype of the pages.
+        qkv: `[batch, (heads + 2 · kv_heads) · dim]`, contiguous, in the dtype of the pages, which are in 16 bit.
         cos, sin: `[batch, dim]`, in the dtype of `qkv`, the two halves alike.
-        pages: a layer's pages, in 16 bit.
-        block_table: int32 `[batch, most pages]`.
-        lengths: int32 `[batch]`: tokens of each sequence, the new one included; at least 1.
-        norms: weights `[dim]` of the RMS norms that each head of q and of k passes before it is rotated; None for none.
-        eps: added to the mean square of a head.
-        offset: the offset of these norms, as in `add_rmsnorm`.
-
-    Raises:
-        ValueError: an argument of another shape, dtype or device, or not contiguous.
+        block_table, lengths: int32 `[batch, most pages]` and `[batch]`: tokens of each sequence, the new one included.
+        norms: weights `[dim]` of the RMS norms that each head of q and of k passes before it is rotated.
+        offset: of these norms, as in `add_rmsnorm`.
     """
     batch, dim, kv_heads = qkv.shape[0], pages.dim, pages.kv_heads
     heads, remainder = divmod(qkv.shape[-1] - 2 * kv_heads * dim, dim)
@@ -374,7 +334,7 @@ def rotate_and_store(
     if qkv.dim() != 2 or remainder or heads < 1:
         raise ValueError(f"rotate_and_store: qkv is {list(qkv.shape)}, expected [batch, (heads + 2·{kv_heads})·{dim}]")
     shape = (batch, dim)
-    expected: dict[str, tuple[torch.Tensor | None, tuple[int, ...]]]
+    expected: dict[str, tuple[Tensor | None, tuple[int, ...]]]
     expected = {"qkv": (qkv, qkv.shape), "cos": (cos, shape), "sin": (sin, shape), "pages": (pages.k, pages.k.shape)}
     q_norm, k_norm = norms or (None, None)
     expected |= {"the norm of q": (q_norm, (dim,)), "the norm of k": (k_norm, (dim,))}
@@ -395,15 +355,8 @@ def rotate_and_store(
     return q
 
 
-def greedy(logits: torch.Tensor) -> torch.Tensor:
-    """Returns the first column of the largest logit of each row, int64 `[tokens]`; -1, no token, where a logit is NaN.
-
-    Args:
-        logits: `[tokens, vocabulary]`, FP16 or BF16, contiguous.
-
-    Raises:
-        ValueError: another shape or dtype, or not contiguous.
-    """
+def greedy(logits: Tensor) -> Tensor:
+    """Returns the first column of the largest logit of each row, int64 `[tokens]`; -1 where a logit is NaN."""
     check_operands("greedy", logits, {"logits": (logits, logits.shape)})
     if logits.dim() != 2 or not logits.shape[1]:
         raise ValueError(f"greedy: logits is {list(logits.shape)}, expected [tokens, vocabulary]")
@@ -422,9 +375,7 @@ def greedy(logits: torch.Tensor) -> torch.Tensor:
     return out
 
 
-def check_operands(
-    name: str, x: torch.Tensor, arguments: Mapping[str, tuple[torch.Tensor | None, tuple[int, ...]]]
-) -> None:
+def check_operands(name: str, x: Tensor, arguments: Mapping[str, tuple[Tensor | None, tuple[int, ...]]]) -> None:
     """Raises ValueError unless every argument has its shape, and the 16-bit dtype and the device of x."""
     if x.dtype not in (torch.float16, torch.bfloat16):
         raise ValueError(f"{name}: {next(iter(arguments))} is {x.dtype}, expected float16 or bfloat16")

@@ -22,32 +22,18 @@ compile-time constants, because an engine cannot pass them. `dense_attention_wit
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from quant.kernels.attention.attention_operands import SCALE_BLOCK, AttentionOptions, tiles_for
+from quant.kernels.base import hardware
 
 
 @triton.jit
 def _attend(
-    output,
-    row_max,
-    row_sum,
-    q,
-    k_head,
-    v_head,
-    start,
-    last,
-    seq_kv,
-    log2_scale,
-    softcap,
-    window,
-    masked: tl.constexpr,
-    causal: tl.constexpr,
-    windowed: tl.constexpr,
-    capped: tl.constexpr,
-    dim: tl.constexpr,
-    width: tl.constexpr,
-    block_kv: tl.constexpr,
-):
+    output, row_max, row_sum, q, k_head, v_head, start, last, seq_kv, log2_scale, softcap, window,
+    masked: tl.constexpr, causal: tl.constexpr, windowed: tl.constexpr, capped: tl.constexpr, dim: tl.constexpr,
+    width: tl.constexpr, block_kv: tl.constexpr,
+):  # fmt: skip
     """Adds one tile of keys. `last` is the last causal key of each row, `width` the power of two above `dim`."""
     key = start + tl.arange(0, block_kv)
     d = tl.arange(0, width)
@@ -92,21 +78,9 @@ def _attend(
 
 @triton.jit
 def fp8_dense_attention(
-    q,
-    k,
-    v,
-    scales,
-    heads,
-    kv_heads,
-    seq_q,
-    seq_kv,
-    out,
-    softmax_scale: tl.constexpr,
-    causal: tl.constexpr,
-    dim: tl.constexpr,
-    block_q: tl.constexpr,
-    block_kv: tl.constexpr,
-):
+    q, k, v, scales, heads, kv_heads, seq_q, seq_kv, out, softmax_scale: tl.constexpr, causal: tl.constexpr,
+    dim: tl.constexpr, block_q: tl.constexpr, block_kv: tl.constexpr,
+):  # fmt: skip
     """Grid: (blocks of queries, heads, batch)."""
     block = tl.program_id(0)
     if causal:
@@ -275,27 +249,15 @@ def dense_attention_with_options(
 
 
 def attend_fp8(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    scales: torch.Tensor,
-    out: torch.Tensor,
-    causal: bool,
-    softmax_scale: float,
-    *,
-    arch: int | None = None,
-    in_graph: bool = False,
-) -> None:
-    """Runs `fp8_dense_attention` on dense operands.
+    q: Tensor, k: Tensor, v: Tensor, scales: Tensor, out: Tensor, causal: bool, softmax_scale: float, *,
+    arch: int | None = None, in_graph: bool = False,
+) -> None:  # fmt: skip
+    """Runs `fp8_dense_attention` on dense operands; `arch` chooses the tiles, by default their GPU's.
 
-    Args:
-        q, k, v, scales, causal, softmax_scale: as `fp8_attention` takes them.
-        out: output.
-        arch: chooses the tiles, by default the architecture of the operands' GPU.
-        in_graph: whether the launch is a node that `torch.compile` and AOTInductor see and compile into their output.
+    With `in_graph`, the launch is a node that `torch.compile` and AOTInductor see and compile into their output.
     """
     batch, heads, seq_q, dim = q.shape
-    tiles = tiles_for(dim, _arch_of(q) if arch is None else arch)
+    tiles = tiles_for(dim, hardware.current(q.device.index or 0).arch if arch is None else arch)
     kernel = torch.library.wrap_triton(fp8_dense_attention) if in_graph else fp8_dense_attention
     if in_graph or out.numel():
         kernel[triton.cdiv(seq_q, tiles.block_q), heads, batch](
@@ -304,33 +266,18 @@ def attend_fp8(
         )  # fmt: skip
 
 
-def _arch_of(x):
-    major, minor = torch.cuda.get_device_capability(x.device)
-    return 10 * major + minor
-
-
 def attend(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor | None,
-    options: AttentionOptions,
-    arch: int | None = None,
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None, options: AttentionOptions, arch: int | None = None
 ) -> None:
-    """Runs `dense_attention_with_options` on dense operands.
+    """Runs `dense_attention_with_options` on E4M3 with scales, or BF16 or FP16 without; v is not laid out.
 
-    Args:
-        q, k, v: E4M3 with scales, or BF16 or FP16 without; v is not laid out.
-        out, lse: outputs; None where no log-sum-exp is wanted.
-        options: all options of the kernel, and scales `[batch, heads, blocks]`, expanded as needed.
-        arch: chooses the tiles, by default the architecture of the operands' GPU.
+    Scales are `[batch, heads, blocks]`, expanded as needed. `arch` chooses the tiles, by default those of the GPU.
     """
     if not out.numel():
         return
     batch, heads, tokens_q, dim = q.shape
     kv_heads, tokens_kv = k.shape[1:3]
-    tiles = tiles_for(dim, _arch_of(q) if arch is None else arch, q.dtype.itemsize)
+    tiles = tiles_for(dim, hardware.current(q.device.index or 0).arch if arch is None else arch, q.dtype.itemsize)
     grid = (triton.cdiv(options.max_seqlen_q, tiles.block_q), heads, options.sequences(batch))
     dense_attention_with_options[grid](
         q, k, v, options.q_scale, options.k_scale, options.v_scale, options.cu_seqlens_q, options.cu_seqlens_k,

@@ -31,6 +31,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from quant.kernels.attention.attention_operands import AttentionOptions, DecodeTiles
 from quant.kernels.attention.kv_pages import KVPages
@@ -338,15 +339,9 @@ def paged_attention_reduce_kernel(
 
 
 def attend_pages(
-    q: torch.Tensor,
-    pages: KVPages,
-    table: torch.Tensor,
-    lengths: torch.Tensor,
-    options: AttentionOptions,
-    tiles: DecodeTiles,
-    asm: bool = True,
-    out: torch.Tensor | None = None,
-) -> torch.Tensor:
+    q: Tensor, pages: KVPages, table: Tensor, lengths: Tensor, options: AttentionOptions, tiles: DecodeTiles,
+    asm: bool = True, out: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """Runs the kernels and returns their output, in `out` where it is given: shaped as q, contiguous.
 
     `asm=False` decodes without inline assembly, which the interpreter does not know.

@@ -13,6 +13,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from quant.kernels.attention.kv_pages import CANDIDATES, KVPages
 from quant.kernels.base.portable_dependent_launch import overlap_options, wait_for_previous
@@ -127,7 +128,7 @@ def kv_pages_write_kernel(
     )  # fmt: skip
 
 
-def write_kv(pages: KVPages, table: torch.Tensor, first: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+def write_kv(pages: KVPages, table: Tensor, first: Tensor, k: Tensor, v: Tensor) -> None:
     """Writes k and v `[batch, kv_heads, new, dim]` at the positions from `first` `[batch]` on."""
     k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (k, v))
     batch, kv_heads, new, dim = k.shape
@@ -198,7 +199,7 @@ def kv_slots_write_kernel(
         )  # fmt: skip
 
 
-def write_kv_slots(pages: KVPages, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+def write_kv_slots(pages: KVPages, slots: Tensor, k: Tensor, v: Tensor) -> None:
     """Writes k and v `[tokens, kv_heads, dim]` to slots `[tokens]`: page · page_size + place, below 0 for nowhere."""
     k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (k, v))
     count, kv_heads, dim = k.shape
@@ -241,7 +242,7 @@ def nvfp4_kv_read_kernel(codes, blocks, scale, out, tokens, dim: tl.constexpr, w
     tl.store(out + line[:, None] * dim + column[None, :], value.to(out.dtype.element_ty), mask=mask)
 
 
-def read_nvfp4_kv(codes: torch.Tensor, blocks: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def read_nvfp4_kv(codes: Tensor, blocks: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     """Returns the values of NVFP4 codes `[batch, kv_heads, tokens, dim / 2]` under scales `[batch, kv_heads]`."""
     batch, heads, tokens, half = codes.shape
     out = torch.empty((batch, heads, tokens, 2 * half), dtype=dtype, device=codes.device)

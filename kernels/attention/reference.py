@@ -18,6 +18,7 @@ from itertools import pairwise
 from typing import Unpack
 
 import torch
+from torch import Tensor
 
 from quant.kernels.attention.attention_operands import AttentionKeywords, AttentionOptions, scale_of_rows
 
@@ -27,29 +28,24 @@ P_SCALE_LOG2 = 8
 _SCORES = 1 << 24
 """Scores that are held at a time."""
 
-_Piece = tuple[slice, tuple[torch.Tensor, torch.Tensor]]
+_Piece = tuple[slice, tuple[Tensor, Tensor]]
 
 
 def reference(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
     *,
     compute: torch.dtype = torch.float32,
     round_p: bool = True,
     **keywords: Unpack[AttentionKeywords],
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns `quant.kernels.attention.forward.attention` with every option, in plain PyTorch.
+) -> tuple[Tensor, Tensor]:
+    """Returns `quant.kernels.attention.forward.attention` with every option, and its log-sum-exp, in plain PyTorch.
 
     Args:
-        q, k, v: operands of any floating dtype.
-        compute: dtype of everything in between; float64 for a comparison to trust.
+        q, k, v: operands of any floating dtype; v is not laid out.
+        compute: dtype of everything in between, and of the log-sum-exp; float64 for a comparison to trust.
         round_p: whether the probabilities are rounded to the dtype of v, as in the kernels.
-        keywords: fields of `AttentionOptions`; `dtype` is BF16 by default, and v is not laid out.
-
-    Returns:
-        The output and the log-sum-exp of the scores, `[batch, heads, seq_q]` in `compute`. A query that sees no key
-        gives zeros and −inf.
     """
     options = AttentionOptions(**keywords)
     # The factor of the scores is applied to the queries: fewer multiplications than on scores.
@@ -59,7 +55,11 @@ def reference(
     rounded_to = v.dtype if round_p and v.dtype.itemsize < 4 else None
     out = torch.zeros(q.shape, dtype=options.dtype or torch.bfloat16, device=q.device)
     lse = torch.full(q.shape[:3], -math.inf, dtype=compute, device=q.device)
-    for rows, keys in _sequences(q.shape[2], k.shape[2], options.cu_seqlens_q, options.cu_seqlens_k):
+    sequences = [[slice(0, q.shape[2])], [slice(0, k.shape[2])]]
+    if options.cu_seqlens_q is not None and options.cu_seqlens_k is not None:
+        packed = (options.cu_seqlens_q, options.cu_seqlens_k)
+        sequences = [[slice(a, b) for a, b in pairwise(cu.tolist())] for cu in packed]
+    for rows, keys in zip(*sequences, strict=True):
         # [batch, kv_heads, group, queries, dim] by [batch, kv_heads, 1, keys, dim]
         part = query[:, :, rows].unflatten(1, (k.shape[1], -1)), key[:, :, None, keys], value[:, :, None, keys]
         for piece, (values, sums) in _in_pieces(*part, options, rounded_to):
@@ -69,16 +69,16 @@ def reference(
 
 
 def fp8_attention_reference(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    scales: torch.Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scales: Tensor,
     *,
     causal: bool = False,
     softmax_scale: float | None = None,
     dtype: torch.dtype = torch.bfloat16,
     whole: bool = False,
-) -> torch.Tensor:
+) -> Tensor:
     """Returns `quant.kernels.attention.forward.fp8_attention` in plain PyTorch, for the same arguments.
 
     `whole` takes all queries at once, as a graph of dynamic size needs it; otherwise memory is bounded.
@@ -91,31 +91,19 @@ def fp8_attention_reference(
     return torch.cat([(values * v_scale).to(dtype) for _, (values, _) in pieces], -2).flatten(1, 2)
 
 
-def _dequantized(
-    x: torch.Tensor, scale: torch.Tensor | None, cu_seqlens: torch.Tensor | None, compute: torch.dtype
-) -> torch.Tensor:
+def _dequantized(x: Tensor, scale: Tensor | None, cu_seqlens: Tensor | None, compute: torch.dtype) -> Tensor:
     return x.to(compute) if scale is None else x.to(compute) * scale_of_rows(scale.to(compute), x.shape, cu_seqlens)
 
 
-def _sequences(
-    seq_q: int, seq_kv: int, cu_seqlens_q: torch.Tensor | None, cu_seqlens_k: torch.Tensor | None
-) -> list[tuple[slice, slice]]:
-    """Returns the queries and the keys of each sequence."""
-    if cu_seqlens_q is None or cu_seqlens_k is None:
-        return [(slice(0, seq_q), slice(0, seq_kv))]
-    bounds = [[slice(a, b) for a, b in pairwise(cu.tolist())] for cu in (cu_seqlens_q, cu_seqlens_k)]
-    return list(zip(*bounds, strict=True))
-
-
 def _in_pieces(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
     options: AttentionOptions,
     rounded_to: torch.dtype | None,
     whole: bool = False,
 ) -> Iterator[_Piece]:
-    """Yields the attention of one sequence, as many queries at a time as memory allows, or all of them."""
+    """Yields the attention and log-sum-exp of one sequence, as many queries at a time as memory allows, or all."""
     seq_q, seq_kv = query.shape[-2], key.shape[-2]
     pieces = [slice(None)]
     if not whole:
@@ -128,26 +116,16 @@ def _in_pieces(
             scores = options.softcap * torch.tanh(scores / options.softcap)
         if options.causal or options.window is not None:
             position = torch.arange(seq_q, device=query.device)[piece] + seq_kv - seq_q
-            scores = scores.masked_fill(~_visible(position, seq_kv, options), -math.inf)
-        yield piece, _softmax_times(scores, value, rounded_to)
-
-
-def _visible(position: torch.Tensor, seq_kv: int, options: AttentionOptions) -> torch.Tensor:
-    """Returns the keys that queries at `place` see, bool `[queries, seq_kv]`."""
-    ahead = torch.arange(seq_kv, device=position.device) - position[:, None]
-    visible = ahead <= 0 if options.causal else torch.ones_like(ahead, dtype=torch.bool)
-    return visible if options.window is None else visible & (ahead.abs() < options.window)
-
-
-def _softmax_times(
-    scores: torch.Tensor, values: torch.Tensor, rounded_to: torch.dtype | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns softmax(scores) @ values, and the log-sum-exp of each row."""
-    top = scores.amax(-1, keepdim=True)
-    # A query that sees no key has a maximum of −inf, and −inf − −inf would be NaN.
-    shift = torch.where(top == -math.inf, 0.0, top)
-    p = torch.exp(scores - shift) * 2.0**P_SCALE_LOG2
-    total = p.sum(-1, keepdim=True)
-    rounded = p if rounded_to is None else p.to(rounded_to).to(p.dtype)
-    out = torch.where(total > 0, (rounded @ values) / total, 0.0)
-    return out, (shift + total.log() - P_SCALE_LOG2 * math.log(2)).squeeze(-1)
+            ahead = torch.arange(seq_kv, device=query.device) - position[:, None]
+            visible = ahead <= 0 if options.causal else torch.ones_like(ahead, dtype=torch.bool)
+            if options.window is not None:
+                visible = visible & (ahead.abs() < options.window)
+            scores = scores.masked_fill(~visible, -math.inf)
+        top = scores.amax(-1, keepdim=True)
+        # A query that sees no key has a maximum of −inf, and −inf − −inf would be NaN.
+        shift = torch.where(top == -math.inf, 0.0, top)
+        p = torch.exp(scores - shift) * 2.0**P_SCALE_LOG2
+        total = p.sum(-1, keepdim=True)
+        rounded = p if rounded_to is None else p.to(rounded_to).to(p.dtype)
+        out = torch.where(total > 0, (rounded @ value) / total, 0.0)
+        yield piece, (out, (shift + total.log() - P_SCALE_LOG2 * math.log(2)).squeeze(-1))

@@ -32,6 +32,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.nn.functional import pad
 
 from quant.formats.format import E4M3, Format
@@ -46,15 +47,11 @@ RING_FORMATS = ("fp8", "nvfp4")
 
 _EARLY, _LATE, _BOTH = 0, 1, 2
 
-_Keys = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]
+_Keys = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
 
 
-def shard(x: torch.Tensor, rank: int, world: int, dim: int = 2) -> torch.Tensor:
-    """Returns the tokens of `rank`, an early and a late piece, out of all tokens along `dim`.
-
-    Raises:
-        ValueError: the tokens do not fall into 2 · world equal pieces.
-    """
+def shard(x: Tensor, rank: int, world: int, dim: int = 2) -> Tensor:
+    """Returns the tokens of `rank`, an early and a late one of 2 · world equal pieces of all tokens along `dim`."""
     if not 0 <= rank < world:
         raise ValueError(f"ring attention: rank {rank} of {world}")
     if x.shape[dim] % (2 * world):
@@ -65,13 +62,13 @@ def shard(x: torch.Tensor, rank: int, world: int, dim: int = 2) -> torch.Tensor:
     return torch.cat([pieces[rank], pieces[2 * world - 1 - rank]], dim)
 
 
-def unshard(parts: Sequence[torch.Tensor], dim: int = 2) -> torch.Tensor:
+def unshard(parts: Sequence[Tensor], dim: int = 2) -> Tensor:
     """Returns all tokens in order, from the shards of all ranks."""
     halves = [part.chunk(2, dim) for part in parts]
     return torch.cat([early for early, _ in halves] + [late for _, late in reversed(halves)], dim)
 
 
-def quantize_blocks(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def quantize_blocks(x: Tensor) -> tuple[Tensor, Tensor]:
     """Returns E4M3 codes of `[batch, heads, tokens, dim]` and scales `[batch, heads, blocks]` of 128 tokens each."""
     tokens = x.shape[2]
     blocks = pad(x.float(), (0, 0, 0, -tokens % SCALE_BLOCK)).unflatten(2, (-1, SCALE_BLOCK))
@@ -88,7 +85,7 @@ class _Message:
     parts: tuple[tuple[torch.dtype, tuple[int, ...]], ...]
 
     @classmethod
-    def of(cls, k: torch.Tensor, format: Format | None) -> _Message:
+    def of(cls, k: Tensor, format: Format | None) -> _Message:
         batch, heads, tokens, dim = k.shape
         piece = (2, batch, heads, tokens // 2)
         parts: list[tuple[torch.dtype, tuple[int, ...]]] = [(torch.float8_e4m3fn, (*piece, dim))]
@@ -106,7 +103,7 @@ class _Message:
         """Bytes of all parts, each at a multiple of 16."""
         return sum(_rounded_up(math.prod(shape) * dtype.itemsize) for dtype, shape in self.parts)
 
-    def views(self, buffer: torch.Tensor) -> list[torch.Tensor]:
+    def views(self, buffer: Tensor) -> list[Tensor]:
         """Returns the parts of K, then the parts of V, in `buffer`."""
         views, start = [], 0
         for dtype, shape in self.parts:
@@ -115,7 +112,7 @@ class _Message:
             start += _rounded_up(nbytes)
         return views
 
-    def write(self, buffer: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    def write(self, buffer: Tensor, k: Tensor, v: Tensor) -> None:
         """Quantizes both pieces of k and v into `buffer`."""
         views = self.views(buffer)
         for piece, pair in enumerate(zip(k.chunk(2, 2), v.chunk(2, 2), strict=True)):
@@ -127,7 +124,7 @@ class _Message:
             for target, part in zip(targets, parts, strict=True):
                 target.view(torch.uint8).copy_(part.contiguous().view(torch.uint8))
 
-    def read(self, buffer: torch.Tensor, piece: int, dtype: torch.dtype) -> _Keys:
+    def read(self, buffer: Tensor, piece: int, dtype: torch.dtype) -> _Keys:
         """Returns piece 0 or 1 as attention takes it: k, v, and their block scales where they are E4M3."""
         views = [view[piece] for view in self.views(buffer)]
         if self.format is None:
@@ -142,7 +139,7 @@ def _rounded_up(nbytes: int) -> int:
     return -(-nbytes // 16) * 16
 
 
-def _encoded(x: torch.Tensor, format: Format | None) -> tuple[torch.Tensor, ...]:
+def _encoded(x: Tensor, format: Format | None) -> tuple[Tensor, ...]:
     """Returns the parts of a message for one piece of K or V."""
     if format is None:
         return (x,)
@@ -158,7 +155,7 @@ def _encoded(x: torch.Tensor, format: Format | None) -> tuple[torch.Tensor, ...]
     return torch.stack(codes), torch.stack(blocks), scale
 
 
-def _append(targets: Sequence[torch.Tensor], pair: tuple[torch.Tensor, torch.Tensor], format: Format) -> None:
+def _append(targets: Sequence[Tensor], pair: tuple[Tensor, Tensor], format: Format) -> None:
     """Quantizes NVFP4's K and V on a GPU by the kernel that writes caches: one page for a piece and batch entry."""
     from quant.kernels.attention.portable_paged_kv_cache import write_kv
 
@@ -176,13 +173,13 @@ def _append(targets: Sequence[torch.Tensor], pair: tuple[torch.Tensor, torch.Ten
         write_kv(page, zero, zero[0], k[entry], v[entry])
 
 
-def _power_of_two(x: torch.Tensor, format: Format) -> torch.Tensor:
+def _power_of_two(x: Tensor, format: Format) -> Tensor:
     """Returns NVFP4's scale of each head, a power of two, so that code · block scale · scale is exact in BF16."""
     # Rounded up, so that no block scale exceeds E4M3's largest number.
     return torch.exp2(torch.ceil(torch.log2(global_scale_of(x.abs().amax((2, 3)).float(), format))))
 
 
-def _exact(parts: Sequence[torch.Tensor], format: Format, dtype: torch.dtype) -> torch.Tensor:
+def _exact(parts: Sequence[Tensor], format: Format, dtype: torch.dtype) -> Tensor:
     """Returns the values of a piece from its codes, block scales and global scales."""
     codes, blocks, scale = parts
     if codes.is_cuda:
@@ -193,23 +190,23 @@ def _exact(parts: Sequence[torch.Tensor], format: Format, dtype: torch.dtype) ->
     return torch.stack([decode_kv(code, format, factors, block) for code, block, factors in rows]).to(dtype)
 
 
-def message_bytes(k: torch.Tensor, format: Format | None) -> int:
+def message_bytes(k: Tensor, format: Format | None) -> int:
     """Returns the bytes that a rank sends at each of the `world` − 1 steps for its own `k`."""
     return _Message.of(k, format).nbytes
 
 
 def ring_attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
     *,
     format: Format | None = None,
     causal: bool = True,
     softmax_scale: float | None = None,
     group: dist.ProcessGroup | None = None,
     check: bool = True,
-) -> torch.Tensor:
-    """Returns the attention of this rank's queries over the keys and values of all ranks.
+) -> Tensor:
+    """Returns the attention of this rank's queries over the keys and values of all ranks, in the dtype of q.
 
     Args:
         q: `[batch, heads, tokens, dim]`, this rank's share from `shard`; BF16, FP16 or, on a CPU, FP32. Under `fp8` it
@@ -217,15 +214,7 @@ def ring_attention(
         k, v: `[batch, kv_heads, tokens, dim]`.
         format: `fp8` or `nvfp4`; None passes 16 bit on.
         causal: whether a token sees only itself and the tokens before it, in the order of the whole sequence.
-        softmax_scale: positive; None is 1/√dim.
-        group: the group of processes; None is all.
         check: whether to compare shapes between the ranks first; ranks with other shapes would wait forever.
-
-    Returns:
-        `[batch, heads, tokens, dim]` in the dtype of q.
-
-    Raises:
-        ValueError: shapes that do not fit, here or between the ranks.
     """
     rank, world = dist.get_rank(group), dist.get_world_size(group)
     where = f"ring attention, rank {rank} of {world}, q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}"
@@ -264,7 +253,7 @@ def _work(rank: int, owner: int, causal: bool) -> Iterator[tuple[int, int, bool]
         yield from ((_EARLY, _EARLY, True), (_LATE, _EARLY, False), (_LATE, _LATE, True))
 
 
-def _exchange(held: torch.Tensor, incoming: torch.Tensor, group: dist.ProcessGroup | None) -> list[dist.Work]:
+def _exchange(held: Tensor, incoming: Tensor, group: dist.ProcessGroup | None) -> list[dist.Work]:
     """Starts sending `held` to the next rank and receiving `incoming` from the previous one."""
     rank, world = dist.get_rank(group), dist.get_world_size(group)
     ends = [rank + 1, rank - 1]
@@ -277,7 +266,7 @@ def _exchange(held: torch.Tensor, incoming: torch.Tensor, group: dist.ProcessGro
 class _Queries:
     """This rank's queries and their results so far: output and log-sum-exp in FP32."""
 
-    def __init__(self, q: torch.Tensor, *, fp8: bool, scale: float) -> None:
+    def __init__(self, q: Tensor, *, fp8: bool, scale: float) -> None:
         self.half, self.scale = q.shape[2] // 2, scale
         self.parts = [quantize_blocks(x) if fp8 else (x, None) for x in q.chunk(2, 2)]
         self.out = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
@@ -295,9 +284,7 @@ class _Queries:
             self.out[:, :, tokens] += out.float() * (lse - after).exp()[..., None]
             self.lse[:, :, tokens] = after
 
-    def _attention(
-        self, q: torch.Tensor, q_scale: torch.Tensor | None, keys: _Keys, causal: bool
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def _attention(self, q: Tensor, q_scale: Tensor | None, keys: _Keys, causal: bool) -> tuple[Tensor, Tensor]:
         k, v, k_scale, v_scale = keys
         options = AttentionOptions(q_scale, k_scale, v_scale, causal, softmax_scale=self.scale)
         if q.is_cuda:
@@ -305,7 +292,7 @@ class _Queries:
         return reference(q, k, v, round_p=False, **options._replace(dtype=torch.float32)._asdict())
 
 
-def _check(where: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, format: Format | None) -> None:
+def _check(where: str, q: Tensor, k: Tensor, v: Tensor, format: Format | None) -> None:
     if format is not None and format.name not in RING_FORMATS:
         raise ValueError(f"{where}: {format} is not passed on; known: {', '.join(RING_FORMATS)}, or None for 16 bit")
     if q.dim() != 4 or k.dim() != 4 or k.shape != v.shape or q.shape[::2] != k.shape[::2] or q.shape[3] != k.shape[3]:
@@ -321,9 +308,7 @@ def _check(where: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, format
         raise ValueError(f"{where}: {kinds}; expected one dtype on one device")
 
 
-def _agree(
-    where: str, q: torch.Tensor, k: torch.Tensor, format: Format | None, group: dist.ProcessGroup | None
-) -> None:
+def _agree(where: str, q: Tensor, k: Tensor, format: Format | None, group: dist.ProcessGroup | None) -> None:
     # A rank with other shapes would wait for messages of another size forever; one small gather finds it first.
     index = -1 if format is None else RING_FORMATS.index(format.name)
     mine = (*q.shape, k.shape[1], q.dtype.itemsize, index)

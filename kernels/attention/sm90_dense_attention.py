@@ -34,8 +34,8 @@ Programs are persistent, one on each SM, and draw tiles of queries from a counte
 into the L2 cache, causal tiles of a group from long to short. Where memory allows, the next tile of queries is fetched
 while the last keys of this one pass, so a consumer that has finished starts on it at once.
 
-Gluon has no interpreter: `tests/kernels/attention/test_sm90_dense_attention.py` compiles the PTX on any machine, and the
-values are tested on a GPU.
+Gluon has no interpreter: `tests/kernels/attention/test_sm90_dense_attention.py` compiles the PTX on any machine, and
+the values are tested on a GPU.
 """
 
 from __future__ import annotations
@@ -47,6 +47,7 @@ from typing import Any, NamedTuple
 
 import torch
 import triton
+from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
@@ -55,38 +56,22 @@ from quant.kernels.attention.attention_operands import SCALE_BLOCK, AttentionOpt
 from quant.kernels.attention.sm90_fp8_softmax import OPERANDS, softmax
 from quant.kernels.base.sm90_gluon import async_load
 
-# The constants and arguments of Hopper's attention kernel: its tiles, its register layouts, and its named structures.
-#
-# `Kind` is a compile-time constant of every function of `sm90_dense_attention.py`; the named tuples hold the functions'
-# arguments at run time. A wgmma leaves thread (warp, g, q) of a warpgroup
-#
-#     rows 16·warp + g and 16·warp + g + 8, columns 8·i + 2·q and 8·i + 2·q + 1      g = 0..7, q = 0..3, i: octets
-#
-# of its 64 rows. The linear layouts below name these coordinates, so that P and the scales of rows can be taken apart
-# and joined without moving between threads.
 
-
+# A wgmma leaves thread (warp, g, q) of a warpgroup rows 16·warp + g and 16·warp + g + 8, columns 8·i + 2·q and
+# 8·i + 2·q + 1 of its 64 rows (g = 0..7, q = 0..3, i: octets). The linear layouts below name these coordinates, so that
+# P and the scales of rows can be taken apart and joined without moving between threads.
 @dataclass(frozen=True)
 class HopperTiles:
-    """The tiles and the pipeline of a launch.
+    """The tiles and the pipeline of a launch."""
 
-    Attributes:
-        groups: warpgroups of 64 queries.
-        block_kv: keys of a tile.
-        stages: pairs of tiles of K and V in flight.
-        registers: the number of registers of a thread of a consumer.
-        queries: tiles of queries in flight.
-        optimistic: whether FP8's powers are computed before the largest score is known: see the module docstring.
-        overlap: whether the powers of a step are computed while the tensor cores work on its products.
-    """
-
-    groups: int
-    block_kv: int
-    stages: int
-    registers: int = 240
-    queries: int = 2
+    groups: int  # warpgroups of 64 queries
+    block_kv: int  # keys of a tile
+    stages: int  # pairs of tiles of K and V in flight
+    registers: int = 240  # the number of registers of a thread of a consumer
+    queries: int = 2  # tiles of queries in flight
+    # Whether FP8's powers are computed before the largest score is known: see the module docstring.
     optimistic: bool = False
-    overlap: bool = True
+    overlap: bool = True  # whether the powers of a step are computed while the tensor cores work on its products
 
     @property
     def at_launch(self) -> int:
@@ -184,40 +169,28 @@ class Buffers(NamedTuple):
 
 
 class Barriers(NamedTuple):
-    """Who waits for whom.
+    """Who waits for whom."""
 
-    Attributes:
-        q_full, q_empty: a buffer of queries was filled by TMA; all consumers are done with it.
-        full, empty: the same for a stage of K and V.
-        ticket_full, ticket_empty: the producer wrote the number of the next tile; all consumers read it.
-    """
-
+    # q_full, q_empty: a buffer of queries was filled by TMA; all consumers are done with it.
     q_full: gl.shared_memory_descriptor
     q_empty: gl.shared_memory_descriptor
-    full: gl.shared_memory_descriptor
+    full: gl.shared_memory_descriptor  # full, empty: the same for a stage of K and V
     empty: gl.shared_memory_descriptor
+    # ticket_full, ticket_empty: the producer wrote the number of the next tile; all consumers read it.
     ticket_full: gl.shared_memory_descriptor
     ticket_empty: gl.shared_memory_descriptor
 
 
 class Sequences(NamedTuple):
-    """How the tiles of queries are numbered.
+    """How the tiles of queries are numbered."""
 
-    Attributes:
-        cu_q, cu_kv: first query and key of each packed sequence, or None.
-        heads: the number of heads of Q.
-        seq_q, seq_kv: lengths, where sequences are not packed.
-        blocks: tiles of queries of the longest sequence.
-        group: heads that are processed together, so that their K and V stay in L2.
-    """
-
-    cu_q: gl.tensor
+    cu_q: gl.tensor  # cu_q, cu_kv: first query and key of each packed sequence, or None
     cu_kv: gl.tensor
-    heads: gl.tensor
-    seq_q: gl.tensor
+    heads: gl.tensor  # the number of heads of Q
+    seq_q: gl.tensor  # seq_q, seq_kv: lengths, where sequences are not packed
     seq_kv: gl.tensor
-    blocks: gl.tensor
-    group: gl.tensor
+    blocks: gl.tensor  # tiles of queries of the longest sequence
+    group: gl.tensor  # heads that are processed together, so that their K and V stay in L2
 
 
 class Tokens(NamedTuple):
@@ -298,21 +271,13 @@ class Mask(NamedTuple):
 
 
 class State(NamedTuple):
-    """A consumer's softmax between two tiles of keys.
+    """A consumer's softmax between two tiles of keys."""
 
-    Attributes:
-        output: O so far, float32 [64, width], not yet multiplied by `decay`.
-        words: P of the last tile, in the dtype of V.
-        reference: m of each row.
-        row_sum: the sum of each thread's columns, [64, 4].
-        decay: 2^(old reference − new reference).
-    """
-
-    output: gl.tensor
-    words: gl.tensor
-    reference: gl.tensor
-    row_sum: gl.tensor
-    decay: gl.tensor
+    output: gl.tensor  # O so far, float32 [64, width], not yet multiplied by `decay`
+    words: gl.tensor  # P of the last tile, in the dtype of V
+    reference: gl.tensor  # m of each row
+    row_sum: gl.tensor  # the sum of each thread's columns, [64, 4]
+    decay: gl.tensor  # 2^(old reference − new reference)
 
 
 SCALE_ROWS = gl.constexpr(SCALE_BLOCK)
@@ -885,14 +850,9 @@ def sm90_dense_attention(
 
 
 def attend(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor | None,
-    options: AttentionOptions,
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None, options: AttentionOptions,
     tiles: HopperTiles | None = None,
-) -> None:
+) -> None:  # fmt: skip
     """Runs the kernel on dense operands, as `portable.attention.dense_attention.attend` does; V in FP8 is laid out."""
     if not out.numel():
         return
@@ -910,7 +870,7 @@ def attend(
     group = _heads_at_once(items, heads // kv_heads, 2 * tokens_kv * dim * q.dtype.itemsize)
     dtype = gl.float8e4nv if fp8 else gl.bfloat16 if q.dtype == torch.bfloat16 else gl.float16
 
-    def tensor_map(x: torch.Tensor, rows: int, columns: int) -> object:
+    def tensor_map(x: Tensor, rows: int, columns: int) -> object:
         layout = gl.NVMMASharedLayout.get_default_for([rows, columns], dtype)
         return TensorDescriptor.from_tensor(x.view(-1, x.shape[-1]), [rows, columns], layout)
 

@@ -23,11 +23,7 @@ _LOG_BYTES = 8192
 
 @cache
 def cuda_driver() -> Any:
-    """Returns the driver's library.
-
-    Raises:
-        ValueError: there is none on this machine.
-    """
+    """Returns the driver's library; ValueError where this machine has none."""
     try:
         return ctypes.CDLL("libcuda.so.1")
     except OSError as error:
@@ -44,11 +40,7 @@ def check_status(status: int, action: str, log: str = "") -> None:
 
 
 class LoadedKernel:
-    """A compiled kernel on the current device.
-
-    Raises:
-        ValueError: there is no driver, or it refuses the PTX: another architecture, or a driver too old for it.
-    """
+    """A compiled kernel on the current device; ValueError where the driver refuses the PTX."""
 
     def __init__(self, compiled: CompiledKernel) -> None:
         self.compiled = compiled
@@ -69,15 +61,9 @@ class LoadedKernel:
         check_status(status, f"{compiled.name}: {compiled.shared} bytes of shared memory")
 
     def launch(self, grid: Sequence[int], arguments: Sequence[int], stream: int = 0) -> None:
-        """Starts the kernel.
+        """Starts the kernel on a grid of blocks in x, y and z.
 
-        Args:
-            grid: blocks in x, y and z.
-            arguments: one integer per parameter: an address for a pointer, the value for an i32.
-            stream: handle of a CUDA stream.
-
-        Raises:
-            ValueError: a wrong number of arguments, or the driver refuses.
+        An argument is one integer per parameter: an address for a pointer, the value for an i32.
         """
         types = self.compiled.arguments
         if len(arguments) != len(types):

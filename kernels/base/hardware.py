@@ -17,30 +17,22 @@ from functools import cache
 from importlib.util import find_spec
 
 import torch
+from torch import Tensor
 
 
 @dataclass(frozen=True)
 class Hardware:
-    """Facts about a GPU.
+    """Facts about a GPU."""
 
-    Attributes:
-        name: key in `GPUS`, or the driver's name of a GPU that is not in it.
-        capability: compute capability.
-        sms: streaming multiprocessors.
-        l2: bytes of the L2 cache.
-        memory: bytes of device memory.
-        bandwidth: bytes per second of device memory.
-        tflops: dense tensor-core rate by dtype, TFLOP/s; a dtype that is absent has no tensor-core instruction.
-        known: whether `bandwidth` and `tflops` are known for this part and not taken from one that is like it.
-    """
-
-    name: str
-    capability: tuple[int, int]
-    sms: int
-    l2: int
-    memory: int
-    bandwidth: float
+    name: str  # key in `GPUS`, or the driver's name of a GPU that is not in it
+    capability: tuple[int, int]  # compute capability
+    sms: int  # streaming multiprocessors
+    l2: int  # bytes of the L2 cache
+    memory: int  # bytes of device memory
+    bandwidth: float  # bytes per second of device memory
+    # Dense tensor-core rate by dtype, TFLOP/s; a dtype that is absent has no tensor-core instruction.
     tflops: dict[str, float]
+    # Whether `bandwidth` and `tflops` are known for this part and not taken from one that is like it.
     known: bool = True
 
     @property
@@ -124,11 +116,7 @@ def has_triton() -> bool:
 
 @cache
 def current(index: int = 0) -> Hardware:
-    """Returns the GPU that PyTorch calls `cuda:index`, by the driver's own numbers where the driver has them.
-
-    Raises:
-        ValueError: PyTorch sees no such GPU.
-    """
+    """Returns the GPU that PyTorch calls `cuda:index`, by the driver's own numbers where the driver has them."""
     if index >= torch.cuda.device_count():
         raise ValueError(f"there is no GPU cuda:{index} on this machine; PyTorch sees {torch.cuda.device_count()}")
     seen = torch.cuda.get_device_properties(index)
@@ -144,23 +132,23 @@ def current(index: int = 0) -> Hardware:
     )
 
 
-def capability_of(x: torch.Tensor) -> tuple[int, int]:
+def capability_of(x: Tensor) -> tuple[int, int]:
     """Returns the compute capability of the NVIDIA GPU that holds `x`; (0, 0) for a tensor on any other device."""
     nvidia = x.is_cuda and torch.version.hip is None
     return torch.cuda.get_device_capability(x.device) if nvidia else (0, 0)
 
 
-def is_on_hopper(x: torch.Tensor) -> bool:
+def is_on_hopper(x: Tensor) -> bool:
     """Returns whether the kernels for Hopper run where `x` is."""
     return capability_of(x)[0] == 9
 
 
-def has_fp8_tensor_cores(x: torch.Tensor) -> bool:
+def has_fp8_tensor_cores(x: Tensor) -> bool:
     """Returns whether FP8 is multiplied where `x` is: on an NVIDIA GPU from Ada (8.9) on."""
     return capability_of(x) >= (8, 9)
 
 
-def lacks_e4m3(x: torch.Tensor) -> bool:
+def lacks_e4m3(x: Tensor) -> bool:
     """Returns whether Triton has no E4M3 where `x` is: on an NVIDIA GPU before Ada. Kernels then take it as bytes.
 
     PyTorch converts E4M3 on every GPU.

@@ -6,6 +6,14 @@ of an earlier call are recognized by dtypes, by integers, and by whether all poi
 
 The first call of a kind waits while Triton compiles its kernel. A server does that beforehand: within `recorded()`
 launches are noted, not made, each kernel once, and can then be compiled (`quant/vllm_plugin/warm_up.py`).
+
+Kernels whose programs share an output tile count arrivals in buffers of zeros, and every launch leaves them zero. The
+program that counts the last arrival finishes the tile, so two launches that run at once must not share a counter.
+Launches on one stream run one after the other (a kernel that starts early touches no counter before the kernel ahead
+of it has ended), so each stream has one buffer. A CUDA graph may be replayed while any other work runs, so each
+capture has buffers of its own, one for each stream in it. The buffers of a device are rows of one table, which is made
+when a weight arrives there: memory that is allocated while a graph is captured, or while torch.compile prepares one,
+belongs to that graph.
 """
 
 from __future__ import annotations
@@ -14,37 +22,27 @@ import ctypes
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import partial
+from functools import lru_cache, partial
 from threading import Lock
 from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 
 from quant.kernels.base.cuda_driver import check_status, cuda_driver
-
-# Kernels whose programs share an output tile count arrivals in buffers of zeros, and every launch leaves them zero.
-#
-# The program that counts the last arrival finishes the tile, so two launches that run at once must not share a counter.
-# Launches on one stream run one after the other (a kernel that starts early touches no counter before the kernel ahead
-# of it has ended), so each stream has one buffer. A CUDA graph may be replayed while any other work runs, so each
-# capture has buffers of its own, one for each stream in it.
-#
-# The buffers of a device are rows of one table, which is made when a weight arrives there: memory that is allocated
-# while a graph is captured, or while torch.compile prepares one, belongs to that graph.
-
 
 # A PyTorch without CUDA has neither. The public functions would add several Python calls to each launch.
 _stream_of = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 _is_capturing = getattr(torch._C, "_cuda_isCurrentStreamCapturing", None)
 _ROWS, _LENGTH = 128, 4096
 # By device: the table, and the rows of it that no stream and no capture has yet.
-_tables: dict[int, torch.Tensor] = {}
-_free: dict[int, list[torch.Tensor]] = {}
+_tables: dict[int, Tensor] = {}
+_free: dict[int, list[Tensor]] = {}
 # By device, stream, and whether it is captured: number of the capture, and the buffer.
-_buffers: dict[tuple[int, int, bool], tuple[int, torch.Tensor]] = {}
+_buffers: dict[tuple[int, int, bool], tuple[int, Tensor]] = {}
 
 
-def arrival_counters(x: torch.Tensor, count: int) -> torch.Tensor:
+def arrival_counters(x: Tensor, count: int) -> Tensor:
     """Returns zeros, int32, at least `count`, on the device of `x`, for a launch on its current stream."""
     device = x.get_device()
     # A buffer for each stream, since launches on two streams may count at the same time.
@@ -60,7 +58,7 @@ def arrival_counters(x: torch.Tensor, count: int) -> torch.Tensor:
     return held[1]
 
 
-def reserve(x: torch.Tensor) -> None:
+def reserve(x: Tensor) -> None:
     """Makes the table of buffers of the GPU that `x` is on, or zeros it again; nothing on other devices.
 
     A server calls it for weights that arrive, while none of its kernels runs. It is zeroed again because a server that
@@ -75,13 +73,13 @@ def reserve(x: torch.Tensor) -> None:
         _make_table(x)
 
 
-def _make_table(x: torch.Tensor) -> None:
+def _make_table(x: Tensor) -> None:
     table = torch.zeros(_ROWS, _LENGTH, dtype=torch.int32, device=x.device)
     torch.cuda.synchronize(x.device)  # other streams read it without waiting
     _tables[x.get_device()], _free[x.get_device()] = table, list(table)
 
 
-def _zeros(x: torch.Tensor, count: int, *, captured: bool) -> torch.Tensor:
+def _zeros(x: Tensor, count: int, *, captured: bool) -> Tensor:
     if not captured and x.is_cuda and x.get_device() not in _tables:
         _make_table(x)
     # Rows of the table are never given back: a stream keeps its buffer as long as the process runs.
@@ -144,7 +142,7 @@ def _variant_of(kernel: Any, arguments: Sequence[Any], constants: Mapping[str, A
     """Returns what Triton compiles a kernel for: constants, dtypes, tensor maps, and what it knows of integers."""
     parts: list[Any] = [id(kernel), repr(constants)]
     for parameter, argument in zip(kernel.params, arguments, strict=False):
-        if isinstance(argument, torch.Tensor):
+        if isinstance(argument, Tensor):
             parts.append((argument.dtype, argument.data_ptr() % _ALIGNMENT == 0))
         elif type(argument) is int:
             known = () if parameter.do_not_specialize else (argument == 1, argument % 16 == 0)
@@ -162,14 +160,9 @@ def _lock_of(kernel: Any, constants: Mapping[str, Any]) -> Lock:
 
 
 class CachedLaunch:
-    """`kernel[grid](*arguments, **constants)`, again and again.
+    """`kernel[grid](*arguments, **constants)`, again and again; descriptors must be of the same kind at each call.
 
-    Descriptors must be of the same kind at each call.
-
-    Args:
-        kernel: a Triton or Gluon kernel, whose compile-time constants come last.
-        grid: the grid of programs, one to three numbers.
-        constants: all compile-time constants of the kernel, and options such as `num_warps`.
+    `constants` are all compile-time constants of the kernel, which come last, and options such as `num_warps`.
     """
 
     __slots__ = ("_after", "_constants", "_device", "_grid", "_kernel", "_launches")
@@ -186,7 +179,7 @@ class CachedLaunch:
         # The OR of all addresses is a multiple of 16 only if each of them is.
         addresses, parts = 0, list[Any]()
         for argument in arguments:
-            if isinstance(argument, torch.Tensor):
+            if isinstance(argument, Tensor):
                 addresses |= argument.data_ptr()
                 parts.append(argument.dtype)
             elif argument is None or type(argument) is int:
@@ -207,3 +200,9 @@ class CachedLaunch:
         if compiled is not None and not key[0]:  # Triton's interpreter compiles nothing
             self._after = [self._constants[name] for name in self._kernel.arg_names if name in self._constants]
             self._launches[key] = compiled[(*self._grid, 1, 1)[:3]]
+
+
+@lru_cache(maxsize=4096)
+def cached_launch(kernel: Any, grid: tuple[int, ...], **constants: Any) -> CachedLaunch:
+    """Returns the `CachedLaunch` of these arguments, made once: for functions that are called with many shapes."""
+    return CachedLaunch(kernel, grid, constants)

@@ -14,8 +14,8 @@ A kernel that does neither, such as PyTorch's own, is not overlapped: the next o
 
 from __future__ import annotations
 
-import torch
 import triton
+from torch import Tensor
 from triton.language.extra import cuda
 
 from quant.kernels.base import hardware
@@ -33,7 +33,7 @@ def wait_for_previous():
     cuda.gdc_wait()
 
 
-def overlap_options(x: torch.Tensor) -> dict[str, bool]:
+def overlap_options(x: Tensor) -> dict[str, bool]:
     """Returns the kernel's `overlap` argument and the matching launch option, for operands on the device of x."""
     # Only Hopper and later have the instructions; on a CPU the interpreter runs one kernel after another.
     able = x.is_cuda and hardware.current(x.device.index or 0).arch >= 90

@@ -15,6 +15,7 @@ from the cache:
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 _TILE = 4096
 # Above this, exp(d − m) comes near the largest float32.
@@ -95,12 +96,11 @@ def kl_of_logits_kernel(base, difference, out, vocabulary, LARGE: tl.constexpr, 
     tl.store(out + position, kl)
 
 
-def kl_of_logits(base: torch.Tensor, difference: torch.Tensor) -> torch.Tensor:
+def kl_of_logits(base: Tensor, difference: Tensor) -> Tensor:
     """Returns KL(base‖model) at each position, float32 `[positions]`; NaN where a logit is NaN, or +∞ in the base.
 
-    Args:
-        base: logits of the base, `[positions, vocabulary]`, −∞ for tokens that it rules out.
-        difference: the model's logits minus these, of the same shape, in any float dtype up to float32.
+    `base` holds logits `[positions, vocabulary]`, −∞ for tokens that it rules out; `difference` the model's minus
+    these.
     """
     base, difference = base.contiguous(), difference.contiguous()
     out = torch.empty(len(base), dtype=torch.float32, device=base.device)

@@ -12,6 +12,15 @@ the pointer says so, and `to_e4m3` and `from_e4m3` compile to integer operations
 values and the codes are the same, bit for bit.
 
     code  s eeee mmm ─▶ float32  s 0000eeee mmm0…     2^120 times too small, because the biases are 127 and 7
+
+Every quantizer computes the scale of a block, and divides by it, with these functions too:
+
+    amax_of ─▶ encode_scale: the `max` rule, rounded to the stored dtype ─▶ reciprocal ─▶ quotient_to_code ─▶ code
+
+Divisions must agree with the oracle's, which are correctly rounded. `tl.div_rn` is, and takes about ten instructions;
+the reciprocal of a scale serves its whole block, so a quotient costs two or three FMAs here. A block that holds NaN or
+infinity gets a scale that is NaN, as in `quant.formats.scaling`: E2M1 and INT8 have no code for NaN. The maximum that
+keeps NaN takes as long as the one that drops it, and turning infinity into NaN is one FMA for each scale.
 """
 
 from __future__ import annotations
@@ -19,6 +28,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from quant.kernels.base import hardware
 
@@ -103,7 +113,7 @@ def decode_scale(scale, kind: tl.constexpr):
         return scale.to(tl.float32)
 
 
-def compilable(x: torch.Tensor) -> torch.Tensor:
+def compilable(x: Tensor) -> Tensor:
     """Returns a tensor as a kernel takes it: E4M3 as its bytes where Triton does not compile the type."""
     return x.view(torch.uint8) if x.dtype is torch.float8_e4m3fn and hardware.lacks_e4m3(x) else x
 
@@ -130,18 +140,6 @@ def columns(x):
     x1, x5 = tl.split(x15)
     x3, x7 = tl.split(x37)
     return x0, x1, x2, x3, x4, x5, x6, x7
-
-
-# Every quantizer in Triton computes the scale of a block, and divides by it, with these functions.
-#
-#     amax_of ─▶ encode_scale: the `max` rule, rounded to the stored dtype ─▶ reciprocal ─▶ quotient_to_code ─▶ code
-#
-# Divisions must agree with the oracle's, which are correctly rounded. `tl.div_rn` is, and takes about ten instructions.
-# The reciprocal of a scale serves its whole block, so a quotient costs two or three FMAs here.
-#
-# A block that holds NaN or infinity gets a scale that is NaN, as in `quant.formats.scaling`: E2M1 and INT8 have no code
-# for NaN. The maximum that keeps NaN takes as long as the one that drops it, and turning infinity into NaN is one FMA
-# for each scale.
 
 
 @triton.jit
@@ -200,16 +198,10 @@ def quotient_to_code(x, step, inverse):
 
 @triton.jit
 def encode_scale_for_four_or_six(x, amax, global_scale, dtype: tl.constexpr):
-    """Returns E4M3 block scales by the rule `four_over_six`, as `encode_scale` does by `max`.
+    """Returns E4M3 scales of x `[blocks, 1, values]` by the rule `four_over_six`, as `encode_scale` does by `max`.
 
-    The two squared errors are sums in another order than the oracle's, so that errors equal to seven digits may be
-    told apart differently.
-
-    Args:
-        x: `[blocks, 1, values]`.
-        amax: largest magnitudes, `[blocks, 1]`.
-        global_scale: float32.
-        dtype: the dtype of the scales, E4M3 or uint8.
+    The two squared errors are sums in another order than the oracle's, so that errors equal to seven digits may be told
+    apart differently. `amax` is `[blocks, 1]`, and `dtype` the type of the scales, E4M3 or uint8.
     """
     six, six_step = encode_scale(amax, global_scale, "e4m3", 6.0, dtype)
     four, four_step = encode_scale(amax * 1.5, global_scale, "e4m3", 6.0, dtype)

@@ -33,23 +33,14 @@ _ENTRY = re.compile(r"\.visible \.entry (\w+)\(\n(.*?)\n\)", re.DOTALL)
 
 @dataclass(frozen=True)
 class CompiledKernel:
-    """A kernel that any CUDA program can launch.
+    """A kernel that any CUDA program can launch."""
 
-    Attributes:
-        name: the name of the entry point in `ptx`.
-        ptx: text.
-        arch: compute capability as a number, such as 90.
-        arguments: (name, Triton type) of each parameter, in order.
-        num_warps: warps of a block.
-        shared: bytes of dynamic shared memory.
-    """
-
-    name: str
-    ptx: str
-    arch: int
-    arguments: tuple[tuple[str, str], ...]
-    num_warps: int
-    shared: int
+    name: str  # the name of the entry point in `ptx`
+    ptx: str  # text
+    arch: int  # compute capability as a number, such as 90
+    arguments: tuple[tuple[str, str], ...]  # (name, Triton type) of each parameter, in order
+    num_warps: int  # warps of a block
+    shared: int  # bytes of dynamic shared memory
 
     @property
     def threads(self) -> int:
@@ -70,16 +61,10 @@ def compile_kernel(
     """Compiles a Triton kernel to PTX; the same request is compiled once in a process, and once on this disk.
 
     Args:
-        kernel: a `@triton.jit` function.
         signature: Triton type by name of every run-time parameter: "*fp8e4nv", "*bf16", "*fp32", "i32".
         constants: value by name of every compile-time parameter; None for a pointer that is not passed.
         arch: a key of `ARCHITECTURES`.
-        num_warps: warps of a block.
-        num_stages: the number of stages of the software pipeline.
         multiples: integer parameters that are multiples of 16, such as strides that loads are wide along.
-
-    Raises:
-        ValueError: an architecture that is not known, or a parameter that is in neither mapping or in both.
     """
     if arch not in ARCHITECTURES:
         raise ValueError(f"{kernel.__name__}: cannot compile for {arch}; known: {', '.join(map(str, ARCHITECTURES))}")
@@ -120,11 +105,7 @@ def _compile(
 
 
 def without_scratch(ptx: str, keep: int) -> tuple[str, str]:
-    """Returns the entry's name, and the PTX with only the first `keep` parameters of that entry.
-
-    Raises:
-        ValueError: there is not one entry, it has fewer parameters, or it uses one that would be cut.
-    """
+    """Returns the entry's name, and the PTX with only the first `keep` of its parameters; others must be unused."""
     # A parameter list is the text between the parentheses of `.visible .entry name(`.
     entries = _ENTRY.findall(ptx)
     if len(entries) != 1:

@@ -3,23 +3,16 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from quant.formats.tensor import BlockScaledTensor
 
-# Tensor maps tell TMA, the Hopper GPU's copy engine, which tile of which matrix in memory it fetches or writes.
-#
-# Their constructor checks everything, and takes as long as a launch. So the fields of a map are checked once for
-# arguments of one shape, and each call puts its tensors, of that shape, into maps with these fields:
-#
-#     map = object.__new__(TensorDescriptor)
-#     vars(map).update(fields, base=tensor)
-#
-# The callers write these two lines in a loop, because a function call for each map would also take time.
-
-
+# A tensor map tells TMA, the Hopper GPU's copy engine, which tile of which matrix it fetches or writes. The constructor
+# checks everything, and takes as long as a launch. So the fields are checked once for arguments of one shape, and each
+# call puts its tensors into `object.__new__(TensorDescriptor)` with these fields (`vars(map).update(fields, base=x)`).
 Fields = dict[str, object]
 """A tensor map without its tensor."""
 
@@ -29,7 +22,7 @@ def fields_of(descriptor: TensorDescriptor) -> Fields:
     return {name: value for name, value in vars(descriptor).items() if name != "base"}
 
 
-def matrix_fields(matrix: torch.Tensor, rows: int, columns: int) -> Fields:
+def matrix_fields(matrix: Tensor, rows: int, columns: int) -> Fields:
     """Returns the fields for a BF16 or E4M3 matrix of which tiles `[rows, columns]` are copied, swizzled for wgmma."""
     dtype = gl.bfloat16 if matrix.dtype is torch.bfloat16 else gl.float8e4nv
     layout = gl.NVMMASharedLayout.get_default_for([rows, columns], dtype)

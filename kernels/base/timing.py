@@ -1,4 +1,14 @@
-"""`graph_microseconds` times calls in a CUDA graph, which is recorded once and replayed without the host's time."""
+"""`graph_microseconds` times calls in a CUDA graph, which is recorded once and replayed without the host's time.
+
+`measure_ceilings` measures the rates that a GPU reaches, the limits that kernels are compared with:
+
+    copy      bytes read and written a second, by the faster of the driver's copy and an elementwise kernel
+    read      bytes read a second, by a sum: the limit of a matmul with few tokens
+    bf16      the library's matmul of 8192 × 8192 × 8192, in TFLOP/s
+    fp8       the same by `torch._scaled_mm`, with a scale a tensor (`fp8`) and a scale a row (`fp8_row`)
+
+Values are random: products of zeros draw less power and run faster.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +25,7 @@ from quant.kernels.base.hardware import Hardware, current
 def graph_microseconds(calls: list[Callable[[], Any]], repeats: int = 5, at_least: float = 2e-3) -> float:
     """Returns the microseconds per call: the median over `repeats` replays of a graph that makes `calls` several times.
 
-    Args:
-        calls: each launches work on the current stream.
-        repeats: replays that are timed.
-        at_least: seconds that one replay should take, roughly.
+    A replay takes `at_least` so many seconds, roughly.
     """
     # Compiles kernels and fills caches outside the graph.
     for call in calls:
@@ -49,35 +56,18 @@ def _replay_seconds(graph: torch.cuda.CUDAGraph) -> float:
     return float(begin.elapsed_time(end)) * 1e-3
 
 
-# The rates that this GPU reaches are measured here: the limits that kernels are compared with.
-#
-#     copy      bytes read and written a second, by the faster of the driver's copy and an elementwise kernel
-#     read      bytes read a second, by a sum: the limit of a matmul with few tokens
-#     bf16      the library's matmul of 8192 × 8192 × 8192, in TFLOP/s
-#     fp8       the same by `torch._scaled_mm`, with a scale a tensor (`fp8`) and a scale a row (`fp8_row`)
-#
-# Calls are replayed from a CUDA graph, on random values: products of zeros draw less power and run faster.
-
-
 _BYTES = 1 << 30
 _SIZE = 8192
 
 
 @dataclass(frozen=True)
 class Ceiling:
-    """One measured rate.
+    """One measured rate."""
 
-    Attributes:
-        name: as in the module docstring.
-        rate: bytes a second, or operations a second, by `unit`.
-        unit: "TB/s" or "TFLOP/s".
-        sheet: the vendor's figure in the same unit as `rate`, or None where it is not known.
-    """
-
-    name: str
-    rate: float
-    unit: str
-    sheet: float | None
+    name: str  # as in the module docstring
+    rate: float  # bytes a second, or operations a second, by `unit`
+    unit: str  # "TB/s" or "TFLOP/s"
+    sheet: float | None  # the vendor's figure in the same unit as `rate`, or None where it is not known
 
     @property
     def share(self) -> float | None:
@@ -86,11 +76,7 @@ class Ceiling:
 
 
 def measure_ceilings(index: int = 0) -> list[Ceiling]:
-    """Measures GPU `index`; a few seconds, and about 2 GiB of its memory.
-
-    Raises:
-        ValueError: PyTorch sees no such GPU.
-    """
+    """Measures GPU `index`; a few seconds, and about 2 GiB of its memory."""
     gpu = current(index)
     with torch.cuda.device(index):
         warm_up()
@@ -111,10 +97,7 @@ def _bandwidths(gpu: Hardware) -> list[Ceiling]:
     source, total = torch.ones(_BYTES // 4, device="cuda"), torch.empty((), device="cuda")
     read = graph_microseconds([lambda: torch.sum(source, dim=None, out=total)])
     sheet = gpu.bandwidth if gpu.known else None
-    return [
-        Ceiling("copy", copy, "TB/s", sheet),
-        Ceiling("read", _BYTES / read * 1e6, "TB/s", sheet),
-    ]
+    return [Ceiling("copy", copy, "TB/s", sheet), Ceiling("read", _BYTES / read * 1e6, "TB/s", sheet)]
 
 
 def _matmuls(gpu: Hardware) -> list[Ceiling]:

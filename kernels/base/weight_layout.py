@@ -34,6 +34,7 @@ from dataclasses import replace
 from functools import cache
 
 import torch
+from torch import Tensor
 
 from quant.formats.format import E2M1, E4M3, FORMATS, Format, Number
 from quant.formats.rounding import pack, unpack
@@ -57,7 +58,7 @@ _SPAN = 29
 _BASE = 105
 
 
-def prefers_prepacked(codes: torch.Tensor) -> bool:
+def prefers_prepacked(codes: Tensor) -> bool:
     """Returns whether the kernels for the GPU of `codes` are fastest with weights in this layout, as on Hopper."""
     return codes.is_cuda and has_triton() and current(codes.device.index or 0).has_wgmma
 
@@ -120,12 +121,8 @@ def prepack_refusal(weight: BlockScaledTensor) -> str:
 def prepack(weight: BlockScaledTensor) -> BlockScaledTensor:
     """Returns `weight` in the layout of the Hopper kernel: the same bytes in another order, as int32; MXFP6 as E4M3.
 
-    Args:
-        weight: NVFP4 or MXFP4 `[out, in]` or `[experts, out, in]`; out and in are multiples of 64. MXFP6 `[out, in]`
-            of any size.
-
-    Raises:
-        ValueError: it has no such layout; the message says why.
+    NVFP4 and MXFP4 are `[out, in]` or `[experts, out, in]`, multiples of 64; MXFP6 `[out, in]` of any size. ValueError
+    says why another weight has no such layout.
     """
     reason = prepack_refusal(weight)
     if reason:
@@ -195,7 +192,7 @@ def restore(weight: BlockScaledTensor) -> BlockScaledTensor:
 
 
 @cache
-def _scale_table() -> torch.Tensor:
+def _scale_table() -> Tensor:
     """Returns the stored byte of each E4M3 code, int32 `[256]`; -1 for negative codes and NaN, which have none."""
     # s · 2^119 as a bfloat16: bits 11 to 4 hold all that differs, exponent and three bits of mantissa.
     values = E4M3.values()
@@ -226,7 +223,7 @@ def _narrowed(weight: BlockScaledTensor) -> BlockScaledTensor:
 
 
 @cache
-def _e4m3_codes(element: Number) -> torch.Tensor:
+def _e4m3_codes(element: Number) -> Tensor:
     """Returns the E4M3 code of each number of `element`, by its code: uint8."""
     values = element.values()
     codes = values.to(torch.float8_e4m3fn)

@@ -21,7 +21,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from quant.formats.format import FORMATS, INPUT_FORMATS, Format
@@ -37,7 +37,7 @@ _GEOMETRY = (
 )  # fmt: skip
 
 
-def conv_matrix(weight: torch.Tensor, groups: int, transposed: bool) -> torch.Tensor:
+def conv_matrix(weight: Tensor, groups: int, transposed: bool) -> Tensor:
     """Returns a convolution's parameter or codes as `[out, in / groups · kernel]`, a view unless transposed."""
     if transposed:
         # [in, out / groups, kernel…] → [groups, in / groups, out / groups, …] → [out, in / groups, …]
@@ -45,7 +45,7 @@ def conv_matrix(weight: torch.Tensor, groups: int, transposed: bool) -> torch.Te
     return weight.flatten(1)
 
 
-def conv_parameter(matrix: torch.Tensor, shape: Sequence[int], groups: int, transposed: bool) -> torch.Tensor:
+def conv_parameter(matrix: Tensor, shape: Sequence[int], groups: int, transposed: bool) -> Tensor:
     """Undoes `conv_matrix`, for a parameter of `shape`."""
     if not transposed:
         return matrix.view(shape)
@@ -53,7 +53,7 @@ def conv_parameter(matrix: torch.Tensor, shape: Sequence[int], groups: int, tran
     return matrix.view(groups, outputs, inputs // groups, *kernel).transpose(1, 2).reshape(shape)
 
 
-def weight_of_conv(conv: nn.Module) -> torch.Tensor:
+def weight_of_conv(conv: nn.Module) -> Tensor:
     """Returns the weight of an unquantized convolution as the matrix that formats see."""
     assert isinstance(conv, nn.modules.conv._ConvNd)
     return conv_matrix(conv.weight.detach(), conv.groups, conv.transposed)
@@ -79,16 +79,14 @@ class ConvGeometry:
         for name in _GEOMETRY:
             setattr(self, name, getattr(conv, name, None))
 
-    def convolve(self, x: torch.Tensor, output_padding: Sequence[int]) -> torch.Tensor:
+    def convolve(self, x: Tensor, output_padding: Sequence[int]) -> Tensor:
         """Returns the product with an input `[batch, in, size…]` that `padded` gave."""
         raise NotImplementedError
 
-    def forward(self, input: torch.Tensor, output_size: list[int] | None = None) -> torch.Tensor:
+    def forward(self, input: Tensor, output_size: list[int] | None = None) -> Tensor:
         """Maps `[batch, in, size…]` to `[batch, out, size…]`, in the dtype of `input`; the batch may be left out.
 
-        Args:
-            input: the input, under the name that torch's modules give it.
-            output_size: the output size of a transposed convolution, as `nn.ConvTranspose2d` takes it.
+        `output_size` is a transposed convolution's, as `nn.ConvTranspose2d` takes it.
         """
         x, dims = input, len(self.kernel_size)
         # torch's own modules take an input without a batch, too.
@@ -100,7 +98,7 @@ class ConvGeometry:
             output_padding = self._output_padding(x, output_size, *geometry)  # type: ignore[misc, arg-type]
         return self.convolve(self.padded(x), output_padding)
 
-    def padded(self, x: torch.Tensor) -> torch.Tensor:
+    def padded(self, x: Tensor) -> Tensor:
         """Returns the input with the padding that the op does not do, which pads both sides with as many zeros."""
         if self.op_padding is self.padding:
             return x
@@ -116,13 +114,10 @@ class ConvGeometry:
 
 
 class QuantConv(ConvGeometry, QuantizedModule):
-    """A convolution with a quantized weight.
+    """A convolution with a quantized weight `[out, in / groups · kernel]`.
 
-    Args:
-        weight: `[out, in / groups · kernel]`.
-        conv: the convolution that it replaces; gives geometry, bias, and the dtype of `weight` for code that reads it.
-        activation: format the input is rounded to; None leaves it in 16 bit.
-        input_scale: static scale of the activation format, float32 scalar, where the format has one.
+    `conv`, which it replaces, gives the geometry, the bias, and the dtype of `weight` for code that reads it. The input
+    is rounded to `activation`, under a static `input_scale` where the format has one.
     """
 
     has_kernel_layout = False
@@ -133,7 +128,7 @@ class QuantConv(ConvGeometry, QuantizedModule):
         weight: BlockScaledTensor,
         conv: nn.Module,
         activation: Format | None = None,
-        input_scale: torch.Tensor | None = None,
+        input_scale: Tensor | None = None,
     ) -> None:
         assert isinstance(conv, nn.modules.conv._ConvNd)
         codes = conv_parameter(weight.codes, conv.weight.shape, conv.groups, conv.transposed)
@@ -150,22 +145,22 @@ class QuantConv(ConvGeometry, QuantizedModule):
         return BlockScaledTensor(codes, self.scale, self.weight_format, self.weight_shape)
 
     @property
-    def weight(self) -> torch.Tensor:
+    def weight(self) -> Tensor:
         """The parameter of the original convolution, dequantized again for each access."""
         return self.weight_in(self.dtype).clone()
 
-    def weight_in(self, dtype: torch.dtype) -> torch.Tensor:
+    def weight_in(self, dtype: torch.dtype) -> Tensor:
         """Returns `weight` in another dtype, rounded to it once."""
         return _dense(self.codes, self.scale, self.weight_format.name, self.groups, self.transposed, dtype)
 
-    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> QuantConv:
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> QuantConv:
         super()._apply(fn, recurse)
         self.dtype = fn(torch.empty(0, dtype=self.dtype)).dtype
         return self
 
-    def convolve(self, x: torch.Tensor, output_padding: Sequence[int]) -> torch.Tensor:
+    def convolve(self, x: Tensor, output_padding: Sequence[int]) -> Tensor:
         """Computes the op on an input `[batch, in, size…]` that `padded` gave."""
-        y: torch.Tensor = torch.ops.quant.conv.default(
+        y: Tensor = torch.ops.quant.conv.default(
             x,
             self.codes,
             self.scale,
@@ -187,14 +182,12 @@ class QuantConv(ConvGeometry, QuantizedModule):
         return f"{super().extra_repr()}, kernel={kernel}, stride={self.stride}, groups={self.groups}"
 
 
-def round_samples(x: torch.Tensor, format: Format, input_scale: torch.Tensor | None) -> torch.Tensor:
+def round_samples(x: Tensor, format: Format, input_scale: Tensor | None) -> Tensor:
     """Returns the input of a convolution, `[batch, in, size…]`, rounded: each sample is one row of the format."""
     return round_activation(x.flatten(1), format, input_scale).view(x.shape)
 
 
-def _dense(
-    codes: torch.Tensor, scale: torch.Tensor, format: str, groups: int, transposed: bool, dtype: torch.dtype
-) -> torch.Tensor:
+def _dense(codes: Tensor, scale: Tensor, format: str, groups: int, transposed: bool, dtype: torch.dtype) -> Tensor:
     """Returns the dequantized parameter of a convolution, in the shape of its codes."""
     matrix = conv_matrix(codes, groups, transposed)
     weight = BlockScaledTensor(matrix, scale, FORMATS[format], tuple(matrix.shape))
@@ -202,20 +195,10 @@ def _dense(
 
 
 def _convolve(
-    x: torch.Tensor,
-    codes: torch.Tensor,
-    scale: torch.Tensor,
-    bias: torch.Tensor | None,
-    input_scale: torch.Tensor | None,
-    weight_format: str,
-    activation: str,
-    stride: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int],
-    transposed: bool,
-    output_padding: Sequence[int],
-    groups: int,
-) -> torch.Tensor:
+    x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None, input_scale: Tensor | None, weight_format: str,
+    activation: str, stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int], transposed: bool,
+    output_padding: Sequence[int], groups: int,
+) -> Tensor:  # fmt: skip
     """Computes the op `quant::conv` on any device."""
     if activation:
         # One row for each sample: see the module docstring on scales of windows that overlap.
@@ -228,7 +211,7 @@ class _Conv(torch.autograd.Function):
     """`quant::conv` where the input or the bias needs a gradient, which passes straight through the rounding."""
 
     @staticmethod
-    def forward(ctx: Any, keyset: Any, *args: Any) -> torch.Tensor:
+    def forward(ctx: Any, keyset: Any, *args: Any) -> Tensor:
         x, codes, scale, bias, _, ctx.weight_format, _, *ctx.geometry = args
         ctx.shape, ctx.dtype, ctx.biases = x.shape, x.dtype, None if bias is None else list(bias.shape)
         ctx.save_for_backward(codes, scale)
@@ -236,7 +219,7 @@ class _Conv(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         codes, scale = ctx.saved_tensors
         transposed, groups = ctx.geometry[3], ctx.geometry[5]
         weight = _dense(codes, scale, ctx.weight_format, groups, transposed, gradient.dtype)

@@ -5,10 +5,10 @@
 The custom op passes codes, scale and global scale apart; below it, one `BlockScaledTensor` carries them. The first call
 with arguments of some shapes, dtypes and strides prepares a `Product`, one callable, and later calls look it up:
 
-    FP8 by FP8 in the library          fp8_gemm.py        E4M3 with a scale a tensor or a row, or many tokens
-    codes by codes                     native_gemm.py     tensor cores take both operands as they are stored
-    16-bit rows by decoded codes       this file          x rounded to its activation format, if there is one
-    dequantize, then multiply          oracle.py          FP32 inputs, or no Triton here
+    FP8 by FP8 in the library        rounded_products.py   E4M3 with a scale a tensor or a row, or many tokens
+    codes by codes                   rounded_products.py   tensor cores take both operands as they are stored
+    16-bit rows by decoded codes     this file             x rounded to its activation format, if there is one
+    dequantize, then multiply        oracle.py             FP32 inputs, or no Triton here
 
 The launch for 16-bit rows is a look-up, in this order: the measurements of `quant tune` on this machine, the table
 shipped for the GPU, the guess of `kernels/linear/tiles.py`. Nothing is measured during a call, so the first call is as
@@ -17,107 +17,21 @@ fast as the others once its kernel is compiled.
 
 from __future__ import annotations
 
-import warnings
 from functools import partial
 
 import torch
+from torch import Tensor
 from torch.nn.functional import linear as dense_linear
 
 from quant.formats.format import FORMATS, INPUT_FORMATS, Format
-from quant.formats.tensor import BlockScaledTensor, fake_quantize, quantize
+from quant.formats.tensor import BlockScaledTensor
 from quant.kernels.base import hardware
 from quant.kernels.base.launch import BoundedTable
 from quant.kernels.base.weight_layout import as_computed, is_prepacked
 from quant.kernels.linear import rounded_products, tiles
-from quant.kernels.linear import tiles as launch_table
 from quant.kernels.linear.oracle import ReferenceProduct
 from quant.kernels.linear.rounded_products import aligned_rows, prepare_rounding
 from quant.kernels.linear.tiles import Launch, Product
-
-# Tensor cores multiply codes by codes here: both operands as their formats store them, without dequantizing.
-#
-#     weight          activation        tensor cores                kernel
-#     fp8_block       fp8_group         FP8 (Ada, Hopper, …)        kernels/linear/portable_block_scaled_gemm.py
-#     nvfp4, mxfp4,   the same codes    block scales (Blackwell)    kernels/linear/portable_block_scaled_gemm.py
-#     mxfp8
-#
-# A kernel that a GPU has never run is first compared with float64, once in a process. One that is wrong there is not
-# used, with a warning: the weight is then dequantized, as everywhere else.
-
-
-_GROUPS = FORMATS["fp8_group"]  # of activations: 1 × 128, the counterpart of weights in 128 × 128
-_verdicts: dict[tuple[str, str, int], bool] = {}
-"""By format of the weight, format of the activation and GPU: whether a first product was right."""
-
-
-def multiplies_natively(x: torch.Tensor, weight: BlockScaledTensor, activation: Format) -> bool:
-    """Returns whether tensor cores of this GPU take both sides as they are stored, and got a first product right."""
-    from quant.kernels.linear import portable_block_scaled_gemm
-    from quant.kernels.rounding import portable_casts
-
-    format, columns = weight.format, weight.shape[1]
-    if is_prepacked(weight) or not format.block[1] or columns % format.block[1]:
-        return False
-    index = x.device.index or 0
-    gpu = hardware.current(index)
-    if format.has_square_blocks:
-        # FP8 squares of 128 × 128 meet groups of 128 inputs, so every product of blocks has one factor.
-        # With few tokens reading W takes all the time, and 16-bit products are no slower.
-        is_able = gpu.has_fp8 and activation is _GROUPS and len(x) > tiles.FEW
-    else:
-        is_able = gpu.has_block_scales and portable_block_scaled_gemm.takes(format, activation)
-    if not is_able or columns > portable_casts.MAX_COLUMNS:
-        return False
-    case = (format.name, activation.name, index)
-    if case not in _verdicts:
-        if x.is_cuda and torch.cuda.is_current_stream_capturing():
-            return False  # a check waits for its result, which a capture cannot
-        _verdicts[case] = _multiplies_right(format, activation, index)
-    return _verdicts[case]
-
-
-def _multiplies_right(format: Format, activation: Format, index: int) -> bool:
-    """Multiplies two random matrices on GPU `index` and compares with float64; warns where they differ."""
-    # 130 rows and 200 outputs are not multiples of a tile, so the masks of the tails are tested too.
-    generator = torch.Generator().manual_seed(0)
-    x, w = (
-        torch.randn(size, 512, generator=generator, dtype=torch.float32, device="cpu").to(f"cuda:{index}")
-        for size in (130, 200)
-    )
-    weight = quantize(w, format)
-    y = multiply_codes(x.bfloat16(), weight, None, None, activation=activation)
-    rounded = fake_quantize(x.bfloat16().float(), activation)
-    exact = rounded.double() @ weight.dequantize(torch.float64).T
-    # 2^-7 allows for one rounding of y to BF16 and for sums in FP32; a wrong layout of scales errs by about 1.
-    error = float((y.double() - exact).norm() / exact.norm())
-    if error < 2**-7:
-        return True
-    warnings.warn(
-        f"the kernel for {format} by {activation} is wrong on this GPU (error {error:.1e}) and is not used: weights "
-        "are dequantized instead; please report the GPU, its driver and the version of Triton",
-        stacklevel=2,
-    )
-    return False
-
-
-def multiply_codes(
-    x: torch.Tensor,
-    weight: BlockScaledTensor,
-    bias: torch.Tensor | None,
-    input_scale: torch.Tensor | None,
-    *,
-    activation: Format,
-) -> torch.Tensor:
-    """Returns `[tokens, out]`: x `[tokens, in]` is rounded to codes, then codes are multiplied by codes."""
-    from quant.kernels.linear import portable_block_scaled_gemm
-    from quant.kernels.linear import portable_block_scaled_gemm as fp8_block_gemm
-    from quant.kernels.rounding import portable_casts
-
-    if weight.format.has_square_blocks:
-        return fp8_block_gemm.fp8_block_gemm(portable_casts.quantize(x, activation), weight, bias, x.dtype)
-    codes = portable_casts.quantize(x, activation, global_scale=input_scale if activation.global_scale else None)
-    return portable_block_scaled_gemm.block_scaled_gemm(codes, weight, bias, x.dtype)
-
 
 _FLOATS = (torch.float16, torch.bfloat16)
 # Absent where PyTorch is built without CUDA. The public name is several calls of Python deep, at every call.
@@ -128,19 +42,12 @@ _products = BoundedTable[Product](1 << 12)
 
 
 def linear_on_gpu(
-    x: torch.Tensor,
-    codes: torch.Tensor,
-    scale: torch.Tensor,
-    global_scale: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    input_scale: torch.Tensor | None,
-    weight_format: str,
-    activation: str,
-) -> torch.Tensor:
-    """Computes the op `quant::linear` (`kernels/linear/quant_linear.py`) on a GPU; the weight is in either layout.
+    x: Tensor, codes: Tensor, scale: Tensor, global_scale: Tensor | None, bias: Tensor | None,
+    input_scale: Tensor | None, weight_format: str, activation: str,
+) -> Tensor:  # fmt: skip
+    """Computes the op `quant::linear` (`quant_linear.py`) on a GPU; the weight is in either layout.
 
-    Raises:
-        ValueError: an argument is on another device, strided, or of a wrong dtype or shape; nothing was launched.
+    ValueError names an argument on another device, strided, or of a wrong dtype or shape; nothing was launched then.
     """
     # Every line up to the call of the product runs at each launch, and a small matmul takes a GPU no longer than them.
     index, columns = x.get_device(), x.shape[-1]
@@ -159,7 +66,7 @@ def linear_on_gpu(
         scale.is_contiguous(), None if global_scale is None else (global_scale.shape, global_scale.device),
         None if bias is None else (bias.shape, bias.dtype, bias.device, bias.is_contiguous()),
         None if input_scale is None else (input_scale.shape, input_scale.dtype, input_scale.device),
-        launch_table.edition,
+        tiles.edition,
     )  # fmt: skip
     # As `BlockScaledTensor(…)` does, which takes longer: the constructor of a frozen dataclass sets fields one by one.
     weight = object.__new__(BlockScaledTensor)
@@ -178,11 +85,7 @@ def linear_on_gpu(
 
 
 def _prepare_product(
-    x: torch.Tensor,
-    weight: BlockScaledTensor,
-    bias: torch.Tensor | None,
-    input_scale: torch.Tensor | None,
-    activation: Format | None,
+    x: Tensor, weight: BlockScaledTensor, bias: Tensor | None, input_scale: Tensor | None, activation: Format | None
 ) -> Product:
     """Chooses how such arguments are multiplied, by checks, layout and architecture; x is `[tokens, in]`."""
     weight = as_computed(weight)
@@ -197,19 +100,19 @@ def _prepare_product(
     if activation is not None:
         if gpu.has_wgmma and rounded_products.takes_prefill(weight, activation, len(x), x.dtype):
             return partial(rounded_products.prefill_linear, activation=activation)
-        if multiplies_natively(x, weight, activation):
-            return partial(multiply_codes, activation=activation)
+        if rounded_products.multiplies_natively(x, weight, activation):
+            return partial(rounded_products.multiply_codes, activation=activation)
     return _prepare_gemm(x, weight, bias, input_scale, activation)
 
 
-def check_operands(x: torch.Tensor, weight: BlockScaledTensor, bias: torch.Tensor | None) -> None:
+def check_operands(x: Tensor, weight: BlockScaledTensor, bias: Tensor | None) -> None:
     """Raises ValueError, naming the argument, where a kernel could not take the arguments."""
     shape, format = weight.shape, weight.format
     codes_shape, scale_shape = format.codes_shape(shape), format.scale_shape(shape)
     if is_prepacked(weight):
         # A word of 32 bits holds eight codes, or the scales of four blocks of 16.
         codes_shape, scale_shape = (shape[0], shape[1] // 8), (shape[0], shape[1] // 64)
-    expected: dict[str, tuple[torch.Tensor | None, tuple[int, ...]]] = {
+    expected: dict[str, tuple[Tensor | None, tuple[int, ...]]] = {
         "codes": (weight.codes, codes_shape),
         "scale": (weight.scale, scale_shape),
         "global_scale": (weight.global_scale, ()),
@@ -236,11 +139,7 @@ def check_operands(x: torch.Tensor, weight: BlockScaledTensor, bias: torch.Tenso
 
 
 def _prepare_gemm(
-    x: torch.Tensor,
-    weight: BlockScaledTensor,
-    bias: torch.Tensor | None,
-    input_scale: torch.Tensor | None,
-    activation: Format | None,
+    x: Tensor, weight: BlockScaledTensor, bias: Tensor | None, input_scale: Tensor | None, activation: Format | None
 ) -> Product:
     """Prepares a product in which x is rounded to its format, if any, and a kernel for 16-bit rows multiplies it."""
     # The order matters: rounding checks the input scale, and its error should come before a kernel is prepared.
@@ -252,9 +151,7 @@ def _prepare_gemm(
 
         launch_for_any_code = prepare_launch(x, weight, bias, _choose_without_tma(weight, x))
 
-    def multiply(
-        x: torch.Tensor, weight: BlockScaledTensor, bias: torch.Tensor | None, input_scale: torch.Tensor | None
-    ) -> torch.Tensor:
+    def multiply(x: Tensor, weight: BlockScaledTensor, bias: Tensor | None, input_scale: Tensor | None) -> Tensor:
         if rounding is not None:
             x = rounding(x, input_scale)
         # Whether codes are NaN is a property of each weight, so it is asked at each call; the answer is kept.
@@ -265,7 +162,7 @@ def _prepare_gemm(
     return multiply
 
 
-def choose_launch(weight: BlockScaledTensor, x: torch.Tensor) -> tiles.Choice:
+def choose_launch(weight: BlockScaledTensor, x: Tensor) -> tiles.Choice:
     """Returns how to multiply x `[tokens, in]`, in 16 bit with aligned rows, by `weight`."""
     choice = choose_for_numbers(weight, x)
     if _reads_stored_codes(choice, weight):
@@ -275,14 +172,14 @@ def choose_launch(weight: BlockScaledTensor, x: torch.Tensor) -> tiles.Choice:
     return choice
 
 
-def choose_for_numbers(weight: BlockScaledTensor, x: torch.Tensor) -> tiles.Choice:
+def choose_for_numbers(weight: BlockScaledTensor, x: Tensor) -> tiles.Choice:
     """Returns `choose_launch`, for a weight whose codes are all numbers."""
     prepacked = is_prepacked(weight)
     # Hopper's decoder makes only BF16: a code in FP16 would need other shifts.
     if prepacked and x.dtype is not torch.bfloat16:
         return tiles.DENSE
     gpu, shape = hardware.current(x.device.index or 0), (weight.shape[0], weight.shape[1])
-    measured = launch_table.look_up(gpu, weight.format, x.shape[0], shape, prepacked)
+    measured = tiles.look_up(gpu, weight.format, x.shape[0], shape, prepacked)
     choice = measured or tiles.guess(weight.format, x.shape[0], shape, gpu, prepacked)
     aligned = x.dtype is torch.bfloat16 and weight.codes.data_ptr() % 16 == 0
     if _reads_stored_codes(choice, weight) and not aligned:
@@ -290,7 +187,7 @@ def choose_for_numbers(weight: BlockScaledTensor, x: torch.Tensor) -> tiles.Choi
     return choice
 
 
-def _choose_without_tma(weight: BlockScaledTensor, x: torch.Tensor) -> tiles.Choice:
+def _choose_without_tma(weight: BlockScaledTensor, x: Tensor) -> tiles.Choice:
     """Returns `choose_launch`, for codes of a checkpoint that Hopper's kernel for many tokens does not take."""
     gpu, shape = hardware.current(x.device.index or 0), (weight.shape[0], weight.shape[1])
     return tiles.guess(weight.format, x.shape[0], shape, gpu, False, stored=False)
@@ -301,16 +198,12 @@ def _reads_stored_codes(choice: tiles.Choice, weight: BlockScaledTensor) -> bool
     return isinstance(choice, tiles.PrefillTiles) and not is_prepacked(weight)
 
 
-def multiply_with(
-    x: torch.Tensor, weight: BlockScaledTensor, bias: torch.Tensor | None, choice: tiles.Choice
-) -> torch.Tensor:
+def multiply_with(x: Tensor, weight: BlockScaledTensor, bias: Tensor | None, choice: tiles.Choice) -> Tensor:
     """Returns `x @ weight.T + bias` by `choice`; x `[tokens, in]`, FP16 or BF16, rows contiguous and aligned."""
     return prepare_launch(x, weight, bias, choice)(x, weight, bias)
 
 
-def prepare_launch(
-    x: torch.Tensor, weight: BlockScaledTensor, bias: torch.Tensor | None, choice: tiles.Choice
-) -> Launch:
+def prepare_launch(x: Tensor, weight: BlockScaledTensor, bias: Tensor | None, choice: tiles.Choice) -> Launch:
     """Returns `multiply_with` for such arguments, with everything decided that does not depend on values."""
     if isinstance(choice, tiles.Tiles):
         from quant.kernels.linear import portable_codes_gemm
@@ -324,19 +217,12 @@ def prepare_launch(
         from quant.kernels.linear import sm90_codes_gemm_many
 
         return sm90_codes_gemm_many.prepare_gemm_many(x, weight, bias, choice)
-    return _multiply_dequantized
+    return lambda x, weight, bias: dense_linear(
+        x, dequantize(weight, x.dtype), None if bias is None else bias.to(x.dtype)
+    )
 
 
-def _multiply_dequantized(x: torch.Tensor, weight: BlockScaledTensor, bias: torch.Tensor | None) -> torch.Tensor:
-    return dense_linear(x, dequantize(weight, x.dtype), None if bias is None else bias.to(x.dtype))
-
-
-def can_dequantize(dtype: torch.dtype) -> bool:
-    """Returns whether `dequantize` gives this dtype here."""
-    return dtype in (*_FLOATS, torch.float32) and hardware.has_triton()
-
-
-def dequantize(weight: BlockScaledTensor, dtype: torch.dtype) -> torch.Tensor:
+def dequantize(weight: BlockScaledTensor, dtype: torch.dtype) -> Tensor:
     """Returns `[out, in]` of `weight`, on a GPU, in `dtype`: FP16, BF16 or FP32."""
     weight = as_computed(weight)
     if is_prepacked(weight):

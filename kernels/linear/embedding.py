@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from quant.formats.format import FORMATS
 from quant.formats.tensor import BlockScaledTensor
@@ -24,20 +24,10 @@ from quant.kernels.linear.quantized_module import QuantizedModule
 EMBEDDING = "quant::embedding"
 
 
-def quantized_embedding(ids: torch.Tensor, weight: BlockScaledTensor, dtype: torch.dtype) -> torch.Tensor:
-    """Returns the rows `ids` of `weight`, dequantized.
+def quantized_embedding(ids: Tensor, weight: BlockScaledTensor, dtype: torch.dtype) -> Tensor:
+    """Returns the rows `ids` of `weight` `[rows, dim]`, dequantized to `dtype`, `[..., dim]`.
 
-    Args:
-        ids: integers of any shape, each from 0 to rows − 1.
-        weight: `[rows, dim]`.
-        dtype: the dtype of the result.
-
-    Returns:
-        `[..., dim]`.
-
-    Raises:
-        ValueError: `ids` are not integers, or on another device than the weight.
-        IndexError: an id is beyond the last row; on a GPU, that row is NaN.
+    An id beyond the last row is an IndexError; on a GPU, its row is NaN.
     """
     if ids.dtype not in (torch.int32, torch.int64):
         raise ValueError(f"embedding of {list(weight.shape)}: ids are {ids.dtype}, expected int32 or int64")
@@ -49,15 +39,12 @@ def quantized_embedding(ids: torch.Tensor, weight: BlockScaledTensor, dtype: tor
 
 
 class QuantEmbedding(QuantizedModule):
-    """An embedding over a quantized table.
+    """An embedding over a quantized table `[rows, dim]`.
 
-    Args:
-        weight: `[rows, dim]`.
-        dtype: the dtype of the rows it gives, until `.to(dtype)` says otherwise.
-        padding_idx: the row that training leaves as it is, as `nn.Embedding` has it.
+    Rows are in `dtype`, until `.to(dtype)` says otherwise; training leaves the row `padding_idx` as it is.
     """
 
-    _dtype: torch.Tensor
+    _dtype: Tensor
     has_kernel_layout = False  # a look-up reads rows, which a checkpoint stores one after the other
 
     def __init__(
@@ -68,7 +55,7 @@ class QuantEmbedding(QuantizedModule):
         self.num_embeddings, self.embedding_dim = weight.shape
         self.register_buffer("_dtype", torch.empty(0, dtype=dtype), persistent=False)
 
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         """Maps `[...]` to `[..., dim]`."""
         return quantized_embedding(input, self.stored_weight, self._dtype.dtype)
 
@@ -80,7 +67,7 @@ def embedding_refusal(module: nn.Module) -> str:
     return "it renormalizes rows as they are read" if module.max_norm is not None else ""
 
 
-def _rows(ids: torch.Tensor, weight: BlockScaledTensor, dtype: torch.dtype) -> torch.Tensor:
+def _rows(ids: Tensor, weight: BlockScaledTensor, dtype: torch.dtype) -> Tensor:
     """Returns the oracle: the rows as a tensor of their own, each with its scales."""
     format = weight.format
     flat = ids.flatten().long()
@@ -96,14 +83,9 @@ def _rows(ids: torch.Tensor, weight: BlockScaledTensor, dtype: torch.dtype) -> t
 
 
 def _embedding(
-    ids: torch.Tensor,
-    codes: torch.Tensor,
-    scale: torch.Tensor,
-    global_scale: torch.Tensor | None,
-    weight_format: str,
-    columns: int,
+    ids: Tensor, codes: Tensor, scale: Tensor, global_scale: Tensor | None, weight_format: str, columns: int,
     dtype: torch.dtype,
-) -> torch.Tensor:
+) -> Tensor:  # fmt: skip
     weight = BlockScaledTensor(codes, scale, FORMATS[weight_format], (codes.shape[0], columns), global_scale)
     if not ids.numel():
         return torch.empty(*ids.shape, columns, dtype=dtype, device=ids.device)

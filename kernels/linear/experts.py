@@ -19,7 +19,7 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from quant.formats.format import FORMATS, INPUT_FORMATS, Format
@@ -42,13 +42,13 @@ more; with 4 rows it takes up to 1.17."""
 
 
 def grouped_linear(
-    x: torch.Tensor,
+    x: Tensor,
     weight: BlockScaledTensor,
-    offsets: torch.Tensor,
-    input_scale: torch.Tensor | None = None,
+    offsets: Tensor,
+    input_scale: Tensor | None = None,
     activation: Format | None = None,
-    bias: torch.Tensor | None = None,
-) -> torch.Tensor:
+    bias: Tensor | None = None,
+) -> Tensor:
     """Returns `y[i] = x[i] · W[expert of i]ᵀ + bias[expert of i]`; rows beyond the last offset are undefined.
 
     Args:
@@ -56,14 +56,7 @@ def grouped_linear(
         weight: `[experts, out, in]`, in the layout of a checkpoint.
         offsets: int32 `[experts + 1]`: the first row of each expert, and the row after the last.
         input_scale: static scale of the activation format, float32 scalar; None measures each expert's rows.
-        activation: format that `x` is rounded to first; None leaves it.
         bias: `[experts, out]`, which gets no gradient, or None.
-
-    Returns:
-        `[T, out]`, dtype of `x`.
-
-    Raises:
-        ValueError: shapes, dtypes or devices that do not fit.
     """
     if x.dim() != 2 or len(weight.shape) != 3 or x.shape[1] != weight.shape[2]:
         raise ValueError(f"grouped linear: x {list(x.shape)} does not fit experts of {list(weight.shape)}")
@@ -86,14 +79,11 @@ def grouped_linear(
     )
 
 
-def sort_by_expert(index: torch.Tensor, experts: int) -> tuple[torch.Tensor, torch.Tensor]:
+def sort_by_expert(index: Tensor, experts: int) -> tuple[Tensor, Tensor]:
     """Returns the order of the flattened slots of `index` by expert, and int32 offsets `[experts + 1]`.
 
-    The host does not wait.
-
-    Args:
-        index: expert of each token and slot, `[tokens, k]`; numbers from `experts` on come last, beyond all offsets.
-        experts: the number of experts.
+    `index` `[tokens, k]` has the expert of each token and slot; numbers from `experts` on come last, beyond all
+    offsets. The host does not wait.
     """
     # Stable: the slots of an expert stay in the order of tokens, so sums have the same order at every call.
     sorted_index, order = index.flatten().sort(stable=True)
@@ -101,16 +91,14 @@ def sort_by_expert(index: torch.Tensor, experts: int) -> tuple[torch.Tensor, tor
     return order, torch.searchsorted(sorted_index, bounds).int()
 
 
-def grouped_experts_forward(
-    self: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
-) -> torch.Tensor:
+def grouped_experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     """Returns `experts_forward` of `kernels/linear/experts.py`, with one grouped matmul for each projection."""
     tokens, slots = top_k_index.shape
     order, offsets = sort_by_expert(top_k_index, self.num_experts)
     expert = top_k_index.flatten()[order].clamp(max=self.num_experts - 1)
 
-    def project(name: str, x: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = getattr(self, name).grouped(x, offsets)
+    def project(name: str, x: Tensor) -> Tensor:
+        y: Tensor = getattr(self, name).grouped(x, offsets)
         return y + getattr(self, f"{name}_bias")[expert].to(x.dtype) if getattr(self, "has_bias", False) else y
 
     up = project("gate_up_proj" if self.has_gate else "up_proj", hidden_states[order // slots])
@@ -127,16 +115,9 @@ def grouped_experts_forward(
 
 
 def _grouped(
-    x: torch.Tensor,
-    codes: torch.Tensor,
-    scale: torch.Tensor,
-    global_scale: torch.Tensor | None,
-    input_scale: torch.Tensor | None,
-    offsets: torch.Tensor,
-    weight_format: str,
-    activation: str,
-    bias: torch.Tensor | None,
-) -> torch.Tensor:
+    x: Tensor, codes: Tensor, scale: Tensor, global_scale: Tensor | None, input_scale: Tensor | None, offsets: Tensor,
+    weight_format: str, activation: str, bias: Tensor | None,
+) -> Tensor:  # fmt: skip
     weight = BlockScaledTensor(codes, scale, FORMATS[weight_format], (*codes.shape[:2], x.shape[1]), global_scale)
     rounding = INPUT_FORMATS[activation] if activation else None
     in_16_bit = x.dtype in (torch.float16, torch.bfloat16)
@@ -152,19 +133,15 @@ def _grouped(
     return y
 
 
-def _rows_stand_alone(format: Format | None, input_scale: torch.Tensor | None) -> bool:
+def _rows_stand_alone(format: Format | None, input_scale: Tensor | None) -> bool:
     """Returns whether no scale is measured over several rows, which belong to several experts."""
     return format is None or input_scale is not None or (format.block[0] == 1 and not format.global_scale)
 
 
 def _on_gpu(
-    x: torch.Tensor,
-    weight: BlockScaledTensor,
-    offsets: torch.Tensor,
-    input_scale: torch.Tensor | None,
-    activation: Format | None,
-    bias: torch.Tensor | None,
-) -> torch.Tensor:
+    x: Tensor, weight: BlockScaledTensor, offsets: Tensor, input_scale: Tensor | None, activation: Format | None,
+    bias: Tensor | None,
+) -> Tensor:  # fmt: skip
     from quant.kernels.linear import portable_block_scaled_gemm, portable_grouped_gemm, sm90_codes_gemm_many
     from quant.kernels.rounding import portable_casts
 
@@ -198,14 +175,9 @@ def _on_gpu(
 
 
 def _gradient(
-    gradient: torch.Tensor,
-    codes: torch.Tensor,
-    scale: torch.Tensor,
-    global_scale: torch.Tensor | None,
-    offsets: torch.Tensor,
-    weight_format: str,
+    gradient: Tensor, codes: Tensor, scale: Tensor, global_scale: Tensor | None, offsets: Tensor, weight_format: str,
     columns: int,
-) -> torch.Tensor:
+) -> Tensor:  # fmt: skip
     weight = BlockScaledTensor(codes, scale, FORMATS[weight_format], (*codes.shape[:2], columns), global_scale)
     x = gradient.new_zeros(len(gradient), columns)
     with torch.cuda.device_of(gradient):
@@ -219,7 +191,7 @@ class _Grouped(torch.autograd.Function):
     """`quant::grouped_linear` where the input needs a gradient."""
 
     @staticmethod
-    def forward(ctx: Any, keyset: Any, *args: Any) -> torch.Tensor:
+    def forward(ctx: Any, keyset: Any, *args: Any) -> Tensor:
         x, codes, scale, global_scale, _, offsets, ctx.weight_format, *_ = args
         ctx.columns = x.shape[1]
         ctx.save_for_backward(codes, scale, global_scale, offsets)
@@ -227,7 +199,7 @@ class _Grouped(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         x = torch.ops.quant.grouped_linear_input_gradient(gradient, *ctx.saved_tensors, ctx.weight_format, ctx.columns)
         return None, x, *(None,) * 8
 
@@ -254,30 +226,19 @@ register(
 # On a GPU all experts run in one grouped matmul a projection (`kernels/linear/experts.py`), elsewhere one at a time.
 
 
-# An `ExpertStack` takes the place of the parameter in which a model holds the matrices of all experts.
-#
-# It takes part in the products of the modeling code as the parameter would (`linear(x, P[e])`, `x @ P[e]`,
-# `bmm(x, P)`, and `x @ P.view(…)[e].T`), through `__torch_function__`. Each such product runs through `product`, which
-# may round its input. Anything else that is computed with a stack sees dequantized values.
-
-
 _PRODUCTS = ("matmul", "mm")
 
 
 class ExpertStack(nn.Module):
-    """The matrices of all experts in the place of their parameter; a subclass computes the products.
+    """The matrices of all experts in the place of their parameter; a subclass computes the products."""
 
-    Attributes:
-        stacking: how the parameter holds them.
-    """
+    stacking: Stacking  # how the parameter holds them
 
-    stacking: Stacking
-
-    def product(self, x: torch.Tensor, index: int) -> torch.Tensor:
+    def product(self, x: Tensor, index: int) -> Tensor:
         """Maps `[tokens, in]` to `[tokens, out]` through the matrix of one expert."""
         raise NotImplementedError
 
-    def dense(self, index: int) -> torch.Tensor:
+    def dense(self, index: int) -> Tensor:
         """Returns the values `[out, in]` of one expert."""
         raise NotImplementedError
 
@@ -290,11 +251,11 @@ class ExpertStack(nn.Module):
         """Lets a subclass keep the matrices of one forward pass while open."""
         return nullcontext()
 
-    def forward(self, x: torch.Tensor, index: int) -> torch.Tensor:
+    def forward(self, x: Tensor, index: int) -> Tensor:
         """Returns `product`, its outputs in the order of the parameter's rows."""
         return self.stacking.outputs(self.product(x, index))
 
-    def every(self, x: torch.Tensor) -> torch.Tensor:
+    def every(self, x: Tensor) -> Tensor:
         """Maps `[experts, tokens, in]` to `[experts, tokens, out]`, each expert with its own tokens."""
         return torch.stack([self(rows, index) for index, rows in enumerate(x)])
 
@@ -303,7 +264,7 @@ class ExpertStack(nn.Module):
         """Shape of the parameter."""
         return torch.Size(self.stacking.shape)
 
-    def tensor(self) -> torch.Tensor:
+    def tensor(self) -> Tensor:
         """Returns the parameter with dequantized values."""
         return self.stacking.parameter(torch.stack([self.dense(index) for index in range(self.stacking.experts)]))
 
@@ -320,12 +281,12 @@ class ExpertStack(nn.Module):
     def __len__(self) -> int:
         return self.shape[0]
 
-    def __getitem__(self, index: int | torch.Tensor) -> Any:
+    def __getitem__(self, index: int | Tensor) -> Any:
         """Returns one expert, or the values of several, as the parameter holds them.
 
         One expert is an `ExpertMatrix` if products with it have to run through `product`, and else its values.
         """
-        if isinstance(index, torch.Tensor) and index.dim():
+        if isinstance(index, Tensor) and index.dim():
             return torch.stack([self.stacking.hold(self.dense(int(i))) for i in index])
         if self.multiplies_values:
             return self.stacking.hold(self.dense(int(index)))
@@ -342,11 +303,7 @@ class ExpertStack(nn.Module):
 
 
 class TransposedStack:
-    """The transposes `[experts, in, out]` of a stack in modeling code, for `bmm` and no other function.
-
-    Args:
-        stack: the stack.
-    """
+    """The transposes `[experts, in, out]` of a stack in modeling code, for `bmm` and no other function."""
 
     def __init__(self, stack: ExpertStack) -> None:
         self.stack = stack
@@ -362,13 +319,7 @@ class TransposedStack:
 
 
 class ExpertMatrix:
-    """The matrix of one expert in modeling code, which multiplies by it or by its transpose.
-
-    Args:
-        stack: the stack of all experts.
-        index: the index of the expert.
-        transposed: whether it is `[in, out]`.
-    """
+    """The matrix of one expert in modeling code, which multiplies by it or, if `[in, out]`, by its transpose."""
 
     def __init__(self, stack: ExpertStack, index: int, transposed: bool) -> None:
         self.stack, self.index, self.transposed = stack, index, transposed
@@ -378,7 +329,7 @@ class ExpertMatrix:
         """The transpose."""
         return ExpertMatrix(self.stack, self.index, not self.transposed)
 
-    def tensor(self) -> torch.Tensor:
+    def tensor(self) -> Tensor:
         """Returns dequantized values."""
         held = self.stack.stacking.hold(self.stack.dense(self.index))
         return held if self.transposed == self.stack.stacking.transposed else held.t()
@@ -388,7 +339,7 @@ class ExpertMatrix:
         cls, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         matrix = args[1] if len(args) > 1 else None
-        if isinstance(matrix, cls) and isinstance(args[0], torch.Tensor):
+        if isinstance(matrix, cls) and isinstance(args[0], Tensor):
             # `linear` by `[out, in]` and `matmul` by `[in, out]` are both x Wᵀ of the stored matrix.
             is_linear = func is nn.functional.linear and not matrix.transposed
             if is_linear or (getattr(func, "__name__", "") in _PRODUCTS and matrix.transposed):
@@ -410,13 +361,13 @@ class QuantExperts(QuantizedModule, ExpertStack):
     """
 
     runs_grouped = True
-    _dtype: torch.Tensor
+    _dtype: Tensor
 
     def __init__(
         self,
         weight: BlockScaledTensor,
         activation: Format | None = None,
-        input_scale: torch.Tensor | None = None,
+        input_scale: Tensor | None = None,
         dtype: torch.dtype = torch.float32,
         stacking: Stacking | None = None,
     ) -> None:
@@ -429,7 +380,7 @@ class QuantExperts(QuantizedModule, ExpertStack):
         """Dtype of the values that indexing returns: the constructor's, until `.to(dtype)` changes it."""
         return self._dtype.dtype
 
-    def _settle(self, x: torch.Tensor) -> None:
+    def _settle(self, x: Tensor) -> None:
         if (self.codes.device, self.codes.dtype, x.dtype) != self._arranged:
             self.arrange(x.dtype)
 
@@ -438,23 +389,23 @@ class QuantExperts(QuantizedModule, ExpertStack):
         """Whether inputs stay in 16 bit."""
         return self.activation_format is None
 
-    def dense(self, index: int) -> torch.Tensor:
+    def dense(self, index: int) -> Tensor:
         """Returns the values `[out, in]` of one expert."""
         return as_stored(self.stored_weight.matrix(index)).dequantize(self.dtype)
 
-    def product(self, x: torch.Tensor, index: int) -> torch.Tensor:
+    def product(self, x: Tensor, index: int) -> Tensor:
         """Maps `[tokens, in]` to `[tokens, out]` through expert `index`."""
         self._settle(x)
         return quantized_linear(x, self.stored_weight.matrix(index), None, self.input_scale, self.activation_format)
 
-    def every(self, x: torch.Tensor) -> torch.Tensor:
+    def every(self, x: Tensor) -> Tensor:
         """Maps `[experts, tokens, in]` to `[experts, tokens, out]`, each expert with its own tokens."""
         # Every expert has the same number of tokens, so offsets are its multiples.
         offsets = torch.arange(len(x) + 1, device=x.device, dtype=torch.int32) * x.shape[1]
-        y: torch.Tensor = self.grouped(x.flatten(0, 1), offsets).unflatten(0, x.shape[:2])
+        y: Tensor = self.grouped(x.flatten(0, 1), offsets).unflatten(0, x.shape[:2])
         return y
 
-    def grouped(self, x: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    def grouped(self, x: Tensor, offsets: Tensor) -> Tensor:
         """Maps `[tokens, in]`, sorted by expert, to `[tokens, out]`.
 
         Rows of expert e begin at `offsets[e]`.
@@ -466,31 +417,25 @@ class QuantExperts(QuantizedModule, ExpertStack):
 
 def experts_forward(
     self: Any,
-    hidden_states: torch.Tensor,
-    top_k_index: torch.Tensor,
-    top_k_weights: torch.Tensor,
-    observe: Callable[[str, int, torch.Tensor], None] | None = None,
+    hidden_states: Tensor,
+    top_k_index: Tensor,
+    top_k_weights: Tensor,
+    observe: Callable[[str, int, Tensor], None] | None = None,
     until: str | None = None,
-    after: Callable[[str, int, torch.Tensor], torch.Tensor] | None = None,
-) -> torch.Tensor:
-    """Computes the forward pass of a transformers experts module whose projections are `QuantExperts`.
+    after: Callable[[str, int, Tensor], Tensor] | None = None,
+) -> Tensor:
+    """Computes the forward pass of a transformers experts module whose projections are `QuantExperts`, or parameters.
 
     On a GPU all experts run in one grouped matmul a projection, elsewhere one at a time. Registered with transformers
     as the experts implementation "quant".
 
     Args:
-        self: the experts module; its projections may also be plain parameters.
         hidden_states: `[tokens, hidden]`.
-        top_k_index: expert of each token and slot, `[tokens, k]`; indices beyond the last expert are skipped.
-        top_k_weights: routing weights, `[tokens, k]`.
-        observe: a function that is called with (projection, expert, its input `[tokens, in]`) before each matmul, for
-            calibration.
+        top_k_index, top_k_weights: expert and weight of each token and slot, `[tokens, k]`; indices beyond the last
+            expert are skipped.
+        observe: called with (projection, expert, its input `[tokens, in]`) before each matmul, for calibration.
         until: the last projection to be observed; it is not run, nor are later ones, and the result is meaningless.
-        after: a function that is called with (projection, expert, its output `[tokens, out]`) after each matmul; its
-            result takes the output's place.
-
-    Returns:
-        `[tokens, hidden]`.
+        after: called with (projection, expert, its output `[tokens, out]`) after each matmul; returns the output.
     """
     first = "gate_up_proj" if self.has_gate else "up_proj"
     projections = (getattr(self, first), self.down_proj)
@@ -499,7 +444,7 @@ def experts_forward(
         return grouped_experts_forward(self, hidden_states, top_k_index, top_k_weights)
     out = torch.zeros_like(hidden_states)
 
-    def project(name: str, x: torch.Tensor, expert: int) -> torch.Tensor:
+    def project(name: str, x: Tensor, expert: int) -> Tensor:
         if observe is not None:
             observe(name, expert, x)
         y = _apply_expert(self, name, x, expert)
@@ -529,12 +474,8 @@ def experts_forward(
     return out
 
 
-def tokens_by_expert(top_k_index: torch.Tensor) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
-    """Returns the tokens that a router sent to each expert, in their order, and the slots in which they name it.
-
-    Args:
-        top_k_index: expert of each token and slot, `[tokens, k]`.
-    """
+def tokens_by_expert(top_k_index: Tensor) -> dict[int, tuple[Tensor, Tensor]]:
+    """Returns the tokens that a router sent to each expert, in their order, and the slots in which they name it."""
     # One sort, so that a GPU is waited for once and not for each expert.
     experts, counts = top_k_index.unique(return_counts=True)
     order = top_k_index.flatten().argsort(stable=True)
@@ -549,14 +490,14 @@ def can_run_experts_one_by_one(module: nn.Module) -> bool:
     return hasattr(module, "has_gate")
 
 
-def _apply_expert(self: Any, name: str, x: torch.Tensor, expert: int) -> torch.Tensor:
+def _apply_expert(self: Any, name: str, x: Tensor, expert: int) -> Tensor:
     """Multiplies by one expert.
 
     A projection in 16 bit is a plain parameter, whose experts may still be in their files.
     """
     projection = getattr(self, name)
     if isinstance(projection, ExpertStack):
-        y: torch.Tensor = projection(x, expert)
+        y: Tensor = projection(x, expert)
     else:
         weight = getattr(projection, "stored", projection)[expert].to(x.device, x.dtype)
         y = nn.functional.linear(x, weight.t() if getattr(self, "is_transposed", False) else weight)

@@ -9,8 +9,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 
-import torch
-from torch import nn
+from torch import Tensor, nn
 
 from quant.base.errors import UserError
 from quant.formats.tensor import BlockScaledTensor
@@ -22,13 +21,9 @@ from quant.recipes.layers import LayerKind, stacking_of
 from quant.recipes.module_replacement import take_over
 from quant.recipes.plan import LayerPlan, Plan
 
-# `call_encoder_layers` makes torch's encoder layers call their linear layers, which they otherwise multiply by.
-#
 # In eval mode without gradients, `nn.TransformerEncoderLayer` hands the weights of its linear layers to one fused
 # operation. Quantized layers, and layers in training, would round neither their inputs there nor, in training, their
 # weights. A layer whose activation is not marked as ReLU or GELU calls its parts instead.
-
-
 # By class, the attribute that only the condition of the fused operation reads: the activation, and whether padding is
 # left out by nested tensors, which no other operation takes.
 _ATTRIBUTES: dict[type[nn.Module], str] = {
@@ -66,14 +61,10 @@ def install_weight(
     model: nn.Module,
     layer: LayerPlan,
     weight: BlockScaledTensor,
-    input_scale: torch.Tensor | None,
+    input_scale: Tensor | None,
     parts: RunTimeParts | None = None,
 ) -> None:
-    """Replaces the layer's weight by a quantized module. A bias stays as it is, as do hooks and users' attributes.
-
-    Raises:
-        UserError: an embedding that does more than look up.
-    """
+    """Replaces the layer's weight by a quantized module. A bias stays as it is, as do hooks and users' attributes."""
     parent_name, _, last = layer.name.rpartition(".")
     parent = model.get_submodule(parent_name)
     parts = parts or RunTimeParts()
@@ -95,7 +86,7 @@ def install_weight(
         new = QuantConv(weight, parent.get_submodule(last), layer.activation, input_scale)
     else:
         linear = parent.get_submodule(last)
-        assert isinstance(linear.weight, torch.Tensor)
+        assert isinstance(linear.weight, Tensor)
         bias = getattr(linear, "bias", None)
         new = QuantLinear(weight, bias, layer.activation, input_scale, dtype=linear.weight.dtype, **vars(parts))
     # Experts were a parameter, which had no mode of its own.
@@ -105,12 +96,8 @@ def install_weight(
     setattr(parent, last, new)
 
 
-def install_kv_scales(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Registers KV-cache scales as buffers of their attention modules, under the names of the checkpoint layout.
-
-    Raises:
-        UserError: the model has no such module.
-    """
+def install_kv_scales(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    """Registers KV-cache scales as buffers of their attention modules, under the names of the checkpoint layout."""
     for name, tensor in tensors.items():
         attention, _, operand = name.rpartition(".")
         try:

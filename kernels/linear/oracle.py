@@ -11,11 +11,13 @@ from __future__ import annotations
 import math
 import os
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
 from torch.nn import functional
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -28,12 +30,8 @@ _SLICE_ELEMENTS, _GPU_SLICE_ELEMENTS = 1 << 23, 1 << 26
 
 
 def reference_linear(
-    x: torch.Tensor,
-    weight: BlockScaledTensor,
-    bias: torch.Tensor | None,
-    input_scale: torch.Tensor | None,
-    activation: Format | None,
-) -> torch.Tensor:
+    x: Tensor, weight: BlockScaledTensor, bias: Tensor | None, input_scale: Tensor | None, activation: Format | None
+) -> Tensor:
     """Returns `x @ weight.T + bias` on any device, `[..., in]` to `[..., out]`; the weight is in either layout."""
     weight = as_stored(weight)
     if activation is not None:
@@ -54,17 +52,11 @@ class ReferenceProduct:
 
     activation: Format | None
 
-    def __call__(
-        self,
-        x: torch.Tensor,
-        weight: BlockScaledTensor,
-        bias: torch.Tensor | None,
-        input_scale: torch.Tensor | None,
-    ) -> torch.Tensor:
+    def __call__(self, x: Tensor, weight: BlockScaledTensor, bias: Tensor | None, input_scale: Tensor | None) -> Tensor:
         return reference_linear(x, weight, bias, input_scale, self.activation)
 
 
-def dense_view(weight: BlockScaledTensor, codes: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def dense_view(weight: BlockScaledTensor, codes: Tensor, dtype: torch.dtype) -> Tensor:
     """Returns a dequantized weight for `codes`, a view or copy of a layer's codes; kept as for the layer's own."""
     dense = _cache.get(weight, dtype, codes)
     return weight.dequantize(dtype) if dense is None else dense
@@ -112,14 +104,14 @@ def set_weight_cache(nbytes: int) -> None:
     _cache.budget = nbytes
 
 
-def note_lasting(codes: torch.Tensor) -> None:
+def note_lasting(codes: Tensor) -> None:
     """Notes that codes stay with their module, so that their dequantized weight is worth keeping if they are a view."""
     if codes._base is not None:
         _cache.lasting[codes] = True
 
 
 @contextmanager
-def kept_weights(codes: Iterable[torch.Tensor]) -> Iterator[None]:
+def kept_weights(codes: Iterable[Tensor]) -> Iterator[None]:
     """Keeps the dequantized weights of `codes`, views or not, while open, and lets go of them at the end."""
     held = list(codes)
     for each in held:
@@ -132,26 +124,12 @@ def kept_weights(codes: Iterable[torch.Tensor]) -> Iterator[None]:
             _cache.entries.pop(each, None)
 
 
-@dataclass(frozen=True)
-class _Entry:
+class _Entry(NamedTuple):
     """A dequantized weight, and the scales and version counters of the tensors that it was made from."""
 
-    dense: torch.Tensor
+    dense: Tensor
     versions: tuple[int, ...]
-    scales: tuple[weakref.ref[torch.Tensor], ...]
-
-    def is_of(self, codes: torch.Tensor, scales: Sequence[torch.Tensor], dtype: torch.dtype) -> bool:
-        """Returns whether `dense` still is the weight that `codes` and `scales` say, in `dtype`."""
-        return (
-            self.dense.dtype is dtype
-            and self.versions == _versions(codes, scales)
-            and len(self.scales) == len(scales)
-            and all(ref() is scale for ref, scale in zip(self.scales, scales, strict=True))
-        )
-
-
-def _versions(codes: torch.Tensor, scales: Sequence[torch.Tensor]) -> tuple[int, ...]:
-    return codes._version, *(scale._version for scale in scales)
+    scales: tuple[weakref.ref[Tensor], ...]
 
 
 class _Cache:
@@ -166,9 +144,7 @@ class _Cache:
     def clear(self) -> None:
         self.entries = WeakIdKeyDictionary()
 
-    def get(
-        self, weight: BlockScaledTensor, dtype: torch.dtype, codes: torch.Tensor | None = None
-    ) -> torch.Tensor | None:
+    def get(self, weight: BlockScaledTensor, dtype: torch.dtype, codes: Tensor | None = None) -> Tensor | None:
         """Returns the weight in `dtype`, or None where it does not fit; the codes of `weight` are a view of `codes`."""
         # A view for one call dies with it, and so would its entry: caching it would dequantize at every call.
         is_passing = codes is None and weight.codes._base is not None and weight.codes not in self.lasting
@@ -176,15 +152,16 @@ class _Cache:
         scales = [weight.scale] if weight.global_scale is None else [weight.scale, weight.global_scale]
         if codes.device.type != "cpu" or is_passing or any(t.is_inference() for t in (codes, *scales)):
             return None
-        entry = self.entries.get(codes)
-        if entry is None or not entry.is_of(codes, scales, dtype):
+        entry, versions = self.entries.get(codes), (codes._version, *(scale._version for scale in scales))
+        is_current = entry is not None and entry.dense.dtype is dtype and entry.versions == versions
+        if not is_current or [id(ref()) for ref in entry.scales] != [id(scale) for scale in scales]:
             self.entries.pop(codes, None)
             # Entries leave only with their codes, never for space: see the module docstring.
             held = sum(entry.dense.nbytes for entry in self.entries.values())
             if held + math.prod(weight.shape) * dtype.itemsize > self.budget:
                 return None
             refs = tuple(weakref.ref(scale) for scale in scales)
-            entry = _Entry(weight.dequantize(dtype), _versions(codes, scales), refs)
+            entry = _Entry(weight.dequantize(dtype), versions, refs)
             self.entries[codes] = entry
         return entry.dense  # type: ignore[no-any-return]
 

@@ -1,4 +1,4 @@
-"""Blackwell's block-scaled matmul is y = x · Wᵀ + bias with both sides in NVFP4, MXFP4 or MXFP8 as they are stored.
+"""Matmuls of codes by codes: Blackwell's y = x · Wᵀ + bias with both sides in NVFP4, MXFP4 or MXFP8 as stored.
 
 The tensor cores of compute capability 10.0 and 12.0 take codes and block scales together; nothing is dequantized.
 
@@ -9,6 +9,16 @@ x is quantized in the pass before (`kernels/rounding/portable_casts.py`). A prog
 in bands of `_BAND` rows of tiles, so that programs at work at one time share tiles of x and W in the L2 cache. With
 `offsets`, rows are sorted by expert and each tile takes the weight of its own
 (`kernels/linear/portable_grouped_gemm.py`).
+
+`fp8_block_gemm` multiplies FP8 by FP8, x in groups of 1×128 and W in squares of 128×128:
+
+    acc = Σ over steps of 128 columns:  (x8 [block_m, 128] · w8 [block_n, 128]ᵀ) · sx [block_m] · sw [block_n / 128]
+
+The tensor core sums one step's products from zero; the step is then scaled and added in FP32 registers, which also
+keeps the sum exact: Hopper adds FP8 products with few bits beyond FP16's. On Hopper, cuBLASLt of CUDA 12.9 and later
+has the same product, 1.6 times as fast. It requires the scales of x by columns, and squares in multiples of four along
+K: otherwise it reads them from wrong addresses and gives no error. So `cublas_takes` accepts few shapes, and the first
+product in a process is compared with the kernel's.
 """
 
 from __future__ import annotations
@@ -18,6 +28,7 @@ import warnings
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 from torch.nn.functional import pad
 
 from quant.formats.format import FORMATS, Format
@@ -26,23 +37,9 @@ from quant.kernels.base.hardware import current
 from quant.kernels.linear import portable_grouped_gemm
 from quant.kernels.linear.portable_grouped_gemm import group_of
 
-# This matmul is FP8 by FP8 with block scales: y = x · Wᵀ + bias, x in groups of 1×128, W in squares of 128×128.
-#
-#     acc = Σ over steps of 128 columns:  (x8 [block_m, 128] · w8 [block_n, 128]ᵀ) · sx [block_m] · sw [block_n / 128]
-#
-# The tensor core sums one step's products from zero; the step is then scaled and added in FP32 registers. The scales
-# are applied at each step, which also keeps the sum exact: Hopper adds FP8 products with few bits beyond FP16's. A
-# row's scale and a square's are each one number a step, so scaling costs one multiply-add an element and step.
-#
-# On Hopper, cuBLASLt of CUDA 12.9 and later has the same product, written for that chip and 1.6 times as fast. It
-# requires the scales of x by columns, and squares in multiples of four along K: otherwise it reads them from wrong
-# addresses and gives no error. So `cublas_takes` accepts few shapes, and the first product in a process is compared
-# with the kernel's.
-
-
 TILES = {"block_m": 128, "block_n": 128}
 WARPS = 8
-_BAND_of_fp8_block_gemm = tl.constexpr(8)
+_BAND = tl.constexpr(8)
 
 
 @triton.jit
@@ -53,13 +50,13 @@ def fp8_block_gemm_kernel(
     """One tile of y; `block_n` divides 128, so that a tile has one row of squares. Tails are masked."""
     tiles_m, tiles_n = tl.cdiv(M, block_m), tl.cdiv(N, block_n)
     index = tl.program_id(0)
-    # Bands of `_BAND_of_fp8_block_gemm` rows of tiles, column by column: programs at work at one time share tiles of x
+    # Bands of `_BAND` rows of tiles, column by column: programs at work at one time share tiles of x
     # and W in L2.
-    band = index // (_BAND_of_fp8_block_gemm * tiles_n)
-    height = tl.minimum(tiles_m - band * _BAND_of_fp8_block_gemm, _BAND_of_fp8_block_gemm)
-    within = index % (_BAND_of_fp8_block_gemm * tiles_n)
+    band = index // (_BAND * tiles_n)
+    height = tl.minimum(tiles_m - band * _BAND, _BAND)
+    within = index % (_BAND * tiles_n)
     tile_n = within // height
-    m = (band * _BAND_of_fp8_block_gemm + within % height) * block_m + tl.arange(0, block_m)
+    m = (band * _BAND + within % height) * block_m + tl.arange(0, block_m)
     n = tile_n * block_n + tl.arange(0, block_n)
     k = tl.arange(0, 128)
     # Rows beyond the end read the last one; their results are not stored.
@@ -79,23 +76,8 @@ def fp8_block_gemm_kernel(
     tl.store(pointer, acc.to(y.dtype.element_ty), mask=(m[:, None] < M) & (n[None, :] < N))
 
 
-def fp8_block_gemm(
-    x: BlockScaledTensor, weight: BlockScaledTensor, bias: torch.Tensor | None, dtype: torch.dtype
-) -> torch.Tensor:
-    """Returns `x @ weight.T + bias`.
-
-    Args:
-        x: `[tokens, in]` in `fp8_group`.
-        weight: `[out, in]` in `fp8_block`.
-        bias: `[out]`, or None.
-        dtype: the dtype of the result.
-
-    Returns:
-        `[tokens, out]`.
-
-    Raises:
-        ValueError: other formats, or widths that do not match.
-    """
+def fp8_block_gemm(x: BlockScaledTensor, weight: BlockScaledTensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Returns `x @ weight.T + bias` in `dtype`, of x `[tokens, in]` in `fp8_group` and a weight in `fp8_block`."""
     if x.format is not FORMATS["fp8_group"] or weight.format is not FORMATS["fp8_block"]:
         raise ValueError(f"FP8 block matmul of {x.format} by {weight.format}: expected fp8_group by fp8_block")
     if x.shape[1] != weight.shape[1]:
@@ -105,9 +87,7 @@ def fp8_block_gemm(
     return by_triton(x, weight, bias, dtype)
 
 
-def by_triton(
-    x: BlockScaledTensor, weight: BlockScaledTensor, bias: torch.Tensor | None, dtype: torch.dtype
-) -> torch.Tensor:
+def by_triton(x: BlockScaledTensor, weight: BlockScaledTensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
     """Returns `fp8_block_gemm` by the Triton kernel."""
     (tokens, columns), rows = x.shape, weight.shape[0]
     y = torch.empty(tokens, rows, dtype=dtype, device=x.codes.device)
@@ -121,7 +101,7 @@ def by_triton(
     return y
 
 
-def by_cublas(x: BlockScaledTensor, weight: BlockScaledTensor, bias: torch.Tensor | None) -> torch.Tensor:
+def by_cublas(x: BlockScaledTensor, weight: BlockScaledTensor, bias: Tensor | None) -> Tensor:
     """Returns `fp8_block_gemm` by cuBLASLt, BF16; `cublas_takes` tells where."""
     tokens = x.shape[0]
     # cuBLASLt reads the scales of x, by columns, at multiples of 16 bytes.
@@ -135,7 +115,7 @@ def by_cublas(x: BlockScaledTensor, weight: BlockScaledTensor, bias: torch.Tenso
     return y if bias is None else y + bias
 
 
-def cublas_takes(x: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> bool:
+def cublas_takes(x: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> bool:
     """Returns whether cuBLASLt multiplies `x` by a weight of `shape` on this GPU, and got a first product right."""
     rows, columns = shape
     if not x.shape[0] or rows % 128 or columns % 512 or dtype is not torch.bfloat16 or not x.is_cuda:
@@ -183,7 +163,6 @@ def stages(arch: int) -> int:
 
 SCALED_FORMATS = ("nvfp4", "mxfp4", "mxfp8")
 """Formats that both sides may have; both have the same."""
-_BAND = tl.constexpr(8)
 
 
 @triton.jit(do_not_specialize=["experts"])
@@ -247,25 +226,15 @@ def _scaled_tile(
 def block_scaled_gemm(
     x: BlockScaledTensor,
     weight: BlockScaledTensor,
-    bias: torch.Tensor | None,
+    bias: Tensor | None,
     dtype: torch.dtype,
     *,
-    offsets: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Returns `x @ weight.T + bias`, nothing dequantized.
+    offsets: Tensor | None = None,
+) -> Tensor:
+    """Returns `x @ weight.T + bias`, `[tokens, out]` in `dtype`, nothing dequantized.
 
-    Args:
-        x: `[tokens, in]`, one of `SCALED_FORMATS`.
-        weight: `[out, in]`, or with offsets `[experts, out, in]`; the same codes, in a multiple of its block.
-        bias: `[out]`, or None.
-        dtype: the dtype of the result.
-        offsets: int32 `[experts + 1]`, where the rows of each expert begin; rows beyond the last are undefined.
-
-    Returns:
-        `[tokens, out]`.
-
-    Raises:
-        ValueError: formats or widths that do not match, or that the kernel does not take.
+    x and the weight have the same codes, of `SCALED_FORMATS`. With `offsets`, int32 `[experts + 1]`, where the rows of
+    each expert begin, the weight is `[experts, out, in]`; rows beyond the last offset are undefined.
     """
     (tokens, columns), rows, form = x.shape, weight.shape[-2], weight.format
     if not takes(form, x.format):

@@ -28,6 +28,7 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from quant.formats.format import INPUT_FORMATS, Format
 from quant.formats.tensor import BlockScaledTensor
@@ -230,22 +231,12 @@ def dequantize_codes_kernel(
     tl.store(out + n.to(tl.int64)[:, None] * K + k[None, :], w.to(out.dtype.element_ty), mask=inside)
 
 
-def codes_gemm(x: torch.Tensor, weight: BlockScaledTensor, bias: torch.Tensor | None, tiles: Tiles) -> torch.Tensor:
-    """Returns `x @ weight.T + bias`; the arguments have been checked.
-
-    Args:
-        x: `[tokens, in]`, FP16 or BF16, rows contiguous.
-        weight: `[out, in]`, contiguous.
-        bias: `[out]`, or None.
-        tiles: how to cut it up.
-
-    Returns:
-        `[tokens, out]`, dtype of `x`.
-    """
+def codes_gemm(x: Tensor, weight: BlockScaledTensor, bias: Tensor | None, tiles: Tiles) -> Tensor:
+    """Returns `x @ weight.T + bias`; x, FP16 or BF16, and the weight have contiguous rows, and have been checked."""
     return prepare_codes_gemm(x, weight, bias, tiles)(x, weight, bias)
 
 
-def prepare_codes_gemm(x: torch.Tensor, weight: BlockScaledTensor, bias: torch.Tensor | None, tiles: Tiles) -> Launch:
+def prepare_codes_gemm(x: Tensor, weight: BlockScaledTensor, bias: Tensor | None, tiles: Tiles) -> Launch:
     """Returns `codes_gemm` for arguments like these, with everything decided that does not depend on their values."""
     (M, K), N = x.shape, weight.shape[0]
     if not M * N:
@@ -255,7 +246,7 @@ def prepare_codes_gemm(x: torch.Tensor, weight: BlockScaledTensor, bias: torch.T
     constants = gemm_constants(weight, bias, tiles)
     launch, in_bytes = CachedLaunch(codes_gemm_kernel, (tiles_n, tiles_m, splits), constants), hardware.lacks_e4m3(x)
 
-    def run(x: torch.Tensor, weight: BlockScaledTensor, bias: torch.Tensor | None) -> torch.Tensor:
+    def run(x: Tensor, weight: BlockScaledTensor, bias: Tensor | None) -> Tensor:
         y = x.new_empty(M, N)
         partial = counter = y
         codes, scale = weight.codes, weight.scale
@@ -274,7 +265,7 @@ def prepare_codes_gemm(x: torch.Tensor, weight: BlockScaledTensor, bias: torch.T
     return run
 
 
-def gemm_constants(weight: BlockScaledTensor, bias: torch.Tensor | None, tiles: Tiles) -> dict[str, Any]:
+def gemm_constants(weight: BlockScaledTensor, bias: Tensor | None, tiles: Tiles) -> dict[str, Any]:
     """Returns the compile-time constants and the options of `codes_gemm_kernel` for arguments like these."""
     return {
         **layout(weight.format), "has_global": weight.global_scale is not None, "has_bias": bias is not None,
@@ -283,7 +274,7 @@ def gemm_constants(weight: BlockScaledTensor, bias: torch.Tensor | None, tiles: 
     }  # fmt: skip
 
 
-def dequantize_codes(weight: BlockScaledTensor, dtype: torch.dtype) -> torch.Tensor:
+def dequantize_codes(weight: BlockScaledTensor, dtype: torch.dtype) -> Tensor:
     """Returns `[out, in]` of `weight` in `dtype`, in one pass; the arguments have been checked."""
     (N, K), codes, scale = weight.shape, compilable(weight.codes), compilable(weight.scale)
     out = torch.empty(N, K, dtype=dtype, device=codes.device)
@@ -361,12 +352,8 @@ def codes_embedding_kernel(
     tl.store(out + position * K + k, value.to(out.dtype.element_ty), mask=k < K)
 
 
-def look_up(ids: torch.Tensor, weight: BlockScaledTensor, dtype: torch.dtype) -> torch.Tensor:
-    """Returns the rows `ids` of `weight` in `dtype`, `[..., dim]`.
-
-    Raises:
-        ValueError: codes or scales that are not contiguous or not on one device; nothing was launched.
-    """
+def look_up(ids: Tensor, weight: BlockScaledTensor, dtype: torch.dtype) -> Tensor:
+    """Returns the rows `ids` of `weight` in `dtype`, `[..., dim]`."""
     shape = weight.shape
     for name, tensor in (("codes", weight.codes), ("scale", weight.scale)):
         if not tensor.is_contiguous() or tensor.device != ids.device:

@@ -11,7 +11,20 @@ One kernel multiplies 16-bit rows by codes of any format, decoded as in `kernels
 multiplies FP8 by FP8 with scales a tensor, a row or 128 columns; its sums of 128 products are scaled and added in
 FP32 registers.
 
-`kernels/linear/portable_grouped_gemm.py` sorts the rows.
+Rows are sorted by expert before a grouped matmul, and weighted and added up again after it; `index` `[tokens, k]` has
+the experts of each token, and a slot is one of its k choices:
+
+    place_rows   program a slot    slots before it in the order of experts ─▶ its row; the token's x is copied there
+    weigh        program a piece of a token      Σ over its slots of weight · y[row of the slot]
+
+This takes two launches, where a decoding step leaves no time for the dozen small kernels of PyTorch's sort. Every
+program of `place_rows` reads all of `index`. With more than `FEW_SLOTS` slots two kernels share the work:
+
+    count_rows   one program       slots of each expert ─▶ offsets [experts + 1], cursor [experts]
+    move_rows    program a slot    atomic add on the expert's cursor ─▶ its row; the token's x is copied there
+
+There the order within an expert differs from call to call; the product of a row does not. Where experts are spread over
+several GPUs, a table `local` has the number of each among this GPU's experts, or -1: its slots have no row here.
 """
 
 from __future__ import annotations
@@ -19,6 +32,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from quant.formats.format import FORMATS, Format
 from quant.formats.tensor import BlockScaledTensor
@@ -124,22 +138,11 @@ def grouped_fp8_gemm_kernel(
         tl.store(out, acc.to(y.dtype.element_ty), mask=row_mask[:, None] & (n[None, :] < N))
 
 
-def grouped_codes_gemm(
-    x: torch.Tensor, weight: BlockScaledTensor, offsets: torch.Tensor, bias: torch.Tensor | None = None
-) -> torch.Tensor:
+def grouped_codes_gemm(x: Tensor, weight: BlockScaledTensor, offsets: Tensor, bias: Tensor | None = None) -> Tensor:
     """Returns `y[i] = x[i] · W[expert of i]ᵀ + bias[expert of i]`; rows beyond the last offset stay as they are found.
 
-    Args:
-        x: `[T, in]`, FP16 or BF16, sorted by expert, rows contiguous.
-        weight: `[experts, out, in]`, any format, in the layout of a checkpoint.
-        offsets: int32 `[experts + 1]`: the first row of each expert, and the row after the last.
-        bias: `[experts, out]`, contiguous, or None.
-
-    Returns:
-        `[T, out]`, dtype of `x`.
-
-    Raises:
-        ValueError: an argument of a wrong shape, dtype or device, or not contiguous; nothing was launched.
+    x is `[T, in]`, FP16 or BF16, sorted by expert; the weight `[experts, out, in]`, in the layout of a checkpoint;
+    offsets int32 `[experts + 1]`: the first row of each expert, and the row after the last; the bias `[experts, out]`.
     """
     check(x, weight, offsets)
     if x.dtype not in (torch.float16, torch.bfloat16):
@@ -164,20 +167,8 @@ def grouped_codes_gemm(
     return y
 
 
-def grouped_fp8_gemm(
-    x: BlockScaledTensor, weight: BlockScaledTensor, offsets: torch.Tensor, dtype: torch.dtype
-) -> torch.Tensor:
-    """Computes `grouped_codes_gemm` for rows that are in FP8.
-
-    Args:
-        x: `[T, in]` in one of `FP8_ROWS`.
-        weight: `[experts, out, in]` in one of `FP8_WEIGHTS`.
-        offsets: int32 `[experts + 1]`.
-        dtype: the dtype of the result.
-
-    Raises:
-        ValueError: as `grouped_codes_gemm`, and formats that the kernel does not take.
-    """
+def grouped_fp8_gemm(x: BlockScaledTensor, weight: BlockScaledTensor, offsets: Tensor, dtype: torch.dtype) -> Tensor:
+    """Computes `grouped_codes_gemm` for rows in one of `FP8_ROWS`, with a weight in one of `FP8_WEIGHTS`."""
     if not takes_fp8(weight.format, x.format):
         raise ValueError(
             f"{_task(weight)}: rows in {x.format}; FP8 rows are {', '.join(FP8_ROWS)}, weights {', '.join(FP8_WEIGHTS)}"
@@ -219,7 +210,7 @@ def most_tiles(tokens: int, experts: int, block_m: int) -> int:
     return min(tokens, tokens // block_m + min(experts, tokens))
 
 
-def check(x: torch.Tensor, weight: BlockScaledTensor, offsets: torch.Tensor) -> None:
+def check(x: Tensor, weight: BlockScaledTensor, offsets: Tensor) -> None:
     """Raises ValueError, naming the argument, where a kernel could not take the arguments; either layout may do."""
     task, shape = _task(weight), weight.shape
     if len(shape) != 3 or x.dim() != 2 or x.shape[1] != shape[2]:
@@ -227,7 +218,7 @@ def check(x: torch.Tensor, weight: BlockScaledTensor, offsets: torch.Tensor) -> 
     check_experts(x, weight, offsets)
 
 
-def check_experts(x: torch.Tensor, weight: BlockScaledTensor, offsets: torch.Tensor) -> None:
+def check_experts(x: Tensor, weight: BlockScaledTensor, offsets: Tensor) -> None:
     """Checks the same as `check`, for rows `x` whose shape has been checked before."""
     task, shape, format = _task(weight), weight.shape, weight.format
     codes = (format.codes_shape(shape), format.element.torch_dtype or torch.uint8)
@@ -237,7 +228,7 @@ def check_experts(x: torch.Tensor, weight: BlockScaledTensor, offsets: torch.Ten
         scale_shape = (*shape[:2], shape[2] // 64)
     if shape[0] > MAX_EXPERTS:
         raise ValueError(f"{task}: {shape[0]} experts, at most {MAX_EXPERTS}")
-    expected: dict[str, tuple[torch.Tensor | None, tuple[int, ...], torch.dtype]] = {
+    expected: dict[str, tuple[Tensor | None, tuple[int, ...], torch.dtype]] = {
         "codes": (weight.codes, *codes),
         "scale": (weight.scale, scale_shape, weight.scale.dtype),
         "global_scale": (weight.global_scale, shape[:1], torch.float32),
@@ -258,27 +249,6 @@ def check_experts(x: torch.Tensor, weight: BlockScaledTensor, offsets: torch.Ten
 
 def _task(weight: BlockScaledTensor) -> str:
     return f"grouped matmul with {list(weight.shape)} in {weight.format}"
-
-
-# Rows are sorted by expert before a grouped matmul, and weighted and added up again after it.
-#
-#     index [tokens, k]   the experts of each token; a slot is one of its k choices
-#
-#     place_rows   program a slot    slots before it in the order of experts ─▶ its row; the token's x is copied there
-#     weigh        program a piece of a token      Σ over its slots of weight · y[row of the slot]
-#
-# This takes two launches, for servers, where a decoding step of a few tokens leaves no time for the dozen small kernels
-# of PyTorch's sort. Every program of `place_rows` reads all of `index`. With more than `FEW_SLOTS` slots, as in a
-# prompt, that would take longer than a launch, so two kernels share the work:
-#
-#     count_rows   one program       slots of each expert ─▶ offsets [experts + 1], cursor [experts]
-#     move_rows    program a slot    atomic add on the expert's cursor ─▶ its row; the token's x is copied there
-#
-# There a program takes the next free row of its expert, so the order within an expert differs from call to call; the
-# product of a row does not. Each kernel waits for the previous one (`dependent_launch.py`), whose results it reads.
-#
-# Where experts are spread over several GPUs, `index` has numbers among all of them. A table `local` has the number of
-# each among this GPU's experts, or -1 for an expert that another GPU holds: its slots have no row here.
 
 
 FEW_SLOTS = 1024
@@ -396,24 +366,17 @@ def weigh_kernel(
     tl.store(out + token * K + column, total.to(out.dtype.element_ty), mask=column < K)
 
 
-def route(
-    x: torch.Tensor, index: torch.Tensor, experts: int, local: torch.Tensor | None = None
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def route(x: Tensor, index: Tensor, experts: int, local: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """Returns the rows of x sorted by expert, the first row of each expert, and the place of each slot among the rows.
 
     Args:
         x: `[tokens, in]`, rows contiguous.
         index: expert of each token and slot, `[tokens, k]`, contiguous; a slot with no such expert has no row.
-        experts: the number of experts, at most `MAX_EXPERTS`.
-        local: for each number that `index` may have, the expert that it stands for, or -1 for none; contiguous
-            integers, on the device of `index`. None: each stands for itself.
+        local: for each number that `index` may have, the expert that it stands for, or -1 for none. None: itself.
 
     Returns:
         Rows `[tokens · k, in]`, undefined beyond the last offset; offsets, int32 `[experts + 1]`;
         places, int32 `[tokens, k]`, -1 for a slot without a row.
-
-    Raises:
-        ValueError: arguments that do not fit each other.
     """
     tokens, per_token = index.shape
     if x.dim() != 2 or len(x) != tokens or x.stride(1) != 1 or not index.is_contiguous() or experts > MAX_EXPERTS:
@@ -440,17 +403,11 @@ def route(
     return rows, offsets, places
 
 
-def weigh(y: torch.Tensor, places: torch.Tensor, weights: torch.Tensor | None, out: torch.Tensor) -> None:
+def weigh(y: Tensor, places: Tensor, weights: Tensor | None, out: Tensor) -> None:
     """Sums each token's slots: `out[token]` = Σ weight · y, or Σ y without weights, in FP32.
 
-    Args:
-        y: `[tokens · k, out]`, contiguous, in the order that `route` gave the rows.
-        places: int32 `[tokens, k]`, of `route`.
-        weights: `[tokens, k]`, contiguous, or None.
-        out: `[tokens, out]`, contiguous.
-
-    Raises:
-        ValueError: arguments that do not fit each other.
+    y is `[tokens · k, out]` in the order that `route` gave the rows; places and weights are `[tokens, k]`. All
+    contiguous.
     """
     tokens, per_token = places.shape
     fits = y.shape == (tokens * per_token, out.shape[-1]) and out.shape == (tokens, y.shape[-1])

@@ -19,12 +19,13 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from quant.formats.format import FORMATS, INPUT_FORMATS, Format
 from quant.formats.tensor import BlockScaledTensor
 from quant.kernels.base.custom_ops import below_autograd, register
+from quant.kernels.base.hardware import has_triton
 from quant.kernels.linear import dispatch, oracle
 from quant.kernels.linear.oracle import row_slices
 from quant.kernels.linear.quantized_module import QuantizedModule
@@ -36,12 +37,12 @@ LINEAR = "quant::linear"
 class LinearCall(NamedTuple):
     """The arguments of `quant::linear`. `linear_on_gpu` spells them out, since making a tuple takes time."""
 
-    x: torch.Tensor
-    codes: torch.Tensor
-    scale: torch.Tensor
-    global_scale: torch.Tensor | None
-    bias: torch.Tensor | None
-    input_scale: torch.Tensor | None
+    x: Tensor
+    codes: Tensor
+    scale: Tensor
+    global_scale: Tensor | None
+    bias: Tensor | None
+    input_scale: Tensor | None
     weight_format: str
     activation: str
 
@@ -58,26 +59,15 @@ class LinearCall(NamedTuple):
 
 
 def quantized_linear(
-    x: torch.Tensor,
+    x: Tensor,
     weight: BlockScaledTensor,
-    bias: torch.Tensor | None = None,
-    input_scale: torch.Tensor | None = None,
+    bias: Tensor | None = None,
+    input_scale: Tensor | None = None,
     activation: Format | None = None,
-) -> torch.Tensor:
-    """Returns `x @ weight.T + bias` through the custom op.
+) -> Tensor:
+    """Returns `x @ weight.T + bias` through the custom op: `[..., in]` to `[..., out]`, in the dtype of `x`.
 
-    Args:
-        x: `[..., in]`, FP16, BF16 or FP32.
-        weight: `[out, in]`.
-        bias: `[out]`, dtype of `x`.
-        input_scale: static scale of the activation format, float32 scalar; None measures each input.
-        activation: format that `x` is rounded to first; None leaves it.
-
-    Returns:
-        `[..., out]`, dtype of `x`.
-
-    Raises:
-        ValueError: `x` and `weight` disagree on the number of input features.
+    `input_scale` is the static scale of the activation format, a float32 scalar; None measures each input.
     """
     if x.shape[-1] != weight.shape[-1]:
         raise ValueError(f"input {list(x.shape)} does not fit a weight of shape {list(weight.shape)} [out, in]")
@@ -93,14 +83,14 @@ def quantized_linear(
     )
 
 
-def dense(weight: BlockScaledTensor, dtype: torch.dtype) -> torch.Tensor:
+def dense(weight: BlockScaledTensor, dtype: torch.dtype) -> Tensor:
     """Returns `[out, in]` of a weight in either layout, in `dtype`: by a kernel on a GPU."""
-    if weight.codes.is_cuda and dispatch.can_dequantize(dtype):
+    if weight.codes.is_cuda and has_triton() and dtype in (torch.float16, torch.bfloat16, torch.float32):
         return dispatch.dequantize(weight, dtype)
     return oracle.as_stored(weight).dequantize(dtype)
 
 
-def input_gradient(gradient: torch.Tensor, weight: BlockScaledTensor) -> torch.Tensor:
+def input_gradient(gradient: Tensor, weight: BlockScaledTensor) -> Tensor:
     """Returns dY · W, `[..., in]`.
 
     A large weight is dequantized in slices of rows, whose products are added in float32.
@@ -117,20 +107,15 @@ def input_gradient(gradient: torch.Tensor, weight: BlockScaledTensor) -> torch.T
     return total.to(gradient.dtype).view(*gradient.shape[:-1], weight.shape[1])
 
 
-def _reference(*arguments: Any) -> torch.Tensor:
+def _reference(*arguments: Any) -> Tensor:
     """Computes the op `quant::linear` on a device without kernels."""
     call = LinearCall(*arguments)
     return oracle.reference_linear(call.x, call.weight, call.bias, call.input_scale, call.rounding)
 
 
 def _gradient(
-    gradient: torch.Tensor,
-    codes: torch.Tensor,
-    scale: torch.Tensor,
-    global_scale: torch.Tensor | None,
-    weight_format: str,
-    columns: int,
-) -> torch.Tensor:
+    gradient: Tensor, codes: Tensor, scale: Tensor, global_scale: Tensor | None, weight_format: str, columns: int
+) -> Tensor:
     weight = BlockScaledTensor(codes, scale, FORMATS[weight_format], (codes.shape[0], columns), global_scale)
     with torch.cuda.device_of(gradient):
         return input_gradient(gradient, weight)
@@ -140,7 +125,7 @@ class _Linear(torch.autograd.Function):
     """`quant::linear` where the input or the bias needs a gradient."""
 
     @staticmethod
-    def forward(ctx: Any, keyset: Any, *args: Any) -> torch.Tensor:
+    def forward(ctx: Any, keyset: Any, *args: Any) -> Tensor:
         x, codes, scale, global_scale, bias, _, ctx.weight_format, _ = args
         ctx.columns, ctx.bias_dtype = x.shape[-1], None if bias is None else bias.dtype
         ctx.save_for_backward(codes, scale, global_scale)
@@ -148,7 +133,7 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         _, for_x, _, _, _, for_bias, *_ = ctx.needs_input_grad
         x = bias = None
         if for_x:
@@ -178,17 +163,12 @@ register(
 
 @dataclass(frozen=True, eq=False)
 class RunTimeParts:
-    """The work of a quantized linear at run time in addition to its matmul; by default there is none.
+    """The work of a quantized linear at run time in addition to its matmul; by default there is none."""
 
-    Attributes:
-        pre_scale: multiplies the input, `[in]`, in the model's dtype.
-        hadamard: block of the rotation that follows, a power of two; 0 for none.
-        lowrank: (down `[rank, in]`, up `[out, rank]`) in the model's dtype: a branch that is added to the matmul.
-    """
-
-    pre_scale: torch.Tensor | None = None
-    hadamard: int = 0
-    lowrank: tuple[torch.Tensor, torch.Tensor] | None = None
+    pre_scale: Tensor | None = None  # multiplies the input, `[in]`, in the model's dtype
+    hadamard: int = 0  # block of the rotation that follows, a power of two; 0 for none
+    # (down `[rank, in]`, up `[out, rank]`) in the model's dtype: a branch that is added to the matmul.
+    lowrank: tuple[Tensor, Tensor] | None = None
 
     def __bool__(self) -> bool:
         return self.pre_scale is not None or self.hadamard > 0 or self.lowrank is not None
@@ -198,13 +178,13 @@ class RunTimeParts:
         """Rank of the branch, 0 without one."""
         return 0 if self.lowrank is None else self.lowrank[0].shape[0]
 
-    def input(self, x: torch.Tensor) -> torch.Tensor:
+    def input(self, x: Tensor) -> Tensor:
         """Returns `[..., in]` as the weight and the branch see it, in the dtype of `x`."""
         if self.pre_scale is not None:
             x = x * self.pre_scale.to(x.dtype)
         return hadamard_transform(x, self.hadamard) if self.hadamard else x
 
-    def branch(self, x: torch.Tensor) -> torch.Tensor | None:
+    def branch(self, x: Tensor) -> Tensor | None:
         """Returns the branch's share of the output, `[..., out]`, for an input that `input` returned."""
         if self.lowrank is None:
             return None
@@ -247,20 +227,20 @@ class QuantLinear(QuantizedModule):
     """
 
     bias: nn.Parameter | None
-    pre_scale: torch.Tensor | None
-    lowrank_down: torch.Tensor | None
-    lowrank_up: torch.Tensor | None
+    pre_scale: Tensor | None
+    lowrank_down: Tensor | None
+    lowrank_up: Tensor | None
 
     def __init__(
         self,
         weight: BlockScaledTensor,
-        bias: torch.Tensor | None = None,
+        bias: Tensor | None = None,
         activation: Format | None = None,
-        input_scale: torch.Tensor | None = None,
+        input_scale: Tensor | None = None,
         *,
-        pre_scale: torch.Tensor | None = None,
+        pre_scale: Tensor | None = None,
         hadamard: int = 0,
-        lowrank: tuple[torch.Tensor, torch.Tensor] | None = None,
+        lowrank: tuple[Tensor, Tensor] | None = None,
         dtype: torch.dtype = torch.float32,
     ) -> None:
         RunTimeParts(pre_scale, hadamard, lowrank).check("QuantLinear", weight.shape)
@@ -273,7 +253,7 @@ class QuantLinear(QuantizedModule):
         self.dtype = dtype
 
     @property
-    def weight(self) -> torch.Tensor:
+    def weight(self) -> Tensor:
         """The matrix `[out, in]` that the layer multiplies its input by, dequantized again for each access.
 
         Modeling code reads the weight of some layers, for its dtype or to multiply by it without calling the layer;
@@ -289,7 +269,7 @@ class QuantLinear(QuantizedModule):
             weight = weight * self.pre_scale.float()
         return weight.to(self.dtype)
 
-    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> QuantLinear:
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> QuantLinear:
         super()._apply(fn, recurse)
         self.dtype = fn(torch.empty(0, dtype=self.dtype)).dtype
         return self
@@ -302,7 +282,7 @@ class QuantLinear(QuantizedModule):
             lowrank = (self.lowrank_down, self.lowrank_up)
         return RunTimeParts(self.pre_scale, self.hadamard, lowrank)
 
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         """Maps `[..., in]` to `[..., out]`, in the dtype of `input`, which is named as in `nn.Linear`."""
         x = input
         # Reading a buffer as an attribute is one more Python call before the launch.
@@ -319,7 +299,7 @@ class QuantLinear(QuantizedModule):
             parts = self.parts
             x = parts.input(x)
         activation = self.activation_format
-        y: torch.Tensor = torch.ops.quant.linear.default(
+        y: Tensor = torch.ops.quant.linear.default(
             x,
             buffers["codes"],
             buffers["scale"],

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from quant.formats.finite import is_finite
 from quant.formats.format import Format
@@ -43,17 +43,17 @@ _arranging = threading.RLock()
 class _Bytes:
     """The bytes of a tensor in FP8."""
 
-    data: torch.Tensor
+    data: Tensor
     dtype: torch.dtype
 
     @staticmethod
-    def of(tensor: torch.Tensor | None) -> torch.Tensor | _Bytes | None:
+    def of(tensor: Tensor | None) -> Tensor | _Bytes | None:
         """Returns the bytes of a plain tensor in FP8, and anything else as it is."""
-        if type(tensor) is torch.Tensor and tensor.is_floating_point() and tensor.itemsize == 1:
+        if type(tensor) is Tensor and tensor.is_floating_point() and tensor.itemsize == 1:
             return _Bytes(tensor.view(torch.uint8), tensor.dtype)
         return tensor
 
-    def tensor(self) -> torch.Tensor:
+    def tensor(self) -> Tensor:
         """Returns the tensor, sharing the bytes."""
         return self.data.view(self.dtype)
 
@@ -61,18 +61,18 @@ class _Bytes:
 class QuantizedModule(nn.Module):
     """Buffers of one quantized weight, safe from dtype casts."""
 
-    codes: torch.Tensor
-    scale: torch.Tensor
-    global_scale: torch.Tensor | None
-    input_scale: torch.Tensor | None
+    codes: Tensor
+    scale: Tensor
+    global_scale: Tensor | None
+    input_scale: Tensor | None
     has_kernel_layout = True
 
     def __init__(
         self,
         weight: BlockScaledTensor,
         activation: Format | None = None,
-        input_scale: torch.Tensor | None = None,
-        **parts: torch.Tensor | None,
+        input_scale: Tensor | None = None,
+        **parts: Tensor | None,
     ) -> None:
         super().__init__()
         self.weight_format = weight.format
@@ -112,7 +112,7 @@ class QuantizedModule(nn.Module):
 
     def _check_codes(self) -> None:
         codes = self.codes
-        if type(codes) is not torch.Tensor or codes.is_meta or is_traced():
+        if type(codes) is not Tensor or codes.is_meta or is_traced():
             return
         if not is_finite(codes):
             wrong = int((~codes.float().isfinite()).sum())
@@ -135,11 +135,11 @@ class QuantizedModule(nn.Module):
         return restore(weight) if is_prepacked(weight) else weight
 
     @property
-    def qweight(self) -> torch.Tensor:
+    def qweight(self) -> Tensor:
         """The codes, by the name under which PEFT looks for the device of a quantized layer."""
         return self.codes
 
-    def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """Returns the weight's values, `[..., out, in]`."""
         return self.quantized_weight.dequantize(dtype)
 
@@ -150,7 +150,7 @@ class QuantizedModule(nn.Module):
         nor where accelerate copies it from the CPU for each forward.
         """
         codes = self.codes
-        if type(codes) is not torch.Tensor or codes.is_meta or is_traced():
+        if type(codes) is not Tensor or codes.is_meta or is_traced():
             return
         computed = autocast_dtype(codes) or dtype
         # Weights made in inference mode would be of no use to a later backward pass.
@@ -184,7 +184,7 @@ class QuantizedModule(nn.Module):
             torch.cuda.synchronize(weight.codes.device)
         self.codes, self.scale, self.global_scale = weight.codes, weight.scale, weight.global_scale
 
-    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> QuantizedModule:
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> QuantizedModule:
         # `fn` may cast and move at once (`.to(device, dtype)`), so dtypes are restored on the device where it put them.
         before = {name: getattr(self, name) for name in _EXACT}
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]

@@ -1,42 +1,45 @@
-"""`torch._scaled_mm` multiplies FP8 by FP8 here, after the input is rounded to E4M3.
+"""Products of inputs that are rounded first: in FP8 by the library, codes by codes, or back in 16 bit.
+
+    x rounded to E4M3, W in E4M3         `torch._scaled_mm`, one scale a tensor or a row (`fp8_linear`)
+    many tokens, W prepacked             the same, once its codes have become E4M3 (`prefill_linear`)
+    fp8_group by fp8_block               FP8 tensor cores (Ada, Hopper, …), codes as they are stored (`multiply_codes`)
+    nvfp4, mxfp4, mxfp8 by their like    block scales (Blackwell), likewise: `portable_block_scaled_gemm.py`
+    other formats                        `round_rows`: to codes and back, in the dtype of x
 
     y = (x8 · sx) (w8 · sw)ᵀ + bias      x8: [tokens, in] E4M3, sx: [] or [tokens, 1]
                                          w8: [out, in]    E4M3, sw: [] or [1, out]
 
-cuBLASLt multiplies per-tensor and per-row scales in the epilogue, at about 1.8 times the rate of BF16. Rounding the
-input is plain PyTorch, written so that a compiler (AOTInductor) fuses it into the kernel that makes the input.
+cuBLASLt multiplies per-tensor and per-row scales in the epilogue, at about 1.8 times the rate of BF16. It requires both
+scales of one kind and dimensions that are multiples of 16, and with per-row scales its output is BF16 (`takes_fp8`).
+`fp8_linear` is plain PyTorch, written so that a compiler (AOTInductor) fuses the rounding into the kernel that makes x.
 
-cuBLASLt requires both scales of one kind and dimensions that are multiples of 16, and with per-row scales its output is
-BF16. `takes_fp8` checks this; other products go to the general op.
-
-With many tokens a prepacked weight is multiplied here, too (`prefill_linear`), once its codes have become E4M3.
+A kernel that a GPU has never run is first compared with float64, once in a process. One that is wrong there is not
+used, with a warning: the weight is then dequantized, as everywhere else.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
+from functools import partial
 
 import torch
+from torch import Tensor
 
-from quant.formats.format import Format
+from quant.formats.format import FORMATS, Format
 from quant.formats.scaling import finite_or_nan, scale_of
-from quant.formats.tensor import BlockScaledTensor, round_activation
+from quant.formats.tensor import BlockScaledTensor, fake_quantize, quantize, round_activation
+from quant.kernels.base import hardware
 from quant.kernels.base.hardware import has_triton
 from quant.kernels.base.weight_layout import is_prepacked
 from quant.kernels.linear import tiles
 from quant.kernels.linear.tiles import Product
 
-# Inputs `[tokens, in]` are aligned for the kernels and rounded to an activation format here, on a GPU.
-#
-# Rounding is two launches where a kernel knows the format: `casts` turns rows into codes and scales, and `codes_gemm`
-# turns these back into values in the dtype of the input. The results equal `round_activation`, bit for bit.
-
-
-Rounding = Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]
+Rounding = Callable[[Tensor, Tensor | None], Tensor]
 """Rounds x `[tokens, in]` under an input scale, for arguments like those that it was prepared for."""
 
 
-def aligned_rows(rows: torch.Tensor) -> torch.Tensor:
+def aligned_rows(rows: Tensor) -> Tensor:
     """Returns `[tokens, in]`, rows contiguous, at multiples of 16 bytes where their length is one.
 
     A copy only where needed.
@@ -50,13 +53,13 @@ def aligned_rows(rows: torch.Tensor) -> torch.Tensor:
     return rows
 
 
-def round_rows(x: torch.Tensor, format: Format, input_scale: torch.Tensor | None) -> torch.Tensor:
+def round_rows(x: Tensor, format: Format, input_scale: Tensor | None) -> Tensor:
     """Returns `round_activation` of x `[tokens, in]`, in two passes where there is a kernel: to codes, and back."""
     x = aligned_rows(x)
     return prepare_rounding(x, format, input_scale)(x, input_scale)
 
 
-def prepare_rounding(x: torch.Tensor, format: Format, input_scale: torch.Tensor | None) -> Rounding:
+def prepare_rounding(x: Tensor, format: Format, input_scale: Tensor | None) -> Rounding:
     """Returns `round_rows` for arguments like these, with everything decided that does not depend on their values."""
     from quant.kernels.linear import portable_codes_gemm
     from quant.kernels.rounding import portable_casts
@@ -72,7 +75,7 @@ def prepare_rounding(x: torch.Tensor, format: Format, input_scale: torch.Tensor 
     portable_casts.check_scales(x, format, *((None, input_scale) if has_global else (input_scale, None)))
     cast = portable_casts.prepare_cast(x, format, contiguous=x.is_contiguous())
 
-    def cast_and_decode(x: torch.Tensor, input_scale: torch.Tensor | None) -> torch.Tensor:
+    def cast_and_decode(x: Tensor, input_scale: Tensor | None) -> Tensor:
         codes = cast(x, None, input_scale) if has_global else cast(x, input_scale)
         return portable_codes_gemm.dequantize_codes(codes, x.dtype)
 
@@ -84,38 +87,25 @@ _STEP = 16
 
 def takes_fp8(weight: Format, activation: Format | None, shape: tuple[int, ...], dtype: torch.dtype) -> bool:
     """Returns whether `fp8_linear` computes a linear of `shape` `[out, in]` for an input of `dtype`."""
-    if activation is None or not (_is_per_row(weight) or _is_per_tensor(weight)):
+    if activation is None or any(size % _STEP for size in shape):
         return False
-    if not (_is_per_row(activation) or _is_per_tensor(activation)) or any(size % _STEP for size in shape):
-        return False
+    axes = _scale_axis(weight), _scale_axis(activation)
     # cuBLASLt writes FP16 and FP32 with per-tensor scales only.
-    by_rows = _is_per_row(weight) or _is_per_row(activation)
-    return dtype is torch.bfloat16 or (dtype in (torch.float16, torch.float32) and not by_rows)
+    takes_dtype = dtype is torch.bfloat16 or (dtype in (torch.float16, torch.float32) and "row" not in axes)
+    return all(axes) and takes_dtype
 
 
-def _is_e4m3(format: Format) -> bool:
-    return format.element.torch_dtype is torch.float8_e4m3fn and format.scale.is_wide and not format.global_scale
+def _scale_axis(format: Format) -> str:
+    """Returns what of an E4M3 operand shares a float scale: "tensor" or "row", and "" for other formats."""
+    is_e4m3 = format.element.torch_dtype is torch.float8_e4m3fn and format.scale.is_wide and not format.global_scale
+    return "" if not is_e4m3 else "tensor" if format.per_tensor else "row" if format.per_row else ""
 
 
-def _is_per_tensor(format: Format) -> bool:
-    return _is_e4m3(format) and format.per_tensor
-
-
-def _is_per_row(format: Format) -> bool:
-    return _is_e4m3(format) and format.per_row
-
-
-def round_to_e4m3(x: torch.Tensor, activation: Format, scale: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns `[tokens, in]` in E4M3 and its scale, as `fake_quantize` rounds it.
-
-    Args:
-        x: `[tokens, in]`.
-        activation: a format of one scale a tensor or one a row.
-        scale: static scale, float32 scalar; None measures it.
-    """
+def round_to_e4m3(x: Tensor, activation: Format, scale: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Returns `[tokens, in]` in E4M3 and its scale, as `fake_quantize` rounds it; `scale` is static, a scalar."""
     largest = activation.element.max
     if scale is None:
-        amax = x.abs().amax(-1, keepdim=True) if _is_per_row(activation) else x.abs().amax()
+        amax = x.abs().amax(-1, keepdim=True) if _scale_axis(activation) == "row" else x.abs().amax()
         scale = scale_of(amax, largest)
     else:
         # Under a static scale, clamping would turn infinity into the largest number; it must stay visible as NaN.
@@ -124,42 +114,16 @@ def round_to_e4m3(x: torch.Tensor, activation: Format, scale: torch.Tensor | Non
 
 
 def fp8_linear(
-    x: torch.Tensor,
-    weight: BlockScaledTensor,
-    bias: torch.Tensor | None,
-    input_scale: torch.Tensor | None,
-    activation: Format,
-) -> torch.Tensor:
-    """Maps `[..., in]` to `[..., out]`, where `takes_fp8` is true, in PyTorch without own kernels.
-
-    Args:
-        x: `[..., in]`; its dtype is the output's.
-        weight: E4M3 `[out, in]`, with a scale `[1, 1]` or `[out, 1]`.
-        bias: `[out]`, or None.
-        input_scale: static scale of the input, float32 scalar; None measures it.
-        activation: the input's format.
-    """
+    x: Tensor, weight: BlockScaledTensor, bias: Tensor | None, input_scale: Tensor | None, activation: Format
+) -> Tensor:
+    """Maps `[..., in]` to `[..., out]`, in the dtype of x, where `takes_fp8` is true: PyTorch without own kernels."""
     x8, sx = round_to_e4m3(x.reshape(-1, x.shape[-1]), activation, input_scale)
     return _scaled_mm(x8, sx, weight, bias, x.dtype).reshape(*x.shape[:-1], weight.shape[0])
 
 
-def prepare_fp8_linear(x: torch.Tensor, activation: Format, input_scale: torch.Tensor | None) -> Product:
-    """Returns `fp8_linear` in two launches, where a kernel rounds x in one pass.
-
-    Args:
-        x: `[tokens, in]`.
-        activation: format of the input.
-        input_scale: static scale of the input, or None.
-
-    Returns:
-        A product that cannot be traced.
-    """
-
-    def by_torch(
-        x: torch.Tensor, weight: BlockScaledTensor, bias: torch.Tensor | None, input_scale: torch.Tensor | None
-    ) -> torch.Tensor:
-        return fp8_linear(x, weight, bias, input_scale, activation)
-
+def prepare_fp8_linear(x: Tensor, activation: Format, input_scale: Tensor | None) -> Product:
+    """Returns `fp8_linear` in two launches, where a kernel rounds x `[tokens, in]` in one pass; it cannot be traced."""
+    by_torch = partial(fp8_linear, activation=activation)
     if x.dtype not in (torch.float16, torch.bfloat16) or not x.numel() or not has_triton():
         return by_torch
     from quant.kernels.rounding import portable_casts
@@ -169,9 +133,7 @@ def prepare_fp8_linear(x: torch.Tensor, activation: Format, input_scale: torch.T
     portable_casts.check_scales(x, activation, input_scale, None)
     cast, per_tensor = portable_casts.prepare_cast(x, activation, contiguous=x.is_contiguous()), activation.per_tensor
 
-    def by_cast(
-        x: torch.Tensor, weight: BlockScaledTensor, bias: torch.Tensor | None, input_scale: torch.Tensor | None
-    ) -> torch.Tensor:
+    def by_cast(x: Tensor, weight: BlockScaledTensor, bias: Tensor | None, input_scale: Tensor | None) -> Tensor:
         rows = cast(x, input_scale)
         sx = rows.scale.reshape(()) if per_tensor else rows.scale
         return _scaled_mm(rows.codes, sx, weight, bias, x.dtype)
@@ -179,9 +141,7 @@ def prepare_fp8_linear(x: torch.Tensor, activation: Format, input_scale: torch.T
     return by_cast
 
 
-def _scaled_mm(
-    x8: torch.Tensor, sx: torch.Tensor, weight: BlockScaledTensor, bias: torch.Tensor | None, dtype: torch.dtype
-) -> torch.Tensor:
+def _scaled_mm(x8: Tensor, sx: Tensor, weight: BlockScaledTensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
     """Returns `[tokens, out]` in `dtype`, from E4M3 `[tokens, in]` under scales `[]` or `[tokens, 1]`."""
     tokens, out = x8.shape[0], weight.codes.shape[0]
     if sx.dim() == 0 and weight.scale.numel() == 1:
@@ -200,19 +160,14 @@ def takes_prefill(weight: BlockScaledTensor, activation: Format, tokens: int, dt
     """Returns whether `prefill_linear` multiplies: the weight is prepacked, and its input format is FP8."""
     from quant.kernels.rounding import portable_casts
 
-    is_fp8 = activation.name in portable_casts.FORMATS_OUT and (_is_per_tensor(activation) or _is_per_row(activation))
+    is_fp8 = activation.name in portable_casts.FORMATS_OUT and _scale_axis(activation) != ""
     is_many = tokens > tiles.PREFILL and dtype is torch.bfloat16
     return is_fp8 and is_many and is_prepacked(weight) and weight.shape[1] <= portable_casts.MAX_COLUMNS
 
 
 def prefill_linear(
-    x: torch.Tensor,
-    weight: BlockScaledTensor,
-    bias: torch.Tensor | None,
-    input_scale: torch.Tensor | None,
-    *,
-    activation: Format,
-) -> torch.Tensor:
+    x: Tensor, weight: BlockScaledTensor, bias: Tensor | None, input_scale: Tensor | None, *, activation: Format
+) -> Tensor:
     """Returns `x @ weight.T + bias` in FP8: NVFP4 codes become E4M3 with a scale for each row in one pass.
 
     The library multiplies FP8 at nearly twice the rate of 16 bit. The price is one more rounding of the weight, of up
@@ -227,3 +182,71 @@ def prefill_linear(
     sx = rows.scale.reshape(-1, 1).expand(x.shape[0], 1).contiguous()
     bias = None if bias is None else bias.to(x.dtype)
     return torch._scaled_mm(rows.codes, codes.t(), sx, scale[None], bias, out_dtype=x.dtype, use_fast_accum=True)
+
+
+_GROUPS = FORMATS["fp8_group"]  # of activations: 1 × 128, the counterpart of weights in 128 × 128
+_verdicts: dict[tuple[str, str, int], bool] = {}
+"""By format of the weight, format of the activation and GPU: whether a first product was right."""
+
+
+def multiplies_natively(x: Tensor, weight: BlockScaledTensor, activation: Format) -> bool:
+    """Returns whether tensor cores of this GPU take both sides as they are stored, and got a first product right."""
+    from quant.kernels.linear import portable_block_scaled_gemm
+    from quant.kernels.rounding import portable_casts
+
+    format, columns = weight.format, weight.shape[1]
+    if is_prepacked(weight) or not format.block[1] or columns % format.block[1]:
+        return False
+    index = x.device.index or 0
+    gpu = hardware.current(index)
+    if format.has_square_blocks:
+        # FP8 squares of 128 × 128 meet groups of 128 inputs, so every product of blocks has one factor.
+        # With few tokens reading W takes all the time, and 16-bit products are no slower.
+        is_able = gpu.has_fp8 and activation is _GROUPS and len(x) > tiles.FEW
+    else:
+        is_able = gpu.has_block_scales and portable_block_scaled_gemm.takes(format, activation)
+    if not is_able or columns > portable_casts.MAX_COLUMNS:
+        return False
+    case = (format.name, activation.name, index)
+    if case not in _verdicts:
+        if x.is_cuda and torch.cuda.is_current_stream_capturing():
+            return False  # a check waits for its result, which a capture cannot
+        _verdicts[case] = _multiplies_right(format, activation, index)
+    return _verdicts[case]
+
+
+def _multiplies_right(format: Format, activation: Format, index: int) -> bool:
+    """Multiplies two random matrices on GPU `index` and compares with float64; warns where they differ."""
+    # 130 rows and 200 outputs are not multiples of a tile, so the masks of the tails are tested too.
+    generator = torch.Generator().manual_seed(0)
+    x, w = (
+        torch.randn(size, 512, generator=generator, dtype=torch.float32, device="cpu").to(f"cuda:{index}")
+        for size in (130, 200)
+    )
+    weight = quantize(w, format)
+    y = multiply_codes(x.bfloat16(), weight, None, None, activation=activation)
+    rounded = fake_quantize(x.bfloat16().float(), activation)
+    exact = rounded.double() @ weight.dequantize(torch.float64).T
+    # 2^-7 allows for one rounding of y to BF16 and for sums in FP32; a wrong layout of scales errs by about 1.
+    error = float((y.double() - exact).norm() / exact.norm())
+    if error < 2**-7:
+        return True
+    warnings.warn(
+        f"the kernel for {format} by {activation} is wrong on this GPU (error {error:.1e}) and is not used: weights "
+        "are dequantized instead; please report the GPU, its driver and the version of Triton",
+        stacklevel=2,
+    )
+    return False
+
+
+def multiply_codes(
+    x: Tensor, weight: BlockScaledTensor, bias: Tensor | None, input_scale: Tensor | None, *, activation: Format
+) -> Tensor:
+    """Returns `[tokens, out]`: x `[tokens, in]` is rounded to codes, then codes are multiplied by codes."""
+    from quant.kernels.linear import portable_block_scaled_gemm
+    from quant.kernels.rounding import portable_casts
+
+    if weight.format.has_square_blocks:
+        return portable_block_scaled_gemm.fp8_block_gemm(portable_casts.quantize(x, activation), weight, bias, x.dtype)
+    codes = portable_casts.quantize(x, activation, global_scale=input_scale if activation.global_scale else None)
+    return portable_block_scaled_gemm.block_scaled_gemm(codes, weight, bias, x.dtype)

@@ -65,6 +65,7 @@ from typing import NamedTuple
 
 import torch
 import triton
+from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -119,19 +120,8 @@ from quant.kernels.linear.sm90_gemm_pipeline import (
 )
 from quant.kernels.linear.tiles import PrefillTiles, deal, prefill_tiles, takes_stored
 
-# Programs that share a tile of Hopper's matmul for many tokens leave their sums here, and add them up piece by piece.
-#
-#     tile [rows of W, block_m]    ┌─────────┬─────────┬─ … ─┐     a piece: all rows of a half by 32 tokens (16 with a
-#                                  │ piece 0 │ piece 1 │     │     tail of 16), which program piece % parts adds up
-#                                  └─────────┴─────────┴─ … ─┘
-#
-#     every part    leave its float32 sum ──▶ count itself as arrived ──▶ compute its whole tiles ──▶ poll, a few times
-#     then          set its bit in the counter: all parts had arrived ──▶ add up its pieces
-#                                               some had not          ──▶ leave them to the last part to arrive
-#
-# Every sum adds the parts in their order, so results are the same in every run.
-
-
+# A tile that is cut, [rows of W, block_m], is added up in pieces: all rows of a half by 32 tokens (16 with a tail of
+# 16), piece by piece % parts. See the module docstring on who adds which.
 # The counter of a tile that is cut: arrivals in the low half, above them a bit for each program that stopped waiting.
 ARRIVAL_BITS = gl.constexpr(16)
 ARRIVALS = gl.constexpr((1 << 16) - 1)
@@ -739,13 +729,11 @@ def sm90_codes_gemm_many(
     )  # fmt: skip
 
 
-_grouped = BoundedTable[Callable[..., torch.Tensor]](1 << 10)
+_grouped = BoundedTable[Callable[..., Tensor]](1 << 10)
 """Launches over experts by the shapes, dtypes and devices of their arguments. None of them holds a tensor."""
 
 
-def grouped_gemm_many(
-    x: torch.Tensor, weight: BlockScaledTensor, offsets: torch.Tensor, bias: torch.Tensor | None = None
-) -> torch.Tensor:
+def grouped_gemm_many(x: Tensor, weight: BlockScaledTensor, offsets: Tensor, bias: Tensor | None = None) -> Tensor:
     """Computes `grouped_gemm.grouped_codes_gemm` for BF16 rows, and weights that `takes_experts`."""
     if not len(x):
         return x.new_empty(0, weight.shape[1])
@@ -776,13 +764,9 @@ def takes_experts(weight: BlockScaledTensor, hardware: Hardware) -> bool:
 
 
 def prepare_gemm_many(
-    x: torch.Tensor,
-    weight: BlockScaledTensor,
-    bias: torch.Tensor | None,
-    tiles: PrefillTiles,
-    experts: int = 0,
-) -> Callable[..., torch.Tensor]:
-    """Returns a function that computes `x @ weight.T + bias` for arguments like these, which have been checked.
+    x: Tensor, weight: BlockScaledTensor, bias: Tensor | None, tiles: PrefillTiles, experts: int = 0
+) -> Callable[..., Tensor]:
+    """Returns a function that computes `x @ weight.T + bias` in BF16 for arguments like these, which have been checked.
 
     Everything is decided here that does not depend on the values of the arguments.
 
@@ -792,12 +776,8 @@ def prepare_gemm_many(
         weight: prepacked, or in one of `STORED_FORMATS` and 16-byte aligned, `[out, in]`; with experts prepacked
             or of 8 bits, `[experts, out, in]`.
         bias: `[out]` or `[experts, out]`, or None.
-        tiles: how to cut it up.
-        experts: their number; 0 for one matrix.
-
-    Returns:
-        The function, which gives `[tokens, out]` in BF16. With experts it takes `offsets` too, int32 `[experts + 1]`,
-        the first row of each expert.
+        experts: their number; 0 for one matrix. With experts the function takes `offsets` too, int32 `[experts + 1]`,
+            the first row of each expert.
     """
     (M, K), N = x.shape, weight.shape[-2]
     if not M:
@@ -836,12 +816,12 @@ def prepare_gemm_many(
     launch, counter_count = CachedLaunch(sm90_codes_gemm_many, (programs,), options), tiles.groups * cut
 
     def run(
-        x: torch.Tensor,
+        x: Tensor,
         weight: BlockScaledTensor,
-        bias: torch.Tensor | None,
-        x_scale: torch.Tensor | None = None,
-        offsets: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+        bias: Tensor | None,
+        x_scale: Tensor | None = None,
+        offsets: Tensor | None = None,
+    ) -> Tensor:
         y = x.new_empty(M, N, dtype=torch.bfloat16)
         sums = counters = y
         if cut:

@@ -1,7 +1,18 @@
-"""Codes in the checkpoint's order, of 8 bits or two of 4 in a byte, are decoded here into wgmma's left operand.
+"""Weights are decoded here into wgmma's left operand, or to a matrix in memory: prepacked NVFP4, and stored codes.
 
-The instruction needs columns 2q, 2q + 1, 2q + 8 and 2q + 9 of two rows in a thread. TMA brings a tile of W as `[2, rows
-/ 2, 64]`, even rows and then odd ones, and a thread reads two neighbouring codes at a time:
+Prepacked words (`kernels/base/weight_layout.py`): a thread holds four words of a tile, 32 codes, and the scales of
+their two rows. Eleven integer instructions and four packed products turn a word into eight BF16 values, element times
+block scale, exactly, times 2^-7. `decode` leaves each value with the thread that multiplies it.
+
+    dequantize_prepacked  words, scales ─▶ BF16 [out, in]             2.6 bytes a weight (FP16 and FP32 too)
+    prepacked_to_e4m3     words, scales ─▶ E4M3 [out, in], row scale  1.6 bytes, after one pass over the scales
+
+A row's E4M3 scale comes from its largest block scale: no element exceeds 6 times that scale, so no value is clipped
+and the values themselves need not be read first.
+
+Codes in the checkpoint's order have 8 bits, or two of 4 lie in a byte. The instruction needs columns 2q, 2q + 1, 2q + 8
+and 2q + 9 of two rows in a thread. TMA brings a tile of W as `[2, rows / 2, 64]`, even rows and then odd ones, and a
+thread reads two neighbouring codes at a time:
 
     row    = 16·warp + 2·g + b           thread = (warp, g, q): g, q = 0..7, 0..3
     column = 16·s + 8·a + 2·q + h        one read holds both h
@@ -30,6 +41,7 @@ from functools import lru_cache
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
@@ -37,19 +49,6 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from quant.formats.format import E2M1, E4M3, FORMATS
 from quant.formats.tensor import BlockScaledTensor
 from quant.kernels.base.launch import CachedLaunch
-
-# Decodes NVFP4 weights in the layout of `kernels/base/weight_layout.py`, in registers or to BF16 or E4M3 in memory.
-#
-# A thread holds four words of a tile, 32 codes, and the scales of the two rows that they belong to. Eleven integer
-# instructions and four packed products turn a word into eight BF16 values. Each is element times block scale, exactly,
-# times 2^-7. `decode` leaves each value with the thread that multiplies it.
-#
-#     dequantize_prepacked  words, scales ─▶ BF16 [out, in]             2.6 bytes a weight (FP16 and FP32 too)
-#     prepacked_to_e4m3     words, scales ─▶ E4M3 [out, in], row scale  1.6 bytes a weight, after one pass over the scales
-#
-# A row's E4M3 scale comes from its largest block scale: no element exceeds 6 times that scale, so no value is clipped
-# and the values themselves need not be read first.
-
 
 # One word and the scales of its two rows to four words of two products: codes 0 and 1 are of the first row.
 _PRODUCTS = gl.constexpr("""{
@@ -115,13 +114,9 @@ def decode(words, scales, warps: gl.constexpr):
     Rows of the result are in the order of the instruction: row `(warp, b, g)` holds row 16 · warp + 2 · g + b of W.
     """
     s0, s1, s2, s3 = gl.inline_asm_elementwise(
-        _SCALES,
-        "=h,=h,=h,=h,r",
-        [scales],
-        dtype=(gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16),
-        is_pure=True,
+        _SCALES, "=h,=h,=h,=h,r", [scales], dtype=(gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16), is_pure=True,
         pack=1,
-    )
+    )  # fmt: skip
     # The scales of both rows, a byte for each 16 columns s.
     scale = gl.join(gl.join(s0, s2), gl.join(s1, s3)).reshape([32 * warps, 2, 4]).permute([0, 2, 1])  # thread s b
     low, high = gl.split(scale)
@@ -129,13 +124,9 @@ def decode(words, scales, warps: gl.constexpr):
     high = gl.convert_layout(high, words.type.layout, assert_trivial=True)
     # Declared impure so that it stays before the wait for the product that it overlaps with.
     c0, c1, c2, c3 = gl.inline_asm_elementwise(
-        _PRODUCTS,
-        "=r,=r,=r,=r,r,h,h",
-        [words, low, high],
-        dtype=(gl.int32, gl.int32, gl.int32, gl.int32),
-        is_pure=False,
-        pack=1,
-    )
+        _PRODUCTS, "=r,=r,=r,=r,r,h,h", [words, low, high], dtype=(gl.int32, gl.int32, gl.int32, gl.int32),
+        is_pure=False, pack=1,
+    )  # fmt: skip
     value = gl.join(gl.join(_halves(c0), _halves(c1)), gl.join(_halves(c2), _halves(c3)))  # thread s h a b
     # To rows (warp, b, g) and columns (s, a, q, h), the left operand of wgmma and mma.sync alike.
     value = value.reshape([warps, 8, 4, 4, 2, 2, 2])  # warp g q s h a b
@@ -158,19 +149,11 @@ def decode_to_e4m3(words, scales, warps: gl.constexpr):
         # Outputs are written before the last inputs are read: "&" keeps their registers apart.
         "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r,r,r,r,r,r,r,r,r,r,r,r",
         [words, low, high],
-        dtype=(
-            gl.float8e4nv,
-            gl.float8e4nv,
-            gl.float8e4nv,
-            gl.float8e4nv,
-            gl.float8e4nv,
-            gl.float8e4nv,
-            gl.float8e4nv,
-            gl.float8e4nv,
-        ),
+        dtype=(gl.float8e4nv, gl.float8e4nv, gl.float8e4nv, gl.float8e4nv, gl.float8e4nv, gl.float8e4nv,
+               gl.float8e4nv, gl.float8e4nv),
         is_pure=False,
         pack=4,
-    )
+    )  # fmt: skip
     # A word's two rows b; words 2 t + u of a product t of 32 columns.
     first = gl.join(gl.join(r0, r1), gl.join(r2, r3))  # thread i b u
     value = gl.join(first, gl.join(gl.join(r4, r5), gl.join(r6, r7)))  # thread i b u t
@@ -244,7 +227,7 @@ def nvfp4_row_scales_kernel(scales, global_scale, unit, scale, K, largest: tl.co
     tl.store(scale + tl.program_id(0) * 64 + n, value * tl.load(global_scale).to(tl.float32))
 
 
-def dequantize_prepacked(weight: BlockScaledTensor, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+def dequantize_prepacked(weight: BlockScaledTensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     """Returns `[out, in]` of a prepacked weight in `dtype`, each value rounded once."""
     N, K = weight.shape
     out = torch.empty(N, K, dtype=dtype, device=weight.codes.device)
@@ -259,7 +242,7 @@ def _dequantizer(N: int, K: int) -> CachedLaunch:
     return CachedLaunch(sm90_nvfp4_dequantize, (K // 64 // tiles, N // 64), {"tiles": tiles, "num_warps": 4})
 
 
-def prepacked_to_e4m3(weight: BlockScaledTensor) -> tuple[torch.Tensor, torch.Tensor]:
+def prepacked_to_e4m3(weight: BlockScaledTensor) -> tuple[Tensor, Tensor]:
     """Returns a prepacked weight as E4M3 with one scale a row: `[out, in]` and float32 `[out]`.
 
     The second rounding moves a value by up to one part in 16: E4M3 has three bits of mantissa, where the product of an
@@ -273,7 +256,7 @@ def prepacked_to_e4m3(weight: BlockScaledTensor) -> tuple[torch.Tensor, torch.Te
     return out, scale
 
 
-def row_scales(weight: BlockScaledTensor) -> tuple[torch.Tensor, torch.Tensor]:
+def row_scales(weight: BlockScaledTensor) -> tuple[Tensor, Tensor]:
     """Returns E4M3 scales of the rows of a prepacked weight without and with the global scale, `[out]` each."""
     N, K = weight.shape
     unit, scale = torch.empty(2, N, dtype=torch.float32, device=weight.codes.device).unbind(0)
@@ -483,12 +466,12 @@ def codes_descriptor(weight: BlockScaledTensor, rows: int) -> TensorDescriptor:
     return TensorDescriptor(pairs, [2, N // 2, pitch], [pitch, 2 * pitch, 1], [2, rows // 2, 32], layout)
 
 
-def code_pairs(weight: BlockScaledTensor) -> torch.Tensor:
+def code_pairs(weight: BlockScaledTensor) -> Tensor:
     """Returns the codes `[…, out, in / 2]` by pairs of neighbours in a row: a byte of two of 4 bits, or int16."""
     return weight.codes if weight.format.element.bits == 4 else weight.codes.view(torch.int16)
 
 
-def stored_scales(weight: BlockScaledTensor) -> torch.Tensor:
+def stored_scales(weight: BlockScaledTensor) -> Tensor:
     """Returns block scales as the kernel reads them: E8M0 scales in pairs, for 64 columns."""
     return weight.scale.view(torch.int16) if weight.format.scale.bits == 8 else weight.scale
 
@@ -520,5 +503,5 @@ def numbers_only(weight: BlockScaledTensor) -> bool:
 # The least code without its sign that is an infinity or a NaN.
 _NO_NUMBER = {"e4m3": 0x7F, "e5m2": 0x7C}
 _ROWS_AT_ONCE = 4096
-_results: dict[int, tuple[weakref.ref[torch.Tensor], dict[tuple[int, int], bool]]] = {}
+_results: dict[int, tuple[weakref.ref[Tensor], dict[tuple[int, int], bool]]] = {}
 """By id of the codes: a weak reference to them, and by address and version whether all codes are numbers."""

@@ -19,6 +19,7 @@ from functools import lru_cache
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from quant.formats.format import E4M3
 from quant.formats.tensor import BlockScaledTensor
@@ -30,7 +31,7 @@ from quant.kernels.linear import sm90_codes_gemm_many
 from quant.kernels.linear import tiles as matmul_tiles
 from quant.kernels.linear.tiles import PrefillTiles
 
-_launches = BoundedTable[Callable[..., torch.Tensor]](1 << 10)
+_launches = BoundedTable[Callable[..., Tensor]](1 << 10)
 """Launches by the shapes of their arguments, since preparing one takes longer than a small product."""
 
 
@@ -71,7 +72,7 @@ def rows_to_e4m3_kernel(
     tl.store(codes + row * (K // 4) + word, four, mask=inside)
 
 
-def rows_to_e4m3(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def rows_to_e4m3(x: Tensor) -> tuple[Tensor, Tensor]:
     """Returns the codes of x `[tokens, in]`, columns in the order above, and the scales, float32 `[tokens]`.
 
     x is in BF16, rows contiguous; their length and distance are multiples of 16.
@@ -95,16 +96,9 @@ def _rounding(tokens: int, columns: int, device: torch.device) -> CachedLaunch:
 
 
 def multiply_in_e4m3(
-    x: torch.Tensor, weight: BlockScaledTensor, bias: torch.Tensor | None, tiles: PrefillTiles | None = None
-) -> torch.Tensor:
-    """Returns `x @ weight.T + bias` with x and W rounded to E4M3, `[tokens, out]` in BF16.
-
-    Args:
-        x: `[tokens, in]`, BF16, rows contiguous.
-        weight: prepacked NVFP4, `[out, in]`.
-        bias: `[out]`, or None.
-        tiles: how to cut it up; None chooses.
-    """
+    x: Tensor, weight: BlockScaledTensor, bias: Tensor | None, tiles: PrefillTiles | None = None
+) -> Tensor:
+    """Returns `x @ weight.T + bias` with x and W, prepacked NVFP4, rounded to E4M3; `[tokens, out]` in BF16."""
     codes, scale = rows_to_e4m3(x)
     key = (x.shape, weight.shape, None if bias is None else bias.dtype, tiles, x.device)
     launch = _launches.get(key)

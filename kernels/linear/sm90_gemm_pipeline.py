@@ -16,6 +16,17 @@ Every slot has two barriers. Neither side waits for anything else:
 A barrier has a phase, which flips each time the barrier completes, and a wait names the phase that must be over. The
 readers begin with phase 0. The fetching warp begins with phase 1, which counts as over on a new barrier, so that its
 first `stages` waits return at once.
+
+With many tokens, programs stay on their SM, and tiles are dealt out by arithmetic on integers, which the fetching warp
+and the multiplying warps compute alike, so that they agree without waiting for each other:
+
+    tiles 0 … whole − 1         whole tiles: program p takes p, p + programs, p + 2 · programs, …       turns 1, 2, …
+    tiles whole … whole + cut   cut along K: `parts` programs share each, one part for a program        turn 0
+
+Both turn their sums, yᵀ in registers, into rows of y: acc [rows of W, tokens] ──▶ · scale, + bias ──▶ BF16 ──▶ y. A
+product leaves thread (warp, g, q) rows 16·warp + 8·b + g of the sum, b = 0, 1, at two neighbouring tokens of every 8.
+The weight was decoded so that these are rows 16·warp + 2·g + b of W: a thread holds two neighbours of a row of y, and
+writes them as one word.
 """
 
 from __future__ import annotations
@@ -29,39 +40,21 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from quant.kernels.base.sm90_gluon import barrier, reinterpret
 from quant.kernels.linear.sm90_decode import scales_by_row
 
-# The work of Hopper's matmul for many tokens is dealt out here: which program computes which tile, or part of one.
-#
-#     tiles 0 … whole − 1         whole tiles: program p takes p, p + programs, p + 2 · programs, …       turns 1, 2, …
-#     tiles whole … whole + cut   cut along K: `parts` programs share each, one part for a program        turn 0
-#
-# Programs stay on their SM. The functions are arithmetic on integers, which the fetching warp and the multiplying warps
-# compute alike, so that they agree without waiting for each other.
-
-
 _ACROSS = gl.constexpr(16)
 
 
 class Work(NamedTuple):
-    """How the product is dealt out.
+    """How the product is dealt out."""
 
-    Attributes:
-        offsets, experts: first row of x of each expert, and how many experts there are.
-        M, N: tokens, rows of W.
-        whole: tiles that are dealt out whole; with experts, each program counts them.
-        cut, parts: tiles after these, and the programs of each.
-        steps: units of a tile; a unit is `unroll` slots.
-        tiles_m, tiles_n, tiles_k: tiles along tokens and along rows of W, and tiles of 64 columns.
-    """
-
-    offsets: gl.tensor
+    offsets: gl.tensor  # offsets, experts: first row of x of each expert, and how many experts there are
     experts: gl.tensor
-    M: gl.tensor
+    M: gl.tensor  # M, N: tokens, rows of W
     N: gl.tensor
-    whole: gl.tensor
-    cut: gl.tensor
+    whole: gl.tensor  # tiles that are dealt out whole; with experts, each program counts them
+    cut: gl.tensor  # cut, parts: tiles after these, and the programs of each
     parts: gl.tensor
-    steps: gl.tensor
-    tiles_m: gl.tensor
+    steps: gl.tensor  # units of a tile; a unit is `unroll` slots
+    tiles_m: gl.tensor  # tiles_m, tiles_n, tiles_k: tiles along tokens and along rows of W, and tiles of 64 columns
     tiles_n: gl.tensor
     tiles_k: gl.tensor
 
@@ -151,15 +144,6 @@ def fetches_of(turn, whole, steps, parts, unroll: gl.constexpr, split: gl.conste
         start = gl.where(shared, steps * part // parts, 0)
         count = gl.where(shared, steps * (part + 1) // parts - start, steps)
     return tile, start * unroll, count * unroll
-
-
-# The two Hopper matmuls turn their sums, yᵀ in registers, into rows of y in BF16 with these functions.
-#
-#     acc [rows of W, tokens] ──▶ · scale, + bias ──▶ BF16 ──▶ y[tokens, rows of W]
-#
-# A product leaves thread (warp, g, q) rows 16·warp + 8·b + g of the sum, b = 0, 1, at two neighbouring tokens of every 8.
-# The weight was decoded so that these are rows 16·warp + 2·g + b of W: a thread holds two neighbours of a row of y, and
-# writes them as one word.
 
 
 class Output(NamedTuple):

@@ -31,8 +31,8 @@ first words, and waits for that kernel before it reads x or writes. So a kernel 
 not write weights; this kernel and the kernels with `kernels/base/portable_dependent_launch.py` do not.
 
 Tails: TMA reads zeros beyond the ends, and zeros multiply whatever the other side holds. Gluon has no interpreter:
-tests/kernels/base/test_layout.py repeats the arithmetic in PyTorch, tests/kernels/linear/test_sm90_nvfp4_gemm_few.py reads
-the PTX, and the values are tested on a GPU.
+tests/kernels/base/test_layout.py repeats the arithmetic in PyTorch, tests/kernels/linear/test_sm90_nvfp4_gemm_few.py
+reads the PTX, and the values are tested on a GPU.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ from typing import NamedTuple
 
 import torch
 import triton
+from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
@@ -72,20 +73,13 @@ ALONE = gl.constexpr(8)
 
 @dataclass(frozen=True)
 class Constants:
-    """The compile-time properties of a launch.
+    """The compile-time properties of a launch."""
 
-    Attributes:
-        has_bias: whether a bias is added.
-        stages, depth: slots of the ring, and tiles of 64 columns of a slot.
-        split: whether programs share a tile.
-        overlap: whether the kernel starts before the previous one has ended.
-    """
-
-    has_bias: bool
-    stages: int
+    has_bias: bool  # whether a bias is added
+    stages: int  # stages, depth: slots of the ring, and tiles of 64 columns of a slot
     depth: int
-    split: bool
-    overlap: bool
+    split: bool  # whether programs share a tile
+    overlap: bool  # whether the kernel starts before the previous one has ended
 
 
 class TensorMaps(NamedTuple):
@@ -367,21 +361,11 @@ def sm90_nvfp4_gemm_few(
     )  # fmt: skip
 
 
-def prepare_gemm_few(
-    x: torch.Tensor, weight: BlockScaledTensor, bias: torch.Tensor | None, tiles: GluonTiles
-) -> Launch:
+def prepare_gemm_few(x: Tensor, weight: BlockScaledTensor, bias: Tensor | None, tiles: GluonTiles) -> Launch:
     """Returns a function that computes `x @ weight.T + bias` for arguments like these, which have been checked.
 
-    Everything is decided here that does not depend on the values of the arguments.
-
-    Args:
-        x: `[tokens, in]`, BF16, rows contiguous and 16-byte aligned.
-        weight: prepacked NVFP4, `[out, in]`.
-        bias: `[out]`, or None.
-        tiles: how to cut it up.
-
-    Returns:
-        The function, which gives `[tokens, out]` in BF16.
+    Everything is decided here that does not depend on the values of the arguments: x `[tokens, in]`, BF16, rows
+    contiguous and 16-byte aligned; a weight of prepacked NVFP4.
     """
     (M, K), N = x.shape, weight.shape[0]
     if not M:
@@ -399,7 +383,7 @@ def prepare_gemm_few(
     }  # fmt: skip
     launch = CachedLaunch(sm90_nvfp4_gemm_few, (programs,), constants)
 
-    def run(x: torch.Tensor, weight: BlockScaledTensor, bias: torch.Tensor | None) -> torch.Tensor:
+    def run(x: Tensor, weight: BlockScaledTensor, bias: Tensor | None) -> Tensor:
         y = x.new_empty(M, N)
         sums = counters = y
         if split:

@@ -6,6 +6,11 @@ There are four ways to multiply by a quantized weight:
     GluonTiles    Hopper's kernel (kernels/linear/sm90_nvfp4_gemm_few.py): a prepacked NVFP4 or MXFP4 weight, few tokens
     PrefillTiles  many tokens (kernels/linear/sm90_codes_gemm_many.py): a prepacked weight, or one of `STORED_FORMATS`
     DENSE         write W in 16 bit, then the library's matmul: where that is cheap compared with the products
+
+Tables hold the best measured launch for each shape: shipped ones, and those that `quant tune` writes. A table is a JSON
+file for one GPU: key "format|layout|tokens|out|in", value a `Choice` with its time. The name of the file that
+`quant tune` writes holds the versions of Triton and of this package, so an update of either starts a new file. Tokens
+are powers of two up to 64, then multiples of 64; each entry serves the token counts up to its own.
 """
 
 from __future__ import annotations
@@ -19,7 +24,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, TypeVar
 
-import torch
+from torch import Tensor
 
 from quant.base.atomic import write_atomically
 from quant.base.json_files import read_json
@@ -27,78 +32,50 @@ from quant.formats.format import Format
 from quant.formats.tensor import BlockScaledTensor
 from quant.kernels.base.hardware import Hardware
 
-Launch = Callable[[torch.Tensor, BlockScaledTensor, torch.Tensor | None], torch.Tensor]
+Launch = Callable[[Tensor, BlockScaledTensor, Tensor | None], Tensor]
 """`x @ weight.T + bias` for arguments of the shapes, dtypes and strides that it was prepared for."""
-Product = Callable[[torch.Tensor, BlockScaledTensor, torch.Tensor | None, torch.Tensor | None], torch.Tensor]
+Product = Callable[[Tensor, BlockScaledTensor, Tensor | None, Tensor | None], Tensor]
 """The same of (x `[tokens, in]`, weight, bias, input scale), rounding x to its activation format first."""
 
 
 @dataclass(frozen=True)
 class Tiles:
-    """A launch of the portable kernel.
+    """A launch of the portable kernel."""
 
-    Attributes:
-        block_m, block_n, block_k: tile of tokens, of output features, and the step along K.
-        splits: programs that share the K of one tile.
-        swap: whether W is the left operand.
-        warps, stages: per program, and the depth of its software pipeline.
-    """
-
-    block_m: int
+    block_m: int  # block_m, block_n, block_k: tile of tokens, of output features, and the step along K
     block_n: int
     block_k: int
-    splits: int = 1
-    swap: bool = False
-    warps: int = 4
+    splits: int = 1  # programs that share the K of one tile
+    swap: bool = False  # whether W is the left operand
+    warps: int = 4  # warps, stages: per program, and the depth of its software pipeline
     stages: int = 3
 
 
 @dataclass(frozen=True)
 class GluonTiles:
-    """A launch of Hopper's kernel.
+    """A launch of Hopper's kernel."""
 
-    Attributes:
-        block_m: tokens of a tile: 8, 16, … 256.
-        programs: how many share the work evenly; the kernel keeps them on their SMs.
-        warps: the number of warps that multiply: 4, 8 or 16; a program has 16 rows of W a warp.
-        resident: programs on one SM at a time, which share its registers and its shared memory.
-        depth: tiles of 64 columns of K that are fetched at once.
-        stages: fetches in flight and in use.
-        overlap: whether it may start, and fetch of the weight, before the kernel before it has ended.
-    """
-
-    block_m: int
-    programs: int
-    warps: int = 8
-    resident: int = 1
-    depth: int = 2
-    stages: int = 4
-    overlap: bool = True
+    block_m: int  # tokens of a tile: 8, 16, … 256
+    programs: int  # how many share the work evenly; the kernel keeps them on their SMs
+    warps: int = 8  # the number of warps that multiply: 4, 8 or 16; a program has 16 rows of W a warp
+    resident: int = 1  # programs on one SM at a time, which share its registers and its shared memory
+    depth: int = 2  # tiles of 64 columns of K that are fetched at once
+    stages: int = 4  # fetches in flight and in use
+    overlap: bool = True  # whether it may start, and fetch of the weight, before the kernel before it has ended
 
 
 @dataclass(frozen=True)
 class PrefillTiles:
-    """A launch of Hopper's kernel for many tokens.
+    """A launch of Hopper's kernel for many tokens."""
 
-    Attributes:
-        block_m: tokens of a tile: a power of two of at least 32, or one plus a smaller power of two of at least 16.
-        halves: the number of runs of 128 rows of W in a tile: 1 or 2.
-        programs: one for each SM.
-        depth: tiles of 64 columns of K that are fetched at once.
-        stages: fetches in flight and in use.
-        overlap: as in `GluonTiles`.
-        groups: the number of groups of warps that multiply: 1, or 2 that share no barrier.
-        resident: programs on an SM at once; more than one where sums are small.
-    """
-
-    block_m: int
-    halves: int
-    programs: int
-    depth: int = 2
-    stages: int = 3
-    overlap: bool = True
-    groups: int = 1
-    resident: int = 1
+    block_m: int  # tokens of a tile: a power of two of at least 32, or one plus a smaller power of two of at least 16
+    halves: int  # the number of runs of 128 rows of W in a tile: 1 or 2
+    programs: int  # one for each SM
+    depth: int = 2  # tiles of 64 columns of K that are fetched at once
+    stages: int = 3  # fetches in flight and in use
+    overlap: bool = True  # as in `GluonTiles`
+    groups: int = 1  # the number of groups of warps that multiply: 1, or 2 that share no barrier
+    resident: int = 1  # programs on an SM at once; more than one where sums are small
 
     @property
     def ahead(self) -> int:
@@ -357,10 +334,9 @@ def _splits(tiles: int, columns: int, block_k: int, programs: int) -> int:
 def deal(tiles: int, programs: int, steps: int) -> tuple[int, int, int, int]:
     """Returns how `tiles` of `steps` units each go to `programs`, one on each SM.
 
-    Returns:
-        Programs that have work, tiles that are dealt out whole, tiles of the last round that are cut, and parts of
-        each cut tile. Tiles are cut where each program of that round would have less than half a tile. Equal shares of
-        all tiles would be slower, because programs at different columns share nothing in L2.
+    That is: programs that have work, tiles that are dealt out whole, tiles of the last round that are cut, and parts of
+    each cut tile. Tiles are cut where each program of that round would have less than half a tile. Equal shares of all
+    tiles would be slower, because programs at different columns share nothing in L2.
     """
     rounds, left = divmod(tiles, programs)
     parts = min(programs // left, _MOST_PARTS, max(steps // 4, 1)) if left else 1
@@ -404,13 +380,6 @@ def prefill_tiles(
     stages = min(room // (depth * slot + 16), 8)
     programs = hardware.sms * resident
     return PrefillTiles(block_m, halves, programs, depth, stages, groups=groups, resident=resident)
-
-
-# Tables hold the best measured launch for each shape: shipped tables, and tables that `quant tune` writes.
-#
-# A table is a JSON file for one GPU: key "format|layout|tokens|out|in", value a `Choice` with its time. The name of the
-# file that `quant tune` writes holds the versions of Triton and of this package, so an update of either starts a new
-# file. Tokens are powers of two up to 64, then multiples of 64; each entry serves the token counts up to its own.
 
 
 # With at most this many tokens, reading the weight takes all the time, and a launch for more tokens serves fewer. From
@@ -491,11 +460,7 @@ def _version(distribution: str) -> str:
 
 
 def store(gpu: Hardware, entries: dict[str, MeasuredChoice]) -> Path:
-    """Adds measured entries to this machine's table; the file is replaced as a whole.
-
-    Returns:
-        The file.
-    """
+    """Adds measured entries to this machine's table, whose file is replaced as a whole and returned."""
     path = cache_file(gpu.name)
     table = {"gpu": gpu.name, "entries": json.loads(path.read_text())["entries"] if path.exists() else {}}
     table["entries"].update({name: to_entry(timing) for name, timing in entries.items()})

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from quant.formats.tensor import BlockScaledTensor
 from quant.kernels.base.hardware import Hardware, current
@@ -30,16 +30,10 @@ from quant.kernels.linear.tiles import MeasuredChoice, key, store, to_entry
 def search(
     weight: BlockScaledTensor, tokens: int, gpu: Hardware, *, choices: Iterable[tiles.Choice] | None = None
 ) -> tuple[list[MeasuredChoice], dict[tiles.Choice, str]]:
-    """Times the candidates for `weight` and `tokens` rows of BF16, fastest first.
+    """Times the candidates for a weight on the GPU, in either layout, and `tokens` rows of BF16; fastest first.
 
-    Args:
-        weight: a weight on the GPU, in either layout.
-        tokens: the number of rows of x.
-        gpu: the GPU it is on.
-        choices: launches to try; by default `matmul_tiles.candidates`.
-
-    Returns:
-        The correct candidates with their times, and why each of the others was dropped.
+    `choices` are by default `tiles.candidates`. Returned are the correct candidates, and why each of the others was
+    dropped.
     """
     shape = (weight.shape[0], weight.shape[1])
     if choices is None:
@@ -66,7 +60,7 @@ def search(
     return sorted(timings, key=lambda t: t.microseconds), dropped
 
 
-def call_of(x: torch.Tensor, weight: BlockScaledTensor, choice: tiles.Choice) -> Callable[[], Any]:
+def call_of(x: Tensor, weight: BlockScaledTensor, choice: tiles.Choice) -> Callable[[], Any]:
     """Returns the matmul by `choice`, to be timed."""
     return lambda: dispatch.multiply_with(x, weight, None, choice)
 
@@ -101,8 +95,7 @@ def tune_shapes(
 ) -> tuple[dict[str, dict[str, Any]], dict[str, str], Path]:
     """Searches for every weight and number of tokens, in both layouts where there are two, and stores the best.
 
-    Returns:
-        The entries, why candidates were dropped, and the file.
+    Returns the entries, why candidates were dropped, and the file.
     """
     best: dict[str, MeasuredChoice] = {}
     reasons: dict[str, str] = {}
@@ -131,18 +124,10 @@ def time_as_called(
     index: int = 0,
     progress: Callable[[int, int], None] | None = None,
 ) -> list[dict[str, Any]]:
-    """Times each weight with each number of rows of BF16, and the 16-bit matmul of the same shape.
+    """Times each weight `[out, in]` with each number of rows of BF16, and the 16-bit matmul of the same shape.
 
-    Every call of a replayed graph reads another copy of its weight, so that none is in the L2 cache.
-
-    Args:
-        weights: `[out, in]`, on any device.
-        tokens: numbers of rows.
-        index: the index of the GPU.
-        progress: a function that is called as `progress(done, total)`.
-
-    Returns:
-        JSON-ready rows: format, out, in, tokens, choice, microseconds, bytes_per_second, flops, times_16_bit.
+    Every call of a replayed graph reads another copy of its weight, so that none is in the L2 cache. Rows are
+    JSON-ready.
     """
     gpu, rows = current(index), []
     for done, weight in enumerate(weights):

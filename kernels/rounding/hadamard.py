@@ -17,39 +17,33 @@ from functools import lru_cache
 from typing import Concatenate, ParamSpec
 
 import torch
+from torch import Tensor
 
 P = ParamSpec("P")
 
 
-def on_each_device(make: Callable[P, torch.Tensor]) -> Callable[Concatenate[torch.Tensor, P], torch.Tensor]:
+def on_each_device(make: Callable[P, Tensor]) -> Callable[Concatenate[Tensor, P], Tensor]:
     """Decorates a function that makes a constant on the CPU, to keep the constant on each device that needs it.
 
     The new function takes a tensor that is on the device, then the arguments of `make`.
     """
 
     @lru_cache(maxsize=32)
-    def kept_on(device: torch.device, *args: P.args, **kwargs: P.kwargs) -> torch.Tensor:
+    def kept_on(device: torch.device, *args: P.args, **kwargs: P.kwargs) -> Tensor:
         with torch.inference_mode(False):  # a gradient may need the constant later
             return make(*args, **kwargs).to(device)
 
-    def constant(x: torch.Tensor, /, *args: P.args, **kwargs: P.kwargs) -> torch.Tensor:
+    def constant(x: Tensor, /, *args: P.args, **kwargs: P.kwargs) -> Tensor:
         return kept_on(x.device, *args, **kwargs)  # type: ignore[arg-type]
 
     return constant
 
 
-def hadamard_transform(x: torch.Tensor, block: int | None = None) -> torch.Tensor:
-    """Returns `x` times the orthonormal Sylvester-Hadamard matrix along the last axis, block by block.
+def hadamard_transform(x: Tensor, block: int | None = None) -> Tensor:
+    """Returns `x` `[..., n]` times the orthonormal Sylvester-Hadamard matrix along the last axis, block by block.
 
-    Args:
-        x: `[..., n]`; float64 is computed in float64, everything else in float32.
-        block: length of a block, a power of two that divides n; None takes the largest possible one.
-
-    Returns:
-        The shape and dtype of `x`.
-
-    Raises:
-        ValueError: `block` is not a power of two or does not divide n.
+    A block is a power of two that divides n; None takes the largest. float64 is computed in float64, all else in
+    float32.
     """
     n = x.shape[-1]
     block = hadamard_block(n) if block is None else block
@@ -66,7 +60,7 @@ def hadamard_transform(x: torch.Tensor, block: int | None = None) -> torch.Tenso
         low, high = pairs[..., 0, :], pairs[..., 1, :]
         y = torch.stack([low + high, low - high], dim=-2).flatten(-3)
         distance *= 2
-    scaled: torch.Tensor = y * block**-0.5
+    scaled: Tensor = y * block**-0.5
     return scaled.to(x.dtype)
 
 
@@ -75,7 +69,7 @@ def hadamard_block(n: int) -> int:
     return n & -n
 
 
-def random_sign_rotation(x: torch.Tensor) -> torch.Tensor:
+def random_sign_rotation(x: Tensor) -> Tensor:
     """Returns the random-sign Hadamard rotation of a head of attention, in float32; orthonormal.
 
     It acts on pairs of halves, so that it and the rotary embedding need the same two registers:
@@ -91,7 +85,7 @@ def random_sign_rotation(x: torch.Tensor) -> torch.Tensor:
     return torch.cat([u1 + u2, u1 - u2], -1) * math.sqrt(0.5)
 
 
-def sign_matrices(q: torch.Tensor) -> torch.Tensor:
+def sign_matrices(q: Tensor) -> Tensor:
     """Returns the same rotation as kernels multiply queries `[..., dim]` by it: H with the signs of each half.
 
     `[2, width, width]` in the dtype of `q`. Entries are 1 and −1, and zeros from half of dim to width, the next power
@@ -101,7 +95,7 @@ def sign_matrices(q: torch.Tensor) -> torch.Tensor:
 
 
 @on_each_device
-def _sign_matrices(dim: int, dtype: torch.dtype) -> torch.Tensor:
+def _sign_matrices(dim: int, dtype: torch.dtype) -> Tensor:
     half = dim // 2
     # Rows and columns beyond half of the head are zeros: tensor cores need a power of two.
     block = hadamard_block(half)
@@ -115,7 +109,7 @@ def _sign_matrices(dim: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 @on_each_device
-def _signs(dim: int) -> torch.Tensor:
+def _signs(dim: int) -> Tensor:
     """Returns the random signs, float32 `[dim]`: the same for every model."""
     generator = torch.Generator().manual_seed(dim)
     return (torch.randint(0, 2, (dim,), generator=generator, device="cpu") * 2 - 1).float()

@@ -2,8 +2,14 @@
 
     x [tokens, in] ─▶ blocks ─▶ amax ─▶ scale (the format's rule, `max` for nearly all) ─▶ x / scale ─▶ codes, scales
 
-The codes equal `formats/`' codes, rounded to nearest even against the decoded scale. This file checks the arguments
-and chooses between two kernels: `nvfp4_rows_to_codes.py` for NVFP4, `rows_to_codes.py` for all others.
+The codes equal `formats/`' codes, rounded to nearest even against the decoded scale. With `flat`, a program owns
+`width` elements as they lie in memory, whole blocks of one or several rows, so that short rows leave no lane idle. Else
+it owns a row, and there are two kernels:
+
+    rows_to_codes          the compiler places the elements of a row: formats with one scale for a row or tensor, and
+                           blocks of FP8, where each reduction goes across threads anyway
+    nvfp4_rows_to_codes    a thread owns whole blocks of sixteen, and reads 16 bytes at a time; reshapes split and join
+                           registers of one thread, and no element moves to another
 
 A block that holds NaN or infinity gets a scale that is NaN. Under a static scale, which is not the block's own, the
 single code of E4M3 is NaN.
@@ -18,6 +24,7 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from quant.formats.format import INPUT_FORMATS, Format
 from quant.formats.scaling import global_scale_of, scale_of
@@ -36,17 +43,6 @@ from quant.kernels.base.portable_small_floats import (
     reciprocal,
     to_e4m3,
 )
-
-# This kernel turns 16-bit rows into codes and scales; a program owns a row, and the compiler places its elements.
-#
-#     x [K] ─▶ blocks [K / block, block] ─▶ amax ─▶ scale ─▶ x / scale ─▶ codes [K · bits / 8]
-#                                                   └──────────────────▶ scale [K / block], or one a row
-#
-# It serves formats with one scale for a row, or a static one for the tensor, and blocks of FP8: there, each reduction
-# goes across threads anyway. NVFP4's blocks of 16 take `kernels/rounding/portable_casts.py`.
-#
-# With `flat`, a program owns `width` elements as they lie in memory, whole blocks of one or several rows, so that short
-# rows leave no lane idle.
 
 
 @triton.jit
@@ -127,18 +123,6 @@ def e2m1_words(steps, signed):
     return (words & 0x77777777) | (signs.to(tl.int32, bitcast=True) & -0x77777778)
 
 
-# This kernel turns 16-bit rows into NVFP4, whose blocks are so short that a thread owns whole ones.
-#
-# A program owns a row, or `width` elements where `flat`, and reads it as `[threads, 16]`:
-#
-#     thread 0    x[0 … 16)     a block: amax ─▶ scale ─▶ x / scale ─▶ two words of eight codes
-#     thread 1    x[16 … 32)
-#     …
-#
-# With one row as one vector, a block would be shared by threads, and each of them would compute its scale. Here
-# reshapes split and join registers of one thread, and no element moves to another. A thread reads 16 bytes at a time.
-
-
 BLOCK = 16
 _BLOCK = tl.constexpr(BLOCK)
 
@@ -215,29 +199,21 @@ MAX_COLUMNS = 32768
 
 
 def quantize(
-    x: torch.Tensor,
-    format: Format,
-    *,
-    scale: torch.Tensor | None = None,
-    global_scale: torch.Tensor | None = None,
+    x: Tensor, format: Format, *, scale: Tensor | None = None, global_scale: Tensor | None = None
 ) -> BlockScaledTensor:
     """Returns `x` in `format`, block scales by its rule for inputs: the codes of the values of `fake_quantize`.
 
-    Args:
-        x: `[..., in]`, FP16 or BF16.
-        format: one of `FORMATS_OUT`.
-        scale: static scale of `fp8`, float32 scalar; measured where None.
-        global_scale: static global scale of `nvfp4`, float32 scalar; measured where None.
-
-    Returns:
-        Codes and scales of `[tokens, in]`, leading axes flattened.
-
-    Raises:
-        ValueError: a format, dtype or width that the kernel does not take.
+    x is `[..., in]`, FP16 or BF16; leading axes are flattened. The static scale of `fp8` and the static global scale of
+    `nvfp4` are float32 scalars, and are measured where None.
     """
-    _check(x, format)
+    if (problem := _problem_of(format, x.shape[-1], x.dtype)) is not None:
+        raise ValueError(f"x {list(x.shape)} to {format}: {problem}")
     check_scales(x, format, scale, global_scale)
-    rows = _contiguous_rows(x)
+    rows = x.reshape(-1, x.shape[-1])
+    # Elements of a row lie side by side, and rows at multiples of four bytes.
+    aligned = rows.data_ptr() % 4 == 0 and (rows.stride(0) % 2 == 0 or rows.shape[0] == 1)
+    if rows.stride(1) != 1 or not aligned:
+        rows = rows.clone(memory_format=torch.contiguous_format)
     cast = prepare_cast(rows, format, contiguous=rows.is_contiguous())
     return cast(rows, scale, global_scale)
 
@@ -246,7 +222,7 @@ Cast = Callable[..., BlockScaledTensor]
 """From (rows `[tokens, in]`, scale, global scale) to the quantized rows."""
 
 
-def prepare_cast(rows: torch.Tensor, format: Format, *, contiguous: bool = True) -> Cast:
+def prepare_cast(rows: Tensor, format: Format, *, contiguous: bool = True) -> Cast:
     """Returns `quantize` for rows like these, checked, with everything decided that does not depend on their values."""
     (tokens, columns), device = rows.shape, rows.device
     codes_shape, codes_dtype = format.codes_shape(rows.shape), format.element.torch_dtype or torch.uint8
@@ -259,9 +235,7 @@ def prepare_cast(rows: torch.Tensor, format: Format, *, contiguous: bool = True)
         width = launch.width if launch.flat else 0
         kernel = CachedLaunch(_kernel_of(format), (launch.programs,), _constants(format, columns, launch))
 
-    def run(
-        rows: torch.Tensor, scale: torch.Tensor | None, global_scale: torch.Tensor | None = None
-    ) -> BlockScaledTensor:
+    def run(rows: Tensor, scale: Tensor | None, global_scale: Tensor | None = None) -> BlockScaledTensor:
         if per_tensor and scale is None:
             amax = rows.abs().amax().float() if tokens else rows.new_zeros((), dtype=torch.float32)
             scale = scale_of(amax, largest)
@@ -288,13 +262,11 @@ def takes(format: Format, columns: int, dtype: torch.dtype) -> bool:
     return _problem_of(format, columns, dtype) is None
 
 
-def quantize_in_graph(rows: torch.Tensor, format: Format, static: torch.Tensor | None) -> BlockScaledTensor:
+def quantize_in_graph(rows: Tensor, format: Format, static: Tensor | None) -> BlockScaledTensor:
     """Returns `quantize` as ops and a launch that `torch.export` and AOTInductor see; the arguments have been checked.
 
-    Args:
-        rows: `[tokens, in]`, contiguous; the number of tokens may be symbolic.
-        format: one that `takes` has confirmed.
-        static: the scale of a tensor, or the global scale where the format has one; None measures it.
+    Rows are contiguous; their number may be symbolic. `static` is the scale of a tensor, or the global scale where the
+    format has one; None measures it.
     """
     tokens, columns = rows.shape
     if static is None and format.per_tensor:
@@ -336,19 +308,12 @@ def _constants(format: Format, columns: int, launch: _Launch) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class _Launch:
-    """How rows are given to programs.
+    """How rows are given to programs."""
 
-    Attributes:
-        programs: how many.
-        width: elements of one, a power of two.
-        flat: whether pieces are cut from all elements as they lie in memory, and not one from each row.
-        warps: the number of warps of a program.
-    """
-
-    programs: int
-    width: int
-    flat: bool
-    warps: int
+    programs: int  # how many
+    width: int  # elements of one, a power of two
+    flat: bool  # whether pieces are cut from all elements as they lie in memory, and not one from each row
+    warps: int  # the number of warps of a program
 
 
 def _launch(tokens: int, columns: int, format: Format, contiguous: bool) -> _Launch:
@@ -366,11 +331,6 @@ def _launch(tokens: int, columns: int, format: Format, contiguous: bool) -> _Lau
     return _Launch(programs, width, flat, warps)
 
 
-def _check(x: torch.Tensor, format: Format) -> None:
-    if (problem := _problem_of(format, x.shape[-1], x.dtype)) is not None:
-        raise ValueError(f"x {list(x.shape)} to {format}: {problem}")
-
-
 def _problem_of(format: Format, columns: int, dtype: torch.dtype) -> str | None:
     """Returns why no kernel quantizes rows of `columns` elements to a format; None where one does."""
     if format.name not in FORMATS_OUT or format is not INPUT_FORMATS.get(format.name):
@@ -383,9 +343,7 @@ def _problem_of(format: Format, columns: int, dtype: torch.dtype) -> str | None:
     return None
 
 
-def check_scales(
-    x: torch.Tensor, format: Format, scale: torch.Tensor | None, global_scale: torch.Tensor | None
-) -> None:
+def check_scales(x: Tensor, format: Format, scale: Tensor | None, global_scale: Tensor | None) -> None:
     """Raises ValueError for a static scale that does not fit x and its format."""
     task = f"x {list(x.shape)} to {format}"
     for name, tensor in (("scale", scale), ("global_scale", global_scale)):
@@ -401,13 +359,3 @@ def check_scales(
         raise ValueError(f"{task}: a static scale is for formats of one scale a tensor; {format} measures its own")
     if global_scale is not None and not format.global_scale:
         raise ValueError(f"{task}: {format} has no global scale")
-
-
-def _contiguous_rows(x: torch.Tensor) -> torch.Tensor:
-    """Returns `[tokens, in]`, elements of a row side by side, and rows at multiples of four bytes.
-
-    A copy only where needed.
-    """
-    rows = x.reshape(-1, x.shape[-1])
-    aligned = rows.data_ptr() % 4 == 0 and (rows.stride(0) % 2 == 0 or rows.shape[0] == 1)
-    return rows if rows.stride(1) == 1 and aligned else rows.clone(memory_format=torch.contiguous_format)

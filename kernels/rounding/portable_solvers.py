@@ -1,4 +1,4 @@
-"""Three solvers round to NVFP4 on a GPU in one launch each, where PyTorch needs a dozen or thousands.
+"""Solvers round weights on a GPU in one launch each, where PyTorch needs a dozen or thousands.
 
     solve_nvfp4_window, search_nvfp4_blocks    GPTQ's windows and `local_hessian`'s blocks, with a search for scales
     fake_quantize_nvfp4                        `formats.tensor.fake_quantize` of inputs
@@ -14,7 +14,8 @@ The rows of a weight are independent in GPTQ, so a program takes a few of them t
 
 A lane of the program is one row with one of its scales, and holds the sixteen inputs in registers. Moves go to later
 blocks through memory that only this program reads. All sixteen scales are tried, because a trial is cheap here. The
-other kernels take tiles of blocks of sixteen values.
+other kernels take tiles of blocks of sixteen values. `solve_fixed_window` is the same kernel without the search, for
+scales that are fixed beforehand (FP8 and INT8 by tensor, row or square): a lane has one row of the weight.
 """
 
 from __future__ import annotations
@@ -26,29 +27,17 @@ from threading import Thread
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from quant.formats.format import FORMATS, Format, Number
 from quant.formats.scaling import global_scale_of
 from quant.kernels.base.launch import CachedLaunch
 from quant.kernels.base.portable_small_floats import amax_of, nearest_e2m1
 
-# A window of GPTQ takes one launch where scales are fixed beforehand: FP8 and INT8 by tensor, row or square.
-#
-# PyTorch needs a dozen small kernels for each of the 128 inputs of a window, which is nearly all of its time. Here a
-# lane of a program has one row of the weight, and takes it through the whole window:
-#
-#     for each block b of 32 inputs:   target  = targets[b] - Σ C[a, b]ᵀ move[a]          over the blocks a before it
-#         for each input j:            q[j] = nearest(left[j] / step[j]) · step[j],    e[j] = (left[j] - q[j]) / U[j, j]
-#                                      left[i] -= U[j, i] · e[j]                            for i > j
-#
-# It is the kernel of `nvfp4_solvers.py` without the search for scales. Moves go to later blocks through memory that
-# only this program reads.
-
-
-FIXED_SCALE_WIDTH = 32
+FIXED_WIDTH = 32
 """Inputs of a block."""
 # Rows of the weight per program of one warp: a lane holds the 32 inputs of its row, so that no lanes exchange data.
-_ROWS_of_fixed_scale_solver = 32
+_FIXED_ROWS = 32
 
 
 @triton.jit
@@ -72,37 +61,33 @@ def fixed_scale_solve_kernel(
     """Takes `ROWS` rows of the weight through one window; see the module docstring. Grid: (groups of rows,)."""
     column = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     valid = (column < n)[None, :]
-    row = tl.arange(0, FIXED_SCALE_WIDTH)
+    row = tl.arange(0, WIDTH)
     for b in range(0, blocks):
-        offset = (b * FIXED_SCALE_WIDTH + row)[:, None] * n + column[None, :]
-        target = tl.load(
-            targets + (b * FIXED_SCALE_WIDTH + row)[:, None] * targets_stride + column[None, :], valid, 0.0
-        )
+        offset = (b * WIDTH + row)[:, None] * n + column[None, :]
+        target = tl.load(targets + (b * WIDTH + row)[:, None] * targets_stride + column[None, :], valid, 0.0)
         # Feedback of the blocks before this one, with their final moves.
         for a in range(0, b):
-            for j in range(0, FIXED_SCALE_WIDTH):
-                move = tl.load(moves + (a * FIXED_SCALE_WIDTH + j) * n + column[None, :], valid, 0.0)
+            for j in range(0, WIDTH):
+                move = tl.load(moves + (a * WIDTH + j) * n + column[None, :], valid, 0.0)
                 weight = tl.load(
-                    coupling
-                    + (a * FIXED_SCALE_WIDTH + j) * coupling_row
-                    + (b * FIXED_SCALE_WIDTH + row)[:, None] * coupling_column
+                    coupling + (a * WIDTH + j) * coupling_row + (b * WIDTH + row)[:, None] * coupling_column
                 )
                 target -= weight * move
         step = tl.load(steps + offset, valid, 1.0)
         old = tl.load(values + offset, valid, 0.0)
         left, old_left = target, target
-        rounded = tl.zeros([FIXED_SCALE_WIDTH, ROWS], tl.float32)
-        errors = tl.zeros([FIXED_SCALE_WIDTH, ROWS], tl.float32)
+        rounded = tl.zeros([WIDTH, ROWS], tl.float32)
+        errors = tl.zeros([WIDTH, ROWS], tl.float32)
         loss = tl.zeros([ROWS], tl.float32)
         old_loss = tl.zeros([ROWS], tl.float32)
-        for j in tl.static_range(FIXED_SCALE_WIDTH):
+        for j in tl.static_range(WIDTH):
             # Registers cannot be indexed: input j is selected by a sum over a mask, in every lane at once.
             own = (row == j)[:, None]
             current = tl.sum(tl.where(own, left, 0.0), axis=0)
             own_step = tl.sum(tl.where(own, step, 0.0), axis=0)
             value = _nearest(tl.div_rn(current, own_step), mantissa, min_normal, lowest, largest) * own_step
-            upper = tl.load(inverses + b * FIXED_SCALE_WIDTH * FIXED_SCALE_WIDTH + j * FIXED_SCALE_WIDTH + row)
-            pivot = tl.load(inverses + b * FIXED_SCALE_WIDTH * FIXED_SCALE_WIDTH + j * FIXED_SCALE_WIDTH + j)
+            upper = tl.load(inverses + b * WIDTH * WIDTH + j * WIDTH + row)
+            pivot = tl.load(inverses + b * WIDTH * WIDTH + j * WIDTH + j)
             error = tl.div_rn(current - value, pivot)
             loss += error * error
             left -= upper[:, None] * error[None, :]
@@ -122,40 +107,23 @@ def fixed_scale_solve_kernel(
 
 
 def solve_fixed_window(
-    element: Number,
-    steps: torch.Tensor,
-    targets: torch.Tensor,
-    coupling: torch.Tensor,
-    inverses: torch.Tensor,
-    values: torch.Tensor,
-    scales: torch.Tensor | None,
-    start: int,
-    improve: bool,
-) -> torch.Tensor:
-    """Solves a window as `gptq._solve_window` does, in whole blocks of 32 inputs.
+    element: Number, steps: Tensor, targets: Tensor, coupling: Tensor, inverses: Tensor, values: Tensor,
+    scales: Tensor | None, start: int, improve: bool,
+) -> Tensor:  # fmt: skip
+    """Solves a window as GPTQ does, in whole blocks of 32 inputs, and returns the moves `[inputs, n]`; fills `values`.
 
-    Args:
-        element: the grid.
-        steps: the grid step of every weight of the matrix, `[in, n]`.
-        targets: `[inputs, n]`, rows contiguous.
-        coupling: `[inputs, inputs]`.
-        inverses: `[blocks, 32, 32]`.
-        values: contiguous, filled here.
-        scales: not used.
-        start: first input of the window.
-        improve: as in `gptq._solve_window`.
-
-    Returns:
-        The moves, `[inputs, n]`.
+    `steps` holds the grid step of every weight of the matrix, `[in, n]`. The window, of which `start` is the first
+    input, has targets `[inputs, n]`, a coupling `[inputs, inputs]` and inverses `[blocks, 32, 32]`. `scales` is not
+    used.
     """
     inputs, n = targets.shape
     moves = torch.empty(inputs, n, device=targets.device, dtype=torch.float32)
     targets = targets if targets.stride(1) == 1 else targets.contiguous()
-    fixed_scale_solve_kernel[(triton.cdiv(n, _ROWS_of_fixed_scale_solver),)](
+    fixed_scale_solve_kernel[(triton.cdiv(n, _FIXED_ROWS),)](
         targets, coupling, inverses.contiguous(), steps[start : start + inputs].contiguous(), values, moves, n,
-        inputs // FIXED_SCALE_WIDTH, targets.stride(0), coupling.stride(0), coupling.stride(1), improve=improve,
+        inputs // FIXED_WIDTH, targets.stride(0), coupling.stride(0), coupling.stride(1), improve=improve,
         mantissa=0 if element.is_integer else element.mantissa, min_normal=element.min_normal, lowest=element.min,
-        largest=element.max, WIDTH=FIXED_SCALE_WIDTH, ROWS=_ROWS_of_fixed_scale_solver, num_warps=1,
+        largest=element.max, WIDTH=FIXED_WIDTH, ROWS=_FIXED_ROWS, num_warps=1,
     )  # fmt: skip
     return moves
 
@@ -269,48 +237,23 @@ def nvfp4_solve_kernel(
 
 
 def solve_nvfp4_window(
-    global_scale: torch.Tensor,
-    targets: torch.Tensor,
-    coupling: torch.Tensor,
-    inverses: torch.Tensor,
-    values: torch.Tensor,
-    scales: torch.Tensor | None,
-    start: int,
-    improve: bool,
-) -> torch.Tensor:
-    """Solves a window as `gptq._solve_window` does, in whole blocks of sixteen, trying every scale with feedback.
+    global_scale: Tensor, targets: Tensor, coupling: Tensor, inverses: Tensor, values: Tensor, scales: Tensor | None,
+    start: int, improve: bool,
+) -> Tensor:  # fmt: skip
+    """Solves a window as GPTQ does, in whole blocks of sixteen, trying every scale with feedback; returns the moves.
 
-    Args:
-        global_scale: float32 scalar.
-        targets: `[inputs, n]`, rows contiguous.
-        coupling: `[inputs, inputs]`.
-        inverses: `[blocks, 16, 16]`.
-        values, scales: contiguous, filled here.
-        start: not used.
-        improve: as in `gptq._solve_window`.
-
-    Several weights are solved in one launch where all of these have one more dimension in front; `global_scale` is
-    then float32 `[weights]`, contiguous.
-
-    Returns:
-        The moves, `[inputs, n]`.
+    Targets are `[inputs, n]`, the coupling `[inputs, inputs]`, inverses `[blocks, 16, 16]`; `values` and `scales` are
+    filled, and `start` is not used. Several weights are solved in one launch where all of these have one more dimension
+    in front; `global_scale` is then float32 `[weights]`, contiguous.
     """
     assert scales is not None
     return _launch_solver(global_scale, targets, coupling, inverses, values, scales, windows=1, improve=improve)
 
 
-def search_nvfp4_blocks(
-    blocks: torch.Tensor, inverses: torch.Tensor, global_scale: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the best values and scales of independent blocks, all in one launch.
+def search_nvfp4_blocks(blocks: Tensor, inverses: Tensor, global_scale: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns the best values `[16 · blocks, n]` and scales `[blocks, n]` of independent blocks, all in one launch.
 
-    Args:
-        blocks: `[16 · blocks, n]`, float32, contiguous.
-        inverses: U of each, `[blocks, 16, 16]`.
-        global_scale: float32 scalar.
-
-    Returns:
-        Values `[16 · blocks, n]` and block scales `[blocks, n]`.
+    Blocks are `[16 · blocks, n]`, float32, contiguous; inverses are U of each, `[blocks, 16, 16]`.
     """
     values = torch.empty_like(blocks)
     scales = torch.empty(len(inverses), blocks.shape[1], device=blocks.device, dtype=torch.float32)
@@ -319,16 +262,9 @@ def search_nvfp4_blocks(
 
 
 def _launch_solver(
-    global_scale: torch.Tensor,
-    targets: torch.Tensor,
-    coupling: torch.Tensor,
-    inverses: torch.Tensor,
-    values: torch.Tensor,
-    scales: torch.Tensor,
-    *,
-    windows: int,
-    improve: bool,
-) -> torch.Tensor:
+    global_scale: Tensor, targets: Tensor, coupling: Tensor, inverses: Tensor, values: Tensor, scales: Tensor, *,
+    windows: int, improve: bool,
+) -> Tensor:  # fmt: skip
     *weights, inputs, n = targets.shape
     moves = torch.empty(targets.shape, device=targets.device, dtype=torch.float32)
     targets = targets if targets.stride(-1) == 1 else targets.contiguous()
@@ -443,17 +379,11 @@ def nvfp4_learned_kernel(
         tl.store(values + offset, nearest * now, mask=valid)
 
 
-def fake_quantize_nvfp4(
-    x: torch.Tensor, global_scale: torch.Tensor | None, format: Format = FORMATS["nvfp4"]
-) -> torch.Tensor:
+def fake_quantize_nvfp4(x: Tensor, global_scale: Tensor | None, format: Format = FORMATS["nvfp4"]) -> Tensor:
     """Returns `fake_quantize(x, format, global_scale=global_scale)`, the same to the bit except for the sign of zeros.
 
-    Under the rule `four_over_six`, scales of equal errors may differ, because these add up in another order.
-
-    Args:
-        x: `[..., in]` on a GPU, `in` a multiple of sixteen; any float dtype up to float32.
-        global_scale: float32 scalar; None measures it.
-        format: one that is laid out as NVFP4.
+    x is `[..., in]` on a GPU, `in` a multiple of sixteen, of any float dtype up to float32. Under the rule
+    `four_over_six`, scales of equal errors may differ, because these add up in another order.
     """
     x = x.contiguous()
     if global_scale is None:
@@ -466,28 +396,21 @@ def fake_quantize_nvfp4(
     return out
 
 
-def learned_values(latent: torch.Tensor, first_step: torch.Tensor, step: torch.Tensor) -> torch.Tensor:
-    """Returns step · nearest(latent · first_step / step), float32 `[out, in]`.
-
-    Args:
-        latent: `[out, in]`, float32, contiguous.
-        first_step, step: `[out, in / 16]`, float32, contiguous.
-    """
+def learned_values(latent: Tensor, first_step: Tensor, step: Tensor) -> Tensor:
+    """Returns step · nearest(latent · first_step / step), float32 `[out, in]`; steps are `[out, in / 16]`."""
     values = torch.empty_like(latent)
     _launch_learned(latent, first_step, step, latent, values, values, backward=False)
     return values
 
 
-def learned_gradient(
-    latent: torch.Tensor, first_step: torch.Tensor, step: torch.Tensor, gradient: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def learned_gradient(latent: Tensor, first_step: Tensor, step: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor]:
     """Returns the gradients of `latent` `[out, in]` and of `step` `[out, in / 16]`."""
     of_latent, of_step = torch.empty_like(latent), torch.empty_like(step)
     _launch_learned(latent, first_step, step, gradient.contiguous(), of_latent, of_step, backward=True)
     return of_latent, of_step
 
 
-def _launch_learned(*tensors: torch.Tensor, backward: bool) -> None:
+def _launch_learned(*tensors: Tensor, backward: bool) -> None:
     blocks = tensors[0].numel() // WIDTH
     nvfp4_learned_kernel[(triton.cdiv(blocks, _BLOCKS),)](
         *tensors, blocks, backward=backward, WIDTH=WIDTH, BLOCKS=_BLOCKS

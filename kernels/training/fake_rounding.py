@@ -1,7 +1,9 @@
-"""Fake quantization of a weight rounds it to a format and keeps floats, so that a model can be trained as deployed.
+"""Fake quantization rounds a weight or an input to a format and keeps floats, so that a model is trained as deployed.
 
     quant::round_weight(weight, scale?, global_scale?, …)      -> weight that the packed model multiplies by
     quant::round_weight_gradient, quant::round_scale_gradient  -> the gradients of the weight and of its block scales
+    quant::round_input(x, input_scale?, activation)            -> input as the packed model rounds it
+    quant::round_input_gradient(gradient, x, rounded, …)       -> the gradient of the input
 
 Rounding has a derivative of zero almost everywhere, so gradients pass straight through it (Bengio et al., 2013):
 dW = dY for a weight within the range of its block, and 0 for one beyond a scale that is fixed, which no small change of
@@ -10,8 +12,16 @@ is learned has the gradient of LSQ (Esser et al., 2020): with steps u = w / s an
 
     dL/ds = sum over the block of  dY · (q − u)    within the range,    dY · q    beyond it
 
-On a GPU one Triton kernel rounds and another masks (`kernels/training/portable_fake_rounding.py`); elsewhere the oracle
-runs. `input_rounding.py` does the same for inputs.
+Short blocks of inputs are scaled by their own largest magnitude a, which therefore decides how finely all of the block
+are rounded. With s in proportion to a, this sum becomes a gradient of the input that has it:
+
+    dL/da = sum over the block of  dY · (rounded − x) / a
+
+so that training also learns to keep outliers small. Rounding scales with its block, and its gradient says so: over a
+block, x · dL/dx sums to dY · rounded. It lowers the KL of NVFP4 by 2 to 5 % (docs/training.md). Scales of whole rows
+have none: one input among thousands decides little there.
+
+On a GPU Triton kernels round and mask (`kernels/training/portable_fake_rounding.py`); elsewhere the oracle runs.
 """
 
 from __future__ import annotations
@@ -20,6 +30,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from quant.formats.format import FORMATS, INPUT_FORMATS, Format
@@ -30,27 +41,17 @@ from quant.kernels.base.custom_ops import below_autograd, register, runs_eagerly
 from quant.kernels.base.hardware import has_triton
 from quant.kernels.linear.rounded_products import round_rows
 
-# Fake quantization of a layer's input: `[..., in]` as the packed model rounds it, with gradients to train by.
-#
-#     quant::round_input(x, input_scale?, activation)             -> input as the packed model rounds it
-#     quant::round_input_gradient(gradient, x, rounded, …)        -> the gradient of the input
-#
-# Gradients pass straight through the rounding, but not where an input is beyond the range of a static scale. Short blocks
-# of inputs are scaled by their own largest magnitude a, which therefore decides how finely all of the block are rounded.
-# With s in proportion to a, the sum of LSQ (`weight_rounding.py`) becomes a gradient of the input that has it:
-#
-#     dL/da = sum over the block of  dY · (rounded − x) / a
-#
-# so that training also learns to keep outliers small. Rounding scales with its block, and its gradient says so: over a
-# block, x · dL/dx sums to dY · rounded. It lowers the KL of NVFP4 by 2 to 5 % (docs/training.md). Scales of whole rows
-# have none: one input among thousands decides little there.
-
-
-_FLOATS_TWICE = (torch.float16, torch.bfloat16)
+_FLOATS = (torch.float16, torch.bfloat16)
 _SHORT = 32  # inputs of a block whose scale has a gradient
 
 
-def round_input(x: torch.Tensor, activation: Format, input_scale: torch.Tensor | None) -> torch.Tensor:
+def _kernels() -> Any:
+    from quant.kernels.training import portable_fake_rounding
+
+    return portable_fake_rounding
+
+
+def round_input(x: Tensor, activation: Format, input_scale: Tensor | None) -> Tensor:
     """Returns an input `[..., in]` as a packed linear rounds it, with straight-through gradients.
 
     Inputs beyond the range of a static scale have no gradient. The largest of a short block also gets its scale's.
@@ -60,39 +61,33 @@ def round_input(x: torch.Tensor, activation: Format, input_scale: torch.Tensor |
     return torch.ops.quant.round_input(x, input_scale, activation.name)  # type: ignore[no-any-return]
 
 
-def _round_input(x: torch.Tensor, input_scale: torch.Tensor | None, activation: str) -> torch.Tensor:
+def _round_input(x: Tensor, input_scale: Tensor | None, activation: str) -> Tensor:
     format = INPUT_FORMATS[activation]
-    if x.numel() and x.is_cuda and x.dtype in _FLOATS_TWICE and has_triton():
-        from quant.kernels.training import portable_fake_rounding
-
+    if x.numel() and x.is_cuda and x.dtype in _FLOATS and has_triton():
         with torch.cuda.device_of(x):
             rows = x.reshape(-1, x.shape[-1])
-            if portable_fake_rounding.can_measure(format, rows.shape) and format.global_scale == (
-                input_scale is not None
-            ):
-                return portable_fake_rounding.round_weight(rows, format, x.dtype, None, input_scale).view(x.shape)
+            if format.global_scale == (input_scale is not None) and _kernels().can_measure(format, rows.shape):
+                return _kernels().round_weight(rows, format, x.dtype, None, input_scale).view(x.shape)  # type: ignore[no-any-return]
             return round_rows(rows, format, input_scale).view(x.shape)
     # An op returns no tensor that it was given, as rounding does of no rows.
     return round_activation(x, format, input_scale) if x.numel() else x.clone()
 
 
 def _input_gradient(
-    gradient: torch.Tensor, x: torch.Tensor, rounded: torch.Tensor, input_scale: torch.Tensor | None, activation: str
-) -> torch.Tensor:
+    gradient: Tensor, x: Tensor, rounded: Tensor, input_scale: Tensor | None, activation: str
+) -> Tensor:
     """Returns the gradient of an input, straight through, plus the gradient of the scales of short blocks."""
     format = INPUT_FORMATS[activation]
     if not _follows(format):
         assert input_scale is not None
         return _passed(gradient, x, input_scale, format)
     if x.numel() and x.is_cuda and has_triton():
-        from quant.kernels.training import portable_fake_rounding
-
-        if portable_fake_rounding.can_sum(format, (rows := x.reshape(-1, x.shape[-1])).shape):
+        rows = x.reshape(-1, x.shape[-1])
+        if _kernels().can_sum(format, rows.shape):
             with torch.cuda.device_of(x):
-                gradient_of_rows = portable_fake_rounding.input_gradient(
-                    gradient.reshape(rows.shape), rows, rounded.reshape(rows.shape), format, input_scale
-                )
-            return gradient_of_rows.view(x.shape)
+                matrices = (part.reshape(rows.shape) for part in (gradient, x, rounded))
+                dx: Tensor = _kernels().input_gradient(*matrices, format, input_scale)
+            return dx.view(x.shape)
     columns = format.block[1]
     width = (0, -x.shape[-1] % columns)
     values, change, slope = (
@@ -101,12 +96,17 @@ def _input_gradient(
     )
     # a of the module docstring, for each block; `change` is rounded − x, `slope` is dY.
     amax = values.abs().amax(dim=-1, keepdim=True)
-    follows = (amax > 0) if input_scale is None else _in_reach(amax, input_scale, format)
+    if input_scale is None:
+        follows = amax > 0
+    else:
+        # The block scale is amax / (largest code · input scale), clamped to the range of its number.
+        unit = format.element.max * input_scale.float().reshape(())
+        follows = (amax > format.scale.min_subnormal * unit) & (amax <= format.scale.max * unit)
     of_scale = torch.where(follows, (slope * change).sum(dim=-1, keepdim=True) / amax, 0)
     # d|x|/dx at the maximum: the sign of x; where several inputs share the maximum, each gets an equal part.
     largest = values.abs() == amax
     added = largest * values.sign() * (of_scale / largest.sum(dim=-1, keepdim=True))
-    total: torch.Tensor = added.flatten(-2)[..., : x.shape[-1]].to(gradient.dtype)
+    total: Tensor = added.flatten(-2)[..., : x.shape[-1]].to(gradient.dtype)
     return total.add_(gradient if input_scale is None else _passed(gradient, x, input_scale, format))
 
 
@@ -116,21 +116,12 @@ def _follows(format: Format) -> bool:
     return rows == 1 and 0 < columns <= _SHORT
 
 
-def _in_reach(amax: torch.Tensor, input_scale: torch.Tensor, format: Format) -> torch.Tensor:
-    """Returns where a block's scale is neither the largest nor the smallest one, and so follows the block."""
-    # The block scale is amax / (largest code · input scale), clamped to the range of its number.
-    unit = format.element.max * input_scale.float().reshape(())
-    return (amax > format.scale.min_subnormal * unit) & (amax <= format.scale.max * unit)
-
-
-def _passed(gradient: torch.Tensor, x: torch.Tensor, input_scale: torch.Tensor, format: Format) -> torch.Tensor:
+def _passed(gradient: Tensor, x: Tensor, input_scale: Tensor, format: Format) -> Tensor:
     """Returns the gradient with zeros where an input is beyond the range of a static scale."""
     largest = format.element.max * (format.scale.max if format.global_scale else 1)
     if runs_eagerly(gradient) and x.is_contiguous():
-        from quant.kernels.training import portable_fake_rounding
-
         with torch.cuda.device_of(x):
-            return portable_fake_rounding.within(gradient, x, input_scale.reshape(()), largest)
+            return _kernels().within(gradient, x, input_scale.reshape(()), largest)
     # Beyond the range the code saturates, and a small change of x moves nothing.
     return gradient * (x.float().abs() <= largest * input_scale.float().reshape(()))
 
@@ -139,7 +130,7 @@ class _RoundInput(torch.autograd.Function):
     """`quant::round_input` where the input needs a gradient."""
 
     @staticmethod
-    def forward(ctx: Any, keyset: Any, *args: Any) -> torch.Tensor:
+    def forward(ctx: Any, keyset: Any, *args: Any) -> Tensor:
         x, input_scale, ctx.activation = args
         ctx.is_eager = keyset is None
         if ctx.is_eager:
@@ -152,72 +143,49 @@ class _RoundInput(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         if not ctx.passes_all:
             gradient_of: Any = _input_gradient if ctx.is_eager else torch.ops.quant.round_input_gradient
             gradient = gradient_of(gradient, *ctx.saved_tensors, ctx.activation)
         return None, gradient, None, None
 
 
-def _input_with_gradients(keyset: Any, *args: Any) -> torch.Tensor:
-    if torch.is_grad_enabled() and args[0].requires_grad:
-        return _RoundInput.apply(keyset, *args)  # type: ignore[no-any-return, no-untyped-call]
-    return below_autograd(torch.ops.quant.round_input.default, keyset, *args)
-
-
-def _fake_input_gradient(gradient: torch.Tensor, *arguments: Any) -> torch.Tensor:
-    return torch.empty(gradient.shape, dtype=gradient.dtype, device=gradient.device)
-
-
-def _fake_input(x: torch.Tensor, *arguments: Any) -> torch.Tensor:
-    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
-
-
 register(
     "quant::round_input_gradient",
     "(Tensor gradient, Tensor x, Tensor rounded, Tensor? input_scale, str activation) -> Tensor",
-    _fake_input_gradient,
+    lambda gradient, *_: torch.empty(gradient.shape, dtype=gradient.dtype, device=gradient.device),
     default=_input_gradient,
 )
 register(
     "quant::round_input",
     "(Tensor x, Tensor? input_scale, str activation) -> Tensor",
-    _fake_input,
-    autograd=_input_with_gradients,
-    in_autocast=False,
+    lambda x, *_: torch.empty(x.shape, dtype=x.dtype, device=x.device),
     default=_round_input,
+    autograd=_RoundInput,
+    in_autocast=False,
 )
 
 
-_FLOATS = (torch.float16, torch.bfloat16)
-
-
 def round_weight(
-    weight: torch.Tensor,
+    weight: Tensor,
     format: Format,
     dtype: torch.dtype,
     *,
-    scale: torch.Tensor | None = None,
-    global_scale: torch.Tensor | None = None,
+    scale: Tensor | None = None,
+    global_scale: Tensor | None = None,
     rule: str = "max",
     stored: torch.dtype = torch.float32,
     clips: bool = True,
-) -> torch.Tensor:
-    """Returns the weight that a packed model multiplies by, with straight-through gradients.
+) -> Tensor:
+    """Returns the weight `[..., out, in]` that a packed model multiplies by, with straight-through gradients.
 
     Args:
-        weight: `[..., out, in]`, finite.
-        format: the weight's.
-        dtype: the dtype of the result: the dtype of the inputs that it is multiplied by.
+        dtype: of the result: the dtype of the inputs that it is multiplied by.
         scale: block scale values, float32 `format.scale_shape(weight.shape)`; None measures them by `rule`. They have
             a gradient where they need one.
         global_scale: float32 `weight.shape[:-2]`, for formats that have one.
-        rule: key of `SCALE_RULES`, where scales are measured.
         stored: dtype of the checkpoint, to which measured scales that are floats are rounded.
         clips: whether weights beyond the range of a given scale have no gradient.
-
-    Returns:
-        The shape of `weight`, in `dtype`.
     """
     arguments = (weight, scale, global_scale, format.name, rule, stored, dtype, clips and scale is not None)
     if runs_eagerly(weight):
@@ -226,20 +194,16 @@ def round_weight(
 
 
 def measured_scale(
-    weight: torch.Tensor, format: Format, rule: str, global_scale: torch.Tensor | None, stored: torch.dtype
-) -> torch.Tensor:
-    """Returns the block scale values of `weight` by `rule`, as a model stored in `stored` is quantized.
-
-    Returns:
-        float32 `format.scale_shape(weight.shape)`.
-    """
+    weight: Tensor, format: Format, rule: str, global_scale: Tensor | None, stored: torch.dtype
+) -> Tensor:
+    """Returns the float32 block scale values of `weight` by `rule`, as a model stored in `stored` is quantized."""
     matrices = weight.reshape(-1, *weight.shape[-2:])
     amax = torch.stack([matrix.abs().amax() for matrix in matrices]).view(weight.shape[:-2]).float()
     scale = choose_scale(weight, format, rule, amax, global_scale)
     return as_stored_scale(scale, format, stored)
 
 
-def as_stored_scale(scale: torch.Tensor, format: Format, stored: torch.dtype) -> torch.Tensor:
+def as_stored_scale(scale: Tensor, format: Format, stored: torch.dtype) -> Tensor:
     """Returns float scales rounded to the dtype in which a checkpoint stores them; `scale` may be overwritten."""
     if not format.scale.is_wide or stored not in _FLOATS:
         return scale
@@ -248,97 +212,74 @@ def as_stored_scale(scale: torch.Tensor, format: Format, stored: torch.dtype) ->
     return scale.clamp_(min=info.tiny * info.eps).to(stored).float()
 
 
-def group_amax(weights: Sequence[torch.Tensor]) -> torch.Tensor:
+def group_amax(weights: Sequence[Tensor]) -> Tensor:
     """Returns the largest magnitude of weights `[..., out, in]` that share a scale, over all their shards."""
     amax = [_amax(weight) for weight in weights]
     return amax[0] if len(amax) == 1 else torch.stack(amax).amax(dim=0)
 
 
-def measured_global_scale(weights: Sequence[torch.Tensor], format: Format) -> torch.Tensor:
+def measured_global_scale(weights: Sequence[Tensor], format: Format) -> Tensor:
     """Returns the global scale of weights `[..., out, in]` that share one, by the `max` rule: float32 `[...]`.
 
     It has gone through the reciprocal that files may store.
     """
     if all(runs_eagerly(weight) and weight.dim() == 2 for weight in weights):
-        from quant.kernels.training import portable_fake_rounding as global_scale
-
         with torch.cuda.device_of(weights[0]):
-            return global_scale.global_scale(weights, format)
+            return _kernels().global_scale(weights, format)
     # compressed-tensors files store 1 / s in float32: this is the s that a reader computes from it.
     return 1 / (1 / global_scale_of(group_amax(weights), format, "max"))
 
 
-def _amax(weight: torch.Tensor) -> torch.Tensor:
+def _amax(weight: Tensor) -> Tensor:
     """Returns the largest magnitude of each matrix, float32, over all shards of the weight."""
     if not hasattr(weight, "full_tensor"):  # as one kernel, which DTensor does not have
-        amax: torch.Tensor = torch.linalg.vector_norm(weight, torch.inf, dim=(-2, -1), dtype=torch.float32)
+        amax: Tensor = torch.linalg.vector_norm(weight, torch.inf, dim=(-2, -1), dtype=torch.float32)
         return amax
     sharded_amax: Any = weight.abs().amax(dim=(-2, -1)).float()
     return sharded_amax.full_tensor()  # type: ignore[no-any-return]
 
 
 def _round_weight(
-    weight: torch.Tensor,
-    scale: torch.Tensor | None,
-    global_scale: torch.Tensor | None,
-    format_name: str,
-    rule: str,
-    stored: torch.dtype,
-    dtype: torch.dtype,
-    clips: bool,
-) -> torch.Tensor:
+    weight: Tensor, scale: Tensor | None, global_scale: Tensor | None, format_name: str, rule: str,
+    stored: torch.dtype, dtype: torch.dtype, clips: bool,
+) -> Tensor:  # fmt: skip
     format = FORMATS[format_name]
     if weight.is_cuda and has_triton() and weight.dim() == 2:
-        from quant.kernels.training import portable_fake_rounding
-
         with torch.cuda.device_of(weight):
-            if scale is None and not (rule == "max" and portable_fake_rounding.can_measure(format, weight.shape)):
+            if scale is None and not (rule == "max" and _kernels().can_measure(format, weight.shape)):
                 scale = measured_scale(weight, format, rule, global_scale, stored)
-            return portable_fake_rounding.round_weight(weight, format, dtype, scale, global_scale)
+            return _kernels().round_weight(weight, format, dtype, scale, global_scale)
     if scale is None:
         scale = measured_scale(weight, format, rule, global_scale, stored)
     return round_with_scale(weight, format, scale, global_scale, dtype)
 
 
 def _weight_gradient(
-    gradient: torch.Tensor,
-    weight: torch.Tensor,
-    scale: torch.Tensor,
-    global_scale: torch.Tensor | None,
-    format_name: str,
-) -> torch.Tensor:
+    gradient: Tensor, weight: Tensor, scale: Tensor, global_scale: Tensor | None, format_name: str
+) -> Tensor:
     """Returns the gradient with zeros where a weight is beyond the range of its block, in the dtype of the weight."""
     format = FORMATS[format_name]
     if weight.is_cuda and has_triton() and weight.dim() == 2:
-        from quant.kernels.training import portable_fake_rounding
-
         with torch.cuda.device_of(weight):
-            return portable_fake_rounding.masked_gradient(gradient, weight, format, scale, global_scale)
+            return _kernels().masked_gradient(gradient, weight, format, scale, global_scale)
     # Straight-through: d round(w) / dw = 1 inside the range, 0 where the code is clipped.
     inside = _inside(weight.float(), weight_steps(scale, global_scale, format, weight.shape), format)
     return (gradient * inside).to(weight.dtype)
 
 
-def _inside(weight: torch.Tensor, step: torch.Tensor, format: Format) -> torch.Tensor:
+def _inside(weight: Tensor, step: Tensor, format: Format) -> Tensor:
     """Returns where a weight is within the range of its block."""
     return (weight >= format.element.min * step) & (weight <= format.element.max * step)
 
 
 def _scale_gradient(
-    gradient: torch.Tensor,
-    weight: torch.Tensor,
-    scale: torch.Tensor,
-    global_scale: torch.Tensor | None,
-    format_name: str,
-) -> torch.Tensor:
+    gradient: Tensor, weight: Tensor, scale: Tensor, global_scale: Tensor | None, format_name: str
+) -> Tensor:
     """Returns LSQ's gradient of block scales, float32 of their shape."""
     format = FORMATS[format_name]
-    if weight.is_cuda and has_triton() and weight.dim() == 2:
-        from quant.kernels.training import portable_fake_rounding
-
-        if portable_fake_rounding.can_sum(format, weight.shape):
-            with torch.cuda.device_of(weight):
-                return portable_fake_rounding.scale_gradient(gradient, weight, format, scale, global_scale)
+    if weight.is_cuda and has_triton() and weight.dim() == 2 and _kernels().can_sum(format, weight.shape):
+        with torch.cuda.device_of(weight):
+            return _kernels().scale_gradient(gradient, weight, format, scale, global_scale)
     rows, columns = format.block_shape(weight.shape)
     step = weight_steps(scale, global_scale, format, weight.shape)
     steps = weight.float() / step
@@ -347,13 +288,11 @@ def _scale_gradient(
     slope = gradient.float() * (round_to(steps, format.element) - torch.where(inside, steps, torch.zeros_like(steps)))
     # Short last blocks are padded with zeros, which add nothing to their sums.
     slope = torch.nn.functional.pad(slope, (0, -slope.shape[-1] % columns, 0, -slope.shape[-2] % rows))
-    summed: torch.Tensor = slope.unflatten(-1, (-1, columns)).sum(-1).unflatten(-2, (-1, rows)).sum(-2)
+    summed: Tensor = slope.unflatten(-1, (-1, columns)).sum(-1).unflatten(-2, (-1, rows)).sum(-2)
     return summed if global_scale is None else summed * global_scale[..., None, None]
 
 
-def weight_steps(
-    scale: torch.Tensor, global_scale: torch.Tensor | None, format: Format, shape: torch.Size
-) -> torch.Tensor:
+def weight_steps(scale: Tensor, global_scale: Tensor | None, format: Format, shape: torch.Size) -> Tensor:
     """Returns block scale times global scale for each weight of `shape`."""
     rows, columns = format.block_shape(shape)
     step = scale if global_scale is None else scale * global_scale[..., None, None]
@@ -365,7 +304,7 @@ class _RoundWeight(torch.autograd.Function):
     """`quant::round_weight` where the weight or the scale needs a gradient."""
 
     @staticmethod
-    def forward(ctx: Any, keyset: Any, *args: Any) -> torch.Tensor:
+    def forward(ctx: Any, keyset: Any, *args: Any) -> Tensor:
         weight, scale, global_scale, ctx.format, _, _, _, ctx.clips = args
         ctx.dtype = weight.dtype
         learned = scale is not None and scale.requires_grad
@@ -377,7 +316,7 @@ class _RoundWeight(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         _, for_weight, for_scale, *_ = ctx.needs_input_grad
         weight = scale = None
         saved = ctx.saved_tensors  # once: under gradient checkpointing, each access runs the block again
@@ -393,43 +332,25 @@ class _RoundWeight(torch.autograd.Function):
         return None, weight, scale, None, None, None, None, None, None
 
 
-def _weight_with_gradients(keyset: Any, *args: Any) -> torch.Tensor:
-    weight, scale = args[:2]
-    if torch.is_grad_enabled() and (weight.requires_grad or (scale is not None and scale.requires_grad)):
-        return _RoundWeight.apply(keyset, *args)  # type: ignore[no-any-return, no-untyped-call]
-    return below_autograd(torch.ops.quant.round_weight.default, keyset, *args)
-
-
-def _fake_weight(weight: torch.Tensor, *arguments: Any) -> torch.Tensor:
-    return torch.empty(weight.shape, dtype=arguments[-2], device=weight.device)
-
-
-def _fake_weight_gradient(gradient: torch.Tensor, weight: torch.Tensor, *arguments: Any) -> torch.Tensor:
-    return torch.empty(weight.shape, dtype=weight.dtype, device=weight.device)
-
-
-def _fake_scale_gradient(gradient: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, *_: Any) -> torch.Tensor:
-    return torch.empty(scale.shape, dtype=torch.float32, device=scale.device)
-
-
 register(
     "quant::round_weight_gradient",
     "(Tensor gradient, Tensor weight, Tensor scale, Tensor? global_scale, str format) -> Tensor",
-    _fake_weight_gradient,
+    lambda gradient, weight, *_: torch.empty(weight.shape, dtype=weight.dtype, device=weight.device),
     default=_weight_gradient,
 )
 register(
     "quant::round_scale_gradient",
     "(Tensor gradient, Tensor weight, Tensor scale, Tensor? global_scale, str format) -> Tensor",
-    _fake_scale_gradient,
+    lambda gradient, weight, scale, *_: torch.empty(scale.shape, dtype=torch.float32, device=scale.device),
     default=_scale_gradient,
 )
 register(
     "quant::round_weight",
     "(Tensor weight, Tensor? scale, Tensor? global_scale, str format, str rule, ScalarType stored, ScalarType dtype, "
     "bool clips) -> Tensor",
-    _fake_weight,
-    autograd=_weight_with_gradients,
-    in_autocast=False,
+    lambda weight, *arguments: torch.empty(weight.shape, dtype=arguments[-2], device=weight.device),
     default=_round_weight,
+    autograd=_RoundWeight,
+    gradients_of=(0, 1),
+    in_autocast=False,
 )

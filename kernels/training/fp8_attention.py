@@ -18,6 +18,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn.functional import pad
 
 from quant.kernels.attention.attention_operands import DIMS, scale_blocks, scale_of_rows
@@ -27,14 +28,12 @@ from quant.kernels.attention.ring import quantize_blocks
 from quant.kernels.base.custom_ops import register, without_autocast
 from quant.kernels.base.hardware import capability_of, lacks_e4m3
 
-_Saved = tuple[
-    torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor
-]
+_Saved = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
 def fp8_training_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool, window: int | None, softmax_scale: float
-) -> torch.Tensor:
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool, window: int | None, softmax_scale: float
+) -> Tensor:
     """Returns softmax(q kᵀ · softmax_scale) v in FP8, with gradients.
 
     Args:
@@ -42,10 +41,6 @@ def fp8_training_attention(
         k, v: `[batch, kv_heads, seq_kv, dim]`; `kv_heads` divides `heads`, and V's head dimension may be smaller.
         causal: query i sees the keys up to i + seq_kv − seq_q.
         window: keys that a query sees, its own included; None is no limit.
-        softmax_scale: positive factor of the scores.
-
-    Raises:
-        ValueError: operands that no kernel takes.
     """
     value_dim = v.shape[3]
     dim = max(q.shape[3], value_dim)
@@ -54,7 +49,7 @@ def fp8_training_attention(
     # Zeros in added channels change no score and no scale; autograd cuts their gradients off.
     width = next(size for size in DIMS if size >= dim)
     q, k, v = (x if x.shape[3] == width else pad(x, (0, width - x.shape[3])) for x in (q, k, v))
-    out: torch.Tensor = _FP8Attention.apply(q, k, v, causal, window, softmax_scale)  # type: ignore[no-untyped-call]
+    out: Tensor = _FP8Attention.apply(q, k, v, causal, window, softmax_scale)  # type: ignore[no-untyped-call]
     return out[..., :value_dim]
 
 
@@ -63,30 +58,22 @@ class _FP8Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        causal: bool,
-        window: int | None,
-        softmax_scale: float,
-    ) -> torch.Tensor:
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, causal: bool, window: int | None, softmax_scale: float
+    ) -> Tensor:
         ctx.options = causal, window, softmax_scale
         out, *saved = torch.ops.quant.fp8_attention_training(q, k, v, *ctx.options)
         ctx.save_for_backward(out, *saved)
         return out  # type: ignore[no-any-return]
 
     @staticmethod
-    def backward(ctx: Any, dout: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         gradients = torch.ops.quant.fp8_attention_gradients(dout, *ctx.saved_tensors, *ctx.options)
         return (*gradients, None, None, None)
 
 
-def _forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, window: int | None, softmax_scale: float
-) -> _Saved:
+def _forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, window: int | None, softmax_scale: float) -> _Saved:
     with without_autocast(q):
-        scales: list[torch.Tensor]
+        scales: list[Tensor]
         # The quantizer takes 16 bit; operands of a float32 model are rounded once, too, from their own dtype.
         if q.dtype is torch.float32:
             (q8, q_scale), (k8, k_scale), (v8, v_scale) = map(quantize_blocks, (q, k, v))
@@ -105,7 +92,7 @@ def _forward(
         return out, lse.float(), q8, k8, v8, q_scale, k_scale, v_scale
 
 
-def _fake_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: object) -> _Saved:
+def _fake_forward(q: Tensor, k: Tensor, v: Tensor, *_: object) -> _Saved:
     q8, k8, v8 = (x.new_empty(x.shape, dtype=torch.float8_e4m3fn) for x in (q, k, v))
     q_scale, k_scale, v_scale = (
         x.new_empty((x.shape[0], x.shape[1], scale_blocks(x.shape[2])), dtype=torch.float32) for x in (q, k, v)
@@ -114,19 +101,9 @@ def _fake_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: object)
 
 
 def _gradients(
-    dout: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    q8: torch.Tensor,
-    k8: torch.Tensor,
-    v8: torch.Tensor,
-    q_scale: torch.Tensor,
-    k_scale: torch.Tensor,
-    v_scale: torch.Tensor,
-    causal: bool,
-    window: int | None,
-    softmax_scale: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    dout: Tensor, out: Tensor, lse: Tensor, q8: Tensor, k8: Tensor, v8: Tensor, q_scale: Tensor, k_scale: Tensor,
+    v_scale: Tensor, causal: bool, window: int | None, softmax_scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Computes the gradients as they are written, in float32: the oracle, and a CPU's way."""
     with without_autocast(dout):
         q, k, v = (
@@ -147,9 +124,7 @@ def _gradients(
         return dq.to(out.dtype), dk.to(out.dtype), dv.to(out.dtype)
 
 
-def _gradients_on_gpu(
-    dout: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, *arguments: Any
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _gradients_on_gpu(dout: Tensor, out: Tensor, lse: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     """Computes the gradients by cuDNN's or PyTorch's flash attention, which take and give BF16 or FP16."""
     if capability_of(out) < (8, 0):  # before Ampere there is no flash attention
         return _gradients(dout, out, lse, *arguments)
@@ -162,7 +137,7 @@ def _gradients_on_gpu(
     return dq, dk, dv
 
 
-def _decoded(codes: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def _decoded(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     if lacks_e4m3(codes):
         return (codes.float() * scale_of_rows(scale, codes.shape, None)).to(dtype)
     from quant.kernels.attention.portable_fp8_operands import decode_blocks
@@ -171,7 +146,7 @@ def _decoded(codes: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> to
         return decode_blocks(codes, scale, dtype)
 
 
-def _cudnn_takes(q: torch.Tensor, k: torch.Tensor, causal: bool, window: int | None) -> bool:
+def _cudnn_takes(q: Tensor, k: Tensor, causal: bool, window: int | None) -> bool:
     """Returns whether cuDNN, which is faster on Hopper, computes these gradients."""
     # Its causal mask begins at the first key, ours ends at the last: the same where queries and keys are equally many.
     is_aligned = not causal or q.shape[2] == k.shape[2]
@@ -186,9 +161,9 @@ def _cudnn_takes(q: torch.Tensor, k: torch.Tensor, causal: bool, window: int | N
 
 
 def _by_cudnn(
-    dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
     causal: bool, window: int | None, softmax_scale: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     unused = torch.zeros((), dtype=torch.int64, device=out.device)  # the random state of dropout
     dq, dk, dv = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
         dout.contiguous(), q, k, v, out, lse[..., None], unused, unused, None, None, None, q.shape[2], k.shape[2], 0.0,
@@ -198,9 +173,9 @@ def _by_cudnn(
 
 
 def _by_flash_attention(
-    dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
     causal: bool, window: int | None, softmax_scale: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     # Flash attention has the tokens before the heads. A window is counted without the query's own position.
     by_tokens = [x.transpose(1, 2) for x in (dout, q, k, v, out)]
     ahead = {} if window is None else {"window_size_left": window - 1, "window_size_right": 0 if causal else window - 1}
@@ -211,13 +186,6 @@ def _by_flash_attention(
     )  # fmt: skip
     dq, dk, dv = (x.transpose(1, 2) for x in gradients)
     return dq, dk, dv
-
-
-def _fake_gradients(
-    dout: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, q8: torch.Tensor, k8: torch.Tensor, v8: torch.Tensor,
-    *_: object,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    return out.new_empty(q8.shape), out.new_empty(k8.shape), out.new_empty(v8.shape)
 
 
 register(
@@ -231,7 +199,7 @@ register(
     "quant::fp8_attention_gradients",
     "(Tensor dout, Tensor out, Tensor lse, Tensor q, Tensor k, Tensor v, Tensor q_scale, Tensor k_scale, "
     "Tensor v_scale, bool causal, SymInt? window, float softmax_scale) -> (Tensor, Tensor, Tensor)",
-    _fake_gradients,
+    lambda dout, out, lse, *codes: tuple(out.new_empty(x.shape) for x in codes[:3]),
     default=_gradients,
     cuda=_gradients_on_gpu,
 )

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 BLOCK = 128
 _SUMMED = 512  # a multiple of which are sums with squares: cuBLASLt reads four of their scales at a time
@@ -13,9 +14,7 @@ RULES = ("power_of_two", "transformer_engine", "divided")
 """Scales are powers of two, rounded up; FP32 as Transformer Engine computes them; or amax / 448."""
 
 
-SwiGLUGradients = tuple[
-    torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor
-]
+SwiGLUGradients = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 """Codes and scale of `[d gate, d up]`, and codes_t and scale_t of d gate, of d up and of silu(gate) · up."""
 
 
@@ -24,27 +23,21 @@ class Operands(NamedTuple):
 
     The axis of a sum with squares (C of codes, R of a square's codes_t) is padded with zeros to a multiple of 512, all
     other axes to 128.
-
-    Attributes:
-        codes: E4M3 `[R, C]`.
-        scale: float32 `[C / 128, R]`; of squares `[R / 128, C / 128]`.
-        codes_t: E4M3 `[C, R]`.
-        scale_t: float32 `[R / 128, C]`; of squares `[C / 128, R / 128]`.
     """
 
-    codes: torch.Tensor
-    scale: torch.Tensor
-    codes_t: torch.Tensor
-    scale_t: torch.Tensor
+    codes: Tensor  # E4M3 `[R, C]`
+    scale: Tensor  # float32 `[C / 128, R]`; of squares `[R / 128, C / 128]`
+    codes_t: Tensor  # E4M3 `[C, R]`
+    scale_t: Tensor  # float32 `[R / 128, C]`; of squares `[C / 128, R / 128]`
 
 
 def allocate(
-    x: torch.Tensor, square: bool, rows: bool, columns: bool, *, height: int | None = None, width: int | None = None
+    x: Tensor, square: bool, rows: bool, columns: bool, *, height: int | None = None, width: int | None = None
 ) -> Operands:
     """Returns the operands of a matrix `[R, C]`, not filled; `height` and `width` are its size where x is a part."""
     height, width = height or x.shape[0], width or x.shape[1]
 
-    def direction(lines: int, summed: int, multiple: int, is_wanted: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    def direction(lines: int, summed: int, multiple: int, is_wanted: bool) -> tuple[Tensor, Tensor]:
         shape = (padded(lines, BLOCK), padded(summed, multiple)) if is_wanted else (0, 0)
         blocks = shape[1] // BLOCK
         scales = (shape[0] // BLOCK, blocks) if square else (blocks, shape[0])
@@ -52,8 +45,7 @@ def allocate(
 
     # The weight gradient sums over rows of two matrices without squares.
     return Operands(
-        *direction(height, width, _SUMMED, rows),
-        *direction(width, height, _SUMMED if square else BLOCK, columns),
+        *direction(height, width, _SUMMED, rows), *direction(width, height, _SUMMED if square else BLOCK, columns)
     )
 
 
@@ -62,7 +54,7 @@ def padded(size: int, multiple: int) -> int:
     return -(-size // multiple) * multiple
 
 
-def allocate_side_by_side(parts: Sequence[torch.Tensor], rows: bool, columns: bool) -> tuple[list[Operands], Operands]:
+def allocate_side_by_side(parts: Sequence[Tensor], rows: bool, columns: bool) -> tuple[list[Operands], Operands]:
     """Returns operands, not filled, of matrices `[R, C]` of one height, each C a multiple of 128.
 
     Each has `codes_t` and `scale_t` of its own. Their `codes` and `scale` are slices of the second result's, which hold
@@ -79,7 +71,7 @@ def allocate_side_by_side(parts: Sequence[torch.Tensor], rows: bool, columns: bo
     return operands, whole
 
 
-def allocate_stacked(parts: Sequence[torch.Tensor], rows: bool, columns: bool) -> tuple[list[Operands], Operands]:
+def allocate_stacked(parts: Sequence[Tensor], rows: bool, columns: bool) -> tuple[list[Operands], Operands]:
     """Returns operands in squares, not filled, of matrices `[R, C]` of one width, each R a multiple of 128.
 
     Each has `codes` and `scale` of its own. Their `codes_t` and `scale_t` are slices of the second result's, which hold

@@ -1,19 +1,28 @@
-"""FP8 products with one power of two for each row of an operand, as custom ops that torch.compile leaves whole.
+"""The ops of experts in FP8 training, with one power of two for each row or block, which torch.compile leaves whole.
 
+    quant::e4m3_blocks(x, height, width, dtype) -> element · scale of x [R, C] in blocks [height, width], scales
+    quant::swiglu(both) -> silu(gate) · up of both = [gate, up]; quant::swiglu_backward(dy, both) -> [d gate, d up]
+    quant::weigh_rows(rows, positions, weights, tokens, dtype) -> Σ weight · row of each token, [tokens, H]
+    quant::weigh_rows_backward(dy, rows, positions, slots, weights) -> d rows, d weights
     quant::e4m3_rows(x) -> codes [R, C], scale [R]
     quant::e4m3_columns(x, offsets, is_stack, scale) -> codes [C, R] or [experts, C, R / experts], scale [experts, C]
     quant::e4m3_product(a, a_scale, b, b_scale, fast, dtype) -> a · bᵀ, rounded to BF16, by PyTorch's FP8 product
     quant::e4m3_grouped_product(a, a_scale, b, b_scale, offsets, exact, dtype) -> a · bᵀ of each expert
 
-Two kernels round (`kernels/training/portable_grouped_fp8.py`), and Hopper multiplies by CUTLASS's grouped product,
-which PyTorch has. Sums have fewer bits there, which is an error of 0.2 % where the rounding of operands is one of 4 %;
-the same product with more bits is three times slower where experts are small, and slower than BF16. With `exact`, and
-on other devices, BF16 (on a CPU, FP32) multiplies element · scale, which it holds exactly, and sums in FP32.
+Kernels run them on a GPU (`kernels/training/portable_grouped_fp8.py`), PyTorch elsewhere; values in E4M3 take 4
+significant bits, so BF16 holds them exactly. The sum of a token has the order of its slots at every call. Hopper
+multiplies by CUTLASS's grouped product, which PyTorch has. Sums have fewer bits there, which is an error of 0.2 % where
+the rounding of operands is one of 4 %; the same product with more bits is three times slower where experts are small,
+and slower than BF16. With `exact`, and on other devices, BF16 (on a CPU, FP32) multiplies element · scale, which it
+holds exactly, and sums in FP32.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
+from torch import Tensor
 from torch.nn import functional
 from torch.nn.functional import pad
 
@@ -23,15 +32,24 @@ from quant.formats.scaling import divided
 from quant.kernels.base.custom_ops import register
 from quant.kernels.base.hardware import has_triton
 
-# Blocks of a matrix in E4M3 under power-of-two scales, as a custom op that torch.compile leaves whole.
-#
-#     quant::e4m3_blocks(x, height, width, dtype) -> element · scale of x [R, C] in blocks [height, width], scales
-#
-# Values take 4 significant bits, so BF16 holds them exactly. On a GPU one kernel computes them
-# (`kernels/training/portable_grouped_fp8.py`), elsewhere PyTorch.
+
+def has_grouped_fp8(x: Tensor) -> bool:
+    """Returns whether PyTorch has a grouped FP8 product with a scale for each row on the device of `x`."""
+    return x.is_cuda and torch.cuda.get_device_capability(x.device) == (9, 0)
 
 
-def _reference(x: torch.Tensor, height: int, width: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+def has_e4m3(x: Tensor) -> bool:
+    """Returns whether Triton casts to E4M3 on the GPU of `x`: Ada and newer."""
+    return torch.cuda.get_device_capability(x.device) >= (8, 9)
+
+
+def _kernels() -> Any:
+    from quant.kernels.training import portable_grouped_fp8
+
+    return portable_grouped_fp8
+
+
+def _reference_blocks(x: Tensor, height: int, width: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     rows, columns = x.shape
     filled = pad(x.float(), (0, -columns % width, 0, -rows % height))
     blocks = filled.unflatten(1, (-1, width)).unflatten(0, (-1, height))
@@ -43,108 +61,70 @@ def _reference(x: torch.Tensor, height: int, width: int, dtype: torch.dtype) -> 
     return values, scale[:, 0, :, 0].masked_fill(~amax.isfinite()[:, 0, :, 0], torch.nan)
 
 
-def _on_gpu(x: torch.Tensor, height: int, width: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    if not has_triton():
-        return _reference(x, height, width, dtype)
-    from quant.kernels.training.portable_grouped_fp8 import round_e4m3_blocks
-
-    with torch.cuda.device_of(x):
-        return round_e4m3_blocks(x, height, width, dtype, has_e4m3(x))
-
-
-def has_e4m3(x: torch.Tensor) -> bool:
-    """Returns whether Triton casts to E4M3 on the GPU of `x`: Ada and newer."""
-    return torch.cuda.get_device_capability(x.device) >= (8, 9)
-
-
-def _fake(x: torch.Tensor, height: int, width: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    scales = x.new_empty(-(-x.shape[0] // height), -(-x.shape[1] // width), dtype=torch.float32)
-    return x.new_empty(x.shape, dtype=dtype), scales
-
-
 register(
     "quant::e4m3_blocks",
     "(Tensor x, int height, int width, ScalarType dtype) -> (Tensor, Tensor)",
-    _fake,
-    default=_reference,
-    cuda=_on_gpu,
+    lambda x, height, width, dtype: (
+        x.new_empty(x.shape, dtype=dtype),
+        x.new_empty(-(-x.shape[0] // height), -(-x.shape[1] // width), dtype=torch.float32),
+    ),
+    default=_reference_blocks,
+    cuda=lambda x, *arguments: _kernels().round_e4m3_blocks(x, *arguments, has_e4m3(x)),
+    where=lambda x: has_triton(),
 )
 
 
-# silu(gate) · up of one matrix and its gradients, as custom ops: on a GPU one kernel each, elsewhere PyTorch.
-#
-# quant::swiglu(both) -> silu(gate) · up of both = [gate, up]
-# quant::swiglu_backward(dy, both) -> [d gate, d up]
-
-
-def _reference_of_swiglu(both: torch.Tensor) -> torch.Tensor:
+def _reference_swiglu(both: Tensor) -> Tensor:
     gate, up = both.chunk(2, 1)
     return functional.silu(gate) * up
 
 
-def _reference_backward(dy: torch.Tensor, both: torch.Tensor) -> torch.Tensor:
+register(
+    "quant::swiglu",
+    "(Tensor both) -> Tensor",
+    lambda both: both.new_empty(both.shape[0], both.shape[1] // 2),
+    default=_reference_swiglu,
+    cuda=lambda both: _kernels().swiglu(both),
+    where=lambda both: has_triton(),
+)
+
+
+def _reference_swiglu_backward(dy: Tensor, both: Tensor) -> Tensor:
     gate, up = both.chunk(2, 1)
     return torch.cat([torch.ops.aten.silu_backward(dy * up, gate), dy * functional.silu(gate)], 1)
 
 
-def _on_gpu_of_swiglu(both: torch.Tensor) -> torch.Tensor:
-    if not has_triton():
-        return _reference_of_swiglu(both)
-    from quant.kernels.training.portable_grouped_fp8 import swiglu
-
-    with torch.cuda.device_of(both):
-        return swiglu(both)
-
-
-def _on_gpu_backward(dy: torch.Tensor, both: torch.Tensor) -> torch.Tensor:
-    if not has_triton():
-        return _reference_backward(dy, both)
-    from quant.kernels.training.portable_grouped_fp8 import swiglu_backward
-
-    with torch.cuda.device_of(both):
-        return swiglu_backward(dy, both)
-
-
-def _fake_of_swiglu(both: torch.Tensor) -> torch.Tensor:
-    return both.new_empty(both.shape[0], both.shape[1] // 2)
-
-
-def _fake_backward(dy: torch.Tensor, both: torch.Tensor) -> torch.Tensor:
-    return both.new_empty(both.shape)
-
-
-register(
-    "quant::swiglu", "(Tensor both) -> Tensor", _fake_of_swiglu, default=_reference_of_swiglu, cuda=_on_gpu_of_swiglu
-)
 register(
     "quant::swiglu_backward",
     "(Tensor dy, Tensor both) -> Tensor",
-    _fake_backward,
-    default=_reference_backward,
-    cuda=_on_gpu_backward,
+    lambda dy, both: both.new_empty(both.shape),
+    default=_reference_swiglu_backward,
+    cuda=lambda dy, both: _kernels().swiglu_backward(dy, both),
+    where=lambda dy: has_triton(),
 )
 
 
-# The sum of the rows of each token's experts, as custom ops that torch.compile leaves whole.
-#
-#     quant::weigh_rows(rows, positions, weights, tokens, dtype) -> Σ weight · row of each token, [tokens, H]
-#     quant::weigh_rows_backward(dy, rows, positions, slots, weights) -> d rows, d weights
-#
-# On a GPU kernels compute them (`kernels/training/portable_grouped_fp8.py`), elsewhere PyTorch. The sum of a token has
-# the order of its slots at every call.
-
-
-def _reference_of_weighted_rows(
-    rows: torch.Tensor, positions: torch.Tensor, weights: torch.Tensor | None, tokens: int, dtype: torch.dtype
-) -> torch.Tensor:
-    slots: torch.Tensor = rows.index_select(0, positions).unflatten(0, (tokens, -1)).float()
+def _reference_weigh_rows(
+    rows: Tensor, positions: Tensor, weights: Tensor | None, tokens: int, dtype: torch.dtype
+) -> Tensor:
+    slots: Tensor = rows.index_select(0, positions).unflatten(0, (tokens, -1)).float()
     slots = slots if weights is None else slots * weights.float()[..., None]
     return slots.sum(1).to(dtype)
 
 
-def _reference_backward_of_weighted_rows(
-    dy: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor, weights: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+register(
+    "quant::weigh_rows",
+    "(Tensor rows, Tensor positions, Tensor? weights, SymInt tokens, ScalarType dtype) -> Tensor",
+    lambda rows, positions, weights, tokens, dtype: rows.new_empty(tokens, rows.shape[1], dtype=dtype),
+    default=_reference_weigh_rows,
+    cuda=lambda *arguments: _kernels().weigh_rows(*arguments),
+    where=lambda rows: has_triton(),
+)
+
+
+def _reference_weigh_rows_backward(
+    dy: Tensor, rows: Tensor, positions: Tensor, slots: Tensor, weights: Tensor
+) -> tuple[Tensor, Tensor]:
     has_token = (slots < weights.numel())[:, None]
     products = (dy.float()[:, None] * weights.float()[..., None]).flatten(0, 1)
     d_rows = torch.where(has_token, products[slots.clamp(max=len(products) - 1)], 0)
@@ -153,62 +133,22 @@ def _reference_backward_of_weighted_rows(
     return d_rows.to(rows.dtype), (own * dy.float()[:, None]).sum(2).to(weights.dtype)
 
 
-def _on_gpu_of_weighted_rows(
-    rows: torch.Tensor, positions: torch.Tensor, weights: torch.Tensor | None, tokens: int, dtype: torch.dtype
-) -> torch.Tensor:
-    if not has_triton():
-        return _reference_of_weighted_rows(rows, positions, weights, tokens, dtype)
-    from quant.kernels.training.portable_grouped_fp8 import weigh_rows
-
-    with torch.cuda.device_of(rows):
-        return weigh_rows(rows, positions, weights, tokens, dtype)
-
-
-def _on_gpu_backward_of_weighted_rows(
-    dy: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor, weights: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    if not has_triton():
-        return _reference_backward_of_weighted_rows(dy, rows, positions, slots, weights)
-    from quant.kernels.training.portable_grouped_fp8 import weigh_rows_backward
-
-    with torch.cuda.device_of(rows):
-        return weigh_rows_backward(dy, rows, slots, weights)
-
-
-def _fake_of_weighted_rows(
-    rows: torch.Tensor, positions: torch.Tensor, weights: torch.Tensor | None, tokens: int, dtype: torch.dtype
-) -> torch.Tensor:
-    return rows.new_empty(tokens, rows.shape[1], dtype=dtype)
-
-
-def _fake_backward_of_weighted_rows(
-    dy: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor, weights: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    return rows.new_empty(rows.shape), weights.new_empty(weights.shape)
-
-
-register(
-    "quant::weigh_rows",
-    "(Tensor rows, Tensor positions, Tensor? weights, SymInt tokens, ScalarType dtype) -> Tensor",
-    _fake_of_weighted_rows,
-    default=_reference_of_weighted_rows,
-    cuda=_on_gpu_of_weighted_rows,
-)
 register(
     "quant::weigh_rows_backward",
     "(Tensor dy, Tensor rows, Tensor positions, Tensor slots, Tensor weights) -> (Tensor, Tensor)",
-    _fake_backward_of_weighted_rows,
-    default=_reference_backward_of_weighted_rows,
-    cuda=_on_gpu_backward_of_weighted_rows,
+    lambda dy, rows, positions, slots, weights: (rows.new_empty(rows.shape), weights.new_empty(weights.shape)),
+    default=_reference_weigh_rows_backward,
+    cuda=lambda dy, rows, positions, slots, weights: _kernels().weigh_rows_backward(dy, rows, slots, weights),
+    where=lambda dy: has_triton(),
 )
 
 
-_Rounded = tuple[torch.Tensor, torch.Tensor]  # codes and their scales
+_Rounded = tuple[Tensor, Tensor]  # codes and their scales
 _LEAST = 2.0**-126
 """The least scale: its reciprocal is finite."""
 
 
-def _reference_rows(x: torch.Tensor, scale: torch.Tensor | None = None) -> _Rounded:
+def _reference_rows(x: Tensor, scale: Tensor | None = None) -> _Rounded:
     x = x.float()
     amax = x.abs().amax(1)
     if scale is None:
@@ -220,8 +160,24 @@ def _reference_rows(x: torch.Tensor, scale: torch.Tensor | None = None) -> _Roun
     return codes, scale.masked_fill(bad, torch.nan)
 
 
-def _reference_columns(x: torch.Tensor, offsets: torch.Tensor, is_stack: bool, scale: torch.Tensor | None) -> _Rounded:
-    codes, scales = _fake_columns(x, offsets, is_stack)
+register(
+    "quant::e4m3_rows",
+    "(Tensor x) -> (Tensor, Tensor)",
+    lambda x: (x.new_empty(x.shape, dtype=torch.float8_e4m3fn), x.new_empty(len(x), dtype=torch.float32)),
+    default=_reference_rows,
+    cuda=lambda x: _kernels().e4m3_rows(x),
+    where=lambda x: has_triton() and has_e4m3(x),
+)
+
+
+def _empty_columns(x: Tensor, offsets: Tensor, is_stack: bool, scale: Tensor | None = None) -> _Rounded:
+    (rows, columns), experts = x.shape, len(offsets)
+    shape = (experts, columns, rows // experts) if is_stack else (columns, rows)
+    return x.new_empty(shape, dtype=torch.float8_e4m3fn), x.new_empty(experts, columns, dtype=torch.float32)
+
+
+def _reference_columns(x: Tensor, offsets: Tensor, is_stack: bool, scale: Tensor | None) -> _Rounded:
+    codes, scales = _empty_columns(x, offsets, is_stack)
     begin = 0
     for expert, end in enumerate(offsets.tolist()):
         turned, scales[expert] = _reference_rows(x[begin:end].t(), None if scale is None else scale[expert])
@@ -233,32 +189,42 @@ def _reference_columns(x: torch.Tensor, offsets: torch.Tensor, is_stack: bool, s
     return codes, scales
 
 
-def _rows_on_gpu(x: torch.Tensor) -> _Rounded:
-    if not _has_kernels(x):
-        return _reference_rows(x)
-    from quant.kernels.training.portable_grouped_fp8 import e4m3_rows
-
-    with torch.cuda.device_of(x):
-        return e4m3_rows(x)
-
-
-def _columns_on_gpu(x: torch.Tensor, offsets: torch.Tensor, is_stack: bool, scale: torch.Tensor | None) -> _Rounded:
-    if not _has_kernels(x):
-        return _reference_columns(x, offsets, is_stack, scale)
-    from quant.kernels.training.portable_grouped_fp8 import e4m3_columns
-
-    with torch.cuda.device_of(x):
-        return e4m3_columns(x, offsets, is_stack, scale)
+register(
+    "quant::e4m3_columns",
+    "(Tensor x, Tensor offsets, bool is_stack, Tensor? scale) -> (Tensor, Tensor)",
+    _empty_columns,
+    default=_reference_columns,
+    cuda=lambda *arguments: _kernels().e4m3_columns(*arguments),
+    where=lambda x: has_triton() and has_e4m3(x),
+)
 
 
-def _has_kernels(x: torch.Tensor) -> bool:
-    return has_triton() and has_e4m3(x)
+def _reference_product(
+    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, fast: bool, dtype: torch.dtype
+) -> Tensor:
+    product = (a.float() * a_scale[:, None]) @ (b.float() * b_scale[:, None]).t()
+    return product.to(torch.bfloat16).to(dtype)
+
+
+def _product_of_rows(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, fast: bool, dtype: torch.dtype) -> Tensor:
+    scales = {"scale_a": a_scale[:, None], "scale_b": b_scale[None, :]}
+    y = torch._scaled_mm(a, b.t(), **scales, out_dtype=torch.bfloat16, use_fast_accum=fast)
+    return y.to(dtype)
+
+
+register(
+    "quant::e4m3_product",
+    "(Tensor a, Tensor a_scale, Tensor b, Tensor b_scale, bool fast, ScalarType dtype) -> Tensor",
+    lambda a, a_scale, b, b_scale, fast, dtype: a.new_empty(len(a), len(b), dtype=dtype),
+    default=_reference_product,
+    cuda=_product_of_rows,
+)
 
 
 def _decoded_product(
-    a: torch.Tensor, a_scale: torch.Tensor, b: torch.Tensor, b_scale: torch.Tensor, offsets: torch.Tensor, exact: bool,
+    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, offsets: Tensor, exact: bool,
     dtype: torch.dtype,
-) -> torch.Tensor:  # fmt: skip
+) -> Tensor:  # fmt: skip
     values = torch.bfloat16 if a.is_cuda else torch.float32
     if b.dim() == 3:
         matrices = (b.to(values) * b_scale[:, :, None].to(values)).transpose(1, 2)
@@ -269,9 +235,9 @@ def _decoded_product(
 
 
 def _product_on_gpu(
-    a: torch.Tensor, a_scale: torch.Tensor, b: torch.Tensor, b_scale: torch.Tensor, offsets: torch.Tensor, exact: bool,
+    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, offsets: Tensor, exact: bool,
     dtype: torch.dtype,
-) -> torch.Tensor:  # fmt: skip
+) -> Tensor:  # fmt: skip
     if exact or dtype is not torch.bfloat16 or not has_grouped_fp8(a):
         return _decoded_product(a, a_scale, b, b_scale, offsets, exact, dtype)
     if b.dim() == 2:
@@ -281,71 +247,15 @@ def _product_on_gpu(
     )
 
 
-def _reference_product(
-    a: torch.Tensor, a_scale: torch.Tensor, b: torch.Tensor, b_scale: torch.Tensor, fast: bool, dtype: torch.dtype
-) -> torch.Tensor:
-    product = (a.float() * a_scale[:, None]) @ (b.float() * b_scale[:, None]).t()
-    return product.to(torch.bfloat16).to(dtype)
+def _empty_products(a: Tensor, a_scale: Tensor, b: Tensor, *arguments: Any) -> Tensor:
+    offsets, dtype = arguments[1], arguments[-1]
+    return a.new_empty((len(a), b.shape[1]) if b.dim() == 3 else (len(offsets), len(a), len(b)), dtype=dtype)
 
 
-def _product_of_rows(
-    a: torch.Tensor, a_scale: torch.Tensor, b: torch.Tensor, b_scale: torch.Tensor, fast: bool, dtype: torch.dtype
-) -> torch.Tensor:
-    scales = {"scale_a": a_scale[:, None], "scale_b": b_scale[None, :]}
-    y = torch._scaled_mm(a, b.t(), **scales, out_dtype=torch.bfloat16, use_fast_accum=fast)
-    return y.to(dtype)
-
-
-def has_grouped_fp8(x: torch.Tensor) -> bool:
-    """Returns whether PyTorch has a grouped FP8 product with a scale for each row on the device of `x`."""
-    return x.is_cuda and torch.cuda.get_device_capability(x.device) == (9, 0)
-
-
-def _fake_product_of_rows(
-    a: torch.Tensor, a_scale: torch.Tensor, b: torch.Tensor, b_scale: torch.Tensor, fast: bool, dtype: torch.dtype
-) -> torch.Tensor:
-    return a.new_empty(len(a), len(b), dtype=dtype)
-
-
-def _fake_rows(x: torch.Tensor) -> _Rounded:
-    return x.new_empty(x.shape, dtype=torch.float8_e4m3fn), x.new_empty(len(x), dtype=torch.float32)
-
-
-def _fake_columns(
-    x: torch.Tensor, offsets: torch.Tensor, is_stack: bool, scale: torch.Tensor | None = None
-) -> _Rounded:
-    (rows, columns), experts = x.shape, len(offsets)
-    shape = (experts, columns, rows // experts) if is_stack else (columns, rows)
-    return x.new_empty(shape, dtype=torch.float8_e4m3fn), x.new_empty(experts, columns, dtype=torch.float32)
-
-
-def _fake_product(
-    a: torch.Tensor, a_scale: torch.Tensor, b: torch.Tensor, b_scale: torch.Tensor, offsets: torch.Tensor, exact: bool,
-    dtype: torch.dtype,
-) -> torch.Tensor:  # fmt: skip
-    shape = (len(a), b.shape[1]) if b.dim() == 3 else (len(offsets), len(a), len(b))
-    return a.new_empty(shape, dtype=dtype)
-
-
-register("quant::e4m3_rows", "(Tensor x) -> (Tensor, Tensor)", _fake_rows, default=_reference_rows, cuda=_rows_on_gpu)
-register(
-    "quant::e4m3_columns",
-    "(Tensor x, Tensor offsets, bool is_stack, Tensor? scale) -> (Tensor, Tensor)",
-    _fake_columns,
-    default=_reference_columns,
-    cuda=_columns_on_gpu,
-)
-register(
-    "quant::e4m3_product",
-    "(Tensor a, Tensor a_scale, Tensor b, Tensor b_scale, bool fast, ScalarType dtype) -> Tensor",
-    _fake_product_of_rows,
-    default=_reference_product,
-    cuda=_product_of_rows,
-)
 register(
     "quant::e4m3_grouped_product",
     "(Tensor a, Tensor a_scale, Tensor b, Tensor b_scale, Tensor offsets, bool exact, ScalarType dtype) -> Tensor",
-    _fake_product,
+    _empty_products,
     default=_decoded_product,
     cuda=_product_on_gpu,
 )

@@ -15,27 +15,21 @@ decides the scale of its block.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
-from quant.formats.format import E4M3, FORMATS, INPUT_FORMATS, Format
+from quant.formats.format import E4M3, Format
 from quant.kernels.base import hardware
-from quant.kernels.base.launch import CachedLaunch
+from quant.kernels.base.launch import CachedLaunch, cached_launch
 from quant.kernels.base.portable_small_floats import amax_of, from_e4m3, nonzero, to_e4m3
 
-# These kernels find the global scale that the weights of fused layers share, while a model trains.
-#
-#     weights ─▶ largest magnitude of each run ─▶ largest of all runs ─▶ / (6 · 448)
-#
-# Magnitudes are compared as the bits of float32, which have the same order; NaN is above infinity. There is a launch
-# for each weight and one for the scale, where PyTorch's own ops need ten.
-
-
-_RUN_of_global_scale = 8192
+# The global scale that the weights of fused layers share takes a launch for each weight and one for the scale, where
+# PyTorch's own ops need ten. Magnitudes are compared as the bits of float32, which have the same order; NaN is on top.
+_AMAX_RUN = 8192
 
 
 @triton.jit
@@ -55,29 +49,17 @@ def global_scale_kernel(largest, out, unit: tl.constexpr):
     tl.store(out, tl.div_rn(1.0, tl.div_rn(1.0, nonzero(tl.div_rn(amax, unit)))))
 
 
-def global_scale(weights: Sequence[torch.Tensor], format: Format) -> torch.Tensor:
+def global_scale(weights: Sequence[Tensor], format: Format) -> Tensor:
     """Returns the global scale by the `max` rule, float32 scalar, of weights on one GPU: FP32, BF16 or FP16."""
     device = weights[0].device
     largest = torch.zeros((), dtype=torch.int32, device=device)
     out = torch.empty((), dtype=torch.float32, device=device)
     for weight in weights:
-        _amax(weight.numel())(weight.contiguous(), largest, weight.numel())
-    _global_scale(format.name)(largest, out)
+        grid = (triton.cdiv(weight.numel(), _AMAX_RUN),)
+        launch = cached_launch(amax_kernel, grid, block=_AMAX_RUN, num_warps=8)
+        launch(weight.contiguous(), largest, weight.numel())
+    cached_launch(global_scale_kernel, (1,), unit=format.element.max * E4M3.max, num_warps=1)(largest, out)
     return out
-
-
-@lru_cache(maxsize=1024)
-def _amax(count: int) -> CachedLaunch:
-    """Returns the launch of `amax_kernel` for a number of elements."""
-    return CachedLaunch(
-        amax_kernel, (triton.cdiv(count, _RUN_of_global_scale),), {"block": _RUN_of_global_scale, "num_warps": 8}
-    )
-
-
-@lru_cache(maxsize=64)
-def _global_scale(format: str) -> CachedLaunch:
-    """Returns the launch of `global_scale_kernel` for a format."""
-    return CachedLaunch(global_scale_kernel, (1,), {"unit": FORMATS[format].element.max * E4M3.max, "num_warps": 1})
 
 
 _BLOCK_N, _BLOCK_K = 16, 256
@@ -276,20 +258,11 @@ def can_sum(format: Format, shape: Sequence[int]) -> bool:
 
 
 def round_weight(
-    weight: torch.Tensor,
-    format: Format,
-    dtype: torch.dtype,
-    scale: torch.Tensor | None,
-    global_scale: torch.Tensor | None,
-) -> torch.Tensor:
-    """Returns the weight `[N, K]` as a packed model multiplies by it, in one pass.
+    weight: Tensor, format: Format, dtype: torch.dtype, scale: Tensor | None, global_scale: Tensor | None
+) -> Tensor:
+    """Returns the weight `[N, K]` as a packed model multiplies by it, in one pass, in `dtype`.
 
-    Args:
-        weight: FP32, BF16 or FP16.
-        format: the format of the values.
-        dtype: the dtype of the result.
-        scale: block scale values, float32; None measures them by the `max` rule, where `can_measure`.
-        global_scale: float32 scalar, for formats that have one.
+    `scale` holds float32 block scale values; None measures them by the `max` rule, where `can_measure`.
     """
     weight, (N, K) = _rows(weight), weight.shape
     out = torch.empty(N, K, dtype=dtype, device=weight.device)
@@ -299,93 +272,63 @@ def round_weight(
     if kind == "e4m3" and hardware.lacks_e4m3(weight):
         kind = "e4m3 in bytes"
     constants = {"kind": kind, "measured": scale is None}
-    launch = _launch(round_kernel, N, K, format.name, has_global, **constants)
+    launch = _launch(round_kernel, N, K, format, has_global, **constants)
     launch(weight, steps, global_scale if has_global else weight, out, N, K, weight.stride(0), steps.stride(0))
     return out
 
 
 def masked_gradient(
-    gradient: torch.Tensor,
-    weight: torch.Tensor,
-    format: Format,
-    scale: torch.Tensor,
-    global_scale: torch.Tensor | None,
-) -> torch.Tensor:
+    gradient: Tensor, weight: Tensor, format: Format, scale: Tensor, global_scale: Tensor | None
+) -> Tensor:
     """Returns the gradient `[N, K]`, with zeros where the weight is beyond the range of its block."""
     out = torch.empty(weight.shape, dtype=weight.dtype, device=weight.device)
     return _backward(mask_kernel, out, gradient, weight, format, scale, global_scale)
 
 
 def scale_gradient(
-    gradient: torch.Tensor,
-    weight: torch.Tensor,
-    format: Format,
-    scale: torch.Tensor,
-    global_scale: torch.Tensor | None,
-) -> torch.Tensor:
+    gradient: Tensor, weight: Tensor, format: Format, scale: Tensor, global_scale: Tensor | None
+) -> Tensor:
     """Returns LSQ's gradient of the block scales `[N, K / columns]`, float32; for weights that `can_sum` accepts."""
     out = torch.empty(scale.shape, dtype=torch.float32, device=weight.device)
     return _backward(slope_kernel, out, gradient, weight, format, scale, global_scale)
 
 
-def input_gradient(
-    gradient: torch.Tensor, x: torch.Tensor, rounded: torch.Tensor, format: Format, scale: torch.Tensor | None
-) -> torch.Tensor:
+def input_gradient(gradient: Tensor, x: Tensor, rounded: Tensor, format: Format, scale: Tensor | None) -> Tensor:
     """Returns the gradient `[N, K]` of inputs that were rounded in short blocks; `can_sum` tells in which.
 
-    Args:
-        gradient: the gradient of the rounded inputs; the result has its dtype.
-        x, rounded: the inputs before and after rounding.
-        format: theirs.
-        scale: global scale, for formats that have one.
+    `gradient` is that of the rounded inputs; x and `rounded` are the inputs before and after; `scale` is the global
+    scale.
     """
     gradient, x, rounded, (N, K) = _rows(gradient), _rows(x), _rows(rounded), x.shape
     out = torch.empty(N, K, dtype=gradient.dtype, device=x.device)
-    launch = _input_launch(N, K, format.name, scale is not None)
+    launch = cached_launch(
+        input_kernel, _grid(N, K), least=format.element.max * format.scale.min_subnormal,
+        most=format.element.max * format.scale.max, columns=format.block[1], has_scale=scale is not None,
+        block_n=_BLOCK_N, block_k=_BLOCK_K, num_warps=8,
+    )  # fmt: skip
     second_level = x if scale is None else scale
     launch(gradient, x, rounded, second_level, out, N, K, gradient.stride(0), x.stride(0), rounded.stride(0))
     return out
 
 
-@lru_cache(maxsize=1024)
-def _input_launch(N: int, K: int, format: str, has_scale: bool) -> CachedLaunch:
-    """Returns the launch of `input_kernel` for inputs of a shape and format."""
-    form = INPUT_FORMATS[format]
-    constants = {
-        "least": form.element.max * form.scale.min_subnormal, "most": form.element.max * form.scale.max,
-        "columns": form.block[1], "has_scale": has_scale, "block_n": _BLOCK_N, "block_k": _BLOCK_K, "num_warps": 8,
-    }  # fmt: skip
-    return CachedLaunch(input_kernel, _grid(N, K), constants)
-
-
-def within(gradient: torch.Tensor, x: torch.Tensor, scale: torch.Tensor, largest: float) -> torch.Tensor:
+def within(gradient: Tensor, x: Tensor, scale: Tensor, largest: float) -> Tensor:
     """Returns the gradient of `x`, with zeros where `x` is beyond `largest` steps of a scalar scale."""
     gradient = gradient.contiguous()
     out = torch.empty_like(gradient)
     if x.numel():
-        _within(x.numel(), largest)(gradient, x, scale, out, x.numel())
+        launch = cached_launch(within_kernel, (triton.cdiv(x.numel(), _RUN),), largest=largest, block=_RUN, num_warps=8)
+        launch(gradient, x, scale, out, x.numel())
     return out
 
 
-@lru_cache(maxsize=1024)
-def _within(count: int, largest: float) -> CachedLaunch:
-    """Returns the launch of `within_kernel` for a number of elements."""
-    return CachedLaunch(within_kernel, (triton.cdiv(count, _RUN),), {"largest": largest, "block": _RUN, "num_warps": 8})
-
-
 def _backward(
-    kernel: Any,
-    out: torch.Tensor,
-    gradient: torch.Tensor,
-    weight: torch.Tensor,
-    format: Format,
-    scale: torch.Tensor,
-    global_scale: torch.Tensor | None,
-) -> torch.Tensor:
+    kernel: Any, out: Tensor, gradient: Tensor, weight: Tensor, format: Format, scale: Tensor,
+    global_scale: Tensor | None,
+) -> Tensor:  # fmt: skip
     """Returns `out`, contiguous, which `kernel` fills from the gradient `[N, K]` of the rounded weight."""
     gradient, weight, scale, (N, K) = _rows(gradient), _rows(weight), scale.contiguous(), weight.shape
     has_global = global_scale is not None
-    launch = _launch(kernel, N, K, format.name, has_global)
+    launch = _launch(kernel, N, K, format, has_global)
     launch(
         gradient, weight, scale, global_scale if has_global else weight, out, N, K, gradient.stride(0),
         weight.stride(0), scale.stride(0),
@@ -393,15 +336,25 @@ def _backward(
     return out
 
 
-@lru_cache(maxsize=1024)
-def _launch(kernel: Any, N: int, K: int, format: str, has_global: bool, **constants: Any) -> CachedLaunch:
+def _launch(kernel: Any, N: int, K: int, format: Format, has_global: bool, **constants: Any) -> CachedLaunch:
     """Returns the launch of one of these kernels for weights of a shape and format."""
-    form = FORMATS[format]
-    numbers = {} if kernel is mask_kernel else _number(form)
-    return CachedLaunch(kernel, _grid(N, K), constants | numbers | _common(form, has_global))
+    element = format.element
+    if kernel is not mask_kernel:
+        # The number of `on_grid`, except its largest value.
+        top = 2.0**element.max_exponent
+        constants |= {
+            "mantissa": element.mantissa,
+            "lowest": element.min_normal,
+            "top": top,
+            "integer": element.is_integer,
+        }
+    return cached_launch(
+        kernel, _grid(N, K), largest=element.max, least=element.min, rows=format.block[0], columns=format.block[1],
+        has_global=has_global, block_n=_BLOCK_N, block_k=_BLOCK_K, num_warps=8, **constants,
+    )  # fmt: skip
 
 
-def _rows(x: torch.Tensor) -> torch.Tensor:
+def _rows(x: Tensor) -> Tensor:
     """Returns a matrix whose rows are contiguous."""
     return x if x.stride(1) == 1 else x.contiguous()
 
@@ -410,34 +363,10 @@ def _grid(N: int, K: int) -> tuple[int, int]:
     return triton.cdiv(K, _BLOCK_K), triton.cdiv(N, _BLOCK_N)
 
 
-def _number(format: Format) -> dict[str, Any]:
-    """Returns the constants of `on_grid` for an element's number, except its largest value."""
-    element = format.element
-    return {
-        "mantissa": element.mantissa, "lowest": element.min_normal, "top": 2.0**element.max_exponent,
-        "integer": element.is_integer,
-    }  # fmt: skip
-
-
-def _common(format: Format, has_global: bool) -> dict[str, Any]:
-    return {
-        "largest": format.element.max, "least": format.element.min, "rows": format.block[0], "columns": format.block[1],
-        "has_global": has_global, "block_n": _BLOCK_N, "block_k": _BLOCK_K, "num_warps": 8,
-    }  # fmt: skip
-
-
-# This kernel rounds an operand of NVFP4 training on a GPU, in Transformer Engine's order of operations.
-#
-#     x [R, C] ─▶ tile [32, 128] ─▶ a scale for 16 columns of a row, or for a square of 16×16 ─▶ element · scale, BF16
-#
-# It reads a matrix once, in any layout, and writes the values of `quant.training.low_precision.operands`, bit for bit:
-# they are exact in BF16, and BF16 tensor cores multiply them. The tensor's own scale stays outside of the product. One
-# kernel serves all sizes, so nothing is compiled for a layer: the same steps in PyTorch are some forty operations on
-# blocks, which `torch.compile` fuses into a program of its own for each size, in minutes for a model.
-#
+# An operand of NVFP4 training, in Transformer Engine's order of operations: the values of
+# `quant.training.low_precision.operands`, bit for bit, which are exact in BF16; the tensor's own scale stays outside of
+# the product. One kernel serves all sizes, where `torch.compile` would fuse a program for each, in minutes for a model.
 # Stochastic rounding takes its draws from a tensor, so that PyTorch's generator remains the only one.
-
-
 _ROWS, _COLUMNS = 32, 128
 
 
@@ -487,30 +416,18 @@ def nvfp4_operand_kernel(
     tl.store(out + row * C + c[None, :], rounded.to(tl.bfloat16), mask=inside)
 
 
-def round_nvfp4_operand(
-    x: torch.Tensor, amax: torch.Tensor, square: bool, draws: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns element · scale of `x` `[R, C]`, BF16, and the scale of the tensor, float32 scalar.
+def round_nvfp4_operand(x: Tensor, amax: Tensor, square: bool, draws: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Returns element · scale of `x` `[R, C]`, of any strides, in BF16, and the scale of the tensor, float32 scalar.
 
-    Args:
-        x: float32, BF16 or FP16, with any strides.
-        amax: float scalar, the largest magnitude that the tensor is scaled by.
-        square: one scale for 16×16 instead of 1×16.
-        draws: uniform in [0, 1), float32, `[R, C]` or wider, for stochastic rounding; None rounds to nearest.
+    `amax` is the largest magnitude that the tensor is scaled by; `square` takes one scale for 16×16 instead of 1×16.
+    `draws`, uniform in [0, 1), float32 `[R, C]` or wider, round stochastically; None rounds to nearest.
     """
     R, C = x.shape
     out = torch.empty(R, C, dtype=torch.bfloat16, device=x.device)
     factor = torch.empty((), dtype=torch.float32, device=x.device)
-    launch = _launch_of_nvfp4_operand(R, C, square, draws is not None)
+    options = {"square": square, "stochastic": draws is not None, "rows": _ROWS, "columns": _COLUMNS, "num_warps": 4}
+    launch = cached_launch(nvfp4_operand_kernel, (triton.cdiv(C, _COLUMNS), triton.cdiv(R, _ROWS)), **options)
     launch(
         x, amax, x if draws is None else draws, out, factor, R, C, *x.stride(), 0 if draws is None else draws.stride(0)
     )
     return out, factor
-
-
-@lru_cache(maxsize=1024)
-def _launch_of_nvfp4_operand(R: int, C: int, square: bool, stochastic: bool) -> CachedLaunch:
-    """Returns the launch of the kernel for operands of a shape."""
-    grid = triton.cdiv(C, _COLUMNS), triton.cdiv(R, _ROWS)
-    constants = {"square": square, "stochastic": stochastic, "rows": _ROWS, "columns": _COLUMNS, "num_warps": 4}
-    return CachedLaunch(nvfp4_operand_kernel, grid, constants)

@@ -1,31 +1,31 @@
-"""These kernels round the rows, or the columns, of a matrix to E4M3, each under one power of two.
+"""The kernels of experts in FP8 training.
 
-    x [R, C] ─▶ a program for each row                       ─▶ codes   [R, C], scale   [R]
-    x [R, C] ─▶ a program for 64 columns of each expert's rows ─▶ codes_t [C, R], scale_t [experts, C]
+    e4m3_blocks      x [R, C] ─▶ tile of whole blocks ─▶ amax / 448, up to a power of two ─▶ element · scale, scale
+    e4m3_rows        x [R, C] ─▶ a program for each row                         ─▶ codes   [R, C], scale   [R]
+    e4m3_columns     x [R, C] ─▶ a program for 64 columns of each expert's rows ─▶ codes_t [C, R], scale_t [experts, C]
+    swiglu_backward  dy [rows, width], both [rows, 2 · width] ─▶ [d gate, d up], in one matrix
+    weigh_rows       rows [rows, H], positions [tokens · k] ─▶ a program for a piece of a token ─▶ Σ weight · its rows
+    its backward     dy [tokens, H], rows, slots [rows] ─▶ a program for each row ─▶ weight · dy[token], Σ dy · row
 
-FP8 tensor cores read both operands along the axis of the sum, so the second kernel transposes. A vector's largest
-magnitude is known only at its end: each is read twice, a row the second time from the cache.
+FP8 tensor cores read both operands along the axis of the sum, so `e4m3_columns` transposes. A vector's largest
+magnitude is known only at its end: each is read twice, a row the second time from the cache. Blocks may be a run of a
+row, of a column or a square; they keep floats, which lie as x does: BF16 tensor cores read them transposed at no cost.
+
+PyTorch's operations write the halves of SwiGLU's gradient apart and copy them into one matrix, and copy all rows for
+the gather, the product and the scatter of experts. Values are rounded where its separate operations round them.
 """
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from quant.kernels.attention.portable_decoder_step import swiglu_kernel
-from quant.kernels.base.launch import CachedLaunch
+from quant.kernels.base.launch import cached_launch
 from quant.kernels.linear.portable_grouped_gemm import weigh_kernel
 from quant.kernels.training.portable_fake_rounding import block_scale, on_grid
-
-# This kernel rounds blocks of a matrix to E4M3 under power-of-two scales on a GPU, and keeps them as floats.
-#
-#     x [R, C] ─▶ tile of whole blocks ─▶ scale of a block: amax / 448, up to a power of two ─▶ element · scale, scale
-#
-# A block may be a run of a row (1×128), of a column (128×1) or a square. The values lie as x does in all cases: a
-# product that sums over the rows reads them transposed, which BF16 tensor cores do at no cost.
 
 
 @triton.jit
@@ -64,8 +64,8 @@ def e4m3_blocks_kernel(
 
 
 def round_e4m3_blocks(
-    x: torch.Tensor, height: int, width: int, dtype: torch.dtype, casts: bool = True
-) -> tuple[torch.Tensor, torch.Tensor]:
+    x: Tensor, height: int, width: int, dtype: torch.dtype, casts: bool = True
+) -> tuple[Tensor, Tensor]:
     """Returns element · scale of `x` `[R, C]`, of any strides, in blocks of these powers of two; and the scales.
 
     Without `casts`, nothing needs a GPU that has E4M3.
@@ -74,7 +74,11 @@ def round_e4m3_blocks(
     out = torch.empty(R, C, dtype=dtype, device=x.device)
     scales = torch.empty(triton.cdiv(R, height), triton.cdiv(C, width), dtype=torch.float32, device=x.device)
     if out.numel():
-        _launch(R, C, height, width, casts)(x, out, scales, R, C, *x.stride())
+        tile = tile_of(height, width)
+        # One axis of programs: others end at 65,535.
+        grid = (triton.cdiv(R, tile["rows"]) * triton.cdiv(C, tile["columns"]),)
+        launch = cached_launch(e4m3_blocks_kernel, grid, height=height, width=width, casts=casts, **tile)
+        launch(x, out, scales, R, C, *x.stride())
     return out, scales
 
 
@@ -82,24 +86,6 @@ def tile_of(height: int, width: int) -> dict[str, int]:
     """Returns the rows and columns of a program's tile, for blocks of a size, and its warps."""
     rows, columns = max(height, 32), max(width, 64 if height > 1 else 128)
     return {"rows": rows, "columns": columns, "num_warps": min(rows * columns // 512, 16)}
-
-
-@lru_cache(maxsize=1024)
-def _launch(R: int, C: int, height: int, width: int, casts: bool) -> CachedLaunch:
-    """Returns the launch of the kernel for a matrix of a shape."""
-    tile = tile_of(height, width)
-    constants = {"height": height, "width": width, "casts": casts, **tile}
-    # One axis of programs: others end at 65,535.
-    grid = (triton.cdiv(R, tile["rows"]) * triton.cdiv(C, tile["columns"]),)
-    return CachedLaunch(e4m3_blocks_kernel, grid, constants)
-
-
-# This kernel computes the gradients of silu(gate) · up, which lie in one matrix, in one pass.
-#
-#     dy [rows, width], both [rows, 2 · width] ─▶ [d gate, d up]
-#
-# The forward kernel is the decoder's (`decoder_step.py`). Values are rounded where PyTorch's separate operations round
-# them; these write the halves apart, and then copy them into one matrix.
 
 
 _WIDTH = 1024
@@ -124,43 +110,25 @@ def swiglu_backward_kernel(dy, both, out, K, width: tl.constexpr):
     tl.store(out + start + K, (d * silu).to(dtype), mask=inside)
 
 
-def swiglu(both: torch.Tensor) -> torch.Tensor:
+def swiglu(both: Tensor) -> Tensor:
     """Returns silu(gate) · up, `[rows, width]`, of `[rows, 2 · width]`, gate first."""
     both, (rows, columns) = both.contiguous(), both.shape
     out = both.new_empty(rows, columns // 2)
     if out.numel():
-        _launch_of_swiglu(rows, columns // 2)(both, out, columns // 2)
+        options = {"gelu": False, "width": _WIDTH, "overlap": False, "num_warps": 4}
+        cached_launch(swiglu_kernel, (rows * triton.cdiv(columns // 2, _WIDTH),), **options)(both, out, columns // 2)
     return out
 
 
-def swiglu_backward(dy: torch.Tensor, both: torch.Tensor) -> torch.Tensor:
+def swiglu_backward(dy: Tensor, both: Tensor) -> Tensor:
     """Returns the gradients `[rows, 2 · width]`."""
     dy, both = dy.contiguous(), both.contiguous()
     out = torch.empty_like(both)
     if out.numel():
-        _launch_backward(*dy.shape)(dy, both, out, dy.shape[1])
+        rows, K = dy.shape
+        grid = (rows * triton.cdiv(K, _WIDTH),)
+        cached_launch(swiglu_backward_kernel, grid, width=_WIDTH, num_warps=4)(dy, both, out, K)
     return out
-
-
-@lru_cache(maxsize=1024)
-def _launch_of_swiglu(rows: int, K: int) -> CachedLaunch:
-    constants = {"gelu": False, "width": _WIDTH, "overlap": False, "num_warps": 4}
-    return CachedLaunch(swiglu_kernel, (rows * triton.cdiv(K, _WIDTH),), constants)
-
-
-@lru_cache(maxsize=1024)
-def _launch_backward(rows: int, K: int) -> CachedLaunch:
-    constants = {"width": _WIDTH, "num_warps": 4}
-    return CachedLaunch(swiglu_backward_kernel, (rows * triton.cdiv(K, _WIDTH),), constants)
-
-
-# These kernels sum the rows of each token's experts, weighted by the router, and compute the gradients of that.
-#
-#     rows [rows, H], positions [tokens · k] ─▶ a program for a piece of a token ─▶ Σ weight · rows[position]
-#     dy [tokens, H], rows, slots [rows]     ─▶ a program for each row ─▶ weight · dy[token], and Σ dy[token] · row
-#
-# Each row is read once, and once written in the backward pass. PyTorch's operations copy all rows for the gather, the
-# product and the scatter.
 
 
 @triton.jit
@@ -183,43 +151,28 @@ def weigh_backward_kernel(
     tl.store(d_weights + slot, tl.sum(products, 0).to(d_weights.dtype.element_ty), mask=has_token)
 
 
-def weigh_rows(
-    rows: torch.Tensor, positions: torch.Tensor, weights: torch.Tensor | None, tokens: int, dtype: torch.dtype
-) -> torch.Tensor:
+def weigh_rows(rows: Tensor, positions: Tensor, weights: Tensor | None, tokens: int, dtype: torch.dtype) -> Tensor:
     """Returns the sums `[tokens, H]`, in FP32 until the end; without weights, plain ones."""
     rows, H = rows.contiguous(), rows.shape[1]
     out = torch.empty(tokens, H, dtype=dtype, device=rows.device)
     if out.numel():
-        factors = rows if weights is None else weights.contiguous()
-        _launch_of_weighted_rows(tokens, H, len(positions) // tokens, weights is not None)(
-            rows, positions, factors, out, H
-        )
+        factors, per_token = rows if weights is None else weights.contiguous(), len(positions) // tokens
+        options = {"weighted": weights is not None, "per_token": per_token, "width": 1024, "overlap": False}
+        launch = cached_launch(weigh_kernel, (tokens * triton.cdiv(H, 1024),), num_warps=4, **options)
+        launch(rows, positions, factors, out, H)
     return out
 
 
-def weigh_rows_backward(
-    dy: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor, weights: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def weigh_rows_backward(dy: Tensor, rows: Tensor, slots: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
     """Returns the gradients of the rows and of the weights `[tokens, k]`."""
     dy, weights, rows = dy.contiguous(), weights.contiguous(), rows.contiguous()
     d_rows, d_weights = torch.empty_like(rows), torch.zeros_like(weights)
     if rows.numel():
-        launch = _launch_backward_of_weighted_rows(*rows.shape, weights.shape[1])
+        width = min(triton.next_power_of_2(rows.shape[1]), 2048)
+        options = {"per_token": weights.shape[1], "width": width, "num_warps": 4}
+        launch = cached_launch(weigh_backward_kernel, (len(rows),), **options)
         launch(dy, rows, slots, weights, d_rows, d_weights, weights.numel(), rows.shape[1])
     return d_rows, d_weights
-
-
-@lru_cache(maxsize=1024)
-def _launch_of_weighted_rows(tokens: int, H: int, per_token: int, weighted: bool) -> CachedLaunch:
-    constants = {"weighted": weighted, "per_token": per_token, "width": 1024, "overlap": False, "num_warps": 4}
-    return CachedLaunch(weigh_kernel, (tokens * triton.cdiv(H, 1024),), constants)
-
-
-@lru_cache(maxsize=1024)
-def _launch_backward_of_weighted_rows(rows: int, H: int, per_token: int) -> CachedLaunch:
-    width = min(triton.next_power_of_2(H), 2048)
-    constants = {"per_token": per_token, "width": width, "num_warps": 4}
-    return CachedLaunch(weigh_backward_kernel, (rows,), constants)
 
 
 TILES = (512, 32, 8), (256, 32, 4)
@@ -300,28 +253,24 @@ def e4m3_columns_kernel(
         tl.store(target[None, :] + r[:, None], tile, mask=inside)
 
 
-def e4m3_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def e4m3_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     """Returns codes `[R, C]` and scales `[R]` of `x` `[R, C]`."""
     x = x if x.stride(-1) == 1 else x.contiguous()
     (R, C), device = x.shape, x.device
     codes = torch.empty(R, C, dtype=torch.float8_e4m3fn, device=device)
     scale = torch.empty(R, dtype=torch.float32, device=device)
     if codes.numel():
-        _launch_rows(R, C)(x, codes, scale, C, x.stride(0))
+        columns = min(triton.next_power_of_2(C), _MOST_COLUMNS)
+        launch = cached_launch(e4m3_rows_kernel, (R,), columns=columns, num_warps=max(columns // 1024, 1))
+        launch(x, codes, scale, C, x.stride(0))
     return codes, scale
 
 
-def e4m3_columns(
-    x: torch.Tensor, offsets: torch.Tensor, is_stack: bool, scale: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns codes of the columns of `x` `[R, C]`, transposed, and scales `[experts, C]`.
+def e4m3_columns(x: Tensor, offsets: Tensor, is_stack: bool, scale: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Returns codes of the columns of `x` `[R, C]`, transposed, and scales `[experts, C]`: powers of two.
 
-    Args:
-        x: the rows of one expert after another.
-        offsets: the row after the last of each expert, int32 `[experts]`, multiples of 16.
-        is_stack: whether each expert has R / experts rows, and codes are `[experts, C, R / experts]`; otherwise they
-            are `[C, R]`, and codes beyond the last offset are not written.
-        scale: powers of two `[experts, C]`; None measures each column.
+    `offsets` has the row after the last of each expert, int32, multiples of 16. With `is_stack`, each expert has R /
+    experts rows, and codes are `[experts, C, R / experts]`; otherwise `[C, R]`, not written beyond the last offset.
     """
     x = x if x.stride(-1) == 1 else x.contiguous()
     (R, C), experts = x.shape, len(offsets)
@@ -332,20 +281,10 @@ def e4m3_columns(
     # The kernel counts rows from the first of all experts.
     strides = (codes.stride(0) - R // experts, codes.stride(1)) if is_stack else (0, R)
     if codes.numel():
-        _launch_columns(experts, C, measured)(x, offsets, codes, scale, C, x.stride(0), *strides)
+        # Programs of few columns are many, and read many rows at once: it is memory's latency that they wait for. These
+        # tiles are within 10 % of the fastest of 27 on an H100, and leave all values in registers.
+        rows, columns, warps = TILES[experts == 1 and C >= _WIDE]
+        options = {"measured": measured, "rows": rows, "columns": columns, "num_warps": warps}
+        launch = cached_launch(e4m3_columns_kernel, (experts * triton.cdiv(C, columns),), **options)
+        launch(x, offsets, codes, scale, C, x.stride(0), *strides)
     return codes, scale
-
-
-@lru_cache(maxsize=1024)
-def _launch_rows(R: int, C: int) -> CachedLaunch:
-    columns = min(triton.next_power_of_2(C), _MOST_COLUMNS)
-    return CachedLaunch(e4m3_rows_kernel, (R,), {"columns": columns, "num_warps": max(columns // 1024, 1)})
-
-
-@lru_cache(maxsize=1024)
-def _launch_columns(experts: int, C: int, measured: bool) -> CachedLaunch:
-    # Programs of few columns are many, and read many rows at once: it is memory's latency that they wait for. These
-    # tiles are within 10 % of the fastest of 27 on an H100, and leave all values in registers.
-    rows, columns, warps = TILES[experts == 1 and C >= _WIDE]
-    constants = {"measured": measured, "rows": rows, "columns": columns, "num_warps": warps}
-    return CachedLaunch(e4m3_columns_kernel, (experts * triton.cdiv(C, columns),), constants)

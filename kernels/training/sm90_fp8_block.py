@@ -17,11 +17,20 @@ A transposition through shared memory would move single bytes there.
 
 `swiglu` computes a tile where it is read, as silu(x) · up, and `norm` as RMSNorm(x), with one factor for a row and one
 for a column. Neither is then ever written in 16 bit. Values are rounded where PyTorch's separate operations round them.
-`sm90_fp8_block_swiglu.py` has the gradients of SwiGLU.
 
 The axis of a sum is padded with zeros, which change no sum: cuBLASLt reads scales of squares by fours. Scales lie as it
 reads them: by blocks, then rows. A block with NaN or infinity gets a scale that is NaN, and with it every product that
 it is in.
+
+The gradients of SwiGLU are never written in 16 bit either:
+
+    gate, up, dh [R, C] ─▶ tiles [128, 128] ─┬─▶ h      = silu(gate) · up         ─▶ codes_t of h
+                                             ├─▶ d up   = dh · silu(gate)         ─▶ operands of d up
+                                             └─▶ d gate = dh · up · silu'(gate)   ─▶ operands of d gate
+
+Codes of the two gradients lie side by side, so that one product sums over the columns of both. Three tiles in registers
+and all results would be too many for a thread. So TMA copies the three into shared memory, which all computations read
+in turn, and a program stays on its SM: its next tiles arrive in a second slot while it works on these.
 """
 
 from __future__ import annotations
@@ -31,6 +40,7 @@ from typing import Any, NamedTuple
 
 import torch
 import triton
+from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
@@ -173,19 +183,13 @@ def sm90_fp8_block_operands_kernel(
 
 
 class RMSNorm(NamedTuple):
-    """The factors of RMSNorm(x) = x · rstd · weight, and where its values are rounded.
+    """The factors of RMSNorm(x) = x · rstd · weight, and where its values are rounded."""
 
-    Attributes:
-        rstd: float32 `[R]`, 1 / √(mean of squares + eps) of each row.
-        weight: `[C]`, any float dtype.
-        normalized: dtype that x · rstd is rounded to, before it is multiplied by the weight; float32 rounds nothing.
-        dtype: the dtype of the product, whose values are quantized.
-    """
-
-    rstd: torch.Tensor
-    weight: torch.Tensor
+    rstd: Tensor  # float32 `[R]`, 1 / √(mean of squares + eps) of each row
+    weight: Tensor  # `[C]`, any float dtype
+    # Dtype that x · rstd is rounded to, before it is multiplied by the weight; float32 rounds nothing.
     normalized: torch.dtype
-    dtype: torch.dtype
+    dtype: torch.dtype  # the dtype of the product, whose values are quantized
 
 
 class Tiling(NamedTuple):
@@ -236,27 +240,20 @@ _DTYPES = {torch.float32: gl.float32, torch.bfloat16: gl.bfloat16, torch.float16
 
 
 def sm90_fp8_block_operands(
-    x: torch.Tensor,
+    x: Tensor,
     rule: str,
     *,
     square: bool = False,
     rows: bool = True,
     columns: bool = True,
-    up: torch.Tensor | None = None,
+    up: Tensor | None = None,
     norm: RMSNorm | None = None,
     out: Operands | None = None,
 ) -> Operands:
-    """Returns `x` in FP8 blocks for sums over its columns, its rows, or both.
+    """Returns `x` `[R, C]` in FP8 blocks for sums over its columns (`rows`), its rows (`columns`), or both.
 
-    Args:
-        x: `[R, C]`, float32, BF16 or FP16.
-        rule: the rule of `RULES`.
-        square: one scale for 128×128 instead of 1×128.
-        rows: whether to write `codes` and `scale`.
-        columns: whether to write `codes_t` and `scale_t`.
-        up: `[R, C]`: the matrix is silu(x) · up.
-        norm: the matrix is RMSNorm(x).
-        out: the tensors to write; None allocates them.
+    `square` takes one scale for 128×128 instead of 1×128. With `up` the matrix is silu(x) · up, with `norm` RMSNorm(x).
+    `out` has the tensors to write; None allocates them.
     """
     x = x if x.stride(-1) == 1 else x.contiguous()
     factor = x if up is None else up if up.stride(-1) == 1 else up.contiguous()
@@ -279,30 +276,13 @@ def sm90_fp8_block_operands(
     return out
 
 
-# This kernel makes FP8 operands of the two gradients of silu(gate) · up, which are never written in 16 bit.
-#
-#     gate, up, dh [R, C] ─▶ tiles [128, 128] ─┬─▶ h      = silu(gate) · up         ─▶ codes_t of h
-#                                              ├─▶ d up   = dh · silu(gate)         ─▶ operands of d up
-#                                              └─▶ d gate = dh · up · silu'(gate)   ─▶ operands of d gate
-#
-# Operands are as in `sm90_fp8_block_operands.py`; codes of the two gradients lie side by side, so that one product
-# sums over the columns of both. The weight gradient of the next layer multiplies by codes_t of h: written here, where
-# gate and up are read anyway, they need not be kept from the forward pass on. Three tiles in registers and all results
-# would be too many for a thread. So TMA copies the three into shared memory, which all computations read in turn, and a
-# program stays on its SM: its next tiles arrive in a second slot while it works on these. Values are rounded where
-# PyTorch's separate operations round them.
-
-
-_TILE_of_sm90_fp8_block_swiglu = gl.constexpr(BLOCK)
-
-
 @gluon.jit
 def _fetch(dh, gate, up, tiles, full, slot, tile, count, across):
     """Starts the copy of one tile of each input into a slot; of none beyond the last."""
-    corner = [tile // across * _TILE_of_sm90_fp8_block_swiglu, tile % across * _TILE_of_sm90_fp8_block_swiglu]
+    corner = [tile // across * _TILE, tile % across * _TILE]
     inside = tile < count
     arrived = full.index(slot)
-    mbarrier.expect(arrived, 3 * _TILE_of_sm90_fp8_block_swiglu * _TILE_of_sm90_fp8_block_swiglu * 2, pred=inside)
+    mbarrier.expect(arrived, 3 * _TILE * _TILE * 2, pred=inside)
     async_load(dh, corner, arrived, tiles.index(3 * slot), pred=inside)
     async_load(gate, corner, arrived, tiles.index(3 * slot + 1), pred=inside)
     async_load(up, corner, arrived, tiles.index(3 * slot + 2), pred=inside)
@@ -317,9 +297,7 @@ def sm90_fp8_block_swiglu_gradients_kernel(
     """Program p takes tiles p, p + programs, … of `count`, of which `across` lie side by side."""
     dtype: gl.constexpr = dh_map.dtype
     programs = gl.num_programs(0)
-    tiles = gl.allocate_shared_memory(
-        dtype, [6, _TILE_of_sm90_fp8_block_swiglu, _TILE_of_sm90_fp8_block_swiglu], dh_map.layout
-    )
+    tiles = gl.allocate_shared_memory(dtype, [6, _TILE, _TILE], dh_map.layout)
     full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     mbarrier.init(full.index(0), count=1)
     mbarrier.init(full.index(1), count=1)
@@ -365,23 +343,18 @@ def sm90_fp8_block_swiglu_gradients_kernel(
 _TILING = Tiling(8, 8, 2, 4)  # by time on an H100
 
 
-def takes(x: torch.Tensor) -> bool:
+def takes(x: Tensor) -> bool:
     """Returns whether the kernel takes matrices like `x`: of 16 bits, so wide that two side by side need no padding."""
     return x.dtype in (torch.bfloat16, torch.float16) and x.shape[1] % (2 * BLOCK) == 0
 
 
 def sm90_fp8_block_swiglu_gradients(
-    dh: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, rule: str, *, columns: bool = True, product: bool = False
+    dh: Tensor, gate: Tensor, up: Tensor, rule: str, *, columns: bool = True, product: bool = False
 ) -> SwiGLUGradients:
     """Returns codes and scale of `[d gate, d up]`, and codes_t and scale_t of d gate, of d up and of silu(gate) · up.
 
-    Args:
-        dh: gradient of silu(gate) · up, `[R, C]`, as `takes` says.
-        gate: `[R, C]`, of the same dtype.
-        up: `[R, C]`, of the same dtype.
-        rule: the rule of `RULES`.
-        columns: whether to write `codes_t` and `scale_t` of the gradients; else they are empty.
-        product: whether to write `codes_t` and `scale_t` of silu(gate) · up.
+    dh is the gradient of silu(gate) · up, `[R, C]` as `takes` says. Without `columns`, the gradients' codes_t are
+    empty; without `product`, those of the product.
     """
     (R, C), number = dh.shape, gl.bfloat16 if dh.dtype is torch.bfloat16 else gl.float16
     # Side by side, so that one product sums over the columns of both.

@@ -12,8 +12,7 @@ import torch
 from interpreter import interpreted
 from slow_cases import quick_cases
 
-from quant.kernels.attention.attention_operands import scale_blocks
-from quant.kernels.attention.attention_operands import DIMS
+from quant.kernels.attention.attention_operands import DIMS, scale_blocks
 from quant.kernels.attention.forward import attention
 from quant.kernels.attention.reference import reference
 

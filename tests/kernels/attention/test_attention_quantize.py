@@ -13,14 +13,11 @@ import torch
 from interpreter import interpreted
 
 from quant.kernels.attention import quantize_qkv as module
-from quant.kernels.attention.attention_operands import restore_v, scale_of_rows
-from quant.kernels.attention.attention_operands import DIMS
+from quant.kernels.attention.attention_operands import DIMS, restore_v, scale_of_rows
 from quant.kernels.attention.quantize_qkv import AttentionOperands, quantize_attention
 from quant.kernels.rounding.hadamard import random_sign_rotation
 
 pytest.importorskip("triton", reason="the [dev] extra installs triton on Linux")
-
-PACKED = [0, 70, 70, 200, 300]
 
 
 def operands(dim: int, batch: int = 2, tokens: int = 200, dtype: torch.dtype = torch.bfloat16) -> tuple[Any, ...]:
@@ -28,15 +25,9 @@ def operands(dim: int, batch: int = 2, tokens: int = 200, dtype: torch.dtype = t
     return tuple(torch.randn(batch, tokens, heads, dim).to(dtype).transpose(1, 2) for heads in (4, 2, 2))
 
 
-def rotary(tokens: int, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
-    angle = torch.rand(tokens, dim // 2) * 6
-    angle = torch.cat([angle, angle], -1)
-    return angle.cos(), angle.sin()
-
-
-def values(codes: torch.Tensor, scale: torch.Tensor | None, cu: torch.Tensor | None = None) -> torch.Tensor:
+def values(codes: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
     assert scale is not None
-    return codes.double() * scale_of_rows(scale.double(), codes.shape, cu)
+    return codes.double() * scale_of_rows(scale.double(), codes.shape, None)
 
 
 def scores(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
@@ -70,32 +61,12 @@ def test_rotation_is_orthonormal_and_spreads(dim: int) -> None:
     torch.testing.assert_close(eye[eye.abs() > 1e-6].abs(), torch.full((dim * mixed,), mixed**-0.5).double())
 
 
-def test_smoothing_and_rotation_leave_the_softmax() -> None:
+def test_rotation_leaves_the_softmax() -> None:
     q, k, v = operands(128)
-    k = k + 3 * torch.randn(1, 2, 1, 128).bfloat16()
-    made = quantize_attention(q, k, v, hadamard=True, smooth_k=True, laid_out=False)
-    assert made.score_shift is not None
-    got = (
-        scores(values(made.q, made.options.q_scale), values(made.k, made.options.k_scale))
-        + made.score_shift.double()[..., None]
-    )
+    made = quantize_attention(q, k, v, hadamard=True, laid_out=False)
+    got = scores(values(made.q, made.options.q_scale), values(made.k, made.options.k_scale))
     off = (got - scores(q, k)).norm() / scores(q, k).norm()
-    assert float(off) < 0.04  # 2.6e-2 for each of two operands, less what the mean takes off
-    plain = quantize_attention(q, k, v, laid_out=False)
-    coarse = scores(values(plain.q, plain.options.q_scale), values(plain.k, plain.options.k_scale)) - scores(q, k)
-    fine = got - scores(q, k)
-    assert float(fine.norm()) < 0.7 * float(coarse.norm())
-
-
-def test_log_sum_exp_is_that_of_the_scores_before_smoothing() -> None:
-    q, k, v = operands(64)
-    k = k + 2
-    expected = (scores(q, k) / 8).logsumexp(-1)
-    out, lse = quantize_attention(q, k, v, smooth_k=True).attend(return_lse=True)
-    assert out.shape == q.shape
-    assert float((lse.double() - expected).abs().max()) < 0.2  # E4M3's rounding of scores of up to 30
-    with pytest.raises(ValueError, match=r"soft cap: smoothing K shifts the scores.*smooth_k=False"):
-        quantize_attention(q, k, v, smooth_k=True).attend(softcap=3.0)
+    assert float(off) < 0.04  # 2.6e-2 for each of two operands
 
 
 def test_blocks_and_rotation_help_where_values_lie_out() -> None:
@@ -110,84 +81,62 @@ def test_blocks_and_rotation_help_where_values_lie_out() -> None:
         out = quantize_attention(q, k, v, **options).attend()[:, :, last].double()
         return float((out - exact).norm() / exact.norm())
 
-    assert error(hadamard=True) < 0.5 * error(granularity="tensor")
+    whole = tuple(x.float().abs().amax() / 448 for x in (q, k, v))
+    assert error(hadamard=True) < 0.5 * error(scales=whole)
 
 
 CASES: dict[str, dict[str, Any]] = {
     "block, laid out": {"dim": 64, "laid_out": True},
-    "rope, 96": {"dim": 96, "rope": True, "hadamard": True},
-    "packed, all of it": {
-        "dim": 128,
-        "packed": True,
-        "rope": True,
-        "smooth_k": True,
-        "hadamard": True,
-        "laid_out": True,
-    },
-    "smooth, 192": {"dim": 192, "smooth_k": True, "hadamard": True, "laid_out": True},
-    "per head, packed": {"dim": 64, "packed": True, "granularity": "head"},
-    "per tensor": {"dim": 64, "granularity": "tensor", "rope": True, "smooth_k": True},
+    "rotated, 96": {"dim": 96, "hadamard": True},
+    "rotated, 192": {"dim": 192, "hadamard": True, "laid_out": True},
+    "rotated, 128": {"dim": 128, "hadamard": True, "laid_out": True},
     "given scales": {"dim": 64, "scales": tuple(torch.tensor(x) for x in (0.01, 0.012, 0.003)), "laid_out": True},
+    "scales of heads": {"dim": 64, "scales": tuple(torch.rand(2, heads) / 50 + 0.01 for heads in (4, 2, 2))},
     "fp16": {"dim": 64, "dtype": torch.float16, "hadamard": True},
 }
 
 
-def made_both_ways(name: str, device: str) -> tuple[AttentionOperands, AttentionOperands, torch.Tensor | None]:
+def made_both_ways(name: str, device: str) -> tuple[AttentionOperands, AttentionOperands]:
     """By the oracle, and by the kernel: on a GPU, or interpreted."""
     options = {"laid_out": False, **CASES[name]}
-    dim, packed = options.pop("dim"), options.pop("packed", False)
-    q, k, v = operands(dim, 1 if packed else 2, 300, options.pop("dtype", torch.bfloat16))
-    cu = torch.tensor(PACKED, dtype=torch.int32) if packed else None
-    if options.pop("rope", False):
-        options["rope"] = rotary(300, dim)
-    expected = quantize_attention(q, k, v, cu_seqlens_q=cu, cu_seqlens_k=cu, **options)
+    q, k, v = operands(options.pop("dim"), 2, 300, options.pop("dtype", torch.bfloat16))
+    expected = quantize_attention(q, k, v, **options)
     if device == "cuda":
-        for option in ("rope", "scales"):
-            if option in options:
-                options[option] = tuple(x.cuda() for x in options[option])
-        bounds = None if cu is None else cu.cuda()
-        q, k, v = (x.cuda() for x in (q, k, v))
-        return expected, quantize_attention(q, k, v, cu_seqlens_q=bounds, cu_seqlens_k=bounds, **options), cu
+        if "scales" in options:
+            options["scales"] = tuple(x.cuda() for x in options["scales"])
+        return expected, quantize_attention(*(x.cuda() for x in (q, k, v)), **options)
     from quant.kernels.attention import portable_fp8_operands as kernels
 
-    with (
-        interpreted(),
-        patch.object(module, "_key_means", kernels.key_means),
-        patch.object(module, "_measure", kernels.measure),
-        patch.object(module, "_quantize", kernels.quantize_qkv),
-    ):
-        return expected, quantize_attention(q, k, v, cu_seqlens_q=cu, cu_seqlens_k=cu, **options), cu
+    with interpreted(), patch.object(module, "_quantize", kernels.quantize_qkv):
+        return expected, quantize_attention(q, k, v, **options)
 
 
-def check(expected: AttentionOperands, got: AttentionOperands, cu: torch.Tensor | None, differing: float) -> None:
-    """Sums are taken in another order by the rotation, the mean and the embedding: a few codes may be the next ones."""
+def check(expected: AttentionOperands, got: AttentionOperands, differing: float) -> None:
+    """Sums are taken in another order by the rotation: a few codes may be the next ones."""
     for name in "qkv":
         codes = [getattr(made, name).view(torch.uint8).cpu() for made in (expected, got)]
         if name == "v" and expected.options.v_laid_out:
-            codes = [restore_v(x, expected.k.shape[2], cu) for x in codes]
+            codes = [restore_v(x, expected.k.shape[2]) for x in codes]
         assert float((codes[0] != codes[1]).float().mean()) <= differing
         scale, other = (getattr(made.options, f"{name}_scale").cpu() for made in (expected, got))
-        used = scale_of_rows(scale, codes[0].shape, cu), scale_of_rows(other, codes[0].shape, cu)
+        used = scale_of_rows(scale, codes[0].shape, None), scale_of_rows(other, codes[0].shape, None)
         torch.testing.assert_close(used[1], used[0], rtol=1e-5, atol=0)
         # A step of E4M3 is at most an eighth of the value, or 2^-9.
         near, far = (x.view(torch.float8_e4m3fn).float() for x in codes)
         torch.testing.assert_close(far, near, rtol=0.13, atol=2.0**-9)
-    if expected.score_shift is not None:
-        assert got.score_shift is not None
-        torch.testing.assert_close(got.score_shift.cpu(), expected.score_shift, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_kernel_against_the_oracle(name: str) -> None:
-    expected, got, cu = made_both_ways(name, "cpu")
-    check(expected, got, cu, 1e-3 if CASES[name].get("hadamard") or CASES[name].get("smooth_k") else 0.0)
+    expected, got = made_both_ways(name, "cpu")
+    check(expected, got, 1e-3 if CASES[name].get("hadamard") else 0.0)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", CASES)
 def test_gpu_kernel_against_the_oracle(name: str) -> None:
-    expected, got, cu = made_both_ways(name, "cuda")
-    check(expected, got, cu, 5e-3)
+    expected, got = made_both_ways(name, "cuda")
+    check(expected, got, 5e-3)
     causal = got.attend(causal=True).double().cpu()
     reference = expected.attend(causal=True).double()
     assert float((causal - reference).norm() / reference.norm()) < 0.05
@@ -211,9 +160,6 @@ def test_values_of_zero_leave_the_others_their_precision(dim: int, device: str) 
     [
         ({"k": torch.zeros(1, 3, 4, 64).bfloat16(), "v": torch.zeros(1, 3, 4, 64).bfloat16()}, "3 KV heads do not"),
         ({"q": torch.zeros(1, 4, 4, 64)}, "expected all bfloat16 or all float16"),
-        ({"granularity": "row"}, "granularity 'row'; known: block, head, tensor"),
-        ({"rope": (torch.zeros(5, 64), torch.zeros(5, 64))}, r"rope \[5, 64\] and \[5, 64\]; expected cos and sin"),
-        ({"cu_seqlens_q": torch.tensor([0, 4], dtype=torch.int32)}, "belong together; one is missing"),
         ({"v": torch.zeros(1, 2, 5, 64).bfloat16()}, "expected q .batch, heads, seq_q, dim"),
         ({"k": torch.zeros(1, 2, 0, 64).bfloat16(), "v": torch.zeros(1, 2, 0, 64).bfloat16()}, "no keys"),
     ],

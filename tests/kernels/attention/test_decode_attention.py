@@ -11,11 +11,9 @@ import torch
 from interpreter import interpreted
 from slow_cases import quick_cases
 
-from quant.kernels.attention.attention_operands import AttentionOptions
-from quant.kernels.attention.attention_operands import DecodeTiles, decode_tiles_for
-from quant.kernels.attention.paged_attention import paged_attention, paged_reference
+from quant.kernels.attention.attention_operands import AttentionOptions, DecodeTiles, decode_tiles_for
 from quant.kernels.attention.kv_pages import KVPages, kv_format
-from quant.kernels.attention.paged_attention import PagedKVCache
+from quant.kernels.attention.paged_attention import PagedKVCache, paged_attention, paged_reference
 
 FORMAT_NAMES = (None, "fp8", "fp8_token", "nvfp4")
 # P is rounded to FP16, or to BF16 over a cache in BF16; then the output to BF16.

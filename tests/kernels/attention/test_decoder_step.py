@@ -10,9 +10,9 @@ pytest.importorskip("triton", reason="comes with a CUDA build of torch, or: pip 
 from assembler import assemble
 from interpreter import interpreted
 
+from quant.kernels.attention import portable_decoder_step as kernels
 from quant.kernels.attention.kv_pages import KVPages
 from quant.kernels.base.ptx import compile_kernel
-from quant.kernels.attention import portable_decoder_step as kernels
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 

@@ -10,9 +10,9 @@ import torch
 from assembler import assemble
 from slow_cases import quick_cases
 
-from quant.kernels.base.cuda_driver import LoadedKernel
 from quant.export.tensorrt.plugin import Attributes, compile_attention, launch
 from quant.kernels.attention.attention_operands import HEAD_DIMS
+from quant.kernels.base.cuda_driver import LoadedKernel
 from quant.kernels.base.ptx import ARCHITECTURES, CompiledKernel, compile_kernel, without_scratch
 
 pytest.importorskip("triton", reason="the [dev] extra installs triton on Linux")

@@ -8,8 +8,8 @@ from torch import nn
 
 from quant.formats.format import FORMATS
 from quant.formats.tensor import quantize
-from quant.kernels.base.launch import arrival_counters, reserve
 from quant.kernels.base.hardware import current
+from quant.kernels.base.launch import arrival_counters, reserve
 from quant.kernels.base.weight_layout import prepack
 from quant.kernels.linear import dispatch, tiles
 from quant.kernels.linear.quant_linear import QuantLinear

@@ -17,8 +17,7 @@ from slow_cases import quick_cases
 from quant.formats.format import FORMATS, INPUT_FORMATS
 from quant.formats.tensor import quantize
 from quant.kernels.attention import portable_fp8_operands, portable_paged_attention, portable_paged_kv_cache
-from quant.kernels.attention.attention_operands import AttentionOptions
-from quant.kernels.attention.attention_operands import DecodeTiles
+from quant.kernels.attention.attention_operands import AttentionOptions, DecodeTiles
 from quant.kernels.attention.kv_pages import KVPages
 from quant.kernels.base.weight_layout import prepack
 from quant.kernels.linear import portable_codes_gemm, portable_grouped_gemm, sm90_decode
@@ -77,13 +76,13 @@ def solve(improve: bool) -> None:
     portable_solvers.solve_nvfp4_window(torch.tensor(1.0), *tensors, 0, improve)
 
 
-def solve_fixed(name: str, improve: bool, width: int = fixed_scale_solver.FIXED_SCALE_WIDTH) -> None:
+def solve_fixed(name: str, improve: bool, width: int = fixed_scale_solver.FIXED_WIDTH) -> None:
     """The compiler takes a second for 8 inputs of a block, whose steps it unrolls, and ten for all 32."""
     wanted, blocks = torch.zeros(2 * width, 40), torch.zeros(2, width, width)
     tensors = (wanted, torch.zeros(2 * width, 2 * width), blocks, wanted.clone(), None)
     element, steps = FORMATS[name].element, torch.ones(2 * width, 40)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fixed_scale_solver, "FIXED_SCALE_WIDTH", width)
+        patch.setattr(fixed_scale_solver, "FIXED_WIDTH", width)
         fixed_scale_solver.solve_fixed_window(element, steps, *tensors, 0, improve)
 
 

@@ -14,13 +14,11 @@ from triton.runtime.jit import JITFunction
 
 from quant.formats.format import FORMATS
 from quant.formats.tensor import quantize
-from quant.kernels.attention import portable_paged_attention
-from quant.kernels.attention.attention_operands import AttentionOptions
-from quant.kernels.attention.attention_operands import DecodeTiles
+from quant.kernels.attention import portable_decoder_step, portable_paged_attention
+from quant.kernels.attention.attention_operands import AttentionOptions, DecodeTiles
 from quant.kernels.attention.kv_pages import KVPages
 from quant.kernels.base.hardware import GPUS
 from quant.kernels.linear import dispatch, portable_codes_gemm, portable_grouped_gemm
-from quant.kernels.attention import portable_decoder_step
 from quant.kernels.linear import portable_grouped_gemm as expert_rows
 from quant.kernels.linear.tiles import guess
 from quant.kernels.rounding import portable_casts

@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from quant.formats.format import FORMATS
-from quant.formats.format import E2M1, E4M3
+from quant.formats.format import E2M1, E4M3, FORMATS
 from quant.formats.rounding import pack, unpack
 from quant.formats.tensor import BlockScaledTensor, quantize
 from quant.kernels.base.weight_layout import as_computed, is_prepacked, prepack, prepack_refusal, restore

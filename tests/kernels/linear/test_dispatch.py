@@ -16,8 +16,7 @@ from quant.formats.tensor import BlockScaledTensor, fake_quantize, quantize
 from quant.kernels.base import hardware
 from quant.kernels.base.hardware import GPUS
 from quant.kernels.base.weight_layout import prepack, restore
-from quant.kernels.linear import dispatch, tiles
-from quant.kernels.linear import dispatch as native_gemm
+from quant.kernels.linear import dispatch, rounded_products, tiles
 from quant.kernels.linear.rounded_products import round_rows
 
 
@@ -25,7 +24,7 @@ from quant.kernels.linear.rounded_products import round_rows
 def _a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """An L40S, for which no table is shipped; its launches are interpreted."""
     monkeypatch.setattr(hardware, "current", lambda index=0: GPUS["l40s"])
-    monkeypatch.setattr(native_gemm, "_verdicts", {})
+    monkeypatch.setattr(rounded_products, "_verdicts", {})
     monkeypatch.setattr(dispatch, "_products", {})
     with interpreted():
         yield
@@ -155,9 +154,9 @@ def test_prepacked_weights_go_to_hoppers_kernel(monkeypatch: pytest.MonkeyPatch)
 def test_fp8_blocks_by_fp8_groups(monkeypatch: pytest.MonkeyPatch, tokens: int, used: bool) -> None:
     """With many tokens codes meet codes, with few the weight is decoded; the product is the same."""
     calls = []
-    native = native_gemm.multiply_codes
+    native = rounded_products.multiply_codes
     monkeypatch.setattr(
-        native_gemm, "multiply_codes", lambda *args, **options: calls.append(args) or native(*args, **options)
+        rounded_products, "multiply_codes", lambda *args, **options: calls.append(args) or native(*args, **options)
     )
     monkeypatch.setattr(torch.Tensor, "to", _stay_on_cpu(torch.Tensor.to))
     weight, x = quantize(torch.randn(200, 256), FORMATS["fp8_block"]), torch.randn(tokens, 256).bfloat16()
@@ -170,7 +169,9 @@ def test_a_block_scaled_kernel_that_is_wrong_is_not_used(monkeypatch: pytest.Mon
     """A first product that differs from float64 ends in a warning, and the weight is dequantized as elsewhere."""
     monkeypatch.setattr(hardware, "current", lambda index=0: GPUS["b200"])
     weight, x = quantize(torch.randn(64, 128), FORMATS["mxfp8"]), torch.randn(9, 128).bfloat16()
-    monkeypatch.setattr(native_gemm, "multiply_codes", lambda x, weight, *_, **__: x.new_zeros(len(x), weight.shape[0]))
+    monkeypatch.setattr(
+        rounded_products, "multiply_codes", lambda x, weight, *_, **__: x.new_zeros(len(x), weight.shape[0])
+    )
     monkeypatch.setattr(torch.Tensor, "to", _stay_on_cpu(torch.Tensor.to))
     with pytest.warns(UserWarning, match=r"kernel for mxfp8 by mxfp8 is wrong on this GPU \(error 1\.0e\+00\)"):
         y = linear(x, weight, activation="mxfp8")

@@ -87,8 +87,7 @@ def test_compiles_without_spills(arch: int, format: str) -> None:
     from assembler import assemble
 
     from quant.kernels.base.ptx import compile_kernel
-    from quant.kernels.linear.portable_codes_gemm import codes_embedding_kernel
-    from quant.kernels.linear.portable_codes_gemm import layout
+    from quant.kernels.linear.portable_codes_gemm import codes_embedding_kernel, layout
 
     form = FORMATS[format]
     constants = {**layout(form), "has_global": form.global_scale, "width": 1024}

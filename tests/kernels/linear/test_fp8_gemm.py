@@ -5,8 +5,8 @@ import torch
 
 from quant.formats.format import FORMATS
 from quant.formats.tensor import fake_quantize, quantize
-from quant.kernels.linear.rounded_products import round_to_e4m3, takes_fp8
 from quant.kernels.linear.quant_linear import quantized_linear
+from quant.kernels.linear.rounded_products import round_to_e4m3, takes_fp8
 
 
 @pytest.mark.parametrize(("activation", "static"), [("fp8", False), ("fp8", True), ("fp8_token", False)])

@@ -18,8 +18,7 @@ from quant.formats.tensor import BlockScaledTensor, quantize, round_activation
 from quant.kernels.linear import oracle
 from quant.kernels.linear.embedding import QuantEmbedding
 from quant.kernels.linear.experts import QuantExperts, experts_forward
-from quant.kernels.linear.quant_linear import quantized_linear
-from quant.kernels.linear.quant_linear import QuantLinear
+from quant.kernels.linear.quant_linear import QuantLinear, quantized_linear
 from quant.kernels.rounding.hadamard import hadamard_transform
 
 OUT, IN, TOKENS = 128, 192, 9

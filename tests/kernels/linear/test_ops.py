@@ -17,9 +17,8 @@ from torch import nn
 from quant.formats.format import FORMATS, Format
 from quant.formats.tensor import BlockScaledTensor, fake_quantize, quantize
 from quant.kernels.linear import oracle
-from quant.kernels.linear.quant_linear import quantized_linear
 from quant.kernels.linear.oracle import set_weight_cache
-from quant.kernels.linear.quant_linear import QuantLinear
+from quant.kernels.linear.quant_linear import QuantLinear, quantized_linear
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 OUT, IN = 160, 256  # not a multiple of the 128 rows of a square block

@@ -14,8 +14,7 @@ pytest.importorskip("triton", reason="comes with a CUDA build of torch, or: pip 
 
 from assembler import assemble
 
-from quant.formats.format import FORMATS
-from quant.formats.format import E2M1
+from quant.formats.format import E2M1, FORMATS
 from quant.formats.tensor import BlockScaledTensor, quantize
 from quant.kernels.base.hardware import GPUS, current
 from quant.kernels.base.ptx import CompiledKernel

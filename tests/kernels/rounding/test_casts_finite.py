@@ -116,41 +116,35 @@ def test_kv_cache(name: str, bad: float, device: str) -> None:
     assert torch.equal(round_kv(k.float(), kv_format(name), None if given is None else given[0])[0].isnan(), lost)
 
 
-@pytest.mark.parametrize("granularity", ["block", "head", "tensor", "given"])
+@pytest.mark.parametrize("scales", ["block", "given"])
 @pytest.mark.parametrize("hadamard", [False, True])
 @BAD
 @DEVICE
-def test_operands_of_attention(granularity: str, hadamard: bool, bad: float, device: str) -> None:
+def test_operands_of_attention(scales: str, hadamard: bool, bad: float, device: str) -> None:
     q, k, v = torch.randn(3, 1, 2, 200, 64).bfloat16()
     k[0, 1, 150, 3] = bad
     v[0, 0, 20, 5] = bad
     options: dict[str, object] = {"hadamard": hadamard, "laid_out": False}
-    if granularity == "given":
+    if scales == "given":
         options["scales"] = tuple(torch.tensor(0.01, device=device) for _ in range(3))
-    else:
-        options["granularity"] = granularity
     oracle = attention.quantize_attention(q, k, v, **options) if device == "cpu" else None
     if device == "cuda":
         got = attention.quantize_attention(*(x.cuda() for x in (q, k, v)), **options)
     else:
         from quant.kernels.attention import portable_fp8_operands as kernels
 
-        with (
-            interpreted(),
-            patch.object(attention, "_measure", kernels.measure),
-            patch.object(attention, "_quantize", kernels.quantize_qkv),
-        ):
+        with interpreted(), patch.object(attention, "_quantize", kernels.quantize_qkv):
             got = attention.quantize_attention(q, k, v, **options)
     reach = {"block": (slice(128, 200), slice(0, 128)), "given": (slice(150, 151), slice(20, 21))}
     for made in filter(None, (got, oracle)):
         for x, codes, scale, head, rows in (
-            (k, made.k, made.options.k_scale, 1, reach.get(granularity, (slice(None),) * 2)[0]),
-            (v, made.v, made.options.v_scale, 0, reach.get(granularity, (slice(None),) * 2)[1]),
+            (k, made.k, made.options.k_scale, 1, reach[scales][0]),
+            (v, made.v, made.options.v_scale, 0, reach[scales][1]),
         ):
             values = codes.cpu().float() * attention_scale(scale.cpu(), x.shape)
             lost = torch.zeros(x.shape, dtype=torch.bool)
-            lost[0, slice(None) if granularity == "tensor" else head, rows] = True
-            if granularity == "given":
+            lost[0, head, rows] = True
+            if scales == "given":
                 one = torch.zeros_like(lost)
                 one[(0, 1, 150, slice(None) if hadamard else 3) if x is k else (0, 0, 20, 5)] = True
                 lost = one

@@ -1,6 +1,5 @@
 """The kernels that round rows and columns to E4M3 under powers of two, interpreted, give the codes of the reference."""
 
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -43,12 +42,9 @@ def expected(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @pytest.fixture
-def _tiles_of_64_rows(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _tiles_of_64_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Few rows at once, so that a program reads several tiles of these small matrices."""
     monkeypatch.setattr(portable_grouped_fp8, "TILES", ((64, 32, 4), (64, 32, 4)))
-    portable_grouped_fp8._launch_columns.cache_clear()
-    yield
-    portable_grouped_fp8._launch_columns.cache_clear()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -5,8 +5,7 @@ import torch
 
 from quant.formats.format import FORMATS
 from quant.formats.tensor import quantize
-from quant.kernels.training.fake_rounding import round_input
-from quant.kernels.training.fake_rounding import round_weight
+from quant.kernels.training.fake_rounding import round_input, round_weight
 
 pytestmark = pytest.mark.gpu
 SHAPE = (160, 320)

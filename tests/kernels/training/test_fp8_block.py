@@ -7,8 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from quant.formats.format import FORMATS
-from quant.formats.format import E4M3
+from quant.formats.format import E4M3, FORMATS
 from quant.formats.rounding import encode
 from quant.kernels.training import fp8_block
 from quant.kernels.training.fp8_block_layout import RULES, Operands

@@ -14,8 +14,7 @@ from slow_cases import quick_cases
 from quant.formats.format import FORMATS
 from quant.kernels.base.ptx import compile_kernel
 from quant.kernels.training.portable_fake_rounding import nvfp4_operand_kernel, round_nvfp4_operand
-from quant.training.low_precision.low_precision_linear import transform_tokens
-from quant.training.low_precision.operands import operand_of, round_operand
+from quant.training.low_precision.operands import operand_of, round_operand, transform_tokens
 from quant.training.low_precision.training_recipe import NVFP4_SQUARE, RECIPES
 
 NVFP4 = RECIPES["nvfp4"]

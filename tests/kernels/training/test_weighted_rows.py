@@ -8,7 +8,7 @@ pytest.importorskip("triton", reason="comes with a CUDA build of torch, or: pip 
 from interpreter import interpreted
 
 from quant.kernels.training.portable_grouped_fp8 import weigh_rows, weigh_rows_backward
-from quant.training.low_precision.grouped_products import group_by_expert
+from quant.training.low_precision.fused_experts_training import group_by_expert
 
 
 def inputs(tokens: int, columns: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
