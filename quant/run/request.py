@@ -135,7 +135,7 @@ class Request:
     recipe_file: Path | None = None
     plan_file: Path | None = None
     solver: str | None = None
-    solver_names: int | None = None
+    effort: int | None = None
     guard: str | None = None
     observer: str | None = None
     kv_cache: str | None = None
