@@ -8,7 +8,7 @@ from torch import nn
 
 import quant
 from quant.kernels.linear.quant_linear import QuantLinear
-from quant.adapters.dense_layers import dense_linear
+from quant.adapters.lora_layers import dense_linear
 
 
 def dequantized(model: nn.Module) -> nn.Module:

@@ -14,8 +14,7 @@ from torch import nn
 from quant.base.errors import UserError
 from quant.base.listener import Progress
 from quant.calibration.layer_result import LayerResult, layer_result
-from quant.calibration.placement import Device, device_of
-from quant.calibration.placement import Prefetcher
+from quant.calibration.placement import Device, Prefetcher, device_of
 from quant.calibration.ranks import dealt, from_first, wait_for_all
 from quant.calibration.session import Session
 from quant.calibration.solvers.registry import get_solver
@@ -24,7 +23,7 @@ from quant.calibration.walk.block_memory import Scratch
 from quant.calibration.walk.finished_layers import keep_layers, put_back
 from quant.calibration.walk.fused_experts import stacked
 from quant.calibration.walk.undo import restored_on_error
-from quant.export.checkpoint.files.tensor_checks import value_problem
+from quant.export.checkpoint.files.layouts import value_problem
 from quant.formats.tensor import BlockScaledTensor
 from quant.kernels.linear.conv import weight_of_conv
 from quant.kernels.linear.install import install_weight, use_expert_modules

@@ -39,22 +39,13 @@ Tensors = dict[str, torch.Tensor | DeferredTensor]
 CODES = ("weight_packed", "weight_scale", "weight_scale_2", "weight_scale_inv", "weight_global_scale")
 """Suffixes under which layouts store a quantized weight; one of them below a module says that it is quantized."""
 _EXPERT = re.compile(r"(.*\bexperts)\.\d+\.(\w+)\.weight")
+_STACKS = {*EXPERT_PARTS, "down_proj"}
 # transformers says of no model that it ignores these buffers, which it computes.
 _COMPUTED = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$")
 
 
 def carry_over(model: Any, tensors: Tensors, names: StoredNames, source: Path) -> tuple[Tensors, StoredNames]:
-    """Completes the tensors of a checkpoint by tensors of its source.
-
-    Args:
-        model: a model of transformers, quantized.
-        tensors: the tensors of the checkpoint, by their names on disk.
-        names: the names of the model's tensors on disk.
-        source: directory of the original model.
-
-    Returns:
-        All tensors, and the names, to which the carried tensors are added.
-    """
+    """Returns the tensors, by their names on disk, completed by tensors of the source, and the names with these."""
     original = source_tensors(source, stored_dtype(model))
     carried = unused_tensors(model, original, tensors, names)
     completed = dict(tensors)
@@ -85,9 +76,9 @@ def _deferred(name: str, original: Mapping[str, torch.Tensor]) -> torch.Tensor |
 
 
 def source_tensors(source: Path, dtype: torch.dtype) -> Mapping[str, torch.Tensor]:
-    """Returns the tensors of a model's directory, read on access; of a quantized one, dequantized to `dtype`.
+    """Returns the tensors of a model's directory, read on access.
 
-    A checkpoint of this toolkit is not dequantized.
+    Of a quantized one of others, dequantized to `dtype`.
     """
     shards = huggingface.find_shards(source)
     if not (source / PLAN_FILE).is_file():
@@ -129,10 +120,7 @@ def unused_tensors(
     names: StoredNames,
     candidates: Iterable[str] | None = None,
 ) -> list[str]:
-    """Returns the names of the source's tensors that the model's class has no use for, and that are not written.
-
-    For all tensors, or for those in `candidates`.
-    """
+    """Returns the source's tensors, among `candidates`, that the model's class has no use for and no file has."""
     candidates = original if candidates is None else candidates
     # The metadata of our checkpoints lists the tensors that were carried over, so transformers need not be asked again.
     if isinstance(original, TensorFiles) and original.carried:
@@ -211,26 +199,16 @@ def _as_in_source(
     return stored if torch.equal(stored.to(tensor.dtype), tensor.cpu()) else tensor
 
 
-# `head_weights` finds matrices of multi-token-prediction heads that a model's files hold and its class ignores.
-
-
-_STACKS = {*EXPERT_PARTS, "down_proj"}
-
-
 def head_weights(model: nn.Module, source: Path, is_asked: Callable[[str], bool]) -> dict[str, torch.Tensor]:
     """Returns the source's matrices that the model's class has no use for, by the names that their layers would have.
 
     Experts that are stored as one stack `[experts, out, in]` come matrix by matrix, as servers read quantized ones.
-
-    Args:
-        model: a model of transformers, not quantized.
-        source: directory of the model.
-        is_asked: whether a layer of this name is requested.
+    `is_asked` says whether a layer of a name is requested.
     """
     original, names = source_tensors(source, stored_dtype(model)), stored_names(model)
     # transformers is asked about all experts of a block or about none, because it joins their matrices.
-    stems = {_stem(name) for name in original if is_asked(name.removesuffix(".weight"))}
-    candidates = [name for name in original if _stem(name) in stems]
+    stems = {name.partition(".experts.")[0] for name in original if is_asked(name.removesuffix(".weight"))}
+    candidates = [name for name in original if name.partition(".experts.")[0] in stems]
     weights: dict[str, torch.Tensor] = {}
     for name in unused_tensors(model, original, (), names, candidates):
         tensor = original[name]
@@ -246,8 +224,3 @@ def head_weights(model: nn.Module, source: Path, is_asked: Callable[[str], bool]
         for name, weight in weights.items()
         if is_asked(name) and names.stored(f"{name}.weight") == f"{name}.weight"
     }
-
-
-def _stem(name: str) -> str:
-    """Returns the name of a tensor; of the matrices of all experts of a block, their common part."""
-    return name.partition(".experts.")[0] if ".experts." in name else name

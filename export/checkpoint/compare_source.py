@@ -23,8 +23,7 @@ import torch
 from torch import nn
 
 from quant.base.errors import UserError, option
-from quant.base.json_files import JsonData
-from quant.base.json_files import text_as_in_source
+from quant.base.json_files import JsonData, text_as_in_source
 from quant.export.checkpoint.carry_over import CODES, main_dtype, source_tensors, unused_tensors
 from quant.export.checkpoint.files.names import StoredNames, cut_experts, stored_names
 from quant.export.checkpoint.files.read_tensors import TensorFiles
@@ -35,7 +34,7 @@ from quant.models.files import companion_files, find_model
 from quant.models.quantized_tensors import QuantizedTensors
 from quant.recipes.blocks import stored_dtype
 from quant.recipes.layers import expert_matrices
-from quant.recipes.plan import PLAN_FILE, LayerPlan, Plan
+from quant.recipes.plan import PLAN_FILE, Plan
 from quant.recipes.solver_names import parse_solver
 
 # Keys by which a config describes its own form, and keys about the quantization of the source.
@@ -58,19 +57,12 @@ class Part(StrEnum):
 
 @dataclass(frozen=True)
 class Difference(JsonData):
-    """Something of the source that the checkpoint does not have as it was.
+    """Something of the source that the checkpoint does not have as it was."""
 
-    Attributes:
-        part: the part of the directory, a value of `Part`.
-        name: the name of the tensor, the key of config.json, or the file.
-        problem: how the checkpoint deviates.
-        reason: why that is right; None where nothing explains it.
-    """
-
-    part: str
-    name: str
+    part: str  # of `Part`
+    name: str  # of the tensor, the key of config.json, or the file
     problem: str
-    reason: str | None = None
+    reason: str | None = None  # why that is right; None where nothing explains it
 
     def __str__(self) -> str:
         """One line for the terminal and the report."""
@@ -78,15 +70,10 @@ class Difference(JsonData):
 
 
 def compare_with_source(directory: str | Path, source: str | Path, model: nn.Module | None = None) -> list[Difference]:
-    """Returns every difference between a checkpoint and the model that it was made from.
+    """Returns every difference between a checkpoint of any tool and the model that it was made from.
 
-    Args:
-        directory: a quantized checkpoint of any tool.
-        source: the directory of the original model, or its name on the Hugging Face hub.
-        model: the model of the checkpoint; None builds it on the meta device if the comparison needs it.
-
-    Raises:
-        UserError: `source` is not a directory with config.json and weights, whose names a checkpoint keeps.
+    Without `model`, it is built on the meta device if the comparison needs it. UserError: `source` is not a directory
+    with config.json and weights, whose names a checkpoint keeps.
     """
     home = find_model(str(source))
     if not (home / "config.json").is_file():
@@ -95,7 +82,8 @@ def compare_with_source(directory: str | Path, source: str | Path, model: nn.Mod
         )
         raise UserError(
             f"{option('source', home)} is {kind}: a checkpoint is compared with a directory of config.json and "
-            f"weights, whose names, keys and files it keeps; leave out {option('source')}, which checks the checkpoint alone"
+            f"weights, whose names, keys and files it keeps; leave out {option('source')}, which checks the checkpoint "
+            "alone"
         )
     pair = _Pair(Path(directory), home, model)
     return [*_tensor_differences(pair), *_config_differences(pair), *_file_differences(pair)]
@@ -170,18 +158,18 @@ def _cut_experts(pair: _Pair, name: str) -> dict[str, torch.Tensor]:
     ours, original = pair.names.of_model(name), pair.original[name]
     if original.dim() != 3 or ours.rpartition(".")[2] not in pair.names.cut:
         return {}
-    parts = cut_experts(ours, expert_matrices(pair.model, ours, original))
-    return {pair.names.stored(part): matrix for part, matrix in parts.items()}
+    matrices = cut_experts(ours, expert_matrices(pair.model, ours, original))
+    return {pair.names.stored(each): matrix for each, matrix in matrices.items()}
 
 
 def _expert_differences(pair: _Pair, name: str, experts: Mapping[str, torch.Tensor]) -> Iterator[Difference]:
     """Yields how the matrices of a stack of the source deviate, which the checkpoint has one by one."""
     faults = []
-    for part, matrix in experts.items():
-        if part not in pair.written:
-            faults.append(Difference(Part.TENSORS, part, "is missing"))
-        elif not torch.equal(_bytes(pair.written[part]), _bytes(matrix)):
-            faults.append(Difference(Part.TENSORS, part, _OTHER_VALUES))
+    for each, matrix in experts.items():
+        if each not in pair.written:
+            faults.append(Difference(Part.TENSORS, each, "is missing"))
+        elif not torch.equal(_bytes(pair.written[each]), _bytes(matrix)):
+            faults.append(Difference(Part.TENSORS, each, _OTHER_VALUES))
     if experts and not faults:
         yield Difference(Part.TENSORS, name, "is missing", "experts are stored one by one, as servers read them")
     yield from faults
@@ -233,14 +221,11 @@ def _why_changed(pair: _Pair, name: str, problem: str) -> str | None:
             return f"{layer.solver} merges its rotation into the tensors around the layers"
         if ours == f"{layer.name}.bias" and layer.solver != "rtn":
             return f"{layer.solver} corrects the mean errors of layers in their biases"
-        if _folds_scale(layer) and _block(layer.name) == _block(ours) is not None:
+        # The input scale of the layer, if it has any, is in the weights of another module of the block.
+        folds = parse_solver(layer.solver).transforms and not layer.parts.pre_scale
+        if folds and _block(layer.name) == _block(ours) is not None:
             return f"{layer.solver} folds the input scales of layers into the modules before them"
     return None
-
-
-def _folds_scale(layer: LayerPlan) -> bool:
-    """Returns whether a layer's input scale, if it has any, is in the weights of another module."""
-    return bool(parse_solver(layer.solver).transforms) and not layer.parts.pre_scale
 
 
 def _block(name: str) -> str | None:

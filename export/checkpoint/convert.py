@@ -17,11 +17,9 @@ from quant.export.checkpoint.files import modelopt
 from quant.export.checkpoint.files.directory import check_apart, new_directory
 from quant.export.checkpoint.files.layout import Layout
 from quant.export.checkpoint.files.layouts import LAYOUTS
-from quant.export.checkpoint.files.read_tensors import layer_tensor_names, read_layer, read_parts, weight_files
-from quant.export.checkpoint.files.scan import Scan
+from quant.export.checkpoint.files.read_tensors import Scan, layer_tensor_names, read_layer, read_parts, weight_files
 from quant.export.checkpoint.files.tensor_file import CHECKSUMS, write_checksums
-from quant.export.checkpoint.files.tied import clear_flag
-from quant.export.checkpoint.files.write_tensors import SECOND_LEVEL, layer_weights, write_tensors
+from quant.export.checkpoint.files.write_tensors import SECOND_LEVEL, clear_flag, layer_weights, write_tensors
 from quant.export.checkpoint.model_card import CARD, is_own_card, write_card
 from quant.export.checkpoint.open_checkpoint import (
     KV_SCALES,
@@ -33,6 +31,7 @@ from quant.export.checkpoint.open_checkpoint import (
     suspect_problems,
     untied_in,
 )
+from quant.export.checkpoint.other_runtimes import runtime_warnings
 from quant.models.files import copy_along
 from quant.models.huggingface import remote_code
 from quant.recipes.blocks import stored_dtype
@@ -97,7 +96,7 @@ def convert(
     tensors = dict(_converted(opened, dtype, layout))
     # A float64 scale is one that float32 does not hold (`write_tensors`).
     rounded = sum(t.dtype is torch.float64 and n.endswith(SECOND_LEVEL) for n, t in tensors.items())
-    for message in [*fusion_warnings(plan), *layout.runtime_warnings(plan, dtype, names, tensors)]:
+    for message in [*fusion_warnings(plan), *runtime_warnings(plan, dtype, names, tensors, to)]:
         warnings.warn(message, stacklevel=2)
     with new_directory(out, overwrite=overwrite) as temporary:
         hashes = write_tensors(temporary, tensors, carried=names.carried, heads=opened.heads)
@@ -138,9 +137,9 @@ def _converted(opened: Checkpoint, dtype: torch.dtype, layout: Layout) -> Iterat
         owned.update(layer_tensor_names(tensors, layer))
         weight, input_scale = read_layer(tensors, layer)
         read_parts(tensors, layer)
-        for part, matrix in layer_weights(layer.name, weight).items():
+        for matrix_name, matrix in layer_weights(layer.name, weight).items():
             for suffix, tensor in layout.compress(matrix, input_scale, dtype, layer.activation).items():
-                yield names.stored(f"{part}.{suffix}"), tensor.contiguous()
+                yield names.stored(f"{matrix_name}.{suffix}"), tensor.contiguous()
     unquantized = {name: tensors[name] for name in tensors if name not in owned}
     refuse(kv_scale_problems(tensors))
     refuse(dtype_problems(opened.model, unquantized, tensors))

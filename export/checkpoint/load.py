@@ -11,8 +11,7 @@ from torch import nn
 from quant.base.errors import UserError, option
 from quant.export.checkpoint.files.layouts import LAYOUTS, layout_of_config
 from quant.export.checkpoint.files.names import StoredNames
-from quant.export.checkpoint.files.read_tensors import weight_files
-from quant.export.checkpoint.files.scan import Scan
+from quant.export.checkpoint.files.read_tensors import Scan, weight_files
 from quant.export.checkpoint.open_checkpoint import (
     CONFIG_TABLES,
     Checkpoint,
@@ -77,21 +76,18 @@ def load(
             or do not fit the model; the message names them.
     """
     with remote_code(trust_remote_code):
-        return _load(find_checkpoint(directory), model).to(device)
-
-
-def _load(directory: Path, model: nn.Module | None) -> nn.Module:
-    if not is_checkpoint(directory):
-        raise no_checkpoint(directory)
-    # The headers are read first, so that a truncated file is found before the model is built. FP8 codes are most of a
-    # checkpoint, and are checked when their layer first runs.
-    scan = Scan(weight_files(directory), fp8=False)
-    opened = Checkpoint(directory, model or outline(directory))
-    loaded = fill(opened, built=model is None)
-    refuse(suspect_problems(loaded, scan, opened.tensors))
-    # The model's `save_pretrained` writes codes from here on, and `quantization_plan` is its plan.
-    attach(loaded, opened.plan)
-    return loaded.eval()
+        path = find_checkpoint(directory)
+        if not is_checkpoint(path):
+            raise no_checkpoint(path)
+        # The headers are read first, so that a truncated file is found before the model is built. FP8 codes are most of
+        # a checkpoint, and are checked when their layer first runs.
+        scan = Scan(weight_files(path), fp8=False)
+        opened = Checkpoint(path, model or outline(path))
+        loaded = fill(opened, built=model is None)
+        refuse(suspect_problems(loaded, scan, opened.tensors))
+        # The model's `save_pretrained` writes codes from here on, and `quantization_plan` is its plan.
+        attach(loaded, opened.plan)
+        return loaded.eval().to(device)
 
 
 def no_checkpoint(directory: Path) -> UserError:
@@ -115,10 +111,7 @@ def no_checkpoint(directory: Path) -> UserError:
 
 
 def quantization_configs(directory: Path) -> dict[str, dict[str, Any] | None]:
-    """Returns the table about quantization in each config file that a checkpoint has, by file name.
-
-    None without a table.
-    """
+    """Returns the table about quantization, or None, in each config file that a checkpoint has, by file name."""
     files = {name: directory / name for name in CONFIG_TABLES if (directory / name).is_file()}
     tables = {name: config_in(file, CONFIG_TABLES[name]) for name, file in files.items()}
     return tables if any(tables.values()) else dict.fromkeys(tables)
@@ -128,9 +121,6 @@ def describe(directory: str | Path) -> tuple[Plan, dict[str, Any] | None]:
     """Returns plan and saved report (None without one) of a checkpoint, read without building the model.
 
     The plan of another tool's checkpoint is made from its config, with the model on the meta device.
-
-    Raises:
-        UserError: `directory` holds no quantized checkpoint.
     """
     directory = find_checkpoint(directory)
     if not (directory / PLAN_FILE).is_file():
@@ -140,17 +130,10 @@ def describe(directory: str | Path) -> tuple[Plan, dict[str, Any] | None]:
     return Plan.load(directory / PLAN_FILE), saved_report(directory)
 
 
-# `open_runnable` opens a model that can run: a quantized checkpoint, or any original that `quantize` takes.
-
-
 def open_runnable(
     name: str, *, model_factory: str | None = None, unsafe_load: bool = False
 ) -> tuple[Source, nn.Module]:
-    """Opens a quantized checkpoint as it is, or any other model.
-
-    Raises:
-        UserError: it cannot be opened, or it is a bare state dict.
-    """
+    """Opens a quantized checkpoint as it is, or any other model; UserError for a bare state dict."""
     path = find_model(name)
     # A checkpoint in codes that no kernel here runs, such as GPTQ's or AWQ's, is dequantized by `open_original`.
     if can_run(path):
@@ -166,11 +149,7 @@ def open_runnable(
 def open_original(
     name: str, *, model_factory: str | None = None, unsafe_load: bool = False
 ) -> tuple[Source, nn.Module]:
-    """Opens a model that can run; a quantized one is dequantized.
-
-    Raises:
-        UserError: it cannot be opened, or it is a bare state dict.
-    """
+    """Opens a model that can run; a quantized one is dequantized. UserError for a bare state dict."""
     source = open_model(name, model_factory=model_factory, unsafe_load=unsafe_load)
     if source.model is None:
         raise UserError(f"{name}: a bare state dict cannot be run; pass {option('model_factory')} to build its module")

@@ -41,15 +41,10 @@ def write_card(
     layout: str = "compressed-tensors",
     measured: Path | None = None,
 ) -> None:
-    """Writes the card of a checkpoint, whose other files are there.
+    """Writes the card of a checkpoint, whose other files are there; a card of the source in it is renamed.
 
-    Args:
-        directory: the directory of the checkpoint; a card of the source in it is renamed.
-        plan: the plan that was executed.
-        model: the model of the checkpoint; its class is named in the lines that load it.
-        source: directory of the original model; None where it is unknown.
-        layout: the layout of the checkpoint, a key of `LAYOUTS`.
-        measured: directory with the report that has the measured loss; None takes `directory`.
+    `source` is the directory of the original model, if known, `layout` a key of `LAYOUTS`, and `measured` the directory
+    with the report that has the measured loss, by default `directory`.
     """
     card = directory / CARD
     fields: dict[str, Any] = {}

@@ -1,4 +1,7 @@
-"""`Checkpoint` opens a quantized checkpoint, and `fill` puts its tensors into a model. Every tensor is checked."""
+"""`Checkpoint` opens a quantized checkpoint, and `fill` puts its tensors into a model. Every tensor is checked.
+
+Of a checkpoint that came without plan.json, its config, the model's layers and the tensors determine the plan.
+"""
 
 from __future__ import annotations
 
@@ -19,9 +22,10 @@ from quant.base.extras import require
 from quant.export.checkpoint.files import modelopt
 from quant.export.checkpoint.files.conversion_rules import in_model
 from quant.export.checkpoint.files.layout import MODELOPT
-from quant.export.checkpoint.files.layouts import LAYOUTS, layout_of_config
+from quant.export.checkpoint.files.layouts import LAYOUTS, layout_of_config, plan_problems, scale_problem, value_problem
 from quant.export.checkpoint.files.names import StoredNames, expert_names, matrix_names, stored_names
 from quant.export.checkpoint.files.read_tensors import (
+    Scan,
     TensorFiles,
     carried_shapes,
     head_shapes,
@@ -30,22 +34,17 @@ from quant.export.checkpoint.files.read_tensors import (
     read_layer,
     read_parts,
 )
-from quant.export.checkpoint.files.scan import Scan
-from quant.export.checkpoint.files.tensor_checks import plan_problems, scale_problem, value_problem
-from quant.export.checkpoint.files.tied import FLAG, clear_flag, untied_pairs
+from quant.export.checkpoint.files.write_tensors import FLAG, clear_flag, untied_pairs
 from quant.formats.finite import is_wide_float
 from quant.kernels.linear.install import install_kv_scales, install_weight, mark_quantized, use_expert_modules
 from quant.models import huggingface
 from quant.models.configs import check_sizes, explained, read_fields, read_generation_config
 from quant.models.prediction_heads import attach_head_layer, head_layers
 from quant.recipes.blocks import stored_dtype
-from quant.recipes.layers import stacking_of
 from quant.recipes.groups import group_experts, group_unseen
-from quant.recipes.layers import Layer, LayerKind, find_layers
+from quant.recipes.layers import Layer, LayerKind, find_layers, stacking_of
 from quant.recipes.plan import PLAN_FILE, LayerPlan, Parts, Plan
 from quant.recipes.plan_check import check_plan_fits
-
-# Makes the plan of a checkpoint that came without one: a config, the model's layers and the tensors determine it.
 
 
 def plan_of_checkpoint(
@@ -55,19 +54,10 @@ def plan_of_checkpoint(
     tensors: Mapping[str, torch.Tensor],
     names: StoredNames | None = None,
 ) -> Plan:
-    """Returns the plan of a checkpoint of any layout that came without one, as its config describes it.
+    """Returns the plan of a checkpoint that came without one; ValueError if its config does not fit the tensors.
 
-    Layers that runtimes merge are in a fusion group if the checkpoint has one tensor scale for them.
-
-    Args:
-        directory: the directory that error messages name.
-        model_layers: all layers; linear ones, the head and experts may be quantized.
-        config: the `quantization_config`, or `quantization` of ModelOpt's `hf_quant_config.json`.
-        tensors: the tensors of the checkpoint, under the model's names.
-        names: the names of the model's tensors on disk, which the config may use.
-
-    Raises:
-        ValueError: the config has a scheme that is not supported, or does not fit the tensors.
+    `model_layers` are all layers, of which linear ones, the head and experts may be quantized. Layers that runtimes
+    merge are in a fusion group if the checkpoint has one tensor scale for them.
     """
     names = names or StoredNames()
     layers = []
@@ -101,21 +91,16 @@ def plan_of_checkpoint(
             )
     except ValueError as error:
         raise ValueError(f"{directory}: {error}") from None
-    # `group_unseen` guesses groups by names; the tensors show which members really share their scales.
     plan = Plan(tuple(layers), kv_cache=kv_cache, provenance={"checkpoint": str(directory)})
-    return plan.replace_layers(_ungrouped(plan, tensors))
-
-
-def _ungrouped(plan: Plan, tensors: Mapping[str, torch.Tensor]) -> list[LayerPlan]:
-    """Returns, without their group, the layers that runtimes cannot merge: formats or per-tensor scales differ."""
-    return [
+    # `group_unseen` guesses groups by names; runtimes cannot merge layers whose formats or per-tensor scales differ.
+    return plan.replace_layers(
         replace(member, group=None)
         for members in plan.groups().values()
         if len(members) == 1
         or len({(member.formats, member.parts) for member in members}) > 1
         or (members[0].kind == LayerKind.LINEAR and len({_tensor_scales(tensors, member) for member in members}) > 1)
         for member in members
-    ]
+    )
 
 
 def _tensor_scales(tensors: Mapping[str, torch.Tensor], layer: LayerPlan) -> tuple[float, ...]:
@@ -137,10 +122,8 @@ CONFIG_TABLES = {"config.json": "quantization_config", modelopt.CONFIG_FILE: "qu
 class Checkpoint:
     """The files of a checkpoint and the model that they are for; each part is read once.
 
-    Attributes:
-        directory: the directory with the files.
-        model: unquantized; its parameters may be on the meta device.
-        meta: whether tensors are on the meta device, read only from the headers of the files.
+    `model` is unquantized; its parameters may be on the meta device. With `meta`, tensors are on the meta device too,
+    read only from the headers of the files.
     """
 
     directory: Path
@@ -149,11 +132,11 @@ class Checkpoint:
 
     def __post_init__(self) -> None:
         # Layers of prediction heads, which the model's class lacks, become modules as in `quantize`.
-        missing = self.heads.keys() - head_layers(self.model)
-        for name in (name for name in self.heads if name in missing):
-            attach_head_layer(
-                self.model, name, torch.empty(self.heads[name], dtype=stored_dtype(self.model), device="meta")
-            )
+        present = head_layers(self.model)
+        for name, shape in self.heads.items():
+            if name not in present:
+                weight = torch.empty(shape, dtype=stored_dtype(self.model), device="meta")
+                attach_head_layer(self.model, name, weight)
 
     @cached_property
     def heads(self) -> dict[str, tuple[int, int]]:
@@ -170,10 +153,9 @@ class Checkpoint:
     @cached_property
     def tensors(self) -> TensorFiles:
         """The tensors, read on access, under the names that the model's modules have."""
-        kv_names = (layout.kv_name_of_module for layout in LAYOUTS.values())
         # ModelOpt stores `self_attn.k_proj.k_scale` where modules hold `self_attn.k_scale`; these names are changed
         # first.
-        names = replace(self.names, back=(*kv_names, *self.names.back))
+        names = replace(self.names, back=(modelopt.kv_name_of_module, *self.names.back))
         return TensorFiles(self.directory, names.of_model, meta=self.meta)
 
     @cached_property
@@ -198,12 +180,7 @@ class Checkpoint:
 
 
 def fill(opened: Checkpoint, *, built: bool) -> nn.Module:
-    """Returns the model of a checkpoint with the tensors of its files.
-
-    Args:
-        opened: the files and the model, which is changed in place.
-        built: whether the model's own tensors are on the meta device, and are replaced.
-    """
+    """Returns the model with the tensors of its files; if it was `built` for them, its own are on the meta device."""
     model, tensors, plan = opened.model, opened.tensors, opened.plan
     owned: set[str] = set()
     for layer in plan.quantized:
@@ -236,10 +213,8 @@ def fill(opened: Checkpoint, *, built: bool) -> nn.Module:
 def outline(directory: Path, like: type[nn.Module] | None = None) -> nn.Module:
     """Returns the model that config.json describes: parameters on the meta device, computed buffers real.
 
-    Args:
-        directory: the directory with config.json.
-        like: the class of the model, if it is known; it replaces the one that config.json names. So a class that comes
-            with Python files of its own, which has been imported already, is not imported again from the directory.
+    `like`, a known class, replaces the one that config.json names: one that comes with Python files of its own, and has
+    been imported already, is not imported again from the directory.
     """
     initialization = require("transformers.initialization", "hf")
     accelerate = require("accelerate", "hf")
@@ -278,23 +253,19 @@ def config_in(file: Path, key: str) -> dict[str, Any] | None:
 def quantization_config(directory: Path) -> dict[str, Any] | None:
     """Returns the table about quantization of a known layout, or None.
 
-    Older exports of ModelOpt have it in their own file.
+    Older exports of ModelOpt have their own file.
     """
     for name, key in CONFIG_TABLES.items():
         file = directory / name
         if file.is_file() and (config := config_in(file, key)) is not None:
             has_layout = name == modelopt.CONFIG_FILE or config.get("quant_method") in LAYOUTS
-            return _with_group_size(config, directory) if has_layout else None
+            own = directory / modelopt.CONFIG_FILE
+            if config.get("quant_method") == MODELOPT and "config_groups" not in config and own.is_file():
+                # ModelOpt writes the group size of INT4 only into its own file.
+                size = (config_in(own, CONFIG_TABLES[own.name]) or {}).get("group_size")
+                return config if size is None else {**config, "group_size": size}
+            return config if has_layout else None
     return None
-
-
-def _with_group_size(config: dict[str, Any], directory: Path) -> dict[str, Any]:
-    """Returns a config with the group size of INT4, which ModelOpt writes only into its own file."""
-    file = directory / modelopt.CONFIG_FILE
-    if config.get("quant_method") != MODELOPT or "config_groups" in config or not file.is_file():
-        return config
-    size = (config_in(file, CONFIG_TABLES[file.name]) or {}).get("group_size")
-    return config if size is None else {**config, "group_size": size}
 
 
 def kv_scale_problems(tensors: Mapping[str, torch.Tensor]) -> Iterator[str]:
@@ -326,13 +297,7 @@ def flag_problems(opened: Checkpoint, plan: Plan) -> Iterator[str]:
 
 
 def suspect_problems(model: nn.Module, scan: Scan, tensors: TensorFiles) -> Iterator[str]:
-    """Yields the tensors that hold NaN or infinity.
-
-    Args:
-        model: the model that the checkpoint is for.
-        scan: the scan of the checkpoint's files.
-        tensors: the tensors in these files.
-    """
+    """Yields the tensors of the model, in the files of `scan`, that hold NaN or infinity."""
     suspects = scan.suspects()
     if not suspects:
         return
@@ -348,13 +313,7 @@ def suspect_problems(model: nn.Module, scan: Scan, tensors: TensorFiles) -> Iter
 def dtype_problems(
     model: nn.Module, tensors: Mapping[str, torch.Tensor], source: Mapping[str, torch.Tensor]
 ) -> Iterator[str]:
-    """Yields the tensors that hold integers where the model has floats, or the other way round.
-
-    Args:
-        model: the model that they are for.
-        tensors: the tensors of parameters and buffers, by name.
-        source: the mapping that the tensors were read from, which knows their files.
-    """
+    """Yields tensors, in files that `source` knows, of integers where the model has floats, or the other way round."""
     state = model.state_dict(keep_vars=True)
     for name, tensor in tensors.items():
         current = state.get(name)
@@ -395,11 +354,7 @@ def _as_in_transformers(model: Any, tensors: Mapping[str, torch.Tensor]) -> dict
 
 
 def _assign(model: nn.Module, tensors: Mapping[str, torch.Tensor], directory: Path, *, assign: bool) -> None:
-    """Loads the tensors that are not quantized.
-
-    Raises:
-        UserError: a tensor has another shape in the model, is missing, or belongs to no module.
-    """
+    """Loads the tensors that are not quantized; UserError for other shapes, missing and unexpected tensors."""
     tensors = as_in_modules(model, tensors)
     state = model.state_dict(keep_vars=True)
     for name, tensor in tensors.items():
@@ -428,12 +383,9 @@ def _assign(model: nn.Module, tensors: Mapping[str, torch.Tensor], directory: Pa
 
 
 def _untie(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> bool:
-    """Gives separate tensors to the layers that config.json ties to others, and whose tensors in the files differ.
+    """Gives tensors of their own to layers that config.json ties to others and whose tensors differ; returns if any.
 
     transformers does the same; servers take the embedding for the head (`flag_problems`).
-
-    Returns:
-        Whether there are such layers.
     """
     untied = untied_pairs(model, tensors)
     for name in untied:

@@ -20,13 +20,13 @@ from quant.base.errors import UserError
 from quant.base.extras import require
 from quant.export.checkpoint.files.compressed_tensors import check_plan
 from quant.export.checkpoint.files.names import stored_names
-from quant.export.checkpoint.files.read_tensors import layer_tensor_names, read_layer, read_parts
+from quant.export.checkpoint.files.read_tensors import layer_tensor_names, read_buffers
 from quant.export.checkpoint.files.write_tensors import SHARD_BYTES
 from quant.export.checkpoint.model_card import CARD, is_own_card
 from quant.export.checkpoint.open_checkpoint import as_in_modules
 from quant.export.checkpoint.save import Destination, write_model
-from quant.models.files import companion_files
 from quant.models.configs import source_directory
+from quant.models.files import companion_files
 from quant.models.quantized_config import IN_TRAINING
 from quant.recipes.plan import Plan
 
@@ -39,7 +39,16 @@ def attach(model: nn.Module, plan: Plan) -> None:
 
     On any model the attribute is set that names the buffers that DDP need not send to all ranks at each step.
     """
-    model._ddp_params_and_buffers_to_ignore = _packed_buffers(model)  # type: ignore[assignment]
+    # Buffers of quantized layers never change, and gloo knows no FP8. DDP looks for them under the names that they have
+    # in the model that it gets, which may be a `PeftModel`.
+    model._ddp_params_and_buffers_to_ignore = [  # type: ignore[assignment]
+        f"{outer}{name}{inner}.{buffer}"
+        for name, module in model.named_modules()
+        if hasattr(type(module), "quantized_weight")
+        for buffer, _ in module.named_buffers(recurse=False)
+        for outer in ("", "base_model.model.")
+        for inner in ("", ".base_layer")
+    ]
     if not hasattr(model, "save_pretrained"):
         return
     # A model that is quantized again has the hook already.
@@ -74,21 +83,6 @@ def _save_in_training(model: Any, *args: Any, **options: Any) -> None:
         type(model).save_pretrained(model, *args, **{"save_original_format": False, **options})
     finally:
         del model.config.quantization_config
-
-
-def _packed_buffers(model: nn.Module) -> list[str]:
-    """Returns the names of the buffers of quantized layers: they never change, and gloo knows no FP8.
-
-    DDP looks for them under the names that they have in the model that it gets, which may be a `PeftModel`.
-    """
-    return [
-        f"{outer}{name}{inner}.{buffer}"
-        for name, module in model.named_modules()
-        if hasattr(type(module), "quantized_weight")
-        for buffer, _ in module.named_buffers(recurse=False)
-        for outer in ("", "base_model.model.")
-        for inner in ("", ".base_layer")
-    ]
 
 
 def save_pretrained(
@@ -131,7 +125,12 @@ def save_pretrained(
         if value:
             raise UserError(f"save_pretrained({name}={value!r}): a quantized model has one form on disk; leave it out")
     plan: Plan = model.quantization_plan
-    _refuse_adapters(model)
+    for name, module in model.named_modules():
+        if hasattr(module, "base_layer"):
+            raise UserError(
+                f"{name}: has an adapter: save the adapters with the PeftModel's save_pretrained, or merge them first "
+                "with its merge_and_unload()"
+            )
     state = {name: _whole(name, tensor) for name, tensor in (state_dict or model.state_dict()).items()}
     if not is_main_process:
         return
@@ -152,7 +151,15 @@ def save_pretrained(
     for message in messages:
         warnings.warn(message, stacklevel=2)
     if push_to_hub:
-        _upload(directory, files, token, options)
+        hub = require("huggingface_hub", "hf")
+        repository = hub.create_repo(
+            options.get("repo_id") or directory.name, token=token, private=options.get("private"), exist_ok=True
+        )
+        asked = {name: options[name] for name in ("commit_message", "create_pr", "revision") if options.get(name)}
+        hub.upload_folder(
+            repo_id=repository.repo_id, folder_path=directory, allow_patterns=files, token=token,
+            **{"commit_message": "Upload model", **asked},
+        )  # fmt: skip
 
 
 def _move_files(written: Path, directory: Path, source: Path | None) -> list[str]:
@@ -176,18 +183,6 @@ def _move_files(written: Path, directory: Path, source: Path | None) -> list[str
     return files
 
 
-def _upload(directory: Path, files: list[str], token: str | bool | None, options: Mapping[str, Any]) -> None:
-    hub = require("huggingface_hub", "hf")
-    repository = hub.create_repo(
-        options.get("repo_id") or directory.name, token=token, private=options.get("private"), exist_ok=True
-    )
-    upload_options = {name: options[name] for name in ("commit_message", "create_pr", "revision") if options.get(name)}
-    hub.upload_folder(
-        repo_id=repository.repo_id, folder_path=directory, allow_patterns=files, token=token,
-        **{"commit_message": "Upload model", **upload_options},
-    )  # fmt: skip
-
-
 def _shard_bytes(size: int | str | None) -> int | None:
     if isinstance(size, str):
         units = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
@@ -196,15 +191,6 @@ def _shard_bytes(size: int | str | None) -> int | None:
             raise UserError(f"max_shard_size={size!r} is not a size: give a number of bytes, or one such as '2GB'")
         size = int(number) * units[unit]
     return None if size is None else min(size, SHARD_BYTES)
-
-
-def _refuse_adapters(model: nn.Module) -> None:
-    for name, module in model.named_modules():
-        if hasattr(module, "base_layer"):
-            raise UserError(
-                f"{name}: has an adapter: save the adapters with the PeftModel's save_pretrained, or merge them first "
-                "with its merge_and_unload()"
-            )
 
 
 def _whole(name: str, tensor: torch.Tensor) -> torch.Tensor:
@@ -231,14 +217,8 @@ def _from_checkpoint(model: nn.Module, state: dict[str, torch.Tensor], prefix: s
         owned = layer_tensor_names(tensors, layer)
         if not owned:
             continue
-        weight, input_scale = read_layer(tensors, layer)
-        down, up = read_parts(tensors, layer).lowrank or (None, None)
-        buffers = {
-            "codes": weight.codes, "scale": weight.scale, "global_scale": weight.global_scale,
-            "input_scale": input_scale, "pre_scale": tensors.get(f"{layer.name}.pre_scale"),
-            "lowrank_down": down, "lowrank_up": up,
-        }  # fmt: skip
+        buffers = read_buffers(tensors, layer)
         for name in owned:
             tensors.pop(name)
-        tensors |= {f"{layer.name}.{part}": tensor for part, tensor in buffers.items() if tensor is not None}
+        tensors |= buffers
     state |= {f"{prefix}{name}": tensor for name, tensor in as_in_modules(model, tensors).items()}

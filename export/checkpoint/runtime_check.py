@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,12 +26,11 @@ from safetensors.torch import load_file
 from torch import nn
 
 from quant.base.errors import UserError, known_names
-from quant.base.json_files import JsonData
-from quant.base.json_files import json_text
+from quant.base.json_files import JsonData, json_text
 from quant.calibration.texts.mixture import sample_texts
 from quant.evaluation.outputs import inputs_moved
-from quant.export.checkpoint.files.known_failures import unpacking_warnings
 from quant.export.checkpoint.load import describe, load
+from quant.export.checkpoint.other_runtimes import unpacking_warnings
 from quant.export.checkpoint.runtime_probe import PROBES, continue_greedily, score
 from quant.generate.quantized_attention import quantized_attention
 from quant.kernels.linear.quant_linear import QuantLinear
@@ -58,21 +57,13 @@ TEXTS, TOKENS, NEW_TOKENS = 4, 96, 16
 
 @dataclass(frozen=True)
 class RuntimeLayer(JsonData):
-    """One layer of the runtime.
-
-    Attributes:
-        name: the name of the runtime's module.
-        kernel: the class that multiplied.
-        error: the error of its output, relative to the output of `quant.load`; None where that has no such layer.
-        inputs: "16 bit" or "rounded": the variant that it equals.
-        noise: the error that `quant.load` itself has if the rounded inputs move by one rounding before; None if the
-            error is within its limit without it.
-    """
+    """One layer of the runtime."""
 
     name: str
-    kernel: str
-    error: float | None
-    inputs: str = "16 bit"
+    kernel: str  # the class that multiplied
+    error: float | None  # of its output, relative to that of `quant.load`; None where that has no such layer
+    inputs: str = "16 bit"  # or "rounded": the variant that it equals
+    # The error that `quant.load` has if the rounded inputs move by one rounding; None if `error` is within its limit.
     noise: float | None = None
 
     @property
@@ -91,48 +82,37 @@ class RuntimeLayer(JsonData):
 
 @dataclass(frozen=True)
 class RuntimeCheck(JsonData):
-    """A checkpoint in a runtime.
+    """A checkpoint in a runtime."""
 
-    Attributes:
-        runtime: name and version.
-        attention, kv_cache: class of the attention, and dtype of the cache, as the runtime names them.
-        layers: every layer that ran.
-        logprob_difference: mean absolute difference of log-probabilities, nat.
-        top_1: share of positions at which both find the same token likeliest.
-        greedy: share of greedily generated tokens that are equal, up to the first difference of each text.
-        noise: the difference between two runs of `quant.load` whose layers' inputs differ by one rounding; None if
-            log-probabilities are within the limit without it.
-        problems: one line each; none if the runtime computes the model of the checkpoint.
-    """
-
-    runtime: str
-    attention: str
+    runtime: str  # name and version
+    attention: str  # its class, and the dtype of the cache, as the runtime names them
     kv_cache: str
     layers: tuple[RuntimeLayer, ...]
-    logprob_difference: float
-    top_1: float
-    greedy: float
+    logprob_difference: float  # mean absolute difference, nat
+    top_1: float  # share of positions at which both find the same token likeliest
+    greedy: float  # share of greedily generated tokens that are equal, up to the first difference of each text
+    # The difference between two runs of `quant.load` whose layers' inputs differ by one rounding; None if it is within
+    # the limit without it.
     noise: float | None
-    problems: tuple[str, ...]
+    problems: tuple[str, ...]  # one line each; none if the runtime computes the model of the checkpoint
 
 
 def check_runtime(
     directory: Path, runtime: str, *, engine: dict[str, Any] | None = None, trust_remote_code: bool = False
 ) -> RuntimeCheck:
-    """Runs a checkpoint in `runtime`, one of `PROBES`, and compares.
+    """Runs a checkpoint in `runtime`, with arguments `engine` of `vllm.LLM`, and compares.
 
-    Args:
-        directory: the directory of the checkpoint.
-        engine: further arguments of `vllm.LLM`, such as `{"kv_cache_dtype": "nvfp4"}`.
-
-    Raises:
-        UserError: an unknown runtime, or one that does not load the checkpoint; the message has its error.
+    UserError if it does not load.
     """
     if runtime not in PROBES:
         raise UserError(f"no runtime {runtime!r}; {known_names(runtime, PROBES)}")
+    config = json.loads((directory / "config.json").read_text())
     if runtime == "transformers":
-        _refuse_unpacked(directory)
-    rows = _rows(directory)
+        # It unpacks some weights to another dtype than the model's, and fails.
+        dtype = getattr(torch, str(config.get("dtype") or config.get("torch_dtype") or "bfloat16"), torch.bfloat16)
+        for message in unpacking_warnings(describe(directory)[0], dtype):
+            raise UserError(f"{directory}: {message}")
+    rows = _rows(directory, config)
     request = {
         "rows": rows.tolist(), "new_tokens": NEW_TOKENS, "engine": engine or {}, "trust_remote_code": trust_remote_code
     }  # fmt: skip
@@ -141,17 +121,8 @@ def check_runtime(
     return _compare(load(directory, trust_remote_code=trust_remote_code), rows, facts, seen)
 
 
-def _refuse_unpacked(directory: Path) -> None:
-    """Raises UserError for a checkpoint whose weights transformers unpacks to another dtype than the model's."""
-    config = json.loads((directory / "config.json").read_text())
-    name = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16")
-    for message in unpacking_warnings(describe(directory)[0], getattr(torch, name, torch.bfloat16)):
-        raise UserError(f"{directory}: {message}")
-
-
-def _rows(directory: Path) -> torch.Tensor:
+def _rows(directory: Path, config: dict[str, Any]) -> torch.Tensor:
     """Returns the token ids `[TEXTS, TOKENS]` of several kinds of texts, or drawn at random without a tokenizer."""
-    config = json.loads((directory / "config.json").read_text())
     vocabulary = config.get("vocab_size") or config.get("text_config", {}).get("vocab_size", 256)
     if not (directory / "tokenizer.json").is_file():
         return torch.randint(vocabulary, (TEXTS, TOKENS), generator=torch.Generator().manual_seed(0), device="cpu")
@@ -168,16 +139,12 @@ def _probe(runtime: str, directory: Path, request: dict[str, Any], folder: Path)
         [*command, str(folder / "rows.json"), str(folder)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
     if not (folder / "probe.json").is_file():
-        raise UserError(f"{directory}: {runtime} does not run it: {_last_error(done.stdout)}")
+        # Servers print many lines after an error, and the first error is the cause of the others.
+        lines = [line.strip() for line in done.stdout.splitlines() if line.strip()]
+        named = [line for line in lines if "Error: " in line or line.endswith("Error")]
+        error = (named or lines[-1:] or ["it printed nothing"])[0][-300:]
+        raise UserError(f"{directory}: {runtime} does not run it: {error}")
     return json.loads((folder / "probe.json").read_text()), load_file(folder / "probe.safetensors")
-
-
-def _last_error(log: str) -> str:
-    """Returns the line of a log that names the error; servers print many after it."""
-    lines = [line.strip() for line in log.splitlines() if line.strip()]
-    named = [line for line in lines if "Error: " in line or line.endswith("Error")]
-    # The first error is the cause of the others.
-    return (named or lines[-1:] or ["it printed nothing"])[0][-300:]
 
 
 def _compare(
@@ -236,60 +203,46 @@ def _layer(
     modules = [module for module in references if module is not None]
     if not modules or len(modules) < len(references):
         return RuntimeLayer(layer["name"], layer["kernel"], None)
-    errors = {}
-    if any(child.activation_format is not None for module in modules for child in _quantized(module)):
-        errors["rounded"] = _error([_output(module, x) for module in modules], y)
-    with ExitStack() as stack:
-        for module in modules:
-            stack.enter_context(_inputs_in_16_bit(module))
-        errors["16 bit"] = _error([_output(module, x) for module in modules], y)
+    quantized = [child for module in modules for child in _quantized(module)]
+    formats = [child.activation_format for child in quantized]
+    errors = {} if not any(formats) else {"rounded": _error(_outputs(modules, x), y)}
+    for child in quantized:
+        child.activation_format = None
+    errors["16 bit"] = _error(_outputs(modules, x), y)
+    for child, format in zip(quantized, formats, strict=True):
+        child.activation_format = format
     # Other roundings of the inputs can be as far from ours as no rounding at all: inputs were left in 16 bit only where
     # that explains the output.
     rounds = "rounded" in errors and errors["16 bit"] > _EXPLAINS * errors["rounded"]
-    inputs = "rounded" if rounds else "16 bit"
-    noise = _noise(modules, x) if inputs == "rounded" and errors[inputs] > ROUNDED_LIMIT else None
+    inputs, noise = "rounded" if rounds else "16 bit", None
+    if rounds and errors[inputs] > ROUNDED_LIMIT:
+        # The error of our own output if `x` moves by one rounding of the layers' dtype.
+        ours = _outputs(modules, x)
+        with ExitStack() as stack:
+            for module in modules:
+                stack.enter_context(inputs_moved(module, _dtype(module)))
+            noise = _error(_outputs(modules, x), ours)
     return RuntimeLayer(layer["name"], layer["kernel"], errors[inputs], inputs, noise)
-
-
-def _noise(modules: Sequence[nn.Module], x: torch.Tensor) -> float:
-    """Returns the error of our own output of `x` if it moves by one rounding of the layers' dtype."""
-    y = torch.cat([_output(module, x) for module in modules], 1)
-    with ExitStack() as stack:
-        for module in modules:
-            stack.enter_context(inputs_moved(module, _dtype(module)))
-        return _error([_output(module, x) for module in modules], y)
 
 
 def _quantized(module: nn.Module) -> list[QuantizedModule]:
     return [child for child in module.modules() if isinstance(child, QuantizedModule)]
 
 
-@contextmanager
-def _inputs_in_16_bit(module: nn.Module) -> Iterator[None]:
-    """Makes the quantized layers in `module` leave their inputs as they are while open."""
-    held = [(child, child.activation_format) for child in _quantized(module)]
-    for child, _ in held:
-        child.activation_format = None
-    try:
-        yield
-    finally:
-        for child, format in held:
-            child.activation_format = format
-
-
 @torch.no_grad()
-def _output(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    """Returns the output `[tokens, out]`, float32.
-
-    A linear layer with inputs in 16 bit is computed in float64, without our kernels.
-    """
-    if isinstance(module, QuantLinear) and module.activation_format is None:
-        bias = None if module.bias is None else module.bias.double()
-        return nn.functional.linear(x.double(), module.weight.double(), bias).float()
-    # A block of experts takes [batch, tokens, hidden]; linear layers take that, too.
-    y = module(x[None].to(_dtype(module)))
-    output: torch.Tensor = y[0] if isinstance(y, tuple) else y
-    return output.float().reshape(len(x), -1)
+def _outputs(modules: Sequence[nn.Module], x: torch.Tensor) -> torch.Tensor:
+    """Returns the outputs side by side `[tokens, out]`, float32."""
+    outputs = []
+    for module in modules:
+        if isinstance(module, QuantLinear) and module.activation_format is None:
+            # In float64, without our kernels.
+            bias = None if module.bias is None else module.bias.double()
+            outputs.append(nn.functional.linear(x.double(), module.weight.double(), bias).float())
+        else:
+            # A block of experts takes [batch, tokens, hidden]; linear layers take that, too.
+            y = module(x[None].to(_dtype(module)))
+            outputs.append((y[0] if isinstance(y, tuple) else y).float().reshape(len(x), -1))
+    return torch.cat(outputs, 1)
 
 
 def _dtype(module: nn.Module) -> torch.dtype:
@@ -297,10 +250,8 @@ def _dtype(module: nn.Module) -> torch.dtype:
     return next((p.dtype for p in module.parameters() if p.is_floating_point() and p.dim() > 1), torch.bfloat16)
 
 
-def _error(outputs: list[torch.Tensor], y: torch.Tensor) -> float:
-    expected = torch.cat(outputs, 1)
-    # A runtime pads the vocabulary of its head.
-    y = y[:, : expected.shape[1]]
+def _error(expected: torch.Tensor, y: torch.Tensor) -> float:
+    y = y[:, : expected.shape[1]]  # a runtime pads the vocabulary of its head
     return float((y - expected).norm() / expected.norm().clamp(min=1e-30))
 
 

@@ -188,10 +188,7 @@ def score(model: Any, rows: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 def continue_greedily(model: Any, rows: torch.Tensor, new: int) -> torch.Tensor:
-    """Returns the next `new` tokens after each row, int64 `[rows, new]`, without a cache.
-
-    Each step reads the whole text.
-    """
+    """Returns the next `new` tokens after each row, int64 `[rows, new]`; each step reads the whole text."""
     text = rows
     for _ in range(new):
         following = torch.cat([model(input_ids=row[None]).logits[:, -1].argmax(-1) for row in text])

@@ -1,11 +1,21 @@
-"""`save` writes a quantized model or state dict as a compressed-tensors checkpoint with its plan."""
+"""`save` writes a quantized model or state dict as a compressed-tensors checkpoint with its plan.
+
+transformers 5 reads the configs of older releases and writes its own form: `rope_theta` and `rope_scaling` become
+`rope_parameters`, `torch_dtype` becomes `dtype`, Infinity becomes `{"__float__": "Infinity"}`. Readers that know the
+older form would then silently use default values. So the source's own JSON is the base of config.json, and only fields
+whose values changed since it was read are set in it:
+
+    source's config.json ─── read and written by transformers ──▶ form of transformers, before
+    model.config         ─── written by transformers ───────────▶ form of transformers, now
+                                                                  differences ──▶ set in the source's JSON
+"""
 
 from __future__ import annotations
 
 import json
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,50 +25,42 @@ import torch
 from torch import nn
 
 from quant.base.errors import UserError
-from quant.base.json_files import typed
-from quant.base.json_files import read_json, text_as_in_source
+from quant.base.json_files import read_json, text_as_in_source, typed
 from quant.calibration.session import Store
 from quant.export.checkpoint.carry_over import carried_note, carry_over, source_names
 from quant.export.checkpoint.files import compressed_tensors
 from quant.export.checkpoint.files.compressed_tensors import check_plan, compress
 from quant.export.checkpoint.files.directory import new_directory
-from quant.export.checkpoint.files.known_failures import runtime_warnings
 from quant.export.checkpoint.files.names import StoredNames, stored_names
 from quant.export.checkpoint.files.tensor_file import write_checksums
-from quant.export.checkpoint.files.tied import clear_flag, untied_pairs
 from quant.export.checkpoint.files.write_tensors import (
     checkpoint_tensors,
+    clear_flag,
     layer_weights,
     plan_of_model,
+    untied_pairs,
     write_tensors,
 )
 from quant.export.checkpoint.model_card import write_card
-from quant.export.checkpoint.trial_load import check_experts, check_read_back, hold_device_guard, trial_load
+from quant.export.checkpoint.other_runtimes import (
+    check_experts,
+    check_read_back,
+    hold_device_guard,
+    runtime_warnings,
+    trial_load,
+)
 from quant.formats.tensor import BlockScaledTensor
 from quant.models import huggingface
-from quant.models.files import copy_companions
 from quant.models.configs import source_directory
+from quant.models.files import copy_companions
 from quant.models.prediction_heads import head_layers
 from quant.recipes.blocks import stored_dtype
 from quant.recipes.callers_model import refuse_adapters, unwrapped
 from quant.recipes.plan import PLAN_FILE, Plan
 from quant.recipes.plan_check import coverage_warnings, fusion_warnings
 
-# `write_config` writes config.json: the fields of the source, unchanged, with the quantization added.
-#
-# transformers 5 reads the configs of older releases and writes its own form: `rope_theta` and `rope_scaling` become
-# `rope_parameters`, `torch_dtype` becomes `dtype`, Infinity becomes `{"__float__": "Infinity"}`. Readers that know the
-# older form would then silently use default values. So the source's own JSON is the base, and only fields whose values
-# changed since it was read are set in it:
-#
-#     source's config.json ─── read and written by transformers ──▶ form of transformers, before
-#     model.config         ─── written by transformers ───────────▶ form of transformers, now
-#                                                                   differences ──▶ set in the source's JSON
-
-
 # Fields about the form of a config; of its quantization there is a new one.
 _FORM = {"_name_or_path", "architectures", "compression_config", "quantization_config", "transformers_version"}
-_Path = tuple[str, ...]
 
 
 def write_config(
@@ -71,13 +73,7 @@ def write_config(
 ) -> None:
     """Writes config.json with the model's class and dtype, and the `quantization_config`.
 
-    Args:
-        directory: the directory of the checkpoint.
-        model: a model of transformers.
-        plan: the plan that it is quantized by.
-        names: the names of its tensors on disk.
-        source: directory of the original model, whose config is kept; None writes only the form of transformers.
-        state: the tensors that are not quantized, as for `checkpoint_tensors`.
+    Without `source` in transformers' form.
     """
     # A class with Python files of its own knows the auto class that it stands for; the files go along.
     if getattr(model, "_auto_class", None) is not None:
@@ -108,67 +104,44 @@ def _as_in_source(now: Mapping[str, Any], file: Path, cls: Any) -> dict[str, Any
     """Returns the fields of the source's config, and the values that `now` has changed in them."""
     fields: dict[str, Any] = read_json(file, "a config", lambda document: typed(dict[str, Any], document, "the file"))
     before = json.loads(cls.from_pretrained(file.parent, local_files_only=True).to_json_string())
-    fields.pop("compression_config", None)
-    for part in fields.values():
-        _drop_quantization(part)
-    for path, value in list(_changes(now, before, fields)):
-        _set(fields, path, value)
-    return fields
+    fields = {name: _dequantized(part) for name, part in fields.items() if name != "compression_config"}
+    return _with_changes(fields, now, before)
 
 
-def _drop_quantization(part: Any) -> None:
-    """Removes from a part's config how the source was quantized: its weights were dequantized."""
-    if isinstance(part, dict):
-        for name in ("quantization_config", "compression_config"):
-            part.pop(name, None)
-        for inner in part.values():
-            _drop_quantization(inner)
+def _dequantized(part: Any) -> Any:
+    """Returns a part's config without how the source was quantized: its weights were dequantized."""
+    if not isinstance(part, dict):
+        return part
+    form = ("quantization_config", "compression_config")
+    return {name: _dequantized(inner) for name, inner in part.items() if name not in form}
 
 
-def _changes(
-    now: Mapping[str, Any], before: Mapping[str, Any], source: Mapping[str, Any], above: _Path = ()
-) -> Iterator[tuple[_Path, Any]]:
-    """Yields the fields that `before` has with another value or lacks, by path; whole where `source` lacks them."""
+def _with_changes(fields: dict[str, Any], now: Mapping[str, Any], before: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a source's fields with the values that transformers has changed from `before` to `now`."""
+    changed = dict(fields)
     for name, value in now.items():
         if name in _FORM:
             continue
-        if all(isinstance(fields, dict) for fields in (value, before.get(name), source.get(name))):
-            yield from _changes(value, before[name], source[name], (*above, name))
-        elif name not in before or before[name] != value:
-            yield (*above, name), value
-
-
-def _set(fields: dict[str, Any], path: _Path, value: Any) -> None:
-    """Sets a changed field; where the source has it in the form of an older transformers, that form goes."""
-    *parents, name = path
-    for parent in parents:
-        fields = fields[parent]
-    if name == "dtype":
-        # transformers notes the dtype of a part where it loads it, also where the source does not name one.
-        field = next((key for key in ("dtype", "torch_dtype") if key in fields), None)
-        if field is not None:
-            fields[field] = value
-        return
-    if name == "rope_parameters":
-        fields.pop("rope_scaling", None)
-        fields.pop("rope_theta", None)
-    fields[name] = value
-
-
-# `checkpoint_warnings` collects the warnings about a checkpoint, whichever function writes it.
-#
-# The command `quantize` prints these sentences and puts them into its report; `quant.save` and a model's
-# `save_pretrained` raise them as Python warnings. All three write through `write_model`, which asks here.
+        if all(isinstance(each, dict) for each in (value, before.get(name), fields.get(name))):
+            changed[name] = _with_changes(fields[name], value, before[name])
+        elif name in before and before[name] == value:
+            continue
+        elif name == "dtype":
+            # transformers notes the dtype of a part where it loads it, also where the source does not name one.
+            if "dtype" in fields or "torch_dtype" in fields:
+                changed["dtype" if "dtype" in fields else "torch_dtype"] = value
+        else:
+            if name == "rope_parameters":  # the form of an older transformers goes
+                changed.pop("rope_scaling", None)
+                changed.pop("rope_theta", None)
+            changed[name] = value
+    return changed
 
 
 def checkpoint_warnings(plan: Plan, dtype: torch.dtype, names: StoredNames) -> list[str]:
     """Returns warnings on features that other runtimes lack, fusion groups, and weights that stay in 16 bit.
 
-    Args:
-        plan: the plan of the checkpoint, with the run-time parts that its layers have.
-        dtype: the dtype of the model; bfloat16 where transformers does not load it, because only transformers has
-            trouble with other dtypes.
-        names: the names of the model's tensors on disk.
+    `dtype` is bfloat16 where transformers does not load the model: only transformers has trouble with other dtypes.
     """
     return [*runtime_warnings(plan, dtype, names), *fusion_warnings(plan), *coverage_warnings(plan)]
 
@@ -181,22 +154,14 @@ Finish = Callable[[Path, dict[str, str], list[str]], None]
 
 @dataclass(frozen=True)
 class Destination:
-    """The directory of a checkpoint, and how its files are written.
+    """The directory of a checkpoint, and how its files are written."""
 
-    Attributes:
-        directory: appears when everything in it is written, and not before.
-        overwrite: replaces a checkpoint at `directory`.
-        store: the finished steps of the run. The checkpoint is built in its directory, and the steps' tensors move
-            into the checkpoint's files.
-        shard_bytes: as for `write_tensors`.
-        source: directory of the original model, whose config and files the checkpoint gets; None where it is unknown.
-    """
-
-    directory: Path
+    directory: Path  # appears when everything in it is written, and not before
     overwrite: bool = False
+    # The finished steps of the run: the checkpoint is built in their directory, and their tensors move into its files.
     store: Store = field(default_factory=Store)
     shard_bytes: int | None = None
-    source: Path | None = None
+    source: Path | None = None  # directory of the original model, whose config and files the checkpoint gets
 
 
 def save(
@@ -238,7 +203,12 @@ def save(
     """
     model = unwrapped(model, "save")
     refuse_adapters(model, "save", "merge them first with quant.merge_lora, or save them with model.save_pretrained")
-    plan = _own_plan(model) if plan is None else plan
+    plan = getattr(model, "quantization_plan", None) if plan is None else plan
+    if not isinstance(plan, Plan):
+        raise UserError(
+            f"{type(model).__name__} carries no plan: pass the .plan of what quant.quantize gave, or "
+            "quant.Plan.load(FILE); one in training is packed first, by quant.pack"
+        )
     check_plan(plan)
     if tokenizer is not None and not hasattr(tokenizer, "save_pretrained"):
         raise UserError(
@@ -260,17 +230,6 @@ def save(
     )  # fmt: skip
 
 
-def _own_plan(model: nn.Module) -> Plan:
-    """Returns the plan that a quantized model carries."""
-    plan = getattr(model, "quantization_plan", None)
-    if not isinstance(plan, Plan):
-        raise UserError(
-            f"{type(model).__name__} carries no plan: pass the .plan of what quant.quantize gave, or "
-            "quant.Plan.load(FILE); one in training is packed first, by quant.convert_trained or quant.convert_qat"
-        )
-    return plan
-
-
 def write_model(
     model: nn.Module,
     plan: Plan,
@@ -284,12 +243,7 @@ def write_model(
 ) -> dict[str, str]:
     """Saves as `save`, for a plan that `check_plan` has passed.
 
-    Args:
-        model, plan: as for `save`.
-        destination: the destination of the files.
-        names: the names of the model's tensors on disk.
-        tokenizer, allow_missing, finish: as for `save`.
-        state: the tensors that are not quantized, by the model's names; None takes them from the model.
+    `state` has the tensors that are not quantized, by the model's names; None takes them from the model.
     """
     in_source = () if destination.source is None else source_names(destination.source)
     names = names.as_in(in_source)
@@ -298,8 +252,7 @@ def write_model(
     # Solvers may have given layers rotations, branches or factors of their inputs, which the caller's plan does not
     # list.
     plan = plan_of_model(model, plan)
-    origins: dict[str, str] = {}
-    tensors = checkpoint_tensors(model, stored_dtype(model), names, state, origins, in_source)
+    tensors, origins = checkpoint_tensors(model, stored_dtype(model), names, state, in_source)
     of_heads = head_layers(model)
     heads = {layer.name: layer.shape for layer in plan.layers if layer.name in of_heads}
     own = {name: t for name, t in tensors.items() if name.rpartition(".")[0] not in heads}
@@ -409,24 +362,17 @@ def save_state_dict(
     overwrite: bool = False,
     finish: Finish | None = None,
 ) -> dict[str, str]:
-    """Saves as `save`, for a bare state dict quantized weight-only.
-
-    Args:
-        tensors: the original state dict.
-        solved: quantized weights by layer name.
-        plan: the plan that has passed `check_plan`.
-        directory, overwrite, finish: as for `save`.
-    """
+    """Saves as `save`, for a bare state dict whose weights `solved`, by layer, were quantized by `plan`."""
     out: dict[str, torch.Tensor] = {}
     for name, tensor in tensors.items():
         layer = name if name in solved else name.removesuffix(".weight")
         if layer not in solved:
             out[name] = tensor
             continue
-        for part, weight in layer_weights(layer, solved[layer]).items():
+        for matrix_name, weight in layer_weights(layer, solved[layer]).items():
             # Weight-only: without a module no inputs were seen, so no input scale exists.
             for suffix, stored in compress(weight, None, tensor.dtype).items():
-                out[f"{part}.{suffix}"] = stored
+                out[f"{matrix_name}.{suffix}"] = stored
     # A mask is a buffer, and a state dict does not distinguish buffers from parameters: only planned weights must be
     # finite.
     masks = tensors.keys() - {f"{layer.name}.weight" for layer in plan.layers}

@@ -23,13 +23,11 @@ import torch
 from torch import nn
 
 from quant.base.errors import option
-from quant.base.json_files import JsonData, typed
-from quant.base.json_files import read_json
+from quant.base.json_files import JsonData, read_json, typed
 from quant.evaluation.fingerprint import Fingerprint, fingerprint_problem
 from quant.export.checkpoint.compare_source import compare_with_source
-from quant.export.checkpoint.files.read_tensors import layer_tensor_names, read_layer, read_parts, weight_files
-from quant.export.checkpoint.files.scan import Scan
-from quant.export.checkpoint.files.tensor_checks import plan_problems
+from quant.export.checkpoint.files.layouts import plan_problems
+from quant.export.checkpoint.files.read_tensors import Scan, layer_tensor_names, read_layer, read_parts, weight_files
 from quant.export.checkpoint.files.tensor_file import CHECKSUMS, read_checksums, sha256_of
 from quant.export.checkpoint.load import is_checkpoint, load, no_checkpoint, quantization_configs
 from quant.export.checkpoint.open_checkpoint import (
@@ -54,12 +52,7 @@ REPORT_FILE = "report.json"
 
 @dataclass(frozen=True)
 class Finding(JsonData):
-    """One thing that is wrong.
-
-    Attributes:
-        check: the check that found it.
-        what: one line, which names the file or tensor.
-    """
+    """One thing that is wrong: the check that found it, and one line, which names the file or tensor."""
 
     check: str
     what: str
@@ -67,21 +60,13 @@ class Finding(JsonData):
 
 @dataclass(frozen=True)
 class Verification(JsonData):
-    """The result of `verify`.
-
-    Attributes:
-        findings: everything that is wrong.
-        checked: the names of the checks that were made.
-        skipped: the reason why each other check could not be made, by its name.
-        explained: differences from the source that are right, with their reasons.
-        runtime: the checkpoint in a runtime, if one was named and ran it.
-    """
+    """The result of `verify`."""
 
     findings: tuple[Finding, ...]
-    checked: tuple[str, ...]
-    skipped: dict[str, str]
-    explained: tuple[str, ...] = ()
-    runtime: RuntimeCheck | None = None
+    checked: tuple[str, ...]  # the names of the checks that were made
+    skipped: dict[str, str]  # why each other check could not be made, by its name
+    explained: tuple[str, ...] = ()  # differences from the source that are right, with their reasons
+    runtime: RuntimeCheck | None = None  # the checkpoint in a runtime, if one was named and ran it
 
 
 def verify(

@@ -16,7 +16,6 @@ buffers of its module, by the functions that `quant.load` uses.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,13 +32,19 @@ from transformers.utils.quantization_config import CompressedTensorsConfig
 
 from quant.base.errors import UserError
 from quant.export.checkpoint.files.names import EXPERT_PARTS
-from quant.export.checkpoint.files.read_tensors import RUN_TIME_PARTS, read_layer, read_parts, weight_files
-from quant.export.checkpoint.files.scan import Scan
+from quant.export.checkpoint.files.read_tensors import (
+    RUN_TIME_PARTS,
+    Scan,
+    read_buffers,
+    read_layer,
+    read_parts,
+    weight_files,
+)
 from quant.export.checkpoint.open_checkpoint import KV_SCALES, Checkpoint, kv_scale_problems, refuse, suspect_problems
 from quant.export.checkpoint.pretrained import attach
 from quant.kernels.linear.install import install_kv_scales, install_weight, mark_quantized, use_expert_modules
 from quant.recipes.layers import LayerKind
-from quant.recipes.plan import LayerPlan, Plan
+from quant.recipes.plan import Plan
 from quant.recipes.recipe import Recipe
 from quant.run.quantize import quantize
 
@@ -48,14 +53,9 @@ METHOD = "blockscale"
 MODELOPT = "modelopt"
 
 _PARTS = (
-    "codes",
-    "weight_packed",
-    "weight_shape",
-    r"weight_scale\w*",
-    "weight_global_scale",
-    r"input_\w*scale",
+    "codes", "weight_packed", "weight_shape", r"weight_scale\w*", "weight_global_scale", r"input_\w*scale",
     *RUN_TIME_PARTS,
-)
+)  # fmt: skip
 
 
 class QuantConfig(CompressedTensorsConfig):  # type: ignore[misc]
@@ -109,7 +109,6 @@ class Quantizer(HfQuantizer):  # type: ignore[misc]
     def __init__(self, quantization_config: Any, **kwargs: Any) -> None:
         super().__init__(quantization_config, **kwargs)
         self._checkpoint: Checkpoint | None = None
-        self._scan: Scan | None = None
 
     def _process_model_before_weight_loading(
         self, model: Any, checkpoint_files: list[str] | None = None, **kwargs: Any
@@ -125,7 +124,6 @@ class Quantizer(HfQuantizer):  # type: ignore[misc]
             raise UserError("a quantized checkpoint is read from its directory of safetensors; give from_pretrained it")
         directory = Path(checkpoint_files[0]).parent
         self._checkpoint = checkpoint = Checkpoint(directory, model)
-        self._scan = Scan(weight_files(directory))
         plan, meta = checkpoint.plan, Checkpoint(directory, model, meta=True).tensors
         # Modules are installed on the meta device; `_ReadLayer` fills each when transformers comes to its scale.
         names = [re.escape(layer.tensor_name) for layer in plan.quantized]
@@ -134,59 +132,46 @@ class Quantizer(HfQuantizer):  # type: ignore[misc]
             with torch.device("meta"):
                 install_weight(model, layer, weight, input_scale, read_parts(meta, layer))
         # The names on disk of quantized tensors: transformers would warn that the model has no use for them.
-        ignored = rf"\.({'|'.join(_PARTS)})$|^({'|'.join(names)})(_\w+)?$" + (
-            r"|\.[kv]_scale$" if plan.kv_cache else ""
-        )
+        kv_scales = r"|\.[kv]_scale$" if plan.kv_cache else ""
+        ignored = rf"\.({'|'.join(_PARTS)})$|^({'|'.join(names)})(_\w+)?$" + kv_scales
         model._keys_to_ignore_on_load_unexpected = {*(model._keys_to_ignore_on_load_unexpected or ()), ignored}
         use_expert_modules(model, plan)
 
     def update_weight_conversions(self, weight_conversions: list[Any], *unused: Any) -> list[Any]:
-        return [*self._conversions(), *weight_conversions]
-
-    def _conversions(self) -> Iterator[WeightConverter]:
-        """Returns rules by which the scale of each quantized matrix stands for its layer."""
         if self._checkpoint is None:
-            return
-        reads = [_ReadLayer(self)]
+            return weight_conversions
+        # By these rules the scale of each quantized matrix stands for its layer.
+        rules, reads = [], [_ReadLayer(self)]
         quantized = self._checkpoint.plan.quantized
         experts = {layer.name.rpartition(".")[2] for layer in quantized if layer.kind == LayerKind.EXPERTS}
         theirs = self._checkpoint.names.experts
         for last in sorted(experts):
             for part in EXPERT_PARTS.get(last, (last,)):
                 inside = rf"{theirs.get(part, part)}\." if part else ""
-                yield WeightConverter([rf"\.\d+\.{inside}weight_scale$"], [f".{last}.codes"], reads)
+                rules.append(WeightConverter([rf"\.\d+\.{inside}weight_scale$"], [f".{last}.codes"], reads))
         # A static scale of inputs has one name in the files and in our modules, but not always one shape.
-        yield WeightConverter([r"\.weight_scale$", r"\.input_scale$"], [".codes"], reads)
+        rules.append(WeightConverter([r"\.weight_scale$", r"\.input_scale$"], [".codes"], reads))
+        return [*rules, *weight_conversions]
 
     def layer_tensors(self, name: str) -> dict[str, torch.Tensor]:
         """Returns the buffers of a quantized module by their full names."""
         assert self._checkpoint is not None
-        layer: LayerPlan = self._checkpoint.plan.by_name[name]
-        weight, input_scale = read_layer(self._checkpoint.tensors, layer)
-        parts = read_parts(self._checkpoint.tensors, layer)
-        down, up = parts.lowrank or (None, None)
-        tensors = {
-            "codes": weight.codes, "scale": weight.scale, "global_scale": weight.global_scale,
-            "input_scale": input_scale, "pre_scale": parts.pre_scale, "lowrank_down": down, "lowrank_up": up,
-        }  # fmt: skip
-        return {f"{name}.{part}": tensor for part, tensor in tensors.items() if tensor is not None}
+        return read_buffers(self._checkpoint.tensors, self._checkpoint.plan.by_name[name])
 
     def _process_model_after_weight_loading(self, model: nn.Module, **kwargs: Any) -> nn.Module:
         if self._checkpoint is None:
             config = self.quantization_config
             quantize(model, "nvfp4" if config.recipe is None else config.recipe, config.data, **config.options)
             return model
-        checkpoint, scan = self._checkpoint, self._scan
-        assert scan is not None
+        checkpoint, self._checkpoint = self._checkpoint, None
         if checkpoint.plan.kv_cache is not None:
             refuse(kv_scale_problems(checkpoint.tensors))
             scales = {name: checkpoint.tensors[name] for name in checkpoint.tensors if name.endswith(KV_SCALES)}
             device = next(model.parameters()).device
             install_kv_scales(model, {name: scale.to(device) for name, scale in scales.items()})
-        refuse(suspect_problems(model, scan, checkpoint.tensors))
+        refuse(suspect_problems(model, Scan(weight_files(checkpoint.directory)), checkpoint.tensors))
         mark_quantized(model)
         attach(model, checkpoint.plan)
-        self._checkpoint = self._scan = None
         return model
 
     def is_serializable(self) -> bool:

@@ -23,15 +23,16 @@ from quant.export.checkpoint.pretrained import detach
 from quant.export.checkpoint.save import save
 from quant.recipes.plan import Plan
 from quant.recipes.recipe import Recipe
-from quant.training.qat import convert_qat, prepare_qat
+from quant.training.pack import pack
+from quant.training.qat import prepare_qat
 from quant.training.qat_layers import put_layer
-from quant.training.rounding.rounded_weight import PLAN, RoundedWeight
+from quant.training.rounded_weight import PLAN, RoundedWeight
 
 Callback = require("lightning.pytorch", "lightning").Callback
 
 
 class QATCallback(Callback):  # type: ignore[misc, valid-type]
-    """Calls `prepare_qat` when a fit begins and `convert_qat` when it has ended.
+    """Calls `prepare_qat` when a fit begins and `pack` when it has ended.
 
     Lightning's own checkpoints hold the weights in training; `fit(ckpt_path=…)` goes on from them. The callback
     keeps the layers of training, in the memory that they had, until it is deleted.
@@ -107,7 +108,7 @@ class QATCallback(Callback):  # type: ignore[misc, valid-type]
     def _pack(self, model: nn.Module) -> None:
         self._layers = {name: each for name, each in model.named_modules() if isinstance(each, RoundedWeight)}
         self._training_plan = getattr(model, PLAN)
-        self.plan = convert_qat(model)
+        self.plan = pack(model)
 
     def _before_loading(self, model: nn.Module, state: Mapping[str, Any], prefix: str, *_: Any) -> None:
         """Prepares the layers of a training state before it is loaded, as a hook of `load_state_dict`."""

@@ -10,10 +10,7 @@ from lm_eval.models.huggingface import HFLM
 from torch import nn
 
 from quant.base.errors import UserError
-from quant.export.checkpoint.load import can_run, load
-from quant.models import huggingface
-from quant.models.files import find_model
-from quant.models.open_model import open_model
+from quant.export.checkpoint.load import open_runnable
 
 
 @register_model("blockscale")
@@ -33,16 +30,8 @@ class BlockscaleLM(HFLM):  # type: ignore[misc]
         if isinstance(pretrained, nn.Module):
             model: Any = pretrained
         else:
-            path = find_model(str(pretrained))
-            if can_run(path):
-                model, found_tokenizer = (
-                    load(path),
-                    huggingface.load_tokenizer(path) if tokenizer is None else tokenizer,
-                )
-            else:
-                source = open_model(pretrained)
-                model, found_tokenizer = source.model, source.load_tokenizer() if tokenizer is None else tokenizer
-            tokenizer = found_tokenizer
+            source, model = open_runnable(str(pretrained))
+            tokenizer = source.load_tokenizer() if tokenizer is None else tokenizer
         if not hasattr(model, "config"):
             raise UserError(f"{pretrained}: lm-eval asks a model of transformers, which this is not")
         if tokenizer is None:

@@ -8,8 +8,8 @@
 
 PEFT looks up the adapter class of an unknown layer among the custom modules of a `LoraConfig`, where `lora` registers
 ours. The base stays packed: a gradient passes through it to its input, and the adapters train in 16 or 32 bit. Other
-adapters (`dense_layers.py`) are PEFT's own. On a model that `prepare_qat` prepared, LoRA is inside of the rounding
-(`lora_qat_layers.py`), and `convert_qat` packs the weights that PEFT has merged.
+adapters are PEFT's own. On a model that `prepare_qat` prepared, LoRA is inside of the rounding, and `pack` packs the
+weights that PEFT has merged.
 
 Merging changes the weight by less than a step of its format in most places, so rounding again could lose much of the
 training. `merge_lora` therefore dequantizes the layers, has PEFT merge (DoRA and rsLoRA too), solves them by the plan's
@@ -19,14 +19,12 @@ one are solved again together with it, because a runtime fuses them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from quant.adapters.dense_layers import CONFIGS, DenseExperts, dense_linear, make_adaptable
 from quant.base.errors import UserError, listed
 from quant.base.extras import require
 from quant.base.listener import Progress
@@ -40,11 +38,6 @@ from quant.kernels.linear.experts import QuantExperts
 from quant.kernels.linear.quant_linear import QuantLinear
 from quant.recipes.layers import find_layers
 from quant.recipes.plan import LayerPlan, Parts, Plan
-from quant.training.qat_layers import QATLinear
-from quant.training.rounded_weight import RoundedWeight
-
-_INTO_THE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga", "mica")
-"""Beginnings of the initializations of PEFT that change the weights of the base."""
 
 
 def lora(config: Any, model: nn.Module) -> Any:
@@ -58,26 +51,16 @@ def lora(config: Any, model: nn.Module) -> Any:
             model))`.
         model: the quantized model that the adapters are for, or one that `prepare_qat` prepared. There the adapters'
             product is added to each weight before it is rounded, and the result is packed by
-            `quant.convert_qat(model.merge_and_unload())`.
+            `quant.pack(model.merge_and_unload())`.
 
     Raises:
         UserError: a config of other adapters, a model without quantized layers, an initialization that would change
             their weights, or an option that LoRA inside of the rounding cannot have.
     """
-    peft = require("peft", "training")
-    from quant.adapters.lora_layers import LAYERS
+    require("peft", "training")
+    from quant.adapters.lora_layers import prepare
 
-    kind = type(config).__name__
-    if not isinstance(config, peft.LoraConfig) and kind not in CONFIGS:
-        raise UserError(f"quant.lora takes a LoraConfig, {', '.join(CONFIGS)} of PEFT, not a {kind}")
-    if any(isinstance(module, RoundedWeight) for module in model.modules()):
-        _adapt_inside_rounding(config)
-    elif not any(isinstance(module, tuple(LAYERS)) for module in model.modules()):
-        raise UserError("the model has no quantized linears or experts; quantize it first, or use PEFT as it is")
-    elif kind in CONFIGS:
-        make_adaptable(model)
-    else:
-        _adapt_quantized_layers(config, LAYERS)
+    prepare(config, model)
     # PEFT resolves "all-linear" to classes of torch and of quantizers that it knows, and would pass ours over.
     if isinstance(config.target_modules, str) and config.target_modules.lower() == "all-linear":
         find_head: Any = getattr(model, "get_output_embeddings", None)
@@ -88,32 +71,6 @@ def lora(config: Any, model: nn.Module) -> Any:
             if isinstance(module, QuantLinear | nn.Linear) and module is not head
         }
     return config
-
-
-def _adapt_inside_rounding(config: Any) -> None:
-    """Makes PEFT put LoRA inside the rounding of layers in training."""
-    from quant.adapters.lora_layers import LoraQATLinear, check_inside
-
-    if type(config).__name__ in CONFIGS:
-        raise UserError(
-            f"the model is prepared for QAT, and a {type(config).__name__} cannot go inside of its rounding: take a "
-            "LoraConfig, or use PEFT without quant.lora, which puts adapters beside the rounded layers"
-        )
-    check_inside(config)
-    config._register_custom_module({QATLinear: LoraQATLinear})
-
-
-def _adapt_quantized_layers(config: Any, layers: Any) -> None:
-    """Makes PEFT put our LoRA layers over quantized ones."""
-    kind = config.init_lora_weights
-    if isinstance(kind, str) and kind.lower().startswith(_INTO_THE_BASE):
-        raise UserError(
-            f"init_lora_weights={kind!r} subtracts the adapter from the weights, and quantized ones stay as they are; "
-            "leave it True, or take 'gaussian', 'orthogonal' or 'eva'"
-        )
-    # PEFT's experimental hook (`LoraConfig._register_custom_module`) for classes of layers that it does not know.
-    # Without it `get_peft_model` refuses a QuantLinear as an unsupported target.
-    config._register_custom_module(layers)
 
 
 def merge_lora(
@@ -140,7 +97,7 @@ def merge_lora(
     Raises:
         UserError: no adapters on quantized layers, or no plan.
     """
-    from quant.adapters.lora_layers import make_dense
+    from quant.adapters.lora_layers import DenseExperts, make_dense
 
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model
     adapted, plan = _adapted_layers(inner, plan)
@@ -150,10 +107,16 @@ def merge_lora(
     # dense before the merge. The others of their groups follow after it, when PEFT's wrappers are gone.
     with torch.no_grad():
         for module in adapted.values():
-            make_dense(module)
+            make_dense(module, "base_layer")
         merged = model.merge_and_unload()
         for layer in again:
-            _make_dense(merged, layer)
+            path, _, last = layer.name.rpartition(".")
+            parent = merged.get_submodule(path)
+            make_dense(parent, last)
+            if isinstance(stack := getattr(parent, last), DenseExperts):
+                delattr(parent, last)
+                weight = stack.stacking.parameter(stack.weight)
+                parent.register_parameter(last, nn.Parameter(weight, requires_grad=False))
     solved_again = {layer.name: _solved_again(layer, adapted) for layer in again}
     # Layers that are still quantized cannot be in a plan.
     layers = (solved_again.get(layer.name) or plan.by_name[layer.name] for layer in find_layers(merged))
@@ -163,21 +126,16 @@ def merge_lora(
     old = plan.by_name
     # Transforms were left out only of this run (`_solved_again`): each layer keeps the solver and the orientation of
     # the first plan.
-    solved = (
+    plan = plan.replace_layers(
         replace(layer, solver=old[layer.name].solver, transposed=old[layer.name].transposed)
         for layer in done.plan.quantized
     )
-    plan = plan.replace_layers(solved)
     attach(merged, plan)
     return replace(done, plan=plan, layers=[result for result in done.layers if result.name in solved_again])
 
 
 def _adapted_layers(model: nn.Module, plan: Plan | None) -> tuple[dict[str, nn.Module], Plan]:
-    """Returns PEFT's wrappers of quantized layers by name, and the plan by which these layers were quantized.
-
-    Raises:
-        UserError: there are none, or no plan, or the plan is of another model.
-    """
+    """Returns PEFT's wrappers of quantized layers by name, and the plan of these layers; UserError without."""
     adapted = {
         name: module
         for name, module in model.named_modules()
@@ -198,15 +156,13 @@ def _adapted_layers(model: nn.Module, plan: Plan | None) -> tuple[dict[str, nn.M
 
 def _together(plan: Plan) -> list[list[LayerPlan]]:
     """Returns the quantized layers that are solved together: fusion groups that share a scale, or one layer."""
-    shared = {name: members for name, members in plan.groups().items() if _shares_scale(members)}
+    shared = {}
+    for name, members in plan.groups().items():
+        weight = members[0].weight
+        if weight is not None and (weight.global_scale or weight.per_tensor or members[0].has_static_scale):
+            shared[name] = members
     alone = [[layer] for layer in plan.quantized if layer.group not in shared]
     return [*shared.values(), *alone]
-
-
-def _shares_scale(members: Sequence[LayerPlan]) -> bool:
-    """Returns whether the layers of a group have scales in common, of their weights or of their input."""
-    first = members[0]
-    return first.weight is not None and (first.weight.global_scale or first.weight.per_tensor or first.has_static_scale)
 
 
 def _solved_again(layer: LayerPlan, adapted: Any) -> LayerPlan:
@@ -219,16 +175,3 @@ def _solved_again(layer: LayerPlan, adapted: Any) -> LayerPlan:
     cause = "LoRA merged" if layer.name in adapted else "a fused layer got a LoRA"
     reason = f"{layer.reason}; {cause}, quantized again by {solver}"
     return replace(layer, solver=solver, parts=Parts(), reason=reason, transposed=False)
-
-
-def _make_dense(model: nn.Module, layer: LayerPlan) -> None:
-    """Puts the dequantized weight in the place of a quantized layer, if it is still there."""
-    parent_name, _, last = layer.name.rpartition(".")
-    parent = model.get_submodule(parent_name)
-    module = getattr(parent, last)
-    if isinstance(module, QuantLinear):
-        setattr(parent, last, dense_linear(module))
-    elif isinstance(module, QuantExperts | DenseExperts):
-        weight = module.dequantize(module.dtype) if isinstance(module, QuantExperts) else module.weight
-        delattr(parent, last)
-        parent.register_parameter(last, nn.Parameter(module.stacking.parameter(weight), requires_grad=False))

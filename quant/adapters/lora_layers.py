@@ -1,37 +1,107 @@
-"""PEFT's LoRA layers over quantized ones: over a linear, and over the stacked experts of one projection."""
+"""PEFT's adapters over quantized layers: LoRA over a linear, stacked experts and a layer in training, and the others.
+
+IA3, VeRA, OFT and AdaLoRA change the input or the output of a layer, and need nothing of its weight. But PEFT accepts
+only classes that it knows, and has no registry for others: `prepare` changes the class of a `QuantLinear` to one that
+is an `nn.Linear` too. PEFT would also merge into the weight that it reads there, which is a dequantized copy: what it
+reads refuses to be changed.
+
+Private parts of PEFT are touched in this file alone (tried with 0.19 to 0.21): `LoraConfig._register_custom_module`,
+`LoraLayer.update_layer`, `_get_in_out_features` and `_get_base_layer_device_and_dtype`.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
 import torch
+from peft import LoraConfig
 from peft.tuners.lora.layer import Linear, LoraLayer
 from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from quant.adapters.dense_layers import DenseExperts, dense_linear, refuse_merge
 from quant.base.errors import UserError
 from quant.kernels.base.custom_ops import autocast_dtype, without_autocast
 from quant.kernels.linear.experts import ExpertStack, QuantExperts
-from quant.kernels.linear.quant_linear import input_gradient
-from quant.kernels.linear.quant_linear import QuantLinear
+from quant.kernels.linear.quant_linear import QuantLinear, input_gradient
+from quant.recipes.layers import Stacking
+from quant.recipes.module_replacement import take_over
 from quant.training.qat_layers import QATLinear
+from quant.training.rounded_weight import RoundedWeight
 
-# LoRA inside of the rounding: a layer in training rounds W + s·BA, the weight that will be served.
-#
-# An adapter next to a quantized layer is served next to it, or loses some of its training when it is merged and
-# rounded. Here the layer that `prepare_qat` made rounds the sum, in each forward pass:
-#
-#     y = Q(x) Q(W + s·B A)ᵀ        gradients reach A and B straight through the rounding
-#
-# `merge_and_unload` computes the same sum, and `convert_qat` packs it: the packed model gives the outputs of training.
-# W is frozen, so the optimizer holds only the adapters' states.
+
+class DenseExperts(nn.Module):
+    """Holds dequantized experts `[experts, out, in]` while adapters are merged into them."""
+
+    def __init__(self, weight: torch.Tensor, stacking: Stacking) -> None:
+        super().__init__()
+        self.weight, self.stacking = weight, stacking
+
+
+def dense_linear(module: QuantLinear) -> nn.Linear:
+    """Returns a linear layer with the weight that a quantized one multiplies by, in the model's dtype."""
+    # The constructor would fill a matrix with random numbers, only for the next lines to replace it.
+    with torch.device("meta"):
+        linear = nn.Linear(module.in_features, module.out_features, bias=module.bias is not None)
+    linear.weight = nn.Parameter(module.weight.as_subclass(torch.Tensor), requires_grad=False)
+    if module.bias is not None:
+        linear.bias = module.bias
+    # Hooks and attributes of users and of accelerate live on the module object, which is exchanged here.
+    take_over(linear, module)
+    return linear.train(module.training)
+
+
+class AdaptableQuantLinear(QuantLinear, nn.Linear):  # type: ignore[misc]
+    """A quantized linear on which PEFT puts any adapter that an `nn.Linear` takes."""
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """The dequantized matrix `[out, in]`, which cannot be changed."""
+        return super().weight.as_subclass(_Unchangeable)
+
+    @weight.setter
+    def weight(self, value: torch.Tensor) -> None:
+        # PEFT takes an adapter off by giving the layer below it its own weight and bias again.
+        if not isinstance(value, _Unchangeable):
+            refuse_merge()
+
+
+class _Unchangeable(torch.Tensor):
+    """A tensor that raises UserError where it would be changed in place; results computed from it are plain."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        # `w.data = …` calls the setter of a property, `w += …` is `__iadd__`, and `w.copy_(…)` ends in an underscore.
+        name, data = func.__name__, torch.Tensor.data
+        is_operator = name in ("__iadd__", "__isub__", "__imul__", "__itruediv__", "__setitem__")
+        if is_operator or func == data.__set__ or (name.endswith("_") and not name.endswith("__")):  # type: ignore[attr-defined]
+            refuse_merge()
+        with torch._C.DisableTorchFunctionSubclass():
+            result = func(*args, **(kwargs or {}))
+        # PEFT merges into `weight.data`.
+        return result.as_subclass(cls) if func == data.__get__ else result  # type: ignore[attr-defined]
+
+
+def refuse_merge() -> None:
+    """Raises UserError where PEFT would merge an adapter into a quantized layer by itself."""
+    raise UserError(
+        "an adapter on a quantized layer is merged by quant.merge_lora(model, data), which quantizes the layers again "
+        "by the plan; merge() by itself would not know how"
+    )
 
 
 class LoraQATLinear(Linear):  # type: ignore[misc]
-    """PEFT's `lora.Linear` over a `QATLinear`, which adds the adapter to its weight before rounding."""
+    """PEFT's `lora.Linear` over a `QATLinear`, which adds the adapter to its weight before rounding, in each forward.
+
+        y = Q(x) Q(W + s·B A)ᵀ        gradients reach A and B straight through the rounding
+
+    An adapter next to a quantized layer loses some of its training when it is merged and rounded. Here
+    `merge_and_unload` computes the same sum, and packing gives the outputs of training. W is frozen.
+    """
 
     base_layer: QATLinear
 
@@ -72,10 +142,8 @@ class _Added:
 
     @property
     def version(self) -> tuple[int, ...]:
-        layer = self._layer
-        return tuple(
-            part[name].weight._version for name in self._active() for part in (layer.lora_A, layer.lora_B)
-        )  # fmt: skip
+        matrices = (self._layer.lora_A, self._layer.lora_B)
+        return tuple(part[name].weight._version for name in self._active() for part in matrices)
 
     def added(self) -> torch.Tensor | None:
         deltas = [self._layer.get_delta_weight(name) for name in self._active()]
@@ -140,10 +208,7 @@ class LoraQuantLinear(Linear):  # type: ignore[misc]
         return plain and name not in self.lora_variant and x.dtype is not torch.float64
 
     def _is_one_product(self, name: str) -> bool:
-        """Returns whether `_Adapted` computes the layer with this adapter.
-
-        A compiler does better with separate products.
-        """
+        """Returns whether `_Adapted` computes the layer with this adapter; a compiler prefers separate products."""
         base, dropout = self.base_layer, self.lora_dropout[name]
         return (
             torch.is_grad_enabled()
@@ -156,7 +221,8 @@ class LoraQuantLinear(Linear):  # type: ignore[misc]
         )
 
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
-        _refuse_quantized(self.base_layer)
+        if isinstance(self.base_layer, QuantLinear | QuantExperts):
+            refuse_merge()
         super().merge(safe_merge, adapter_names)
 
 
@@ -293,7 +359,8 @@ class LoraQuantExperts(ExpertStack, LoraLayer):  # type: ignore[misc]
         return torch.cat(((y[: bounds[-1]] + branch).to(y.dtype), y[bounds[-1] :]))
 
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
-        _refuse_quantized(self.base_layer)
+        if isinstance(self.base_layer, QuantLinear | QuantExperts):
+            refuse_merge()
         weight = self.base_layer.weight
         for down, up in (self._factors(name) for name in adapter_names or self.active_adapters):
             weight += (up @ down).to(weight.dtype)
@@ -315,17 +382,51 @@ def _add(
     return y.to(x.dtype)
 
 
-def _refuse_quantized(base: nn.Module) -> None:
-    if isinstance(base, QuantLinear | QuantExperts):
-        refuse_merge()
+def make_dense(parent: Any, name: str) -> None:
+    """Puts the dequantized weight in the place of a quantized layer of `parent`, into which PEFT then merges."""
+    module = getattr(parent, name)
+    if isinstance(module, QuantLinear):
+        setattr(parent, name, dense_linear(module))
+    elif isinstance(module, QuantExperts):
+        setattr(parent, name, DenseExperts(module.dequantize(module.dtype), module.stacking))
 
 
-def make_dense(module: Any) -> None:
-    """Puts a layer in 16 bit below an adapter, into which PEFT then merges."""
-    base = module.base_layer
-    is_linear = isinstance(base, QuantLinear)
-    module.base_layer = dense_linear(base) if is_linear else DenseExperts(base.dequantize(base.dtype), base.stacking)
+CONFIGS = ("IA3Config", "VeraConfig", "OFTConfig", "AdaLoraConfig")
+"""The configs of PEFT whose adapters work on an `AdaptableQuantLinear`."""
+_INTO_THE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga", "mica")
+"""Beginnings of the initializations of PEFT that change the weights of the base."""
 
 
-LAYERS = {QuantLinear: LoraQuantLinear, QuantExperts: LoraQuantExperts}
-"""The adapters of quantized layers, as PEFT registers them."""
+def prepare(config: Any, model: nn.Module) -> None:
+    """Makes PEFT put the adapters of `config` on the quantized layers of a model, or inside the rounding of QAT.
+
+    LoRA goes by PEFT's experimental hook for classes of layers that it does not know. Without it `get_peft_model`
+    refuses a QuantLinear as an unsupported target.
+    """
+    if not hasattr(LoraConfig, "_register_custom_module"):
+        raise UserError("this version of peft has no LoraConfig._register_custom_module; install one from 0.19 to 0.21")
+    kind, modules = type(config).__name__, list(model.modules())
+    if not isinstance(config, LoraConfig) and kind not in CONFIGS:
+        raise UserError(f"quant.lora takes a LoraConfig, {', '.join(CONFIGS)} of PEFT, not a {kind}")
+    if any(isinstance(module, RoundedWeight) for module in modules):
+        if kind in CONFIGS:
+            raise UserError(
+                f"the model is prepared for QAT, and a {kind} cannot go inside of its rounding: take a LoraConfig, or "
+                "use PEFT without quant.lora, which puts adapters beside the rounded layers"
+            )
+        check_inside(config)
+        config._register_custom_module({QATLinear: LoraQATLinear})
+    elif not any(isinstance(module, QuantLinear | QuantExperts) for module in modules):
+        raise UserError("the model has no quantized linears or experts; quantize it first, or use PEFT as it is")
+    elif kind in CONFIGS:
+        for module in modules:
+            if type(module) is QuantLinear:
+                module.__class__ = AdaptableQuantLinear
+    else:
+        initialization = config.init_lora_weights
+        if isinstance(initialization, str) and initialization.lower().startswith(_INTO_THE_BASE):
+            raise UserError(
+                f"init_lora_weights={initialization!r} subtracts the adapter from the weights, and quantized ones stay "
+                "as they are; leave it True, or take 'gaussian', 'orthogonal' or 'eva'"
+            )
+        config._register_custom_module({QuantLinear: LoraQuantLinear, QuantExperts: LoraQuantExperts})

@@ -1,7 +1,7 @@
 """`modelopt_config` says in ModelOpt's terms which layers a plan quantizes, and in which formats.
 
     mtq.quantize(model, modelopt_config(plan), forward_loop)     ModelOpt rounds the plan's layers
-    export_hf_checkpoint(model, export_dir=DIR)                        its checkpoint, which `quant.load` reads
+    export_hf_checkpoint(model, export_dir=DIR)                  its checkpoint, which `quant.load` reads
 
 The config names layers, formats and the algorithm "max". Solvers have no names in it: ModelOpt rounds to nearest.
 """
@@ -38,12 +38,18 @@ def modelopt_config(plan: Plan) -> dict[str, Any]:
     for layer in plan.quantized:
         if layer.name in done:
             continue
-        _check(layer)
+        if parts := layer.parts.to_dict():
+            raise UserError(
+                f"{layer.name}: has {', '.join(f'{name}={value}' for name, value in parts.items())} in the plan, which "
+                "a config of ModelOpt cannot name; plan it with a solver that leaves nothing for run time, such as gptq"
+            )
         pattern, members = _pattern(plan, layer)
         done |= members
         # Stacked experts are a parameter of their module; their quantizer is called `gate_up_proj_weight_quantizer`.
         before = f"{pattern}_" if layer.kind.is_named_by_parameter else f"{pattern}."
-        entries.append({"quantizer_name": f"{before}weight_quantizer", "cfg": _weight(layer)})
+        per_row = {"num_bits": _bits(layer.weight_format), "axis": 0} if layer.weight_format.per_row else None
+        weight = per_row or _attributes(layer.name, layer.weight_format)
+        entries.append({"quantizer_name": f"{before}weight_quantizer", "cfg": weight})
         if layer.activation is not None:
             entries.append({"quantizer_name": f"{before}input_quantizer", "cfg": _input(layer.name, layer.activation)})
     if plan.attention is not None:
@@ -66,20 +72,6 @@ def _pattern(plan: Plan, layer: LayerPlan) -> tuple[str, set[str]]:
 def _literal(name: str) -> str:
     """Returns `name` as a pattern that matches nothing else."""
     return re.sub(r"([*?[])", r"[\1]", name)
-
-
-def _check(layer: LayerPlan) -> None:
-    if parts := layer.parts.to_dict():
-        raise UserError(
-            f"{layer.name}: has {', '.join(f'{name}={value}' for name, value in parts.items())} in the plan, which a "
-            "config of ModelOpt cannot name; plan it with a solver that leaves nothing for run time, such as gptq"
-        )
-
-
-def _weight(layer: LayerPlan) -> dict[str, Any]:
-    if layer.weight_format.per_row:
-        return {"num_bits": _bits(layer.weight_format), "axis": 0}
-    return _attributes(layer.name, layer.weight_format)
 
 
 def _input(name: str, format: Format) -> dict[str, Any]:

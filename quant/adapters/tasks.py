@@ -50,11 +50,11 @@ def evaluate_tasks(
     batch_size: int = 1,
     device: str | None = None,
 ) -> list[TaskScore]:
-    """Runs tasks of lm-eval.
+    """Runs tasks or groups of lm-eval on a causal language model of transformers, or on the path or name of one.
 
     Args:
-        model: a causal language model of transformers, quantized or not, or the path or name of one.
-        tasks: the names of tasks or groups; several may be joined by commas.
+        model: the model, quantized or not.
+        tasks: names; several may be joined by commas.
         tokenizer: the tokenizer of the model; for a path or name, it is found there.
         task_path: a folder with YAML files of tasks of your own.
         shots: solved examples before each question; None takes the task's own number.

@@ -2,6 +2,20 @@
 
 `QuantizedTensors` has the names, shapes and dtype of the original checkpoint. Tensors without scales are returned
 unchanged, so layers that the source left in 16 bit stay so. Scales of inputs and of the KV cache are left out.
+
+value = scale · (code − zero), in float32, then rounded once. Floating-point codes and their scales are a
+`BlockScaledTensor`, whose format is read off dtypes and shapes. Integer codes lie in words of 32 bits, the first code
+in the lowest bits:
+
+    GPTQ                 qweight [in·b/32, out], qzeros [groups, out·b/32], scales [groups, out], and g_idx [in],
+                         the group of each input
+    AWQ                  qweight [in, out/8], qzeros [groups, out/8], scales [groups, out]; the nibbles of a word are
+                         columns 0, 2, 4, 6, 1, 3, 5, 7
+    compressed-tensors   weight_packed [out, in·b/32], weight_scale [out, groups], weight_zero_point [out·b/32, groups]
+
+GPTQ's first version stores zeros less one, subtracted from whole words, and its writer (GPTQModel) adds them again in
+the same way. Sources: the files `qlinear/torch.py` and `utils/model.py` of GPTQModel, `gemm.py` of AutoAWQ, and
+`pack_quantized` of compressed-tensors.
 """
 
 from __future__ import annotations
@@ -9,7 +23,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from math import prod
+from math import ceil, prod
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +31,14 @@ import torch
 
 from quant.base.errors import UserError, listed
 from quant.base.mapped import in_memory
-from quant.models import quantized_config
+from quant.export.checkpoint.files import modelopt
+from quant.export.checkpoint.files.layouts import layout_of_tensors
+from quant.formats.format import E2M1, E4M3, E5M2, E8M0, FORMATS, FP32, INT4, INT8, Format
 from quant.models.files import safetensors_file
-from quant.models.quantized_config import CODES, WAY_OUT, Block, Parts, Quantization, QuantMethod, refuse_packed
+from quant.models.quantized_config import CODES, WAY_OUT, Quantization, QuantMethod, refuse_packed
+
+Parts = Mapping[str, torch.Tensor]
+Block = tuple[int, int]
 
 # Tensors of a quantized layer for its inputs, its outputs and the KV cache; the values of its weight do not need them.
 _RUN_TIME = (
@@ -29,15 +48,9 @@ _RUN_TIME = (
 
 
 class QuantizedTensors(Mapping[str, torch.Tensor]):
-    """The tensors of a quantized checkpoint under the original's names, dequantized on access.
+    """The tensors of a quantized checkpoint under the original's names, decoded to `dtype` on access.
 
-    Args:
-        shards: the safetensors files.
-        quantization: the quantization that the config describes.
-        dtype: the dtype of dequantized tensors; others keep their own.
-
-    Raises:
-        UserError: codes without scales, or scales without codes; the message names the tensor and its file.
+    Codes without scales, or scales without codes, are a UserError that names the tensor and its file.
     """
 
     def __init__(self, shards: Sequence[Path], quantization: Quantization, dtype: torch.dtype) -> None:
@@ -45,20 +58,20 @@ class QuantizedTensors(Mapping[str, torch.Tensor]):
             raise UserError(f"{wrong[0]}: a quantized checkpoint as a pickle; get it as safetensors")
         self.dtype = dtype
         self._files = {shard: safetensors_file(shard, "pt") for shard in shards}
-        self._home = {name: shard for shard, file in self._files.items() for name in file.keys()}  # noqa: SIM118
+        self.home = {name: shard for shard, file in self._files.items() for name in file.keys()}  # noqa: SIM118
         self.packed: dict[str, Packed] = {}
-        for name in self._home:
+        for name in self.home:
             if (tensor := FIND[QuantMethod(quantization.method)](name, self, quantization)) is not None:
                 self.packed[tensor[0]] = tensor[1]
         used = {part for packed in self.packed.values() for part in packed.parts.values()}
-        self._plain = [n for n in self._home if n not in used and n.rpartition(".")[2] not in _RUN_TIME]
+        self._plain = [n for n in self.home if n not in used and n.rpartition(".")[2] not in _RUN_TIME]
         for shard, file in self._files.items():
-            plain = {name: self.stored_dtype(name) for name in self._plain if self._home[name] is shard}
+            plain = {name: self.stored_dtype(name) for name in self._plain if self.home[name] is shard}
             refuse_packed(shard, plain, set(file.keys()), f", though the config says {quantization}")
 
     def __getitem__(self, name: str) -> torch.Tensor:
         if name not in self.packed:
-            return self._read(name)
+            return self.read(name)
         shape = self.packed[name].shape
         if len(shape) == 2:
             return self.matrix(name)
@@ -76,37 +89,26 @@ class QuantizedTensors(Mapping[str, torch.Tensor]):
     def matrix(self, name: str, index: int | None = None) -> torch.Tensor:
         """Returns a packed matrix, or one of a packed stack."""
         packed = self.packed[name]
-        parts = {part: self._read(on_disk, index) for part, on_disk in packed.parts.items()}
+        parts = {part: self.read(on_disk, index) for part, on_disk in packed.parts.items()}
         try:
             return packed.decode({part: in_memory(tensor) for part, tensor in parts.items()}, self.dtype)
         except (ValueError, RuntimeError, IndexError, KeyError) as error:
-            file = self._home[next(iter(packed.parts.values()))]
+            file = self.home[next(iter(packed.parts.values()))]
             raise UserError(f"{file}: {name} cannot be dequantized: {error}; download the model again") from error
 
-    def _read(self, name: str, index: int | None = None) -> torch.Tensor:
-        file = self._files[self._home[name]]
+    def read(self, name: str, index: int | None = None) -> torch.Tensor:
+        """Returns a tensor as it is on disk, or one matrix of a stack."""
+        file = self._files[self.home[name]]
         tensor: torch.Tensor = file.get_tensor(name) if index is None else file.get_slice(name)[index]
         return tensor
 
-    def file_of(self, name: str) -> Path:
-        """Returns the file that holds a tensor."""
-        return self._home[name]
-
     def stored_shape(self, name: str) -> tuple[int, ...]:
         """Returns the shape of a tensor as it is on disk."""
-        return tuple(self._files[self._home[name]].get_slice(name).get_shape())
+        return tuple(self._files[self.home[name]].get_slice(name).get_shape())
 
     def stored_dtype(self, name: str) -> str:
         """Returns the dtype of a tensor on disk, as safetensors names it."""
-        return str(self._files[self._home[name]].get_slice(name).get_dtype())
-
-    def on_disk(self, name: str) -> bool:
-        """Returns whether a tensor of this name is in the files."""
-        return name in self._home
-
-    def integers(self, name: str) -> list[int]:
-        """Returns a small tensor of integers."""
-        return [int(value) for value in self._read(name).tolist()]
+        return str(self._files[self.home[name]].get_slice(name).get_dtype())
 
     def __iter__(self) -> Iterator[str]:
         return iter([*self._plain, *self.packed])
@@ -120,7 +122,7 @@ class QuantizedTensors(Mapping[str, torch.Tensor]):
 
 
 class Renamed:
-    """The tensors of a quantized checkpoint under the names that they have in a model; see `stored_weights.Files`."""
+    """The tensors under the names that they have in a model, as `stored_weights.Files` are."""
 
     def __init__(self, tensors: QuantizedTensors, rename: Callable[[str], str]) -> None:
         self.tensors = tensors
@@ -158,29 +160,18 @@ class _Deferred:
         return self.tensors[self.name][index]
 
 
-# Finding the parts of quantized tensors: which names in the files together hold one tensor of the original.
-#
-# Each function takes the name of a tensor on disk. Where that is the first part of a quantized tensor, it returns the
-# original's name, its shape, the names of all parts, and the function of `unpacking` that decodes them; else None.
-
-
 @dataclass(frozen=True, eq=False)
 class Packed:
-    """A tensor of the original checkpoint that the file holds as codes and scales.
+    """A tensor of the original checkpoint that the file holds as codes and scales."""
 
-    Attributes:
-        shape: the shape of the original.
-        parts: the names on disk of the parts, by role: weight, weight_scale, qzeros …
-        decode: a function that computes the tensor, or one matrix of a stack, from its parts.
-    """
-
-    shape: tuple[int, ...]
-    parts: Mapping[str, str]
-    decode: Callable[[Parts, torch.dtype], torch.Tensor]
+    shape: tuple[int, ...]  # of the original
+    parts: Mapping[str, str]  # the names on disk of the parts, by role: weight, weight_scale, qzeros …
+    decode: Callable[[Parts, torch.dtype], torch.Tensor]  # computes the tensor, or one matrix of a stack
 
 
+# Which names in the files together hold one tensor of the original: each function takes the name of a tensor on disk.
+# Where that is the first part of a quantized tensor, it returns the original's name and its parts; else None.
 Found = tuple[str, Packed]
-"""The name of an original tensor, and its parts."""
 
 
 def _find_scaled(name: str, tensors: QuantizedTensors, quantization: Quantization) -> Found | None:
@@ -188,18 +179,18 @@ def _find_scaled(name: str, tensors: QuantizedTensors, quantization: Quantizatio
     original = name.removesuffix("_packed")
     # DeepSeek's `weight_scale_inv` is not a reciprocal in spite of its name: codes are multiplied by it, as by
     # `weight_scale`.
-    scale = next((f"{original}{s}" for s in ("_scale_inv", "_scale") if tensors.on_disk(f"{original}{s}")), None)
+    scale = next((f"{original}{s}" for s in ("_scale_inv", "_scale") if f"{original}{s}" in tensors.home), None)
     if scale is None or tensors.stored_dtype(name) not in CODES:
         return None
     parts = {"weight_packed" if name != original else "weight": name, "weight_scale": scale}
     suffixes = ("_scale_2", "_global_scale", "_zero_point", "_g_idx")
-    parts |= {f"weight{s}": f"{original}{s}" for s in suffixes if tensors.on_disk(f"{original}{s}")}
-    if tensors.on_disk(f"{original.removesuffix('weight')}pre_quant_scale"):
+    parts |= {f"weight{s}": f"{original}{s}" for s in suffixes if f"{original}{s}" in tensors.home}
+    if f"{original.removesuffix('weight')}pre_quant_scale" in tensors.home:
         raise UserError(f"{quantization.path}: {original} is scaled for scaled inputs (pre_quant_scale); {WAY_OUT}")
     shape, scales = tensors.stored_shape(name), tensors.stored_shape(scale)
     if len(shape) < 2 or (tensors.stored_dtype(name) in ("I32", "U8") and not scales):
         raise UserError(
-            f"{tensors.file_of(name)}: {name} {list(shape)} with {scale} {list(scales)} is not a quantized weight: its "
+            f"{tensors.home[name]}: {name} {list(shape)} with {scale} {list(scales)} is not a quantized weight: its "
             "codes are a matrix, and packed ones have a scale for each group; download the checkpoint again"
         )
     # Words of 32 bits hold several codes, and a row may end in padding; `weight_shape` is the original's shape.
@@ -207,49 +198,34 @@ def _find_scaled(name: str, tensors: QuantizedTensors, quantization: Quantizatio
         shape_name = f"{original}_shape"
         parts["weight_shape"] = shape_name
         words = shape[-1]
-        shape = tuple(tensors.integers(shape_name)) if tensors.on_disk(shape_name) else shape
-        _check_bits(quantized_config.word_bits(words, shape[-1]), original, quantization)
-        groups = [weights.get("group_size") for weights in quantization.groups]
-        size = _group_size(shape[1], scales[-1], groups)
-        decode: Any = partial(_pack_quantized, shape=shape, group_size=size)
+        shape = tuple(map(int, tensors.read(shape_name).tolist())) if shape_name in tensors.home else shape
+        _check_bits(32 * words // shape[-1], original, quantization)
+        # A last group may be short if the config names the size.
+        sizes = [weights.get("group_size") for weights in quantization.groups]
+        size = next((s for s in sizes if s and -(-shape[1] // s) == scales[-1]), shape[1] // scales[-1])
+        decode: Any = partial(pack_quantized, shape=shape, group_size=size)
         return original, Packed(shape, parts, decode)
     # ModelOpt packs INT4 along the outputs: a byte holds a code of each of two rows, so there are half as many rows of
     # bytes as rows of scales. All others pack along the inputs.
     if tensors.stored_dtype(name) == "U8" and len(scales) == 2 and scales[0] == 2 * shape[0]:  # ModelOpt's INT4
         shape = (scales[0], shape[1])
     elif tensors.stored_dtype(name) == "U8":
-        shape = (*shape[:-1], _columns(shape[-1], scales[-1], "weight_packed" in parts))
-    return original, Packed(shape, parts, partial(_scaled, blocks=quantization.blocks))
-
-
-def _columns(nbytes: int, scales: int, packed: bool) -> int:
-    """Returns how many codes a row of bytes holds: of 4 bits, or of 6, where 32 of them have a scale."""
-    return nbytes * 8 // 6 if packed and nbytes == 24 * scales else 2 * nbytes
-
-
-def _group_size(columns: int, groups: int, declared: Iterable[Any]) -> int:
-    """Returns the inputs that share a scale; a last group may be short if the config names the size."""
-    return next((size for size in declared if size and -(-columns // size) == groups), columns // groups)
-
-
-def _scaled(parts: Parts, dtype: torch.dtype, blocks: Sequence[Block]) -> torch.Tensor:
-    return quantized_config.scaled(parts, blocks, dtype)
-
-
-def _pack_quantized(parts: Parts, dtype: torch.dtype, shape: Sequence[int], group_size: int) -> torch.Tensor:
-    return quantized_config.pack_quantized(parts, shape, dtype, group_size)
+        # A row of bytes has codes of 4 bits, or of 6, where 32 of them have a scale.
+        of_six = "weight_packed" in parts and shape[-1] == 24 * scales[-1]
+        shape = (*shape[:-1], shape[-1] * 8 // 6 if of_six else 2 * shape[-1])
+    return original, Packed(shape, parts, partial(scaled, blocks=quantization.blocks))
 
 
 def _find_mxfp4(name: str, tensors: QuantizedTensors, quantization: Quantization) -> Found | None:
     """Returns `X_blocks` `[experts, out, in/32, 16]` and `X_scales`."""
     original = name.removesuffix("_blocks")
-    if name == original or not tensors.on_disk(f"{original}_scales"):
+    if name == original or f"{original}_scales" not in tensors.home:
         return None
     experts, out, groups, octets = tensors.stored_shape(name)
     # 16 bytes are a block of 32 codes, so the inputs are 2 · groups · octets. gpt-oss has the original as `[experts,
     # in, out]`, and the blocks as `[experts, out, in]`.
     parts = {"blocks": name, "scales": f"{original}_scales"}
-    return original, Packed((experts, 2 * groups * octets, out), parts, quantized_config.mxfp4_experts)
+    return original, Packed((experts, 2 * groups * octets, out), parts, mxfp4_experts)
 
 
 def _find_words(name: str, tensors: QuantizedTensors, quantization: Quantization) -> Found | None:
@@ -258,24 +234,159 @@ def _find_words(name: str, tensors: QuantizedTensors, quantization: Quantization
     if last != "qweight":
         return None
     parts = {part: f"{stem}.{part}" for part in ("qweight", "qzeros", "scales", "g_idx")}
-    parts = {part: stored for part, stored in parts.items() if tensors.on_disk(stored)}
+    parts = {part: stored for part, stored in parts.items() if stored in tensors.home}
     if missing := {"qzeros", "scales"} - set(parts):
         raise UserError(f"{quantization.path}: {name} has no {listed(sorted(missing))}; download the model again")
     out = tensors.stored_shape(parts["scales"])[1]
-    bits = quantized_config.word_bits(tensors.stored_shape(parts["qzeros"])[1], out)
+    bits = 32 * tensors.stored_shape(parts["qzeros"])[1] // out
     _check_bits(bits, name, quantization)
     # qweight has a code for each weight, whichever axis it is packed along.
     count = 32 // bits * prod(tensors.stored_shape(name)) // out
     if quantization.method == QuantMethod.AWQ:
-        return f"{stem}.weight", Packed((out, count), parts, quantized_config.awq)
+        return f"{stem}.weight", Packed((out, count), parts, awq)
     # GPTQ's first version stores zeros less one; configs without a version mean that one.
     less_one = str(quantization.config.get("checkpoint_format") or quantization.config.get("format")) != "gptq_v2"
-    return f"{stem}.weight", Packed((out, count), parts, partial(quantized_config.gptq, zeros_less_one=less_one))
+    return f"{stem}.weight", Packed((out, count), parts, partial(gptq, zeros_less_one=less_one))
 
 
 def _check_bits(bits: int, name: str, quantization: Quantization) -> None:
     if bits not in (2, 4, 8):
         raise UserError(f"{quantization.path}: {name} has codes of {bits} bits; 2, 4 and 8 can be read: {WAY_OUT}")
+
+
+_ELEMENTS = {torch.float8_e4m3fn: E4M3, torch.float8_e5m2: E5M2, torch.int8: INT8}
+_AWQ_COLUMNS = (0, 2, 4, 6, 1, 3, 5, 7)
+_CHUNK_ELEMENTS = 1 << 20
+
+
+def scaled(parts: Parts, dtype: torch.dtype, blocks: Iterable[Block]) -> torch.Tensor:
+    """Returns a matrix of floating-point or INT8 codes with scales, under compressed-tensors' or ModelOpt's names.
+
+    `parts` are `weight` or `weight_packed`, `weight_scale`, and perhaps `weight_global_scale`, `weight_scale_2` or
+    `weight_zero_point`; `blocks` are the (rows, columns) that the config says share a scale, where 0 is the whole axis.
+    Scales that fit none of them are a ValueError.
+    """
+    codes, scale = parts["weight_packed" if "weight_packed" in parts else "weight"], parts["weight_scale"]
+    if scale.dtype == torch.float8_e8m0fnu:
+        scale = scale.float()
+    parts = {**parts, "weight_scale": scale}
+    if "weight_zero_point" in parts:
+        rows, columns = codes.shape
+        grid = _grid(scale.shape, (rows, columns))
+        zero = parts["weight_zero_point"].reshape(grid).expand(rows, -1)
+        groups = torch.arange(columns, device="cpu") // ceil(columns / grid[1])
+        return _affine(codes, zero, scale.reshape(grid).expand(rows, -1), groups, dtype)
+    format = _format_of(codes, scale, "weight_scale_2" in parts or "weight_global_scale" in parts, blocks)
+    return layout_of_tensors(parts).decompress(parts, format)[0].dequantize(dtype)
+
+
+def _format_of(codes: torch.Tensor, scale: torch.Tensor, second: bool, blocks: Iterable[Block]) -> Format:
+    """Returns the format of a matrix, judging by its codes and scales."""
+    if codes.dtype == torch.uint8 and scale.dim() == 2 and scale.shape[0] == 2 * codes.shape[0]:  # ModelOpt's INT4
+        return Format("source", INT4, FP32, (1, codes.shape[1] // scale.shape[1]))
+    # Scales of one byte are E4M3 (NVFP4) or exponents (MX, in E8M0 or uint8).
+    number = E4M3 if scale.dtype == torch.float8_e4m3fn else E8M0
+    if scale.dtype.itemsize > 1:
+        number = FP32
+    if codes.dtype != torch.uint8:
+        shape = (codes.shape[0], codes.shape[1])
+        grid = _grid(scale.shape, shape)
+        if number is E8M0:
+            blocks = [(1, 32), *blocks]
+        return Format("source", _ELEMENTS[codes.dtype], number, _block(shape, grid, blocks))
+    if not second and 3 * 8 * scale.shape[-1] == codes.shape[-1]:  # 32 codes of 6 bits
+        return FORMATS["mxfp6"]
+    return Format("source", E2M1, number, (1, 2 * codes.shape[-1] // scale.shape[-1]), global_scale=second)
+
+
+def _grid(scale: Sequence[int], shape: tuple[int, int]) -> tuple[int, int]:
+    """Returns the rows and columns of scales: `[]`, `[1]`, `[out]`, `[out, 1]`, or blocks in 2 or 4 dimensions."""
+    sizes = list(scale)
+    if len(sizes) == 4:
+        return sizes[0], sizes[2]
+    if len(sizes) == 2:
+        return sizes[0], sizes[1]
+    if sizes == [shape[0]]:
+        return shape[0], 1
+    return (1, 1) if sizes in ([], [1]) else (0, 0)
+
+
+def _block(shape: tuple[int, int], grid: tuple[int, int], declared: Iterable[Block]) -> Block:
+    """Returns the block for which a matrix of `shape` has `grid` scales; a last block may be short."""
+    blocks = ((0, 0), (1, 0), *declared)
+    for rows, columns in blocks:
+        if grid == (ceil(shape[0] / (rows or shape[0])), ceil(shape[1] / (columns or shape[1]))):
+            return rows, columns
+    raise ValueError(f"{list(grid)} scales for {list(shape)} weights fit none of the blocks {list(blocks)}")
+
+
+def mxfp4_experts(parts: Parts, dtype: torch.dtype) -> torch.Tensor:
+    """Returns the matrix `[in, out]` of a gpt-oss expert from `blocks [out, in/32, 16]` and `scales [out, in/32]`."""
+    matrix = {"weight": parts["blocks"].flatten(-2), "weight_scale": parts["scales"]}
+    return modelopt.decompress(matrix, FORMATS["mxfp4"])[0].dequantize(dtype).t().contiguous()
+
+
+def gptq(parts: Parts, dtype: torch.dtype, zeros_less_one: bool) -> torch.Tensor:
+    """Returns a matrix `[out, in]` in GPTQ's layout; `zeros_less_one` is the layout's first version."""
+    bits = 32 * parts["qzeros"].shape[1] // parts["scales"].shape[1]
+    words = parts["qzeros"]
+    if zeros_less_one:
+        words = words + sum(1 << shift for shift in range(0, 31, bits))
+    # qweight packs along inputs, qzeros along outputs.
+    zero = unpack_words(words, bits).flatten(-2)
+    codes = unpack_words(parts["qweight"], bits).transpose(0, 1).flatten(1)
+    groups = parts.get("g_idx")
+    if groups is None:
+        groups = torch.arange(codes.shape[1], device="cpu") // ceil(codes.shape[1] / len(zero))
+    return _affine(codes, zero.t(), parts["scales"].t(), groups.long(), dtype)
+
+
+def awq(parts: Parts, dtype: torch.dtype) -> torch.Tensor:
+    """Returns a matrix `[out, in]` in AWQ's layout for "gemm"."""
+    order = torch.tensor(_AWQ_COLUMNS, device="cpu").argsort()
+    codes, zero = (unpack_words(parts[name], 4)[..., order].flatten(-2).t() for name in ("qweight", "qzeros"))
+    groups = torch.arange(codes.shape[1], device="cpu") // ceil(codes.shape[1] / zero.shape[1])
+    return _affine(codes, zero, parts["scales"].t(), groups, dtype)
+
+
+def pack_quantized(parts: Parts, dtype: torch.dtype, shape: Sequence[int], group_size: int) -> torch.Tensor:
+    """Returns a matrix of `shape` `[out, in]` in compressed-tensors' layout of integers."""
+    (rows, columns), packed, scale = shape, parts["weight_packed"], parts["weight_scale"]
+    bits = 32 * packed.shape[1] // columns
+    codes = unpack_words(packed, bits).flatten(-2)[:, :columns]
+    if "weight_zero_point" in parts:
+        zero = unpack_words(parts["weight_zero_point"], bits).transpose(1, 2).flatten(0, 1)[:rows]
+    else:
+        # Symmetric codes are stored with an offset of half their range.
+        zero = torch.full(scale.shape, 1 << (bits - 1), dtype=torch.uint8, device="cpu")
+    groups = parts.get("weight_g_idx")
+    if groups is None:
+        groups = torch.arange(columns, device="cpu") // (group_size if scale.shape[1] > 1 else columns)
+    return _affine(codes, zero.expand(rows, -1), scale.expand(rows, -1), groups.long(), dtype)
+
+
+def unpack_words(words: torch.Tensor, bits: int) -> torch.Tensor:
+    """Returns codes in int32 words `[…]`, lowest bits first: uint8 `[…, 32 / bits]`."""
+    # Byte by byte, which needs no int32 shifts: 2, 4 and 8 bits divide a byte, and words are little-endian.
+    shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device="cpu")
+    octets = words.contiguous().view(torch.uint8).unflatten(-1, (-1, 4))
+    codes: torch.Tensor = (octets.unsqueeze(-1) >> shifts) & ((1 << bits) - 1)
+    return codes.flatten(-2)
+
+
+def _affine(
+    codes: torch.Tensor, zero: torch.Tensor, scale: torch.Tensor, groups: torch.Tensor, dtype: torch.dtype
+) -> torch.Tensor:
+    """Returns `scale · (code − zero)`; codes `[out, in]`, zeros and scales `[out, groups]`, the group of each input."""
+    rows, columns = codes.shape
+    out = torch.empty(rows, columns, dtype=dtype, device="cpu")
+    # Chunks of rows bound the temporaries in float32 to 4 MB each.
+    step = max(_CHUNK_ELEMENTS // columns, 1)
+    for start in range(0, rows, step):
+        part = slice(start, start + step)
+        centred = codes[part].float().sub_(zero[part].float()[:, groups])
+        out[part] = centred.mul_(scale[part].float()[:, groups])
+    return out
 
 
 FIND: dict[QuantMethod, Callable[[str, QuantizedTensors, Quantization], Found | None]] = {

@@ -17,38 +17,31 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from functools import lru_cache
+from functools import lru_cache, reduce
+from operator import or_
 from typing import Any
 
 import torch
 
 from quant.base.json_files import typed
-from quant.export.checkpoint.files.known_failures import runtime_warnings as runtime_warnings
 from quant.export.checkpoint.files.layout import COMPRESSED_TENSORS, ExpectedTensor, same_values
 from quant.export.checkpoint.files.names import FormatsOf, StoredNames
-from quant.formats.format import FORMATS, FP8_HEAD, INPUT_FORMATS, Format, packed_width
-from quant.formats.format import E8M0, INT4
+from quant.formats.format import E8M0, FORMATS, FP8_HEAD, INPUT_FORMATS, INT4, Format, packed_width
 from quant.formats.tensor import BlockScaledTensor
 from quant.recipes.layers import LayerKind
 from quant.recipes.plan import LayerPlan, Plan
 
-# Matches patterns of other tools' checkpoints, `re:…` in compressed-tensors' `targets` and `ignore`, in bounded time.
-#
-# Python's `re` tries the ways in which a pattern may match one after the other, and `(a+)+b` has exponentially many. A
-# checkpoint may come from anybody, so a pattern is matched here by the *set* of positions that each part can reach, an
-# integer with one bit a position. Single characters and runs of them take a few operations on whole sets; groups that
-# repeat, and look-aheads, are worked out once for each position. That takes polynomial time in pattern and name.
+# Patterns of other tools' checkpoints, `re:…` in `targets` and `ignore`, are matched in bounded time: a checkpoint may
+# come from anybody, and Python's `re` takes exponentially long for `(a+)+b`. A pattern is matched by the *set* of
+# positions that each part can reach, an integer with one bit a position; groups that repeat, and look-aheads, are
+# worked out once for each position. google-re2 has the same guarantee, but no look-ahead, and published checkpoints
+# have them: `re:^(?!.*experts).*$` keeps everything but the experts in 16 bit.
 #
 #     x        (S & where(x)) << 1                        where(x): positions of the name at which x stands
 #     x*       ((((S & W) + W) ^ W) | S), W = where(x)    the carry runs through neighbouring bits
 #     (?=A)    S & {p : A matches from p}
 #
 # (`x*` is MatchStar of Cameron et al., "Bitwise data parallelism in regular expression matching", PACT 2014.)
-#
-# google-re2 has the same guarantee, but no look-ahead, and published checkpoints have them: `re:^(?!.*experts).*$`
-# keeps everything but the experts in 16 bit. With re2, such checkpoints would no longer load.
-
-
 LONGEST = 1000
 """Characters of a pattern."""
 _TOKENS = re.compile(
@@ -66,7 +59,7 @@ _TOKENS = re.compile(
     """,
     re.DOTALL | re.VERBOSE,
 )
-Part = Callable[[str, int], int]
+Matcher = Callable[[str, int], int]
 """From a name and a set of positions to the set of positions at which the part can end."""
 
 
@@ -84,7 +77,7 @@ def matches(pattern: str, name: str) -> bool:
 
 
 @lru_cache
-def _compiled(pattern: str) -> Part:
+def _compiled(pattern: str) -> Matcher:
     if len(pattern) > LONGEST:
         raise ValueError(f"the pattern {pattern[:50]!r}… has {len(pattern):,} characters; at most {LONGEST:,} are read")
     # The parser below may rely on a pattern that is well formed: groups are closed, repetitions follow something.
@@ -96,7 +89,6 @@ def _compiled(pattern: str) -> Part:
 
 
 def _tokens(pattern: str) -> Iterator[re.Match[str]]:
-    """Yields the tokens of a pattern that `re` accepts, without comments."""
     end = 0
     while end < len(pattern):
         token = _TOKENS.match(pattern, end)
@@ -109,10 +101,9 @@ def _tokens(pattern: str) -> Iterator[re.Match[str]]:
             yield token
 
 
-def _branches(tokens: Iterator[re.Match[str]], pattern: str) -> Part:
-    """Returns the part up to the end of its group: the branches between `|`."""
-    # a(b|c)*d   is the sequence of a, the repetition of the branches b and c, and d
-    branches: list[list[Part]] = [[]]
+def _branches(tokens: Iterator[re.Match[str]], pattern: str) -> Matcher:
+    """Returns the part up to the end of its group, such as the branches `b` and `c` of `a(b|c)*d`."""
+    branches: list[list[Matcher]] = [[]]
     char = ""  # the last token, if it is a character that a repetition may follow
     for token in tokens:
         if token["close"]:
@@ -121,28 +112,24 @@ def _branches(tokens: Iterator[re.Match[str]], pattern: str) -> Part:
         if token["either"]:
             branches.append([])
         elif token["repeat"]:
-            least, most = _bounds(token)
+            # {3}, {3,}, {3,5}, {,5}; None is without limit.
+            if token["repeat"][0] in "*+?":
+                least, most = int(token["repeat"][0] == "+"), 1 if token["repeat"][0] == "?" else None
+            else:
+                least, at_most = int(token["least"] or 0), token["most"] or token["at_most"]
+                exact = token["least"] is not None and not token["range"]
+                most = least if exact else (int(at_most) if at_most else None)
             parts[-1] = _star(char) if char and (least, most) == (0, None) else _repeated(parts[-1], least, most)
         elif token["group"]:
             inside = _branches(tokens, pattern)
             parts.append(_ahead(inside, token["group"] == "(?=") if token["group"] in ("(?=", "(?!") else inside)
         elif token["anchor"]:
-            parts.append(_anchor(token["anchor"]))
+            parts.append(lambda name, starts, at=token["anchor"]: starts & _where(at, name))
         else:
-            parts.append(_char(token["char"]))
+            parts.append(lambda name, starts, at=token["char"]: (starts & _where(at, name)) << 1)
         char = token["char"] or ""
-    return _either([_sequence(parts) for parts in branches])
-
-
-def _bounds(token: re.Match[str]) -> tuple[int, int | None]:
-    """Returns the least and greatest count of a repetition; None is without limit."""
-    if token["repeat"][0] in "*+?":
-        return int(token["repeat"][0] == "+"), 1 if token["repeat"][0] == "?" else None
-    if token["least"] is None:
-        return 0, int(token["at_most"]) if token["at_most"] else None
-    if token["range"] is None:
-        return int(token["least"]), int(token["least"])
-    return int(token["least"]), int(token["most"]) if token["most"] else None
+    sequences = [_sequence(parts) for parts in branches]
+    return lambda name, starts: reduce(or_, (sequence(name, starts) for sequence in sequences))
 
 
 @lru_cache(4096)
@@ -151,11 +138,7 @@ def _where(token: str, name: str) -> int:
     return sum(1 << match.start() for match in re.finditer(token, name))
 
 
-def _char(token: str) -> Part:
-    return lambda name, starts: (starts & _where(token, name)) << 1
-
-
-def _star(token: str) -> Part:
+def _star(token: str) -> Matcher:
     # name  a a a b a      where = 1 1 1 0 1      (lowest bit first)
     # starts at position 0          S = 1 0 0 0 0
     # where + (S & where)             = 0 0 0 1 1      the carry leaves the run of ones at its end, position 3
@@ -167,11 +150,7 @@ def _star(token: str) -> Part:
     return ends
 
 
-def _anchor(token: str) -> Part:
-    return lambda name, starts: starts & _where(token, name)
-
-
-def _sequence(parts: list[Part]) -> Part:
+def _sequence(parts: list[Matcher]) -> Matcher:
     def ends(name: str, starts: int) -> int:
         for part in parts:
             if not starts:
@@ -182,20 +161,7 @@ def _sequence(parts: list[Part]) -> Part:
     return ends
 
 
-def _either(branches: list[Part]) -> Part:
-    if len(branches) == 1:
-        return branches[0]
-
-    def ends(name: str, starts: int) -> int:
-        reached = 0
-        for branch in branches:
-            reached |= branch(name, starts)
-        return reached
-
-    return ends
-
-
-def _ahead(part: Part, expected: bool) -> Part:
+def _ahead(part: Matcher, expected: bool) -> Matcher:
     """Returns a look-ahead: the positions from which `part` matches, or does not."""
 
     @lru_cache(4096)
@@ -205,7 +171,7 @@ def _ahead(part: Part, expected: bool) -> Part:
     return lambda name, starts: sum(position for position in _bits(starts) if holds(name, position))
 
 
-def _repeated(part: Part, least: int, most: int | None) -> Part:
+def _repeated(part: Matcher, least: int, most: int | None) -> Matcher:
     # From each position once, and not from each set: nested repetitions would take exponentially many sets.
     @lru_cache(4096)
     def from_one(name: str, position: int) -> int:
@@ -239,12 +205,8 @@ def _bits(positions: int) -> Iterator[int]:
         positions &= positions - 1
 
 
-# The `quantization_config` of compressed-tensors: written from a plan, and read back as formats and rotations.
-#
-# The argument blocks are computed from `Format`; only the layout's own names are spelled out here.
-
-
-# The layout's version: the release of compressed-tensors whose output this reproduces.
+# The `quantization_config` follows. Its argument blocks are computed from `Format`; only the layout's own names are
+# spelled out here. The layout's version: the release of compressed-tensors whose output this reproduces.
 VERSION = "0.19.0"
 
 _FORMAT_NAMES = {
@@ -293,10 +255,7 @@ def check_plan(plan: Plan) -> None:
 
 
 def _can_name(activation: Format) -> bool:
-    """Returns whether readers of the config round inputs as `activation` does.
-
-    The config cannot distinguish E5M2 from E4M3.
-    """
+    """Returns whether readers of the config round inputs so: it cannot distinguish E5M2 from E4M3."""
     try:
         read = activation_format_of(_activation_arguments(activation))
     except ValueError:
@@ -321,9 +280,8 @@ def quantization_config(plan: Plan, names: StoredNames | None = None) -> dict[st
 
     A group that holds every quantized linear targets the class, as peers write it, and an output head by name, which is
     not a linear layer in vLLM; other groups list their layers. `ignore` lists every module in 16 bit that a runtime may
-    hold as a linear: vLLM's routers are, and a group that
-    targets the class would quantize them. A layer with another name on disk is listed under both: transformers goes
-    by its modules, servers by the files.
+    hold as a linear: vLLM's routers are, and a group that targets the class would quantize them. A layer with another
+    name on disk is listed under both: transformers goes by its modules, servers by the files.
     """
     names = names or StoredNames()
     pairs: dict[tuple[Format, Format | None], list[LayerPlan]] = {}
@@ -341,14 +299,14 @@ def quantization_config(plan: Plan, names: StoredNames | None = None) -> dict[st
             "input_activations": _activation_arguments(activation) if activation else None,
             "output_activations": None,
             "targets": of_class if len(pairs) == 1 and not embeddings else _targets(layers, names),
-            "weights": _weight_arguments(weight),
+            "weights": _arguments(weight),
         }
     return {
         "config_groups": groups,
         "format": formats.pop() if len(formats) == 1 else "mixed-precision",
         "global_compression_ratio": None,
         "ignore": list(dict.fromkeys((*ignored, *names.carried_modules, *map(_inside, names.carried_trees)))),
-        "kv_cache_scheme": _arguments(plan.kv_cache, dynamic=False, observer=None) if plan.kv_cache else None,
+        "kv_cache_scheme": _arguments(plan.kv_cache, observer=None) if plan.kv_cache else None,
         "quant_method": COMPRESSED_TENSORS,
         "quantization_status": "compressed",
         "sparsity_config": {},
@@ -399,10 +357,6 @@ def _inside(module: str) -> str:
     return f"re:{re.escape(module)}\\..*"
 
 
-def _weight_arguments(format: Format) -> dict[str, Any]:
-    return _arguments(format, dynamic=False, observer="memoryless_minmax")
-
-
 def _activation_arguments(format: Format) -> dict[str, Any]:
     # dynamic    True: scales are computed at run time; False: all are in the file, found by the observer;
     #            "local": block scales are computed at run time, and the global scale is in the file
@@ -410,12 +364,16 @@ def _activation_arguments(format: Format) -> dict[str, Any]:
         arguments = _arguments(format, dynamic="local", observer="static_minmax")
         return arguments if format.input_rule == "max" else arguments | {_RULE: format.input_rule}
     if format.per_tensor:
-        return _arguments(format, dynamic=False, observer="static_minmax")
+        return _arguments(format, observer="static_minmax")
     return _arguments(format, dynamic=True, observer=None, rows_are_tokens=True)
 
 
 def _arguments(
-    format: Format, *, dynamic: bool | str, observer: str | None, rows_are_tokens: bool = False
+    format: Format,
+    *,
+    dynamic: bool | str = False,
+    observer: str | None = "memoryless_minmax",
+    rows_are_tokens: bool = False,
 ) -> dict[str, Any]:
     # strategy        block (rows, columns), 0 for a whole axis         scales
     # tensor          (0, 0)                                            one
@@ -460,7 +418,7 @@ def weight_format_of(arguments: Mapping[str, Any]) -> Format:
     # ask for comes as a tensor `weight_g_idx`, which `check` refuses.
     keys = ("num_bits", "type", "strategy", "group_size", "block_structure", "symmetric")
     for name in _FORMAT_NAMES:
-        ours = _weight_arguments(FORMATS[name])
+        ours = _arguments(FORMATS[name])
         if all(arguments.get(k) == ours[k] for k in keys):
             return FORMATS[name]
     raise ValueError(f"quantization_config has weights { ({k: arguments.get(k) for k in keys}) }: not supported")
@@ -481,13 +439,7 @@ def activation_format_of(arguments: Mapping[str, Any] | None) -> Format | None:
 def read_config(
     config: Mapping[str, Any], names: StoredNames, tensors: Container[str] = ()
 ) -> tuple[FormatsOf, Format | None]:
-    """Returns the formats that a `quantization_config` gives to matrices, and the format of the KV cache.
-
-    The config names every quantized matrix, so that `tensors` are not asked.
-
-    Raises:
-        ValueError: a scheme that is not supported.
-    """
+    """Returns the formats of matrices and of the KV cache; the config names each matrix, so `tensors` are not asked."""
     groups = []
     for name, group in typed(_GROUPS, config.get("config_groups"), "config_groups").items():
         weights = typed(dict[str, Any], group.get("weights"), f"{name}.weights")
@@ -509,11 +461,7 @@ def read_config(
 
 
 def read_rotations(config: Mapping[str, Any], names: StoredNames) -> Callable[[str], int]:
-    """Returns a function from a matrix's name to the block of its input's Hadamard rotation at run time; 0 for none.
-
-    Raises:
-        ValueError: another transform of inputs. The weights in the files are transformed already.
-    """
+    """Returns a function from a matrix's name to the block of its input's Hadamard rotation; ValueError for others."""
     # {"config_groups": {"hadamard_32": {"type": "hadamard", "head_dim": 32, "randomize": false,
     #      "apply": [{"location": "input", "inverse": false, "targets": […], "ignore": []}]}}}
     blocks: list[tuple[int, list[str], list[str]]] = []
@@ -542,18 +490,13 @@ def read_rotations(config: Mapping[str, Any], names: StoredNames) -> Callable[[s
 
 
 def agrees(layer: LayerPlan, weight: Format | None, activation: Format | None) -> bool:
-    """Returns whether config and plan have the same formats.
-
-    Configs have no name for a format, only its arguments.
-    """
+    """Returns whether config and plan have the same formats; configs have only a format's arguments, and no name."""
     return same_values(layer.weight, weight) and same_values(layer.activation, activation)
 
 
 def _matches(name: str, target: str) -> bool:
     """Returns whether an entry of `targets` or `ignore` means a layer: by a pattern, its class, or its name."""
-    if target.startswith("re:"):
-        return matches(target[3:], name)
-    return target in ("Linear", name)
+    return matches(target[3:], name) if target.startswith("re:") else target in ("Linear", name)
 
 
 def expected_tensors(format: Format, activation: Format | None, shape: tuple[int, ...]) -> dict[str, ExpectedTensor]:
@@ -580,14 +523,7 @@ def compress(
     dtype: torch.dtype,
     activation: Format | None = None,
 ) -> dict[str, torch.Tensor]:
-    """Returns the tensors of one linear layer, by their names below the layer's; the inverse of `decompress`.
-
-    Args:
-        weight: `[out, in]`.
-        input_scale: static activation scale, float32 scalar (for NVFP4 the global scale), or None.
-        dtype: the model's dtype, in which float scales are stored if it represents them, as it does ours.
-        activation: format that `input_scale` belongs to; by default the weight's.
-    """
+    """Returns the tensors of one linear layer; float scales in `dtype` if that represents them, as it does ours."""
     # A weight is read as code · block scale / weight_global_scale. Our global scale is a factor, and is stored as
     # its reciprocal; so is the scale of an NVFP4 input.
     format, tensors = weight.format, {}
@@ -622,10 +558,7 @@ def stored_scale(scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def holds(tensors: Mapping[str, torch.Tensor]) -> bool:
-    """Returns whether a layer's tensors have names that only this layout uses.
-
-    With eight bits the layouts may agree.
-    """
+    """Returns whether a layer's tensors have names that only this layout uses."""
     return not tensors.keys().isdisjoint(("weight_packed", "weight_global_scale", "input_global_scale"))
 
 
@@ -650,11 +583,6 @@ def decompress(tensors: Mapping[str, torch.Tensor], format: Format) -> tuple[Blo
 def stored_kv_scale(name: str, scale: torch.Tensor, dtype: torch.dtype) -> tuple[str, torch.Tensor]:
     """Returns the name and form on disk of a scale of the KV cache: one number, or one a head."""
     return name, stored_scale(scale if scale.dim() else scale.reshape(1), dtype)
-
-
-def kv_name_of_module(name: str) -> str:
-    """Returns the name in the model of a scale of the KV cache, which this layout keeps."""
-    return name
 
 
 def _reciprocal(scale: torch.Tensor) -> torch.Tensor:

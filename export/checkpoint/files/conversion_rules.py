@@ -30,11 +30,7 @@ _OF_CONVERTERS = (*_OF_RULES, "operations", "add_tensor", "convert")
 
 
 def class_rules(model: nn.Module) -> list[Any]:
-    """Returns the rules for checkpoints of a model's class, from the files to the model, that have a way back.
-
-    Raises:
-        ValueError: this version of transformers keeps its rules in another way.
-    """
+    """Returns the invertible rules for checkpoints of a model's class; ValueError for another version's rules."""
     rules = _private("conversion_mapping", "get_model_conversion_mapping")(model, add_legacy=False)
     return _invertible(rules)
 
@@ -103,7 +99,7 @@ def _unknown_version(missing: str) -> ValueError:
     )
 
 
-# Tensors in 16 bit that transformers splits or joins as it loads a model, in the form that the files have.
+# Tensors in 16 bit that transformers splits or joins as it loads a model, in the form that the files have:
 #
 #     files                                          model                                        rule of transformers
 #     vision_tower.encoder.blocks.0.wqkv.weight      …vision_tower.layers.0.attn.q_proj.weight    Chunk, PermuteForRope
@@ -115,50 +111,35 @@ def _unknown_version(missing: str) -> ValueError:
 # quantized layer keeps the form of the model, since its codes and scales cannot be joined.
 
 
-Names = Collection[str]
-
-
 def in_files(
-    model: Any, tensors: Mapping[str, torch.Tensor], source: Names, stored: Callable[[str], str]
+    model: Any, tensors: Mapping[str, torch.Tensor], source: Collection[str], stored: Callable[[str], str]
 ) -> tuple[dict[str, torch.Tensor], dict[str, list[str]]]:
-    """Returns tensors of the model in the form of the source's files, as far as the source has it.
+    """Returns tensors of the model in 16 bit in the form of the source's files, as far as the source has it.
 
-    Args:
-        model: a model of transformers.
-        tensors: its tensors in 16 bit, by name.
-        source: the names of the tensors in the source's files.
-        stored: a function from a name to the name on disk.
-
-    Returns:
-        Tensors by their names on disk, and the names in the model of the tensors that each was made of.
+    They come by their names on disk, with the names in the model of the tensors that each was made of.
     """
     as_in_source: dict[str, torch.Tensor] = {}
     made_of: dict[str, list[str]] = {}
     # A rule without a way back, such as one that drops padding, is no error before it is asked for.
     for rule in _without_experts(file_rules(model)):
         with suppress(NotImplementedError):
-            for parts, converted in _converted(model, rule.reverse_transform(), tensors):
+            for inputs, converted in _converted(model, rule.reverse_transform(), tensors):
                 on_disk = {stored(name): tensor for name, tensor in converted.items()}
                 if on_disk.keys() <= set(source) and not on_disk.keys() & as_in_source.keys():
                     as_in_source |= {name: tensor.contiguous() for name, tensor in on_disk.items()}
-                    made_of |= dict.fromkeys(on_disk, parts)
+                    made_of |= dict.fromkeys(on_disk, inputs)
     return as_in_source, made_of
 
 
 def in_model(model: Any, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Returns the tensors of files in the form of the model, which has no others of their names.
-
-    Args:
-        model: the model that is loaded; other models than transformers' have no rules.
-        tensors: tensors by the names that the files' names have in the model.
-    """
+    """Returns the tensors of files, by the names that these have in the model, in the form of the model."""
     state = model.state_dict(keep_vars=True)
     unknown = {name: tensor for name, tensor in tensors.items() if name not in state}
     result = dict(tensors)
     for rule in _without_experts(class_rules(model)) if unknown and hasattr(model, "base_model_prefix") else ():
-        for parts, converted in _converted(model, rule, unknown):
+        for inputs, converted in _converted(model, rule, unknown):
             if converted.keys() <= state.keys():
-                result = {name: tensor for name, tensor in result.items() if name not in parts} | converted
+                result = {name: tensor for name, tensor in result.items() if name not in inputs} | converted
     return result
 
 
@@ -179,14 +160,16 @@ def _converted(
         target, pattern = rule.rename_source_key(name)
         if pattern is not None:
             groups.setdefault(target, []).append((name, pattern))
-    for target, parts in groups.items():
-        if len({pattern for _, pattern in parts}) < len(rule.source_patterns) or len(parts) > len(rule.source_patterns):
+    for target, inputs in groups.items():
+        if len({pattern for _, pattern in inputs}) < len(rule.source_patterns) or len(inputs) > len(
+            rule.source_patterns
+        ):
             continue
         work = copy.deepcopy(rule)
-        for name, pattern in parts:
+        for name, pattern in inputs:
             work.add_tensor(target, name, pattern, tensors[name])
         converted = work.convert(target, model=model, config=model.config)
         yield (
-            [name for name, _ in parts],
+            [name for name, _ in inputs],
             {name: tensor[0] if isinstance(tensor, list) else tensor for name, tensor in converted.items()},
         )

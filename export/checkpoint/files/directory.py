@@ -13,8 +13,8 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from quant.base.errors import option
 from quant.base.atomic import claimed, recover, replace_directory, sync_tree, temporary_directory, write_atomically
+from quant.base.errors import option
 from quant.recipes.plan import PLAN_FILE
 
 OURS = (PLAN_FILE, "receipt.json")
@@ -33,15 +33,9 @@ def new_directory(
 ) -> Iterator[Path]:
     """Gives a temporary directory that becomes `path` when the block ends without an error.
 
-    Args:
-        path: the path of the new directory.
-        overwrite: replaces a directory at `path`.
-        work: a directory next to `path` to build in. A run that is stopped after the checkpoint is whole and before it
-            has its name is completed by `finish_directory`.
-        resumable: the names of files that stay in `work` for the next run, if this one is stopped.
-
-    Raises:
-        OSError: another process writes to `path`, or it is not to be replaced, as `check_destination` says.
+    It is built in `work`, next to `path`, if that is given: a run that is stopped after the checkpoint is whole and
+    before it has its name is completed by `finish_directory`, and the files `resumable` stay for the next run. OSError
+    says that another process writes to `path`, or that it is not to be replaced, as `check_destination` does.
     """
     with claimed(path):
         check_destination(path, overwrite=overwrite)
@@ -98,11 +92,9 @@ def finish_directory(work: Path, path: Path) -> None:
 def check_destination(path: Path, *, overwrite: bool) -> None:
     """Checks, before any slow work, that a directory can be put at `path`.
 
-    Raises:
-        FileExistsError: it is a file, or below one; it holds files and `overwrite` is False, or Blockscale did not
-            write them.
-        OSError: it is a mount point or holds the current directory, neither of which can be replaced whole; or
-            nothing can be written there.
+    FileExistsError: it is a file, or below one; it holds files and may not be replaced. OSError: it is a mount point,
+        holds
+    the current directory, or nothing can be written there.
     """
     if path.exists() and not path.is_dir():
         raise FileExistsError(f"{path} is a file; name a directory for the checkpoint")
@@ -118,12 +110,7 @@ def check_destination(path: Path, *, overwrite: bool) -> None:
 
 
 def check_parents(path: Path) -> None:
-    """Checks that a file or directory can be made at `path`, whose parents need not exist yet.
-
-    Raises:
-        FileExistsError: a parent is a file.
-        OSError: nothing can be written there.
-    """
+    """Raises FileExistsError or OSError where no file or directory can be made at `path`, with its parents."""
     for ancestor in path.parents:
         if ancestor.exists() and not ancestor.is_dir():
             raise FileExistsError(f"{ancestor} is a file; name a directory that is there or can be made")
@@ -136,15 +123,7 @@ def check_parents(path: Path) -> None:
 
 
 def check_apart(out: Path, *sources: str | Path | None) -> None:
-    """Checks that writing `out` destroys nothing that a command reads, links resolved.
-
-    Args:
-        out: a file or directory that is to be written.
-        sources: files or directories that are read; None, and names that are not a path, are skipped.
-
-    Raises:
-        FileExistsError: `out` is a source, holds one or a file that one links to, or lies in one.
-    """
+    """Raises FileExistsError where writing `out` would replace, or add to, a path that is read, links resolved."""
     whole = out.resolve()
     for source in (Path(source).expanduser() for source in sources if source is not None and os.path.exists(source)):
         # Files in the cache of the Hugging Face hub are links to blobs in another folder.

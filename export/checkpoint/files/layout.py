@@ -24,38 +24,17 @@ LAYOUT_NAMES = (MODELOPT, COMPRESSED_TENSORS)
 
 
 class ExpectedTensor(NamedTuple):
-    """The shape and dtype that a tensor of a layer must have.
+    """The shape and dtype that a tensor of a layer must have."""
 
-    Attributes:
-        shape: None for one number in a tensor of any rank.
-        dtypes: any of these; without any, a float of 16 bits or more.
-    """
-
-    shape: tuple[int, ...] | None
-    dtypes: tuple[torch.dtype, ...] = ()
+    shape: tuple[int, ...] | None  # None for one number in a tensor of any rank
+    dtypes: tuple[torch.dtype, ...] = ()  # any of these; without any, a float of 16 bits or more
 
 
 class Layout(Protocol):
-    """The functions of a layout."""
+    """The functions of a layout; `names` translates the names of the model's tensors to those on disk."""
 
     def check_plan(self, plan: Plan) -> None:
         """Raises ValueError if the layout cannot express the plan; the message names the layer and the way out."""
-
-    def runtime_warnings(
-        self,
-        plan: Plan,
-        dtype: torch.dtype = ...,
-        names: StoredNames | None = None,
-        tensors: Mapping[str, torch.Tensor] | None = None,
-    ) -> list[str]:
-        """Returns one sentence for each feature of a checkpoint that a runtime of this layout does not support.
-
-        Args:
-            plan: the plan of the checkpoint.
-            dtype: the dtype of the model.
-            names: the names of the model's tensors on disk.
-            tensors: the tensors of the checkpoint by their names on disk, if its scales are to be looked at.
-        """
 
     def expected_tensors(
         self, format: Format, activation: Format | None, shape: tuple[int, ...]
@@ -79,10 +58,7 @@ class Layout(Protocol):
         """
 
     def holds(self, tensors: Mapping[str, torch.Tensor]) -> bool:
-        """Returns whether a layer's tensors are named as only this layout names them.
-
-        With eight bits the layouts may agree.
-        """
+        """Returns whether a layer's tensors are named as only this layout does; with eight bits they may agree."""
 
     def decompress(
         self, tensors: Mapping[str, torch.Tensor], format: Format
@@ -91,9 +67,6 @@ class Layout(Protocol):
 
     def stored_kv_scale(self, name: str, scale: torch.Tensor, dtype: torch.dtype) -> tuple[str, torch.Tensor]:
         """Returns the name and form on disk of a scale of the KV cache, `….self_attn.k_scale` or `….v_scale`."""
-
-    def kv_name_of_module(self, name: str) -> str:
-        """Returns the name in the model of a scale of the KV cache; any other name stays."""
 
     def quantization_config(self, plan: Plan, names: StoredNames | None = None) -> dict[str, Any]:
         """Returns `quantization_config` for config.json, of a plan that `check_plan` has passed."""
@@ -109,8 +82,7 @@ class Layout(Protocol):
         Args:
             config: the `quantization_config`, or the table of the layout's own file.
             names: the names of the model's tensors on disk.
-            tensors: the names of the checkpoint's tensors in the model, by which a layout may recognise quantized
-                matrices.
+            tensors: the names of the checkpoint's tensors in the model, which may show what is quantized.
 
         Raises:
             ValueError: a scheme that is not supported.

@@ -27,22 +27,16 @@ from quant.base.errors import known_names
 from quant.base.json_files import typed
 from quant.export.checkpoint.files.layout import MODELOPT, ExpectedTensor, same_values
 from quant.export.checkpoint.files.names import FormatsOf, StoredNames, expert_names
-from quant.formats.format import FORMATS, Format, packed_width
-from quant.formats.format import INT4
+from quant.formats.format import FORMATS, INT4, Format, packed_width
 from quant.formats.rounding import pack, unpack
 from quant.formats.tensor import BlockScaledTensor
 from quant.recipes.layers import LayerKind
 from quant.recipes.plan import LayerPlan, Plan
-from quant.recipes.targets import get_target
 
-# The two config files of ModelOpt's layout: written from a plan, and read back as formats.
-#
-# A layout says less than a plan. `fp8_pb_wo` is a format of weights: runtimes round inputs in groups of 128 or keep
-# them in 16 bit. `mxfp4` is read as weights and inputs in MXFP4, as `MXFP4_DEFAULT_CFG` makes it. INT4 is called
-# `W4A16_AWQ` whether or not inputs were scaled; a `pre_quant_scale` is stored next to a weight only where no layer
-# before it absorbed it.
-
-
+# The layout's two config files say less than a plan. `fp8_pb_wo` is a format of weights: runtimes round inputs in
+# groups of 128 or keep them in 16 bit. `mxfp4` is read as weights and inputs in MXFP4, as `MXFP4_DEFAULT_CFG` makes it.
+# INT4 is called `W4A16_AWQ` whether or not inputs were scaled; a `pre_quant_scale` is stored next to a weight only
+# where no layer before it absorbed it.
 CONFIG_FILE = "hf_quant_config.json"
 # vLLM and SGLang know the layout by this name; the version is the release whose output this reproduces.
 PRODUCER = {"name": "modelopt", "version": "0.47.0"}
@@ -106,34 +100,6 @@ def check_plan(plan: Plan) -> None:
             )
 
 
-def runtime_warnings(
-    plan: Plan,
-    dtype: torch.dtype = torch.bfloat16,
-    names: StoredNames | None = None,
-    tensors: Mapping[str, torch.Tensor] | None = None,
-) -> list[str]:
-    """Returns one sentence for each reason why vLLM does not run a checkpoint of `plan` in this layout.
-
-    vLLM compares excluded names as substrings: a head called `output` excludes each `….output.dense`. `dtype` and
-    `tensors` matter to the other layout only.
-    """
-    vllm, mixed = get_target("vllm-modelopt"), len({layer.formats for layer in plan.quantized}) > 1
-    layers_by_problem: dict[str, list[str]] = {}
-    for layer in plan.quantized:
-        for problem in vllm.problems(layer, mixed=mixed) if layer.kind in (LayerKind.LINEAR, LayerKind.EXPERTS) else ():
-            layers_by_problem.setdefault(problem, []).append(layer.name)
-    excluded = [] if mixed else [name.rstrip("*") for name in _excluded(plan, names or StoredNames())]
-    for layer in plan.quantized:
-        for name in (name for name in excluded if name in layer.name):
-            problem = f"vLLM takes {name!r}, which is excluded, for a part of this name"
-            layers_by_problem.setdefault(problem, []).append(layer.name)
-    return [
-        f"{layers[0]}{f' and {len(layers) - 1} more' if layers[1:] else ''}: {problem}; deploy the compressed-tensors "
-        "checkpoint in vLLM 0.26"
-        for problem, layers in layers_by_problem.items()
-    ]
-
-
 def _algorithm(layer: LayerPlan) -> str:
     pair = _pair(layer.weight, layer.activation)
     if pair not in _ALGORITHMS:
@@ -175,7 +141,12 @@ def _configs(plan: Plan, names: StoredNames) -> tuple[dict[str, Any], dict[str, 
 
     Runtimes go by the names of tensors on disk.
     """
-    layers = {name: _layer_config(layer) for layer in plan.quantized for name in _matrices(layer, names)}
+    layers: dict[str, dict[str, Any]] = {}
+    for layer in plan.quantized:
+        algorithm = _algorithm(layer)
+        grouped = {"group_size": layer.weight_format.block[1]} if algorithm in _GROUPED else {}
+        described = {"quant_algo": algorithm, **grouped, **(_AWQ if layer.weight_format.element is INT4 else {})}
+        layers |= dict.fromkeys(_matrices(layer, names), described)
     kv_cache = _KV_CACHES[plan.kv_cache.name] if plan.kv_cache else None
     # The different descriptions among the layers, in order of their first layer.
     kinds = list({tuple(layer.items()): layer for layer in layers.values()}.values())
@@ -191,7 +162,7 @@ def _configs(plan: Plan, names: StoredNames) -> tuple[dict[str, Any], dict[str, 
             for index, kind in enumerate(kinds)
         }
     else:
-        quantization |= {**kinds[0], "exclude_modules": _excluded(plan, names)}
+        quantization |= {**kinds[0], "exclude_modules": excluded_modules(plan, names)}
         config["ignore"] = quantization["exclude_modules"]
         if kinds[0]["quant_algo"] in _DESCRIBED:
             config["config_groups"] = {"group_0": {**_group(kinds[0], _DESCRIBED), "targets": ["Linear"]}}
@@ -200,12 +171,6 @@ def _configs(plan: Plan, names: StoredNames) -> tuple[dict[str, Any], dict[str, 
         # ModelOpt writes the arguments of FP8, and the name of NVFP4.
         config["kv_cache_scheme"] = _arguments(plan.kv_cache) if kv_cache == "FP8" else kv_cache
     return config, {"producer": dict(PRODUCER), "quantization": quantization}
-
-
-def _layer_config(layer: LayerPlan) -> dict[str, Any]:
-    algorithm = _algorithm(layer)
-    grouped = {"group_size": layer.weight_format.block[1]} if algorithm in _GROUPED else {}
-    return {"quant_algo": algorithm, **grouped, **(_AWQ if layer.weight_format.element is INT4 else {})}
 
 
 def _group(kind: Mapping[str, Any], described: Iterable[str]) -> dict[str, Any]:
@@ -228,37 +193,28 @@ def _arguments(format: Format) -> dict[str, Any]:
     return {"dynamic": False, "num_bits": format.element.bits, "type": kind, **grouped}
 
 
-def _excluded(plan: Plan, names: StoredNames) -> list[str]:
+def excluded_modules(plan: Plan, names: StoredNames) -> list[str]:
     """Returns the modules that stay in 16 bit. Experts are named by their module, as a prefix."""
     excluded = {*names.carried_modules, *(f"{tree}.*" for tree in names.carried_trees)}
     for layer in plan.layers:
         if layer.weight is not None or layer.kind == LayerKind.NORM:
             continue
         if layer.kind == LayerKind.EXPERTS:
-            excluded.add(_expert_matrices(layer, names)[0].rsplit(".", 2)[0] + "*")
+            excluded.add(_matrices(layer, names)[0].rsplit(".", 2)[0] + "*")
         else:
-            excluded.update({layer.name, _stored(layer.name, names)})
+            excluded.update({layer.name, *_matrices(layer, names)})
     return sorted(excluded)
-
-
-def _stored(layer: str, names: StoredNames) -> str:
-    return names.stored(f"{layer}.weight").removesuffix(".weight")
 
 
 def _matrices(layer: LayerPlan, names: StoredNames) -> list[str]:
     """Returns the names in the files of a layer's matrices, without `.weight`."""
-    return _expert_matrices(layer, names) if layer.kind == LayerKind.EXPERTS else [_stored(layer.name, names)]
-
-
-def _expert_matrices(layer: LayerPlan, names: StoredNames) -> list[str]:
-    return [names.stored(name).removesuffix(".weight") for name in expert_names(layer.name, layer.shape[0])]
+    is_fused = layer.kind == LayerKind.EXPERTS
+    weights = expert_names(layer.name, layer.shape[0]) if is_fused else [f"{layer.name}.weight"]
+    return [names.stored(name).removesuffix(".weight") for name in weights]
 
 
 def formats_of(algorithm: str, group_size: int | None = None) -> tuple[Format, Format | None]:
-    """Returns the formats of weight and inputs that a `quant_algo` stands for.
-
-    Raises ValueError for an unknown algorithm, or a group size that its format does not have.
-    """
+    """Returns the formats of weight and inputs of a `quant_algo`; ValueError if it, or its group size, is unknown."""
     for (weight, activation), name in _ALGORITHMS.items():
         format = FORMATS[weight]
         if name.casefold() == algorithm.casefold() and (
@@ -273,10 +229,9 @@ def formats_of(algorithm: str, group_size: int | None = None) -> tuple[Format, F
 def read_config(
     config: Mapping[str, Any], names: StoredNames, tensors: Container[str] = ()
 ) -> tuple[FormatsOf, Format | None]:
-    """Returns the formats that a config gives to matrices with a scale among `tensors`, and the format of the KV cache.
+    """Returns the formats of matrices with a scale among `tensors`, and of the KV cache.
 
-    Raises:
-        ValueError: an unknown algorithm; of the function, a quantized matrix that the config does not name.
+    The function raises ValueError for a quantized matrix that the config does not name.
     """
     named = {
         names.of_model(f"{name}.weight").removesuffix(".weight"): _formats_in(fields)
@@ -300,10 +255,7 @@ def read_rotations(config: Mapping[str, Any], names: StoredNames) -> Callable[[s
 
 
 def agrees(layer: LayerPlan, weight: Format | None, activation: Format | None) -> bool:
-    """Returns whether config and plan have the same formats, or formats of the same `quant_algo`.
-
-    `fp8_pb_wo`, for example, does not say anything about inputs.
-    """
+    """Returns whether config and plan have the same formats, or the same `quant_algo`: `fp8_pb_wo` names no inputs."""
     if not same_values(layer.weight, weight):
         return False
     planned, configured = _pair(layer.weight, layer.activation), _pair(weight, activation)
@@ -359,11 +311,7 @@ def compress(
     dtype: torch.dtype = torch.float32,
     activation: Format | None = None,
 ) -> dict[str, torch.Tensor]:
-    """Returns the tensors of one linear layer, by their names below the layer's; the inverse of `decompress`.
-
-    `weight` is `[out, in]`, and `input_scale` its static activation scale, a scalar (for NVFP4 the global scale).
-    All scales are float32 here; `dtype` and `activation` matter to the other layout only.
-    """
+    """Returns the tensors of one linear layer; all scales are float32, and `dtype` and `activation` do not matter."""
     format, scale = weight.format, weight.scale
     if format.scale.is_wide:
         # Matrices that were cut from one may share their scale, and safetensors refuses tensors that share memory.
@@ -372,25 +320,18 @@ def compress(
             scale = scale.reshape(())  # ModelOpt squeezes the scale of a matrix that is one block
         elif format.element is not INT4:
             scale = scale[:, None, :, None] if format.block[1] else scale.reshape(-1)
-    tensors = {"weight": _pack_rows(weight) if format.element is INT4 else weight.codes, "weight_scale": scale}
+    codes = weight.codes
+    if format.element is INT4:
+        # ours      [out, in / 2]    byte (r, c) = code (r, 2c)  | code (r, 2c + 1) << 4
+        # theirs    [out / 2, in]    byte (r, c) = code (2r, c)  | code (2r + 1, c) << 4
+        codes = unpack(codes, 4, weight.shape[-1])
+        codes = codes[0::2] | codes[1::2] << 4
+    tensors = {"weight": codes, "weight_scale": scale}
     if weight.global_scale is not None:
         tensors["weight_scale_2"] = _float32_if_exact(weight.global_scale)
     if input_scale is not None:
         tensors["input_scale"] = _float32_if_exact(input_scale)
     return tensors
-
-
-def _pack_rows(weight: BlockScaledTensor) -> torch.Tensor:
-    """Returns INT4 codes, two rows to a byte."""
-    # ours      [out, in / 2]    byte (r, c) = code (r, 2c)  | code (r, 2c + 1) << 4
-    # theirs    [out / 2, in]    byte (r, c) = code (2r, c)  | code (2r + 1, c) << 4
-    codes = unpack(weight.codes, 4, weight.shape[-1])
-    return codes[0::2] | codes[1::2] << 4
-
-
-def _unpack_rows(packed: torch.Tensor) -> torch.Tensor:
-    """Undoes `_pack_rows`: two columns to a byte."""
-    return pack(torch.stack([packed & 0x0F, packed >> 4], dim=1).flatten(0, 1), 4)
 
 
 def _float32_if_exact(scale: torch.Tensor) -> torch.Tensor:
@@ -406,7 +347,8 @@ def holds(tensors: Mapping[str, torch.Tensor]) -> bool:
 def decompress(tensors: Mapping[str, torch.Tensor], format: Format) -> tuple[BlockScaledTensor, torch.Tensor | None]:
     """Returns the weight and static activation scale of a layer; KeyError if a tensor of the format is missing."""
     codes, scale = tensors["weight"], tensors["weight_scale"]
-    codes = _unpack_rows(codes) if format.element is INT4 else codes
+    if format.element is INT4:
+        codes = pack(torch.stack([codes & 0x0F, codes >> 4], dim=1).flatten(0, 1), 4)
     shape = (codes.shape[0], codes.shape[1] * 8 // format.element.bits)
     scale = (scale.float() if format.scale.is_wide else scale).reshape(format.scale_shape(shape))
     global_scale = tensors["weight_scale_2"].reshape(()) if format.global_scale else None
@@ -415,17 +357,15 @@ def decompress(tensors: Mapping[str, torch.Tensor], format: Format) -> tuple[Blo
 
 
 def stored_kv_scale(name: str, scale: torch.Tensor, dtype: torch.dtype) -> tuple[str, torch.Tensor]:
-    """Returns the name and form on disk of a scale of the KV cache: `….k_scale` becomes `….k_proj.k_scale`, float32.
+    """Returns `….k_proj.k_scale`, float32, for `….k_scale`.
 
-    Raises:
-        ValueError: one scale a head, which the layout cannot hold.
+    ValueError for one scale a head, which the layout cannot hold.
     """
     if scale.numel() != 1:
         raise ValueError(
             f"{name}: {scale.numel()} scales of the KV cache, one a head, and ModelOpt's layout has one a tensor; "
             "quantize the model again with one"
         )
-    # The scale stands at the projection whose output it scales: ….self_attn.k_proj.k_scale.
     match = _KV_SCALE.fullmatch(name)
     return f"{match[1]}.{match[2]}_proj.{match[2]}_scale" if match else name, scale.float().reshape(())
 

@@ -46,48 +46,41 @@ FormatsOf = Callable[[str], tuple[Format, Format | None] | None]
 
 @dataclass(frozen=True)
 class StoredNames:
-    """Names of tensors, in both directions.
+    """Names of tensors, in both directions."""
 
-    Attributes:
-        renamings: renamings from a name in the model to the name on disk, applied one after the other.
-        back: renamings from a name on disk to the name in the model.
-        experts: the names on disk of an expert's matrices, by their names in the model.
-        cut: fused parameters that are stored expert by expert also where they stay in 16 bit.
-        apart: transformers takes the experts of a quantized checkpoint apart into linear layers.
-        stopped: parameters of experts that transformers cannot hold once they are quantized. It would run with random
-            numbers, so an empty tensor is stored under their names, at which it stops.
-        unread: other such parameters. Servers know their names and would fail at an empty tensor.
-        parameters: the model's parameters by their names on disk, as the rules of `back` need not invert `renamings`.
-        in_source: names on disk that `renamings` do not lead to, by the model's names.
-        carried: tensors of the source that the model's class ignores, by their names on disk.
-        carried_modules: the modules in 16 bit that have such a matrix, and may be linear layers elsewhere; and those
-            whose tensors the model holds split or joined.
-        carried_trees: the outermost modules that hold no other tensors, such as `mtp`.
-    """
-
-    renamings: tuple[Rename, ...] = ()
-    back: tuple[Rename, ...] = ()
-    experts: Mapping[str, str] = field(default_factory=dict)
-    cut: frozenset[str] = frozenset()
-    apart: bool = False
+    renamings: tuple[Rename, ...] = ()  # from a name in the model to the name on disk, one after the other
+    back: tuple[Rename, ...] = ()  # from a name on disk to the name in the model
+    experts: Mapping[str, str] = field(default_factory=dict)  # matrices of an expert on disk, by ours
+    cut: frozenset[str] = frozenset()  # fused parameters that are stored expert by expert also in 16 bit
+    apart: bool = False  # transformers takes the experts of a quantized checkpoint apart into linear layers
+    # Parameters of experts that transformers cannot hold once they are quantized. It would run with random numbers, so
+    # an empty tensor is stored under the names in `stopped`, at which it stops. Servers know those in `unread`, and
+    # would fail at an empty tensor.
     stopped: frozenset[str] = frozenset()
     unread: frozenset[str] = frozenset()
+    # The model's parameters by their names on disk, as the rules of `back` need not invert `renamings`; and names on
+    # disk that `renamings` do not lead to, by the model's names.
     parameters: Mapping[str, str] = field(default_factory=dict)
     in_source: Mapping[str, str] = field(default_factory=dict)
+    # Tensors of the source that the model's class ignores, by their names on disk; the modules in 16 bit that have such
+    # a matrix and may be linear layers elsewhere, and those whose tensors the model holds split or joined; and the
+    # outermost modules that hold no other tensors, such as `mtp`.
     carried: tuple[str, ...] = ()
     carried_modules: tuple[str, ...] = ()
     carried_trees: tuple[str, ...] = ()
 
     def stored(self, name: str) -> str:
         """Returns the name on disk of the tensor `name`, whatever the suffix of a quantized weight's part."""
-        return _as_weight(
-            name, lambda weight: self.in_source.get(weight) or _apply(self.renamings, _swap(weight, self.experts))
-        )
+        weight, suffix = _weight_and_suffix(name)
+        on_disk = self.in_source.get(weight) or _apply(self.renamings, _swap(weight, self.experts))
+        return on_disk.removesuffix(".weight") + suffix if suffix else on_disk
 
     def of_model(self, name: str) -> str:
         """Undoes `stored`; a name of the model's own stays."""
         ours = {theirs: ours for ours, theirs in self.experts.items()}
-        return _as_weight(name, lambda weight: self.parameters.get(weight) or _swap(_apply(self.back, weight), ours))
+        weight, suffix = _weight_and_suffix(name)
+        in_model = self.parameters.get(weight) or _swap(_apply(self.back, weight), ours)
+        return in_model.removesuffix(".weight") + suffix if suffix else in_model
 
     def as_in(self, source: Collection[str]) -> StoredNames:
         """Returns the names, corrected by a source's own where `renamings` lead to names that the source lacks.
@@ -101,12 +94,7 @@ class StoredNames:
         )
 
     def with_carried(self, shapes: Mapping[str, Sequence[int]], uncarried: Iterable[str]) -> StoredNames:
-        """Returns the names with tensors that were carried over.
-
-        Args:
-            shapes: the shapes of the carried tensors, by their names on disk.
-            uncarried: the names on disk of all other tensors of the checkpoint.
-        """
+        """Returns the names with carried tensors, given their shapes by name on disk, and all other tensors on disk."""
         modules = [
             n.removesuffix(".weight") for n, shape in shapes.items() if n.endswith(".weight") and len(shape) == 2
         ]
@@ -119,12 +107,7 @@ class StoredNames:
         return replace(self, carried=tuple(shapes), carried_modules=tuple(modules), carried_trees=tuple(trees))
 
     def with_joined(self, stored: Collection[str], state: Collection[str]) -> StoredNames:
-        """Returns the names with the modules of files that the model holds split or joined, among those in 16 bit.
-
-        Args:
-            stored: the names on disk of all tensors of the checkpoint.
-            state: the names of the model's tensors.
-        """
+        """Returns the names with the modules in 16 bit of `stored`, names on disk, that the model's `state` lacks."""
         # Experts, which are stored one by one, have a pattern.
         weights = [name for name in stored if name.endswith(".weight") and ".experts." not in name]
         modules = [
@@ -171,11 +154,17 @@ def stored_names(model: nn.Module | None) -> StoredNames:
         apart=apart,
     )
     placeless = [] if apart else list(_without_rule(model, fused))
-    stopped = frozenset(name for name, stacking in placeless if not _is_read_by_servers(names.stored(name), stacking))
+    # Servers read plain stacks of these names; an empty one would stop them, too.
+    of_servers = (".experts.gate_up_proj", ".experts.down_proj")
+    stopped = frozenset(
+        name for name, stacking in placeless if not (stacking.is_plain and names.stored(name).endswith(of_servers))
+    )
     names = replace(names, stopped=stopped, unread=frozenset(name for name, _ in placeless) - stopped)
     if not names.renamings:
         return names
-    return replace(names, parameters={names.stored(name): name for name in _state_names(model)})
+    # Without fused experts: rules name their parts.
+    state = [name for name, tensor in model.state_dict(keep_vars=True).items() if tensor.dim() != 3]
+    return replace(names, parameters={names.stored(name): name for name in state})
 
 
 def _without_rule(model: nn.Module, fused: Collection[str]) -> Iterator[tuple[str, Stacking]]:
@@ -185,16 +174,6 @@ def _without_rule(model: nn.Module, fused: Collection[str]) -> Iterator[tuple[st
         for last in (*held, *(last for last, child in module.named_children() if isinstance(child, ExpertStack))):
             if last not in fused and (stacking := stacking_of(module, last)) is not None:
                 yield f"{path}.{last}", stacking
-
-
-def _is_read_by_servers(stored: str, stacking: Stacking) -> bool:
-    """Returns whether servers read a stack of this name; an empty one would stop them, too."""
-    return stacking.is_plain and stored.endswith((".experts.gate_up_proj", ".experts.down_proj"))
-
-
-def _state_names(model: Any) -> list[str]:
-    """Returns the names of the tensors that a model stores, without fused experts: rules name their parts."""
-    return [name for name, tensor in model.state_dict(keep_vars=True).items() if tensor.dim() != 3]
 
 
 def matrix_names(name: str, expert: int) -> list[str]:
@@ -229,16 +208,11 @@ def _fused(rules: Iterable[Any]) -> dict[str, tuple[str, ...]]:
     return names_on_disk
 
 
-def _as_weight(name: str, rename: Rename) -> str:
-    """Returns `name` renamed.
-
-    The rules have names of weights only, and the parts of a quantized weight follow the weight.
-    """
+def _weight_and_suffix(name: str) -> tuple[str, str]:
+    """Returns the weight that a tensor belongs to, which transformers' rules name, and the suffix of its part."""
     # experts.3.gate_proj.weight_scale  ->  experts.3.gate_proj.weight  ->  experts.3.w1.weight  ->  … .weight_scale
     stem, _, suffix = name.rpartition(".")
-    if not suffix.startswith(("weight_", "input_")):
-        return rename(name)
-    return f"{rename(f'{stem}.weight').removesuffix('.weight')}.{suffix}"
+    return (f"{stem}.weight", f".{suffix}") if suffix.startswith(("weight_", "input_")) else (name, "")
 
 
 def _apply(renamings: Iterable[Rename], name: str) -> str:
@@ -247,9 +221,9 @@ def _apply(renamings: Iterable[Rename], name: str) -> str:
     return name
 
 
-def _swap(name: str, parts: Mapping[str, str]) -> str:
-    """Returns `name`, in which the matrix of an expert has its name of `parts`."""
+def _swap(name: str, others: Mapping[str, str]) -> str:
+    """Returns `name`, in which the matrix of an expert has its name of `others`."""
     match = _EXPERT.fullmatch(name)
-    if match is None or match[2] not in parts:
+    if match is None or match[2] not in others:
         return name
-    return f"{match[1]}.{parts[match[2]]}.{match[3]}"
+    return f"{match[1]}.{others[match[2]]}.{match[3]}"

@@ -1,27 +1,117 @@
-"""Reads checkpoints of any layout: the tensors in their files, and the weight and run-time parts of each layer."""
+"""Reads checkpoints of any layout: the tensors in their files, and the weight and run-time parts of each layer.
+
+`Scan` looks for NaN and infinity in weight files, in threads. Float tensors of one dtype lie side by side in a file.
+Such runs are read in pieces that stay in the cache, where two integer maxima decide (`quant.formats.finite`). The
+caller looks at suspects again, because it knows which of them are masks. The search runs after the model is built: its
+calls take microseconds each and need Python's lock before and after, so at the same time it would slow the building.
+"""
 
 from __future__ import annotations
 
+import json
 import math
+import os
+import threading
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cached_property
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 
-from quant.base.json_files import typed
-from quant.base.json_files import parse_json
-from quant.export.checkpoint.files.layouts import layout_of_tensors
+from quant.base.json_files import parse_json, typed
+from quant.export.checkpoint.files.layouts import layout_of_tensors, matrix_problems, value_problem
 from quant.export.checkpoint.files.names import Rename, matrix_names
-from quant.export.checkpoint.files.tensor_checks import matrix_problems, value_problem
 from quant.export.checkpoint.files.tensor_file import DTYPE_NAMES
+from quant.formats.finite import is_finite
 from quant.formats.tensor import BlockScaledTensor
 from quant.kernels.linear.quant_linear import RunTimeParts
 from quant.recipes.layers import LayerKind
 from quant.recipes.plan import LayerPlan
+
+_PIECE, _TASK = 1 << 22, 1 << 26  # bytes that are read at a time, and by one task
+_THREADS = 4
+# E8M0 are scales, whose NaN is read with them.
+_FLOATS = {
+    name: dtype for dtype, name in DTYPE_NAMES.items() if dtype.is_floating_point and dtype != torch.float8_e8m0fnu
+}
+_own = threading.local()  # each thread's buffer for a piece
+
+
+@dataclass
+class _Run:
+    """Tensors of one dtype that lie side by side: where each begins, their names, and where the last one ends."""
+
+    dtype: torch.dtype
+    begins: list[int]
+    names: list[str]
+    end: int
+
+
+class Scan:
+    """The float tensors of safetensors files, in FP8 only if asked; ValueError names a damaged file."""
+
+    def __init__(self, files: Iterable[Path], *, fp8: bool = True) -> None:
+        runs = [(file, run) for file in files for run in _runs(file) if fp8 or run.dtype.itemsize > 1]
+        # A task reads 64 MiB, so that threads share a large run.
+        self._tasks = [(file, run, start) for file, run in runs for start in range(run.begins[0], run.end, _TASK)]
+
+    def suspects(self) -> set[str]:
+        """Reads the tensors; gives the names in the files of all tensors that may hold NaN or infinity."""
+        with ThreadPoolExecutor(_THREADS, thread_name_prefix="scan") as pool:
+            return {name for names in pool.map(lambda task: _suspects(*task), self._tasks) for name in names}
+
+
+def _runs(file: Path) -> list[_Run]:
+    try:
+        with file.open("rb") as opened:
+            # The file begins with the header's length, and offsets count from the header's end.
+            length, size = int.from_bytes(opened.read(8), "little"), file.stat().st_size
+            if length > size:
+                raise ValueError("the header is longer than the file")
+            header = json.loads(opened.read(length))
+        header.pop("__metadata__", None)
+        placed = sorted((*fields["data_offsets"], name, fields["dtype"]) for name, fields in header.items())
+        runs: list[_Run] = []
+        for begin, end, name, kind in placed:
+            dtype = _FLOATS.get(kind)
+            if dtype is None or begin == end:
+                continue
+            begin, end = begin + 8 + length, end + 8 + length
+            if not 8 + length <= begin <= end <= size:
+                raise ValueError(f"{name} lies outside the file")
+            if runs and runs[-1].dtype is dtype and runs[-1].end == begin:
+                runs[-1].begins.append(begin)
+                runs[-1].names.append(name)
+                runs[-1].end = end
+            else:
+                runs.append(_Run(dtype, [begin], [name], end))
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError(f"{file}: truncated or damaged ({error}); write or download it again") from None
+    return runs
+
+
+def _suspects(file: Path, run: _Run, start: int) -> list[str]:
+    """Returns the names of the tensors with NaN or infinity in the pieces of one task, from `start` on."""
+    if not hasattr(_own, "buffer"):
+        _own.buffer = torch.empty(_PIECE, dtype=torch.uint8)
+    names: list[str] = []
+    with file.open("rb", buffering=0) as opened:
+        for begin in range(start, min(start + _TASK, run.end), _PIECE):
+            piece = _own.buffer[: min(_PIECE, run.end - begin)]
+            size = os.preadv(opened.fileno(), [piece.numpy()], begin)
+            if size != len(piece):
+                raise ValueError(f"{file}: ends before its tensors do; write or download it again")
+            if not is_finite(piece.view(run.dtype)):
+                first, last = (bisect_right(run.begins, offset) - 1 for offset in (begin, begin + size - 1))
+                names += run.names[first : last + 1]
+    return names
+
 
 EXACT = "blockscale.float64"
 """Key in the metadata of a file: scales that float32 does not hold, in hexadecimal."""
@@ -43,20 +133,9 @@ class TensorFiles(Mapping[str, torch.Tensor]):
     """The tensors of a checkpoint directory, read from the memory-mapped shards on access.
 
     A scale that float32 does not hold comes back in float64, from the metadata that `write_tensors` gave its file.
-
-    Args:
-        directory: the directory with the files.
-        rename: a function from a tensor's name on disk to its name in the result.
-        meta: whether tensors are on the meta device, read from the headers; single numbers, such as a scale, have
-            values.
-        files: the files of the directory that are read; None for all.
-
-    Attributes:
-        carried: names of the tensors that the model's class ignores.
-
-    Raises:
-        FileNotFoundError: the directory has no safetensors file.
-        ValueError: one of them is damaged; the message names it.
+    `rename` turns a name on disk into the name here. With `meta`, tensors are on the meta device, read from the
+    headers; single numbers, such as a scale, have values. FileNotFoundError and ValueError name a missing or damaged
+    file.
     """
 
     def __init__(
@@ -64,6 +143,7 @@ class TensorFiles(Mapping[str, torch.Tensor]):
     ) -> None:
         self._meta = meta
         self.carried: set[str] = set()
+        """Names of the tensors that the model's class ignores."""
         files = weight_files(directory) if files is None else files
         if not files:
             raise FileNotFoundError(f"{directory}: no .safetensors file")
@@ -79,7 +159,8 @@ class TensorFiles(Mapping[str, torch.Tensor]):
                     raise ValueError(f"{file}: {stored} is in {other} too; remove the file that is not used")
                 self._where[name] = (handle, stored, file)
             self._exact |= _exact_scales(handle, file)
-            self.carried |= {rename(name) for name in _carried_names(handle, file)}
+            carried = _metadata(handle, file, CARRIED, list[str], "names")
+            self.carried |= {rename(name) for name in carried if name in handle.keys()}  # noqa: SIM118
 
     def __getitem__(self, name: str) -> torch.Tensor:
         handle, stored, _ = self._where[name]
@@ -133,32 +214,21 @@ class TensorFiles(Mapping[str, torch.Tensor]):
 
 
 def carried_shapes(directory: Path) -> tuple[dict[str, tuple[int, ...]], list[str]]:
-    """Returns the tensors in a checkpoint that its model's class ignores, and the names of all others.
-
-    Returns:
-        Shapes by names on disk, and names on disk.
-    """
+    """Returns the shapes on disk of tensors that the model's class ignores, and the names on disk of all others."""
     files = TensorFiles(directory, meta=True)
     shapes = {name: files.shape(name) for name in files if name in files.carried}
     return shapes, [name for name in files if name not in shapes]
 
 
 def head_shapes(directory: Path) -> dict[str, tuple[int, int]]:
-    """Returns the shapes `[out, in]` of a checkpoint's quantized layers that the model's class ignores, by their names.
-
-    Raises:
-        ValueError: damaged metadata; the message names the file.
-    """
+    """Returns the shapes `[out, in]` of quantized layers that the model's class ignores."""
     shapes: dict[str, tuple[int, int]] = {}
     for file in weight_files(directory):
-        text = (_opened(file).metadata() or {}).get(HEADS, "{}")
-        try:
-            fields = typed(dict[str, list[int]], parse_json(text), "shapes")
+        fields = _metadata(_opened(file), file, HEADS, dict[str, list[int]], "shapes")
+        with _naming(file, HEADS):
             if any(size < 1 for shape in fields.values() for size in shape):
                 raise ValueError("sizes are whole numbers from 1")
             shapes |= {name: (rows, columns) for name, (rows, columns) in fields.items()}
-        except ValueError as error:
-            raise ValueError(f"{file}: damaged metadata {HEADS} ({error}); write or download it again") from None
     return shapes
 
 
@@ -170,22 +240,27 @@ def _opened(file: Path) -> Any:
         raise ValueError(f"{file}: truncated or damaged ({error}); write or download it again") from error
 
 
-def _carried_names(handle: Any, file: Path) -> list[str]:
-    """Returns the names in the metadata of a file, which it holds."""
+@contextmanager
+def _naming(file: Path, key: str) -> Iterator[None]:
+    """Raises ValueError with the name of a file whose metadata `key` is damaged."""
     try:
-        names = typed(list[str], parse_json((handle.metadata() or {}).get(CARRIED, "[]")), "names")
-    except ValueError as error:
-        raise ValueError(f"{file}: damaged metadata {CARRIED} ({error}); write or download it again") from None
-    return [name for name in names if name in handle.keys()]  # noqa: SIM118
+        yield
+    except (ValueError, OverflowError) as error:
+        raise ValueError(f"{file}: damaged metadata {key} ({error}); write or download it again") from None
+
+
+def _metadata(handle: Any, file: Path, key: str, kind: Any, noun: str) -> Any:
+    """Returns a value of our own in the metadata of a file, of type `kind`, which is empty where there is none."""
+    text = (handle.metadata() or {}).get(key)
+    with _naming(file, key):
+        return kind() if text is None else typed(kind, parse_json(text), noun)
 
 
 def _exact_scales(handle: Any, file: Path) -> dict[str, float]:
     """Returns the scales of a file that float32 does not hold, by name."""
-    try:
-        texts = typed(dict[str, str], parse_json((handle.metadata() or {}).get(EXACT, "{}")), "scales")
+    texts = _metadata(handle, file, EXACT, dict[str, str], "scales")
+    with _naming(file, EXACT):
         scales = {name: float.fromhex(text) for name, text in texts.items()}
-    except (ValueError, OverflowError) as error:
-        raise ValueError(f"{file}: damaged metadata {EXACT} ({error}); write or download it again") from None
     names = set(handle.keys())
     for name, value in scales.items():
         # The tensor itself holds the nearest float32.
@@ -206,52 +281,48 @@ def _by_module(names: Iterable[str]) -> dict[str, list[str]]:
 def layer_tensor_names(tensors: Mapping[str, torch.Tensor], layer: LayerPlan) -> list[str]:
     """Returns the names of the tensors that belong to a quantized layer, other than its bias."""
     below = tensors.below if isinstance(tensors, TensorFiles) else _by_module(tensors)
-    return [f"{name}.{own}" for name, _ in _matrices(layer) for own in below.get(name, ()) if own != "bias"]
-
-
-def _matrices(layer: LayerPlan) -> list[tuple[str, tuple[int, ...]]]:
-    """Returns the names and shapes of the matrices of a layer.
-
-    A fused-expert projection has one or two for each expert.
-    """
-    if layer.kind != LayerKind.EXPERTS:
-        return [(layer.name, layer.matrix)]
-    names = [matrix_names(layer.name, expert) for expert in range(layer.shape[0])]
-    shape = (layer.shape[1] // len(names[0]), layer.shape[2])
-    return [(name, shape) for matrices in names for name in matrices]
+    matrices = [layer.name]
+    if layer.kind == LayerKind.EXPERTS:
+        matrices = [name for expert in range(layer.shape[0]) for name in matrix_names(layer.name, expert)]
+    return [f"{name}.{own}" for name in matrices for own in below.get(name, ()) if own != "bias"]
 
 
 def read_layer(tensors: Mapping[str, torch.Tensor], plan: LayerPlan) -> tuple[BlockScaledTensor, torch.Tensor | None]:
-    """Reads a planned layer's weight and static input scale from a checkpoint's tensors, in any layout.
+    """Reads a planned layer's weight and static input scale, in any layout.
 
-    Raises:
-        ValueError: a tensor of the layer is missing, left over, or not as the plan has it (`check`); the message names
-            the tensor and its file.
+    ValueError names a wrong tensor and its file.
     """
     below = tensors.below if isinstance(tensors, TensorFiles) else _by_module(tensors)
+    outside = ("bias", *planned_parts(plan))
+
+    def read(name: str, shape: tuple[int, ...]) -> tuple[BlockScaledTensor, torch.Tensor | None]:
+        own = {key: tensors[f"{name}.{key}"] for key in below.get(name, ()) if key not in outside}
+        for key, problem in matrix_problems(own, plan.weight_format, plan.activation, shape):
+            tensor = place(tensors, f"{name}.{key}")
+            raise ValueError(f"{tensor} {problem}; quantize the model again, or download it again")
+        return layout_of_tensors(own).decompress(own, plan.weight_format)
+
     if plan.kind != LayerKind.EXPERTS:
-        return _read_linear(tensors, below, plan.name, plan.matrix, plan)
-    matrices_of_expert = len(matrix_names(plan.name, 0))
-    matrices = iter(_matrices(plan))
+        return read(plan.name, plan.matrix)
     experts, input_scale = [], None
-    for _ in range(plan.shape[0]):
-        parts = []
-        for name, shape in islice(matrices, matrices_of_expert):
-            weight, own = _read_linear(tensors, below, name, shape, plan)
-            if own is not None and input_scale is not None and not torch.equal(own, input_scale):
+    for index in range(plan.shape[0]):
+        names, matrices = matrix_names(plan.name, index), []
+        for name in names:
+            weight, scale = read(name, (plan.shape[1] // len(names), plan.shape[2]))
+            if scale is not None and input_scale is not None and not torch.equal(scale, input_scale):
                 raise ValueError(
-                    f"{name}: its input scale is {float(own):g} and another expert's {float(input_scale):g}; "
+                    f"{name}: its input scale is {float(scale):g} and another expert's {float(input_scale):g}; "
                     "experts run in one matmul here, and share one"
                 )
-            input_scale = own
-            parts.append(weight)
-        experts.append(join_rows(parts))
+            input_scale = scale
+            matrices.append(weight)
+        experts.append(join_rows(matrices))
     global_scale = None
     if experts[0].global_scale is not None:
         global_scale = torch.stack([e.global_scale for e in experts if e.global_scale is not None])
     # [experts] of [out, in]  ->  [experts, out, in]
-    codes, scale = torch.stack([e.codes for e in experts]), torch.stack([e.scale for e in experts])
-    return BlockScaledTensor(codes, scale, experts[0].format, tuple(plan.shape), global_scale), input_scale
+    codes, scales = torch.stack([e.codes for e in experts]), torch.stack([e.scale for e in experts])
+    return BlockScaledTensor(codes, scales, experts[0].format, tuple(plan.shape), global_scale), input_scale
 
 
 def join_rows(weights: list[BlockScaledTensor]) -> BlockScaledTensor:
@@ -276,20 +347,6 @@ def _joined(parts: list[torch.Tensor]) -> torch.Tensor:
     return parts[0].new_empty(sum(len(part) for part in parts), *parts[0].shape[1:])
 
 
-def _read_linear(
-    tensors: Mapping[str, torch.Tensor],
-    below: Mapping[str, list[str]],
-    name: str,
-    shape: tuple[int, ...],
-    plan: LayerPlan,
-) -> tuple[BlockScaledTensor, torch.Tensor | None]:
-    outside = ("bias", *planned_parts(plan))
-    local = {key: tensors[f"{name}.{key}"] for key in below.get(name, ()) if key not in outside}
-    for key, problem in matrix_problems(local, plan.weight_format, plan.activation, shape):
-        raise ValueError(f"{place(tensors, f'{name}.{key}')} {problem}; quantize the model again, or download it again")
-    return layout_of_tensors(local).decompress(local, plan.weight_format)
-
-
 def place(tensors: Mapping[str, torch.Tensor], name: str) -> str:
     """Returns how messages call a tensor: by its file and its name there, where it is in one."""
     return tensors.place(name) if isinstance(tensors, TensorFiles) else name
@@ -302,11 +359,7 @@ def planned_parts(plan: LayerPlan) -> list[str]:
 
 
 def read_parts(tensors: Mapping[str, torch.Tensor], plan: LayerPlan) -> RunTimeParts:
-    """Reads the run-time parts of a planned layer: scale and rotation of its input, and its low-rank branch.
-
-    Raises:
-        ValueError: a tensor that the plan promises is missing, not finite, or has another rank; the message names it.
-    """
+    """Reads the run-time parts of a planned layer; ValueError names a tensor that is missing or wrong."""
     planned, suffixes = plan.parts, planned_parts(plan)
     for suffix in suffixes:
         name = f"{plan.name}.{suffix}"
@@ -321,3 +374,14 @@ def read_parts(tensors: Mapping[str, torch.Tensor], plan: LayerPlan) -> RunTimeP
     if parts.rank != planned.rank:
         raise ValueError(f"{plan.name}: the checkpoint's branch has rank {parts.rank}, the plan's {planned.rank}")
     return parts
+
+
+def read_buffers(tensors: Mapping[str, torch.Tensor], plan: LayerPlan) -> dict[str, torch.Tensor]:
+    """Reads the buffers of a planned layer's module, by their full names; raises as `read_layer` and `read_parts`."""
+    (weight, input_scale), parts = read_layer(tensors, plan), read_parts(tensors, plan)
+    down, up = parts.lowrank or (None, None)
+    buffers = {
+        "codes": weight.codes, "scale": weight.scale, "global_scale": weight.global_scale,
+        "input_scale": input_scale, "pre_scale": parts.pre_scale, "lowrank_down": down, "lowrank_up": up,
+    }  # fmt: skip
+    return {f"{plan.name}.{name}": tensor for name, tensor in buffers.items() if tensor is not None}

@@ -27,13 +27,11 @@ from typing import Any, BinaryIO, Protocol
 
 import torch
 
-from quant.export.checkpoint.files.tensor_checks import value_problem
+from quant.export.checkpoint.files.layouts import value_problem
 from quant.formats.finite import are_finite
 
-# `SHA256SUMS` holds the SHA-256 of the files of a checkpoint without a report, in the form of `sha256sum --check`.
-
-
 CHECKSUMS = "SHA256SUMS"
+"""The SHA-256 of the files of a checkpoint without a report, in the form of `sha256sum --check`."""
 # The star says that the file was read as bytes; names of weight files have no backslash, which would be escaped.
 _LINE = re.compile(r"([0-9a-f]{64}) [ *](.+)")
 
@@ -79,12 +77,7 @@ _RANK = {dtype: rank for rank, dtype in enumerate(DTYPE_NAMES)}
 
 @dataclass(frozen=True, eq=False)
 class DeferredTensor:
-    """A tensor that is computed when it is written.
-
-    Attributes:
-        shape, dtype: the shape and dtype of the tensor.
-        compute: returns it.
-    """
+    """A tensor that is computed when it is written."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -115,25 +108,12 @@ def write_tensor_file(
     masks: Collection[str] | None = None,
     log: FileLog | None = None,
 ) -> str:
-    """Writes `tensors` to `path`; a file that is there is replaced, not overwritten, unless `log` knows its beginning.
+    """Writes `tensors` to `path` and returns its SHA-256; a file that is there is replaced, not overwritten.
 
-    Args:
-        path: the path of the file.
-        tensors: the tensors by name.
-        metadata: the metadata for its header.
-        durable: whether it is on the disk when this returns.
-        masks: buffers, which may hold -infinity; every other tensor is then refused if it is not finite. None looks at
-            no values.
-        log: a log that is called every quarter of a gigabyte and at the end, when the bytes so far are on the disk.
-
-    Returns:
-        SHA-256 of the file.
-
-    Raises:
-        OSError: it cannot be written.
-        ValueError: a tensor holds NaN or infinity; the file is incomplete.
+    Of the tensors, `masks` may hold -infinity, and all others are refused unless they are finite (ValueError); None
+    looks at no values. A `log` is called every quarter of a gigabyte and at the end, when the bytes so far are on the
+    disk; it may know a beginning of the file that an earlier run wrote, after which the file is continued.
     """
-    # A log may know a beginning of the file that an earlier run wrote; the file is continued after it.
     resume_at, sha256 = (0, hashlib.sha256()) if log is None else log.begun(path.name)
     if path.exists() and not resume_at:
         path.unlink()  # tensors may be memory-mapped from the old file
@@ -155,14 +135,7 @@ def write_tensor_file(
 
 
 class _Writer:
-    """An open file with a thread that hashes its pieces and a thread that brings them to the disk.
-
-    Args:
-        file: the file, which is cut after its first `size` bytes.
-        size: bytes that it has.
-        sha256: the SHA-256 of these bytes.
-        durable: whether the disk begins to write at once.
-    """
+    """An open file, cut after its first `size` bytes, with threads that hash its pieces and bring them to the disk."""
 
     def __init__(self, file: BinaryIO, size: int, sha256: Any, durable: bool) -> None:
         self.file, self.sha256, self.durable = file, sha256, durable
@@ -173,7 +146,7 @@ class _Writer:
         self._unsynced = 0
         self._hashing: deque[Future[None]] = deque()
         self._syncing: Future[None] | None = None
-        self._hasher, self._syncer = _thread(), _thread()
+        self._hasher, self._syncer = (ThreadPoolExecutor(1, thread_name_prefix="tensor-file") for _ in range(2))
 
     def __enter__(self) -> _Writer:
         return self
@@ -226,19 +199,15 @@ class _Writer:
         self.ended.clear()
 
 
-def _thread() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(1, thread_name_prefix="tensor-file")
-
-
 def _pieces(
     tensors: Mapping[str, torch.Tensor | DeferredTensor],
     metadata: Mapping[str, str] | None,
     masks: Collection[str] | None,
     resume_at: int,
 ) -> Iterator[tuple[str | None, memoryview]]:
-    """Yields the bytes of the file after the first `resume_at`, and with the last piece of a tensor its name.
+    """Yields the bytes of the file after `resume_at`, valid for `_UNHASHED` + 1 more pieces.
 
-    A piece is valid until `_UNHASHED` + 1 more have been yielded.
+    A tensor's last has its name.
     """
     names = sorted(tensors, key=lambda name: (-_RANK[tensors[name].dtype], name))
     header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
@@ -287,7 +256,7 @@ def _check(name: str, tensor: torch.Tensor, is_buffer: bool) -> None:
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     """Returns the bytes of a tensor, uint8 `[bytes]`, which share its memory if it is contiguous.
 
-    Each operation of PyTorch gives the interpreter's lock away. Where tens of thousands of tensors go into several
+    Each operation of PyTorch gives the interpreter's lock away: where tens of thousands of tensors go into several
     files at once, waiting for it takes longer than writing, so what is not needed is left out.
     """
     flat = (tensor.detach() if tensor.requires_grad else tensor).reshape(-1)

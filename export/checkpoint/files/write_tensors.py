@@ -1,14 +1,23 @@
-"""Writes checkpoints in the layout of compressed-tensors: the tensors of a quantized model, in hashed shards."""
+"""Writes checkpoints in the layout of compressed-tensors: the tensors of a quantized model, in hashed shards.
+
+The flag `tie_word_embeddings` of a config promises readers that the output head *is* the embedding, and vLLM then skips
+the head in the files. transformers 5 compares the two and keeps both where they differ: so a model can be in memory
+with a head of its own and a config that denies it, as a fine-tune, or a model of which only the head is quantized.
+`_tied_weights_keys` of each transformers class lists the tensors that the flag ties, {"lm_head.weight":
+"model.embed_tokens.weight"}. The flag stands in the config of that class; servers read the one of the language model
+inside a model of images, so it is cleared in both.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -18,7 +27,6 @@ from quant.export.checkpoint.files.conversion_rules import in_files
 from quant.export.checkpoint.files.names import StoredNames, cut_experts, matrix_names
 from quant.export.checkpoint.files.read_tensors import CARRIED, EXACT, HEADS, RUN_TIME_PARTS
 from quant.export.checkpoint.files.tensor_file import DeferredTensor, FileLog, write_tensor_file
-from quant.export.checkpoint.files.tied import FLAG, hold_same_values, untied_pairs
 from quant.formats.tensor import BlockScaledTensor
 from quant.kernels.linear.conv import QuantConv
 from quant.kernels.linear.embedding import QuantEmbedding
@@ -26,6 +34,73 @@ from quant.kernels.linear.experts import QuantExperts
 from quant.kernels.linear.quant_linear import QuantLinear
 from quant.recipes.layers import LayerKind, expert_matrices
 from quant.recipes.plan import LayerPlan, Parts, Plan
+
+FLAG = "tie_word_embeddings"
+
+
+def untied_pairs(model: nn.Module, state: Mapping[str, torch.Tensor] | None = None) -> dict[str, Any]:
+    """Returns, for the tensors that a tied model would share and that differ here, the config whose flag ties them.
+
+    `state` has the tensors that are not quantized, by name; None takes the model's own.
+    """
+    tensors = dict(model.named_parameters(remove_duplicate=False)) if state is None else state
+    quantized = tuple(f"{name}." for name, each in model.named_modules() if hasattr(type(each), "quantized_weight"))
+    untied = {}
+    for prefix, module in model.named_modules():
+        keys = getattr(module, "_tied_weights_keys", None)
+        # Names may be patterns; those are of heads for boxes (D-FINE), which no flag of words concerns.
+        for tied in keys.items() if isinstance(keys, Mapping) else ():
+            target, source = (f"{prefix}.{name}".lstrip(".") for name in tied)
+            if _differ(target, source, tensors, quantized):
+                untied[target] = getattr(module, "config", None)
+    return untied
+
+
+def _differ(target: str, source: str, tensors: Mapping[str, torch.Tensor], quantized: tuple[str, ...]) -> bool:
+    """Returns whether two tensors are stored apart; codes of a quantized layer are nobody else's."""
+    owned = [name.startswith(quantized) for name in (target, source)]
+    if any(owned):
+        return all(own or name in tensors for own, name in zip(owned, (target, source), strict=True))
+    if target not in tensors or source not in tensors:
+        return False
+    return not hold_same_values(tensors[target], tensors[source])
+
+
+def hold_same_values(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Returns whether two tensors hold the same values; without data (on the meta device), whether they are one."""
+    if a is b or (a.data_ptr() == b.data_ptr() and a.shape == b.shape and not a.is_meta):
+        return True
+    if a.is_meta or b.is_meta:
+        return False
+    return a.shape == b.shape and a.dtype == b.dtype and torch.equal(a, b.to(a.device))
+
+
+def clear_flag(fields: dict[str, Any], model: Any, untied: Collection[Any]) -> bool:
+    """Writes into the fields of config.json that heads are no embeddings, by `untied_pairs`; returns whether it did."""
+    if not untied:
+        return False
+    changed, outer = False, model.config
+    configs = {id(config) for config in untied}
+    # The language model inside a larger one, and the larger one around it, speak of the same head.
+    same_head = {id(outer), id(outer.get_text_config())}
+    if configs & same_head:
+        configs |= same_head
+    for config, table in _tables(outer, fields):
+        # T5's flag says whether its outputs are scaled; its readers compare the two tensors.
+        # A solver has cleared it in memory where it gave the head a weight of its own; the file is the source's.
+        stated = getattr(config, FLAG, False) or table.get(FLAG, getattr(type(config), FLAG, False))
+        if id(config) in configs and stated and not hasattr(config, "scale_decoder_outputs"):
+            changed, table[FLAG] = True, False
+    return changed
+
+
+def _tables(config: Any, fields: dict[str, Any]) -> Iterator[tuple[Any, dict[str, Any]]]:
+    """Yields each config of transformers with its table of config.json, the outermost first."""
+    yield config, fields
+    for name in getattr(config, "sub_configs", ()):
+        if isinstance(fields.get(name), dict):
+            yield from _tables(getattr(config, name, None), fields[name])
+
 
 SHARD_BYTES = 5 * 1000**3
 # One thread writes a file and one hashes it, and SHA-256 is slower than the disk: several files are hashed in parallel.
@@ -42,30 +117,22 @@ def checkpoint_tensors(
     dtype: torch.dtype,
     names: StoredNames,
     state: Mapping[str, torch.Tensor] | None = None,
-    origins: dict[str, str] | None = None,
     source: Collection[str] = (),
-) -> dict[str, torch.Tensor | DeferredTensor]:
-    """Returns every tensor of a quantized model under its name in the checkpoint; tied weights once.
+) -> tuple[dict[str, torch.Tensor | DeferredTensor], dict[str, str]]:
+    """Returns every tensor of a quantized model, and the model's layer or tensor that it comes from; tied weights once.
 
-    A large tensor that the layout has in another form than the module is computed when it is written, so that memory
-    does not grow with the number of layers.
-
-    Args:
-        model: a model with quantized modules in place.
-        dtype: the model's dtype, for float scales.
-        names: the names of the model's tensors on disk.
-        state: the tensors that are not quantized, as `state_dict` names them; None takes the model's.
-        origins: a dictionary that is filled with the name of the model's layer or tensor that each tensor of the
-            checkpoint comes from.
-        source: the names of the tensors in the source's files, whose form tensors in 16 bit get.
+    Both are by names on disk. Float scales are in `dtype`, and tensors in 16 bit in the form that `source`, the names
+    in the source's files, has. `state` has the tensors that are not quantized; None takes the model's. A large tensor
+    that the layout has in another form than the module is computed when it is written, so that memory does not grow
+    with layers.
     """
     origin_of: dict[str, str] = {}
     quantized = {n: m for n, m in model.named_modules() if isinstance(m, _QUANTIZED)}
     tensors: dict[str, torch.Tensor | DeferredTensor] = {}
     for name, tensor in _unquantized_tensors(model, quantized, state):
         cut = tensor.dim() == 3 and name.rpartition(".")[2] in names.cut
-        for part, matrix in (cut_experts(name, expert_matrices(model, name)) if cut else {name: tensor}).items():
-            tensors[part], origin_of[part] = matrix.contiguous(), name
+        for matrix_name, matrix in (cut_experts(name, expert_matrices(model, name)) if cut else {name: tensor}).items():
+            tensors[matrix_name], origin_of[matrix_name] = matrix.contiguous(), name
     # The bias of a quantized layer stays next to its codes, which cannot be joined.
     plain = {
         name: tensor
@@ -73,31 +140,30 @@ def checkpoint_tensors(
         if isinstance(tensor, torch.Tensor) and name.rpartition(".")[0] not in quantized
     }
     joined, made_of = in_files(model, plain, source, names.stored) if source else ({}, {})
-    for name in {part for parts in made_of.values() for part in parts}:
+    for name in {each for joined_names in made_of.values() for each in joined_names}:
         del tensors[name], origin_of[name]
     for name, module in quantized.items():
         if name in names.stopped:
             # transformers finds a tensor of another shape under the name of its parameter, and stops.
             tensors[name] = torch.empty(0, dtype=dtype)
-        for part, weight in layer_weights(name, module.quantized_weight).items():
+        for matrix_name, weight in layer_weights(name, module.quantized_weight).items():
             # `compress` returns some tensors as they are, and computes others: those need memory of their own.
             held = {t.data_ptr() for t in (weight.codes, weight.scale)}
             compress = partial(compressed_tensors.compress, weight, module.input_scale, dtype, module.activation_format)
             for suffix, tensor in compress().items():
                 if tensor.nbytes > _DEFERRED_BYTES and tensor.data_ptr() not in held:
-                    deferred = DeferredTensor(tensor.shape, tensor.dtype, partial(_one_of, compress, suffix))
-                    tensors[f"{part}.{suffix}"] = deferred
+                    of_layer = partial(lambda compress, suffix: compress()[suffix], compress, suffix)
+                    tensors[f"{matrix_name}.{suffix}"] = DeferredTensor(tensor.shape, tensor.dtype, of_layer)
                 else:
-                    tensors[f"{part}.{suffix}"] = tensor.contiguous()
-                origin_of[f"{part}.{suffix}"] = name
+                    tensors[f"{matrix_name}.{suffix}"] = tensor.contiguous()
+                origin_of[f"{matrix_name}.{suffix}"] = name
         for suffix in RUN_TIME_PARTS:
             run_time_part = getattr(module, suffix, None)
             if run_time_part is not None:
                 tensors[f"{name}.{suffix}"], origin_of[f"{name}.{suffix}"] = run_time_part.contiguous(), name
-    if origins is not None:
-        origins |= {names.stored(part): name for part, name in origin_of.items()}
-        origins |= {name: parts[0] for name, parts in made_of.items()}
-    return {names.stored(name): tensor for name, tensor in tensors.items()} | joined
+    origins = {names.stored(name): origin for name, origin in origin_of.items()}
+    origins |= {name: joined_names[0] for name, joined_names in made_of.items()}
+    return {names.stored(name): tensor for name, tensor in tensors.items()} | joined, origins
 
 
 def _unquantized_tensors(
@@ -135,16 +201,12 @@ def _unquantized_tensors(
         yield name, tensor
 
 
-def _one_of(make: Callable[[], Mapping[str, torch.Tensor]], name: str) -> torch.Tensor:
-    return make()[name]
-
-
 def plan_of_model(model: nn.Module, plan: Plan) -> Plan:
     """Returns `plan` with the present parts, shapes and ties of the model's layers.
 
     These are the run-time parts of quantized linears (input scale, rotation, branch); of embeddings and heads in 16 bit
-    the sizes, which change where tokens are added (`resize_token_embeddings`), and whether they still share a weight,
-    which a learned rotation ends.
+    the sizes, which change where tokens are added, and whether they still share a weight, which a learned rotation
+    ends.
     """
     layers = []
     for layer in plan.layers:
@@ -161,7 +223,7 @@ def plan_of_model(model: nn.Module, plan: Plan) -> Plan:
                 raise ValueError(
                     f"{layer.name}: the plan has it in {layer.weight}, and the model holds no quantized layer there; "
                     "give the model and the plan that one call of quantize returned, a model in training after "
-                    "quant.convert_qat(model)"
+                    "quant.pack(model)"
                 )
             if isinstance(module, QuantLinear):
                 layers.append(replace(layer, parts=Parts.of(module.parts)))
@@ -169,11 +231,7 @@ def plan_of_model(model: nn.Module, plan: Plan) -> Plan:
 
 
 def _as_in(model: nn.Module, plan: Plan, layer: LayerPlan) -> LayerPlan:
-    """Returns an embedding or a head in 16 bit as the model has it.
-
-    Raises:
-        AttributeError: the model has no such parameter.
-    """
+    """Returns an embedding or a head in 16 bit as the model has it; AttributeError if it has none."""
     parameter = model.get_parameter(layer.tensor_name)
     layer = replace(layer, shape=tuple(parameter.shape))
     owner = plan.by_name.get(layer.tied_to or "")
@@ -183,12 +241,7 @@ def _as_in(model: nn.Module, plan: Plan, layer: LayerPlan) -> LayerPlan:
 
 
 def layer_weights(name: str, weight: BlockScaledTensor) -> dict[str, BlockScaledTensor]:
-    """Returns a layer's matrices by their names in the checkpoint.
-
-    A linear is itself. A fused-expert projection `experts.gate_up_proj` becomes one matrix per expert, gate and up
-    apart (`experts.3.gate_proj`, `experts.3.up_proj`): the names that runtimes look for, or that `stored_names` turns
-    into them.
-    """
+    """Returns a layer's matrices by their names in the checkpoint: of fused experts `experts.3.gate_proj` and so on."""
     if len(weight.shape) == 2:
         return {name: weight}
     matrices: dict[str, BlockScaledTensor] = {}
@@ -198,16 +251,15 @@ def layer_weights(name: str, weight: BlockScaledTensor) -> dict[str, BlockScaled
     return matrices
 
 
-def split_rows(weight: BlockScaledTensor, parts: int) -> list[BlockScaledTensor]:
-    """Returns `weight` cut into `parts` equal runs of rows. Per-tensor scales are shared by all of them.
+def split_rows(weight: BlockScaledTensor, count: int) -> list[BlockScaledTensor]:
+    """Returns `weight` cut into `count` equal runs of rows, which share its per-tensor scales.
 
-    Raises:
-        ValueError: the cut would go through a block.
+    ValueError within a block.
     """
     rows, block_rows = weight.shape[0], weight.format.block[0]
-    if parts > 1 and (rows % parts or (block_rows and rows // parts % block_rows)):
-        raise ValueError(f"cannot split {rows} rows of {weight.format} into {parts}: a block would be cut")
-    return [weight.rows(start, start + rows // parts) for start in range(0, rows, rows // parts)]
+    if count > 1 and (rows % count or (block_rows and rows // count % block_rows)):
+        raise ValueError(f"cannot split {rows} rows of {weight.format} into {count}: a block would be cut")
+    return [weight.rows(start, start + rows // count) for start in range(0, rows, rows // count)]
 
 
 def write_tensors(
@@ -220,17 +272,12 @@ def write_tensors(
     carried: Collection[str] = (),
     heads: Mapping[str, Sequence[int]] | None = None,
 ) -> dict[str, str]:
-    """Writes safetensors shards of at most `shard_bytes` and, if there are several, their index.
+    """Writes safetensors shards of at most `shard_bytes` with their index; returns the SHA-256 of each by file name.
 
-    By default shards have an eighth of all bytes, but one gigabyte at least and five at most.
-
-    A global scale in float64 has no equal in float32, the only dtype that runtimes read. The nearest float32 goes
-    into the file, and the exact value into the file's metadata, for `TensorFiles`. So do the names of tensors that
-    were `carried` over from the source, and the shapes of the quantized layers of prediction `heads`, for
-    `head_shapes`. `masks`, `log`: see `write_tensor_file`.
-
-    Returns:
-        SHA-256 of each file, by file name.
+    By default shards have an eighth of all bytes, but one gigabyte at least and five at most. A global scale in float64
+    has no equal in float32, the only dtype that runtimes read: the nearest float32 goes into the file, and the exact
+    value into the file's metadata. So do the names of tensors `carried` over from the source, and the shapes of the
+    quantized layers of prediction `heads`. `masks`, `log`: see `write_tensor_file`.
     """
     tensors, exact = _without_float64_scales(tensors)
     if shard_bytes is None:

@@ -19,7 +19,7 @@ from samples import BASE, GOLDENS
 import quant
 from quant.cli.main import main
 from quant.export.checkpoint.files.compressed_tensors import compress
-from quant.export.checkpoint.files.tensor_checks import matrix_problems
+from quant.export.checkpoint.files.layouts import matrix_problems
 from quant.formats.format import FORMATS
 from quant.formats.tensor import quantize
 from quant.kernels.linear.quantized_module import restore_layout

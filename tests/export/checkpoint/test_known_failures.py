@@ -3,7 +3,7 @@
 import pytest
 from samples import ROOT
 
-from quant.export.checkpoint.files.known_failures import FAILURES, runtime_warnings
+from quant.export.checkpoint.other_runtimes import FAILURES, runtime_warnings
 from quant.formats.format import FORMATS
 from quant.recipes.layers import LayerKind
 from quant.recipes.plan import LayerPlan, Plan

@@ -26,6 +26,7 @@ from quant.export.checkpoint.convert import convert
 from quant.export.checkpoint.files import compressed_tensors, modelopt
 from quant.export.checkpoint.files.read_tensors import TensorFiles
 from quant.export.checkpoint.files.write_tensors import SECOND_LEVEL, write_tensors
+from quant.export.checkpoint.other_runtimes import runtime_warnings
 from quant.formats.format import FORMATS
 from quant.formats.tensor import quantize
 from quant.kernels.linear.quant_linear import QuantLinear
@@ -453,8 +454,8 @@ def test_an_excluded_name_that_vllm_takes_for_a_part_of_others_is_told() -> None
     """vLLM asks whether an excluded name is in the layer's."""
     layer = LayerPlan("layers.0.output.dense", LayerKind.LINEAR, (64, 64), FORMATS["nvfp4"], FORMATS["nvfp4"])
     other = dataclasses.replace(layer, name="layers.0.up")
-    assert modelopt.runtime_warnings(Plan((other, LayerPlan("output", LayerKind.HEAD, (64, 64))))) == []
-    (told,) = modelopt.runtime_warnings(Plan((layer, other, LayerPlan("output", LayerKind.HEAD, (64, 64)))))
+    assert runtime_warnings(Plan((other, LayerPlan("output", LayerKind.HEAD, (64, 64)))), layout="modelopt") == []
+    (told,) = runtime_warnings(Plan((layer, other, LayerPlan("output", LayerKind.HEAD, (64, 64)))), layout="modelopt")
     assert told.startswith("layers.0.output.dense: vLLM takes 'output', which is excluded")
 
 

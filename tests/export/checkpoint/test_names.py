@@ -16,8 +16,8 @@ from tiny_models import DECODER, EXPERTS, build, llama, llava, mixtral, qwen3_mo
 from torch import nn
 
 import quant
-from quant.export.checkpoint.files.compressed_tensors import runtime_warnings
 from quant.export.checkpoint.files.names import StoredNames, cut_experts, stored_names
+from quant.export.checkpoint.other_runtimes import runtime_warnings
 from quant.recipes.layers import LayerKind
 
 transformers = pytest.importorskip("transformers", reason="the extra hf")

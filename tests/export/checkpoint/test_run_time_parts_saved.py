@@ -11,8 +11,9 @@ import torch
 from torch import nn
 
 import quant
-from quant.export.checkpoint.files.compressed_tensors import quantization_config, runtime_warnings
+from quant.export.checkpoint.files.compressed_tensors import quantization_config
 from quant.export.checkpoint.files.write_tensors import plan_of_model
+from quant.export.checkpoint.other_runtimes import runtime_warnings
 from quant.formats.format import FORMATS, get_format
 from quant.formats.tensor import quantize
 from quant.kernels.linear.install import install_weight

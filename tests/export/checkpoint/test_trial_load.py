@@ -14,8 +14,8 @@ from safetensors.torch import load_file, save_file
 
 import quant
 from quant.base.errors import UserError
-from quant.export.checkpoint import trial_load as module
-from quant.export.checkpoint.trial_load import check_read_back, trial_load
+from quant.export.checkpoint import other_runtimes as module
+from quant.export.checkpoint.other_runtimes import check_read_back, trial_load
 from quant.run.request import Request
 from quant.run.run import run
 
@@ -84,7 +84,7 @@ def test_scales_of_the_kv_cache_that_transformers_leaves_out_are_told(
     done, out = saved
     unexpected = ["model.layers.0.self_attn.k_scale", "model.layers.0.self_attn.v_scale"]
     info = {"missing_keys": [], "unexpected_keys": unexpected}
-    monkeypatch.setattr("quant.export.checkpoint.trial_load._load", lambda *args, **options: info)
+    monkeypatch.setattr("quant.export.checkpoint.other_runtimes._load", lambda *args, **options: info)
     tensors = load_file(out / "model.safetensors")
     (note,) = trial_load(out, done.model, done.plan, tensors)
     assert "keeps the KV cache of this checkpoint in 16 bit" in note and "quant.load and servers use" in note
@@ -227,7 +227,7 @@ def test_tensors_of_experts_that_a_warning_names_are_no_error(tmp_path: Path, mo
 
     def reported(name: str) -> None:
         info = {"missing_keys": set(), "unexpected_keys": {name}}
-        monkeypatch.setattr("quant.export.checkpoint.trial_load._load", lambda *_: info)
+        monkeypatch.setattr("quant.export.checkpoint.other_runtimes._load", lambda *_: info)
 
     reported("model.layers.0.mlp.experts.0.down_proj.weight_global_scale")
     with pytest.warns(UserWarning, match="fused experts in NVFP4 without their global scale"):

@@ -57,7 +57,7 @@ def test_a_fit_is_a_loop_between_preparing_and_converting(tmp_path: Path) -> Non
         optimizer.zero_grad()
         reference(batch, labels=batch).loss.backward()
         optimizer.step()
-    plan = quant.convert_qat(reference)
+    plan = quant.pack(reference)
     with torch.no_grad():
         expected = reference(ROWS).logits
 

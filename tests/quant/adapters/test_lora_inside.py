@@ -59,7 +59,7 @@ def test_the_trained_sum_is_packed(recipe: str, options: Any, lora: Any, tmp_pat
         assert torch.equal(logits(tuned), before)
     merged = tuned.merge_and_unload()
     assert torch.equal(logits(merged), trained)
-    plan = quant.convert_qat(merged)
+    plan = quant.pack(merged)
     assert torch.equal(logits(merged), trained)
     quant.save(merged, plan, tmp_path / "out")
     assert torch.equal(logits(quant.load(tmp_path / "out")), trained)
@@ -138,8 +138,8 @@ def test_other_adapters_and_orders_are_refused_by_name() -> None:
     with pytest.raises(quant.UserError, match="a IA3Config cannot go inside of its rounding"):
         quant.lora(peft.IA3Config(), model)
     tuned = inside(model)
-    with pytest.raises(quant.UserError, match=r"merge it first.*quant\.convert_qat\(model\.merge_and_unload\(\)\)"):
-        quant.convert_qat(tuned)
+    with pytest.raises(quant.UserError, match=r"merge it first.*quant\.pack\(model\.merge_and_unload\(\)\)"):
+        quant.pack(tuned)
     before = peft.get_peft_model(tiny_models.llama(num_hidden_layers=1), peft.LoraConfig(target_modules=["q_proj"]))
     with pytest.raises(quant.UserError, match=r"q_proj: has an adapter of PEFT.*put new ones on afterwards"):
         quant.prepare_qat(before.get_base_model(), "nvfp4a16")

@@ -8,8 +8,9 @@ import torch
 from torch import nn
 
 from quant.base.errors import UserError
-from quant.export.checkpoint.files.compressed_tensors import quantization_config, runtime_warnings
+from quant.export.checkpoint.files.compressed_tensors import quantization_config
 from quant.export.checkpoint.load import load
+from quant.export.checkpoint.other_runtimes import runtime_warnings
 from quant.export.checkpoint.save import save
 from quant.kernels.linear.embedding import QuantEmbedding
 from quant.kernels.linear.quant_linear import QuantLinear

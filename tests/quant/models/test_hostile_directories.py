@@ -21,7 +21,7 @@ from samples import BASE, GOLDENS
 import quant
 from quant.base.errors import UserError
 from quant.cli.main import main
-from quant.export.checkpoint.files.scan import Scan
+from quant.export.checkpoint.files.read_tensors import Scan
 from quant.models.huggingface import load_processor, load_tokenizer
 from quant.models.open_model import open_model
 

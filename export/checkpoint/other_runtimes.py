@@ -1,0 +1,589 @@
+"""What other runtimes do with a checkpoint: a table of known failures, the warnings about a plan, and one trial load.
+
+The layout of compressed-tensors has no tensors for input scales and low-rank branches. vLLM, which the layout is for,
+stops at some formats, and TensorRT-LLM takes INT8 for FP8. transformers has limits of its own: it fills missing tensors
+with random numbers and drops unexpected ones; its log says so, and the model runs. So a checkpoint is loaded on the
+meta device while it is still a temporary directory, in transformers (`trial_load`) and here (`check_read_back`), from
+the headers of its files and single numbers. transformers quantizes only linear layers. Convolutions and GPT-2's
+`Conv1D` are stored as matrices `[out, in]`, and transformers 5.24 does one of three things with them:
+
+    codes under the name of the weight, in another shape      it stops
+    packed codes, which have another name                     the weight is missing, and becomes random numbers
+    codes of a square matrix                                  it takes the codes for the weight
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import importlib.metadata
+import importlib.util
+import io
+import logging
+import math
+import sys
+import warnings
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from quant.base.errors import UserError, counted, listed, option
+from quant.base.extras import require
+from quant.export.checkpoint.files import modelopt
+from quant.export.checkpoint.files.layout import COMPRESSED_TENSORS, MODELOPT
+from quant.export.checkpoint.files.names import StoredNames
+from quant.export.checkpoint.files.read_tensors import RUN_TIME_PARTS
+from quant.export.checkpoint.files.tensor_file import DeferredTensor
+from quant.export.checkpoint.open_checkpoint import KV_SCALES, Checkpoint, fill, outline
+from quant.formats.format import FP8_HEAD, INT4
+from quant.models import huggingface
+from quant.models.configs import one_line
+from quant.recipes.layers import LayerKind
+from quant.recipes.plan import ODD_INPUTS, LayerPlan, Plan
+from quant.recipes.targets import get_target
+
+_PEER = "compressed_tensors"
+_DROPPED = (*(f".{part}" for part in RUN_TIME_PARTS), ".input_scale", ".input_global_scale")
+"""Suffixes of a layer's tensors that transformers ignores; `runtime_warnings` has the warning for users."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """One fault of a runtime, measured on a GPU or read in its source; a release beyond `until` was not looked at."""
+
+    runtime: str
+    since: str  # first and last release that have it
+    until: str
+    subject: str  # formats and kinds of layer, or a feature of the checkpoint
+    effect: str  # the consequence for a user
+    gpus: str = "all"  # those on which it appears
+    source: str = ""  # how it is known
+
+    def row(self) -> str:
+        """Returns the row of docs/vllm.md."""
+        return f"| {self.subject} | {self.releases} | {self.gpus} | {self.effect} | {self.source} |"
+
+    @property
+    def releases(self) -> str:
+        """In words: "vLLM 0.26" or "vLLM 0.26 to 0.33"."""
+        return f"{self.runtime} {self.since}" + (f" to {self.until}" if self.until != self.since else "")
+
+
+FAILURES: dict[str, Failure] = {
+    "mxfp6": Failure(
+        "vLLM", "0.26", "0.29", "weights in MXFP6",
+        "stops: Only num_bits in (8) are supported (compressed-tensors 0.17, QuantizationArgs.pytorch_dtype)",
+        source="run on an H100 in 0.26 and 0.29",
+    ),
+    "narrow int4 experts": Failure(
+        "vLLM", "0.26", "0.33", "experts in INT4 that are no wider than a group",
+        "wrong output: the scales of gate and up are put into a wrong order (fused_moe/oracle/int_wna16.py, "
+        "_process_weights_marlin)",
+        source="run on an H200 in 0.26, read in 0.29 and 0.33",
+    ),
+    "rotation": Failure(
+        "vLLM", "0.26", "0.26", "inputs that are rotated at run time",
+        "wrong output: the first token is right, then one token repeats",
+        source="run on an H100",
+    ),
+    "modelopt mxfp4": Failure(
+        "vLLM", "0.26", "0.29", "MXFP4 and INT4 in ModelOpt's layout",
+        "stops: no known algorithm (model_executor/layers/quantization/modelopt.py, QUANT_ALGOS)",
+        source="run on an H100 in 0.26 and 0.29",
+    ),
+    "fp8 weights": Failure(
+        "vLLM", "0.26", "0.26", "weights in FP8 with inputs in 16 bit",
+        "stops without the package humming, unless our plug-in takes the layers", source="run on an H200",
+    ),
+    "fp8 weights of experts": Failure(
+        "vLLM", "0.26", "0.33", "experts in FP8 with inputs in 16 bit",
+        "stops: Unsupported FusedMoe scheme, unless our plug-in takes the experts",
+        source="read in 0.26 to 0.33 (compressed_tensors_moe.py)",
+    ),
+    "w4a4 on hopper": Failure(
+        "vLLM", "0.26", "0.29", "NVFP4, MXFP4 and MXFP8 with rounded inputs",
+        "runs with inputs in 16 bit: slower than FP8, and more precise than the report says", "before Blackwell",
+        source="run on an H100 in 0.26 and 0.29",
+    ),
+    "nvfp4 experts": Failure(
+        "transformers", "5.17", "5.24", "fused experts in NVFP4",
+        "wrong output: their global scale is dropped", source="run on a CPU",
+    ),
+}  # fmt: skip
+
+
+def runtime_warnings(
+    plan: Plan,
+    dtype: torch.dtype = torch.bfloat16,
+    names: StoredNames | None = None,
+    tensors: Mapping[str, torch.Tensor] | None = None,
+    layout: str = COMPRESSED_TENSORS,
+) -> list[str]:
+    """Returns one sentence for each feature of a checkpoint that a runtime of its `layout` does not support."""
+    names = names or StoredNames()
+    if layout == MODELOPT:
+        return list(_modelopt_warnings(plan, names))
+    return [
+        *_run_time_warnings(plan),
+        *_format_warnings(plan),
+        *unpacking_warnings(plan, dtype),
+        *_transformers_warnings(plan, names),
+        *_vllm_warnings(plan),
+        *_kept_expert_warnings(plan, names),
+        *_wide_scale_warnings(tensors or {}, dtype),
+    ]
+
+
+def _run_time_warnings(plan: Plan) -> Iterator[str]:
+    layers_with = {
+        "an input scale (pre_scale)": [layer.name for layer in plan.quantized if layer.parts.pre_scale],
+        "a 16-bit low-rank branch": [layer.name for layer in plan.quantized if layer.parts.rank],
+    }
+    for part, layers in layers_with.items():
+        if layers:
+            yield (
+                f"{_counted(layers)} {part} at run time: load the checkpoint with quant.load; other runtimes have no "
+                "place for it, and would give wrong output"
+            )
+    if rotated := [layer.name for layer in plan.quantized if layer.parts.hadamard]:
+        yield (
+            f"{_counted(rotated)} a Hadamard rotation of the input at run time: load the checkpoint with quant.load; "
+            f"transformers ignores transform_config, and {FAILURES['rotation'].releases} decodes wrongly with it (the "
+            "first token is right, then one token repeats). The solver rotation:merge leaves nothing to do at run "
+            "time: it rotates where the modules around absorb the rotation"
+        )
+    if ruled := [layer for layer in plan.quantized if layer.activation and layer.activation.input_rule != "max"]:
+        yield (
+            f"inputs of {len(ruled)} layers are in {ruled[0].activation}, whose scales only Blockscale's kernels "
+            "choose: load the checkpoint with quant.load; others stop at scale_rule in its config"
+        )
+
+
+def _format_warnings(plan: Plan) -> Iterator[str]:
+    """Yields a sentence on pairs of formats that vLLM stops at or TensorRT-LLM misreads, and on embeddings."""
+    vllm, trtllm = get_target("vllm"), get_target("tensorrt-llm-compressed-tensors")
+    by_formats: dict[str, list[LayerPlan]] = {}
+    for layer in plan.quantized:
+        # No runtime has quantized convolutions; `trial_load` says so.
+        if layer.kind != LayerKind.CONV:
+            by_formats.setdefault(layer.formats, []).append(layer)
+    for formats, layers in by_formats.items():
+        subject = _counted([layer.name for layer in layers])
+        if refusal := vllm.why_not(layers[0]):
+            # Targets are read in the oldest release; the table of failures knows how long one lasts.
+            failure = FAILURES.get(str(layers[0].weight))
+            releases = failure.releases if failure is not None else "vLLM 0.26"
+            yield f"{subject} quant.load or transformers: {releases} does not load {formats}: {refusal}"
+        if formats in trtllm.misread:
+            yield (
+                f"{subject} another runtime than TensorRT-LLM, which would give wrong output for {formats}: "
+                f"{trtllm.misread[formats]}"
+            )
+    embeddings = [layer.name for layer in plan.quantized if layer.kind == LayerKind.EMBEDDING]
+    if embeddings:
+        yield f"{_counted(embeddings)} quant.load: other runtimes take embeddings in 16 bit only"
+
+
+def unpacking_warnings(plan: Plan, dtype: torch.dtype) -> Iterator[str]:
+    """Yields a sentence on formats that transformers unpacks to BF16, whatever the model's dtype."""
+    unpacked = [layer.weight for layer in plan.quantized if layer.weight is not None and not layer.weight.scale.is_wide]
+    if unpacked and dtype != torch.bfloat16:
+        yield (
+            f"transformers unpacks {unpacked[0]} to bfloat16 and then fails on a model in "
+            f"{str(dtype).removeprefix('torch.')}: load it there with dtype=torch.bfloat16"
+        )
+
+
+def _transformers_warnings(plan: Plan, names: StoredNames) -> Iterator[str]:
+    if stopped := [layer.name for layer in plan.quantized if layer.name in names.stopped]:
+        yield (
+            f"{_counted(stopped)} quant.load or a server that reads experts one by one: transformers up to 5.24 takes "
+            "the experts of this model only in 16 bit, and stops"
+        )
+    experts = [layer for layer in plan.quantized if layer.kind == LayerKind.EXPERTS]
+    fused = [] if names.apart else [layer for layer in experts if layer.name not in names.stopped]
+    if misread := [layer.name for layer in fused if f"{layer.weight}" in ("nvfp4", "mxfp8", "int8")]:
+        yield (
+            f"{_counted(misread)} quant.load or a server such as vLLM: transformers up to 5.24 loads fused experts in "
+            "NVFP4 without their global scale, and would give wrong output; in MXFP8 and INT8 it stops"
+        )
+    if rounded := [layer.name for layer in fused if layer.activation is not None]:
+        yield (
+            f"{_counted(rounded)} quant.load or a server such as vLLM for their inputs to be rounded: "
+            "transformers up to 5.24 multiplies experts in 16 bit, and gives slightly other logits"
+        )
+    # Inputs that are not `[batch, tokens, in]`.
+    if layers := plan.provenance.get(ODD_INPUTS):
+        yield (
+            f"{_counted(layers)} quant.load or a server such as vLLM for a scale for each token: transformers with "
+            "compressed-tensors up to 0.20 shares scales otherwise where an input is no [batch, tokens, in], and gives "
+            "slightly other logits"
+        )
+
+
+def _vllm_warnings(plan: Plan) -> Iterator[str]:
+    experts = [layer for layer in plan.quantized if layer.kind == LayerKind.EXPERTS]
+    # vLLM's `_process_weights_marlin` orders the scales of gate and up by `intermediate_size_per_partition`, which is
+    # the width of the other projection (vllm 0.26.0, fused_moe/oracle/int_wna16.py): wrong where a down projection has
+    # one INT4 group a row.
+    narrow = [
+        layer.name
+        for layer in experts
+        if layer.weight_format.element is INT4
+        and layer.name.endswith(("down_proj", "w2"))
+        and layer.shape[-1] <= layer.weight_format.block[1]
+    ]
+    if narrow:
+        yield (
+            f"{_counted(narrow)} another runtime than {FAILURES['narrow int4 experts'].releases}: where experts are no "
+            "wider than a group of INT4, it puts the scales of their gate and up projections in a wrong order, and "
+            "gives wrong output; keep the experts in another format"
+        )
+    if weight_only := [layer.name for layer in experts if layer.activation is None and layer.weight_format.is_fp8]:
+        yield (
+            f"{_counted(weight_only)} quant.load, or vLLM with Blockscale's plug-in on Hopper: "
+            f"{FAILURES['fp8 weights of experts'].releases} stops at experts in FP8 whose inputs stay in 16 bit"
+        )
+    if plan.kv_cache is FP8_HEAD:
+        yield (
+            "the KV cache has a scale for each KV head: vLLM reads these with FlashAttention 3 (on Hopper) and in our "
+            f"NVFP4 cache, and stops elsewhere; {option('kv_cache', 'fp8')} writes one a tensor"
+        )
+
+
+def _kept_expert_warnings(plan: Plan, names: StoredNames) -> Iterator[str]:
+    # transformers takes experts in 16 bit next to packed layers for quantized ones.
+    cut = () if names.apart else names.cut
+    in_16_bit = [
+        layer.name
+        for layer in plan.layers
+        if layer.kind == LayerKind.EXPERTS and layer.weight is None and layer.name.rpartition(".")[2] in cut
+    ]
+    formats = [layer.weight_format for layer in plan.quantized]
+    packed = [format for format in formats if format.element.bits < 8 or format.element.is_integer]
+    if in_16_bit and packed:
+        yield (
+            f"{_counted(in_16_bit)} quant.load or a server such as vLLM: transformers up to 5.24 takes experts in 16 "
+            f"bit for quantized ones where other layers are in {packed[0]}, and stops"
+        )
+
+
+def _wide_scale_warnings(tensors: Mapping[str, torch.Tensor], dtype: torch.dtype) -> Iterator[str]:
+    # Scales of another toolkit.
+    wide = [name for name, t in tensors.items() if name.endswith(".weight_scale") and t.dtype is torch.float32]
+    if wide and dtype in (torch.bfloat16, torch.float16):
+        count = f"{len(wide):,} weight scale{'' if len(wide) == 1 else 's'}"
+        yield (
+            f"{count}, {wide[0]} first, in float32, for {str(dtype).removeprefix('torch.')} would round them: "
+            "transformers does that unless it loads the checkpoint with dtype=torch.float32; vLLM does not"
+        )
+
+
+def _modelopt_warnings(plan: Plan, names: StoredNames) -> Iterator[str]:
+    """Yields a sentence for each reason why vLLM does not run a checkpoint in ModelOpt's layout."""
+    vllm, mixed = get_target("vllm-modelopt"), len({layer.formats for layer in plan.quantized}) > 1
+    # It compares excluded names as substrings: a head called `output` excludes each `….output.dense`.
+    excluded = [] if mixed else [name.rstrip("*") for name in modelopt.excluded_modules(plan, names)]
+    layers_by_problem: dict[str, list[str]] = {}
+    for layer in plan.quantized:
+        for problem in vllm.problems(layer, mixed=mixed) if layer.kind in (LayerKind.LINEAR, LayerKind.EXPERTS) else ():
+            layers_by_problem.setdefault(problem, []).append(layer.name)
+    for layer in plan.quantized:
+        for name in (name for name in excluded if name in layer.name):
+            problem = f"vLLM takes {name!r}, which is excluded, for a part of this name"
+            layers_by_problem.setdefault(problem, []).append(layer.name)
+    for problem, layers in layers_by_problem.items():
+        yield (
+            f"{layers[0]}{f' and {len(layers) - 1} more' if layers[1:] else ''}: {problem}; deploy the "
+            "compressed-tensors checkpoint in vLLM 0.26"
+        )
+
+
+def _counted(names: Sequence[str]) -> str:
+    return f"{names[0]} needs" if len(names) == 1 else f"{len(names)} layers, {names[0]} first, need"
+
+
+def check_experts(plan: Plan, names: StoredNames) -> None:
+    """Raises UserError for a plan whose experts transformers would miss, before anything is quantized."""
+    unread = [layer.name for layer in plan.quantized if layer.name in names.unread]
+    if unread:
+        version = require("transformers", "hf").__version__
+        raise UserError(
+            f"{counted(len(unread), 'layer')}, {unread[0]} first: transformers {version} has the experts of this model "
+            "as one tensor in 16 bit, no rule of it joins quantized ones, and it would run with random numbers; keep "
+            f"them in 16 bit with {option('exclude', repr('*.experts.*'))}, or pass "
+            f"{option('allow_missing', True)} to write a checkpoint for only "
+            "quant.load and servers"
+        )
+
+
+def import_for_trial() -> None:
+    """Imports the package that `trial_load` needs, in a thread.
+
+    With PyTorch 2.11, compressed-tensors imports torch.compile's backend, which takes 4 s. Weights are solved in
+    parallel; without the thread, the end of a run would wait for it.
+    """
+
+    def run() -> None:
+        with contextlib.suppress(Exception):  # the trial imports it again, and reports the error
+            require(_PEER, "hf")
+
+    if importlib.util.find_spec(_PEER) is not None:
+        Thread(target=run, name="import").start()
+
+
+def hold_device_guard() -> None:
+    """Has this thread, and not that of the trial, own PyTorch's stand-in for CUDA on a machine without a GPU.
+
+    A CUDA build makes the stand-in when a thread first enters `FakeTensorMode`, as torch.compile and torch.export do;
+    compressed-tensors 0.17 compiles while it loads. All threads use it from then on, but PyTorch 2.11 frees it when
+    that thread ends: later, a backward pass or another compilation would end in a segmentation fault (pytorch#178950).
+    """
+    if torch.backends.cuda.is_built() and not torch.cuda.is_available():
+        from torch._subclasses.fake_tensor import FakeTensorMode
+
+        with FakeTensorMode():
+            pass
+
+
+def trial_load(
+    directory: Path,
+    model: Any,
+    plan: Plan,
+    tensors: Mapping[str, torch.Tensor | DeferredTensor],
+    *,
+    allow_missing: bool = False,
+) -> list[str]:
+    """Loads a checkpoint on trial in transformers; returns warnings for users who will do the same.
+
+    Of `tensors`, perhaps not yet written, only names, shapes and dtypes matter. Missing ones, and those without a
+    place, are a UserError, or with `allow_missing` a warning. Inside a process group of a training script nothing is
+    tried: compressed-tensors would wait for all of its ranks.
+    """
+    not_linear = {layer.name: layer for layer in plan.quantized if layer.kind == LayerKind.CONV or layer.transposed}
+    loadable = hasattr(type(model), "from_pretrained") and importlib.util.find_spec(_PEER) is not None
+    if not loadable or (dist.is_available() and dist.is_initialized()):
+        return []
+    library = require("transformers", "hf")
+    runtime = f"transformers {library.__version__}"
+    # The layout's tensors without their data; an empty tensor stays empty.
+    outlines = {name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for name, tensor in tensors.items()}
+    try:
+        info = _load(directory, type(model), outlines)
+    except Exception as error:  # transformers' own code, which may fail in any way
+        if not_linear:
+            return [_unread_layers(not_linear.values(), runtime, "does not load this checkpoint")]
+        # It stops at `scale_rule`, and at the empty tensors of `StoredNames.stopped`: `runtime_warnings` says so.
+        has_rule = any(layer.activation and layer.activation.input_rule != "max" for layer in plan.quantized)
+        if has_rule or any(not tensor.numel() for tensor in outlines.values()):
+            return []
+        way_out = "load it with quant.load"
+        with contextlib.suppress(Exception):  # as above
+            dequantizing = library.CompressedTensorsConfig(dequantize=True)
+            info = _load(directory, type(model), outlines, quantization_config=dequantizing)
+            if not info["missing_keys"] and not info["unexpected_keys"]:
+                way_out = f"pass it quantization_config=CompressedTensorsConfig(dequantize=True), or {way_out}"
+        return [f"{runtime} does not load this checkpoint ({one_line(error)}): {way_out}"]
+    # Tensors of layers that transformers never loads quantized are left out here; their warning comes below.
+    problems, notes = _misfits(info, plan, tensors, not_linear), []
+    if any(name.endswith(KV_SCALES) for name in info["unexpected_keys"]):
+        # compressed-tensors 0.20 finds attention by its argument `past_key_values`, which transformers 5.24 renamed.
+        notes.append(
+            f"{runtime} keeps the KV cache of this checkpoint in 16 bit, for compressed-tensors "
+            f"{importlib.metadata.version('compressed-tensors')} does not find its attention; quant.load and servers "
+            "use the scales of the cache"
+        )
+    if not problems:
+        missing = any(name.rpartition(".")[0] in not_linear for name in info["missing_keys"])
+        loads = f"loads this checkpoint with {'random numbers' if missing else 'codes'} in the place of their weights"
+        return [*notes, *([_unread_layers(not_linear.values(), runtime, loads)] if not_linear else [])]
+    finding = f"{runtime} {' and '.join(problems)}, and would run with random numbers"
+    if allow_missing:
+        return [*notes, f"{finding}: load this checkpoint with quant.load, or a server that knows the layers"]
+    raise UserError(
+        f"{finding}; keep those layers in 16 bit with {option('exclude')}, or pass {option('allow_missing', True)} to "
+        "write a checkpoint for only quant.load and servers"
+    )
+
+
+def _misfits(
+    info: Mapping[str, Any],
+    plan: Plan,
+    tensors: Mapping[str, torch.Tensor | DeferredTensor],
+    not_linear: Collection[str],
+) -> list[str]:
+    """Returns the parts of a sentence about missing and unexpected tensors, except those of the layers `not_linear`."""
+
+    def is_warned_of(name: str) -> bool:
+        """Says whether `runtime_warnings` has a sentence on an unexpected tensor.
+
+        transformers 5.17 counts tensors as unexpected that 5.24 skips or stops at: the global scale of experts in
+        NVFP4, and the matrices of experts whose stack is an empty tensor in the checkpoint.
+        """
+        for layer in plan.quantized:
+            if layer.kind == LayerKind.EXPERTS and name.startswith(f"{layer.name.rpartition('.')[0]}."):
+                stack = tensors.get(layer.name)
+                if name.endswith(".weight_global_scale") or (stack is not None and not math.prod(stack.shape)):
+                    return True
+        return name.endswith((*_DROPPED, *KV_SCALES))
+
+    unexpected = [name for name in info["unexpected_keys"] if not is_warned_of(name)]
+    problems = []
+    for verb, keys in (("finds no tensor for", info["missing_keys"]), ("has no use for", unexpected)):
+        if keys := [key for key in keys if key.rpartition(".")[0] not in not_linear]:
+            problems.append(f"{verb} {listed(sorted(keys), 3)}")
+    return problems
+
+
+def _unread_layers(layers: Collection[LayerPlan], runtime: str, outcome: str) -> str:
+    """Returns the warning for layers that transformers cannot load quantized; `outcome` says how loading them ends."""
+    first = next(iter(layers))
+    noun = "convolution" if first.kind == LayerKind.CONV else "Conv1D"
+    subject = _counted([layer.name for layer in layers])
+    return f"{subject} quant.load: {runtime} takes a {noun} in 16 bit only, and {outcome}"
+
+
+def check_read_back(directory: Path, model: nn.Module) -> None:
+    """Reads a checkpoint's names and single numbers as `quant.load` does; UserError if that fails."""
+    cls: Any = type(model)
+    # The Python files of a model that has its own would run from the directory only if the user trusted them again.
+    has_own_code = not cls.__module__.startswith("transformers.") and getattr(cls, "config_class", None) is not None
+    built = outline(directory, cls if has_own_code else None)
+    try:
+        fill(Checkpoint(directory, built, meta=True), built=True)
+    except ValueError as error:
+        if shared := _shared_here_only(model, built):
+            raise UserError(
+                f"{shared[0]} and {shared[1]} are one object in this model, and two where {cls.__name__} builds it "
+                "again, so that the checkpoint cannot be read back: give each place a copy of its own (copy.deepcopy) "
+                "before you quantize"
+            ) from error
+        raise UserError(
+            f"{cls.__name__}: the checkpoint could not be read back, because transformers names or joins its tensors "
+            f"in an unknown way ({one_line(error)}); keep those layers in 16 bit with {option('exclude')}"
+        ) from error
+
+
+def _shared_here_only(model: nn.Module, built: nn.Module) -> tuple[str, str] | None:
+    """Returns two names of a module or parameter that `model` has in two places, and `built` does not; None if none."""
+    objects, others = (
+        {**dict(each.named_modules(remove_duplicate=False)), **dict(each.named_parameters(remove_duplicate=False))}
+        for each in (model, built)
+    )
+    first: dict[int, str] = {}
+    for name, each in objects.items():
+        other = first.setdefault(id(each), name)
+        # Activation functions are often one object, and nothing of them is stored.
+        is_stored = isinstance(each, nn.Parameter) or bool([*each.parameters(), *each.buffers()])
+        if other != name and is_stored and others.get(name) is not others.get(other):
+            return other, name
+    return None
+
+
+def _load(directory: Path, cls: Any, tensors: Mapping[str, torch.Tensor], **options: Any) -> dict[str, Any]:
+    # compressed-tensors packs tensors of the meta device by functions that it gives to torch.compile: compiling them
+    # took 4 s of the end of a run. Whoever has called torch.compile has imported its front end, which takes a second.
+    has_compiler = "torch._dynamo" in sys.modules
+    eager = torch.compiler.set_stance("force_eager") if has_compiler else contextlib.nullcontext()
+    with huggingface.quiet(), _silence(), eager, _decompressing_once(), _copying_little():
+        config = cls.config_class.from_pretrained(directory, local_files_only=True)
+        # On the meta device transformers builds the model and matches names and shapes, and copies no data.
+        _, info = cls.from_pretrained(
+            None,
+            config=config,
+            state_dict=dict(tensors),
+            device_map="meta",
+            dtype=config.dtype,
+            output_loading_info=True,
+            **options,
+        )
+    return info  # type: ignore[no-any-return]
+
+
+@contextlib.contextmanager
+def _decompressing_once() -> Iterator[None]:
+    """Has compressed-tensors decompress tensors of one form once while open.
+
+    transformers decompresses every expert before it joins them: 18,000 matrices of Qwen3-30B-A3B, at 1.3 s a layer. On
+    the meta device the result depends only on shapes, dtypes and the scheme.
+    """
+    try:
+        from compressed_tensors.compressors import BaseCompressor
+    except ImportError:  # a version that is arranged otherwise
+        yield
+        return
+    classes = list(BaseCompressor.__subclasses__())
+    for each in classes:
+        classes += each.__subclasses__()  # at any depth
+    decompressors = {cls: vars(cls).get("decompress") for cls in classes}
+    originals = {cls: each for cls, each in decompressors.items() if isinstance(each, classmethod)}
+    results: dict[Any, dict[str, Any]] = {}
+
+    def remembering(original: Any) -> Any:
+        def decompress(cls: Any, state_dict: Mapping[str, torch.Tensor], scheme: Any) -> dict[str, Any]:
+            # The scheme is an object of the config, which lives as long as the trial; a stored shape has values.
+            forms = (
+                (name, t.shape, t.dtype, () if t.is_meta else tuple(t.flatten().tolist()))
+                for name, t in state_dict.items()
+            )
+            key = cls, id(scheme), tuple(forms)
+            if key not in results:
+                results[key] = original.__func__(cls, state_dict, scheme)
+            return dict(results[key])
+
+        return classmethod(decompress)
+
+    for cls, original in originals.items():
+        cls.decompress = remembering(original)
+    try:
+        yield
+    finally:
+        for cls, original in originals.items():
+            cls.decompress = original
+
+
+@contextlib.contextmanager
+def _copying_little() -> Iterator[None]:
+    """Has transformers copy of a checkpoint's converters only what collects tensors, while open.
+
+    It copies a converter for each tensor, and with it its patterns, the quantizer and its config: two thirds of the
+    trial of a model with many experts.
+    """
+    loading = sys.modules.get("transformers.core_model_loading")
+    if getattr(loading, "deepcopy", None) is not copy.deepcopy:
+        yield  # a version that copies otherwise
+        return
+
+    def copied(converter: Any) -> Any:
+        new = copy.copy(converter)
+        slots = {name for cls in type(new).__mro__ for name in getattr(cls, "__slots__", ())}
+        for name in slots | getattr(new, "__dict__", {}).keys():
+            # Dictionaries collect tensors and names. Patterns and operations are the same for all.
+            if isinstance(value := getattr(new, name, None), dict):
+                setattr(new, name, copy.deepcopy(value) if value else value.copy())
+        return new
+
+    loading.deepcopy = copied  # type: ignore[union-attr]
+    try:
+        yield
+    finally:
+        loading.deepcopy = copy.deepcopy  # type: ignore[union-attr]
+
+
+@contextlib.contextmanager
+def _silence() -> Iterator[None]:
+    """Keeps the progress bars, warnings and log lines of a trial from the user's terminal."""
+    logger = logging.getLogger("compressed_tensors")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        with contextlib.redirect_stderr(io.StringIO()), warnings.catch_warnings(action="ignore"):
+            yield
+    finally:
+        logger.setLevel(level)
