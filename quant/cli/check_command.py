@@ -16,8 +16,7 @@ import click
 from quant.base.errors import UserError, counted, printable
 from quant.base.json_files import read_json, typed
 from quant.cli.command import DEVICE, JSON, QUIET, REVISION, TRUST, UNSAFE, Command, print_json
-from quant.cli.console import page, stages, status
-from quant.cli.tables import print_table
+from quant.cli.console import page, print_table, stages, status
 from quant.models.files import find_checkpoint
 from quant.recipes.plan import PLAN_FILE, Plan
 

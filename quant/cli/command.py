@@ -190,36 +190,20 @@ _FOLLOWED = 1  # exit code of a rank that lost another
 _FIRST_RANK = 1.0  # seconds in which the first rank prints an error that all ranks have
 QUIET = click.option("--quiet", is_flag=True, help="Print errors only.")
 JSON = click.option("--json", "as_json", is_flag=True, help="Print the result as JSON on standard output.")
-DEVICE = click.option(
-    "--device",
-    default="auto",
-    show_default=True,
-    help="Where to compute: cpu, cuda, cuda:N, or auto, a GPU if any.",
-)
-DEVICES = click.option(
-    "--devices",
-    type=click.IntRange(min=1),
-    metavar="N",
-    help="Share the work among N processes, each with a GPU of its own.",
-)
-SEED = click.option(
-    "--seed",
-    type=click.IntRange(0, 2**63 - 1),
-    default=0,
-    show_default=True,
-    help="Seed of all random numbers.",
-)
-ATTENTION = click.option(
-    "--attention", metavar="FORMAT", help="Format of attention's operands: fp8 or 16bit.  [default: the plan's]"
-)
-KV_CACHE = click.option(
-    "--kv-cache", metavar="FORMAT", help="Format of the KV cache: fp8, nvfp4 or 16bit.  [default: the plan's]"
-)
+DEVICE = click.option("--device", default="auto", show_default=True, help="Where to compute: cpu, cuda, cuda:N, or "
+                      "auto, a GPU if any.")  # fmt: skip
+DEVICES = click.option("--devices", type=click.IntRange(min=1), metavar="N", help="Share the work among N processes, "
+                       "each with a GPU of its own.")  # fmt: skip
+SEED = click.option("--seed", type=click.IntRange(0, 2**63 - 1), default=0, show_default=True,
+                    help="Seed of all random numbers.")  # fmt: skip
+ATTENTION = click.option("--attention", metavar="FORMAT", help="Format of attention's operands: fp8 or 16bit.  "
+                         "[default: the plan's]")  # fmt: skip
+KV_CACHE = click.option("--kv-cache", metavar="FORMAT", help="Format of the KV cache: fp8, nvfp4 or 16bit.  "
+                        "[default: the plan's]")  # fmt: skip
 
 
-REVISION = click.option(
-    "--revision", metavar="REV", help="Branch, tag or commit of a MODEL on the Hugging Face hub, such as org/name."
-)
+REVISION = click.option("--revision", metavar="REV", help="Branch, tag or commit of a MODEL on the Hugging Face hub, "
+                        "such as org/name.")  # fmt: skip
 
 
 def _trust(context: click.Context, _: click.Parameter, trusted: bool) -> None:
@@ -230,13 +214,8 @@ def _trust(context: click.Context, _: click.Parameter, trusted: bool) -> None:
         context.with_resource(remote_code(True))
 
 
-TRUST = click.option(
-    "--trust-remote-code",
-    is_flag=True,
-    expose_value=False,
-    callback=_trust,
-    help="Let transformers run the model's own Python files.",
-)
+TRUST = click.option("--trust-remote-code", is_flag=True, expose_value=False, callback=_trust,
+                     help="Let transformers run the model's own Python files.")  # fmt: skip
 
 
 UNSAFE = click.option("--unsafe-load", is_flag=True, help="Open pickled modules and .pt2, which runs their code.")
@@ -244,11 +223,8 @@ UNSAFE = click.option("--unsafe-load", is_flag=True, help="Open pickled modules 
 
 def model_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """Adds the options that say how to load MODEL where it is not a Hugging Face model."""
-    factory = click.option(
-        "--model-factory",
-        metavar="PACKAGE.MODULE:FUNCTION",
-        help="Function that builds the module, for a state dict or a directory of weights.",
-    )
+    factory = click.option("--model-factory", metavar="PACKAGE.MODULE:FUNCTION", help="Function that builds the "
+                           "module, for a state dict or a directory of weights.")  # fmt: skip
     return factory(UNSAFE(TRUST(REVISION(command))))
 
 

@@ -1,75 +1,103 @@
-"""The command `quant doctor` shows the software and GPUs of this machine, and how to install missing packages."""
+"""The command `quant doctor` shows the software and GPUs of this machine, and how to install missing packages.
+
+GPUs are described by PyTorch's figures, our hardware table, and NVML: driver, power, clocks, links. NVML comes with the
+driver, and its Python binding `pynvml` with many packages; without them only NVML's figures are missing.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
+from itertools import combinations
 from typing import Any
 
 import click
-import torch
 from rich.console import Console
 
 from quant.base.extras import install_command, versions
 from quant.base.processor import cores, describe_processor, quota
 from quant.cli.command import JSON, Command, print_json
-from quant.cli.console import page
-from quant.cli.tables import print_table
-from quant.kernels.base.hardware import current
-from quant.kernels.linear import tiles
+from quant.cli.console import page, print_table
 
-# `quant doctor` describes GPUs by PyTorch's figures, our hardware table, and NVML: driver, power, clocks, links.
-#
-# NVML comes with the driver, and its Python binding `pynvml` with many packages. Without them only NVML's figures are
-# missing.
+# The purpose of each optional package, and the extra that installs it.
+_EXTRAS = {
+    "transformers": ("hf", "Hugging Face and GGUF models"),
+    "gguf": ("hf", "GGUF files"),
+    "accelerate": ("hf", "loading checkpoints without initialising them"),
+    "datasets": ("data", "calibration text from data sets"),
+    "onnx": ("onnx", "ONNX export"),
+    "onnxscript": ("onnx", "ONNX export"),
+    "tensorrt": ("tensorrt", "TensorRT engines for Hopper and B200, on a GPU"),
+    "tensorrt_rtx": ("tensorrt-rtx", "TensorRT-RTX engines, also without a GPU"),
+    "modelopt": ("modelopt", "comparisons with ModelOpt"),
+    "triton": ("", "GPU kernels; comes with a CUDA build of torch"),
+}
 
 
-def examine_gpus() -> list[dict[str, Any]]:
-    """Describes every GPU that PyTorch sees, JSON-ready.
+@click.command("doctor", cls=Command)
+@JSON
+def doctor_command(as_json: bool) -> None:
+    """Show the software of this machine: torch, GPUs, and the optional packages or how to install them."""
+    findings = examine()
+    if as_json:
+        print_json(findings)
+    else:
+        print_findings(findings)
 
-    Rates are the vendor's; null for a GPU that is not in our table.
-    """
-    gpus = []
+
+def examine() -> dict[str, Any]:
+    """Returns versions, CPU, GPUs, and each optional package with its extra, JSON-ready."""
+    import torch
+
+    count, has_nccl = torch.cuda.device_count(), torch.cuda.is_available() and torch.distributed.is_nccl_available()
     with _nvml() as nvml:
-        for index in range(torch.cuda.device_count()):
-            gpu = current(index)
-            gpus.append(
-                {
-                    "name": torch.cuda.get_device_properties(index).name,
-                    "compute_capability": f"{gpu.capability[0]}.{gpu.capability[1]}",
-                    "multiprocessors": gpu.sms,
-                    "l2_bytes": gpu.l2,
-                    "memory_bytes": gpu.memory,
-                    "memory_bandwidth": gpu.bandwidth if gpu.known else None,
-                    "tflops": gpu.tflops if gpu.known else None,
-                    "native_formats": list(gpu.native_formats),
-                    "tuned_shapes": tiles.count_entries(gpu),
-                    "readings": _readings(nvml, index),
-                }
-            )
-    return gpus
+        gpus = [_gpu(nvml, index) for index in range(count)]
+        pairs = combinations(range(count), 2) if nvml is not None else ()
+        links = {f"{a}-{b}": _link(nvml, a, b) for a, b in pairs}
+        driver = None if nvml is None else str(nvml.nvmlSystemGetDriverVersion())
+    return {
+        "versions": versions(),
+        "cpu": {
+            "name": describe_processor(),
+            "cores": cores(),
+            "quota": quota(),
+            "torch_threads": torch.get_num_threads(),
+        },
+        "cuda": torch.version.cuda,
+        # The NCCL that this torch was built with, which may differ from the system's.
+        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if has_nccl else None,
+        "driver": driver,
+        "gpus": gpus,
+        "links": links,
+        # `find_spec` finds a package without importing it: importing TensorRT takes a second.
+        "packages": {
+            name: {"installed": find_spec(name) is not None, "extra": extra, "for": purpose}
+            for name, (extra, purpose) in _EXTRAS.items()
+        },
+    }
 
 
-def examine_links() -> dict[str, str]:
-    """Returns how each pair of GPUs is connected: NVLink, or the PCIe path between them.
+def _gpu(nvml: Any, index: int) -> dict[str, Any]:
+    """Describes a GPU. Rates are the vendor's; null for a GPU that is not in our table."""
+    import torch
 
-    Empty where NVML cannot say.
-    """
-    count = torch.cuda.device_count()
-    links = {}
-    with _nvml() as nvml:
-        if nvml is not None:
-            for a in range(count):
-                for b in range(a + 1, count):
-                    links[f"{a}-{b}"] = _link(nvml, a, b)
-    return links
+    from quant.kernels.base.hardware import current
+    from quant.kernels.linear import tiles
 
-
-def driver_version() -> str | None:
-    """Returns the driver's version, or None without NVML."""
-    with _nvml() as nvml:
-        return None if nvml is None else str(nvml.nvmlSystemGetDriverVersion())
+    gpu = current(index)
+    return {
+        "name": torch.cuda.get_device_properties(index).name,
+        "compute_capability": f"{gpu.capability[0]}.{gpu.capability[1]}",
+        "multiprocessors": gpu.sms,
+        "l2_bytes": gpu.l2,
+        "memory_bytes": gpu.memory,
+        "memory_bandwidth": gpu.bandwidth if gpu.known else None,
+        "tflops": gpu.tflops if gpu.known else None,
+        "native_formats": list(gpu.native_formats),
+        "tuned_shapes": tiles.count_entries(gpu),
+        "readings": _readings(nvml, index),
+    }
 
 
 @contextmanager
@@ -90,6 +118,8 @@ def _nvml() -> Iterator[Any]:
 
 def _handle(nvml: Any, index: int) -> Any:
     """Returns NVML's handle of a GPU of PyTorch, found by its UUID, because NVML numbers GPUs in its own order."""
+    import torch
+
     # torch prints the UUID without the prefix "GPU-" that NVML expects.
     uuid = str(torch.cuda.get_device_properties(index).uuid)
     return nvml.nvmlDeviceGetHandleByUUID((uuid if uuid.startswith("GPU-") else f"GPU-{uuid}").encode())
@@ -136,66 +166,6 @@ def _link(nvml: Any, a: int, b: int) -> str:
         nvml.NVML_TOPOLOGY_SYSTEM: "PCIe, across NUMA nodes",
     }
     return names.get(level, f"topology level {level}")
-
-
-# The purpose of each optional package, and the extra that installs it.
-_EXTRAS = {
-    "transformers": ("hf", "Hugging Face and GGUF models"),
-    "gguf": ("hf", "GGUF files"),
-    "accelerate": ("hf", "loading checkpoints without initialising them"),
-    "datasets": ("data", "calibration text from data sets"),
-    "onnx": ("onnx", "ONNX export"),
-    "onnxscript": ("onnx", "ONNX export"),
-    "tensorrt": ("tensorrt", "TensorRT engines for Hopper and B200, on a GPU"),
-    "tensorrt_rtx": ("tensorrt-rtx", "TensorRT-RTX engines, also without a GPU"),
-    "modelopt": ("modelopt", "comparisons with ModelOpt"),
-    "triton": ("", "GPU kernels; comes with a CUDA build of torch"),
-}
-
-
-@click.command("doctor", cls=Command)
-@JSON
-def doctor_command(as_json: bool) -> None:
-    """Show the software of this machine: torch, GPUs, and the optional packages or how to install them."""
-    findings = examine()
-    if as_json:
-        print_json(findings)
-    else:
-        print_findings(findings)
-
-
-def examine() -> dict[str, Any]:
-    """Returns versions, CPU, GPUs, and each optional package with its extra, JSON-ready."""
-    import torch
-
-    return {
-        "versions": versions(),
-        "cpu": {
-            "name": describe_processor(),
-            "cores": cores(),
-            "quota": quota(),
-            "torch_threads": torch.get_num_threads(),
-        },
-        "cuda": torch.version.cuda,
-        "nccl": _nccl(),
-        "driver": driver_version(),
-        "gpus": examine_gpus(),
-        "links": examine_links(),
-        # `find_spec` finds a package without importing it: importing TensorRT takes a second.
-        "packages": {
-            name: {"installed": find_spec(name) is not None, "extra": extra, "for": purpose}
-            for name, (extra, purpose) in _EXTRAS.items()
-        },
-    }
-
-
-def _nccl() -> str | None:
-    import torch
-
-    if not torch.cuda.is_available() or not torch.distributed.is_nccl_available():
-        return None
-    # The NCCL that this torch was built with, which may differ from the system's.
-    return ".".join(map(str, torch.cuda.nccl.version()))
 
 
 def print_findings(findings: dict[str, Any]) -> None:

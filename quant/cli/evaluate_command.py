@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -22,9 +22,7 @@ from quant.cli.command import (
     print_json,
 )
 from quant.cli.completion import MODELS
-from quant.cli.console import bar, listener, page
-from quant.cli.tables import fitting, print_table
-from quant.evaluation.evaluation import loss_text
+from quant.cli.console import bar, fitting, listener, page, print_table
 from quant.models.files import WatchedFiles
 
 if TYPE_CHECKING:
@@ -52,11 +50,8 @@ if TYPE_CHECKING:
     "--data", multiple=True, metavar="SOURCE",
     help="In place of a text: images/, sounds/, hf:NAME or named inputs, as for `quantize --calib`. Repeatable.",
 )  # fmt: skip
-@click.option(
-    "--baseline",
-    shell_complete=MODELS,
-    help="Model to compare with; gives KL, top-1 agreement, cosine and relative error.",
-)
+@click.option("--baseline", shell_complete=MODELS, help="Model to compare with; gives KL, top-1 agreement, cosine "
+              "and relative error.")  # fmt: skip
 @click.option("--samples", default=16, show_default=True, help="Rows of each text; images or sounds.")
 @click.option("--seqlen", default=512, show_default=True, help="Tokens per row.")
 @click.option("--batch-size", default=1, show_default=True, help="Rows per forward pass.")
@@ -72,25 +67,9 @@ if TYPE_CHECKING:
 @QUIET
 @JSON
 def evaluate_command(
-    model: str,
-    texts: tuple[Path, ...],
-    data: tuple[str, ...],
-    baseline: str | None,
-    samples: int,
-    seqlen: int,
-    batch_size: int,
-    tasks: str | None,
-    task_path: Path | None,
-    shots: int | None,
-    limit: int | None,
-    device: str,
-    attention: str | None,
-    kv_cache: str | None,
-    model_factory: str | None,
-    unsafe_load: bool,
-    quiet: bool,
-    as_json: bool,
-) -> None:
+    model: str, texts: tuple[Path, ...], data: tuple[str, ...], baseline: str | None, tasks: str | None, device: str,
+    quiet: bool, as_json: bool, **options: Any,
+) -> None:  # fmt: skip
     """Measure the perplexity of MODEL, quantized or not, and its KL and top-1 agreement with a baseline.
 
     Models of images, sounds and two texts take --data; encoders are compared by cosine and relative error. The
@@ -104,52 +83,47 @@ def evaluate_command(
     from quant.generate.quantized_attention import quantized_attention
     from quant.run.announcements import announce_device, announce_source
 
-    _check_inputs(texts, data, tasks, baseline, has_task_options=(task_path, shots, limit) != (None, None, None))
-    check_sources(tuple(map(str, texts or data)), "--data" if data else "--text")
-    terminal, session = listener(quiet or as_json), Session.on(device)
-    announce_device(terminal, session)
-    source, module = open_runnable(model, model_factory=model_factory, unsafe_load=unsafe_load)
-    announce_source(terminal, source)
-    attention_formats = quantized_attention(module, **attention_options(source.path, attention, kv_cache))
-    if tasks is not None:
-        with attention_formats:
-            scores = evaluate_tasks(
-                module.to(session.device), tasks, source.load_tokenizer(), task_path=task_path, shots=shots,
-                limit=limit, batch_size=batch_size,
-            )  # fmt: skip
-        if as_json:
-            print_json([dataclasses.asdict(score) for score in scores])
-        elif not quiet:
-            _print_scores(scores)
-        return
-    other = None
-    if baseline:
-        # Both models are in memory together, since each row is run through both.
-        _, other = open_runnable(baseline, model_factory=model_factory, unsafe_load=unsafe_load)
-    rows = _read_texts(source, Rows(tuple(map(str, data or texts)), samples, seqlen), other, session, terminal)
-    # Attention is patched only on the module of the model; the baseline keeps its own.
-    with attention_formats, bar("evaluate", quiet or as_json) as advance:
-        result = evaluate_texts(module, rows, other, batch_size=batch_size, device=session.device, progress=advance)
-    if as_json:
-        print_json(result.to_dict())
-    elif not quiet:
-        _print_evaluation(result)
-
-
-def _check_inputs(
-    texts: Sequence[Path], data: Sequence[str], tasks: str | None, baseline: str | None, *, has_task_options: bool
-) -> None:
-    """Raises UserError unless the options name one kind of inputs, and only options that go with it."""
+    of_tasks = {name: options[name] for name in ("task_path", "shots", "limit")}
     if bool(texts) + bool(data) + bool(tasks) != 1:
         raise UserError(
             "give one of --text, --data and --tasks: a text, inputs of a model that takes more than tokens, or tasks "
             "of lm-eval"
         )
-    if tasks is None and has_task_options:
+    if tasks is None and any(value is not None for value in of_tasks.values()):
         raise UserError("--task-path, --shots and --limit are for --tasks; leave them out")
     # lm-eval measures one model at a time.
     if tasks is not None and baseline:
         raise UserError("--baseline is for --text and --data; run --tasks on each model")
+    check_sources(tuple(map(str, texts or data)), "--data" if data else "--text")
+    terminal, session = listener(quiet or as_json), Session.on(device)
+    announce_device(terminal, session)
+    loading = {name: options[name] for name in ("model_factory", "unsafe_load")}
+    source, module = open_runnable(model, **loading)
+    announce_source(terminal, source)
+    formats = attention_options(source.path, options["attention"], options["kv_cache"])
+    # Attention is patched only on the module of the model; the baseline keeps its own.
+    attention, batch_size = quantized_attention(module, **formats), options["batch_size"]
+    if tasks is not None:
+        with attention:
+            scores = evaluate_tasks(
+                module.to(session.device), tasks, source.load_tokenizer(), batch_size=batch_size, **of_tasks
+            )
+        if as_json:
+            print_json([dataclasses.asdict(score) for score in scores])
+        elif not quiet:
+            _print_scores(scores)
+        return
+    # Both models are in memory together, since each row is run through both.
+    other = open_runnable(baseline, **loading)[1] if baseline else None
+    rows = _read_texts(
+        source, Rows(tuple(map(str, data or texts)), options["samples"], options["seqlen"]), other, session, terminal
+    )
+    with attention, bar("evaluate", quiet or as_json) as advance:
+        result = evaluate_texts(module, rows, other, batch_size=batch_size, device=session.device, progress=advance)
+    if as_json:
+        print_json(result.to_dict())
+    elif not quiet:
+        _print_evaluation(result)
 
 
 def _read_texts(
@@ -195,6 +169,7 @@ def _print_evaluation(result: Evaluation) -> None:
 
 def _figures(result: Evaluation) -> dict[str, str]:
     """Returns the figures on one text, by label."""
+    from quant.evaluation.evaluation import loss_text
     from quant.report.summary import interval_text
 
     # Labels are in the order of the table; a figure that one text lacks leaves its cell empty.

@@ -26,70 +26,32 @@ class _Kind(click.Choice):
 @click.option("--to", "kind", required=True, type=_Kind(list(KINDS)), help="Kind of export.")
 @click.option("--out", type=click.Path(path_type=Path), help="Destination. [default: next to DIRECTORY]")
 @click.option("--overwrite", is_flag=True, help="Replace --out.")
-@click.option(
-    "--shapes",
-    multiple=True,
-    metavar="TEXT",
-    help="Ranges of dynamic dimensions: batch=1:1:4,sequence=32:128:512. Repeatable, one per profile.",
-)
-@click.option(
-    "--input",
-    "inputs",
-    multiple=True,
-    metavar="NAME:DTYPE:DIMS",
-    help="Input of a module that is not a transformers model: x:fp32:batch,3,224,224. Repeatable, in order.",
-)
-@click.option(
-    "--attention",
-    type=click.Choice(CHOICES["attention"]),
-    default="native",
-    show_default=True,
-    help="How FP8 attention of the plan runs: in TensorRT, in our plugin, or not (16 bit).",
-)
-@click.option(
-    "--dtype", type=click.Choice(CHOICES["dtype"]), help="For all that is not quantized.  [default: the model's]"
-)
-@click.option(
-    "--capacity",
-    type=click.IntRange(min=0),
-    help="Tokens that each row of a decoder's KV cache holds; 0 exports one pass without a cache.  "
-    "[default: 4096, or the model's limit]",
-)
-@click.option(
-    "--kv-cache",
-    type=click.Choice(CHOICES["kv_cache"]),
-    help="Format of a decoder's KV cache; fp8 and nvfp4 are for TensorRT with our plugin.  [default: 16bit]",
-)
+@click.option("--shapes", multiple=True, metavar="TEXT", help="Ranges of dynamic dimensions: "
+              "batch=1:1:4,sequence=32:128:512. Repeatable, one per profile.")  # fmt: skip
+@click.option("--input", "inputs", multiple=True, metavar="NAME:DTYPE:DIMS", help="Input of a module that is not a "
+              "transformers model: x:fp32:batch,3,224,224. Repeatable, in order.")  # fmt: skip
+@click.option("--attention", type=click.Choice(CHOICES["attention"]), default="native", show_default=True,
+              help="How FP8 attention of the plan runs: in TensorRT, in our plugin, or not (16 bit).")  # fmt: skip
+@click.option("--dtype", type=click.Choice(CHOICES["dtype"]), help="For all that is not quantized.  [default: the "
+              "model's]")  # fmt: skip
+@click.option("--capacity", type=click.IntRange(min=0), help="Tokens that each row of a decoder's KV cache holds; 0 "
+              "exports one pass without a cache.  [default: 4096, or the model's limit]")  # fmt: skip
+@click.option("--kv-cache", type=click.Choice(CHOICES["kv_cache"]), help="Format of a decoder's KV cache; fp8 and "
+              "nvfp4 are for TensorRT with our plugin.  [default: 16bit]")  # fmt: skip
 @click.option("--genai", is_flag=True, help="Write what onnxruntime-genai loads: graph, configuration, tokenizer.")
 @click.option("--target", help="GPU of an engine: sm89, sm120, h100, rtx5090, local, …; for TensorRT-RTX also several.")
 @click.option("--backend", help="Builder of the engine: tensorrt_rtx or tensorrt.")
-@click.option(
-    "--engine-feature",
-    "features",
-    multiple=True,
-    type=click.Choice(CHOICES["features"]),
-    help="Build an engine whose weights can be replaced or streamed, or which other versions load. Repeatable.",
-)
+@click.option("--engine-feature", "features", multiple=True, type=click.Choice(CHOICES["features"]),
+              help="Build an engine whose weights can be replaced or streamed, or which other versions load. "
+              "Repeatable.")  # fmt: skip
 @click.option("--allow-fallback", is_flag=True, help="Accept an engine with layers in half precision; they are named.")
-@click.option(
-    "--calib",
-    multiple=True,
-    metavar="SOURCE",
-    help="Calibration text for FP8 attention and --kv-cache, as for `quantize`.",
-)
-@click.option(
-    "--calib-samples",
-    type=click.IntRange(min=1),
-    default=CALIB_SAMPLES,
-    show_default=True,
-    help="Rows of calibration text.",
-)
+@click.option("--calib", multiple=True, metavar="SOURCE", help="Calibration text for FP8 attention and --kv-cache, "
+              "as for `quantize`.")  # fmt: skip
+@click.option("--calib-samples", type=click.IntRange(min=1), default=CALIB_SAMPLES, show_default=True,
+              help="Rows of calibration text.")  # fmt: skip
 @click.option("--seqlen", default=SEQLEN, show_default=True, help="Tokens per row.")
-@click.option(
-    "--model-factory",
-    metavar="PACKAGE.MODULE:FUNCTION",
-    help="Function that builds the module, without config.json.",
-)
+@click.option("--model-factory", metavar="PACKAGE.MODULE:FUNCTION", help="Function that builds the module, without "
+              "config.json.")  # fmt: skip
 @TRUST
 @QUIET
 @JSON

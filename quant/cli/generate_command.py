@@ -42,13 +42,9 @@ if TYPE_CHECKING:
 @click.option("--dtype", help="bfloat16, float16 or float32, for what is not quantized.  [default: the model's]")
 @ATTENTION
 @KV_CACHE
-@click.option(
-    "--engine",
-    type=click.Path(path_type=Path),
-    metavar="FILE",
-    help="Run this file, which was exported from the checkpoint MODEL: an ONNX file in onnxruntime, an engine in "
-    "TensorRT, or a .pt2 of AOTInductor, which is code and needs --unsafe-load.",
-)
+@click.option("--engine", type=click.Path(path_type=Path), metavar="FILE", help="Run this file, which was exported "
+              "from the checkpoint MODEL: an ONNX file in onnxruntime, an engine in TensorRT, or a .pt2 of "
+              "AOTInductor, which is code and needs --unsafe-load.")  # fmt: skip
 @click.option("--temperature", default=0.0, show_default=True, help="With --engine: 0 takes the likeliest token.")
 @click.option("--top-k", default=0, show_default=True, help="With --engine: number of tokens to draw among; 0 is all.")
 @click.option("--top-p", default=1.0, show_default=True, help="With --engine: draw among tokens of this probability.")
@@ -59,58 +55,40 @@ if TYPE_CHECKING:
 @QUIET
 @JSON
 def generate_command(
-    model: str,
-    prompts: tuple[str, ...],
-    max_new_tokens: int,
-    engine: Path | None,
-    unsafe_load: bool,
-    quiet: bool,
-    as_json: bool,
-    **choices: Any,
-) -> None:
+    model: str, prompts: tuple[str, ...], max_new_tokens: int, engine: Path | None, unsafe_load: bool, quiet: bool,
+    as_json: bool, **choices: Any,
+) -> None:  # fmt: skip
     """Continue a prompt with MODEL, quantized or not, by greedy decoding, which is repeatable.
 
     On a GPU our kernels multiply by the quantized weights; on a CPU their PyTorch reference does. With --engine, the
     exported file runs in the place of MODEL: several prompts at once, and sampling, if requested.
     """
-    _check_options(engine is not None)
+    of_models, of_engines = ("device", "dtype", "attention", "kv_cache"), ("temperature", "top_k", "top_p", "seed")
+    context = click.get_current_context()
+    for name in of_models if engine is not None else of_engines:
+        if context.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE:
+            why = "--engine runs a file which is as it was exported"
+            if engine is None:
+                why = "MODEL runs by greedy decoding; pass --engine FILE to draw tokens"
+            raise UserError(f"--{name.replace('_', '-')}: {why}")
     if engine is not None:
         from quant.export.engines.decode_loop import open_session
 
-        sampling = {name: choices[name] for name in ("temperature", "top_k", "top_p", "seed")}
+        sampling = {name: choices[name] for name in of_engines}
         with status(f"loading {engine}", quiet or as_json):
             session = open_session(engine, unsafe_load=unsafe_load)
         _run_session(session, model, prompts, max_new_tokens, sampling, quiet=quiet, as_json=as_json)
         return
     if len(prompts) > 1:
         raise UserError(f"{len(prompts)} prompts: MODEL takes one, and an exported file several (--engine)")
-    options = {name: choices[name] for name in ("device", "dtype", "attention", "kv_cache")}
+    options = {name: choices[name] for name in of_models}
     _run_model(model, prompts[0], max_new_tokens, options, quiet=quiet, as_json=as_json)
 
 
-def _check_options(has_engine: bool) -> None:
-    """Raises UserError for options of the other kind of run."""
-    context = click.get_current_context()
-    foreign = ("device", "dtype", "attention", "kv_cache") if has_engine else ("temperature", "top_k", "top_p", "seed")
-    for name in foreign:
-        if context.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE:
-            clause = (
-                "which is as it was exported" if has_engine else "by greedy decoding; pass --engine FILE to draw tokens"
-            )
-            runs = "--engine runs a file" if has_engine else "MODEL runs"
-            raise UserError(f"--{name.replace('_', '-')}: {runs} {clause}")
-
-
 def _run_session(
-    session: EngineSession,
-    model: str,
-    prompts: tuple[str, ...],
-    max_new_tokens: int,
-    sampling: dict[str, Any],
-    *,
-    quiet: bool,
-    as_json: bool,
-) -> None:
+    session: EngineSession, model: str, prompts: tuple[str, ...], max_new_tokens: int, sampling: dict[str, Any], *,
+    quiet: bool, as_json: bool,
+) -> None:  # fmt: skip
     """Continues prompts with an exported file, and prints the texts."""
     from quant.export.engines.decode_loop import Sampling, generate_text
 
@@ -134,13 +112,7 @@ def _run_session(
 
 
 def _run_model(
-    model: str,
-    prompt: str,
-    max_new_tokens: int,
-    options: dict[str, Any],
-    *,
-    quiet: bool,
-    as_json: bool,
+    model: str, prompt: str, max_new_tokens: int, options: dict[str, Any], *, quiet: bool, as_json: bool
 ) -> None:
     """Continues a prompt with a model, and prints the text; `options` are keywords of `generate`."""
     from quant.export.checkpoint.load import open_runnable

@@ -12,7 +12,7 @@ from quant.base.errors import UserError
 from quant.base.json_files import read_json
 from quant.cli.command import JSON, REVISION, TRUST, Command, echo, print_json
 from quant.cli.completion import MODELS
-from quant.cli.tables import print_plan, print_table
+from quant.cli.console import print_plan, print_table
 from quant.export.checkpoint.files.directory import check_apart
 from quant.formats.format import FORMATS
 from quant.models.files import find_checkpoint
@@ -35,17 +35,14 @@ _SOLVER_NOTE = (
 @JSON
 def inspect_command(directory: str, as_json: bool) -> None:
     """List the layers of a quantized checkpoint with format, shape, bits, SNR and reason, and totals."""
-    _inspect(find_checkpoint(directory), as_json)
-
-
-def _inspect(directory: Path, as_json: bool) -> None:
-    if (directory / PLAN_FILE).is_file():
-        plan, report = Plan.load(directory / PLAN_FILE), saved_report(directory)
+    checkpoint = find_checkpoint(directory)
+    if (checkpoint / PLAN_FILE).is_file():
+        plan, report = Plan.load(checkpoint / PLAN_FILE), saved_report(checkpoint)
     else:
         # A checkpoint of another tool has no plan: one is read off its config and tensors, which takes torch.
         from quant.export.checkpoint.load import describe
 
-        plan, report = describe(directory)
+        plan, report = describe(checkpoint)
     if as_json:
         print_json({"plan": plan.to_dict(), "report": report})
     else:
@@ -56,11 +53,8 @@ def _inspect(directory: Path, as_json: bool) -> None:
 @click.argument("directory", type=click.Path(path_type=Path))
 @click.argument("other", type=click.Path(path_type=Path), required=False)
 @click.option("--receipt", "receipt_file", type=click.Path(path_type=Path), help="Receipt that `quant export` wrote.")
-@click.option(
-    "--out",
-    type=click.Path(path_type=Path),
-    help="HTML file.  [default: report.html in DIRECTORY; comparison.html here]",
-)
+@click.option("--out", type=click.Path(path_type=Path), help="HTML file.  [default: report.html in DIRECTORY; "
+              "comparison.html here]")  # fmt: skip
 def report_command(directory: Path, other: Path | None, receipt_file: Path | None, out: Path | None) -> None:
     """Write the HTML report of a checkpoint again from its report.json and plan.json, or compare it with OTHER.
 
@@ -159,22 +153,18 @@ def solvers_command(as_json: bool) -> None:
         ("Parts that are joined to a rounding", tuple(name for name in METHODS if name not in ROUNDINGS)),
     ):
         facts = [rows[name] for name in names]
+        formats = [each["formats"] for each in facts]
+        counts = ["" if f is None else f[0] if len(f) == 1 else f"{len(f)} formats" for f in formats]
+        limited = [f"; for {count}" if count else "" for count in counts]
         columns = {
             "!solver": names,
             "!needs": [each["needs"] for each in facts],
             "!>work": [f"{each['work']:g}" for each in facts],
             "!effort": [", ".join(map(str, each["effort"])) for each in facts],
-            "method": [each["method"] + _limited(each["formats"]) for each in facts],
+            "method": [each["method"] + limits for each, limits in zip(facts, limited, strict=True)],
         }
         print_table(columns, title=title, drops=("effort", "needs"))
     echo(_SOLVER_NOTE)
-
-
-def _limited(formats: list[str] | None) -> str:
-    """Returns the end of a method's sentence, for one that does not take all formats."""
-    if formats is None:
-        return ""
-    return f"; for {formats[0] if len(formats) == 1 else f'{len(formats)} formats'}"
 
 
 def _solver_facts(name: str) -> dict[str, Any]:

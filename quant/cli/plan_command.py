@@ -13,9 +13,8 @@ from quant.base.atomic import claimed
 from quant.base.errors import UserError, counted, megabytes
 from quant.cli.command import JSON, Toolbox, command_line, echo, model_options, print_json
 from quant.cli.completion import MODELS, RUNTIMES
-from quant.cli.console import listener, page
-from quant.cli.run_options import RunCommand, plan_options, request_of, run_options
-from quant.cli.tables import print_plan, print_table
+from quant.cli.console import listener, page, print_plan, print_table
+from quant.cli.quantize_command import RunCommand, plan_options, request_of, run_options
 from quant.export.checkpoint.files.directory import check_apart
 from quant.models.configs import stored_layers
 from quant.recipes.plan import PLAN_FILE, Plan, edit, parse_setting, set_guard_and_observer, set_kv_cache
@@ -96,14 +95,9 @@ def diff_command(before: Path, after: Path, as_json: bool) -> None:
 
 @plan_group.command("edit")
 @_PLAN
-@click.option(
-    "--set",
-    "settings",
-    multiple=True,
-    metavar="GLOB=FORMAT[:SOLVER][@INPUT]",
-    help="New format of matching layers, or a preset such as nvfp4a16; keep is 16 bit. Without @INPUT, inputs get the "
-    "format that goes with the weight's if the plan quantizes inputs. Repeatable; the last match wins.",
-)
+@click.option("--set", "settings", multiple=True, metavar="GLOB=FORMAT[:SOLVER][@INPUT]", help="New format of "
+              "matching layers, or a preset such as nvfp4a16; keep is 16 bit. Without @INPUT, inputs get the format "
+              "that goes with the weight's if the plan quantizes inputs. Repeatable; the last match wins.")  # fmt: skip
 @click.option("--kv-cache", metavar="FORMAT", help="Format of the KV cache: fp8, fp8_head, or keep.")
 @click.option("--guard", metavar="'LIMIT FORMAT …'", help="As in `quantize`; an empty text takes it away.")
 @click.option("--observer", metavar="NAME", help="As in `quantize`: absmax, percentile, mse or entropy.")
@@ -112,16 +106,9 @@ def diff_command(before: Path, after: Path, as_json: bool) -> None:
 @click.option("--overwrite", is_flag=True, help="Replace --out if it exists.")
 @JSON
 def edit_command(
-    plan_file: Path,
-    settings: tuple[str, ...],
-    kv_cache: str | None,
-    guard: str | None,
-    observer: str | None,
-    whole_groups: bool,
-    out: Path,
-    overwrite: bool,
-    as_json: bool,
-) -> None:
+    plan_file: Path, settings: tuple[str, ...], kv_cache: str | None, guard: str | None, observer: str | None,
+    whole_groups: bool, out: Path, overwrite: bool, as_json: bool,
+) -> None:  # fmt: skip
     """Write PLAN with some layers changed. `quantize MODEL --plan FILE` then executes it."""
     if not settings and kv_cache is guard is observer is None:
         raise UserError("nothing to change: give --set 'GLOB=FORMAT', --kv-cache FORMAT, --guard or --observer")
@@ -145,25 +132,15 @@ def edit_command(
 @plan_group.command("validate")
 @_PLAN
 @click.option("--model", shell_complete=MODELS, help="Model that the plan is for; only its shapes are read.")
-@click.option(
-    "--target",
-    "target_name",
-    shell_complete=RUNTIMES,
-    metavar="RUNTIME",
-    help="vllm, sglang, … (`quant plan targets` lists them).  [default: the plan's]",
-)
+@click.option("--target", "target_name", shell_complete=RUNTIMES, metavar="RUNTIME", help="vllm, sglang, … (`quant "
+              "plan targets` lists them).  [default: the plan's]")  # fmt: skip
 @model_options
 @JSON
 @click.pass_context
 def validate_command(
-    context: click.Context,
-    plan_file: Path,
-    model: str | None,
-    target_name: str | None,
-    model_factory: str | None,
-    unsafe_load: bool,
-    as_json: bool,
-) -> None:
+    context: click.Context, plan_file: Path, model: str | None, target_name: str | None, model_factory: str | None,
+    unsafe_load: bool, as_json: bool,
+) -> None:  # fmt: skip
     """List every problem of PLAN; exit code 1 if there is one.
 
     The plan is checked by itself, and against the model and the runtime that are named. No weight is read.
@@ -197,8 +174,25 @@ def targets_command(as_json: bool) -> None:
     """List the runtimes for --target, and the formats that each of them runs."""
     if as_json:
         print_json({name: dataclasses.asdict(target) for name, target in TARGETS.items()})
-    else:
-        _print_targets()
+        return
+    out = page()
+    for target in TARGETS.values():
+        title = f"{target.name}: {target.description}"
+        columns = {
+            "!weight": [pair.weight for pair in target.pairs],
+            "!input": [pair.activation or "16 bit" for pair in target.pairs],
+            "!runs": [pair.runs for pair in target.pairs],
+            "layers": [", ".join(pair.kinds) for pair in target.pairs],
+            "note": [pair.note for pair in target.pairs],
+        }
+        if any(pair.source for pair in target.pairs):
+            columns["!from"] = [pair.source for pair in target.pairs]
+        print_table(columns, title=title, drops=("from", "layers"))
+        for formats, reason in target.refused.items():
+            out.print(f"refused: {formats}: {reason}")
+        for formats, reason in target.misread.items():
+            out.print(f"misread without a word: {formats}: {reason}")
+        out.print(f"KV cache: {', '.join((*target.kv_cache, '16 bit'))}. From: {target.source}\n")
 
 
 def _file_of(path: Path) -> Path:
@@ -275,24 +269,3 @@ def _print_problems(plan: Plan, problems: list[Problem], model: str | None, targ
     out.print(
         f"{counted(len(problems), 'problem')} in {counted(count, 'place')}{f', with {against}' if against else ''}"
     )
-
-
-def _print_targets() -> None:
-    out = page()
-    for target in TARGETS.values():
-        title = f"{target.name}: {target.description}"
-        columns = {
-            "!weight": [pair.weight for pair in target.pairs],
-            "!input": [pair.activation or "16 bit" for pair in target.pairs],
-            "!runs": [pair.runs for pair in target.pairs],
-            "layers": [", ".join(pair.kinds) for pair in target.pairs],
-            "note": [pair.note for pair in target.pairs],
-        }
-        if any(pair.source for pair in target.pairs):
-            columns["!from"] = [pair.source for pair in target.pairs]
-        print_table(columns, title=title, drops=("from", "layers"))
-        for formats, reason in target.refused.items():
-            out.print(f"refused: {formats}: {reason}")
-        for formats, reason in target.misread.items():
-            out.print(f"misread without a word: {formats}: {reason}")
-        out.print(f"KV cache: {', '.join((*target.kv_cache, '16 bit'))}. From: {target.source}\n")

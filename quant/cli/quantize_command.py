@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,12 +10,180 @@ import click
 
 from quant import __version__
 from quant.base.extras import importing
-from quant.cli.command import command_line, print_json
-from quant.cli.completion import MODELS
-from quant.cli.console import CONSOLE, listener
-from quant.cli.run_options import QuantizeCommand, request_of, run_options
-from quant.cli.tables import print_plan
+from quant.calibration.sensitivity.table import METHODS
+from quant.cli.command import (
+    DEVICE,
+    DEVICES,
+    JSON,
+    QUIET,
+    REVISION,
+    SEED,
+    TRUST,
+    UNSAFE,
+    Command,
+    command_line,
+    print_json,
+)
+from quant.cli.completion import FORMAT_NAMES, MODELS, OBSERVERS, PRESET_LIST, PRESETS, RUNTIMES, SOLVERS, SOURCES
+from quant.cli.console import CONSOLE, listener, print_plan
 from quant.models.startup import read_ahead, skip_image_packages
+
+# Options of a run, which `quantize` and `quant plan make` share: formats, calibration, budgets and machine.
+#
+# `--help` shows them by purpose. Budgets other than `--bits`, and what experts change about a plan, are options of
+# `quant plan make` alone, whose plan `quantize --plan` runs.
+
+
+GROUPS = {
+    "Formats": (
+        "--format", "--recipe", "--plan", "--include", "--exclude", "--lm-head", "--kv-cache", "--attention",
+    ),
+    "Formats chosen within a limit": (
+        "--bits", "--fit", "--ctx", "--batch", "--latency", "--max-kl", "--max-ppl-increase", "--target", "--formats",
+        "--method", "--pin", "--forbid", "--at-least", "--search", "--sensitivity",
+    ),
+    "Rounding": (
+        "--effort", "--solver", "--guard", "--observer", "--calib", "--calib-samples", "--seqlen", "--eval",
+        "--eval-samples", "--seed",
+    ),
+    "Output": ("--out", "--overwrite", "--restart", "--allow-missing", "--dry-run", "--quiet", "--json"),
+    "Machine": ("--device", "--devices", "--memory"),
+}  # fmt: skip
+
+
+class RunCommand(Command):
+    """A command whose `--help` shows its options by purpose."""
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Writes the options in the groups of `GROUPS`; the last group has all others."""
+        options = {option.opts[-1]: option for option in self.get_params(ctx) if isinstance(option, click.Option)}
+        grouped = {title: [options.pop(name) for name in names if name in options] for title, names in GROUPS.items()}
+        for title, group in {**grouped, "Model and program": list(options.values())}.items():
+            records = [record for option in group if (record := option.get_help_record(ctx)) is not None]
+            with formatter.section(title):
+                formatter.write_dl(records)
+
+
+# Options of `quantize` up to 0.2, and where they are now; the table goes with 0.4.
+MOVED = {
+    **dict.fromkeys(
+        ("--fit", "--ctx", "--batch", "--latency", "--max-kl", "--max-ppl-increase", "--target", "--method", "--pin",
+         "--forbid", "--at-least", "--search", "--sensitivity", "--attention", "--guard", "--observer"),
+        "an option of `quant plan make MODEL … --out plan.json` since 0.3; run its plan with `quantize MODEL --plan "
+        "plan.json`",
+    ),
+    "--revision": "part of MODEL since 0.3: org/name@REV",
+    "--help-all": "--help since 0.3",
+}  # fmt: skip
+
+
+class QuantizeCommand(RunCommand):
+    """A `RunCommand` that names the new place of options that were moved."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Parses the arguments."""
+        for name in (argument.partition("=")[0] for argument in args):
+            if name in MOVED:
+                click.echo(f"error: {name} is {MOVED[name]}", err=True)
+                ctx.exit(2)
+        return super().parse_args(ctx, args)
+
+
+_FORMATS = (
+    click.option("--format", "recipe", shell_complete=PRESETS,
+                 help="Preset: nvfp4, nvfp4a16, fp8, … (`quant formats` lists them); or WEIGHT@INPUT."),
+    click.option("--recipe", "recipe_file", type=click.Path(path_type=Path), help="Recipe file (TOML)."),
+    click.option("--include", multiple=True, metavar="GLOB",
+                 help="Quantize only layers that match; 'mtp.*' adds prediction heads. Repeatable."),
+    click.option("--exclude", multiple=True, metavar="GLOB", help="Keep matching layers in 16 bit. Repeatable."),
+    click.option("--lm-head", shell_complete=FORMAT_NAMES, metavar="FORMAT",
+                 help="Format of the output head, its inputs in 16 bit.  [default: 16 bit]"),
+    click.option("--kv-cache", shell_complete=FORMAT_NAMES, metavar="FORMAT",
+                 help="KV cache: fp8, or fp8_head with a scale for each head."),
+)  # fmt: skip
+_ROUNDING = (
+    click.option("--effort", type=click.IntRange(0, 3), metavar="0|1|2|3",
+                 help="Chooses the solver: 0 rounds to nearest, 1 searches scales, 2 is gptq on calibration text, 3 is "
+                 "kfac, which rounds for the loss of the whole model.  [default: 2, and 0 for a limit on the loss]"),
+    click.option("--solver", shell_complete=SOLVERS, help="Method that rounds weights; replaces the recipe's."),
+    click.option("--calib", shell_complete=SOURCES, multiple=True, metavar="SOURCE",
+                 help="Calibration data: a file of text, rows or token ids, hf:DATASET, a folder of images or sounds, "
+                 "self, mix, or mix+FILE (docs/calibration.md). Repeatable.  [default: mix, if the plan needs text]"),
+    click.option("--calib-samples", type=click.IntRange(min=1), metavar="N",
+                 help="Rows of calibration text, images or sounds.  [default: 32; up to 512 of mix on a GPU]"),
+    click.option("--eval", "eval_texts", shell_complete=SOURCES, multiple=True, metavar="SOURCE",
+                 help="Evaluation text or other inputs, as for --calib. Repeatable: text of another kind shows what "
+                 "carries over."),
+    click.option("--eval-samples", type=click.IntRange(min=1), default=16, show_default=True,
+                 help="Rows of each --eval."),
+    click.option("--seqlen", type=click.IntRange(min=1), default=512, show_default=True, help="Tokens per row."),
+    SEED,
+)  # fmt: skip
+_BUDGET = (
+    click.option("--bits", type=float,
+                 help="Choose formats with this many bits per weight, scales and padding counted."),
+    click.option("--formats", shell_complete=PRESET_LIST, metavar="LIST",
+                 help="Formats to choose from, besides 16 bit; +lowrank:RANK after one adds a branch in 16 bit.  "
+                 "[default: nvfp4,fp8]"),
+)  # fmt: skip
+_OF_PLANS = (
+    click.option("--attention", shell_complete=FORMAT_NAMES, metavar="FORMAT",
+                 help="Format of attention's operands: fp8."),
+    click.option("--guard", metavar="'LIMIT FORMAT …'",
+                 help="A layer with a relative output error above LIMIT gets the next format: '0.1 fp8 keep'."),
+    click.option("--observer", shell_complete=OBSERVERS,
+                 help="Method that sets static activation scales: absmax, percentile, mse or entropy."),
+    click.option("--fit", metavar="SIZE", help="… so that weights and KV cache fit into SIZE: 24GB."),
+    click.option("--ctx", default="4096", show_default=True, metavar="N", help="Tokens per sequence for --fit: 32k."),
+    click.option("--batch", type=click.IntRange(1, 2**31 - 1), default=1, show_default=True,
+                 help="Concurrent sequences, for --fit and --latency."),
+    click.option("--latency", metavar="TIME", help="… so that a decoding step takes at most TIME, such as 12ms."),
+    click.option("--max-kl", type=float, metavar="NATS",
+                 help="Find the smallest model whose KL stays below, on each --eval text."),
+    click.option("--max-ppl-increase", metavar="PERCENT", help="The same for perplexity, such as 1%."),
+    click.option("--target", shell_complete=RUNTIMES, multiple=True, metavar="NAME",
+                 help="Runtime, whose formats are offered, or GPU, for --latency: vllm, h100, FILE.json. Repeatable."),
+    click.option("--method", type=click.Choice(METHODS), help="How groups are scored.  [default: fisher]"),
+    click.option("--pin", multiple=True, metavar="GLOB=FORMAT", help="Matching layers get FORMAT. Repeatable."),
+    click.option("--forbid", multiple=True, metavar="GLOB=FORMAT", help="Matching layers do not get FORMAT."),
+    click.option("--at-least", multiple=True, metavar="GLOB=FORMAT",
+                 help="Matching layers get at least FORMAT's bits."),
+    click.option("--search", type=click.IntRange(min=0), metavar="N",
+                 help="Measurements that improve the choice.  [default: 500 on a GPU, 0 on a CPU]"),
+    click.option("--sensitivity", type=click.Path(path_type=Path),
+                 help="File that keeps the scores for the next run."),
+)  # fmt: skip
+_MACHINE = (
+    DEVICE, DEVICES,
+    click.option("--memory", metavar="SIZE", help="Memory that may be used: 8GB.  [default: what is free]"),
+    click.option("--model-factory", metavar="PACKAGE.MODULE:FUNCTION",
+                 help="Function that builds the module, for a state dict or a directory of weights."),
+    UNSAFE, TRUST, QUIET, JSON,
+)  # fmt: skip
+
+
+def run_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Adds the options that `quantize` and `quant plan make` share."""
+    for option in (*_FORMATS, *_ROUNDING, *_BUDGET, *_MACHINE):
+        command = option(command)
+    return command
+
+
+def plan_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Adds the options of `quant plan make` alone."""
+    for option in (*_OF_PLANS, REVISION):
+        command = option(command)
+    return command
+
+
+def request_of(options: dict[str, Any], command: str) -> Any:
+    """Returns the `Request` of a command with these options; one that it does not have has its default."""
+    from dataclasses import fields
+
+    from quant.run.request import AllocationRequest, Request
+
+    budget = {field.name: options.pop(field.name) for field in fields(AllocationRequest) if field.name in options}
+    return Request(**options, budget=AllocationRequest(**budget), command=command)
 
 
 @click.command("quantize", cls=QuantizeCommand)

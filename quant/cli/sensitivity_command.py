@@ -12,8 +12,7 @@ from quant.base.atomic import claimed
 from quant.calibration.sensitivity.table import METHODS, parse_candidates
 from quant.cli.command import DEVICE, DEVICES, JSON, QUIET, SEED, Command, model_options, print_json
 from quant.cli.completion import MODELS, PRESET_LIST, SOLVERS, SOURCES
-from quant.cli.console import listener
-from quant.cli.tables import print_table
+from quant.cli.console import listener, print_table
 from quant.export.checkpoint.files.directory import check_apart
 from quant.models.files import WatchedFiles, find_model
 
@@ -23,39 +22,18 @@ if TYPE_CHECKING:
 
 @click.command("sensitivity", cls=Command)
 @click.argument("model", shell_complete=MODELS)
-@click.option(
-    "--formats",
-    shell_complete=PRESET_LIST,
-    default="nvfp4,mxfp8,fp8",
-    show_default=True,
-    help="Presets, PRESETa16, or WEIGHT@INPUT.",
-)
-@click.option(
-    "--method",
-    type=click.Choice(METHODS),
-    default="fisher",
-    show_default=True,
-    help="fisher: one backward pass; kl: measured for each group; output: relative error of each layer's output.",
-)
+@click.option("--formats", shell_complete=PRESET_LIST, default="nvfp4,mxfp8,fp8", show_default=True,
+              help="Presets, PRESETa16, or WEIGHT@INPUT.")  # fmt: skip
+@click.option("--method", type=click.Choice(METHODS), default="fisher", show_default=True, help="fisher: one "
+              "backward pass; kl: measured for each group; output: relative error of each layer's output.")  # fmt: skip
 @click.option("--out", type=click.Path(path_type=Path), help="File for the table; an interrupted run continues it.")
-@click.option(
-    "--calib",
-    shell_complete=SOURCES,
-    multiple=True,
-    metavar="SOURCE",
-    help="Calibration data, as for `quantize`.  [default: mix]",
-)
-@click.option(
-    "--samples", type=click.IntRange(min=1), default=8, show_default=True, help="Rows of text; 2 are enough for kl."
-)
+@click.option("--calib", shell_complete=SOURCES, multiple=True, metavar="SOURCE", help="Calibration data, as for "
+              "`quantize`.  [default: mix]")  # fmt: skip
+@click.option("--samples", type=click.IntRange(min=1), default=8, show_default=True,
+              help="Rows of text; 2 are enough for kl.")  # fmt: skip
 @click.option("--seqlen", default=512, show_default=True, help="Tokens per row.")
-@click.option(
-    "--solver",
-    shell_complete=SOLVERS,
-    default="rtn",
-    show_default=True,
-    help="Method that rounds the weights to be scored.",
-)
+@click.option("--solver", shell_complete=SOLVERS, default="rtn", show_default=True, help="Method that rounds the "
+              "weights to be scored.")  # fmt: skip
 @click.option("--include", multiple=True, metavar="GLOB", help="Score only layers that match. Repeatable.")
 @click.option("--exclude", multiple=True, metavar="GLOB", help="Leave out layers that match. Repeatable.")
 @SEED
@@ -65,19 +43,9 @@ if TYPE_CHECKING:
 @QUIET
 @JSON
 def sensitivity_command(
-    model: str,
-    out: Path | None,
-    calib: tuple[str, ...],
-    samples: int,
-    seqlen: int,
-    seed: int,
-    device: str,
-    model_factory: str | None,
-    unsafe_load: bool,
-    quiet: bool,
-    as_json: bool,
-    **options: Any,
-) -> None:
+    model: str, out: Path | None, calib: tuple[str, ...], samples: int, seqlen: int, seed: int, device: str,
+    model_factory: str | None, unsafe_load: bool, quiet: bool, as_json: bool, **options: Any,
+) -> None:  # fmt: skip
     """Score the loss of each fusion group of MODEL in each format.
 
     Ranks share the work; the scores do not depend on their number.

@@ -22,8 +22,7 @@ from samples import BASE
 
 from quant.cli import console
 from quant.cli.main import COMMANDS, RENAMED, main
-from quant.cli.quantize_command import quantize_command
-from quant.cli.run_options import MOVED
+from quant.cli.quantize_command import MOVED, quantize_command
 from quant.evaluation.evaluation import loss_text
 from quant.export.checkpoint.load import load
 from quant.formats.format import FORMATS

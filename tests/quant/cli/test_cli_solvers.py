@@ -11,7 +11,7 @@ from rich.console import Console
 
 import quant
 from quant.calibration.solvers.registry import SOLVERS, TRANSFORMS
-from quant.cli import tables
+from quant.cli import console as tables
 from quant.cli.main import main
 from quant.recipes.solver_names import STEPS
 

@@ -11,7 +11,8 @@ import tiny_models
 from click.testing import CliRunner
 
 import quant
-from quant.cli import console, tables
+from quant.cli import console
+from quant.cli import console as tables
 from quant.cli.main import main
 from quant.cli.quantize_command import quantize_command
 from quant.recipes.plan import Plan

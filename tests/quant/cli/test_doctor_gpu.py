@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from quant.cli import doctor_command
-from quant.cli import doctor_command as doctor_gpu
 from quant.kernels.base import hardware
 
 
@@ -76,20 +75,20 @@ def _forget() -> Any:
 
 
 def test_each_gpu_has_its_own_readings(nvml: SimpleNamespace) -> None:
-    first, second = doctor_gpu.examine_gpus()
+    first, second = doctor_command.examine()["gpus"]
     assert (first["readings"]["power_watts"], second["readings"]["power_watts"]) == (78.0, 123.456)
     assert first["readings"]["sm_clock_mhz"] == 1980 and "temperature_celsius" not in first["readings"]
     assert first["native_formats"] == ["int8", "fp8"] and first["tflops"]["fp8"] == 1979
     assert first["tuned_shapes"] > 20
-    assert doctor_gpu.driver_version() == "580.1"
+    assert doctor_command.examine()["driver"] == "580.1"
 
 
 def test_links(nvml: SimpleNamespace) -> None:
-    assert doctor_gpu.examine_links() == {"0-1": "NVLink"}
+    assert doctor_command.examine()["links"] == {"0-1": "NVLink"}
     nvml.nvmlDeviceGetP2PStatus = lambda a, b, caps: 1
-    assert doctor_gpu.examine_links() == {"0-1": "PCIe, one NUMA node"}
+    assert doctor_command.examine()["links"] == {"0-1": "PCIe, one NUMA node"}
     nvml.nvmlDeviceGetTopologyCommonAncestor = refuse
-    assert doctor_gpu.examine_links() == {"0-1": "unknown (Not Supported)"}
+    assert doctor_command.examine()["links"] == {"0-1": "unknown (Not Supported)"}
 
 
 def test_what_is_printed(nvml: SimpleNamespace, capsys: pytest.CaptureFixture[str]) -> None:
@@ -105,6 +104,6 @@ def test_what_is_printed(nvml: SimpleNamespace, capsys: pytest.CaptureFixture[st
 
 def test_without_nvml_the_rest_is_there(nvml: SimpleNamespace) -> None:
     nvml.nvmlInit = refuse
-    (first, _) = doctor_gpu.examine_gpus()
+    (first, _) = doctor_command.examine()["gpus"]
     assert first["readings"] == {} and first["memory_bandwidth"] == 3.35e12
-    assert doctor_gpu.examine_links() == {} and doctor_gpu.driver_version() is None
+    assert doctor_command.examine()["links"] == {} and doctor_command.examine()["driver"] is None

@@ -7,7 +7,8 @@ import io
 import pytest
 
 from quant.calibration.sensitivity.table import UNITS, GroupScores, Sensitivity
-from quant.cli import console, evaluate_command, sensitivity_command, tables
+from quant.cli import console, evaluate_command, sensitivity_command
+from quant.cli import console as tables
 from quant.evaluation.evaluation import Evaluation
 
 WIDTHS = [60, 80, 120, 200]
