@@ -146,10 +146,10 @@ def announce_budget(job: Job, plan: Plan, goal: Goal, candidates: Sequence[Candi
     samples, seqlen, written = _text_size(job, will_write=job.request.data is None)
     time = expected_time(job.model, plan, job.session, rows=samples, seqlen=seqlen, written=written)
     device = job.session.device or device_of(job.model)
-    formats, effort = len(candidates) - 1, job.request.budget.effort
-    rows_solved = rows_where_solved(plan.quantized, candidates, goal, solver, samples, effort, device)
+    formats, counts = len(candidates) - 1, job.request.budget.counts
+    rows_solved = rows_where_solved(plan.quantized, candidates, goal, solver, samples, counts, device)
     changes = formats * len(groups_of(plan.quantized))
-    passes = rows_of_choice(samples, formats, effort, device, changes=changes, rows_solved=rows_solved)
+    passes = rows_of_choice(samples, formats, counts, device, changes=changes, rows_solved=rows_solved)
     choosing = time_of_rows(job.model, plan, job.session, passes, seqlen)
     if get_pipeline(solver).needs_data:
         # Each format group by group, and the whole model once if changes are measured in it; without gradients.

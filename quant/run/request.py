@@ -94,7 +94,7 @@ class AllocationRequest:
         )
 
     @property
-    def effort(self) -> Counts:
+    def counts(self) -> Counts:
         """The numbers of rows and measurements of the allocation."""
         return Counts(measurements=self.search)
 
@@ -106,7 +106,7 @@ class AllocationRequest:
             "method": self.method or "fisher",
             "constraints": constraints,
             "path": self.sensitivity,
-            "effort": self.effort,
+            "counts": self.counts,
         }
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,7 +19,7 @@ from quant.calibration.texts.sources import tokenizer_if_any
 from quant.export.checkpoint.compare_source import compare_with_source
 from quant.export.checkpoint.files.names import stored_names
 from quant.export.checkpoint.pretrained import attach
-from quant.export.checkpoint.save import Destination, Finish, save_state_dict, write_model
+from quant.export.checkpoint.save import Destination, save_state_dict, write_model
 from quant.models.configs import described_by
 from quant.models.files import SourceKind
 from quant.models.prediction_heads import head_layers
@@ -50,7 +50,18 @@ def write(job: Job, decision: Decision, solved: SolvedModel, measured: Measured)
 
 def _write_checkpoint(job: Job, out: Path, solved: SolvedModel, report: Report) -> None:
     request, source = job.request, job.source
-    finish = _finish(job, solved.plan, report)
+    started = time.perf_counter()
+
+    def finish(directory: Path, hashes: Mapping[str, str], messages: list[str]) -> None:
+        """Completes the directory of the checkpoint before it appears under its name."""
+        report.notes += _differences(job, directory)
+        report.seconds["write"] = time.perf_counter() - started
+        # Warnings on the checkpoint come first: they may stop a server from loading it.
+        report.warnings[:0] = messages
+        report.complete(solved.plan, directory, hashes)
+        # Last of all: if a file of the model changed while it was read, the directory never gets its name.
+        source.files.check()
+
     if solved.quantized is None:
         assert source.state_dict is not None and solved.tensors is not None
         save_state_dict(source.state_dict, solved.tensors, solved.plan, out, overwrite=request.overwrite, finish=finish)
@@ -68,22 +79,6 @@ def _write_checkpoint(job: Job, out: Path, solved: SolvedModel, report: Report) 
     )
 
 
-def _finish(job: Job, plan: Plan, report: Report) -> Finish:
-    """Returns a function that completes the directory of the checkpoint before it appears under its name."""
-    started = time.perf_counter()
-
-    def finish(directory: Path, hashes: Mapping[str, str], messages: list[str]) -> None:
-        report.notes += _differences(job, directory)
-        report.seconds["write"] = time.perf_counter() - started
-        # Warnings on the checkpoint come first: they may stop a server from loading it.
-        report.warnings[:0] = messages
-        report.complete(plan, directory, hashes)
-        # Last of all: if a file of the model changed while it was read, the directory never gets its name.
-        job.source.files.check()
-
-    return finish
-
-
 def _differences(job: Job, directory: Path) -> list[str]:
     """Returns how a checkpoint deviates from the directory that it was made from, outside the quantized weights.
 
@@ -94,10 +89,10 @@ def _differences(job: Job, directory: Path) -> list[str]:
     """
     source = job.source
     # A module in memory may have been trained since it was loaded.
-    if source.kind != SourceKind.HUGGINGFACE or source.directory is None:
+    is_comparable = source.kind == SourceKind.HUGGINGFACE and source.directory is not None
+    if not is_comparable or described_by(job.model, source.directory) is None:
         return []
-    if described_by(job.model, source.directory) is None:
-        return []
+    assert source.directory is not None
     differences = compare_with_source(directory, source.directory, job.model)
     faults = [str(each) for each in differences if each.reason is None]
     if faults:
@@ -113,7 +108,10 @@ def _differences(job: Job, directory: Path) -> list[str]:
 
 def _report(job: Job, decision: Decision, solved: SolvedModel, measured: Measured) -> Report:
     source, plan = job.source, solved.plan
-    layers = _as_stored(solved.layers, plan, _stored_tensors(job, solved))
+    tensors = source.state_dict or {}
+    if solved.quantized is not None:
+        tensors = dict(solved.quantized.model.named_parameters(remove_duplicate=False))
+    layers = [_as_stored(layer, plan, tensors) for layer in solved.layers]
     # Formats replace 16-bit weights: two bytes each. The files of the checkpoint correct this estimate in the end.
     saved = sum(2 * layer.numel - layer.nbytes for layer in plan.quantized)
     allocation = decision.allocation
@@ -140,67 +138,36 @@ def _report(job: Job, decision: Decision, solved: SolvedModel, measured: Measure
     )
 
 
-def _stored_tensors(job: Job, solved: SolvedModel) -> Mapping[str, torch.Tensor]:
-    if solved.quantized is None:
-        return job.source.state_dict or {}
-    return dict(solved.quantized.model.named_parameters(remove_duplicate=False))
-
-
-def _as_stored(results: Sequence[LayerResult], plan: Plan, tensors: Mapping[str, torch.Tensor]) -> list[LayerResult]:
-    """Returns the results with the sizes of layers that stay in a dtype other than 16 bit in the checkpoint.
-
-    Args:
-        results: the results of the plan's layers.
-        plan: the plan that was executed.
-        tensors: the tensors of the quantized model or the original state dict, by name.
-    """
-
-    def stored(result: LayerResult) -> LayerResult:
-        layer = plan.by_name[result.name]
-        # A tied layer has the dtype of the tensor that it shares.
-        tensor = tensors.get(plan.by_name.get(layer.tied_to or "", layer).tensor_name)
-        if result.format is not None or tensor is None:
-            return result
-        size = tensor.dtype.itemsize
-        return replace(result, bits=8.0 * size, nbytes=0 if layer.tied_to else size * layer.numel)
-
-    return [stored(result) for result in results]
+def _as_stored(result: LayerResult, plan: Plan, tensors: Mapping[str, torch.Tensor]) -> LayerResult:
+    """Returns the result with the size of a layer that stays in a dtype other than 16 bit in the checkpoint."""
+    layer = plan.by_name[result.name]
+    # A tied layer has the dtype of the tensor that it shares.
+    tensor = tensors.get(plan.by_name.get(layer.tied_to or "", layer).tensor_name)
+    if result.format is not None or tensor is None:
+        return result
+    size = tensor.dtype.itemsize
+    return replace(result, bits=8.0 * size, nbytes=0 if layer.tied_to else size * layer.numel)
 
 
 def _warnings(decision: Decision, solved: SolvedModel) -> list[str]:
     """Returns warnings about the run; `write_model` adds those about the checkpoint itself."""
-    return [
-        *loss_warnings(solved.layers),
-        *_guard_warnings(decision.plan, solved.plan),
-        *_head_warnings(solved),
-        *([] if decision.allocation is None else decision.allocation.record.warnings()),
-    ]
-
-
-def _head_warnings(solved: SolvedModel) -> list[str]:
-    """Returns a sentence on the quantized layers of prediction heads, if there are any."""
-    names = set() if solved.quantized is None else head_layers(solved.quantized.model)
-    heads = [layer for layer in solved.plan.quantized if layer.name in names]
-    if not heads:
-        return []
-    scales = (
-        " and have input scales measured on the model's last block" if any(h.has_static_scale for h in heads) else ""
-    )
-    return [
-        f"{counted(len(heads), 'layer')} of prediction heads, {heads[0].name} first, were solved with "
-        f"{listed(sorted({layer.solver for layer in heads}))}, without data{scales}, because transformers does not run "
-        "them: compare how many of a server's draft tokens are accepted"
-    ]
-
-
-def _guard_warnings(decided: Plan, executed: Plan) -> list[str]:
-    """Returns a sentence on the layers that a guard gave another format, if there are any."""
+    warned = loss_warnings(solved.layers)
+    decided, executed = decision.plan, solved.plan
     changed = [layer for layer in executed.layers if layer.weight != decided.by_name[layer.name].weight]
-    if not changed:
-        return []
-    unquantized = sum(layer.weight is None for layer in changed)
-    return [
-        f"the guard {executed.guard!r} gave {len(changed)} of "
-        f"{counted(len(decided.quantized), 'layer')} another format, {unquantized} of them 16 bit, "
-        f"{changed[0].name} first: {changed[0].reason}"
-    ]
+    if changed:
+        unquantized = sum(layer.weight is None for layer in changed)
+        warned.append(
+            f"the guard {executed.guard!r} gave {len(changed)} of "
+            f"{counted(len(decided.quantized), 'layer')} another format, {unquantized} of them 16 bit, "
+            f"{changed[0].name} first: {changed[0].reason}"
+        )
+    names = set() if solved.quantized is None else head_layers(solved.quantized.model)
+    if heads := [layer for layer in executed.quantized if layer.name in names]:
+        has_static_scales = any(layer.has_static_scale for layer in heads)
+        scales = " and have input scales measured on the model's last block" if has_static_scales else ""
+        warned.append(
+            f"{counted(len(heads), 'layer')} of prediction heads, {heads[0].name} first, were solved with "
+            f"{listed(sorted({layer.solver for layer in heads}))}, without data{scales}, because transformers does not "
+            "run them: compare how many of a server's draft tokens are accepted"
+        )
+    return [*warned, *([] if decision.allocation is None else decision.allocation.record.warnings())]
