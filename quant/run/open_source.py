@@ -58,8 +58,14 @@ def load(request: Request, listener: Listener) -> Job:
     """Opens the model; of one whose shapes are enough, only configs and headers are read."""
     if request.is_in_memory:
         session = Session.on(request.device, seed=request.seed, memory=request.memory_bytes)
-        in_memory = _in_memory(request)
-        return Job(_sized(request, in_memory), in_memory, session, listener, {})
+        opened = open_model(request.model)
+        assert opened.model is not None
+        check_in_memory(opened.model)
+        in_memory = _InMemory(
+            name=opened.name, kind=opened.kind, model=opened.model, state_dict=None, path=opened.path,
+            dtype=opened.dtype, tokenizer=request.tokenizer,
+        )  # fmt: skip
+        return Job(request.for_model(opened.model), in_memory, session, listener, {})
     # A dry run touches no GPU: a CUDA context takes about a second, and some hundred MB of GPU memory.
     session = Session(memory=request.memory_bytes, seed=request.seed)
     if not request.reads_no_weights:
@@ -78,11 +84,8 @@ def load(request: Request, listener: Listener) -> Job:
             stream=not request.reads_no_weights and request.goal is None and not request.eval_texts,
         )
     announce_source(listener, source)
-    return Job(_sized(request, source), source, session, listener, {"load": time.perf_counter() - started})
-
-
-def _sized(request: Request, source: Source) -> Request:
-    return request if source.model is None else request.for_model(source.model)
+    sized = request if source.model is None else request.for_model(source.model)
+    return Job(sized, source, session, listener, {"load": time.perf_counter() - started})
 
 
 def _check_lengths(request: Request) -> None:
@@ -109,13 +112,3 @@ def _create_context(session: Session) -> None:
     """
     if session.device is not None and session.device.type == "cuda":
         Thread(target=torch.empty, args=(1,), kwargs={"device": session.device}, name="context").start()
-
-
-def _in_memory(request: Request) -> _InMemory:
-    source = open_model(request.model)
-    if source.model is not None:
-        check_in_memory(source.model)
-    return _InMemory(
-        name=source.name, kind=source.kind, model=source.model, state_dict=None, path=source.path, dtype=source.dtype,
-        tokenizer=request.tokenizer,
-    )  # fmt: skip

@@ -288,18 +288,17 @@ class Request:
         """
         if self.is_in_memory:
             check_original(unwrapped(self.model, "quantize"), "quantize")
-            self._check_data()
+            data = self.data if isinstance(self.data, torch.Tensor) else None
+            if data is not None and not (data.numel() and (data.is_floating_point() or data.dim() == 2)):
+                raise UserError(
+                    f"data is {list(data.shape)}; expected token ids [rows, seqlen], or inputs of the model [rows, …]"
+                )
         if self.goal is not None:
             self._check_budget()
         else:
             self._check_recipe()
             self.chosen_recipe  # noqa: B018 -- it is read here
-        self._check_values()
-        # Cached properties are read once, here, so that a bad value is refused before the model is opened.
-        self.kv_cache_format, self.attention_format, self.memory_bytes  # noqa: B018 -- so are these
-
-    def _check_values(self) -> None:
-        """Refuses values that would otherwise fail only after the model is opened, or not in a dry run."""
+        # The rest would otherwise fail only after the model is opened, or not in a dry run.
         self._check_names()
         find_device(self.device)
         for name in ("calib_samples", "eval_samples", "seqlen"):
@@ -307,6 +306,7 @@ class Request:
                 raise UserError(f"{self.spell(name)} {value}: give a whole number from 1")
         check_sources(self.calib, self.spell("calib"))
         check_sources(tuple(map(str, self.eval_texts)), self.spell("eval_texts"))
+        self.kv_cache_format, self.attention_format, self.memory_bytes  # noqa: B018 -- cached, so read once, here
 
     def _check_names(self) -> None:
         """Refuses names of files that are not UTF-8: plans and reports, which are, record them."""
@@ -322,18 +322,9 @@ class Request:
                         "PYTHONUTF8 if it is"
                     ) from None
 
-    def _check_data(self) -> None:
-        if self.data is None or isinstance(self.data, Inputs):
-            return
-        if not self.data.numel() or not (self.data.is_floating_point() or self.data.dim() == 2):
-            raise UserError(
-                f"data is {list(self.data.shape)}; expected token ids [rows, seqlen], or inputs of the model [rows, …]"
-            )
-
     def _check_recipe(self) -> None:
         """Checks that exactly one recipe or plan is named, and that a plan has no other options with it."""
-        recipes = {name: getattr(self, name) for name in ("recipe", "recipe_file", "plan_file")}
-        if sum(recipe is not None for recipe in recipes.values()) != 1:
+        if len(self._given("recipe", "recipe_file", "plan_file")) != 1:
             if self.is_in_memory:
                 raise UserError("name a recipe, such as 'nvfp4', or pass a plan, or a budget: bits= or max_kl=")
             raise UserError("give exactly one of --format, --recipe and --plan, or a limit such as --bits 4.8")
@@ -346,9 +337,8 @@ class Request:
 
     def _check_budget(self) -> None:
         """Checks that no option fixes the formats that a budget chooses."""
-        named = self._first_given("recipe", "recipe_file", "plan_file")
-        if named is not None:
-            recipe = f"recipe {self.recipe!r}" if self.is_in_memory else named
+        if named := self._given("recipe", "recipe_file", "plan_file"):
+            recipe = f"recipe {self.recipe!r}" if self.is_in_memory else named[0]
             raise UserError(
                 f"{recipe} fixes the formats that a budget would choose; name those that it may use with "
                 f"{self.spell('formats')}"
@@ -372,21 +362,15 @@ class Request:
         # Both would be missed only when the model is scored, which may take an hour.
         require_scipy()
         parse_candidates(self.budget.formats or DEFAULT_FORMATS)
-        if named := self._first_given("guard", "observer"):
-            later = (
-                f"quantize again with the plan and {named} …"
-                if self.is_in_memory
-                else (f"add it to the plan with `quant plan edit plan.json {named} …`")
-            )
-            raise UserError(f"{named} would change what the allocation has measured; leave it out, and {later}")
+        if named := self._given("guard", "observer"):
+            later = f"add it to the plan with `quant plan edit plan.json {named[0]} …`"
+            if self.is_in_memory:
+                later = f"quantize again with the plan and {named[0]} …"
+            raise UserError(f"{named[0]} would change what the allocation has measured; leave it out, and {later}")
 
     def _given(self, *names: str) -> list[str]:
         """Returns those of some options that are given, as the user wrote them."""
         return [self.spell(name) for name in names if getattr(self, name) not in (None, (), [])]
-
-    def _first_given(self, *names: str) -> str | None:
-        """Returns the first of some options that is given, as the user wrote it."""
-        return next(iter(self._given(*names)), None)
 
     def check_destination(self) -> None:
         """Raises UserError, or the OSError of a file that is in the way, unless `out` can be written."""

@@ -13,30 +13,18 @@ before everything is computed.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
-import torch
-from torch import nn
-
 from quant.base.extras import versions
-from quant.base.listener import SILENT, Listener, StageProgress
-from quant.calibration.inputs import Inputs
+from quant.base.listener import SILENT, Listener
 from quant.calibration.ranks import leave, rank_and_world, wait_for_all
 from quant.calibration.session import Session
 from quant.calibration.solvers.gptq import compile_ahead
 from quant.calibration.solvers.registry import get_pipeline
-from quant.calibration.texts.mixture import solver_needs_data
-from quant.calibration.walk.solve import solve_plan
-from quant.calibration.walk.solve_weights import solve_state_dict
 from quant.calibration.walk.step_store import DirectoryStore
-from quant.export.checkpoint.files.compressed_tensors import check_plan
-from quant.export.checkpoint.other_runtimes import import_for_trial
-from quant.recipes.blocks import block_names
-from quant.recipes.layers import LayerKind
-from quant.recipes.plan import Plan, groups_by_input
+from quant.recipes.plan import Plan
 from quant.report.report import Report
 from quant.run.announcements import announce_untied_head
 from quant.run.data import announce_time, read_data, verification_data
@@ -46,77 +34,62 @@ from quant.run.measure import Measured, measure, original_of
 from quant.run.open_source import destination, load
 from quant.run.request import Request
 from quant.run.same_on_ranks import check_same, kind_of
+from quant.run.solve import solve
 from quant.run.write_result import write
 
-# `solving_steps` lists the layers that solving goes through, so that a listener can show speed and remaining time.
 
+def run(request: Request, listener: Listener = SILENT) -> Outcome:
+    """Executes a request; no other run can write to its destination at the same time.
 
-def solving_steps(
-    model: nn.Module, plan: Plan, data: torch.Tensor | Inputs | None
-) -> tuple[list[str], list[float], str]:
-    """Returns the layers that `solve_plan` goes through: the block of each, how much work it is, and the unit of that.
-
-    With calibration text the work is its tokens, and each layer has the share of its weights; a model's worth of layers
-    has taken all tokens. Without, it is the megabytes that are read.
+    Raises:
+        ValueError, OSError: the user's mistakes; nothing has been written.
     """
-    blocks = block_names(model)
-    layers = [layer for group in groups_by_input(plan.quantized) for layer in group]
-    calibrated = plan.guard is not None or any(solver_needs_data(layer) for layer in layers)
-    if calibrated and data is not None:
-        layers = [layer for layer in plan.quantized if layer.kind in (LayerKind.LINEAR, LayerKind.EXPERTS)]
-        tokens, weights = data.shape[:2].numel(), sum(layer.numel for layer in layers)
-        amounts = [tokens * layer.numel / weights for layer in layers]
-    else:
-        # Bytes of the first parameter's dtype, which nearly all weights share.
-        width = next(model.parameters()).element_size()
-        amounts = [layer.numel * width / 1e6 for layer in layers]
-    # Layers of one block are shown as its name, since the sequential walk finishes them together.
-    names = [next((b for b in blocks if layer.name.startswith(f"{b}.")), layer.name) for layer in layers]
-    return names, amounts, "tokens" if calibrated and data is not None else "MB"
+    request.check()
+    with destination(request):
+        job = load(request, listener)
+        decision = decide(job)
+        if request.plan_out is not None and rank_and_world()[0] == 0:
+            save_plan(decision, request.plan_out)
+        if request.only_decides:
+            return Outcome(decision.plan)
+        if job.source.model is None:
+            is_first = rank_and_world()[0] == 0
+            # Only one rank solves a bare state dict: the others end now, and a collective call would wait for them.
+            leave()
+            if not is_first:
+                return Outcome(decision.plan)
+        with resumable(job, decision.plan) as job:
+            if job.session.store.is_complete:  # an earlier run wrote the checkpoint whole, but for its name
+                assert request.out is not None
+                job.session.store.finish()
+                wait_for_all()
+                return Outcome(decision.plan, Report.load(request.out / "report.json"))
+            decision, solved, measured = _compute(job, decision)
+            outcome = write(job, decision, solved, measured)
+            job.session.store.finish()
+            return outcome
 
 
-# The fourth stage solves the weights of a run, by the plan that was decided.
-
-
-def solve(job: Job, decision: Decision, progress: StageProgress) -> SolvedModel:
-    """Quantizes the model in place; a quantized copy that an allocation has measured is taken as it is."""
-    if job.source.model is None:
-        return _solve_state_dict(job, decision, progress)
-    session = job.session
-    if job.tries_loading:
-        import_for_trial()
-    # Before solving, which replaces parameters one by one.
-    bytes_before = sum(parameter.nbytes for parameter in job.model.parameters())
-    quantized = None if decision.allocation is None else decision.allocation.quantized
-    if quantized is None:
-        progress.expect("solve", *solving_steps(job.model, decision.plan, decision.data))
-        # A ValueError here is the user's or a NaN: finished steps of this plan would fail again and are deleted.
-        with session.store.solving():
-            quantized = solve_plan(job.model, decision.plan, decision.data, session)
-    job.seconds.update(quantized.seconds)
-    if quantized.plan.guard is not None and not job.request.is_in_memory:
-        check_plan(quantized.plan)  # a guard may have given layers other formats
-    return SolvedModel(quantized.plan, quantized.layers, bytes_before, quantized)
-
-
-def _solve_state_dict(job: Job, decision: Decision, progress: StageProgress) -> SolvedModel:
-    """Solves the weights of a bare state dict, whose plan needs no data."""
-    tensors, plan = job.source.state_dict, decision.plan
-    assert tensors is not None
-    started = time.perf_counter()
-    amounts = [layer.numel * job.source.dtype.itemsize / 1e6 for layer in plan.layers]
-    progress.expect("solve", [layer.name for layer in plan.layers], amounts, "MB")
-    solved, layers = solve_state_dict(tensors, plan, job.session)
-    job.seconds["solve"] = time.perf_counter() - started
-    return SolvedModel(plan, layers, sum(tensor.nbytes for tensor in tensors.values()), tensors=solved)
-
-
-# A run keeps finished steps next to its destination, so that the same command continues after them.
+def _compute(job: Job, decision: Decision) -> tuple[Decision, SolvedModel, Measured]:
+    """Runs every stage but writing. The original model, which measuring needs, is freed at the end."""
+    # Kernels of the plan's solvers are compiled while texts are read and the model is copied to the GPU.
+    layers = [layer for layer in decision.plan.quantized if get_pipeline(layer.solver).rounding.feeds_back]
+    compile_ahead({layer.weight_format for layer in layers}, job.session.device)
+    texts = verification_data(job, decision)
+    original = original_of(job, decision, texts)
+    announce_time(job, decision)
+    announce_untied_head(job.listener, decision.plan)
+    with job.stages() as (staged, progress):
+        decision = read_data(staged, decision)
+        solved = solve(staged, decision, progress)
+        return decision, solved, measure(staged, solved, texts, original)
 
 
 @contextmanager
 def resumable(job: Job, plan: Plan) -> Iterator[Job]:
-    """Gives the job a store of finished steps. A bare state dict is solved in seconds, and a module has no directory.
+    """Gives the job a store of finished steps next to its destination, after which the same command continues.
+
+    A bare state dict is solved in seconds, and a module has no directory.
 
     Raises:
         ValueError: a run with other options, another model or another version left steps there.
@@ -142,62 +115,3 @@ def resumable(job: Job, plan: Plan) -> Iterator[Job]:
 
 def _device_type(session: Session) -> str:
     return "cpu" if session.device is None else session.device.type
-
-
-def run(request: Request, listener: Listener = SILENT) -> Outcome:
-    """Executes a request; no other run can write to its destination at the same time.
-
-    Raises:
-        ValueError, OSError: the user's mistakes; nothing has been written.
-    """
-    request.check()
-    with destination(request):
-        job = load(request, listener)
-        decision = decide(job)
-        if request.plan_out is not None and rank_and_world()[0] == 0:
-            save_plan(decision, request.plan_out)
-        if request.only_decides or _is_idle_rank(job):
-            return Outcome(decision.plan)
-        with resumable(job, decision.plan) as job:
-            if job.session.store.is_complete:
-                return _finished(job, decision)
-            decision, solved, measured = _compute(job, decision)
-            outcome = write(job, decision, solved, measured)
-            job.session.store.finish()
-            return outcome
-
-
-def _compute(job: Job, decision: Decision) -> tuple[Decision, SolvedModel, Measured]:
-    """Runs every stage but writing. The original model, which measuring needs, is freed at the end."""
-    _compile_ahead(job, decision)
-    texts = verification_data(job, decision)
-    original = original_of(job, decision, texts)
-    announce_time(job, decision)
-    announce_untied_head(job.listener, decision.plan)
-    with job.stages() as (staged, progress):
-        decision = read_data(staged, decision)
-        solved = solve(staged, decision, progress)
-        return decision, solved, measure(staged, solved, texts, original)
-
-
-def _compile_ahead(job: Job, decision: Decision) -> None:
-    """Begins to compile kernels of the plan's solvers, while texts are read and the model is copied to the GPU."""
-    layers = [layer for layer in decision.plan.quantized if get_pipeline(layer.solver).rounding.feeds_back]
-    compile_ahead({layer.weight_format for layer in layers}, job.session.device)
-
-
-def _is_idle_rank(job: Job) -> bool:
-    """Returns whether this rank has nothing to do, since only one rank solves a bare state dict."""
-    if job.source.model is not None:
-        return False
-    is_first = rank_and_world()[0] == 0
-    leave()  # before the work, because the others end now and a collective call would wait for them forever
-    return not is_first
-
-
-def _finished(job: Job, decision: Decision) -> Outcome:
-    """Gives its name to a checkpoint that an earlier run wrote whole."""
-    job.session.store.finish()
-    wait_for_all()
-    assert job.request.out is not None
-    return Outcome(decision.plan, Report.load(job.request.out / "report.json"))
