@@ -178,7 +178,7 @@ def main(
             quant.prepare_qat(module, preset, calibration, solver=solver, scales=chosen, device=device)
             train_only_rounded(module)
             trained = learn(module, rate)
-            quant.convert_qat(module)
+            quant.pack(module)
             add(f"{preset} QAD {solver}, {scales} scales, {rate:g}", module, time.perf_counter() - started, trained)
     for name, prepare in PEERS.items() if peers else ():
         if find_spec(name) is None or (name == "torchao" and preset != "nvfp4"):

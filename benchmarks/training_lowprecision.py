@@ -44,8 +44,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import quant
 from quant.kernels.training.fp8_attention import fp8_training_attention
-from quant.training.low_precision.backends import TORCHAO
-from quant.training.low_precision.te_products import TRANSFORMER_ENGINE
+from quant.training.low_precision.backends import TORCHAO, TRANSFORMER_ENGINE
+from quant.training.low_precision.conversion import to_plain_layers
 from quant.training.low_precision.training_recipe import RECIPES, TrainingRecipe
 
 _EXPERTS = (
@@ -273,7 +273,7 @@ def _experts(sizes: dict[str, int], tokens: int, steps: int) -> Iterator[dict[st
         row = {"experts": label, "products": name, "ms": ms, "× BF16": bf16 / ms, "compiled, ms": compiled_ms}
         yield _told(row | {"× compiled BF16": compiled_bf16 / compiled_ms, "peak GB": peak})
         if name != "BF16":
-            quant.from_low_precision_training(model)
+            to_plain_layers(model)
 
 
 def _attention(length: int, tokens: int, steps: int) -> dict[str, Any]:

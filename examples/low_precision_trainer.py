@@ -30,7 +30,7 @@ dataset = [{"input_ids": row, "labels": row} for row in rows]
 Trainer(model, arguments, train_dataset=dataset, processing_class=tokenizer).train()
 
 print(f"perplexity in training: {quant.evaluate(model, rows[:8]).perplexity:.3f}")
-plan = quant.convert_trained(model)
+plan = quant.pack(model)
 model = model.bfloat16()  # norms and embeddings trained in float32; runtimes load a model in 16 bit
 print(f"perplexity deployed: {quant.evaluate(model, rows[:8]).perplexity:.3f}")
 quant.save(model, plan, parsed.out, tokenizer=tokenizer, overwrite=True)

@@ -35,6 +35,6 @@ for step in range(parsed.steps):
     optimizer.step()
     optimizer.zero_grad()
     print(f"step {step + 1}: loss {loss.item():.3f}")
-quant.save(model, quant.convert_trained(model.eval()), parsed.out, tokenizer=tokenizer, overwrite=True)
+quant.save(model, quant.pack(model.eval()), parsed.out, tokenizer=tokenizer, overwrite=True)
 subprocess.run([sys.executable, "-m", "quant", "generate", parsed.out, "--prompt", "The"], check=True)
 print(f"written to {parsed.out}")

@@ -35,6 +35,6 @@ trainer = quant.DistillTrainer(
 )
 trainer.train()
 
-plan = quant.convert_qat(student)
+plan = quant.pack(student)
 quant.save(student.cpu(), plan, parsed.out, tokenizer=tokenizer, overwrite=True)
 print(f"written to {parsed.out}")

@@ -35,6 +35,6 @@ for step in range(parsed.steps):
     optimizer.zero_grad()
     print(f"step {step + 1}: loss {loss.item():.3f}")
 
-plan = quant.convert_qat(model)
+plan = quant.pack(model)
 quant.save(model, plan, parsed.out, tokenizer=tokenizer, overwrite=True)
 print(f"written to {parsed.out}")

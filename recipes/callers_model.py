@@ -97,29 +97,6 @@ def refuse_opaque_modules(model: nn.Module, taker: str) -> None:
             )
 
 
-def refuse_partial_layer(name: str, weight: torch.Tensor, taker: str, reload: str) -> None:
-    """Raises UserError where packing a trained layer would lose its adapter, or pack one process's shard of it.
-
-    Args:
-        name: the name of the layer.
-        weight: the weight of the layer.
-        taker: the function that packs models, such as `quant.convert_qat`.
-        reload: the user's next step with the gathered state, which ends the message.
-    """
-    # PEFT keeps the module that it wraps under this name. Packing a layer in it would lose the adapter.
-    if "base_layer" in name.split("."):
-        raise UserError(
-            f"{name}: an adapter is on this layer; merge it first, and convert what that returns: "
-            f"{taker}(model.merge_and_unload())"
-        )
-    # Only a DTensor has this method; FSDP2 shards parameters as DTensors.
-    if hasattr(weight, "full_tensor"):
-        raise UserError(
-            f"{name}: its weight is sharded (FSDP); gather the state with torch.distributed.checkpoint.state_dict."
-            f"get_model_state_dict(model, options=StateDictOptions(full_state_dict=True)), {reload}"
-        )
-
-
 def optimizers_of(identities: Collection[int]) -> list[torch.optim.Optimizer]:
     """Returns the optimizers of this process that hold a parameter with one of these ids."""
     # Nothing leads from a parameter to its optimizers, so the garbage collector's list of all objects is searched.
@@ -170,9 +147,9 @@ def _quantized_by(module: nn.Module) -> str | None:
         return "Blockscale"
     rooms = {cls.__module__ for cls in type(module).__mro__}
     if "quant.training.rounded_weight" in rooms:
-        return "quant.prepare_qat; pack it with quant.convert_qat(model)"
+        return "quant.prepare_qat; pack it with quant.pack(model)"
     if "quant.training.low_precision.low_precision_linear" in rooms or "low_precision_experts" in vars(module):
-        return "quant.to_low_precision_training; pack it with quant.convert_trained(model)"
+        return "quant.to_low_precision_training; pack it with quant.pack(model)"
     own = {**module._parameters, **module._buffers}
     classes = [type(module), *(type(tensor) for tensor in own.values() if tensor is not None)]
     # By the package of a module's or tensor's class, without importing it: bitsandbytes has both, torchao tensor

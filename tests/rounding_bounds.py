@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from quant.formats.format import Format
-from quant.training.low_precision.low_precision_linear import hadamard_matrix
+from quant.training.low_precision.operands import hadamard_matrix
 from quant.training.low_precision.training_recipe import TrainingRecipe
 
 

@@ -1,4 +1,6 @@
-"""`distill_checkpoint` trains a quantized checkpoint towards its teacher, as `quant distill` does.
+"""`distill` trains a model, or a quantized checkpoint, towards its teacher.
+
+For a checkpoint, as the command `quant distill` does:
 
     open teacher → read rows → open student → measure → train → measure → write
 
@@ -7,24 +9,25 @@ The teacher is opened first: where its likeliest tokens are cached in a file, it
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from pathlib import Path
-from quant.base.errors import UserError
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from functools import partial
+from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, overload
+
 import torch
 from torch import nn
+
 from quant.base.atomic import claimed
-from quant.base.errors import UserError, option
+from quant.base.errors import UserError, known_names, option
 from quant.base.extras import versions
 from quant.base.listener import SILENT, Listener, StageProgress, reporter
-from quant.calibration.layer_result import LayerResult, unmeasured_result
+from quant.calibration.layer_result import unmeasured_result
+from quant.calibration.outputs.logits import check_evaluable
 from quant.calibration.placement import describe, device_of, find_device
 from quant.calibration.session import Session
-from quant.calibration.outputs.logits import check_evaluable
 from quant.calibration.texts.sources import Rows, read_calibration, read_texts, tokenizer_if_any
 from quant.evaluation.evaluate import evaluate_texts
 from quant.evaluation.evaluation import Evaluation, loss_text
@@ -36,11 +39,12 @@ from quant.export.checkpoint.save import save
 from quant.generate.quantized_attention import quantized_attention
 from quant.models.files import find_checkpoint
 from quant.models.open_model import Source
-from quant.recipes.plan import LayerPlan, Plan
+from quant.recipes.plan import Plan
 from quant.report.report import Distillation, Report, kv_cache_of
 from quant.run.announcements import announce_device
-from quant.training.distillation_loss import distill
-from quant.training.qat import convert_qat, prepare_qat
+from quant.training.distillation_loss import AnyTeacher, Batch, distillation_loss
+from quant.training.pack import pack
+from quant.training.qat import prepare_qat
 from quant.training.teacher_cache import CachedTeacher, cache_teacher, is_cached_teacher
 from quant.training.train_loop import (
     Hyperparameters,
@@ -52,34 +56,13 @@ from quant.training.train_loop import (
     train_only_rounded,
 )
 
-
-# `DistillOptions` says how `quant.distill_checkpoint` trains; the command `quant distill` has the same options.
+_WORSE = 1.02  # times the KL before training; rounding by itself does not change it by as much
+_SHARED = 0.99  # of the smaller vocabulary; a fine-tuned model adds a token or two
 
 
 @dataclass(frozen=True)
 class DistillOptions:
-    """Data, loss and length of a training run.
-
-    Attributes:
-        data: training texts, as `--calib` of `quantize` takes them; none stands for "mix", half of it text that the
-            teacher writes and half samples of this package. A cached teacher has its own rows.
-        samples: rows of training text at most, used again as often as the steps need them.
-        seqlen: tokens of a row.
-        steps: optimizer steps.
-        batch_size: rows of a step.
-        lr: peak learning rate of AdamW; None is 1e-4, or 6e-5 where only weights are rounded, and 1e-3 for norms.
-        temperature: divides the logits of teacher and student.
-        hidden: weight of the distance of hidden states in the loss.
-        train: "weights", all that are quantized; or "norms", which stays near the start: the weights of norms alone,
-            with all codes and scales as they are.
-        scales: "frozen" or "learned" block scales; norms are trained with frozen ones.
-        eval_texts: texts that both checkpoints are measured on, before and after training.
-        eval_samples: rows of each of them.
-        cache_teacher: file to which the teacher's likeliest tokens are written first. The student is trained on the
-            file, so teacher and student are never in memory together.
-        top: tokens that the file keeps at each position.
-        seed: the seed of the text that is written and of the order of the rows.
-    """
+    """Data, loss and length of a training run, as `distill` takes them."""
 
     data: tuple[str, ...] = ()
     samples: int = 512
@@ -104,101 +87,201 @@ class DistillOptions:
             raise UserError(f"scales={self.scales!r}: norms are trained with the codes and scales as they are")
 
 
-# The report of a training run: the layers and sizes of the trained checkpoint, its losses, and its figures.
+@overload
+def distill(
+    student: nn.Module, teacher: AnyTeacher, batch: Batch, *, temperature: float = ..., hidden: float = ...
+) -> torch.Tensor: ...
 
 
-_WORSE = 1.02  # times the KL before training; rounding by itself does not change it by as much
+@overload
+def distill(
+    student: str | Path,
+    teacher: str | Path,
+    *,
+    out: str | Path,
+    data: str | Sequence[str] = ...,
+    samples: int = ...,
+    seqlen: int = ...,
+    steps: int = ...,
+    batch_size: int = ...,
+    lr: float | None = ...,
+    temperature: float = ...,
+    hidden: float = ...,
+    train: str = ...,
+    scales: str = ...,
+    eval_texts: Sequence[str | Path] = ...,
+    eval_samples: int = ...,
+    cache_teacher: str | Path | None = ...,
+    top: int = ...,
+    seed: int = ...,
+    overwrite: bool = ...,
+    device: str = ...,
+    listener: Listener = ...,
+    command: str = ...,
+) -> Report: ...
 
 
-def report_of(
-    source: Source, plan: Plan, record: Distillation, evaluation: Evaluation | None, start: Path, session: Session
-) -> Report:
-    """Returns the report of a trained checkpoint.
+def distill(
+    student: nn.Module | str | Path,
+    teacher: AnyTeacher,
+    batch: Batch | None = None,
+    *,
+    out: str | Path | None = None,
+    overwrite: bool = False,
+    device: str = "auto",
+    listener: Listener = SILENT,
+    command: str = "quant.distill",
+    **options: Any,
+) -> torch.Tensor | Report:
+    """Gives the distillation loss of a batch, for a training loop of your own; or trains a quantized checkpoint.
 
-    Sizes before quantization and warnings come from its start's report.
+        quant.prepare_qat(model, "nvfp4", rows, solver="gptq")
+        for batch in batches:
+            quant.distill(model, teacher, batch).backward()
+            …
+
+        report = quant.distill("small-nvfp4", "small", out="trained", steps=100)
+
+    The loss is the forward KL of next tokens, times T², and a share of the distance of hidden states.
+
+    A checkpoint is trained under exactly its own rounding, and one of the same layout and size is written. Training
+    starts at the checkpoint's own loss. A teacher that the checkpoint was made from also shows which weights were
+    rounded, and training gets further from there.
 
     Args:
-        source: the trained model.
-        plan: the plan of the checkpoint.
-        record: how it was trained.
-        evaluation: the figures of the checkpoint, where there are evaluation texts.
-        start: directory of the checkpoint that training began with.
-        session: the session, with the device that it was trained on.
+        student: a causal language model, perhaps wrapped by DDP or compiled, in the mode that the caller chose; or the
+            directory of a quantized checkpoint, or its name on the Hugging Face hub.
+        teacher: a model with the same vocabulary, in 16 bit or quantized, or a file of `cache_teacher`; for a
+            checkpoint, the name of either.
+        batch: for a model: token ids, int64 `[rows, seqlen]`, or a model's inputs by name. Positions that
+            `attention_mask` leaves out do not count, and where there are `labels`, only positions whose next label is
+            not −100 do.
+        temperature: divides the logits of both; 1 by default.
+        hidden: weight of the hidden states' distance, for transformers models of one width; 0 by default.
+
+    The other arguments are for a checkpoint:
+
+    Args:
+        out: directory for the trained checkpoint; it appears when it is whole.
+        data: training texts, as `--calib` of `quantize` takes them; none stands for "mix", half of it text that the
+            teacher writes and half samples of this package. A cached teacher has its own rows.
+        samples: rows of training text at most, 512 by default, used again as often as the steps need them.
+        seqlen: tokens of a row, 512 by default.
+        steps: optimizer steps, 300 by default.
+        batch_size: rows of a step, 8 by default.
+        lr: peak learning rate of AdamW; None is 1e-4, or 6e-5 where only weights are rounded, and 1e-3 for norms.
+        train: "weights", all that are quantized; or "norms", which stays near the start: the weights of norms alone,
+            with all codes and scales as they are.
+        scales: "frozen" or "learned" block scales; norms are trained with frozen ones.
+        eval_texts: texts that both checkpoints are measured on, before and after training.
+        eval_samples: rows of each of them, 16 by default.
+        cache_teacher: file to which the teacher's likeliest tokens are written first. The student is trained on the
+            file, so teacher and student are never in memory together.
+        top: tokens that the file keeps at each position, 64 by default.
+        seed: the seed of the text that is written and of the order of the rows.
+        overwrite: whether the contents of `out` may be replaced.
+        device: the device where both models run: "cpu", "cuda", "cuda:N", or "auto", a GPU if there is one. On a CPU
+            the student is trained in float32, on a GPU in BF16 by autocast.
+        listener: shows progress; `quant.Listener(print)` calls `print(stage, done, total)`.
+        command: the command by which the report says how the checkpoint was made.
+
+    Returns:
+        The loss, a float32 scalar in nats a position, with gradients; for a checkpoint the report, which is in `out`
+        too: losses, and figures on each evaluation text before and after.
+
+    Raises:
+        UserError: the vocabularies, or the widths of hidden states, differ; the student is not a causal language model,
+            or its hidden states are rotated; a cached teacher has not read these rows, or they are padded on the left.
+            For a checkpoint also: it is not quantized, the teacher has another tokenizer, the data is too short, or
+            `out` is in the way; nothing has been written.
     """
-    file = start / "report.json"
-    before = Report.load(file) if file.is_file() else None
-    # A checkpoint of `quant.save` has no report.
-    bytes_in_16_bit = sum(2 * layer.numel for layer in plan.layers if layer.tied_to is None)
-    report = Report(
-        model=before.model if before else source.name,
-        layers=[_trained_layer(layer) for layer in plan.layers],
-        bytes_before=before.bytes_before if before else bytes_in_16_bit,
-        bytes_after=plan.nbytes,
-        effective_bits=plan.effective_bits,
-        evaluation=evaluation,
-        plan_digest=plan.digest(),
-        command="",
-        versions=versions(),
-        seconds={},
-        device=describe(session.device),
-        warnings=[*(before.warnings if before else ()), *worse_texts(record, evaluation)],
-        notes=list(before.notes) if before else [],
-        kv_cache=kv_cache_of(source.config, plan),
-        distillation=record,
-    )
-    if evaluation is not None:
-        # `quant verify` runs the written checkpoint on the same tokens and compares with this fingerprint.
-        assert isinstance(source.model, nn.Module)
-        with quantized_attention(source.model, **plan.run_time):
-            report = replace(report, fingerprint=fingerprint(source.model))
+    if isinstance(student, nn.Module):
+        if out is not None or options.keys() - {"temperature", "hidden"}:
+            raise UserError(
+                "of a model distill gives the loss of a batch, with temperature= and hidden= alone; a checkpoint, by "
+                "its directory, is trained and written to out="
+            )
+        return distillation_loss(student, teacher, batch, **options)
+    names = [field.name for field in fields(DistillOptions)]
+    if unknown := options.keys() - set(names):
+        raise UserError(f"distill has no option {min(unknown)!r}; {known_names(min(unknown), names)}")
+    if batch is not None or out is None or not isinstance(teacher, str | os.PathLike):
+        raise UserError(
+            f"{student}: a checkpoint is trained with a teacher by its name, on data=, and written to out=; a batch is "
+            "for a model"
+        )
+    for name in ("data", "eval_texts"):
+        value = options.get(name, ())
+        options[name] = (value,) if isinstance(value, str | Path) else tuple(value)
+    chosen = DistillOptions(**options)
+    return _distill_checkpoint(Path(student), str(teacher), Path(out), chosen, overwrite, device, listener, command)
+
+
+def _distill_checkpoint(
+    directory: Path,
+    teacher: str,
+    out: Path,
+    options: DistillOptions,
+    overwrite: bool,
+    device: str,
+    listener: Listener,
+    command: str,
+) -> Report:
+    # Everything that can be refused without a model is checked first: loading and training take minutes to hours.
+    check_apart(out, directory, teacher, *options.data, *options.eval_texts)
+    check_destination(out, overwrite=overwrite)
+    if options.cache_teacher is not None:
+        check_cache(Path(options.cache_teacher), teacher, out, options.hidden)
+    with claimed(out):
+        session = Session(find_device(device) or torch.device("cpu"), seed=options.seed)
+        torch.manual_seed(session.seed)
+        announce_device(listener, session)
+        checkpoint = find_checkpoint(directory)
+        if not is_checkpoint(checkpoint):
+            raise no_checkpoint(checkpoint)
+        plan, _ = describe_checkpoint(checkpoint)
+        inputs = prepare_distill_inputs(teacher, options, session, listener)
+        with listener.step(f"loading {directory}"):
+            source, student = open_runnable(str(directory))
+            student.to(session.device)
+        tokenizer = tokenizer_if_any(source)
+        check_tokenizers(teacher, directory, inputs.tokenizer, tokenizer)
+        texts = read_texts(source, Rows(tuple(map(str, options.eval_texts)), options.eval_samples, options.seqlen))
+        for text in texts.values():
+            # Refused here, and not when the training is over.
+            check_evaluable(student, text)
+        with listener.stages() as progress:
+            before = _measure(student, plan, texts, inputs.model, session)
+            # Each measurement is of a packed model, once as it was opened and once as it will be written: training sees
+            # rounded weights, and neither attention nor a KV cache in the plan's formats.
+            plan, rate, trained = _train(student, plan, inputs, options, progress)
+            after = _measure(student, plan, texts, inputs.model, session)
+        record = Distillation(
+            start=str(directory), teacher=teacher, data=inputs.data, steps=options.steps, batch=options.batch_size,
+            seqlen=inputs.rows.shape[1], rate=rate, scales=options.scales, losses=losses_by_tenth(trained.losses),
+            before=before, train=options.train,
+        )  # fmt: skip
+        source.model = student
+        report = report_of(source, plan, record, after, checkpoint, session)
+        report.command, report.seconds = command, {"train": sum(trained.seconds)}
+
+        def finish(directory: Path, hashes: Mapping[str, str], messages: list[str]) -> None:
+            # With the warnings of its writing; the report of the start may hold the same sentences, for the same plan.
+            report.warnings += [message for message in messages if message not in report.warnings]
+            report.complete(plan, directory, hashes)
+
+        save(student, plan, out, tokenizer=tokenizer, overwrite=overwrite, finish=finish, source=directory)
     return report
-
-
-def losses_by_tenth(losses: list[float]) -> tuple[float, ...]:
-    """Returns the mean loss of each tenth of the steps."""
-    # Rounded up, so that there are at most ten parts; runs of fewer than ten steps have one for each step.
-    size = -(-len(losses) // 10)
-    return tuple(fmean(losses[i : i + size]) for i in range(0, len(losses), size))
-
-
-def worse_texts(record: Distillation, evaluation: Evaluation | None) -> list[str]:
-    """Returns a warning for each text on which the trained model is further from its teacher than its start was."""
-    if record.before is None or evaluation is None:
-        return []
-    return [
-        f"training raised KL from {loss_text(before.kl)} to {loss_text(after.kl)} on {after.text}; more rows a step "
-        f"({option('batch_size')} was {record.batch}), a lower {option('lr')} (it was {record.rate:g}), or "
-        f"{option('data')} of that kind lose less there"
-        for before, after in zip(record.before.texts, evaluation.texts, strict=True)
-        if before.kl is not None and after.kl is not None and after.kl > _WORSE * before.kl
-    ]
-
-
-def _trained_layer(layer: LayerPlan) -> LayerResult:
-    return replace(unmeasured_result(layer), solver=f"{layer.solver}, distilled" if layer.weight else None)
-
-
-# `DistillInputs` holds the teacher of a student, in memory or in a file, and the training rows that both read.
-
-
-_SHARED = 0.99  # of the smaller vocabulary; a fine-tuned model adds a token or two
 
 
 @dataclass(frozen=True)
 class DistillInputs:
-    """A teacher and its training rows.
+    """A teacher and its training rows."""
 
-    Attributes:
-        teacher: a model that needs no gradients, or a file of its likeliest tokens.
-        rows: token ids, int64 `[rows, seqlen]`.
-        data: the names of the training texts, for the report.
-        tokenizer: the teacher's; None where it has none or was cached before.
-    """
-
-    teacher: nn.Module | CachedTeacher
-    rows: torch.Tensor
-    data: str
-    tokenizer: Any
+    teacher: nn.Module | CachedTeacher  # the model needs no gradients
+    rows: torch.Tensor  # token ids, int64 `[rows, seqlen]`
+    data: str  # the names of the training texts, for the report
+    tokenizer: Any  # the teacher's; None where it has none or was cached before
 
     @property
     def model(self) -> nn.Module | None:
@@ -294,104 +377,6 @@ def _training_rows(
     return rows
 
 
-_DEFAULTS = DistillOptions()
-
-
-def distill_checkpoint(
-    directory: str | Path,
-    teacher: str | Path,
-    out: str | Path,
-    options: DistillOptions = _DEFAULTS,
-    *,
-    overwrite: bool = False,
-    device: str = "auto",
-    listener: Listener = SILENT,
-    command: str = "quant.distill_checkpoint",
-) -> Report:
-    """Trains a quantized checkpoint under exactly its own rounding, and writes one of the same layout and size.
-
-        report = quant.distill_checkpoint("small-nvfp4", "small", "trained", quant.DistillOptions(steps=100))
-
-    Training starts at the checkpoint's own loss. A teacher that the checkpoint was made from also shows which weights
-    were rounded, and training gets further from there.
-
-    Args:
-        directory: the quantized checkpoint, or its name on the Hugging Face hub.
-        teacher: the original, in 16 bit or quantized; or a file of `quant.cache_teacher`.
-        out: directory for the trained checkpoint; it appears when it is whole.
-        options: data, steps, learning rate and loss.
-        overwrite: whether the contents of `out` may be replaced.
-        device: the device where both models run: "cpu", "cuda", "cuda:N", or "auto", a GPU if there is one. On a CPU
-            the student is trained in float32, on a GPU in BF16 by autocast.
-        listener: shows progress; `quant.Listener(print)` calls `print(stage, done, total)`.
-        command: the command by which the report says how the checkpoint was made.
-
-    Returns:
-        The report, which is in `out` too: losses, and figures on each evaluation text before and after.
-
-    Raises:
-        UserError: `directory` is not a quantized checkpoint, the teacher has another tokenizer or vocabulary, the data
-            is too short, or `out` is in the way; nothing has been written.
-    """
-    directory, teacher, out = Path(directory), str(teacher), Path(out)
-    # Everything that can be refused without a model is checked first: loading and training take minutes to hours.
-    check_apart(out, directory, teacher, *options.data, *options.eval_texts)
-    check_destination(out, overwrite=overwrite)
-    if options.cache_teacher is not None:
-        check_cache(Path(options.cache_teacher), teacher, out, options.hidden)
-    with claimed(out):
-        session = Session(find_device(device) or torch.device("cpu"), seed=options.seed)
-        torch.manual_seed(session.seed)
-        announce_device(listener, session)
-        checkpoint = find_checkpoint(directory)
-        if not is_checkpoint(checkpoint):
-            raise no_checkpoint(checkpoint)
-        plan, _ = describe_checkpoint(checkpoint)
-        inputs = prepare_distill_inputs(teacher, options, session, listener)
-        with listener.step(f"loading {directory}"):
-            source, student = open_runnable(str(directory))
-            student.to(session.device)
-        tokenizer = tokenizer_if_any(source)
-        check_tokenizers(teacher, directory, inputs.tokenizer, tokenizer)
-        texts = _read_texts(source, student, options)
-        with listener.stages() as progress:
-            before = _measure(student, plan, texts, inputs.model, session)
-            # Each measurement is of a packed model, once as it was opened and once as it will be written: training sees
-            # rounded weights, and neither attention nor a KV cache in the plan's formats.
-            plan, rate, trained = _train(student, plan, inputs, options, progress)
-            after = _measure(student, plan, texts, inputs.model, session)
-        record = Distillation(
-            start=str(directory), teacher=teacher, data=inputs.data, steps=options.steps, batch=options.batch_size,
-            seqlen=inputs.rows.shape[1], rate=rate, scales=options.scales, losses=losses_by_tenth(trained.losses),
-            before=before, train=options.train,
-        )  # fmt: skip
-        source.model = student
-        report = report_of(source, plan, record, after, checkpoint, session)
-        report.command, report.seconds = command, {"train": sum(trained.seconds)}
-        finish = partial(_write_report, report, plan)
-        save(student, plan, out, tokenizer=tokenizer, overwrite=overwrite, finish=finish, source=directory)
-    return report
-
-
-def _read_texts(source: Source, student: nn.Module, options: DistillOptions) -> Mapping[str, torch.Tensor]:
-    """Returns the evaluation texts as token ids, by name.
-
-    Raises:
-        UserError: a text that the model cannot be measured on; it is refused here, and not when the training is over.
-    """
-    texts = read_texts(source, Rows(tuple(map(str, options.eval_texts)), options.eval_samples, options.seqlen))
-    for text in texts.values():
-        check_evaluable(student, text)
-    return texts
-
-
-def _write_report(report: Report, plan: Plan, directory: Path, hashes: Mapping[str, str], messages: list[str]) -> None:
-    """Writes the report into a checkpoint that is about to appear, with the warnings of its writing."""
-    # The report of the start may hold the same sentences, for the same plan.
-    report.warnings += [message for message in messages if message not in report.warnings]
-    report.complete(plan, directory, hashes)
-
-
 def _measure(
     student: nn.Module,
     plan: Plan,
@@ -426,12 +411,68 @@ def _train(
     rate = default_rate(plan, options.train) if options.lr is None else options.lr
     trained = train(
         student.train(),
-        partial(distill, student, inputs.teacher, temperature=options.temperature, hidden=options.hidden),
+        partial(distillation_loss, student, inputs.teacher, temperature=options.temperature, hidden=options.hidden),
         inputs.rows,
         Hyperparameters(options.steps, options.batch_size, rate, options.seed),
         progress=lambda done, total, _: progress("train", done, total),
     )
     student.eval()
-    plan = convert_qat(student)
+    plan = pack(student)
     dtypes.restore(student)
     return plan, rate, trained
+
+
+def report_of(
+    source: Source, plan: Plan, record: Distillation, evaluation: Evaluation | None, start: Path, session: Session
+) -> Report:
+    """Returns the report of a trained checkpoint; sizes before quantization and warnings come from its start's."""
+    file = start / "report.json"
+    before = Report.load(file) if file.is_file() else None
+    # A checkpoint of `quant.save` has no report.
+    bytes_in_16_bit = sum(2 * layer.numel for layer in plan.layers if layer.tied_to is None)
+    report = Report(
+        model=before.model if before else source.name,
+        layers=[
+            replace(unmeasured_result(layer), solver=f"{layer.solver}, distilled" if layer.weight else None)
+            for layer in plan.layers
+        ],
+        bytes_before=before.bytes_before if before else bytes_in_16_bit,
+        bytes_after=plan.nbytes,
+        effective_bits=plan.effective_bits,
+        evaluation=evaluation,
+        plan_digest=plan.digest(),
+        command="",
+        versions=versions(),
+        seconds={},
+        device=describe(session.device),
+        warnings=[*(before.warnings if before else ()), *worse_texts(record, evaluation)],
+        notes=list(before.notes) if before else [],
+        kv_cache=kv_cache_of(source.config, plan),
+        distillation=record,
+    )
+    if evaluation is not None:
+        # `quant check` runs the written checkpoint on the same tokens and compares with this fingerprint.
+        assert isinstance(source.model, nn.Module)
+        with quantized_attention(source.model, **plan.run_time):
+            report = replace(report, fingerprint=fingerprint(source.model))
+    return report
+
+
+def losses_by_tenth(losses: list[float]) -> tuple[float, ...]:
+    """Returns the mean loss of each tenth of the steps."""
+    # Rounded up, so that there are at most ten parts; runs of fewer than ten steps have one for each step.
+    size = -(-len(losses) // 10)
+    return tuple(fmean(losses[i : i + size]) for i in range(0, len(losses), size))
+
+
+def worse_texts(record: Distillation, evaluation: Evaluation | None) -> list[str]:
+    """Returns a warning for each text on which the trained model is further from its teacher than its start was."""
+    if record.before is None or evaluation is None:
+        return []
+    return [
+        f"training raised KL from {loss_text(before.kl)} to {loss_text(after.kl)} on {after.text}; more rows a step "
+        f"({option('batch_size')} was {record.batch}), a lower {option('lr')} (it was {record.rate:g}), or "
+        f"{option('data')} of that kind lose less there"
+        for before, after in zip(record.before.texts, evaluation.texts, strict=True)
+        if before.kl is not None and after.kl is not None and after.kl > _WORSE * before.kl
+    ]

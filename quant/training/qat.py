@@ -1,17 +1,25 @@
-"""Quantization-aware training: `prepare_qat` makes a model train as it will be deployed, `convert_qat` packs it.
+"""Quantization-aware training: `prepare_qat` makes a model train as it will be deployed, `pack` packs it.
 
     plan = quant.prepare_qat(model, "nvfp4", rows, solver="gptq")     the best quantized model is the start
     …                                                                 any training loop
-    plan = quant.convert_qat(model)                                   QuantLinear, the trained model bit for bit
+    plan = quant.pack(model)                                          QuantLinear, the trained model bit for bit
     quant.save(model, plan, "out")
 
 The start is exact: before the first step, the model's outputs are the quantized model's. So is the end.
+
+A code stands for an interval of weights, its cell. The values in the middle, which the codes decode to, are one
+start. Where the original weight is known, the nearest point of the cell is another start. It keeps the difference
+that rounding to nearest would have made anyway:
+
+    gptq chose 3.0 for a weight of 2.4 (in steps of its block)     cell [2.5, 3.5]    start 2.55
+    gptq chose 3.0 for a weight of 2.9                              cell [2.5, 3.5]    start 2.9
 """
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,30 +30,40 @@ from quant.base.listener import Progress
 from quant.calibration.inputs import Inputs, call_on_first_row, inputs_of
 from quant.calibration.placement import Device
 from quant.calibration.session import Session
+from quant.calibration.solvers.lowrank import residual_weight
+from quant.calibration.solvers.rotation import rotate_weight
 from quant.calibration.walk.solve import solve_plan
 from quant.calibration.walk.undo import restored_on_error
 from quant.export.checkpoint.files.write_tensors import plan_of_model
 from quant.export.checkpoint.pretrained import attach, detach
+from quant.formats.rounding import decode, round_to
+from quant.formats.tensor import BlockScaledTensor
+from quant.kernels.linear.conv import QuantConv, conv_matrix, conv_parameter
+from quant.kernels.linear.embedding import QuantEmbedding
+from quant.kernels.linear.experts import QuantExperts
 from quant.kernels.linear.install import mark_quantized
+from quant.kernels.linear.quant_linear import QuantLinear, RunTimeParts
+from quant.kernels.training.fake_rounding import weight_steps
 from quant.recipes.blocks import stored_dtype
 from quant.recipes.callers_model import (
     ADAPTERS_AFTER,
     check_original,
-    inner_model,
     optimizers_of,
     refuse_adapters,
-    refuse_partial_layer,
     uncompiled,
     unwrapped,
 )
 from quant.recipes.layers import find_layers
-from quant.recipes.plan import Plan
+from quant.recipes.plan import LayerPlan, Plan, groups_by_input
 from quant.recipes.plan_check import check_plan_fits
 from quant.recipes.plan_make import grouped_layers, make_plan
 from quant.recipes.recipe import Recipe
-from quant.training.qat_layers import Packed, Start, install_training_layers, put_layer, weights_before_rounding
-from quant.training.rounding.input_range import MANY
-from quant.training.rounding.rounded_weight import PLAN, SCALES, RoundedWeight
+from quant.training.qat_layers import Packed, QATConv, QATEmbedding, QATExperts, QATLinear, put_layer
+from quant.training.rounded_weight import PLAN, SCALES, Fusion, RoundedWeight
+
+_WITHIN = 0.95  # of half a cell: starts keep from its ends, so that rounding errors cannot carry them over
+_UNRELATED = 0.35  # relative distance of weights that are not of one another; 4-bit rounding makes 0.08 to 0.2
+_TURNS = 4
 
 
 def prepare_qat(
@@ -91,7 +109,7 @@ def prepare_qat(
             does not have, or that came from other weights, start at the values of their codes.
 
     Returns:
-        The plan that was applied; `convert_qat` needs no other.
+        The plan that was applied; `pack` needs no other.
 
     Raises:
         UserError: the model is prepared already, or holds meta tensors or frozen weights where the plan quantizes; a
@@ -100,24 +118,40 @@ def prepare_qat(
             holds some that it no longer has, lacks learned scales, or has state in the dtype that weights had.
     """
     model = unwrapped(model, "prepare_qat")
-    _check_arguments(model, scales, track_inputs)
-    # Before weights become float32: `convert_qat` packs for a checkpoint in this dtype, to which float scales are
-    # rounded.
+    if scales is not None and scales not in SCALES:
+        raise UserError(f"scales={scales!r}: unknown; {known_names(scales, SCALES)}")
+    if isinstance(track_inputs, bool) or not isinstance(track_inputs, int) or track_inputs < 0:
+        raise UserError(f"track_inputs={track_inputs!r}: give a number of forward passes, such as 100, or 0 for none")
+    if any(isinstance(module, RoundedWeight) for module in model.modules()):
+        raise UserError("the model is prepared for QAT already; train it, or pack it with quant.pack(model)")
+    # Before weights become float32: `pack` packs for a checkpoint in this dtype, to which float scales are rounded.
     stored = stored_dtype(model)
     # For `_check_optimizers`. Each value holds its parameter, because the id of a freed object may be given out again.
     before = {id(parameter): (parameter, parameter.dtype) for parameter in model.parameters()}
     was_quantized = any(isinstance(module, Packed) for module in model.modules())
     if was_quantized:
         refuse_adapters(model, "prepare_qat", ADAPTERS_AFTER)
-        plan = _plan_of_quantized(model, plan, solver, include, exclude)
-        start = Start({}, {}, {} if original is None else weights_before_rounding(model, plan, original))
+        plan = _plan_of_quantized(model, plan)
     else:
         check_original(model, "prepare_qat")
         if original is not None:
             raise UserError("original= is for a model that is quantized already; this one is in 16 bit: leave it out")
+        if plan is None:
+            raise UserError("the model is not quantized: name a recipe, such as 'nvfp4', or pass a plan")
         if data is not None and not isinstance(data, torch.Tensor | Inputs):
             data = inputs_of(data, model)
-        plan = _plan_of_original(model, plan, data, solver, include, exclude)
+    if isinstance(plan, Plan) and (solver or include or exclude):
+        raise UserError("a plan says everything already: edit it instead of passing solver, include or exclude")
+    if isinstance(plan, Plan) and was_quantized:
+        plan = plan_of_model(model, plan)
+        start = Start({}, {}, {} if original is None else weights_before_rounding(model, plan, original))
+    else:
+        if not isinstance(plan, Plan):
+            run = call_on_first_row(data) if data is not None and data.is_floating_point() else None
+            plan = make_plan(model, plan, include=include, exclude=exclude, solver=solver, run=run)
+        check_plan_fits(plan, find_layers(model))
+        _check_plan(plan)
+        _check_trainable(plan, model)
         start = Start.of_original(model, plan)
         session = Session.on(device, progress=progress)
         with restored_on_error(model), uncompiled(model):
@@ -142,105 +176,40 @@ def prepare_qat(
     return plan
 
 
-def _check_arguments(model: nn.Module, scales: str | None, track_inputs: int) -> None:
-    """Raises UserError for a model that is prepared already, or an option without such a value."""
-    if scales is not None and scales not in SCALES:
-        raise UserError(f"scales={scales!r}: unknown; {known_names(scales, SCALES)}")
-    if isinstance(track_inputs, bool) or not isinstance(track_inputs, int) or track_inputs < 0:
-        raise UserError(f"track_inputs={track_inputs!r}: give a number of forward passes, such as 100, or 0 for none")
-    if any(isinstance(module, RoundedWeight) for module in model.modules()):
-        raise UserError("the model is prepared for QAT already; train it, or pack it with quant.convert_qat(model)")
-
-
-def convert_qat(model: nn.Module) -> Plan:
-    """Packs a model that `prepare_qat` prepared; changes it in place.
-
-    The packed model's outputs equal the trained model's, bit for bit where both run the reference arithmetic. It saves,
-    exports and runs as any quantized model does.
-
-    Args:
-        model: the model as `prepare_qat` left it, after training. Wrappers (DDP, torch.compile) are looked through.
-
-    Returns:
-        The plan, for `quant.save`.
-
-    Raises:
-        UserError: the model was not prepared, its weights are sharded, or one of them is no longer finite.
-    """
-    model = inner_model(model)
-    plan = getattr(model, PLAN, None)
-    layers = [(name, module) for name, module in model.named_modules() if isinstance(module, RoundedWeight)]
-    if plan is None or not layers:
-        raise UserError("the model is not prepared for QAT: call quant.prepare_qat(model, plan) and train it first")
-    for name, module in layers:
-        reload = "load it into a model prepared in the same way, and convert that"
-        refuse_partial_layer(name, module.weight, "quant.convert_qat", reload)
-        for key, parameter in module.named_parameters(recurse=False):
-            if not bool(parameter.isfinite().all()):
-                raise UserError(f"{name}: training made NaN or infinity of its {key}; lower the learning rate")
-    _warn_of_clipped_inputs(layers)
-    # All of them before any is installed: scales that are shared depend on the others' weights.
-    packed = {name: module.packed() for name, module in layers}  # type: ignore[operator]
-    for name, new in packed.items():
-        put_layer(model, name, new)
-    delattr(model, PLAN)
-    plan = plan_of_model(model, plan)
-    attach(model, plan)
-    return plan
-
-
-def _plan_of_original(
-    model: nn.Module,
-    plan: Plan | Recipe | str | None,
-    data: Any,
-    solver: str | None,
-    include: Sequence[str],
-    exclude: Sequence[str],
-) -> Plan:
-    """Returns the plan of a model in 16 bit, which it is quantized by first."""
+def _plan_of_quantized(model: nn.Module, plan: Plan | Recipe | str | None) -> Plan:
+    """Returns the plan that a quantized model was made by."""
+    plan = plan or getattr(model, "quantization_plan", None)
     if plan is None:
-        raise UserError("the model is not quantized: name a recipe, such as 'nvfp4', or pass a plan")
-    if not isinstance(plan, Plan):
-        run = call_on_first_row(data) if data is not None and data.is_floating_point() else None
-        plan = make_plan(model, plan, include=include, exclude=exclude, solver=solver, run=run)
-    elif solver or include or exclude:
-        raise UserError("a plan says everything already: edit it instead of passing solver, include or exclude")
-    check_plan_fits(plan, find_layers(model))
-    _check_plan(plan)
-    _check_trainable(plan, model)
-    return plan
-
-
-def _plan_of_quantized(
-    model: nn.Module,
-    plan: Plan | Recipe | str | None,
-    solver: str | None,
-    include: Sequence[str],
-    exclude: Sequence[str],
-) -> Plan:
-    """Returns the plan of a model that is quantized already."""
-    own = plan or getattr(model, "quantization_plan", None)
-    if own is None:
         raise UserError("the model is quantized already: pass its plan, which quant.quantize returned with it")
-    if not isinstance(own, Plan):
+    if not isinstance(plan, Plan):
         raise UserError(
             "the model is quantized already, and a recipe is given: leave it out, or start from the original model"
         )
-    plan = own
-    if solver or include or exclude:
-        raise UserError("a plan says everything already: edit it instead of passing solver, include or exclude")
     packed = {name: module for name, module in model.named_modules() if isinstance(module, Packed)}
     if away := next((n for n, module in packed.items() if any(t.is_meta for t in module.buffers(recurse=False))), None):
         raise UserError(
             f"{away}: its weight is offloaded, and training needs it in memory; load the model without offloading"
         )
-    held = packed.keys()
-    if other := held ^ {layer.name for layer in plan.quantized}:
+    if other := packed.keys() ^ {layer.name for layer in plan.quantized}:
         raise UserError(
             f"{min(other)}: the plan and the model disagree on whether it is quantized ({len(other)} layers); pass the "
             "plan that this model was quantized by"
         )
-    return plan_of_model(model, plan)
+    return plan
+
+
+def _check_plan(plan: Plan) -> None:
+    if plan.attention is not None:
+        raise UserError(
+            f"the plan has attention in {plan.attention}, which has no gradient; train with a plan without "
+            "(attention=None), and choose attention's format when the trained model runs"
+        )
+    for layer in plan.quantized:
+        if layer.tied_to is not None and any(other.name == layer.tied_to for other in plan.quantized):
+            raise UserError(
+                f"{layer.name}: it shares its weight with {layer.tied_to}, and both are quantized, as two weights; "
+                f"leave one of them in 16 bit with exclude="
+            )
 
 
 def _check_trainable(plan: Plan, model: nn.Module) -> None:
@@ -274,49 +243,16 @@ def _warn_of_bypassed_layers(model: nn.Module, plan: Plan) -> None:
         )
 
 
-def _warn_of_clipped_inputs(layers: Sequence[tuple[str, RoundedWeight]]) -> None:
-    """Warns of layers whose inputs left the range of their static input scale while they trained."""
-    clipped = sorted(((module.inputs.share, name) for name, module in layers), reverse=True)
-    many = [name for share, name in clipped if share > MANY]
-    if many:
-        share, name = clipped[0]
-        also = f" ({counted(len(many) - 1, 'other layer')} above {MANY:.1%} too)" if len(many) > 1 else ""
-        warnings.warn(
-            f"{name}: {share:.1%} of its inputs in training were beyond the range of its static input scale, and were "
-            f"clipped{also}; prepare_qat(track_inputs=100) has the scales follow the first 100 passes",
-            stacklevel=3,
-        )
-    followers = [module.inputs for _, module in layers if module.inputs.follows and module.input_scale is not None]
-    if followers and not any(inputs.passes for inputs in followers):
-        warnings.warn(
-            f"track_inputs={followers[0].follows}: no static input scale has followed an input, because the model was "
-            "not trained in this process, or compiled; compile it after the first passes",
-            stacklevel=3,
-        )
-
-
-def _check_plan(plan: Plan) -> None:
-    if plan.attention is not None:
-        raise UserError(
-            f"the plan has attention in {plan.attention}, which has no gradient; train with a plan without "
-            "(attention=None), and choose attention's format when the trained model runs"
-        )
-    tied = [layer for layer in plan.quantized if layer.tied_to is not None]
-    for layer in tied:
-        if any(other.name == layer.tied_to for other in plan.quantized):
-            raise UserError(
-                f"{layer.name}: it shares its weight with {layer.tied_to}, and both are quantized, as two weights; "
-                f"leave one of them in 16 bit with exclude="
-            )
-
-
 def _check_optimizers(
     model: nn.Module, before: Mapping[int, tuple[nn.Parameter, torch.dtype]], was_quantized: bool
 ) -> None:
     """Raises UserError where an optimizer of the parameters that the model had before would not train it right."""
     own = {id(parameter) for parameter in model.parameters()}
-    learned = {id(m.weight): id(m.range_shift) for m in model.modules()
-               if isinstance(m, RoundedWeight) and m.range_shift is not None}  # fmt: skip
+    learned = {
+        id(module.weight): id(module.range_shift)
+        for module in model.modules()
+        if isinstance(module, RoundedWeight) and module.range_shift is not None
+    }
     for each in optimizers_of(before.keys()):
         parameters = {id(parameter): parameter for group in each.param_groups for parameter in group["params"]}
         # Of a model that was quantized before, an optimizer may still hold the weights from before that.
@@ -324,8 +260,11 @@ def _check_optimizers(
         lacks = sum(
             step not in parameters for weight, step in learned.items() if weight in before and weight in parameters
         )
-        narrow = sum(_is_kept_in(before[key][1], each.state.get(parameter, {}), parameter)
-                     for key, parameter in parameters.items() if key in before)  # fmt: skip
+        narrow = 0
+        for key, parameter in parameters.items():
+            if key in before and parameter.dtype != before[key][1]:
+                states = [s for s in each.state.get(parameter, {}).values() if isinstance(s, torch.Tensor) and s.dim()]
+                narrow += any(state.dtype == before[key][1] for state in states)
         if lost:
             mismatch = f"holds {counted(lost, 'parameter')} that the model no longer has, from before it was quantized"
         elif lacks:
@@ -340,7 +279,206 @@ def _check_optimizers(
         )
 
 
-def _is_kept_in(dtype: torch.dtype, state: Mapping[str, Any], parameter: torch.Tensor) -> bool:
-    """Returns whether an optimizer has tensors of a parameter in the dtype that this one no longer has."""
-    states = [each for each in state.values() if isinstance(each, torch.Tensor) and each.dim()]
-    return parameter.dtype != dtype and any(each.dtype == dtype for each in states)
+@dataclass(frozen=True)
+class Start:
+    """The tensors of a model, by layer, from before it was quantized; a model that came quantized has none of its own.
+
+    `rounded` has the values that were rounded to the layers' codes, float32 `[..., out, in]`, where they are known.
+    """
+
+    weights: dict[str, nn.Parameter]
+    biases: dict[str, nn.Parameter | None]
+    rounded: dict[str, torch.Tensor]
+
+    @classmethod
+    def of_original(cls, model: nn.Module, plan: Plan) -> Start:
+        """Returns the weights and biases of a model in 16 bit, whose solvers will report the values that they round."""
+        weights = {layer.name: model.get_parameter(layer.tensor_name) for layer in plan.quantized}
+        owners = {layer.name: model.get_submodule(layer.tensor_name.rpartition(".")[0]) for layer in plan.quantized}
+        return cls(weights, {name: getattr(owner, "bias", None) for name, owner in owners.items()}, {})
+
+
+def weights_before_rounding(model: nn.Module, plan: Plan, original: nn.Module) -> dict[str, torch.Tensor]:
+    """Returns the values that were rounded to a quantized model's codes, by layer, where the original has them."""
+    parameters = dict(original.named_parameters())
+    rounded = {}
+    with torch.no_grad():
+        for layer in plan.quantized:
+            packed: Any = model.get_submodule(layer.name)
+            parameter = parameters.get(layer.tensor_name)
+            if parameter is None or parameter.is_meta or not parameter.is_floating_point():
+                continue
+            weight = _matrix(layer, packed, parameter.detach())
+            if weight.shape != packed.quantized_weight.shape:
+                continue
+            parts = packed.parts if isinstance(packed, QuantLinear) else RunTimeParts()
+            values = before_rounding(packed.quantized_weight, parts, weight)
+            if values is not None:
+                rounded[layer.name] = values
+    return rounded
+
+
+def before_rounding(packed: BlockScaledTensor, parts: RunTimeParts, original: torch.Tensor) -> torch.Tensor | None:
+    """Returns the float32 values that were rounded to `packed`, recovered from the original model's weight.
+
+    They are its values, rotated, with rows and columns scaled as solvers fold scales into them, less the branch. These
+    scales are in no file; least squares finds them. None where they came from another weight, as of models whose
+    rotations were merged.
+    """
+    stored = packed.dequantize()
+    target = stored if parts.lowrank is None else residual_weight(stored, (parts.lowrank[0], -parts.lowrank[1]))
+    weight = rotate_weight(original.to(stored.device, torch.float32), parts.hadamard)
+    tiny = torch.finfo(torch.float32).tiny
+
+    def factor(matrix: torch.Tensor, dim: int) -> torch.Tensor:
+        return (matrix * target).sum(dim, keepdim=True) / matrix.square().sum(dim, keepdim=True).clamp(min=tiny)
+
+    # Alternating least squares on |target − rows · weight · columns|²: with one side fixed, the best factor of each row
+    # or column is ⟨w, t⟩ / ⟨w, w⟩.
+    rows, columns = torch.ones_like(weight[..., :1]), torch.ones_like(weight[..., :1, :])
+    for _ in range(_TURNS):
+        columns = factor(weight * rows, -2)
+        rows = factor(weight * columns, -1)
+    scaled = weight * rows * columns
+    size = target.norm().clamp(min=tiny)
+    before, after = (float((each - target).norm() / size) for each in (weight, scaled))
+    if not after <= _UNRELATED:  # NaN too
+        return None
+    # One factor a row and one a column fit about 1/in + 1/out of the squares of pure rounding noise; a gain below four
+    # times that is not a scaling by a solver.
+    chance = 4 * (1 / weight.shape[-1] + 1 / weight.shape[-2])
+    values = weight if before**2 <= after**2 * (1 + chance) else scaled
+    return values if parts.lowrank is None else residual_weight(values, parts.lowrank)
+
+
+def starting_weight(packed: BlockScaledTensor, original: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
+    """Returns the weight to train: it rounds to the codes of `packed` under its scales.
+
+    `original` has the values that were rounded; None starts in the middle of each cell.
+    """
+    middle = packed.dequantize(torch.float32)
+    if original is None:
+        return middle.to(dtype)
+    scale, element = decode(packed.scale, packed.format.scale), packed.format.element
+    second = None if packed.global_scale is None else packed.global_scale.float()
+    step = weight_steps(scale, second, packed.format, torch.Size(packed.shape))
+    codes, grid = packed.element_values(), element.grid().to(step.device)
+    if -element.min > element.max:  # INT4, whose lowest value has no positive counterpart
+        grid = torch.cat([grid, grid.new_tensor([-element.min])])
+    # A code beyond the grid, which other toolkits write in INT8, has the cell of the last; its value is not changed.
+    index = torch.searchsorted(grid, codes.abs().contiguous()).clamp(max=len(grid) - 1)
+    gaps = (grid[1:] - grid[:-1]) * (_WITHIN / 2)
+    # From zero a cell reaches as far down as up, and from the last value nowhere: values beyond it have no gradient.
+    below = torch.cat([gaps[:1], gaps])[index]
+    above = torch.cat([gaps, gaps.new_zeros(1)])[index] * (codes < element.max)
+    sign = torch.where(codes < 0, -1.0, 1.0)
+    steps = (original.float() / step * sign).clamp(codes.abs() - below, codes.abs() + above) * sign
+    weight = (steps * step).to(dtype)
+    # In a narrow dtype the start may have been rounded across the end of its cell.
+    same = round_to(weight.float() / step, element) == codes
+    return torch.where(same, weight, middle.to(dtype))
+
+
+def install_training_layers(
+    model: nn.Module, plan: Plan, start: Start, scales: str | None, stored: torch.dtype, dtype: torch.dtype | None
+) -> None:
+    """Puts layers in training in the place of the quantized ones; takes the values out of `start.rounded`.
+
+    Where the model was in 16 bit before, the layer in training has the original's parameter, so that an optimizer made
+    before trains it. `stored` is the dtype of the checkpoint, `dtype` that of weights in training.
+
+    Raises:
+        UserError: a layer would not start as the quantized one; no layer has been replaced.
+    """
+    parameters = {id(parameter) for parameter in model.parameters()}
+    installed: dict[str, RoundedWeight] = {}
+    for layer in plan.quantized:
+        packed: Any = model.get_submodule(layer.name)
+        original = start.weights.get(layer.name)
+        scale_mode = scales or ("recomputed" if layer.solver == "rtn" and original is not None else "frozen")
+        weight_dtype = dtype or (stored if original is None else original.dtype)
+        values = _initial_values(layer, packed, start, scale_mode, weight_dtype)
+        weight = nn.Parameter(values.contiguous())
+        # Another layer has a parameter that is in the model still, and keeps it as it is.
+        if original is not None and id(original) not in parameters:
+            matrix = _matrix(layer, packed, original.detach())
+            # Trained is the original's own shape, which a transposed matrix has not.
+            is_whole = matrix.shape == original.shape and matrix.stride() == original.stride()
+            if is_whole or isinstance(packed, QuantConv):
+                # The Parameter stays the same object: an optimizer that was made before holds it, and goes on.
+                if original.dtype != values.dtype:
+                    original.grad = None  # of the dtype that it had
+                original.data, weight = values, original
+        installed[layer.name] = _in_training(packed, weight, start.biases.get(layer.name), scale_mode, stored)
+    for group in groups_by_input(plan.quantized):
+        # Fused layers share one global scale, or their only scale.
+        members = [installed[member.name] for member in group]
+        fusion = Fusion(members)
+        for member in members:
+            member.fusion = fusion
+            if member is not members[0] and member.weight_format.per_tensor:
+                # One parameter in one place: safetensors write no tensor under two names.
+                member.range_shift = member.start_step = None
+    for layer in plan.quantized:
+        _check_start(layer, model.get_submodule(layer.name), installed[layer.name])
+    # All checks come first: where a layer is refused, none has been replaced.
+    for name, module in installed.items():
+        put_layer(model, name, module)
+
+
+def _initial_values(layer: LayerPlan, packed: Any, start: Start, scales: str, dtype: torch.dtype) -> torch.Tensor:
+    """Returns the weight that training starts with, in the shape of the layer's parameter."""
+    original = start.weights.get(layer.name)
+    values = None if original is None else _matrix(layer, packed, original.detach())
+    if scales != "recomputed" or original is not None:  # from a guess other scales might be measured
+        # `pop`, because these are float32 copies: a whole model of them need not last until the last layer is made.
+        values = start.rounded.pop(layer.name, values)
+    with torch.no_grad():
+        if scales == "recomputed" and values is not None:
+            matrix = values.to(dtype)
+        else:
+            matrix = starting_weight(packed.quantized_weight, values, dtype)
+    if isinstance(packed, QuantConv):
+        return conv_parameter(matrix, packed.codes.shape, packed.groups, packed.transposed)
+    return matrix
+
+
+def _matrix(layer: LayerPlan, packed: Any, parameter: torch.Tensor) -> torch.Tensor:
+    """Returns the matrices `[..., out, in]` of a parameter of the 16-bit model."""
+    if isinstance(packed, QuantExperts):
+        return packed.stacking.matrices(parameter)
+    if isinstance(packed, QuantConv):
+        return conv_matrix(parameter, packed.groups, packed.transposed)
+    return parameter.t() if layer.transposed else parameter
+
+
+def _in_training(
+    packed: Any, weight: nn.Parameter, bias: nn.Parameter | None, scales: str, stored: torch.dtype
+) -> RoundedWeight:
+    """Returns the layer in training that stands for a quantized one."""
+    if isinstance(packed, QuantExperts):
+        return QATExperts(weight, packed, scales, stored)
+    if isinstance(packed, QuantEmbedding):
+        return QATEmbedding(weight, packed, scales, stored)
+    if packed.bias is not None and bias is not None:
+        bias.data = packed.bias.data
+    elif packed.bias is not None:
+        bias = nn.Parameter(packed.bias.detach())
+    return (QATConv if isinstance(packed, QuantConv) else QATLinear)(weight, packed, bias, scales, stored)
+
+
+def _check_start(layer: LayerPlan, packed: Any, module: RoundedWeight) -> None:
+    """Raises UserError where the layer would not start as the quantized one."""
+    if torch.equal(module.packed_weight().dequantize(), packed.quantized_weight.dequantize()):
+        return
+    element = packed.weight_format.element
+    if element.is_integer and bool((packed.quantized_weight.element_values() < element.min).any()):
+        raise UserError(
+            f"{layer.name}: holds the code {int(element.min) - 1}, as other toolkits write it, and training rounds to "
+            f"±{int(element.max)}; start from the original model instead, or keep the layer in 16 bit"
+        )
+    way_out = "'frozen' or 'learned'" if module.scales == "recomputed" else "'frozen'"
+    raise UserError(
+        f"{layer.name}: scales={module.scales!r} does not give the scales that {layer.solver} chose, so training would "
+        f"not start from this model; use scales={way_out}"
+    )

@@ -18,7 +18,7 @@ from quant.base.errors import UserError
 from quant.calibration.placement import device_of
 from quant.recipes.plan import Plan
 from quant.training.qat_layers import Packed
-from quant.training.rounding.rounded_weight import RoundedWeight
+from quant.training.rounded_weight import RoundedWeight
 
 # The forward and the backward pass of a training step, on a GPU recorded once and replayed.
 #

@@ -60,7 +60,7 @@ def test_gradients_pass_through_the_rounding() -> None:
     assert all(bool(p.grad.isfinite().all()) for p in model.parameters() if p.grad is not None)
     with torch.no_grad():
         trained = model.eval()(ROWS).logits
-        quant.convert_qat(model)
+        quant.pack(model)
         torch.testing.assert_close(model(ROWS).logits, trained, rtol=0, atol=1e-3)
 
 

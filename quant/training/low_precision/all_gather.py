@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_map, tree_map_only
 
 from quant.base.errors import UserError
 from quant.kernels.training.fp8_block_layout import BLOCK
@@ -37,11 +37,7 @@ _KEEPS_CLASS = {
 
 
 class ShardInFP8(torch.Tensor):
-    """A weight, or a shard of one, that FSDP2 gathers as E4M3 codes and scales of 128×128 squares.
-
-    Args:
-        tensor: the values, `[out, in]`.
-    """
+    """A weight `[out, in]`, or a shard of one, that FSDP2 gathers as E4M3 codes and scales of 128×128 squares."""
 
     @staticmethod
     def __new__(cls, tensor: torch.Tensor) -> ShardInFP8:
@@ -61,7 +57,7 @@ class ShardInFP8(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        plain_args, plain_kwargs = tree_map(_plain, (args, kwargs or {}))
+        plain_args, plain_kwargs = tree_map_only(ShardInFP8, lambda x: x.tensor, (args, kwargs or {}))
         result = func(*plain_args, **plain_kwargs)
         # An operation in place returns its own operand.
         if args and isinstance(args[0], ShardInFP8) and result is plain_args[0]:
@@ -103,8 +99,10 @@ class ShardInFP8(torch.Tensor):
         if len(gathered) == 1:
             whole = gathered[0]
         else:
+            # Each element times the scale of its square: exact in BF16, for both are short.
             codes, scale = gathered[0].view(torch.float8_e4m3fn), gathered[1]
-            whole = _decoded(codes, scale, dtype)
+            squares = codes.to(dtype).unflatten(1, (-1, BLOCK)).unflatten(0, (-1, BLOCK))
+            whole = (squares * scale[:, None, :, None].to(dtype)).view(codes.shape)
         if out is None:
             return whole, (whole,)
         # No operation on the weight: a gather gives the values that the pass before had.
@@ -113,26 +111,12 @@ class ShardInFP8(torch.Tensor):
         return None
 
 
-def _plain(x: Any) -> Any:
-    return x.tensor if isinstance(x, ShardInFP8) else x
-
-
 def _sharded(x: Any) -> Any:
     return ShardInFP8(x) if isinstance(x, torch.Tensor) and not isinstance(x, ShardInFP8) else x
 
 
-def _decoded(codes: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Multiplies each element by the scale of its square, `[rows, columns]`: exact in BF16, for both are short."""
-    rows, columns = codes.shape
-    squares = codes.to(dtype).view(rows // BLOCK, BLOCK, columns // BLOCK, BLOCK)
-    return (squares * scale[:, None, :, None].to(dtype)).view(rows, columns)
-
-
 def check_gather_in_fp8(model: nn.Module, recipe: TrainingRecipe) -> None:
-    """Raises UserError where FP8 codes do not determine a recipe's weights, in either direction of training.
-
-    Also where an optimizer holds the parameters that `gather_in_fp8` will replace.
-    """
+    """Raises UserError where FP8 codes do not determine a recipe's weights, or an optimizer holds these already."""
     weight = recipe.weight
     if weight is None or not weight.has_square_blocks or weight.global_scale or not recipe.power_of_two_scales:
         raise UserError(

@@ -22,8 +22,7 @@ from quant.base.errors import UserError, known_names
 from quant.base.extras import require
 from quant.calibration.attention_names import configs_of, implementations_kept, text_config
 from quant.generate.quantized_attention import AttentionCall, mask_unless_causal
-from quant.kernels.attention.attention_operands import scale_of_rows
-from quant.kernels.attention.attention_operands import DIMS
+from quant.kernels.attention.attention_operands import DIMS, scale_of_rows
 from quant.kernels.attention.forward import has_attention_kernel
 from quant.kernels.attention.ring import quantize_blocks
 from quant.kernels.training.fp8_attention import fp8_training_attention

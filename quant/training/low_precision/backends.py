@@ -3,29 +3,38 @@
     emulated   any recipe on any device: BF16 or FP32 products of rounded operands
     native     FP8 in blocks or rows on Hopper: our kernels make the operands, cuBLASLt multiplies (`native.py`)
     torchao    FP8 with one scale a tensor or row, on an H100 or newer
-    te         Transformer Engine: delayed, current and block scaling; on Blackwell MXFP8, NVFP4 (`te_products.py`)
+    te         Transformer Engine: delayed, current and block scaling; on Blackwell MXFP8, NVFP4
 
 All round as the recipe says, so a layer is evaluated and packed in the same way whoever trains it. torchao gains where
 `torch.compile` fuses the rounding into the operations before it.
+
+A `te.Linear` multiplies, by the layer's own weight: the layer keeps its class, its parameters and its keys, and no
+`_extra_state` comes into a state dict. Transformer Engine scales each weight by itself, whereas other backends scale
+weights that a runtime merges by their common largest magnitude where a format has a scale of the whole tensor.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
+from torch import nn
+from torch.nn.functional import pad
 
 from quant.base.errors import UserError, known_names
 from quant.base.extras import install_command, require
-from quant.formats.format import FORMATS
+from quant.formats.format import E4M3, E5M2, FORMATS
+from quant.kernels.base.custom_ops import is_in_backward
 from quant.kernels.base.hardware import has_triton
 from quant.kernels.training import fp8_block
 from quant.kernels.training.grouped_fp8 import has_grouped_fp8
-from quant.training.low_precision.native import NativeProducts, RowProducts, is_rowwise
-from quant.training.low_precision.state import LowPrecision
-from quant.training.low_precision.te_products import TRANSFORMER_ENGINE, TEProducts
+from quant.training.low_precision.grouped_products import RowProducts, is_rowwise
+from quant.training.low_precision.native import NativeProducts
+from quant.training.low_precision.state import AmaxHistory, LowPrecision
 from quant.training.low_precision.training_recipe import RECIPES, TrainingRecipe
 
 BACKENDS = ("auto", "emulated", "native", "torchao", "te")
@@ -36,25 +45,32 @@ TORCHAO = {
     "fp8_rowwise_wgrad_bf16": "rowwise_with_gw_hp",
 }
 """torchao's names of our recipes."""
+TRANSFORMER_ENGINE = {
+    "fp8_delayed": "DelayedScaling",
+    "fp8_tensorwise": "Float8CurrentScaling",
+    "fp8_block": "Float8BlockScaling",
+    "mxfp8": "MXFP8BlockScaling",
+    "nvfp4": "NVFP4BlockScaling",
+}
+"""Transformer Engine's names of our recipes."""
+_PACKAGES = {"torchao": ("torchao", "torchao"), "te": ("Transformer Engine", "te")}
+_OF_BLACKWELL = ("mxfp8", "nvfp4")
+_TOKENS = 32  # a multiple of which Transformer Engine multiplies in every recipe
+_LEAST_WIDTH = 2048
+"""The width of square layers from which `native` gains time, by `benchmarks/training_lowprecision.py sizes` (H100)."""
 
 
 @dataclass(frozen=True)
 class Backend:
-    """Who computes the products of a model.
+    """Who computes the products of a model."""
 
-    Attributes:
-        name: one of `BACKENDS`, but "auto".
-        note: how this machine runs the recipe, for the log.
-        products: makes the products of a layer from its recipe, its name and its weight's shape; None emulates them.
-    """
-
-    name: str
-    note: str
-    products: Callable[[], Any] | None = None
+    name: str  # one of `BACKENDS`, but "auto"
+    note: str  # how this machine runs the recipe, for the log
+    products: Callable[[], Any] | None = None  # makes the products of a layer; None emulates them
 
 
 def choose_backend(backend: str, recipe: TrainingRecipe, parameter: torch.Tensor) -> Backend:
-    """Returns the backend that runs a recipe on the device of a model.
+    """Returns the backend that runs a recipe where a parameter of the model is.
 
     Args:
         backend: one of `BACKENDS`; "auto" takes the fastest that is installed and runs the recipe.
@@ -108,45 +124,34 @@ def _backend(name: str, recipe: TrainingRecipe) -> Backend:
     return Backend(name, note, lambda: TEProducts(recipe))
 
 
-_LEAST_WIDTH = 2048
-"""The width of square layers from which `native` gains time, by `benchmarks/training_lowprecision.py sizes` (H100)."""
-
-
 def is_too_small(backend: str, weights: Sequence[torch.Tensor]) -> bool:
-    """Returns whether a layer is known to take no less time in a backend than in 16 bit.
+    """Returns whether a layer is known to take no less time in a backend than in 16 bit; only `native` was measured.
 
     Products save time in proportion to out · in, and rounding their operands costs it in proportion to out + in. So a
-    layer is as good as a square one whose width is the harmonic mean of the two. Only `native` was measured.
-
-    Args:
-        backend: of the layer.
-        weights: `[out, in]` of the layers that share its input, its own included: they are one layer here.
+    layer is as good as a square one whose width is the harmonic mean of the two. `weights` `[out, in]` are those of all
+    layers that share its input, its own included: they are one layer here.
     """
     rows, columns = sum(map(len, weights)), weights[0].shape[1]
     return backend == "native" and 2 * rows * columns < _LEAST_WIDTH * (rows + columns)
 
 
-_PACKAGES = {"torchao": ("torchao", "torchao"), "te": ("Transformer Engine", "te")}
-
-
 def _knows(name: str, recipe: TrainingRecipe) -> bool:
     """Returns whether a backend has the recipe on some machine."""
-    if name == "native":
-        return _is_fp8_block(recipe) or is_rowwise(recipe)
-    # A changed recipe keeps the name; peers know their own ones only.
-    return recipe == RECIPES.get(recipe.name) and recipe.name in (TORCHAO if name == "torchao" else TRANSFORMER_ENGINE)
-
-
-def _is_fp8_block(recipe: TrainingRecipe) -> bool:
-    """Returns whether a recipe is `fp8_block` except for its scales' arithmetic, its schedule and its first layers."""
+    if name != "native":
+        # A changed recipe keeps the name; peers know their own ones only.
+        names = TORCHAO if name == "torchao" else TRANSFORMER_ENGINE
+        return recipe == RECIPES.get(recipe.name) and recipe.name in names
+    # `fp8_block`, except for its scales' arithmetic, its schedule and its first layers.
     formats = (recipe.input, recipe.weight, recipe.gradient, recipe.weight_for_dx)
     group, square = FORMATS["fp8_group"], FORMATS["fp8_block"]
     plain = recipe.rounds_dx and recipe.rounds_dw and not (recipe.hadamard or recipe.stochastic_gradients)
-    return formats == (group, square, group, square) and plain
+    return (formats == (group, square, group, square) and plain) or is_rowwise(recipe)
+
+
+# Each returns why a backend does not run a recipe where a parameter is; None where it does.
 
 
 def _native_refusal(recipe: TrainingRecipe, parameter: torch.Tensor) -> str | None:
-    """Returns why our kernels do not run a recipe where a parameter is; None where they do."""
     if not _knows("native", recipe):
         return "it has fp8_block and fp8_rowwise alone"
     if is_rowwise(recipe):
@@ -157,46 +162,35 @@ def _native_refusal(recipe: TrainingRecipe, parameter: torch.Tensor) -> str | No
 
 
 def _torchao_refusal(recipe: TrainingRecipe, parameter: torch.Tensor) -> str | None:
-    """Returns why torchao does not run a recipe where a parameter is; None where it does."""
     if not _knows("torchao", recipe):
         return _needs_blackwell(recipe) or f"torchao has no recipe like it; it has {', '.join(TORCHAO)}"
     if (refusal := _no_fp8(parameter)) is not None:
         return refusal
-    if _capability(parameter) < (9, 0):
+    if torch.cuda.get_device_capability(parameter.device) < (9, 0):
         gpu = torch.cuda.get_device_name(parameter.device)
         return f"{gpu} has no FP8 products with a scale for each row; an H100 has"
     return None
 
 
 def _te_refusal(recipe: TrainingRecipe, parameter: torch.Tensor) -> str | None:
-    """Returns why Transformer Engine does not run a recipe where a parameter is; None where it does.
-
-    The GPU decides here, before anything of Transformer Engine is called: its quantizer of MXFP8 gives unwritten memory
-    on a GPU that has no MXFP8, and no error.
-    """
+    # The GPU decides here, before anything of Transformer Engine is called: its quantizer of MXFP8 gives unwritten
+    # memory on a GPU that has no MXFP8, and no error.
     if not _knows("te", recipe):
         return f"Transformer Engine has no recipe like it; it has {', '.join(TRANSFORMER_ENGINE)}"
-    if recipe.name in _OF_BLACKWELL and (not parameter.is_cuda or _capability(parameter) < (10, 0)):
+    capability = torch.cuda.get_device_capability
+    if recipe.name in _OF_BLACKWELL and (not parameter.is_cuda or capability(parameter.device) < (10, 0)):
         return _needs_blackwell(recipe)
     if (refusal := _no_fp8(parameter)) is not None:
         return refusal
-    least = (9, 0) if recipe.name == "fp8_block" else (8, 9)
-    if _capability(parameter) < least:
+    if capability(parameter.device) < ((9, 0) if recipe.name == "fp8_block" else (8, 9)):
         return f"{torch.cuda.get_device_name(parameter.device)} has no such FP8 products; an H100 has"
     return None
-
-
-_OF_BLACKWELL = ("mxfp8", "nvfp4")
 
 
 def _needs_blackwell(recipe: TrainingRecipe) -> str | None:
     if recipe.name not in _OF_BLACKWELL:
         return None
     return f"no GPU before Blackwell (compute capability 10.0) has the products of {recipe.name}"
-
-
-def _capability(parameter: torch.Tensor) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(parameter.device)
 
 
 def _no_fp8(parameter: torch.Tensor) -> str | None:
@@ -210,9 +204,7 @@ _REFUSALS = {"torchao": _torchao_refusal, "native": _native_refusal, "te": _te_r
 class TorchaoProducts:
     """The three products of a linear layer by torchao: `[..., in]` to `[..., out]`, with gradients.
 
-    Args:
-        recipe: a key of `TORCHAO`.
-        emulate: multiplies decoded operands, on a device without FP8 products.
+    `recipe` is a key of `TORCHAO`; `emulate` multiplies decoded operands, on a device without FP8 products.
     """
 
     def __init__(self, recipe: str, emulate: bool = False) -> None:
@@ -232,24 +224,157 @@ class TorchaoProducts:
         Under tensor parallelism `x` and `weight` are shards. One scale of a whole tensor is common to all of them, but
         torchao measures gradients, and rows of which each rank has a part, by the shard.
         """
-        input_amax, weight_amax = state.scaled_by(whole)
+        x_amax, w_amax = state.scaled_by(whole)
         from torchao.float8.float8_linear import matmul_with_hp_or_float8_args
-        from torchao.float8.float8_training_tensor import GemmInputRole
+        from torchao.float8.float8_training_tensor import GemmInputRole, hp_tensor_and_scale_to_float8
+        from torchao.float8.float8_utils import amax_to_scale
 
         operands: list[Any] = [x, weight.t()]
-        if self.is_tensorwise and input_amax is not None and weight_amax is not None:
+        if self.is_tensorwise and x_amax is not None and w_amax is not None:
             # The input's largest magnitude has been measured, and torchao would read the input for it once more. It
-            # would scale each weight by its own, and merged layers share one.
-            operands[0] = _with_scale_of(x, input_amax, self.settings, GemmInputRole.INPUT)
-            operands[1] = _with_scale_of(operands[1], weight_amax, self.settings, GemmInputRole.WEIGHT)
+            # would scale each weight by its own, and merged layers share one. Gradients pass through.
+            e4m3, roles = torch.float8_e4m3fn, (GemmInputRole.INPUT, GemmInputRole.WEIGHT)
+            operands = [
+                hp_tensor_and_scale_to_float8(operand, amax_to_scale(amax, e4m3), e4m3, self.settings, role)
+                for operand, amax, role in zip(operands, (x_amax, w_amax), roles, strict=True)
+            ]
         y: torch.Tensor = matmul_with_hp_or_float8_args.apply(*operands, self.settings, self.config)
         return y
 
 
-def _with_scale_of(x: torch.Tensor, amax: torch.Tensor, settings: Any, role: Any) -> Any:
-    """Returns an operand in E4M3 under the scale of a largest magnitude; its gradient passes through."""
-    from torchao.float8.float8_training_tensor import hp_tensor_and_scale_to_float8
-    from torchao.float8.float8_utils import amax_to_scale
+class TEProducts:
+    """The three products of a linear layer by Transformer Engine: `[..., in]` to `[..., out]`, with gradients."""
 
-    scale = amax_to_scale(amax, torch.float8_e4m3fn)
-    return hp_tensor_and_scale_to_float8(x, scale, torch.float8_e4m3fn, settings, role)
+    def __init__(self, recipe: TrainingRecipe) -> None:
+        self.recipe = recipe
+        self._linear: Any = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"recipe": self.recipe, "_linear": None}  # a copy makes its own
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def __call__(self, x: torch.Tensor, weight: torch.Tensor, state: LowPrecision, whole: torch.Tensor) -> torch.Tensor:
+        """Computes the product of a layer in training; the largest magnitude of x is recorded if deployment needs it.
+
+        `x` is `whole`, or this rank's shard of it, which Transformer Engine scales by itself.
+
+        Raises:
+            UserError: gradient checkpointing runs a layer with delayed scaling again, whose histories have moved on.
+        """
+        if self.recipe.history and is_in_backward():
+            raise UserError(
+                f"{state.name}: gradient checkpointing runs it again, and {self.recipe.name} by Transformer Engine "
+                'would take other scales then; use fp8_tensorwise, or backend="emulated"'
+            )
+        rows = x.reshape(-1, x.shape[-1])
+        missing = -len(rows) % _TOKENS
+        with context(self.recipe):
+            module = self._module(weight, state)
+            # Rows of zeros change no sum and no largest magnitude.
+            y: torch.Tensor = module(pad(rows, (0, 0, 0, missing)))[: len(rows)] if missing else module(rows)
+        if self.recipe.input is not None and self.recipe.input.is_static and not self.recipe.history:
+            # Current scaling measures the input in a kernel that keeps its result to itself.
+            state.record_input(whole)
+        return y.reshape(*x.shape[:-1], -1)
+
+    def _module(self, weight: torch.Tensor, state: LowPrecision) -> Any:
+        """Returns Transformer Engine's module, with this weight."""
+        if self._linear is None:
+            engine = require("transformer_engine.pytorch", "te")
+            rows, columns = weight.shape
+            self._linear = engine.Linear(columns, rows, bias=False, params_dtype=weight.dtype, device=weight.device)
+            if self.recipe.history:
+                self._linear.init_fp8_metadata(num_gemms=1)
+                for name, history in state.amax.items():
+                    state.amax[name] = _EngineHistory(self._linear, name, history)
+        # FSDP2 shows the layer another tensor at each pass.
+        self._linear._parameters["weight"] = weight
+        return self._linear
+
+
+class _EngineHistory(AmaxHistory):
+    """The history of "x", "w" or "dy" in Transformer Engine's delayed scaling, which goes on with ours."""
+
+    def __init__(self, module: Any, name: str, history: AmaxHistory) -> None:
+        self._module = module
+        self._direction, self._index, self._largest = _POSITIONS[name]
+        if not history.is_empty:
+            self.values = history.values
+
+    @property
+    def values(self) -> torch.Tensor:
+        """As `AmaxHistory` has it. The engine has its newest step last, zeros for none, and the step at work first."""
+        history = self._state.amax_history[:, self._index]
+        recorded = torch.cat([history[1:].flip(0), history[:1]])
+        return torch.where(recorded > 0, recorded, -1.0)
+
+    @values.setter
+    def values(self, values: torch.Tensor) -> None:
+        state = self._state
+        values = values.clamp(min=0.0).to(state.amax_history.device)
+        state.amax_history[:, self._index] = torch.cat([values[-1:], values[:-1].flip(0)])
+        if bool(values.amax() > 0):
+            state.scale[self._index] = self._largest / values.amax()
+
+    @property
+    def _state(self) -> Any:
+        return self._module.fp8_meta[self._direction]
+
+
+_POSITIONS = {
+    "x": ("scaling_fwd", 0, E4M3.max),
+    "w": ("scaling_fwd", 1, E4M3.max),
+    "dy": ("scaling_bwd", 0, E5M2.max),
+}
+"""Where Transformer Engine holds the history of a tensor, and the largest number of its format."""
+
+
+def context(recipe: TrainingRecipe) -> Any:
+    """Returns Transformer Engine's context for a recipe; one that does nothing if another is open."""
+    manager = require("transformer_engine.pytorch.quantization", "te").FP8GlobalStateManager
+    if manager.is_fp8_enabled():
+        return nullcontext()
+    return require("transformer_engine.pytorch", "te").autocast(enabled=True, recipe=_engines_recipe(recipe.name))
+
+
+@lru_cache
+def _engines_recipe(name: str) -> Any:
+    return getattr(require("transformer_engine.common.recipe", "te"), TRANSFORMER_ENGINE[name])()
+
+
+class ForwardContext:
+    """Hooks that run a model's forward pass, in training, in one context of Transformer Engine.
+
+    Delayed scaling moves its histories at the end of the outermost `te.autocast`, once for all layers that ran in it. A
+    layer that is called alone opens a context for itself.
+    """
+
+    def __init__(self, recipe: TrainingRecipe) -> None:
+        self.recipe = recipe
+        self._open: list[Any] = []
+
+    def start(self, model: nn.Module) -> None:
+        """Hooks the model."""
+        model.register_forward_pre_hook(self._enter)
+        # The pass may end by an error, after which the context must not stay open.
+        model.register_forward_hook(self._leave, always_call=True)
+
+    @staticmethod
+    def end(model: nn.Module) -> None:
+        """Undoes `start`, also for a copy of the model."""
+        for hooks in (model._forward_pre_hooks, model._forward_hooks):
+            for key, hook in list(hooks.items()):
+                if isinstance(getattr(hook, "__self__", None), ForwardContext):
+                    del hooks[key]
+                    model._forward_hooks_always_called.pop(key, None)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _enter(self, model: nn.Module, args: Any) -> None:
+        if model.training:
+            self._open.append(context(self.recipe))
+            self._open[-1].__enter__()
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _leave(self, model: nn.Module, args: Any, output: Any) -> None:
+        if self._open:
+            self._open.pop().__exit__(None, None, None)

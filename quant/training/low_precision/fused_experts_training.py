@@ -1,18 +1,33 @@
 """Fused experts in low-precision training: parameters that stack the matrices of all experts of a block.
 
 transformers runs such a module through a registry of functions. Ours, `quant_low_precision`, multiplies by each
-expert's matrix with rounded operands: on a GPU all experts in one product (`grouped_experts.py`), where the recipe and
-the kind of experts allow that, elsewhere one expert after another. The parameters stay in the module, under their own
-names. A module in eval mode computes as the packed one will.
+expert's matrix with rounded operands: on a GPU all experts in one product, where the recipe and the kind of experts
+allow that, elsewhere one expert after another. The parameters stay in the module, under their own names. A module in
+eval mode computes as the packed one will.
 
 Each expert's tokens are an operand of their own: blocks along the tokens, in dw, hold tokens of one expert. A short
 last block counts zeros. The static input scale of the deployed experts belongs to the largest input of any expert.
+
+One product multiplies the tokens of all experts so:
+
+    hidden [tokens, in]  ─▶  x [rows, in]      a row for each token and slot, sorted by expert
+    x                    ─▶  y [rows, out]     rows of expert e multiply its matrix (`grouped_products.py`)
+    y                    ─▶  [tokens, out]     sum over the slots of a token, by the router's weights
+
+    rows    0       45      128        256       295         capacity
+            ├ expert 0 ┤ zeros ┤ expert 1 ┤ expert 2 ┤ zeros ┤
+
+Zeros fill the rows of each expert to a multiple of the recipe's block along the tokens. So one rounding of the whole
+matrix gives the operands that each expert has by itself, for blocks along the rows (y, dx) and along the tokens (dw):
+no block holds tokens of two experts, and zeros change no largest magnitude and no sum. The capacity follows from shapes
+alone, and offsets stay on the device: the host does not wait for the router.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,30 +36,37 @@ from torch.nn import functional
 
 from quant.formats.tensor import BlockScaledTensor
 from quant.kernels.base.custom_ops import autocast_dtype, is_in_backward
-from quant.kernels.linear.experts import ExpertStack, QuantExperts, can_run_experts_one_by_one, experts_forward
+from quant.kernels.linear.experts import (
+    ExpertStack,
+    QuantExperts,
+    can_run_experts_one_by_one,
+    experts_forward,
+    sort_by_expert,
+)
 from quant.recipes.layers import stacking_of, stacking_of_experts
-from quant.training.low_precision.grouped_products import GroupedProducts, grouped_experts, takes
+from quant.training.low_precision.grouped_products import GroupedProducts, block_of_tokens, takes_recipe
 from quant.training.low_precision.low_precision_linear import LowPrecisionLinear, RoundedProducts, ValueOf
-from quant.training.low_precision.state import deployed_input, fingerprint, input_scale, packed_weight, stored_format
-from quant.training.low_precision.state import LowPrecision
+from quant.training.low_precision.state import (
+    LowPrecision,
+    deployed_input,
+    fingerprint,
+    input_scale,
+    packed_weight,
+    stored_format,
+)
 from quant.training.low_precision.training_recipe import TrainingRecipe
 
 IMPLEMENTATION = "quant_low_precision"
 _STACKS = "low_precision_experts"  # attribute of an experts module: its stacks by the names of the parameters
 _BEFORE = "_implementation_before_training"  # of the module by which the config was changed; a config would save it
+_DEVICES = {"cuda"}  # kinds of device with grouped products; on a CPU they save nothing, and tests add it
 
 
 class LowPrecisionStack(ExpertStack):
     """One projection of all experts: products with rounded operands of the matrices in the owner's parameter.
 
-    It is no submodule of the owner, whose state dict keeps the keys that it has.
-
-    Args:
-        name: of the layer in the model, for messages.
-        owner: the experts module.
-        parameter: its name in the owner.
-        recipe: how products are rounded.
-        in_fp8: whether FP8 tensor cores multiply groups, where the recipe and the GPU have such a product.
+    It is no submodule of the owner, the experts module, whose state dict keeps the keys that it has. With `in_fp8`, FP8
+    tensor cores multiply groups, where the recipe and the GPU have such a product.
     """
 
     def __init__(
@@ -75,9 +97,9 @@ class LowPrecisionStack(ExpertStack):
         return held
 
     @property
-    def _trains(self) -> bool:
-        owner: Any = self.owner
-        return bool(owner.training)
+    def trains(self) -> bool:
+        """Whether the owner is in training mode."""
+        return bool(self.owner.training)  # type: ignore[union-attr]
 
     @property
     def weight(self) -> torch.Tensor:
@@ -95,7 +117,7 @@ class LowPrecisionStack(ExpertStack):
         try:
             yield
             # Checkpointing runs the forward pass again inside the backward pass: that is no step of its own.
-            if self._trains and self._largest_input is not None and not is_in_backward():
+            if self.trains and self._largest_input is not None and not is_in_backward():
                 state.amax["x"].record(self._largest_input)
         finally:
             self._matrices = self._weight_amax = self._largest_input = None
@@ -106,27 +128,27 @@ class LowPrecisionStack(ExpertStack):
         x = x.to(autocast_dtype(x) or x.dtype)
         if not x.numel():  # no scale can be measured, and the gradient of the matrix is zero
             return functional.linear(x, self._matrices[index].to(x.dtype))
-        of_x = of_w = None
+        x_amax = w_amax = None
         assert state.recipe.input is not None
         # The largest of one expert's tokens scales them; the largest of all experts is recorded for deployment.
         if state.recipe.input.is_static:
-            of_x = x.detach().abs().amax().float()
+            x_amax = x.detach().abs().amax().float()
             largest = self._largest_input
-            self._largest_input = of_x if largest is None else torch.maximum(largest, of_x)
+            self._largest_input = x_amax if largest is None else torch.maximum(largest, x_amax)
         if self._weight_amax is not None:
-            of_w = self._weight_amax[index]
-        if self._trains:
+            w_amax = self._weight_amax[index]
+        if self.trains:
             state.note_weight(self.held)
             if state.products is not None and state.rounds_forward:
                 return state.products(x, self._matrices[index], state, x)
-        y: torch.Tensor = RoundedProducts.apply(x, self._matrices[index], of_x, of_w, state)  # type: ignore[no-untyped-call]
+        y: torch.Tensor = RoundedProducts.apply(x, self._matrices[index], x_amax, w_amax, state)  # type: ignore[no-untyped-call]
         return y
 
     def grouped(self, x: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
         """Maps `[rows, in]`, sorted by expert, to `[rows, out]`, its outputs in the order of the parameter's rows."""
         # Read once: with an adapter on it, each reading adds the two.
         state, matrices = self.low_precision, self.weight
-        if self._trains:
+        if self.trains:
             state.note_weight(matrices)
         x = x.to(autocast_dtype(x) or x.dtype)
         y = GroupedProducts.apply(x, matrices, offsets, state, self.in_fp8)  # type: ignore[no-untyped-call]
@@ -194,20 +216,153 @@ def low_precision_experts_forward(
     return _trained_forward(self, stacks, *inputs)
 
 
-def _trained_forward(
-    self: Any,
-    stacks: dict[str, LowPrecisionStack],
-    hidden_states: torch.Tensor,
-    top_k_index: torch.Tensor,
-    top_k_weights: torch.Tensor,
-) -> torch.Tensor:
+def _trained_forward(self: Any, stacks: dict[str, LowPrecisionStack], *inputs: torch.Tensor) -> torch.Tensor:
     """Runs an experts module with the recipe's products: in groups where they can be, else one expert at a time."""
-    inputs = hidden_states, top_k_index, top_k_weights
     first, down = (stacks.get(name) for name in ("gate_up_proj" if self.has_gate else "up_proj", "down_proj"))
     # Where one projection stays in 16 bit, experts run one by one.
-    if first is not None and down is not None and takes(self, hidden_states, first.low_precision.recipe):
+    if first is not None and down is not None and takes(self, inputs[0], first.low_precision.recipe):
         return grouped_experts(self, first, down, *inputs)
     return experts_forward(_Projections(self, stacks), *inputs)
+
+
+def takes_experts(module: Any, recipe: TrainingRecipe) -> bool:
+    """Returns whether a GPU multiplies the experts of a transformers module in groups, by a recipe."""
+    # Other kinds of experts add a bias or a norm for each token, which the zeros between experts must not get.
+    is_plain = not getattr(module, "has_bias", False) and not getattr(module, "has_post_expert_norm", False)
+    return is_plain and takes_recipe(recipe)
+
+
+def takes(module: Any, x: torch.Tensor, recipe: TrainingRecipe) -> bool:
+    """Returns whether the experts of a transformers module are multiplied in groups where `x` `[tokens, in]` is."""
+    dtype = autocast_dtype(x) or x.dtype
+    # FP16 does not hold the operands, and PyTorch multiplies groups in FP32 one after another.
+    has_products = dtype is torch.bfloat16 or (dtype is torch.float32 and not x.is_cuda)
+    if not (has_products and x.device.type in _DEVICES and len(x) > 0 and takes_experts(module, recipe)):
+        return False
+    # Parallelism that leaves parameters as DTensors in the forward pass divides experts or their products.
+    return not any(hasattr(parameter, "full_tensor") for parameter in module.parameters())
+
+
+@dataclass(frozen=True, eq=False)
+class Groups:
+    """The rows of a grouped product."""
+
+    positions: torch.Tensor  # the row of each token and slot, int64 `[tokens · k]`; zeros for slots of no expert
+    slots: torch.Tensor  # the token and slot of each row, int64 `[rows]`; tokens · k for a row of zeros
+    offsets: torch.Tensor  # the row after the last of each expert, int32 `[experts]`; the last one's are all others
+    is_empty: torch.Tensor  # whether a row is one of zeros, `[rows, 1]`
+
+
+def group_by_expert(index: torch.Tensor, experts: int, block: int) -> Groups:
+    """Returns the rows for a router's choice `[tokens, k]`; each expert has a multiple of `block`, and at least one.
+
+    An expert without tokens has a block of zeros, whose product writes the zeros of its weight gradient.
+    """
+    order, starts = sort_by_expert(index, experts)
+    count = len(order)
+    blocks = (starts.diff() + (block - 1)).div(block, rounding_mode="floor").clamp(min=1)
+    ends = (blocks * block).cumsum(0)
+    # From the position of a slot in the sorted order to its row; experts that are not on this rank come last of all.
+    begins = torch.cat([ends - blocks * block, ends[-1:]])
+    sorted_index = index.flatten()[order].clamp(max=experts)
+    rows = torch.arange(count, device=index.device) + (begins - starts)[sorted_index]
+    # Σ of blocks is at most count / block + experts, so the host needs no number from the device.
+    capacity = -(-count // block) * block + experts * block
+    positions = torch.empty_like(order)
+    positions[order] = rows
+    slots = torch.full((capacity,), count, device=index.device)
+    slots[rows] = torch.where(sorted_index < experts, order, count)
+    # A product then writes every row, and zeros where no token is.
+    ends[-1] = capacity
+    return Groups(positions, slots, ends.int(), (slots == count)[:, None])
+
+
+class SpreadRows(torch.autograd.Function):
+    """Copies tokens `[tokens, columns]` to the rows of their experts, `[rows, columns]`, among zeros."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(positions)
+        ctx.tokens = len(x)
+        # A row of zeros follows the tokens, and rows without a token read that.
+        return functional.pad(x, (0, 0, 0, 1)).index_select(0, slots // (len(positions) // len(x)))
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        # Each slot reads its own row, so the sum has the same order at every call, unlike a sum by `index_add_`.
+        return torch.ops.quant.weigh_rows(dy, *ctx.saved_tensors, None, ctx.tokens, dy.dtype), None, None
+
+
+class WeighRows(torch.autograd.Function):
+    """Sums the rows of each token's experts by the router's weights: `[rows, columns]` to `[tokens, columns]`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        rows: torch.Tensor,
+        weights: torch.Tensor,
+        positions: torch.Tensor,
+        slots: torch.Tensor,
+        dtype: torch.dtype,
+    ) -> torch.Tensor:
+        ctx.save_for_backward(rows, positions, slots, weights)
+        y: torch.Tensor = torch.ops.quant.weigh_rows(rows, positions, weights, len(weights), dtype)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return *torch.ops.quant.weigh_rows_backward(dy, *ctx.saved_tensors), None, None, None
+
+
+def grouped_experts(
+    module: Any, first: Any, down: Any, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor
+) -> torch.Tensor:
+    """Runs a transformers experts module by grouped products, `[tokens, hidden]` to the same.
+
+    Between the products, PyTorch's operations would take as long as these: SwiGLU and the weighted sum are one kernel
+    for each direction.
+
+    Args:
+        module: that `takes` accepts.
+        first, down: the stacks of its projections.
+        hidden: `[tokens, hidden]`.
+        index: expert of each token and slot, `[tokens, k]`; indices beyond the last expert count nothing.
+        weights: the router's, `[tokens, k]`.
+    """
+    groups = group_by_expert(index, module.num_experts, block_of_tokens(first.low_precision.recipe))
+    x = hidden.to(autocast_dtype(hidden) or hidden.dtype)
+    up = first.grouped(SpreadRows.apply(x, groups.positions, groups.slots), groups.offsets)  # type: ignore[no-untyped-call]
+    if has_swiglu(module):
+        up = SwiGLU.apply(up)  # type: ignore[no-untyped-call]
+    else:
+        # Not every activation maps zeros to zeros.
+        up = (module._apply_gate(up) if module.has_gate else module.act_fn(up)).masked_fill(groups.is_empty, 0)
+    y = down.grouped(up, groups.offsets)
+    weighted: torch.Tensor = WeighRows.apply(y, weights, groups.positions, groups.slots, hidden.dtype)  # type: ignore[no-untyped-call]
+    return weighted
+
+
+def has_swiglu(module: Any) -> bool:
+    """Returns whether a transformers experts module computes silu(gate) · up between its products."""
+    from transformers.integrations.moe import _default_apply_gate
+
+    is_silu = isinstance(module.act_fn, torch.nn.SiLU) or type(module.act_fn).__name__ == "SiLUActivation"
+    return is_silu and module.has_gate and type(module)._apply_gate is _default_apply_gate
+
+
+class SwiGLU(torch.autograd.Function):
+    """silu(gate) · up of `[rows, 2 · columns]`; nothing but the argument is kept for the backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, both: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(both)
+        y: torch.Tensor = torch.ops.quant.swiglu(both)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor) -> torch.Tensor:
+        d_both: torch.Tensor = torch.ops.quant.swiglu_backward(dy, *ctx.saved_tensors)
+        return d_both
 
 
 def register() -> None:
@@ -234,10 +389,7 @@ def experts_refusal(model: nn.Module, name: str, recipe: TrainingRecipe) -> str 
 def convert_experts(
     model: Any, names: list[str], recipe: TrainingRecipe, products: Any = None, in_fp8: bool = False
 ) -> None:
-    """Has the experts of these parameters train in low precision, by the products of a backend where one is given.
-
-    With `in_fp8`, grouped products use FP8 tensor cores where they can.
-    """
+    """Has the experts of these parameters train in low precision, by the products of a backend where one is given."""
     if not names:
         return
     register()

@@ -10,223 +10,18 @@ static input scale of the steps so far: the loss that a training loop evaluates 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional
-from torch.nn.functional import pad
 
 from quant.base.errors import UserError
-from quant.kernels.base.custom_ops import autocast_dtype, register, without_autocast
-from quant.kernels.rounding.hadamard import on_each_device
-from quant.kernels.training.fp8_block_layout import BLOCK
-from quant.training.low_precision.native import NativeProducts, keeps_columns, unpadded
-from quant.training.low_precision.operands import Operand, float32_product, multiply, operand_of
-from quant.training.low_precision.state import deployed_layer
-from quant.training.low_precision.state import LowPrecision
+from quant.kernels.base.custom_ops import autocast_dtype
+from quant.training.low_precision.native_fusions import cast, merged_product
+from quant.training.low_precision.operands import Operand, multiply, operand_of, transform_tokens
+from quant.training.low_precision.state import LowPrecision, deployed_layer
 from quant.training.low_precision.training_recipe import TrainingRecipe
-from quant.training.low_precision.native_fusions import NormInput, cast, origin_of
-
-# Layers that a runtime merges (q, k and v) sum their dx in one product, in the native backend.
-#
-#     forward    codes(x) · codes(q)ᵀ    codes(x) · codes(k)ᵀ    codes(x) · codes(v)ᵀ
-#     backward   dx = codes([dq dk dv]) · codes_t([q; k; v])ᵀ
-#
-# Three products would write dx three times in 16 bit, and two additions would read them again. One product sums over
-# the outputs of all three in FP32 and rounds once. The other products stay apart: together they have as many tiles, so
-# that nothing is gained, and results in tensors of their own can be freed and viewed as ever.
-#
-# The layers are called one by one. The first of a group computes the outputs of all, and leaves them with the products
-# that the model's layers share; the others fetch theirs, provided that they are called with the same input in the same
-# mode and have the same weights. A group whose outputs were not fetched is not computed as one again.
-
-
-@dataclass(eq=False)
-class _Pending:
-    """Outputs of a group's layers that have not been called yet.
-
-    Attributes:
-        x: the input, before autocast.
-        mode: of the call: see `_mode`.
-        outputs: by the position of a layer in its group: its weight, the weight's version, and the output.
-        state: of the layer that computed them.
-    """
-
-    x: torch.Tensor
-    mode: tuple[Any, ...]
-    outputs: dict[int, tuple[torch.Tensor, int, torch.Tensor]]
-    state: LowPrecision
-
-
-def merged_product(layer: Any, x: torch.Tensor) -> torch.Tensor | None:
-    """Returns x wᵀ of a layer in training, computed with the layers that are merged with it; None where none is.
-
-    Args:
-        layer: a `LowPrecisionLinear`.
-        x: `[..., in]`, before autocast.
-    """
-    state = layer.low_precision
-    native, group = state.products, state.group
-    if len(group) < 2 or not isinstance(native, NativeProducts):
-        return None
-    if group[0] is not layer:
-        positions = [position for position, member in enumerate(group) if member is layer]
-        # A replica of `nn.DataParallel` is in no group.
-        return _fetched(native, positions[0], layer.weight, x) if positions else None
-    if native.pending is not None:
-        # Some layer of that group got another input: computing it as one would be in vain again.
-        native.pending.state.merges, native.pending = False, None
-    if not (state.merges and torch.is_grad_enabled() and x.requires_grad):
-        return None  # without a gradient of x there is nothing to sum
-    if not all(_is_alike(layer, member, x) for member in group):
-        return None
-    weights = [member.weight for member in group]
-    rounded_x = cast(x, autocast_dtype(x) or x.dtype)
-    states = [member.low_precision for member in group]
-    y, *siblings = _MergedProducts.apply(rounded_x, states, origin_of(rounded_x), *weights)  # type: ignore[no-untyped-call]
-    outputs = {i + 1: (weights[i + 1], _version(weights[i + 1]), sibling) for i, sibling in enumerate(siblings)}
-    native.pending = _Pending(x, _mode(x), outputs, state)
-    return y  # type: ignore[no-any-return]
-
-
-def _fetched(native: NativeProducts, position: int, weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor | None:
-    """Returns the output that the first layer of the group has computed for another one; None for another product."""
-    pending: _Pending | None = native.pending
-    if pending is None or pending.x is not x or pending.mode != _mode(x) or position not in pending.outputs:
-        return None
-    expected, version, y = pending.outputs[position]
-    if expected is not weight or version != _version(weight):
-        return None
-    del pending.outputs[position]
-    if not pending.outputs:
-        native.pending = None
-    return y
-
-
-def _mode(x: torch.Tensor) -> tuple[Any, ...]:
-    return torch.is_grad_enabled(), autocast_dtype(x), _version(x)
-
-
-def _version(x: torch.Tensor) -> int:
-    """Returns a number that changes when a tensor is changed in place; a compiler sees such changes itself."""
-    return 0 if torch.compiler.is_compiling() else x._version
-
-
-def _is_alike(first: Any, member: Any, x: torch.Tensor) -> bool:
-    """Returns whether a layer of a group can be computed with the first one."""
-    weight, state = member.weight, member.low_precision
-    return (
-        member.training
-        and state.products is first.low_precision.products
-        and state.rounds_forward
-        and weight.requires_grad == first.weight.requires_grad
-        and weight.device == x.device
-        and not hasattr(weight, "full_tensor")  # a DTensor, of tensor parallelism or of FSDP2 for single layers
-        and weight.shape[0] % BLOCK == 0
-    )
-
-
-class _MergedProducts(torch.autograd.Function):
-    """The products of layers with the same input, on operands in FP8 blocks."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: torch.Tensor, states: Any, origin: NormInput | None, *weights: torch.Tensor
-    ) -> tuple[torch.Tensor, ...]:
-        native: NativeProducts = states[0].products
-        ctx.native, ctx.states, ctx.shape, ctx.dtype = native, states, x.shape, x.dtype
-        tokens = x.numel() // x.shape[-1]
-        codes, scale, codes_t, scale_t = native.operands(x, weights[0].requires_grad, origin)
-        keeps = keeps_columns(sum(map(len, weights)), tokens)
-        *operands, w_codes_t, w_scale_t = native.quantize_stacked(weights, columns=keeps)
-        ctx.save_for_backward(codes_t, scale_t, w_codes_t, w_scale_t, *weights)
-        outputs = []
-        for state, weight, w in zip(states, weights, zip(operands[::2], operands[1::2], strict=True), strict=True):
-            state.note_input(scale)
-            y = torch.ops.quant.fp8_block_product(codes, scale, *w, True, x.dtype)
-            outputs.append(unpadded(y, tokens, len(weight)).reshape(*x.shape[:-1], -1))
-        return tuple(outputs)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        codes_t, scale_t, w_codes_t, w_scale_t, *weights = ctx.saved_tensors
-        native, ops = ctx.native, torch.ops.quant
-        for_x, for_w = ctx.needs_input_grad[0], any(ctx.needs_input_grad[3:])
-        rows = [dy.reshape(-1, dy.shape[-1]) for dy in gradients]
-        codes, scale, *transposed = ops.fp8_block_side_by_side(rows, native.rule, for_x, for_w)
-        d = [(codes, scale, *t) for t in zip(transposed[::2], transposed[1::2], strict=True)]
-        # Further scales belong to padding.
-        blocks = [len(weight) // BLOCK for weight in weights]
-        own_scales = scale[: sum(blocks)].split(blocks) if for_x else [operands[3] for operands in d]
-        for state, each in zip(ctx.states, own_scales, strict=True):
-            state.note_gradient(each)
-        dx = None
-        if for_x:
-            if not w_codes_t.numel():
-                w_codes_t, w_scale_t = native.quantize_stacked(weights, rows=False)[-2:]
-            dx = ops.fp8_block_product(codes, scale, w_codes_t, w_scale_t, True, ctx.dtype)
-            dx = unpadded(dx, len(rows[0]), weights[0].shape[1]).reshape(ctx.shape)
-        dw = [
-            native.weight_gradient(operands, codes_t, scale_t, weight) if is_needed else None
-            for operands, weight, is_needed in zip(d, weights, ctx.needs_input_grad[3:], strict=True)
-        ]
-        return dx, None, None, *dw
-
-
-# The random Hadamard transform of 16 consecutive tokens that precedes the rounding of dw's operands.
-#
-#     H = diag(signs) H₁₆ / 4        orthogonal, so (H dyᵀᵀ)ᵀ (H x) = dyᵀ x
-#
-# An outlier of one token is spread over 16, which an E2M1 grid with a largest value of 6 rounds far better. Both
-# operands need the same signs. Transformer Engine has one vector of signs for all layers and ranks, never drawn again;
-# the same vector serves here, so nothing has to be saved or kept equal among ranks.
-
-
-SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
-"""Transformer Engine 2.20's `get_wgrad_sign_vector`."""
-
-
-@on_each_device
-def hadamard_matrix(size: int) -> torch.Tensor:
-    """Returns `diag(signs) H / sqrt(size)`, float32 `[size, size]`."""
-    matrix = torch.ones(1, 1, device="cpu", dtype=torch.float32)
-    while len(matrix) < size:  # Sylvester's construction
-        matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
-    signs = torch.tensor(SIGNS[:size], dtype=torch.float32, device="cpu")
-    turned: torch.Tensor = signs[:, None] * matrix / size**0.5
-    return turned
-
-
-def transform_tokens(x: torch.Tensor, size: int) -> torch.Tensor:
-    """Transforms each `size` consecutive tokens of `x` `[rows, tokens]`; a short last block counts zeros.
-
-    The result is BF16, as in Transformer Engine's kernels: the transform happens in registers between the load of a
-    BF16 tensor and the rounding to E2M1. Its width is a multiple of `size`, which changes no sum over tokens.
-    """
-    return torch.ops.quant.transform_tokens(x, size) if size else x
-
-
-def _transformed(x: torch.Tensor, size: int) -> torch.Tensor:
-    # Both operands get the same zeros, which add nothing to a sum over tokens.
-    blocks = pad(x, (0, -x.shape[1] % size)).bfloat16().unflatten(1, (-1, size))
-    matrix = hadamard_matrix(x, size)
-    if x.is_cuda:  # tensor cores sum in FP32, and BF16 holds the matrix
-        with without_autocast(x):
-            turned = blocks @ matrix.bfloat16()
-    else:
-        turned = float32_product(blocks.float(), matrix).bfloat16()
-    transformed: torch.Tensor = turned.flatten(1)
-    return transformed
-
-
-def _fake(x: torch.Tensor, size: int) -> torch.Tensor:
-    return x.new_empty((x.shape[0], -(-x.shape[1] // size) * size), dtype=torch.bfloat16)
-
-
-# An op, because compilers would make the matrix anew in each graph, on the host.
-register("quant::transform_tokens", "(Tensor x, int size) -> Tensor", _fake, default=_transformed)
 
 
 class LowPrecisionLinear(nn.Linear):
@@ -306,10 +101,12 @@ def _product(layer: LowPrecisionLinear, x: torch.Tensor, weight: torch.Tensor, w
         y = state.products(x, weight, state, whole)
     else:
         if layer.training:
-            of_x, of_w = state.scaled_by(whole)
+            x_amax, w_amax = state.scaled_by(whole)
         else:
-            of_x, of_w = None, state.weight_amax() if state.recipe.weight and state.recipe.weight.is_static else None
-        y = RoundedProducts.apply(x, weight, of_x, of_w, state)  # type: ignore[no-untyped-call]
+            x_amax, w_amax = None, None
+            if state.recipe.weight is not None and state.recipe.weight.is_static:
+                w_amax = state.weight_amax()
+        y = RoundedProducts.apply(x, weight, x_amax, w_amax, state)  # type: ignore[no-untyped-call]
     return y
 
 
@@ -351,12 +148,12 @@ class RoundedProducts(torch.autograd.Function):
         ctx: Any,
         x: torch.Tensor,
         weight: torch.Tensor,
-        of_x: torch.Tensor | None,
-        of_w: torch.Tensor | None,
+        x_amax: torch.Tensor | None,
+        w_amax: torch.Tensor | None,
         state: LowPrecision,
     ) -> torch.Tensor:
         ctx.state, ctx.shape = state, x.shape
-        ctx.rows_amax, ctx.weight_amax = of_x, of_w
+        ctx.x_amax, ctx.w_amax = x_amax, w_amax
         rows = x.reshape(-1, x.shape[-1])
         recipe = state.recipe
         state.note_input(rows)
@@ -364,8 +161,8 @@ class RoundedProducts(torch.autograd.Function):
         ctx.save_for_backward(rows, weight)
         if recipe.input is None or recipe.weight is None or not state.rounds_forward:
             return functional.linear(x, weight.to(x.dtype))
-        a = operand_of(rows, recipe.input, recipe, amax=of_x)
-        b = operand_of(weight, recipe.weight, recipe, amax=of_w)
+        a = operand_of(rows, recipe.input, recipe, amax=x_amax)
+        b = operand_of(weight, recipe.weight, recipe, amax=w_amax)
         return multiply(a, b, x.dtype).reshape(*x.shape[:-1], -1)
 
     @staticmethod
@@ -374,45 +171,27 @@ class RoundedProducts(torch.autograd.Function):
         flat = dy.reshape(-1, dy.shape[-1])
         state.note_gradient(flat)
         amax = state.gradient_scaled_by(flat)
-        dx = dw = None
+        recipe, dx, dw = state.recipe, None, None
+        gradient, stochastic = recipe.gradient, recipe.stochastic_gradients
         if ctx.needs_input_grad[0]:
-            dx = _input_gradient(flat, weight, state.recipe, amax, ctx.weight_amax).reshape(ctx.shape)
+            if gradient is None or recipe.weight is None or not recipe.rounds_dx:
+                dx = flat @ weight.to(flat.dtype)
+            else:
+                a = operand_of(flat, gradient, recipe.of_gradients, stochastic=stochastic, amax=amax)
+                dx = multiply(a, _transposed_weight(weight, recipe, ctx.w_amax), flat.dtype)
+            dx = dx.reshape(ctx.shape)
         if ctx.needs_input_grad[1]:
-            # Without a history the transposed input has a scale of its own, after the Hadamard transform.
-            of_x = ctx.rows_amax if state.recipe.history else None
-            dw = _weight_gradient(flat, rows, state.recipe, amax, of_x).to(weight.dtype)
+            if gradient is None or recipe.input is None or not recipe.rounds_dw:
+                dw = flat.t() @ rows
+            else:
+                # Both operands are transformed before they are rounded, so that H cancels in their product.
+                dy_t, x_t = (transform_tokens(each.t(), recipe.hadamard) for each in (flat, rows))
+                a = operand_of(dy_t, gradient, recipe.of_gradients, stochastic=stochastic, amax=amax)
+                # Without a history the transposed input has a scale of its own, after the Hadamard transform.
+                b = operand_of(x_t, recipe.input, recipe, amax=ctx.x_amax if recipe.history else None)
+                dw = multiply(a, b, torch.float32)
+            dw = dw.to(weight.dtype)
         return dx, dw, None, None, None
-
-
-def _input_gradient(
-    dy: torch.Tensor,
-    weight: torch.Tensor,
-    recipe: TrainingRecipe,
-    amax: torch.Tensor | None,
-    weight_amax: torch.Tensor | None,
-) -> torch.Tensor:
-    """Computes dx = dy w, `[tokens, in]`."""
-    if recipe.gradient is None or recipe.weight is None or not recipe.rounds_dx:
-        return dy @ weight.to(dy.dtype)
-    a = operand_of(dy, recipe.gradient, recipe.of_gradients, stochastic=recipe.stochastic_gradients, amax=amax)
-    return multiply(a, _transposed_weight(weight, recipe, weight_amax), dy.dtype)
-
-
-def _weight_gradient(
-    dy: torch.Tensor,
-    x: torch.Tensor,
-    recipe: TrainingRecipe,
-    amax: torch.Tensor | None,
-    input_amax: torch.Tensor | None,
-) -> torch.Tensor:
-    """Computes dw = dyᵀ x, `[out, in]`, summed over the tokens."""
-    if recipe.gradient is None or recipe.input is None or not recipe.rounds_dw:
-        return dy.t() @ x
-    # Both operands are transformed before they are rounded, so that H cancels in their product.
-    columns = transform_tokens(dy.t(), recipe.hadamard)
-    a = operand_of(columns, recipe.gradient, recipe.of_gradients, stochastic=recipe.stochastic_gradients, amax=amax)
-    b = operand_of(transform_tokens(x.t(), recipe.hadamard), recipe.input, recipe, amax=input_amax)
-    return multiply(a, b, torch.float32)
 
 
 def _transposed_weight(weight: torch.Tensor, recipe: TrainingRecipe, amax: torch.Tensor | None) -> Operand:

@@ -6,28 +6,23 @@
 
 Each matrix is read once, for both products that it is in. The transposed codes of x are kept for the backward pass, one
 byte an element where 16-bit training keeps two. The transposed codes of w are kept where they take no more memory than
-that saves, and are made again elsewhere. Layers that read the same input (q, k and v) share its operands; layers that a
-runtime merges also sum their dx in one product (`merged_layers.py`).
-
-`RowProducts` trains it in FP8 rows. A layer is one expert that gets all tokens, so these are the products of
-`grouped_experts.py` with a single group. They need no package, and in eager mode are as fast as torchao's compiled.
+that saves, and are made again elsewhere. Layers that read the same input (q, k and v) share its operands; more is
+shared between layers by `native_fusions.py`.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch.nn.functional import pad
 
-from quant.training.low_precision.grouped_experts import GroupedProducts, block_of_tokens, has_rows, takes_recipe
 from quant.training.low_precision.state import LowPrecision
 from quant.training.low_precision.training_recipe import Arithmetic, TrainingRecipe
-from quant.training.rounding.rms_norm import NormInput, origin_of
 
 _Operands = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+ORIGIN = "_quant_rms_norm"  # attribute of a norm's output: its `NormInput`
 
 
 def scale_rule(recipe: TrainingRecipe) -> str:
@@ -37,13 +32,48 @@ def scale_rule(recipe: TrainingRecipe) -> str:
     return "transformer_engine" if recipe.arithmetic is Arithmetic.TRANSFORMER_ENGINE else "divided"
 
 
+class NormInput(NamedTuple):
+    """The tensors that an RMSNorm's output was computed from, and the dtypes that it was rounded to."""
+
+    x: torch.Tensor  # `[..., columns]`, the input of the norm
+    factor: torch.Tensor  # `[columns]`, by which normalized values are multiplied
+    eps: float  # added to the mean of squares
+    normalized: torch.dtype  # of the normalized values before they are multiplied; float32 rounds nothing
+    dtype: torch.dtype  # of the output
+
+    def operands(self, rule: str, columns: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Returns the output in FP8 blocks, for sums over its columns and, with `columns`, over its rows."""
+        rows = self.x.reshape(-1, self.x.shape[-1])
+        # As models write it: the compiler then finds that the gradient needs the same numbers.
+        rstd = torch.rsqrt(self.x.float().pow(2).mean(-1, keepdim=True) + self.eps).reshape(-1)
+        operands: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+        operands = torch.ops.quant.fp8_block_rms_norm(
+            rows, rstd, self.factor, self.normalized, self.dtype, rule, columns
+        )
+        return operands
+
+
+def origin_of(x: torch.Tensor) -> NormInput | None:
+    """Returns the origin of a tensor that is the output of an RMSNorm in a compiled graph; None of another tensor."""
+    return getattr(x, ORIGIN, None) if torch.compiler.is_compiling() else None
+
+
+def cast(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Casts a tensor, as autocast does before a linear layer; the output of an RMSNorm keeps its origin."""
+    if x.dtype is dtype:
+        return x
+    y, origin = x.to(dtype), origin_of(x)
+    # An output that is not float32 would be rounded twice here: it is quantized from its values.
+    if origin is not None and origin.dtype is torch.float32:
+        setattr(y, ORIGIN, origin._replace(dtype=dtype))
+    return y
+
+
 class NativeProducts:
     """The three products of a linear layer: `[..., in]` to `[..., out]`, with gradients.
 
-    One object serves all layers of a model, so that they find the operands of an input that another has rounded.
-
-    Args:
-        recipe: `fp8_block`, or one that differs in its scales.
+    One object serves all layers of a model, so that they find the operands of an input that another has rounded. The
+    recipe is `fp8_block`, or one that differs in its scales.
     """
 
     def __init__(self, recipe: TrainingRecipe) -> None:
@@ -74,8 +104,13 @@ class NativeProducts:
         if latest is not None and latest[0]() is x and latest[1] == x._version and (latest[2] or not is_trained):
             return latest[3]
         operands = self.quantize(rows, columns=is_trained)
+
+        def forget(reference: Any) -> None:
+            if self._latest is not None and self._latest[0] is reference:
+                self._latest = None
+
         # Only as long as the input itself: its codes must not outlive it in memory.
-        self._latest = weakref.ref(x, self._forget), x._version, is_trained, operands
+        self._latest = weakref.ref(x, forget), x._version, is_trained, operands
         return operands
 
     def quantize(self, x: torch.Tensor, square: bool = False, rows: bool = True, columns: bool = True) -> _Operands:
@@ -88,8 +123,7 @@ class NativeProducts:
     ) -> list[torch.Tensor]:
         """Quantizes weights `[out, in]` with the same inputs, for y of each and for the sum of their dx.
 
-        Returns:
-            Codes and scale of each, and the transposed ones of all outputs, one weight after another.
+        Returns codes and scale of each, and the transposed ones of all outputs, one weight after another.
         """
         operands: list[torch.Tensor] = torch.ops.quant.fp8_block_stacked(weights, self.rule, rows, columns)
         return operands
@@ -109,10 +143,6 @@ class NativeProducts:
         dw = torch.ops.quant.fp8_block_product(dy[2], dy[3], codes_t, scale_t, False, dtype)
         return unpadded(dw, *weight.shape).to(weight.dtype)
 
-    def _forget(self, reference: Any) -> None:
-        if self._latest is not None and self._latest[0] is reference:
-            self._latest = None
-
 
 class _BlockProducts(torch.autograd.Function):
     """The products of a layer, on operands in FP8 blocks."""
@@ -130,7 +160,7 @@ class _BlockProducts(torch.autograd.Function):
         codes, scale, codes_t, scale_t = native.operands(x, weight.requires_grad, origin)
         state.note_input(scale)
         tokens = x.numel() // x.shape[-1]
-        for_backward = keeps_weight(weight, tokens) and ctx.needs_input_grad[0]
+        for_backward = keeps_codes(len(weight), tokens) and ctx.needs_input_grad[0]
         w_codes, w_scale, *w_transposed = native.quantize(weight, square=True, columns=for_backward)
         ctx.save_for_backward(codes_t, scale_t, weight, *w_transposed)
         y = torch.ops.quant.fp8_block_product(codes, scale, w_codes, w_scale, True, x.dtype)
@@ -154,17 +184,12 @@ class _BlockProducts(torch.autograd.Function):
         return dx, dw, None, None, None
 
 
-def keeps_weight(weight: torch.Tensor, tokens: int) -> bool:
-    """Returns whether transposed codes of a weight `[out, in]` stay in memory from the forward to the backward pass.
+def keeps_codes(outputs: int, tokens: int) -> bool:
+    """Returns whether transposed codes of weights with so many outputs stay in memory until the backward pass.
 
     They take out · in bytes, and the codes of x save tokens · in. In a distributed run none stay: FSDP2 shows a whole
     weight for the time of its layer, and codes of all layers would undo that.
     """
-    return keeps_columns(len(weight), tokens)
-
-
-def keeps_columns(outputs: int, tokens: int) -> bool:
-    """Returns `keeps_weight` for weights that have so many outputs together, of one input."""
     return outputs <= tokens and not is_distributed()
 
 
@@ -176,24 +201,3 @@ def is_distributed() -> bool:
 def unpadded(matrix: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
     """Returns the matrix without the rows and columns that fill blocks."""
     return matrix if matrix.shape == (rows, columns) else matrix[:rows, :columns]
-
-
-def is_rowwise(recipe: TrainingRecipe) -> bool:
-    """Returns whether `RowProducts` follow a recipe: `fp8_rowwise`, `fp8_rowwise_wgrad_bf16`, or one like them."""
-    return has_rows(recipe) and takes_recipe(recipe)
-
-
-class RowProducts:
-    """The three products of a linear layer: `[..., in]` to `[..., out]`, with gradients."""
-
-    # On an H100, torch.compile of torch 2.11 gave zeros as gradients of x and w in one graph, on a CPU the right ones.
-    @torch.compiler.disable(reason="FP8 rows by native run as they are; torchao has them in one graph")  # type: ignore[untyped-decorator]
-    def __call__(self, x: torch.Tensor, weight: torch.Tensor, state: LowPrecision, whole: torch.Tensor) -> torch.Tensor:
-        """Computes the product; each row has a scale of its own, so that shards of `whole` need nothing of it."""
-        rows = x.reshape(-1, x.shape[-1])
-        # Tensor cores sum over multiples of 16, in dw over tokens. Zeros change no largest magnitude and no sum.
-        missing = -len(rows) % block_of_tokens(state.recipe)
-        filled = pad(rows, (0, 0, 0, missing)) if missing else rows
-        end = torch.full((1,), len(filled), dtype=torch.int32, device=x.device)
-        y: torch.Tensor = GroupedProducts.apply(filled, weight[None], end, state, True)  # type: ignore[no-untyped-call]
-        return (y[: len(rows)] if missing else y).reshape(*x.shape[:-1], -1)

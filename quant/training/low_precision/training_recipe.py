@@ -29,8 +29,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from quant.base.errors import known_names
-from quant.formats.format import FORMATS, Format
-from quant.formats.format import E2M1, E4M3, E5M2, FP32
+from quant.formats.format import E2M1, E4M3, E5M2, FORMATS, FP32, Format
 
 NVFP4_SQUARE = Format("nvfp4_16x16", E2M1, E4M3, (16, 16), global_scale=True)
 FP8_E5M2 = Format("fp8_e5m2", E5M2, FP32, (0, 0))
@@ -47,13 +46,10 @@ class Arithmetic(StrEnum):
 
 @dataclass(frozen=True)
 class Schedule:
-    """When the forward product runs in BF16.
+    """When the forward product runs in BF16."""
 
-    Attributes:
-        bf16_forward_from: share of the steps after which x and w are no longer rounded in the forward product, such as
-            0.9; 1 never. Most of the gap between NVFP4 and BF16 closes in the last tenth (arXiv 2509.25149, section 4).
-    """
-
+    # Share of the steps after which x and w are no longer rounded in the forward product, such as 0.9; 1 never. Most of
+    # the gap between NVFP4 and BF16 closes in the last tenth (arXiv 2509.25149, section 4).
     bf16_forward_from: float = 1.0
 
 
@@ -139,11 +135,7 @@ RECIPES: dict[str, TrainingRecipe] = {
 
 
 def get_training_recipe(recipe: str | TrainingRecipe) -> TrainingRecipe:
-    """Returns a recipe as it is, or the one of a name.
-
-    Raises:
-        ValueError: unknown name; the message lists the known ones.
-    """
+    """Returns a recipe as it is, or the one of a name; ValueError lists the known ones."""
     if isinstance(recipe, TrainingRecipe):
         return recipe
     if recipe not in RECIPES:

@@ -14,7 +14,8 @@ from quant.kernels.linear.quant_linear import QuantLinear
 from quant.recipes.layers import find_layers
 from quant.recipes.plan_make import make_plan
 from quant.run.quantize import quantize
-from quant.training.qat import convert_qat, prepare_qat
+from quant.training.pack import pack
+from quant.training.qat import prepare_qat
 
 ROWS = torch.randn(8, 4, 64, generator=torch.Generator().manual_seed(0))
 
@@ -236,7 +237,7 @@ def test_hooks_stay_through_training_under_the_rounding() -> None:
     order.clear()
     model(ROWS)
     assert order == ["double", "shift", "triple"]
-    convert_qat(model)
+    pack(model)
     model(ROWS)
     assert order == ["double", "shift", "triple"] * 2
 

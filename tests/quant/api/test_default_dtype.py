@@ -28,7 +28,7 @@ def trained(model: nn.Module) -> nn.Module:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model(ROWS, labels=ROWS).loss.backward()
     optimizer.step()
-    quant.convert_qat(model)
+    quant.pack(model)
     return model
 
 

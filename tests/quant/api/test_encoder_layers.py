@@ -71,7 +71,7 @@ def test_every_input_is_rounded(way: str, padding: torch.Tensor | None) -> None:
     if way != "quantize":
         with torch.no_grad():
             trained = model(ROWS)
-        (quant.convert_qat if way == "prepare_qat" else quant.convert_trained)(model)
+        quant.pack(model)
         with torch.no_grad():
             assert torch.allclose(model(ROWS), trained, atol=1e-5)
         assert _difference(model, padding) < 1e-5

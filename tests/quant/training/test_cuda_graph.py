@@ -78,7 +78,7 @@ def test_distillation_is_recorded(scales: str) -> None:
             return quant.distill(student, teacher, ids)
 
         found.append(train(student, loss, ROWS, Hyperparameters(12, 4, rate=1e-4), record=record))
-        quant.convert_qat(student)
+        quant.pack(student)
     assert found[0].replayed and not found[1].replayed
     # Attention takes a mask where it is recorded, and rounds differently; by and by other codes follow from that.
     one, other = (torch.tensor(each.losses) for each in found)

@@ -20,7 +20,7 @@ from torch.nn.functional import log_softmax
 import quant
 from quant.training import kl
 from quant.training.kl import LogitTeacher, TopTeacher, chunked_kl
-from quant.training.teacher_cache import CachedTeacher
+from quant.training.teacher_cache import CachedTeacher, cache_teacher
 
 ROWS = torch.randint(0, 64, (4, 24), generator=torch.Generator().manual_seed(7))
 POSITIONS, HIDDEN, VOCABULARY, K = 23, 16, 50, 7
@@ -205,7 +205,7 @@ def test_distill_of_models_is_the_loss_of_their_logits(build: Any, dtype: torch.
 @pytest.mark.parametrize("build", FAMILIES, ids=lambda build: build.__name__)
 def test_a_teacher_has_nothing_to_learn_from_its_own_cache(build: Any, tmp_path: Path) -> None:
     teacher = build(gain=2.0).requires_grad_(True)
-    quant.cache_teacher(teacher, ROWS, tmp_path / "teacher", k=8)
+    cache_teacher(teacher, ROWS, tmp_path / "teacher", k=8)
     loss = quant.distill(teacher, tmp_path / "teacher", ROWS)
     assert abs(loss.item()) < 1e-6
     loss.backward()
@@ -272,7 +272,7 @@ def test_data_parallel_gives_its_model_all_inputs() -> None:
 
 def test_a_cached_teacher_reads_no_padding(tmp_path: Path) -> None:
     model = tiny_models.llama(gain=2.0)
-    quant.cache_teacher(model, ROWS, tmp_path / "teacher", k=64)
+    cache_teacher(model, ROWS, tmp_path / "teacher", k=64)
     assert abs(quant.distill(model, tmp_path / "teacher", padded(on_the_left=False)).item()) < 1e-6
     with pytest.raises(
         quant.UserError, match="rows are padded on the left, and a cached teacher has read their padding"
@@ -285,7 +285,7 @@ def test_each_module_keeps_its_mode(tmp_path: Path) -> None:
     teacher.model.layers[0].eval()
     modes = [module.training for module in teacher.modules()]
     quant.distill(student, teacher, ROWS)
-    quant.cache_teacher(teacher, ROWS, tmp_path / "teacher", k=4)
+    cache_teacher(teacher, ROWS, tmp_path / "teacher", k=4)
     assert [module.training for module in teacher.modules()] == modes and len(set(modes)) == 2
 
 
@@ -303,7 +303,7 @@ def test_models_that_are_no_causal_language_models_are_refused() -> None:
 
 
 def test_a_cached_teacher_of_another_vocabulary_is_refused(tmp_path: Path) -> None:
-    quant.cache_teacher(tiny_models.llama(vocab_size=80), ROWS, tmp_path / "teacher", k=4)
+    cache_teacher(tiny_models.llama(vocab_size=80), ROWS, tmp_path / "teacher", k=4)
     with pytest.raises(
         quant.UserError, match="knows 80 tokens and the student's vocabulary has 64; cache a teacher of the"
     ):
@@ -337,7 +337,7 @@ def test_hidden_states_of_a_merged_rotation_are_refused() -> None:
     told = "rotation:merge rotated the student's hidden states, and the teacher's are as they were"
     with pytest.raises(quant.UserError, match=told):
         quant.distill(student, teacher, ROWS, hidden=1.0)
-    quant.convert_qat(student)
+    quant.pack(student)
     with pytest.raises(quant.UserError, match=told):
         quant.distill(student, teacher, ROWS, hidden=1.0)
 
@@ -376,11 +376,11 @@ def test_hidden_states_add_their_distance(masked: bool) -> None:
 
 def test_a_cached_teacher_says_what_the_model_says(tmp_path: Path) -> None:
     student, teacher = tiny_models.llama(gain=2.0), tiny_models.llama(seed=1, gain=2.0)
-    quant.cache_teacher(teacher, ROWS, tmp_path / "teacher", k=64, temperature=1.5)
+    cache_teacher(teacher, ROWS, tmp_path / "teacher", k=64, temperature=1.5)
     shuffled = ROWS[[2, 0]]
     found = quant.distill(student, tmp_path / "teacher", shuffled, temperature=1.5)
     torch.testing.assert_close(found, quant.distill(student, teacher, shuffled, temperature=1.5), rtol=1e-5, atol=1e-7)
-    quant.cache_teacher(teacher, ROWS, tmp_path / "few", k=4)
+    cache_teacher(teacher, ROWS, tmp_path / "few", k=4)
     few = CachedTeacher.open(tmp_path / "few")
     assert 0 < quant.distill(student, few, ROWS).item() < quant.distill(student, teacher, ROWS).item()
 
@@ -403,7 +403,7 @@ def test_distillation_brings_a_quantized_model_nearer_to_its_teacher() -> None:
         optimizer.zero_grad()
         quant.distill(student, teacher, ROWS).backward()
         optimizer.step()
-    quant.convert_qat(student)
+    quant.pack(student)
     assert quant.distill(student, teacher, ROWS).item() < 0.5 * before
 
 
@@ -417,7 +417,7 @@ def test_refusals(tmp_path: Path) -> None:
         quant.distill(student, tiny_models.llama(num_hidden_layers=1), ROWS, hidden=1.0)
     with pytest.raises(quant.UserError, match=r"the batch has no input_ids \(pixel_values\)"):
         quant.distill(student, other, {"pixel_values": ROWS})
-    quant.cache_teacher(student, ROWS, tmp_path / "teacher", k=4)
+    cache_teacher(student, ROWS, tmp_path / "teacher", k=4)
     with pytest.raises(quant.UserError, match=r"cached at temperature 1, and 2 is requested"):
         quant.distill(student, tmp_path / "teacher", ROWS, temperature=2)
     with pytest.raises(quant.UserError, match=r"row 1 of the batch is not among the 4 rows that the teacher has read"):
@@ -425,7 +425,7 @@ def test_refusals(tmp_path: Path) -> None:
     with pytest.raises(quant.UserError, match=r"cached teacher has no hidden states"):
         quant.distill(student, tmp_path / "teacher", ROWS, hidden=1.0)
     with pytest.raises(quant.UserError, match=r"k is 65; expected 1 to 64"):
-        quant.cache_teacher(student, ROWS, tmp_path / "large", k=65)
+        cache_teacher(student, ROWS, tmp_path / "large", k=65)
     with pytest.raises(quant.UserError, match=r"a directory, and no file of cache_teacher; pass its model: open"):
         quant.distill(student, tmp_path, ROWS)
     (tmp_path / "text").write_text("hello")
@@ -476,7 +476,9 @@ def test_sft_of_trl_distills(packing: bool, tmp_path: Path, monkeypatch: pytest.
     from datasets import Dataset
     from tiny_processors import _byte_tokenizer
 
-    class Distillation(quant.DistillMixin, trl.SFTTrainer):  # type: ignore[misc]
+    from quant.training.trainer import DistillMixin
+
+    class Distillation(DistillMixin, trl.SFTTrainer):  # type: ignore[misc]
         pass
 
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))

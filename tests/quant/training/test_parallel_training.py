@@ -14,7 +14,7 @@ import torch.distributed as dist
 from children import run_ranks
 
 import quant
-from quant.training.rounding.rounded_weight import RoundedWeight
+from quant.training.rounded_weight import RoundedWeight
 
 ROWS = torch.randint(0, 64, (4, 24), generator=torch.Generator().manual_seed(7))
 RATE = 0.05
@@ -58,7 +58,7 @@ def joined(rank: int, folder: str, device: str) -> None:
     fully_shard(sharded, mesh=mesh)
     step(sharded, teacher, own)
     with pytest.raises(quant.UserError, match=r"its weight is sharded \(FSDP\); gather the state"):
-        quant.convert_qat(sharded)
+        quant.pack(sharded)
     whole = get_model_state_dict(sharded, options=StateDictOptions(full_state_dict=True))
     if rank == 0:
         again = prepared()
@@ -89,7 +89,7 @@ def test_two_processes_train_as_one_does(device: str, tmp_path: Path) -> None:
     packed.load_state_dict(trained["fsdp"])
     with torch.no_grad():
         expected = packed(ROWS).logits
-    quant.convert_qat(packed)
+    quant.pack(packed)
     with torch.no_grad():
         assert torch.equal(packed(ROWS).logits, expected)
 
@@ -142,7 +142,7 @@ def test_under_fsdp_the_copies_that_train_are_packed_and_each_linear_may_be_shar
     for name, recipe in (("narrow", "nvfp4a16"), ("each", "fp8")):
         model = learning(recipe)
         model.load_state_dict(trained[name])
-        quant.convert_qat(model)
+        quant.pack(model)
         for path, values in trained[f"{name} packed"].items():
             assert torch.equal(model.get_submodule(path).dequantize(), values), path
 

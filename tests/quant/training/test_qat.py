@@ -96,7 +96,7 @@ def test_starts_at_the_quantized_model_and_ends_as_what_was_trained(
     trained = logits(model)
     assert not torch.equal(trained, quantized)
     assert all(not torch.equal(before[name], module.weight) for name, module in layers_of(model).items())
-    plan = quant.convert_qat(model)
+    plan = quant.pack(model)
     assert layers_of(model) == {}
     assert torch.equal(logits(model), trained)
     quant.save(model, plan, tmp_path / "out")
@@ -121,7 +121,7 @@ def test_a_mixed_plan_of_a_checkpoint_trains_and_becomes_a_checkpoint_of_modelop
     loaded.load_state_dict(state)
     train(loaded)
     trained = logits(loaded)
-    plan = quant.convert_qat(loaded)
+    plan = quant.pack(loaded)
     quant.save(loaded, plan, tmp_path / "qat")
     convert(tmp_path / "qat", tmp_path / "modelopt", "modelopt")
     assert torch.equal(logits(quant.load(tmp_path / "modelopt")), trained)
@@ -325,7 +325,7 @@ def test_a_compiled_model_trains_as_it_does_uncompiled() -> None:
     optimizer.step()
     with torch.no_grad():
         trained = compiled(ROWS).logits
-    quant.convert_qat(compiled)
+    quant.pack(compiled)
     torch.testing.assert_close(logits(twin), trained, rtol=1e-4, atol=1e-5)
 
 
@@ -338,7 +338,7 @@ def test_wrapped_models_are_packed_and_saved_and_hooks_stay(wrap: Any, tmp_path:
     trained = logits(model)
     wrapped = wrap(model)
     model = wrapped.module if wrap is AveragedModel else model  # which is a copy
-    quant.save(wrapped, quant.convert_qat(wrapped), tmp_path / "out")
+    quant.save(wrapped, quant.pack(wrapped), tmp_path / "out")
     assert torch.equal(logits(model), trained) and len(calls) == 2
     assert torch.equal(logits(quant.load(tmp_path / "out")), trained)
 
@@ -366,7 +366,7 @@ def test_fused_layers_go_on_sharing_one_second_level() -> None:
     model = small()
     plan = quant.prepare_qat(model, "nvfp4", ROWS, scales="recomputed")
     train(model)
-    quant.convert_qat(model)
+    quant.pack(model)
     for members in plan.groups().values():
         scales = [model.get_submodule(member.name).global_scale for member in members]
         amax = max(float(model.get_submodule(m.name).dequantize().abs().max()) for m in members)
@@ -397,7 +397,7 @@ def test_fused_layers_train_one_scale_of_their_tensors() -> None:
     quant.prepare_qat(twin, "fp8", ROWS, scales="learned")
     twin.load_state_dict(model.state_dict())
     assert torch.equal(logits(twin), logits(model))
-    quant.convert_qat(twin)
+    quant.pack(twin)
     assert torch.equal(logits(twin), logits(model))
 
 
@@ -426,7 +426,7 @@ def test_copies_in_bf16_that_were_trained_are_packed(scales: str) -> None:
     for each in (model, twin):
         with torch.no_grad():
             evaluated = each(ROWS).logits
-        quant.convert_qat(each)
+        quant.pack(each)
         for name, values in seen.items():
             assert torch.equal(each.get_submodule(name).dequantize(), values), name
         assert torch.equal(logits(each), evaluated)
@@ -448,7 +448,7 @@ def test_experts_and_embeddings_train(tmp_path: Path) -> None:
     trained = logits(model)
     assert not torch.equal(trained, quantized)
     assert all(module.weight.grad is not None for module in layers_of(model).values())
-    quant.convert_qat(model)
+    quant.pack(model)
     assert torch.equal(logits(model), trained)
 
 
@@ -534,7 +534,7 @@ def test_after_scales_that_cannot_start_others_may() -> None:
     twin = quant.quantize(small(), "nvfp4a16", ROWS, solver="gptq").model
     torch.testing.assert_close(model(ROWS).logits, twin(ROWS).logits, rtol=0, atol=0)
     quant.prepare_qat(model, scales="frozen")
-    quant.convert_qat(model)
+    quant.pack(model)
     torch.testing.assert_close(model(ROWS).logits, twin(ROWS).logits, rtol=0, atol=0)
 
 
@@ -546,7 +546,7 @@ def test_padding_has_no_gradient_in_a_rounded_embedding() -> None:
     model(ids, labels=ROWS).loss.backward()
     gradient = model.model.embed_tokens.weight.grad
     assert gradient[0].abs().sum() == 0 and gradient[1:].abs().sum() > 0
-    quant.convert_qat(model)
+    quant.pack(model)
     assert model.model.embed_tokens.padding_idx == 0
 
 
@@ -556,10 +556,10 @@ def test_adapters_are_merged_before_a_model_is_packed() -> None:
     quant.prepare_qat(model, "nvfp4a16")
     adapted = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False))
     with pytest.raises(quant.UserError, match=r"q_proj\.base_layer: an adapter is on this layer; merge it first"):
-        quant.convert_qat(adapted)
+        quant.pack(adapted)
     merged = adapted.merge_and_unload()
     expected = logits(merged)
-    quant.convert_qat(merged)
+    quant.pack(merged)
     assert torch.equal(logits(merged), expected)
 
 
@@ -586,12 +586,12 @@ def test_what_is_not_finite_is_not_packed() -> None:
     quant.prepare_qat(model, "nvfp4a16", scales="learned")
     model.model.layers[0].mlp.up_proj.range_shift.data[0, 0] = torch.nan
     with pytest.raises(quant.UserError, match=r"up_proj: training made NaN or infinity of its range_shift"):
-        quant.convert_qat(model)
+        quant.pack(model)
 
 
 def test_refusals() -> None:
-    with pytest.raises(quant.UserError, match=r"not prepared for QAT: call quant\.prepare_qat"):
-        quant.convert_qat(small())
+    with pytest.raises(quant.UserError, match=r"not in training: call quant\.prepare_qat"):
+        quant.pack(small())
     model = small()
     model.model.layers[0].self_attn.q_proj.weight.requires_grad_(False)
     with pytest.raises(quant.UserError, match=r"q_proj: its weight is frozen .* freeze layers after prepare_qat"):
@@ -614,7 +614,7 @@ def test_refusals() -> None:
     with torch.no_grad():
         model.model.layers[0].mlp.up_proj.weight[0, 0] = torch.nan
     with pytest.raises(quant.UserError, match="up_proj: training made NaN or infinity"):
-        quant.convert_qat(model)
+        quant.pack(model)
     quantized = quant.quantize(small(), "nvfp4a16")
     with pytest.raises(quant.UserError, match=r"quantized already, and a recipe is given"):
         quant.prepare_qat(quantized.model, "nvfp4a16")
@@ -636,7 +636,7 @@ def test_weights_that_are_stored_transposed_train(name: str) -> None:
     assert all(module.weight.grad.any() for module in layers_of(model).values())
     trained = logits(model, rows)
     assert not torch.equal(trained, quantized)
-    quant.convert_qat(model)
+    quant.pack(model)
     assert torch.equal(logits(model, rows), trained)
 
 
@@ -659,7 +659,7 @@ def test_a_layer_that_is_multiplied_by_without_a_call_is_named() -> None:
     plan = quant.prepare_qat(model, "nvfp4a16", exclude="first")
     assert [layer.name for layer in plan.quantized] == ["second"]
     trained = model.eval()(ROWS)
-    quant.convert_qat(model)
+    quant.pack(model)
     assert torch.equal(model(ROWS), trained)
 
 
@@ -670,5 +670,5 @@ def test_low_precision_leaves_such_a_layer_in_16_bit() -> None:
     assert "first first: its module multiplies by the weight itself" in str(report)
     model(ROWS).square().sum().backward()
     trained = model.eval()(ROWS)
-    quant.convert_trained(model)
+    quant.pack(model)
     assert torch.equal(model(ROWS), trained)

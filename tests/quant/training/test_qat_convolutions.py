@@ -16,7 +16,7 @@ from quant.formats.format import FORMATS
 from quant.formats.tensor import quantize, round_activation
 from quant.kernels.linear.conv import QuantConv, weight_of_conv
 from quant.training.qat_layers import QATConv
-from quant.training.rounding.rounded_weight import SCALES
+from quant.training.rounded_weight import SCALES
 
 IMAGES = torch.randn(4, 8, 12, 12, generator=torch.Generator().manual_seed(1))
 
@@ -77,7 +77,7 @@ def test_starts_at_the_quantized_model_and_ends_as_what_was_trained(recipe: str,
     train(model)
     trained = output(model)
     assert not torch.equal(trained, expected)
-    quant.convert_qat(model)
+    quant.pack(model)
     assert sum(isinstance(module, QuantConv) for module in model) == count
     assert torch.equal(output(model), trained)
 
@@ -92,7 +92,7 @@ def test_a_trained_resnet_is_a_checkpoint(tmp_path: Path) -> None:
     optimizer.step()
     with torch.no_grad():
         trained = model.eval()(images).logits
-    quant.save(model, quant.convert_qat(model), tmp_path / "out")
+    quant.save(model, quant.pack(model), tmp_path / "out")
     with torch.no_grad():
         assert torch.equal(quant.load(tmp_path / "out")(images).logits, trained)
 

@@ -76,7 +76,7 @@ def test_everything_on_a_layer_survives_preparation_and_packing(is_quantized_fir
         assert _layer(model).weight.mark == "of the weight"
         _layer(model).later = 1
     _check(model, calls, gain)
-    quant.convert_qat(model)
+    quant.pack(model)
     _check(model, calls, gain)
     assert _layer(model).later == 1
     assert "fusion" not in vars(_layer(model))  # of the layer in training alone
@@ -88,7 +88,7 @@ def test_everything_on_a_layer_survives_training_in_low_precision(recipe: str) -
     gain = _layer(model).gain
     quant.to_low_precision_training(model, recipe)
     _check(model, calls, gain)
-    quant.convert_trained(model)
+    quant.pack(model)
     _check(model, calls, gain)
     assert "low_precision" not in vars(_layer(model))
 

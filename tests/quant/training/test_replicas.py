@@ -13,7 +13,7 @@ from second_device import second_device
 from torch import nn
 
 import quant
-from quant.training.rounding.rounded_weight import RoundedWeight
+from quant.training.rounded_weight import RoundedWeight
 
 ROWS = torch.randint(0, 64, (4, 24), generator=torch.Generator().manual_seed(7))
 CASES = [("nvfp4", "recomputed"), ("nvfp4", "learned"), ("fp8", "recomputed"), ("fp8", "frozen"), ("fp8", "learned")]
@@ -56,7 +56,7 @@ def test_the_model_inside_of_data_parallel_is_packed() -> None:
     model = prepared("nvfp4", "recomputed")
     with torch.no_grad():
         expected = model(ROWS).logits
-    quant.convert_qat(nn.DataParallel(model))
+    quant.pack(nn.DataParallel(model))
     assert torch.equal(model(ROWS).logits, expected)
 
 

@@ -84,7 +84,7 @@ def test_a_trainer_resumes_and_the_result_saves_as_quant_save_does(start: Any, t
         assert torch.equal(one, other), name
     config = json.loads((tmp_path / "out" / "checkpoint-4" / "config.json").read_text())
     assert config["quantization_config"]["activation_scheme"].startswith("blockscale-qat: ")
-    plan = quant.convert_qat(model)
+    plan = quant.pack(model)
     quant.save(model, plan, tmp_path / "saved")
     model.save_pretrained(tmp_path / "pretrained")
     trainer(model, tmp_path / "out").save_model(str(tmp_path / "by_trainer"))
@@ -113,7 +113,7 @@ def test_what_a_model_in_training_was_saved_to_is_no_checkpoint(
         lambda: quant.open_model(tmp_path / "d"),
         lambda: quant.load(tmp_path / "d"),
     ):
-        with pytest.raises(ValueError, match=r"the weights of a model in training.*pack it with quant\.convert_qat"):
+        with pytest.raises(ValueError, match=r"the weights of a model in training.*pack it with quant\.pack"):
             load()
     twin = tiny_models.llama(gain=2.0).requires_grad_(True)
     quant.prepare_qat(twin, "fp8_channel", ROWS, solver="rotation:16+gptq")
@@ -121,8 +121,8 @@ def test_what_a_model_in_training_was_saved_to_is_no_checkpoint(
         for parameter in twin.parameters():
             parameter.zero_()
     safetensors_torch.load_model(twin, tmp_path / "d" / "model.safetensors")  # the way out
-    quant.convert_qat(model)
-    quant.convert_qat(twin)
+    quant.pack(model)
+    quant.pack(twin)
     assert torch.equal(model(ROWS).logits, twin(ROWS).logits)
 
 

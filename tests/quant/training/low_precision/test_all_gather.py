@@ -16,6 +16,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import quant
 from quant.training.low_precision.all_gather import ShardInFP8
+from quant.training.low_precision.conversion import to_plain_layers
 
 ROWS = torch.randint(0, 64, (4, 16), generator=torch.Generator().manual_seed(7))
 SIZES = {"hidden_size": 256, "intermediate_size": 512, "num_key_value_heads": 4, "num_hidden_layers": 1}
@@ -108,8 +109,8 @@ def test_on_one_process_it_is_the_tensor_that_it_holds(tmp_path: Path) -> None:
     torch.save(nets[1].state_dict(), tmp_path / "state")
     read = torch.load(tmp_path / "state", weights_only=True)
     assert type(read["0.weight"]) is torch.Tensor and torch.equal(read["0.weight"], nets[0][0].weight)
-    quant.convert_trained(nets[1])
-    quant.convert_trained(nets[0])
+    quant.pack(nets[1])
+    quant.pack(nets[0])
     assert torch.equal(nets[1][0].codes.view(torch.uint8), nets[0][0].codes.view(torch.uint8))
 
 
@@ -126,7 +127,7 @@ def test_afterwards_weights_are_plain_again() -> None:
     before = net[0].weight.detach().clone()
     quant.to_low_precision_training(net, "fp8_block", all_gather_fp8=True)
     assert isinstance(net[0].weight.data, ShardInFP8)
-    quant.from_low_precision_training(net)
+    to_plain_layers(net)
     assert type(net[0].weight.data) is torch.Tensor and torch.equal(net[0].weight, before)
 
 

@@ -51,7 +51,7 @@ def test_the_evaluated_model_is_the_packed_and_the_saved_one(name: str, dtype: t
     trained = model.eval()(ids).logits
     with torch.no_grad():
         assert torch.equal(model(ids).logits, trained)
-    plan = quant.convert_trained(model)
+    plan = quant.pack(model)
     assert len(plan.quantized) == len(weights) >= 10
     assert {layer.reason for layer in plan.quantized} == {f"codes and scales of training in {name}"}
     recipe = RECIPES[name]
@@ -72,7 +72,7 @@ def test_the_evaluated_model_is_the_packed_and_the_saved_one(name: str, dtype: t
 
 def test_merged_layers_have_one_second_level_and_one_input_scale() -> None:
     model, _ = _trained("nvfp4")
-    plan = quant.convert_trained(model)
+    plan = quant.pack(model)
     groups: dict[str, list[Any]] = {}
     for layer in plan.quantized:
         groups.setdefault(layer.group or layer.name, []).append(model.get_submodule(layer.name))
@@ -91,7 +91,7 @@ def test_the_static_input_scale_is_that_of_the_largest_recorded_input() -> None:
         net(x)
     net.eval()(100 * torch.rand(8, 64))  # evaluation records nothing
     net.train()(torch.full((8, 64), torch.nan))  # and NaN is no magnitude
-    quant.convert_trained(net)
+    quant.pack(net)
     assert float(net[0].input_scale) == pytest.approx(11 / 2688, rel=1e-6)
 
 
@@ -112,10 +112,10 @@ def test_adapters_train_on_a_converted_model_and_are_merged_before_packing(name:
         losses.append(loss.item())
     assert losses[-1] < losses[0]
     with pytest.raises(UserError, match=r"an adapter is on this layer; merge it first"):
-        quant.convert_trained(adapted)
+        quant.pack(adapted)
     merged = adapted.merge_and_unload().eval()
     evaluated = merged(ids).logits
-    quant.convert_trained(merged)
+    quant.pack(merged)
     assert torch.equal(merged(ids).logits, evaluated)
 
 
@@ -126,7 +126,7 @@ def test_adapters_train_over_the_packed_model_and_are_merged_saved_and_served(
 ) -> None:
     peft = pytest.importorskip("peft", reason="the extra training")
     model, ids = _trained(name)
-    plan = quant.convert_trained(model)
+    plan = quant.pack(model)
     if is_loaded:
         quant.save(model, plan, tmp_path / "base")
         model = quant.load(tmp_path / "base")
@@ -167,7 +167,7 @@ def test_evaluation_sees_weights_that_are_changed_past_autograd(name: str) -> No
     model.model.layers[0].self_attn.k_proj.weight.data[0, 0] = 9.0  # one value, and a scale that q_proj shares
     changed = model(ids).logits
     assert not torch.equal(changed, first)
-    quant.convert_trained(model)
+    quant.pack(model)
     assert torch.equal(model(ids).logits, changed)
 
 
@@ -181,7 +181,7 @@ def test_weights_that_fsdp_shows_in_bf16_are_packed_from_bf16() -> None:
     recipe = RECIPES["fp8_rowwise"]
     expected = round_operand(master.detach().bfloat16(), recipe.weight, recipe).elements
     assert not torch.equal(round_operand(master.detach(), recipe.weight, recipe).elements, expected)
-    quant.convert_trained(net)
+    quant.pack(net)
     assert torch.equal(net[0].quantized_weight.element_values(), expected)
 
 
@@ -189,7 +189,7 @@ def test_an_onnx_file_has_the_trained_codes(tmp_path: Path) -> None:
     onnx = pytest.importorskip("onnx", reason="the extra onnx")
     pytest.importorskip("onnxscript", reason="the extra onnx")
     model, _ = _trained("nvfp4", torch.bfloat16)
-    plan = quant.convert_trained(model.eval())
+    plan = quant.pack(model.eval())
     file = export_onnx(model, tmp_path / "model.onnx", plan=plan)
     arrays = {tensor.raw_data for tensor in onnx.load(file).graph.initializer}
     for layer in plan.quantized:
@@ -226,7 +226,10 @@ def _model_with_pruning() -> nn.Module:
 @pytest.mark.parametrize(
     ("model", "line"),
     [
-        (nn.Sequential(nn.Linear(64, 64)), "call quant.to_low_precision_training first"),
+        (
+            nn.Sequential(nn.Linear(64, 64)),
+            "not in training: call quant.prepare_qat or quant.to_low_precision_training",
+        ),
         (_model_of_two_recipes, r"several recipes \(fp8_rowwise, mxfp8\)"),
         (_model_with_nan, "^0: training made NaN"),
         (_model_without_steps, "^0: no training step has recorded its input.* run a few steps.* averages"),
@@ -238,7 +241,7 @@ def test_a_model_that_cannot_be_packed_is_refused_and_left_as_it_is(model: Any, 
     net = model() if not isinstance(model, nn.Module) else model
     before = [type(module) for module in net.modules()]
     with pytest.raises(UserError, match=line):
-        quant.convert_trained(net)
+        quant.pack(net)
     assert [type(module) for module in net.modules()] == before
 
 

@@ -137,7 +137,7 @@ def test_a_model_trains_in_it_and_comes_back() -> None:
     with torch.no_grad():
         logits = model.eval()(ROWS).logits
         assert torch.equal(logits, without.eval()(ROWS).logits)
-        quant.convert_trained(model)
+        quant.pack(model)
         assert torch.equal(logits, model(ROWS).logits)
     assert model.config._attn_implementation == "sdpa" and "_fp8_attention_in_training" not in vars(model)
 

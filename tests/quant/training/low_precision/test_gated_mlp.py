@@ -13,7 +13,8 @@ import torch
 from torch import nn
 
 import quant
-from quant.training.low_precision import gated_mlp
+from quant.training.low_precision import native_fusions
+from quant.training.low_precision.conversion import to_plain_layers
 from quant.training.low_precision.native import NativeProducts
 
 ROWS = torch.randint(0, 64, (2, 20), generator=torch.Generator().manual_seed(7))
@@ -28,9 +29,9 @@ def _on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 def fused(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The number of tokens of each call of the fused function."""
     calls: list[int] = []
-    apply = gated_mlp._GatedMLP.apply
+    apply = native_fusions._GatedMLP.apply
     monkeypatch.setattr(
-        gated_mlp._GatedMLP, "apply", lambda x, *rest: (calls.append(x.numel() // x.shape[-1]), apply(x, *rest))[1]
+        native_fusions._GatedMLP, "apply", lambda x, *rest: (calls.append(x.numel() // x.shape[-1]), apply(x, *rest))[1]
     )
     return calls
 
@@ -54,7 +55,7 @@ def test_losses_and_gradients_are_those_of_single_layers(dtype: torch.dtype, fus
     one = step(llama(dtype=dtype))
     assert fused == [40, 40]
     single = llama(dtype=dtype)
-    gated_mlp.restore_gated_mlps(single)
+    native_fusions.restore_forwards(single)
     for module in single.modules():
         if hasattr(module, "low_precision"):
             module.low_precision.merges = False
@@ -110,7 +111,7 @@ def test_operands_are_made_for_trained_weights_only(trained: str, monkeypatch: p
     for restore in (False, True):
         if restore:
             of_one = sorted(transposed)
-            gated_mlp.restore_gated_mlps(mlp)
+            native_fusions.restore_forwards(mlp)
         leaves = [tensor for tensor in (x, *mlp.parameters()) if tensor.requires_grad]
         both.append(torch.autograd.grad(mlp(x), leaves, dy))
     for own, single in zip(*both, strict=True):
@@ -137,7 +138,7 @@ def test_copies_are_fused_and_the_way_back_is_plain(fused: list[int]) -> None:
         step(twin)
         assert len(fused) == 2
         assert vars(twin.model.layers[0].mlp)["forward"].args[0] is twin.model.layers[0].mlp
-    quant.from_low_precision_training(model)
+    to_plain_layers(model)
     assert all("forward" not in vars(module) for module in model.modules())
 
 

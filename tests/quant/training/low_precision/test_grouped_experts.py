@@ -14,16 +14,16 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import quant
-from quant.training.low_precision import grouped_experts
-from quant.training.low_precision.fused_experts_training import trained_layers
-from quant.training.low_precision.grouped_experts import (
+from quant.training.low_precision import fused_experts_training, grouped_products
+from quant.training.low_precision.conversion import to_plain_layers
+from quant.training.low_precision.fused_experts_training import (
     Groups,
     SpreadRows,
     group_by_expert,
-    has_rows,
     takes,
-    takes_recipe,
+    trained_layers,
 )
+from quant.training.low_precision.grouped_products import has_rows, takes_recipe
 from quant.training.low_precision.training_recipe import RECIPES, TrainingRecipe
 
 BLOCK, MX, ROWS = RECIPES["fp8_block"], RECIPES["mxfp8"], RECIPES["fp8_rowwise"]
@@ -41,11 +41,11 @@ SIZES = {"num_hidden_layers": 1, "hidden_size": 256, "moe_intermediate_size": 12
 @pytest.fixture(autouse=True)
 def _on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("quant.kernels.training.fp8_block.runs_on", lambda x: True)
-    monkeypatch.setattr(grouped_experts, "_DEVICES", {"cpu"})
+    monkeypatch.setattr(fused_experts_training, "_DEVICES", {"cpu"})
 
 
 def one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grouped_experts, "_DEVICES", set())
+    monkeypatch.setattr(fused_experts_training, "_DEVICES", set())
 
 
 def converted(recipe: TrainingRecipe, backend: str, **sizes: int) -> Any:
@@ -114,7 +114,7 @@ def test_grouped_products_are_those_of_each_expert(
     """Within the bounds of float64, and equal to the products of one expert but for the order of sums."""
     stack: Any = trained_layers(converted(recipe, backend).to(dtype))[f"model.layers.0.mlp.experts.{projection}"]
     index = routed(150, 5)
-    groups = group_by_expert(index, 5, grouped_experts.block_of_tokens(recipe))
+    groups = group_by_expert(index, 5, grouped_products.block_of_tokens(recipe))
     weight = stack.weight.detach().clone()
     x = (torch.randn(150, weight.shape[2]) * torch.logspace(-1, 1, 150)[:, None]).to(dtype)
     dy = (torch.randn(300, weight.shape[1]) * 1e-3).to(dtype)
@@ -184,7 +184,7 @@ def test_only_tensors_that_need_gradients_have_them_and_a_schedule_ends_the_roun
         layer.low_precision.rounds_forward = False
     with torch.no_grad():
         y = experts(hidden, index, weights)
-        quant.from_low_precision_training(model)
+        to_plain_layers(model)
         assert_near(y, experts(hidden, index, weights), 1e-6)
 
 
@@ -231,7 +231,7 @@ def test_adapters_on_fused_experts_train_inside_of_the_rounding(monkeypatch: pyt
         nn.init.normal_(parameter, std=0.1)
     ids, gradients = torch.randint(0, 64, (2, 16)), []
     for devices in ({"cpu"}, set()):
-        monkeypatch.setattr(grouped_experts, "_DEVICES", devices)
+        monkeypatch.setattr(fused_experts_training, "_DEVICES", devices)
         adapted.zero_grad()
         adapted(input_ids=ids, labels=ids).loss.backward()
         gradients.append({name: parameter.grad for name, parameter in adapters.items()})
@@ -242,8 +242,8 @@ def test_adapters_on_fused_experts_train_inside_of_the_rounding(monkeypatch: pyt
 
 def test_a_model_evaluates_as_packed_and_names_its_nonfinite_input(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[Groups] = []
-    group = grouped_experts.group_by_expert
-    monkeypatch.setattr(grouped_experts, "group_by_expert", lambda *a: calls.append(group(*a)) or calls[-1])
+    group = fused_experts_training.group_by_expert
+    monkeypatch.setattr(fused_experts_training, "group_by_expert", lambda *a: calls.append(group(*a)) or calls[-1])
     model, ids = converted(BLOCK, "native"), torch.randint(0, 64, (2, 16))
     model(ids, labels=ids).loss.backward()
     assert len(calls) == 1
@@ -255,7 +255,7 @@ def test_a_model_evaluates_as_packed_and_names_its_nonfinite_input(monkeypatch: 
     with pytest.raises(quant.UserError, match=r"experts.gate_up_proj: its input held NaN"):
         torch.optim.SGD(model.parameters(), lr=0.1).step()
     evaluated = model.eval()(ids).logits.detach()
-    quant.convert_trained(model)
+    quant.pack(model)
     with torch.no_grad():
         assert torch.equal(model(ids).logits, evaluated)
 
@@ -279,7 +279,7 @@ def test_on_a_gpu_a_module_trains_as_by_one_expert_after_another(
         grouped = results(experts, hidden, index, weights)
         again = results(experts, hidden, index, weights)
         with monkeypatch.context() as patch:
-            patch.setattr(grouped_experts, "_DEVICES", set())
+            patch.setattr(fused_experts_training, "_DEVICES", set())
             expected = results(experts, hidden, index, weights)
         for name, tensor in grouped.items():
             assert torch.equal(tensor, again[name]), name

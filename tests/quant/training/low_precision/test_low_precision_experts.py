@@ -15,6 +15,7 @@ from rounding_bounds import bounds_of_products
 from torch import nn
 
 import quant
+from quant.training.low_precision.conversion import to_plain_layers
 from quant.training.low_precision.fused_experts_training import trained_layers
 from quant.training.low_precision.training_recipe import RECIPES
 
@@ -47,10 +48,10 @@ def test_experts_are_evaluated_packed_and_saved_as_they_train(name: str, tmp_pat
     for each in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         assert torch.equal(each(IDS).logits, evaluated)
     plain = copy.deepcopy(model)
-    quant.from_low_precision_training(plain)
+    to_plain_layers(plain)
     assert plain.config._experts_implementation == before
     assert not trained_layers(plain)
-    plan = quant.convert_trained(model)
+    plan = quant.pack(model)
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of runtimes that read experts otherwise
         assert torch.equal(model(IDS).logits, evaluated)
@@ -122,7 +123,7 @@ def test_experts_in_a_list_train_and_one_without_tokens_is_packed_as_its_sibling
         evaluated = model(x)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            quant.convert_trained(model)
+            quant.pack(model)
         assert torch.equal(model(x), evaluated)
     is_static = model.experts[2].up.input_scale is not None
     assert bool(caught) == is_static
@@ -150,11 +151,11 @@ def test_adapters_on_fused_experts_train_inside_of_the_rounding_and_are_packed()
         losses.append(loss.item())
     assert losses[-1] < losses[0]
     with pytest.raises(quant.UserError, match=r"base_layer.*: an adapter is on this layer; merge it first"):
-        quant.convert_trained(adapted)
+        quant.pack(adapted)
     merged = adapted.merge_and_unload().eval()
     with torch.no_grad():
         evaluated = merged(IDS).logits
-        quant.convert_trained(merged)
+        quant.pack(merged)
         assert torch.equal(merged(IDS).logits, evaluated)
 
 

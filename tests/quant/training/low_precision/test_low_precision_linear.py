@@ -17,9 +17,10 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import quant
+from quant.training.low_precision.conversion import to_plain_layers
 from quant.training.low_precision.low_precision_linear import LowPrecisionLinear
 from quant.training.low_precision.operands import round_operand
-from quant.training.low_precision.packed import packed_weight
+from quant.training.low_precision.state import packed_weight
 from quant.training.low_precision.training_recipe import RECIPES, Schedule, TrainingRecipe
 
 TOKENS, INPUTS, OUTPUTS = 128, 256, 128
@@ -99,7 +100,7 @@ def test_conversion_keeps_everything_that_a_model_holds() -> None:
     assert calls
     assert not torch.equal(projection.weight, before)
     trained = model.state_dict()
-    quant.from_low_precision_training(model)
+    to_plain_layers(model)
     assert type(projection) is nn.Linear
     assert not hasattr(projection, "low_precision")
     assert all(torch.equal(trained[name], value) for name, value in model.state_dict().items())

@@ -55,7 +55,7 @@ def _joined(rank: int, folder: str) -> None:
         losses = torch.tensor([[_step(each, own) for _ in range(2)] for each in (ddp, sharded)])
         dist.all_reduce(losses)
         with pytest.raises(quant.UserError, match=r"its weight is sharded \(FSDP\); gather the state"):
-            quant.convert_trained(sharded)
+            quant.pack(sharded)
         whole = get_model_state_dict(sharded, options=StateDictOptions(full_state_dict=True))
         dcp.save(get_model_state_dict(sharded), checkpoint_id=f"{folder}/{name}.dcp")
         if rank == 0:

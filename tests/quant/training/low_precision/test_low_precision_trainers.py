@@ -51,7 +51,7 @@ def test_a_trainer_in_mixed_precision_saves_what_a_plain_model_loads_and_resumes
     # The trained model, in FP8 attention or plain, evaluates alike: the packed one attends in 16 bit.
     with torch.no_grad():
         logits = model.eval()(ROWS).logits
-        quant.convert_trained(model)
+        quant.pack(model)
         assert torch.equal(model(ROWS).logits, logits)
 
 

@@ -11,7 +11,7 @@ from torch import nn
 
 import quant
 from quant.kernels.training.fp8_block_layout import Operands
-from quant.training.low_precision import low_precision_linear
+from quant.training.low_precision import native_fusions
 
 ROWS = torch.randint(0, 64, (2, 20), generator=torch.Generator().manual_seed(7))
 
@@ -25,13 +25,13 @@ def _on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 def merged(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The number of layers of each call of the merged function."""
     calls: list[int] = []
-    apply = low_precision_linear._MergedProducts.apply
+    apply = native_fusions._MergedProducts.apply
 
     def counted(x: Any, states: Any, origin: Any, *weights: Any) -> Any:
         calls.append(len(weights))
         return apply(x, states, origin, *weights)
 
-    monkeypatch.setattr(low_precision_linear._MergedProducts, "apply", counted)
+    monkeypatch.setattr(native_fusions._MergedProducts, "apply", counted)
     return calls
 
 

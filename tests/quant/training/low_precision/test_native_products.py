@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 import quant
+from quant.training.low_precision.conversion import to_plain_layers
 from quant.training.low_precision.native import NativeProducts
 from quant.training.low_precision.training_recipe import RECIPES, Arithmetic, TrainingRecipe
 
@@ -162,7 +163,7 @@ def test_copies_train_and_the_packed_model_has_the_trained_codes() -> None:
         for own, other in zip(first, results(twin, x), strict=True):
             assert torch.equal(own, other)
     y = net.eval()(x)
-    quant.convert_trained(net)
+    quant.pack(net)
     assert torch.equal(net(x), y)
 
 
@@ -174,7 +175,7 @@ def test_the_report_names_layers_that_are_too_small_to_gain_time() -> None:
     assert "no faster than in 16 bit: 2 layers, 0 first: [512, 4096] is too small to gain from FP8; exclude=" in str(
         report
     )
-    quant.from_low_precision_training(layers)
+    to_plain_layers(layers)
     assert not quant.to_low_precision_training(layers, "fp8_block", backend="emulated").too_small
 
 

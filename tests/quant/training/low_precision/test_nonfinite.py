@@ -11,6 +11,7 @@ from torch import nn
 
 import quant
 from quant.base.errors import UserError
+from quant.training.low_precision.conversion import to_plain_layers
 from quant.training.low_precision.training_recipe import RECIPES
 
 SKIPPED = "layers.1: its gradient holds NaN or infinity in mxfp8; this step is skipped"
@@ -38,7 +39,7 @@ def model() -> Iterator[Deep]:
     net = Deep()
     quant.to_low_precision_training(net, "mxfp8")
     yield net
-    quant.from_low_precision_training(net)
+    to_plain_layers(net)
 
 
 def _loss(model: nn.Module, broken: bool = False) -> torch.Tensor:
@@ -82,7 +83,7 @@ def test_a_skipped_step_changes_no_weight_and_the_next_one_does() -> None:
     _loss(model).backward()
     optimizer.step()
     assert not torch.equal(model.layers[0].weight, before["layers.0.weight"])
-    quant.from_low_precision_training(model)
+    to_plain_layers(model)
 
 
 @pytest.mark.parametrize("by_name", [False, True])
@@ -104,7 +105,7 @@ def test_gradients_of_a_closure_are_looked_at_too(kind: type[torch.optim.Optimiz
     assert _unchanged(model, before)
     assert optimizer.step(lambda: closure(False)).item() > 0
     assert not torch.equal(model.layers[0].weight, before["layers.0.weight"])
-    quant.from_low_precision_training(model)
+    to_plain_layers(model)
 
 
 @pytest.mark.parametrize("fused", [False, True])
@@ -121,7 +122,7 @@ def test_a_loss_scaler_skips_steps_itself(fused: bool) -> None:
     assert scaler.get_scale() == 2.0**15
     assert _unchanged(model, before)
     assert report.nonfinite() == "layers.1: its gradient holds NaN or infinity in mxfp8"
-    quant.from_low_precision_training(model)
+    to_plain_layers(model)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -140,7 +141,7 @@ def test_an_input_that_is_not_finite_is_named_before_the_layers_that_it_reaches(
     net[2].weight.grad[0, 0] = value
     with pytest.raises(UserError, match=f"^2: its gradient holds NaN or infinity in {recipe}"):
         optimizer.step()
-    quant.from_low_precision_training(net)
+    to_plain_layers(net)
 
 
 def test_a_weight_that_is_not_finite_is_the_first_cause(model: Deep) -> None:
@@ -165,7 +166,7 @@ def test_optimizers_of_other_models_and_of_plain_models_are_left_alone(model: De
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, other)]
     _loss(other, broken=True).backward()
     optimizers[1].step()  # not watched
-    quant.from_low_precision_training(model)
+    to_plain_layers(model)
     _loss(model, broken=True).backward()
     optimizers[0].step()  # no longer watched
 

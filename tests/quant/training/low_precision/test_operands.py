@@ -10,12 +10,18 @@ import torch
 from safetensors.torch import load_file
 from samples import ROOT
 
-from quant.formats.format import FORMATS, Format
-from quant.formats.format import E2M1, E4M3, E5M2, Number
-from quant.formats.rounding import pack
-from quant.formats.rounding import encode
-from quant.training.low_precision.low_precision_linear import SIGNS, hadamard_matrix, transform_tokens
-from quant.training.low_precision.operands import Operand, RoundedOperand, multiply, round_operand, round_stochastically
+from quant.formats.format import E2M1, E4M3, E5M2, FORMATS, Format, Number
+from quant.formats.rounding import encode, pack
+from quant.training.low_precision.operands import (
+    SIGNS,
+    Operand,
+    RoundedOperand,
+    hadamard_matrix,
+    multiply,
+    round_operand,
+    round_stochastically,
+    transform_tokens,
+)
 from quant.training.low_precision.training_recipe import NVFP4_SQUARE, RECIPES, TrainingRecipe
 
 INPUTS = ("outliers", "ties", "zeros")

@@ -14,6 +14,7 @@ import tiny_models
 import torch
 
 import quant
+from quant.training.low_precision.conversion import to_plain_layers
 
 ROWS = torch.randint(0, 64, (2, 16), generator=torch.Generator().manual_seed(7))
 
@@ -36,8 +37,8 @@ try:
     optimizer.step()
 except Exception as error:
     losses.append(str(error))
-import quant
-quant.from_low_precision_training(model)
+from quant.training.low_precision.conversion import to_plain_layers
+to_plain_layers(model)
 losses += [type(model.model.layers[0].self_attn.q_proj).__name__, model.config._attn_implementation]
 import json
 print(json.dumps(losses))
@@ -100,14 +101,14 @@ def test_a_copys_gradients_are_watched_until_it_is_plain_again() -> None:
         optimizer.step()
     assert torch.equal(twin[0].weight, before)
     for each in (model, twin):
-        quant.from_low_precision_training(each)
+        to_plain_layers(each)
         assert not any("watch" in name for name in vars(each))
 
 
 def test_a_wrapper_gives_back_the_model_in_it() -> None:
     model = tiny_models.llama(num_hidden_layers=1).train()
     quant.to_low_precision_training(model, "mxfp8", attention="fp8")
-    quant.from_low_precision_training(torch.nn.Sequential(model))
+    to_plain_layers(torch.nn.Sequential(model))
     assert model.config._attn_implementation == "sdpa"
     assert not any("watch" in name or "training" in name for name in vars(model) if name != "training")
 

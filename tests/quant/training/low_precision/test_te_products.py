@@ -15,7 +15,8 @@ from torch import nn
 
 import quant
 from quant.training.low_precision import backends
-from quant.training.low_precision.te_products import TRANSFORMER_ENGINE
+from quant.training.low_precision.backends import TRANSFORMER_ENGINE
+from quant.training.low_precision.conversion import to_plain_layers
 from quant.training.low_precision.training_recipe import RECIPES
 
 
@@ -95,7 +96,7 @@ def test_products_are_the_engines_and_weights_and_keys_ours() -> None:
     assert net[0].weight is weight and weight.grad is not None
     assert list(net.state_dict()) == list(plain.state_dict())
     assert _Manager.opened == 1 and _Manager.depth == 0  # of the whole forward pass
-    quant.from_low_precision_training(net)
+    to_plain_layers(net)
     net(x)
     assert type(net[0]) is nn.Linear and _Manager.opened == 1
     assert not net._forward_pre_hooks and not net._forward_hooks
@@ -113,7 +114,7 @@ def test_histories_are_the_engines_and_go_on_after_a_checkpoint() -> None:
     assert again.state_dict()["0.amax.x"][:5].tolist() == [7, 3, 2, 1, -1]
     scale = twin[0].low_precision.products._linear.fp8_meta["scaling_fwd"].scale
     assert float(scale[0]) == pytest.approx(448 / 3)  # of the step; the stand-in computes no next one
-    quant.convert_trained(twin)
+    quant.pack(twin)
     assert float(twin[0].input_scale) == pytest.approx(7 / 448)
 
 
@@ -127,7 +128,7 @@ def test_a_context_closes_after_an_error_and_a_layer_alone_opens_its_own() -> No
     copied = copy.deepcopy(net)
     copied[0](torch.randn(4, 64))
     assert _Manager.opened == 2 and _Manager.depth == 0
-    quant.from_low_precision_training(copied)
+    to_plain_layers(copied)
     assert not copied._forward_hooks and net._forward_hooks
 
 
@@ -185,4 +186,4 @@ def test_on_a_gpu_outputs_and_gradients_are_the_engines_alone(name: str) -> None
         if RECIPES[name].input.is_static:
             recorded = net[0].low_precision.amax["x"].values
             assert float(recorded[0]) == float(x.abs().amax())
-    quant.convert_trained(net)
+    quant.pack(net)

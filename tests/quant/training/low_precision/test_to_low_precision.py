@@ -117,8 +117,8 @@ def _sharded() -> nn.Module:
     ("make", "options", "line"),
     [
         (_quantized, {}, "quantized already.*original model"),
-        (_in_qat, {}, "prepared for QAT.*convert_qat"),
-        (_converted, {}, "trains in mxfp8 already.*from_low_precision_training"),
+        (_in_qat, {}, "prepared for QAT.*pack"),
+        (_converted, {}, r"trains in mxfp8 already; call undo\(\)"),
         (_sharded, {}, "0.weight is sharded already.*convert the model first"),
         (_on_meta, {}, "0.weight is on the meta device.*load the weights"),
         (lambda: nn.Sequential(nn.Linear(24, 24)), {}, r"0: \[24, 24\]: fp8_rowwise needs sizes .* multiples of 16"),
@@ -144,14 +144,14 @@ def test_bad_input_is_one_line_with_the_way_out(make: Any, options: dict[str, An
 def test_anything_but_a_module_is_refused_and_so_is_other_work_on_a_model_in_training() -> None:
     with pytest.raises(UserError, match=r"org/name: to_low_precision_training takes a module; open it with"):
         quant.to_low_precision_training("org/name", "mxfp8")  # type: ignore[arg-type]
-    with pytest.raises(UserError, match=r"convert_trained takes a module, and this is a NoneType"):
-        quant.convert_trained(None)  # type: ignore[arg-type]
+    with pytest.raises(UserError, match=r"pack takes a module, and this is a NoneType"):
+        quant.pack(None)  # type: ignore[arg-type]
     model = tiny_models.llama()
     quant.to_low_precision_training(model, "mxfp8")
     for other in (quant.prepare_qat, quant.quantize):
-        with pytest.raises(UserError, match=r"q_proj: .* by quant.to_low_precision_training; pack it with quant.conv"):
+        with pytest.raises(UserError, match=r"q_proj: .* by quant.to_low_precision_training; pack it with quant.pack"):
             other(model, "mxfp8")
-    with pytest.raises(UserError, match=r"one in training is packed first, by quant.convert_trained"):
+    with pytest.raises(UserError, match=r"one in training is packed first, by quant.pack"):
         quant.save(model, None, "nowhere")
 
 

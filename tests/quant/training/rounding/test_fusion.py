@@ -14,10 +14,10 @@ from torch.utils.checkpoint import checkpoint
 from quant.formats.format import FORMATS
 from quant.formats.tensor import quantize
 from quant.kernels.linear.quant_linear import QuantLinear
-from quant.training import qat_layers
+from quant.training import qat_layers, rounded_weight
+from quant.training import rounded_weight as fusion
 from quant.training.qat_layers import QATLinear
-from quant.training.rounding import fusion, rounded_weight
-from quant.training.rounding.fusion import Fusion
+from quant.training.rounded_weight import Fusion
 
 NVFP4 = FORMATS["nvfp4"]
 

@@ -50,7 +50,7 @@ def test_tracked_scales_reach_the_largest_input(recipe: str, largest: float) -> 
     assert all(layer.inputs.share == 0.0 for layer in layers)
     with torch.no_grad():
         expected = model.eval()(ROWS).logits
-    quant.convert_qat(model)
+    quant.pack(model)
     with torch.no_grad():
         assert torch.equal(model(ROWS).logits, expected)
 
@@ -68,12 +68,12 @@ def test_clipped_inputs_are_counted_and_told() -> None:
     assert layer.inputs.passes == 17
     text = r"q_proj: .*% of its inputs in training were beyond the range.*track_inputs=100"
     with pytest.warns(UserWarning, match=text):
-        quant.convert_qat(model)
+        quant.pack(model)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         untouched = prepared("fp8")
         untouched(ROWS)
-        quant.convert_qat(untouched)
+        quant.pack(untouched)
 
 
 def test_a_pass_that_checkpointing_repeats_is_one_pass() -> None:
@@ -106,7 +106,7 @@ def test_passes_go_on_where_a_checkpoint_ended_and_states_keep_their_size() -> N
 def test_a_compiled_model_follows_nothing_and_says_so() -> None:
     model = prepared("fp8", track_inputs=5)
     with pytest.warns(UserWarning, match=r"track_inputs=5: no static input scale has followed an input"):
-        quant.convert_qat(model)
+        quant.pack(model)
 
 
 @pytest.mark.parametrize("value", [-1, 2.5, True, "10"])

@@ -17,7 +17,8 @@ from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 
 import quant
-from quant.training.rounding import rms_norm
+from quant.training.low_precision import native_fusions
+from quant.training.low_precision.conversion import to_plain_layers
 
 ROWS = torch.randint(0, 64, (2, 20), generator=torch.Generator().manual_seed(7))
 
@@ -49,7 +50,7 @@ def test_a_compiled_block_has_the_numbers_of_the_plain_norms_and_writes_none() -
     model = tiny_models.llama(hidden_size=128, intermediate_size=256, gain=2.0, num_hidden_layers=1).bfloat16().train()
     quant.to_low_precision_training(model, "fp8_block", backend="native")
     plain = copy.deepcopy(model)
-    rms_norm.restore_rms_norms(plain)
+    native_fusions.restore_forwards(plain)
     model.model.layers[0], graphs = compiled(model.model.layers[0])
     both = []
     for each in (model, plain):
@@ -190,12 +191,12 @@ def test_only_rms_norms_are_traced_and_the_way_back_is_plain() -> None:
     for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model[4]))):
         norm = twin if isinstance(twin, nn.RMSNorm) else twin[4]
         assert vars(norm)["forward"].args[0] is norm
-    quant.from_low_precision_training(model)
+    to_plain_layers(model)
     assert all("forward" not in vars(module) for module in model.modules())
 
 
 def test_the_formula_is_tried_on_the_cpu_whichever_device_is_the_default() -> None:
     model = nn.Sequential(nn.RMSNorm(128))
     with torch.device("meta"):
-        rms_norm.trace_rms_norms(model)
+        native_fusions.trace_rms_norms(model)
     assert "forward" in vars(model[0])

@@ -1,22 +1,14 @@
-"""Grouped products of fused experts in training: one matrix product multiplies the tokens of all experts.
+"""Products of operands that have a scale for each row, or in blocks, over the tokens of one expert or of several.
 
-    hidden [tokens, in]  ─▶  x [rows, in]      a row for each token and slot, sorted by expert
-    x                    ─▶  y [rows, out]     rows of expert e multiply its matrix
-    y                    ─▶  [tokens, out]     sum over the slots of a token, by the router's weights
-
-    rows    0       45      128        256       295         capacity
-            ├ expert 0 ┤ zeros ┤ expert 1 ┤ expert 2 ┤ zeros ┤
-
-Zeros fill the rows of each expert to a multiple of the recipe's block along the tokens. So one rounding of the whole
-matrix gives the operands that each expert has by itself, for blocks along the rows (y, dx) and along the tokens (dw):
-no block holds tokens of two experts, and zeros change no largest magnitude and no sum.
+    x [rows, in], sorted by expert    rows of expert e multiply its matrix    y [rows, out]
 
 Operands in blocks are elements times a power of two, which BF16 holds exactly. A grouped product in BF16, which sums in
 FP32, therefore gives the products of the recipe but for the order of sums, on any GPU. Where each row of an operand has
 one scale, Hopper's FP8 tensor cores multiply (`quant/kernels/training/grouped_fp8.py`). Recipes with one scale for all
 tokens of an expert have no grouped products: `takes_recipe`.
 
-The capacity follows from shapes alone, and offsets stay on the device: the host does not wait for the router.
+`RowProducts` trains a linear layer so: it is one expert that gets all tokens. That needs no package, and in eager mode
+is as fast as torchao's compiled.
 """
 
 from __future__ import annotations
@@ -28,16 +20,12 @@ from typing import Any
 
 import torch
 from torch.nn import functional
+from torch.nn.functional import pad
 
-from quant.formats.format import Format
-from quant.formats.format import E4M3
-from quant.kernels.linear.experts import sort_by_expert
-from quant.kernels.linear.ops import autocast_dtype
-from quant.kernels.training import grouped_fp8 as grouped_fp8  # registers quant::e4m3_grouped_product and its operands
+from quant.formats.format import E4M3, Format
+from quant.kernels.training import grouped_fp8 as grouped_fp8
 from quant.training.low_precision.state import LowPrecision
 from quant.training.low_precision.training_recipe import TrainingRecipe
-
-_DEVICES = {"cuda"}  # kinds of device with grouped products; on a CPU they save nothing, and tests add it
 
 
 def takes_recipe(recipe: TrainingRecipe) -> bool:
@@ -66,157 +54,15 @@ def _has_exact_values(format: Format, recipe: TrainingRecipe) -> bool:
     return format.element is E4M3 and not format.global_scale and has_powers_of_two
 
 
-def takes_experts(module: Any, recipe: TrainingRecipe) -> bool:
-    """Returns whether a GPU multiplies the experts of a transformers module in groups, by a recipe."""
-    # Other kinds of experts add a bias or a norm for each token, which the zeros between experts must not get.
-    is_plain = not getattr(module, "has_bias", False) and not getattr(module, "has_post_expert_norm", False)
-    return is_plain and takes_recipe(recipe)
-
-
-def takes(module: Any, x: torch.Tensor, recipe: TrainingRecipe) -> bool:
-    """Returns whether the experts of a transformers module are multiplied in groups where `x` `[tokens, in]` is."""
-    dtype = autocast_dtype(x) or x.dtype
-    # FP16 does not hold the operands, and PyTorch multiplies groups in FP32 one after another.
-    has_products = dtype is torch.bfloat16 or (dtype is torch.float32 and not x.is_cuda)
-    if not (has_products and x.device.type in _DEVICES and len(x) > 0 and takes_experts(module, recipe)):
-        return False
-    # Parallelism that leaves parameters as DTensors in the forward pass divides experts or their products.
-    return not any(hasattr(parameter, "full_tensor") for parameter in module.parameters())
+def is_rowwise(recipe: TrainingRecipe) -> bool:
+    """Returns whether `RowProducts` follow a recipe: `fp8_rowwise`, `fp8_rowwise_wgrad_bf16`, or one like them."""
+    return has_rows(recipe) and takes_recipe(recipe)
 
 
 def block_of_tokens(recipe: TrainingRecipe) -> int:
     """Returns the number of rows of which each expert has a multiple: a grouped product needs 16."""
     formats = (recipe.input, recipe.gradient)
     return math.lcm(16, *(size for format in formats if format is not None for size in format.block if size))
-
-
-@dataclass(frozen=True, eq=False)
-class Groups:
-    """The rows of a grouped product.
-
-    Attributes:
-        positions: the row of each token and slot, int64 `[tokens · k]`; slots of no expert have rows of zeros.
-        slots: the token and slot of each row, int64 `[rows]`; tokens · k for a row of zeros.
-        offsets: the row after the last of each expert, int32 `[experts]`; the last expert has all rows that remain.
-        is_empty: whether a row is one of zeros, `[rows, 1]`.
-    """
-
-    positions: torch.Tensor
-    slots: torch.Tensor
-    offsets: torch.Tensor
-    is_empty: torch.Tensor
-
-
-def group_by_expert(index: torch.Tensor, experts: int, block: int) -> Groups:
-    """Returns the rows for a router's choice `[tokens, k]`; each expert has a multiple of `block`, and at least one.
-
-    An expert without tokens has a block of zeros, whose product writes the zeros of its weight gradient.
-    """
-    order, starts = sort_by_expert(index, experts)
-    count = len(order)
-    blocks = (starts.diff() + (block - 1)).div(block, rounding_mode="floor").clamp(min=1)
-    ends = (blocks * block).cumsum(0)
-    # From the place of a slot in the sorted order to its row; experts that are not on this rank come last of all.
-    begins = torch.cat([ends - blocks * block, ends[-1:]])
-    sorted_index = index.flatten()[order].clamp(max=experts)
-    rows = torch.arange(count, device=index.device) + (begins - starts)[sorted_index]
-    # Σ of blocks is at most count / block + experts, so the host needs no number from the device.
-    capacity = -(-count // block) * block + experts * block
-    positions = torch.empty_like(order)
-    positions[order] = rows
-    slots = torch.full((capacity,), count, device=index.device)
-    slots[rows] = torch.where(sorted_index < experts, order, count)
-    # A product then writes every row, and zeros where no token is.
-    ends[-1] = capacity
-    return Groups(positions, slots, ends.int(), (slots == count)[:, None])
-
-
-class SpreadRows(torch.autograd.Function):
-    """Copies tokens `[tokens, columns]` to the rows of their experts, `[rows, columns]`, among zeros."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(positions)
-        ctx.tokens = len(x)
-        # A row of zeros follows the tokens, and rows without a token read that.
-        return functional.pad(x, (0, 0, 0, 1)).index_select(0, slots // (len(positions) // len(x)))
-
-    @staticmethod
-    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        # Each slot reads its own row, so the sum has the same order at every call, unlike a sum by `index_add_`.
-        return torch.ops.quant.weigh_rows(dy, *ctx.saved_tensors, None, ctx.tokens, dy.dtype), None, None
-
-
-class WeighRows(torch.autograd.Function):
-    """Sums the rows of each token's experts by the router's weights: `[rows, columns]` to `[tokens, columns]`."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        rows: torch.Tensor,
-        weights: torch.Tensor,
-        positions: torch.Tensor,
-        slots: torch.Tensor,
-        dtype: torch.dtype,
-    ) -> torch.Tensor:
-        ctx.save_for_backward(rows, positions, slots, weights)
-        y: torch.Tensor = torch.ops.quant.weigh_rows(rows, positions, weights, len(weights), dtype)
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return *torch.ops.quant.weigh_rows_backward(dy, *ctx.saved_tensors), None, None, None
-
-
-def grouped_experts(
-    module: Any, first: Any, down: Any, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor
-) -> torch.Tensor:
-    """Runs a transformers experts module by grouped products, `[tokens, hidden]` to the same.
-
-    Between the products, PyTorch's operations would take as long as these: SwiGLU and the weighted sum are one kernel
-    for each direction.
-
-    Args:
-        module: that `takes` accepts.
-        first, down: the stacks of its projections.
-        hidden: `[tokens, hidden]`.
-        index: expert of each token and slot, `[tokens, k]`; indices beyond the last expert count nothing.
-        weights: the router's, `[tokens, k]`.
-    """
-    groups = group_by_expert(index, module.num_experts, block_of_tokens(first.low_precision.recipe))
-    x = hidden.to(autocast_dtype(hidden) or hidden.dtype)
-    up = first.grouped(SpreadRows.apply(x, groups.positions, groups.slots), groups.offsets)  # type: ignore[no-untyped-call]
-    if has_swiglu(module):
-        up = SwiGLU.apply(up)  # type: ignore[no-untyped-call]
-    else:
-        # Not every activation maps zeros to zeros.
-        up = (module._apply_gate(up) if module.has_gate else module.act_fn(up)).masked_fill(groups.is_empty, 0)
-    y = down.grouped(up, groups.offsets)
-    weighted: torch.Tensor = WeighRows.apply(y, weights, groups.positions, groups.slots, hidden.dtype)  # type: ignore[no-untyped-call]
-    return weighted
-
-
-def has_swiglu(module: Any) -> bool:
-    """Returns whether a transformers experts module computes silu(gate) · up between its products."""
-    from transformers.integrations.moe import _default_apply_gate
-
-    is_silu = isinstance(module.act_fn, torch.nn.SiLU) or type(module.act_fn).__name__ == "SiLUActivation"
-    return is_silu and module.has_gate and type(module)._apply_gate is _default_apply_gate
-
-
-class SwiGLU(torch.autograd.Function):
-    """silu(gate) · up of `[rows, 2 · columns]`; nothing but the argument is kept for the backward pass."""
-
-    @staticmethod
-    def forward(ctx: Any, both: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(both)
-        y: torch.Tensor = torch.ops.quant.swiglu(both)
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, dy: torch.Tensor) -> torch.Tensor:
-        d_both: torch.Tensor = torch.ops.quant.swiglu_backward(dy, *ctx.saved_tensors)
-        return d_both
 
 
 class GroupedProducts(torch.autograd.Function):
@@ -274,15 +120,10 @@ _Rounded = Sequence[torch.Tensor]  # codes, or values, and their scales
 
 @dataclass(frozen=True, eq=False)
 class _RowProducts:
-    """Products of operands with a scale for each row.
+    """Products of operands with a scale for each row."""
 
-    Attributes:
-        offsets: the row after the last of each expert.
-        in_fp8: whether FP8 tensor cores multiply, where the GPU has such a product.
-    """
-
-    offsets: torch.Tensor
-    in_fp8: bool
+    offsets: torch.Tensor  # the row after the last of each expert
+    in_fp8: bool  # whether FP8 tensor cores multiply
 
     def rows(self, x: torch.Tensor, format: Format) -> _Rounded:
         """Rounds each row of `x` `[rows, columns]`."""
@@ -326,13 +167,9 @@ class _RowProducts:
 
 @dataclass(frozen=True, eq=False)
 class _BlockProducts:
-    """Products of operands in blocks, by BF16 tensor cores.
+    """Products of operands in blocks, by BF16 tensor cores."""
 
-    Attributes:
-        offsets: the row after the last of each expert.
-    """
-
-    offsets: torch.Tensor
+    offsets: torch.Tensor  # the row after the last of each expert
 
     def rows(self, x: torch.Tensor, format: Format) -> _Rounded:
         """Rounds `x` `[rows, columns]` in blocks along the columns."""
@@ -366,3 +203,19 @@ def _rounded_stack(weight: torch.Tensor, height: int, width: int, dtype: torch.d
     values = values.view(filled.shape)
     # A grouped product takes matrices that lie one after another.
     return values[:, :rows].contiguous() if missing else values
+
+
+class RowProducts:
+    """The three products of a linear layer: `[..., in]` to `[..., out]`, with gradients."""
+
+    # On an H100, torch.compile of torch 2.11 gave zeros as gradients of x and w in one graph, on a CPU the right ones.
+    @torch.compiler.disable(reason="FP8 rows by native run as they are; torchao has them in one graph")  # type: ignore[untyped-decorator]
+    def __call__(self, x: torch.Tensor, weight: torch.Tensor, state: LowPrecision, whole: torch.Tensor) -> torch.Tensor:
+        """Computes the product; each row has a scale of its own, so that shards of `whole` need nothing of it."""
+        rows = x.reshape(-1, x.shape[-1])
+        # Tensor cores sum over multiples of 16, in dw over tokens. Zeros change no largest magnitude and no sum.
+        missing = -len(rows) % block_of_tokens(state.recipe)
+        filled = pad(rows, (0, 0, 0, missing)) if missing else rows
+        end = torch.full((1,), len(filled), dtype=torch.int32, device=x.device)
+        y: torch.Tensor = GroupedProducts.apply(filled, weight[None], end, state, True)  # type: ignore[no-untyped-call]
+        return (y[: len(rows)] if missing else y).reshape(*x.shape[:-1], -1)

@@ -4,7 +4,7 @@ Block scales are kept in one of three ways:
 
     recomputed    measured from the weight at each forward, by the `max` rule; fused layers share their global scale
     frozen        the scales that the layer started with
-    learned       trained, by the parameter `range_shift` (`learned_scales.py`)
+    learned       trained, by the parameter `range_shift`
 
 `weight` is an ordinary parameter, so optimizers, DDP, FSDP and gradient checkpointing see an ordinary layer. FSDP2 with
 a `param_dtype`, which Trainers set for BF16, shows the layer a narrow copy of it. The loss is computed from that copy,
@@ -14,18 +14,20 @@ and packing.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Protocol
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import nn
 
 from quant.base.errors import UserError
-from quant.formats.format import Format
-from quant.formats.format import E4M3, E8M0
+from quant.formats.format import E4M3, E8M0, Format
 from quant.formats.rounding import decode, decode_power_of_two, round_to
 from quant.formats.tensor import BlockScaledTensor, choose_scale, quantize_with_scale
-from quant.kernels.training.weight_rounding import (
+from quant.kernels.base.custom_ops import autocast_dtype, is_in_backward, is_traced
+from quant.kernels.training.fake_rounding import (
     as_stored_scale,
     group_amax,
     measured_global_scale,
@@ -33,8 +35,154 @@ from quant.kernels.training.weight_rounding import (
     round_weight,
 )
 from quant.recipes.plan import Plan
-from quant.training.rounding.fusion import Fusion
-from quant.training.rounding.input_range import InputRange
+
+SCALES = ("recomputed", "frozen", "learned")
+PLAN = "_qat_plan"  # attribute of a prepared model
+_EXACT = ("block_scale", "global_scale", "input_scale", "start_step")
+
+# Layers that read the same input (q, k and v, or gate and up) share the rounded input and scales.
+#
+# In a forward pass the first of them prepares and rounds the input and finds the global scale that all share; each
+# of the others takes both once. A result belongs to this very tensor and these very weights: another input, a weight
+# that changed, or a second call of the same layer starts again. Nothing is shared while torch.compile records, which
+# finds common expressions itself, or in replicas of nn.DataParallel.
+#
+# Gradient checkpointing runs a part of the model again in the backward pass, and that part must save the same tensors
+# both times. A whole block does. But where each layer is a part by itself, the second run finds no results of another
+# layer. Each part has its own hooks on saved tensors, and layers share results only under the same hooks. A pass that
+# its last layer does not end is over when layers of another input start one, so that only one of all such passes in a
+# model keeps its tensors.
+
+# Of PyTorch 2.8 and later, and private: without it no layer knows in which part it runs, and nothing is shared.
+_top_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+
+
+@dataclass(eq=False)
+class Common:
+    """Results that the layers of one pass share, as far as one of them has computed them."""
+
+    x: torch.Tensor | None = None
+    key: tuple[Any, ...] = ()
+    members: Sequence[RoundedWeight] = ()  # none where a layer computes its own
+    served: set[int] = field(default_factory=set)
+    scales: tuple[torch.Tensor | None, torch.Tensor | None] | None = None  # as `current_scales` returns them
+    seen: torch.Tensor | None = None  # the input after scaling and rotation, as a low-rank branch takes it
+    rounded: torch.Tensor | None = None  # `seen` in the input format
+
+
+class Fusion:
+    """The layers that share an input, and a global or per-tensor scale of their weights; a linear may be alone."""
+
+    _latest: ClassVar[weakref.ref[Fusion] | None] = None  # the fusion that started a pass last, in any model
+
+    def __init__(self, members: Sequence[RoundedWeight]) -> None:
+        self.members = tuple(members)
+        self._pass: Common | None = None
+        self._is_alike: bool | None = None
+
+    def common(self, member: RoundedWeight, x: torch.Tensor) -> Common:
+        """Returns the results for `x` of members that ran before `member`; empty for the first of them."""
+        if len(self.members) == 1 or _top_hooks is None or is_traced() or x.is_inference():
+            return Common()
+        if not self.is_alike or getattr(member, "_is_replica", False):  # replicas run at the same time
+            return Common()
+        # In-place changes raise a tensor's version, so a key is the values of the input and of all members' weights.
+        weights = (each.version for each in self.members)
+        key = (x._version, torch.is_grad_enabled(), autocast_dtype(x), _top_hooks(True), *weights)
+        shared = self._pass
+        if shared is None or shared.x is not x or shared.key != key or id(member) in shared.served:
+            if (other := None if Fusion._latest is None else Fusion._latest()) is not None:
+                other._pass = None
+            Fusion._latest = weakref.ref(self)
+            self._pass = shared = Common(x, key, self.members)
+        shared.served.add(id(member))
+        if len(shared.served) == len(self.members):
+            self._pass = None  # nothing is kept beyond the pass
+        return shared
+
+    @property
+    def is_alike(self) -> bool:
+        """Whether all members round weights and inputs in the same way."""
+        if self._is_alike is None:
+            names = ("weight_format", "scales", "stored", "activation_format", "hadamard", "pre_scale", "input_scale")
+            first, *others = ([getattr(member, name, None) for name in names] for member in self.members)
+            self._is_alike = all(all(map(_equal, first, other)) for other in others)
+        return self._is_alike
+
+    def forget(self) -> None:
+        """Marks the members to be compared again, because their tensors may have changed."""
+        self._pass = self._is_alike = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy of a model has no part in a pass of it, whose tensors cannot be copied.
+        return {"members": self.members, "_pass": None, "_is_alike": None}
+
+
+def _equal(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return one.device == other.device and torch.equal(one, other)
+    return not isinstance(one, torch.Tensor) and not isinstance(other, torch.Tensor) and bool(one == other)
+
+
+# Static input scales may follow the first inputs of training, and inputs beyond them are counted.
+#
+# A static scale comes from calibration, and training changes the inputs of every layer. Inputs beyond the range are
+# clipped and get no gradient, so a range that is too small is a lasting error. In the first passes that
+# `prepare_qat(track_inputs=)` sets, the scale grows to the largest input so far:
+#
+#     scale <- max(scale, amax(x) / (largest code * largest block scale))
+#
+# It never shrinks: floating-point codes lose nothing by a range twice as large. In the same passes, and in every 16th
+# pass after them, inputs beyond the range are counted, and `pack` warns of layers that clipped many. Compiled layers do
+# neither, because a graph has no Python counter.
+
+_EVERY = 16
+
+
+@dataclass(eq=False)
+class InputRange:
+    """The inputs of a layer in training, as far as they concern its static scale."""
+
+    follows: int = 0  # training passes in which the scale grows with the inputs
+    passes: int = 0  # training passes so far
+    seen: int = 0  # inputs that were looked at
+    clipped: torch.Tensor | None = None  # how many of them were beyond the range; None before the first
+
+    @property
+    def share(self) -> float:
+        """The share of inputs beyond the range."""
+        return float(self.clipped) / self.seen if self.clipped is not None else 0.0
+
+
+@torch.no_grad()
+def watch_input(layers: Sequence[RoundedWeight], x: torch.Tensor) -> None:
+    """Lets the static input scales of layers, which are equal, follow `x`, and counts the values beyond them.
+
+    The first of the layers counts. x is the input as it is rounded, `[..., in]`.
+    """
+    first = layers[0]
+    # A pass inside of a backward pass is a repetition by gradient checkpointing, which must round as the first one did.
+    if not first.training or first.input_scale is None or not x.numel() or is_traced() or is_in_backward():
+        return
+    format, inputs = first.activation_format, first.inputs
+    assert format is not None
+    passes = inputs.passes + 1
+    for layer in layers:
+        layer.inputs.passes = passes
+    if passes > inputs.follows and passes % _EVERY != 1:
+        return
+    largest = format.element.max * (format.scale.max if format.global_scale else 1)
+    magnitude = x.abs()
+    if passes <= inputs.follows:
+        reached = magnitude.amax().float() / largest
+        for layer in layers:
+            # A new tensor: the backward pass of an earlier forward may still need the old one as it was.
+            assert layer.input_scale is not None
+            layer.input_scale = torch.maximum(layer.input_scale, reached.to(layer.input_scale.device))
+    beyond = (magnitude > largest * first.input_scale).sum()
+    inputs.seen += x.numel()
+    inputs.clipped = beyond if inputs.clipped is None else inputs.clipped.to(beyond.device) + beyond
+
 
 # Learned block scales have a parameter in units of weights, for which an optimizer's usual settings are right.
 #
@@ -48,28 +196,18 @@ from quant.training.rounding.input_range import InputRange
 # so scales stay positive, and weight decay draws them to s0, the scales that the solver chose. To first order the range
 # of an average block, largest code * s, grows by d: an update moves it as far as it moves the weights of the block.
 
-
 # exp of 30 is 1e13, beyond every range of scales; without a limit a diverging parameter would give infinity and NaN.
 _LARGEST = 30.0
 
 
 def learned_step(start: torch.Tensor, shift: torch.Tensor, format: Format) -> torch.Tensor:
-    """Returns the trained steps, float32: `start` where `shift` is zero.
-
-    Args:
-        start: the steps that training starts with, s0.
-        shift: the parameter d, of the same shape.
-        format: the format of the weight.
-    """
+    """Returns the trained steps s, float32, from s0 (`start`) and d (`shift`), of one shape."""
     reach = (format.element.max * start.mean()).clamp(min=torch.finfo(torch.float32).tiny)
     return start * (shift.float() / reach).clamp(-_LARGEST, _LARGEST).exp()
 
 
 def nearest_scale(step: torch.Tensor, format: Format, second: torch.Tensor | None, stored: torch.dtype) -> torch.Tensor:
-    """Returns block scales nearest to `step` divided by the global scale.
-
-    Gradients pass straight through the rounding.
-    """
+    """Returns block scales nearest to `step` divided by the global scale; gradients pass through the rounding."""
     exact = step if second is None else step / second.float()[..., None, None]
     with torch.no_grad():
         # The smallest scale of each format takes the place of zero, by which nothing could be divided. E8M0's codes are
@@ -83,19 +221,6 @@ def nearest_scale(step: torch.Tensor, format: Format, second: torch.Tensor | Non
             tiny = torch.finfo(torch.float32).tiny
             nearest = as_stored_scale(round_to(exact.clamp(min=tiny), format.scale), format, stored)
     return nearest + (exact - exact.detach())  # the value of `nearest`, the gradient of `exact`
-
-
-def whole_shift(shift: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
-    """Returns the parameter of another layer, which FSDP2 may keep sharded while this one runs.
-
-    Args:
-        shift: a tensor or a DTensor.
-        dtype: the dtype to which FSDP2 casts the parameters of a layer that runs; None keeps them.
-    """
-    if not hasattr(shift, "full_tensor"):
-        return shift
-    whole: torch.Tensor = _Gathered.apply(shift)  # type: ignore[no-untyped-call]
-    return whole if dtype is None else whole.to(dtype)
 
 
 class _Gathered(torch.autograd.Function):
@@ -116,12 +241,6 @@ class _Gathered(torch.autograd.Function):
         if gradient.is_cuda:
             torch.cuda.synchronize(gradient.device)
         return whole.redistribute(placements=ctx.placements)  # type: ignore[no-any-return]
-
-
-SCALES = ("recomputed", "frozen", "learned")
-PLAN = "_qat_plan"  # attribute of a prepared model
-_EXACT = ("block_scale", "global_scale", "input_scale", "start_step")
-_NARROW = (torch.float16, torch.bfloat16)
 
 
 class Adapter(Protocol):
@@ -146,24 +265,15 @@ class RoundedWeight(nn.Module):
         scales: one of `SCALES`.
         stored: dtype of the checkpoint, to which float scales are rounded.
         dtype: the dtype of the weight's values in the layer that this one replaces.
-
-    Attributes:
-        range_shift: the parameter of learned scales. Layers that share a per-tensor scale share it: the first of them
-            has it, with `start_step`.
-        start_step: block scales times global scale at the start, which `range_shift` changes.
-        fusion: the layers that share an input, and a global or per-tensor scale, with this one.
-        trained_in: dtype that the weight has in the forward pass, which may be narrower than the parameter's.
-        dtype_at_rest: the dtype of the parameter between forward passes.
-        adapter: the adapter that is added to the weight before it is rounded.
-        inputs: counts of inputs beyond a static input scale.
     """
 
     weight: nn.Parameter
+    # The parameter of learned scales. Layers that share a per-tensor scale share it: the first of them has it, with
+    # `start_step`, block scales times global scale at the start.
     range_shift: nn.Parameter | None
     start_step: torch.Tensor | None
     block_scale: torch.Tensor | None
     global_scale: torch.Tensor | None
-    fusion: Fusion
     activation_format: Format | None = None
     input_scale: torch.Tensor | None
     adapter: Adapter | None = None
@@ -175,8 +285,9 @@ class RoundedWeight(nn.Module):
         self.weight = weight
         self.weight_format, self.scales, self.stored, self.dtype = start.format, scales, stored, dtype
         self.fusion, self.inputs = Fusion([self]), InputRange()
+        # Of the weight in a forward pass, and of the parameter between them.
         self.trained_in = self.dtype_at_rest = weight.dtype
-        values, second = decoded_scale(start), start.global_scale
+        values, second = decode(start.scale, start.format.scale), start.global_scale
         # The rounding step is trained, the product of both levels; the global scale stays fixed.
         step = None
         if scales == "learned":
@@ -215,18 +326,18 @@ class RoundedWeight(nn.Module):
         shift, owner = self.shift, self if self.range_shift is not None else self.fusion.members[0]
         if shift is None:
             return None
+        # FSDP2 may keep the parameter of another layer sharded while this one runs.
+        whole = _Gathered.apply(shift) if hasattr(shift, "full_tensor") else shift  # type: ignore[no-untyped-call]
         # Only FSDP2 shows a weight in another dtype than it has at rest.
-        narrowed = self.trained_in if self.trained_in != owner.dtype_at_rest else None
-        whole = whole_shift(shift, narrowed)
-        if narrowed is not None:
-            whole = whole.to(narrowed)
+        if self.trained_in != owner.dtype_at_rest:
+            whole = whole.to(self.trained_in)
         assert owner.start_step is not None
         return learned_step(owner.start_step, whole, self.weight_format).to(self.weight.device)
 
     def remember_dtype(self) -> None:
         """Makes all fused layers round their weights to the dtype that this one's has in a forward pass."""
         dtype = self.weight.dtype
-        if dtype != self.trained_in and dtype in _NARROW:
+        if dtype != self.trained_in and dtype in (torch.float16, torch.bfloat16):
             for member in (self, *self.fusion.members):
                 member.trained_in = dtype
 
@@ -266,10 +377,9 @@ class RoundedWeight(nn.Module):
     def _round(
         self, weight: torch.Tensor, dtype: torch.dtype, scale: torch.Tensor | None, second: torch.Tensor | None
     ) -> torch.Tensor:
-        return round_weight(
-            weight, self.weight_format, dtype, scale=scale, global_scale=second, stored=self.stored,
-            clips=self.scales != "recomputed",
-        )  # fmt: skip
+        clips = self.scales != "recomputed"
+        format, stored = self.weight_format, self.stored
+        return round_weight(weight, format, dtype, scale=scale, global_scale=second, stored=stored, clips=clips)
 
     @torch.no_grad()
     def packed_weight(self) -> BlockScaledTensor:
@@ -314,11 +424,7 @@ class RoundedWeight(nn.Module):
         return torch.tensor(list(text.encode()), dtype=torch.uint8)
 
     def set_extra_state(self, state: torch.Tensor) -> None:
-        """Compares how the layer of the state was prepared, and goes on as that was trained.
-
-        Raises:
-            UserError: that layer was prepared differently from this one.
-        """
+        """Goes on as the layer of the state was trained; UserError if that one was prepared differently."""
         text, own = bytes(state.tolist()).decode(errors="replace"), self._prepared_with()
         saved, *trained = text.split("\n")
         if saved != own:
@@ -341,8 +447,3 @@ class RoundedWeight(nn.Module):
 def plan_in_training(model: nn.Module) -> Plan | None:
     """Returns the plan of a prepared model, or of a quantized one of transformers."""
     return getattr(model, PLAN, None) or getattr(model, "quantization_plan", None)
-
-
-def decoded_scale(weight: BlockScaledTensor) -> torch.Tensor:
-    """Returns block scale values without the global scale, float32."""
-    return decode(weight.scale, weight.format.scale)
