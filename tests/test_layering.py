@@ -66,18 +66,12 @@ MAY_LOAD = {
     "quant/adapters/from_pretrained.py": "transformers",
     "quant/adapters/lm_eval_model.py": "lm_eval",
     "quant/adapters/lora_layers.py": "peft",
-    "quant/adapters/lora_layers.py": "peft",
     "quant/generate/quantized_kv_cache.py": "transformers",
     "quant/training/trainer.py": "transformers",
     "quant/vllm_plugin/nvfp4_attention.py": "vllm",
-    "quant/vllm_plugin/nvfp4_attention.py": "vllm",
-    "quant/vllm_plugin/overlap.py": "vllm",
-    "quant/vllm_plugin/rotation.py": "vllm",
-    "quant/vllm_plugin/decode_attention.py": "vllm",
+    "quant/vllm_plugin/between_layers.py": "vllm",
     "quant/vllm_plugin/linear_kernels.py": "vllm",
-    "quant/vllm_plugin/fused_moe.py": "vllm",
-    "quant/vllm_plugin/mxfp4_experts.py": "vllm",
-    "quant/vllm_plugin/fp8_experts.py": "vllm",
+    "quant/vllm_plugin/fused_experts.py": "vllm",
 }
 
 

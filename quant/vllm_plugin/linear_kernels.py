@@ -15,7 +15,6 @@ node for torch.compile, and a CUDA graph can capture it: the op neither waits fo
 from __future__ import annotations
 
 import inspect
-from functools import wraps
 from typing import Any, ClassVar
 
 import torch
@@ -35,6 +34,7 @@ from vllm.scalar_type import scalar_types
 
 from quant.formats.tensor import BlockScaledTensor
 from quant.vllm_plugin import loaded_weights, releases, switches, warm_up
+from quant.vllm_plugin.replacement import check_classes, check_has_arguments, replace_function
 from quant.vllm_plugin.self_test import SelfTest
 
 logger = init_logger("vllm.blockscale")
@@ -47,12 +47,8 @@ _attention_of_user: set[str] = set()
 def refusal(format: str, quantization: str, class_name: str) -> str:
     """Returns the reason why our classes take no layer in `format`; empty if they take them.
 
-    A failed self-test is logged once; the user's own choices are not logged.
-
-    Args:
-        format: the name of the weights' format.
-        quantization: vLLM's name for layers of this kind.
-        class_name: the name of our class.
+    A failed self-test is logged once; the user's own choices are not logged. `quantization` is vLLM's name for
+    layers of this kind.
     """
     if not releases.is_free_to_choose(quantization, class_name):
         return "gives way to the backend that was chosen"
@@ -77,14 +73,6 @@ def has_free_attention() -> bool:
     return has_our_layers() and not _attention_of_user
 
 
-def _norm_failure(weight: torch.Tensor) -> str:
-    if not weight.is_cuda:
-        return ""
-    if reason := SelfTest(weight.device).norm_failure():
-        logger.warning_once("Blockscale: norms stay with vLLM: %s", reason)
-    return reason
-
-
 def install_weight(layer: Layer, weight: BlockScaledTensor, codes: str = "weight") -> None:
     """Makes `weight` the parameters of `layer`, its codes under the name `codes`."""
     loaded_weights.hold(layer, weight, codes)
@@ -92,7 +80,10 @@ def install_weight(layer: Layer, weight: BlockScaledTensor, codes: str = "weight
     # With tensor parallelism vLLM fuses the norm into the all-reduce; our norm would undo that. Layers that are whole
     # on every GPU, as the first ones of latent attention, say 1 even then.
     one_gpu = getattr(layer, "tp_size", 1) == releases.tensor_parallel_size() == 1
-    if one_gpu and not _norm_failure(weight.codes):
+    failure = SelfTest(weight.codes.device).norm_failure() if one_gpu and weight.codes.is_cuda else ""
+    if failure:
+        logger.warning_once("Blockscale: norms stay with vLLM: %s", failure)
+    elif one_gpu:
         _formats_installed.add(weight.format.name)
     switches.record(name_of(layer), f"{weight.format.name}, norms {has_our_layers()}")
     _attention_of_user.update(releases.user_attention_backends())
@@ -252,8 +243,8 @@ class BlockscaleFp8LinearKernel(FP8ScaledMMLinearKernel):
         raise NotImplementedError("inputs stay in 16 bit, so vLLM does not look for a product in FP8")
 
 
-def install() -> str:
-    """Puts our classes into vLLM's lists, and returns the formats that they take; repeated calls change nothing.
+def install_linear_kernels() -> str:
+    """Puts our classes into vLLM's lists, and returns the formats that they take.
 
     Raises:
         AttributeError, ImportError, KeyError, TypeError: this vLLM lacks a list or a name; nothing was changed.
@@ -262,36 +253,32 @@ def install() -> str:
     from vllm.model_executor.layers.quantization import modelopt
     from vllm.platforms import PlatformEnum
 
-    # After Machete, which vLLM prefers to Marlin on Hopper: our INT4 kernel was never measured against it.
-    places = (
+    # Each class goes to the head of its list, but INT4 after Machete, which vLLM prefers to Marlin on Hopper: our INT4
+    # kernel was never measured against it.
+    offers = (
         (lists._POSSIBLE_NVFP4_KERNELS[PlatformEnum.CUDA], BlockscaleNvFp4LinearKernel, None),
         (lists._POSSIBLE_MXFP4_KERNELS[PlatformEnum.CUDA], BlockscaleMxFp4LinearKernel, None),
         (lists._POSSIBLE_MXFP8_KERNELS[PlatformEnum.CUDA], BlockscaleMxfp8LinearKernel, None),
         (lists._POSSIBLE_WFP8A16_KERNELS[PlatformEnum.CUDA], BlockscaleFp8LinearKernel, None),
         (lists._POSSIBLE_KERNELS[PlatformEnum.CUDA], BlockscaleInt4LinearKernel, lists.MarlinLinearKernel),
     )
-    theirs = lists.init_nvfp4_linear_kernel
-    signature = inspect.signature(theirs)
-    problems = [problem for _, ours, _ in places for problem in releases.signature_problems(ours)]
-    if "use_a16" not in signature.parameters:
-        problems.append("init_nvfp4_linear_kernel takes no use_a16")
-    if problems:
-        raise TypeError(problems[0])
-
-    for classes, ours, before in places:
+    check_classes(*(ours for _, ours, _ in offers))
+    check_has_arguments(lists.init_nvfp4_linear_kernel, "use_a16")
+    signature = inspect.signature(lists.init_nvfp4_linear_kernel)
+    for classes, ours, before in offers:
         if ours not in classes:
             # vLLM asks the classes in the order of the list, and takes the first that can run a layer.
             classes.insert(0 if before is None else classes.index(before), ours)
-    if not getattr(theirs, "is_blockscale", False):
 
-        @wraps(theirs)
+    def wrap(theirs: Any) -> Any:
         def init_nvfp4_linear_kernel(*arguments: Any, **named: Any) -> Any:
             if signature.bind(*arguments, **named).arguments.get("use_a16") and takes_weight_only_nvfp4():
                 return BlockscaleNvFp4LinearKernel(NvFp4LinearLayerConfig())
             return theirs(*arguments, **named)
 
-        init_nvfp4_linear_kernel.is_blockscale = True  # type: ignore[attr-defined]
-        releases.rebind("init_nvfp4_linear_kernel", init_nvfp4_linear_kernel, lists)
+        return init_nvfp4_linear_kernel
+
+    replace_function(lists, "init_nvfp4_linear_kernel", wrap, in_importers=True)
     if hasattr(modelopt, "MarlinNvFp4LinearKernel"):
         modelopt.MarlinNvFp4LinearKernel = weight_only_nvfp4
     return "linear layers in NVFP4, MXFP4, MXFP8, INT4 and weight-only FP8"

@@ -220,13 +220,9 @@ def multiply_in_fp8(x: torch.Tensor, weight: BlockScaledTensor, bias: torch.Tens
     )
 
 
-def _rows_out(x: torch.Tensor, codes: torch.Tensor, *arguments: object) -> torch.Tensor:
-    return x.new_empty(*x.shape[:-1], codes.shape[0])
-
-
 register(
     "quant::linear_fp8_prefill",
     "(Tensor x, Tensor codes, Tensor scale, Tensor? global_scale, Tensor? bias, str weight_format) -> Tensor",
-    _rows_out,
+    lambda x, codes, *_: x.new_empty(*x.shape[:-1], codes.shape[0]),
     default=_linear_fp8_prefill,
 )

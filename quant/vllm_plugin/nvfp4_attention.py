@@ -8,8 +8,8 @@ Blackwell. Ours reads and writes the pages with the kernels of `quant.kernels.at
     first chunk of a prompt           FlashAttention over keys and values in 16 bit, which are then in the cache too
     later chunks, cached prefixes     the earlier keys and values dequantized, FlashAttention over them and the new ones
 
-A block of vLLM's cache is a page, in the layout of `kernels/attention/paged_attention.py`. KV connectors cut blocks by heads
-or tokens, which that layout does not allow; they are refused before weights are loaded.
+A block of vLLM's cache is a page, in the layout of `kernels/attention/paged_attention.py`. KV connectors cut blocks by
+heads or tokens, which that layout does not allow; they are refused before weights are loaded.
 
 A layer that shares the cache of an earlier one (Gemma 3n) reads keys and values there, under that layer's scales.
 
@@ -40,22 +40,21 @@ from vllm.v1.attention.backend import (
 )
 from vllm.v1.attention.backends.utils import split_decodes_and_prefills
 
-from quant.kernels.attention.attention_operands import AttentionOptions
-from quant.kernels.attention.attention_operands import decode_tiles_for
-from quant.kernels.attention.paged_attention import cell_bytes, pages_of
+from quant.kernels.attention.attention_operands import AttentionOptions, decode_tiles_for
 from quant.kernels.attention.kv_pages import PAGE_SIZES, KVPages
+from quant.kernels.attention.paged_attention import cell_bytes, pages_of
 from quant.vllm_plugin import releases
+from quant.vllm_plugin.replacement import check_classes, check_has_arguments, replace_function
 from quant.vllm_plugin.self_test import SelfTest
 
-# The sequences of one step of vLLM, as the attention over NVFP4 pages (`attention.py`) takes them.
-#
+logger = init_logger("vllm.blockscale")
+
 # vLLM's scheduler puts sequences with one new token first. `Builder` sorts the others by their new tokens:
 #
 #     up to `few` behind earlier ones    drafts to be verified; sequences with equally many are one launch
 #     more, or a prompt's first          chunks of prompts, for FlashAttention
 #
 # Lengths are read on the host, where they are known without waiting for the GPU.
-
 
 FEW = 16
 """New tokens of a sequence up to which paged attention takes them; with longer drafts, it takes these too."""
@@ -65,32 +64,20 @@ SPECS = ("FullAttentionSpec", "SlidingWindowSpec", "ChunkedLocalAttentionSpec")
 
 @dataclass
 class Batch(AttentionMetadata):
-    """The sequences of one step: decoding sequences first, then those with several new tokens.
+    """The sequences of one step: decoding sequences first, then those with several new tokens."""
 
-    Attributes:
-        slots: slot of each token, `[tokens]`; negative for padding.
-        table: int32 `[sequences, most pages]`.
-        lengths: int32 `[sequences]`, the new tokens included.
-        tokens: how many there are without padding.
-        decodes: sequences with one new token, which come first.
-        longest: an upper bound of `lengths`.
-        verified: by new tokens of a sequence, the sequences that have so many behind earlier ones: int64 `[sequences]`,
-            and their tokens, int64 `[sequences, new]`.
-        chunks: (sequence, first token, token after the last, length) of each chunk of a prompt, on the host.
-        starts: int32 `[chunks + 1]`: the first token of each chunk, counted from the first chunk's.
-        ends: int32 `[chunks, 2, 2]`: 0 and the new tokens of each chunk, and 0 and all tokens of its sequence.
-    """
-
-    slots: torch.Tensor
-    table: torch.Tensor
-    lengths: torch.Tensor
-    tokens: int
-    decodes: int
-    longest: int
+    slots: torch.Tensor  # slot of each token, `[tokens]`; negative for padding
+    table: torch.Tensor  # int32 `[sequences, most pages]`
+    lengths: torch.Tensor  # int32 `[sequences]`, the new tokens included
+    tokens: int  # how many there are without padding
+    decodes: int  # sequences with one new token, which come first
+    longest: int  # an upper bound of `lengths`
+    # By new tokens of a sequence, the sequences that have so many behind earlier ones: int64 `[sequences]`, and their
+    # tokens, int64 `[sequences, new]`.
     verified: list[tuple[torch.Tensor, torch.Tensor]]
-    chunks: list[tuple[int, int, int, int]]
-    starts: torch.Tensor
-    ends: torch.Tensor
+    chunks: list[tuple[int, int, int, int]]  # (sequence, first token, token after the last, length) of prompts' chunks
+    starts: torch.Tensor  # int32 `[chunks + 1]`: the first token of each chunk, counted from the first chunk's
+    ends: torch.Tensor  # int32 `[chunks, 2, 2]`: 0 and the new tokens of each chunk, and 0 and all of its sequence's
 
 
 class Builder(AttentionMetadataBuilder[Batch]):
@@ -171,9 +158,6 @@ def chunk_ends(chunks: list[tuple[int, int, int, int]]) -> torch.Tensor:
     return torch.tensor(ends, dtype=torch.int32, device="cpu")
 
 
-logger = init_logger("vllm.blockscale")
-
-
 def cache_refusal(config: Any) -> str:
     """Returns the reason why a cache in NVFP4 cannot serve under these settings; empty if it can."""
     if getattr(config, "kv_transfer_config", None) is not None or getattr(
@@ -252,20 +236,18 @@ class BlockscaleNvFp4Attention(AttentionImpl[Batch]):
         return self._scales
 
     def _scales_of(self, layer: Any, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        scales = []
         # A forward pass is in inference mode, whose tensors a reload, which is not, could not write.
         with torch.inference_mode(False), torch.no_grad():
-            k, v = (
-                self._scale_of(getattr(layer, name), getattr(layer, f"{name}_float"), device)
-                for name in ("_k_scale", "_v_scale")
-            )
-        return k, v
-
-    def _scale_of(self, scale: torch.Tensor, on_host: float, device: torch.device) -> torch.Tensor:
-        # After a sleep of level 2 vLLM restores its tensor only if the checkpoint has scales; the host's number stays.
-        one = torch.tensor([on_host], dtype=torch.float32, device="cpu")
-        each = one if scale.numel() == 1 else scale.detach().float().reshape(-1)
-        # From the FP8 scale amax / 448 to NVFP4's amax / 2688.
-        return (each.to(device) / 6).expand(self.num_kv_heads).contiguous()
+            for name in ("_k_scale", "_v_scale"):
+                scale, on_host = getattr(layer, name), getattr(layer, f"{name}_float")
+                # After a sleep of level 2 vLLM restores its tensor only if the checkpoint has scales; the host's number
+                # stays.
+                one = torch.tensor([on_host], dtype=torch.float32, device="cpu")
+                each = one if scale.numel() == 1 else scale.detach().float().reshape(-1)
+                # From the FP8 scale amax / 448 to NVFP4's amax / 2688.
+                scales.append((each.to(device) / 6).expand(self.num_kv_heads).contiguous())
+        return scales[0], scales[1]
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         """Follows a reload of the layer's scales, in the memory that captured CUDA graphs read."""
@@ -467,8 +449,8 @@ class BlockscaleNvFp4AttentionBackend(AttentionBackend):
         return True
 
 
-def install() -> str:
-    """Registers the backend and puts it first in vLLM's order for NVFP4 caches, once however often it is called.
+def install_attention_backend() -> str:
+    """Registers the backend and puts it first in vLLM's order for NVFP4 caches.
 
     Raises:
         AttributeError, ImportError, TypeError: this vLLM lacks a name or an argument; nothing was changed.
@@ -476,26 +458,21 @@ def install() -> str:
     from vllm.platforms import cuda
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
-    theirs = cuda._get_backend_priorities
-    if getattr(theirs, "is_blockscale", False):
-        return "NVFP4 KV caches"
-    signature = inspect.signature(theirs)
-    classes = BlockscaleNvFp4AttentionBackend, BlockscaleNvFp4Attention, Builder
-    problems = [problem for cls in classes for problem in releases.signature_problems(cls)]
-    if "kv_cache_dtype" not in signature.parameters:
-        problems.append("_get_backend_priorities takes no kv_cache_dtype")
-    if problems:
-        raise TypeError(problems[0])
+    check_classes(BlockscaleNvFp4AttentionBackend, BlockscaleNvFp4Attention, Builder)
+    check_has_arguments(cuda._get_backend_priorities, "kv_cache_dtype")
+    signature = inspect.signature(cuda._get_backend_priorities)
     path = f"{__name__}.{BlockscaleNvFp4AttentionBackend.__qualname__}"
     register_backend(AttentionBackendEnum.CUSTOM, path)
 
-    # Later releases added arguments, which are handed on.
-    def priorities(use_mla: bool, capability: Any, *arguments: Any, **named: Any) -> list[Any]:
-        backends = theirs(use_mla, capability, *arguments, **named)
-        dtype = signature.bind(use_mla, capability, *arguments, **named).arguments.get("kv_cache_dtype")
-        ours = dtype in BlockscaleNvFp4AttentionBackend.supported_kv_cache_dtypes and not use_mla
-        return [AttentionBackendEnum.CUSTOM, *backends] if ours else backends
+    def wrap(theirs: Any) -> Any:
+        # Later releases added arguments, which are handed on.
+        def priorities(use_mla: bool, capability: Any, *arguments: Any, **named: Any) -> list[Any]:
+            backends = theirs(use_mla, capability, *arguments, **named)
+            dtype = signature.bind(use_mla, capability, *arguments, **named).arguments.get("kv_cache_dtype")
+            ours = dtype in BlockscaleNvFp4AttentionBackend.supported_kv_cache_dtypes and not use_mla
+            return [AttentionBackendEnum.CUSTOM, *backends] if ours else backends
 
-    priorities.is_blockscale = True  # type: ignore[attr-defined]
-    cuda._get_backend_priorities = priorities
+        return priorities
+
+    replace_function(cuda, "_get_backend_priorities", wrap)
     return "NVFP4 KV caches"

@@ -1,16 +1,8 @@
 """vLLM calls `register` in every process that it starts (entry point `vllm.general_plugins`), perhaps more than once.
 
-It offers our kernels in nine parts, each of which vLLM may keep for itself, with one line in its log that says why:
-
-    linear layers   our classes at the head of vLLM's lists          `linear.py`
-    experts         our answer where vLLM asks for a backend         `experts.py`
-    MXFP4 experts   methods that name our class                      `mxfp4_experts.py`
-    FP8 experts     a method where vLLM has none                     `fp8_experts.py`
-    KV caches       an attention backend for NVFP4                   `attention.py`
-    warm-up         our kernels compiled before vLLM is ready        `warm_up.py`
-    overlap         norms and SwiGLU between our layers              `overlap.py`
-    rotation        rotations of q and k, and writes to the cache    `rotation.py`
-    decoding        attention of steps in graphs, cache in 16 bit    `decode_attention.py`
+It offers our kernels in nine parts (`_PARTS`), each of which vLLM may keep for itself, with one line in its log that
+says why. A part puts our classes at the head of vLLM's lists, or our functions in the places of vLLM's
+(`replacement.py`), and does so once however often it is called.
 
 Releases are admitted by the names, arguments and fields that they have (`releases.py`), and kernels by a product that
 they compute before a layer takes them (`self_test.py`); no version is compared. All of vLLM is left as it is where the
@@ -18,7 +10,7 @@ environment has `BLOCKSCALE_VLLM=0`, where Triton is missing, and where the GPU 
 variable are listed in `switches.py`.
 
 vLLM keeps compiled graphs on disk under a hash of its settings, which does not cover the choice of kernels. A graph
-that was compiled with our ops must not be found without them, nor the reverse: `graph_key.py` adds to that hash.
+that was compiled with our ops must not be found without them, nor the reverse: `switches.py` adds to that hash.
 
 `--linear-backend` and `--moe-backend` still decide: our classes take layers only where they are "auto".
 """
@@ -29,8 +21,20 @@ import importlib
 import logging
 
 from quant.kernels.base.hardware import has_triton
-from quant.vllm_plugin import switches as graph_key
-from quant.vllm_plugin.switches import switches, unknown_switches
+from quant.vllm_plugin.switches import install_graph_key, switches, unknown_switches
+
+_PARTS = {
+    "linear": ("linear_kernels", "install_linear_kernels"),
+    "experts": ("fused_experts", "install_nvfp4_experts"),
+    "mxfp4_experts": ("fused_experts", "install_mxfp4_experts"),
+    "fp8_experts": ("fused_experts", "install_fp8_experts"),
+    "attention": ("nvfp4_attention", "install_attention_backend"),
+    "warm_up": ("warm_up", "install_warm_up"),
+    "overlap": ("between_layers", "install_norms"),
+    "rotation": ("between_layers", "install_rotations"),
+    "decode_attention": ("between_layers", "install_decode_attention"),
+}
+"""By part, its module here, and the function that offers it."""
 
 RAN = ("0.26", "0.29")
 """Releases of vLLM in which the plug-in ran on a GPU; for others the log says that they are untested."""
@@ -40,7 +44,7 @@ _log = logging.getLogger("vllm.blockscale")
 
 def register() -> None:
     """Offers our kernels to vLLM, or says in its log why not."""
-    graph_key.install()
+    install_graph_key()
     if reason := unknown_switches():
         _log.warning("Blockscale: %s", reason)
     if "0" in switches():
@@ -80,29 +84,14 @@ def plugin_refusal() -> str:
 
 
 def install() -> tuple[list[str], dict[str, str]]:
-    """Offers each part, once however often it is called.
-
-    Returns:
-        Descriptions of the parts that were offered, and by part the reason why one was not.
-    """
-    parts = [
-        "linear",
-        "experts",
-        "mxfp4_experts",
-        "fp8_experts",
-        "attention",
-        "warm_up",
-        "overlap",
-        "rotation",
-        "decode_attention",
-    ]
-    if "layers" in switches():
-        parts = parts[:-3]
+    """Offers each part; returns what was offered, in words, and by part the reason why one was not."""
     offered, refused = [], {}
-    for part in parts:
+    for part, (module, function) in _PARTS.items():
+        if module == "between_layers" and "layers" in switches():
+            continue
         try:
             # A part imports the names of vLLM that it needs, before it changes anything.
-            offered.append(importlib.import_module(f"quant.vllm_plugin.{part}").install())
+            offered.append(getattr(importlib.import_module(f"quant.vllm_plugin.{module}"), function)())
         except (AttributeError, ImportError, KeyError, TypeError, ValueError) as error:
             refused[part] = " ".join(str(error).split())[:200]
     return offered, refused

@@ -13,41 +13,13 @@ No version is compared: a release is known by the names, arguments and fields th
     lengths on the host of chunked local          < 0.33  in a field of their own, `_seq_lens_cpu`; the bounds are those
       attention                                           of whole sequences
     `has_g_idx` of INT4 layers                    < 0.33  a field of the layer's config
-
-`signature_problems` compares our classes with vLLM's own before they are offered: a method that lost or gained an
-argument keeps vLLM's kernels for that part, with one line in the log.
 """
 
 from __future__ import annotations
 
 import inspect
-import sys
-from collections.abc import Callable
 from dataclasses import fields, replace
 from typing import Any
-
-
-def rebind(name: str, ours: Callable[..., Any], owner: Any) -> None:
-    """Replaces vLLM's function `name` by ours, in the module that defines it and in those that imported it by name."""
-    theirs = getattr(owner, name)
-    for module_name, module in list(sys.modules.items()):
-        # `vars`, because `getattr` would import what a lazy module has not loaded.
-        if module_name.startswith("vllm.") and vars(module).get(name) is theirs:
-            setattr(module, name, ours)
-    setattr(owner, name, ours)
-
-
-def user_linear_backend(quantization: str) -> str:
-    """Returns the user's `--linear-backend` for layers of a kind ("nvfp4_w4a16", "mxfp4", …).
-
-    "auto" leaves it to vLLM.
-    """
-    from vllm.model_executor.kernels import linear
-
-    chosen = linear._get_linear_backend
-    if "quantization" in inspect.signature(chosen).parameters:
-        return str(chosen(quantization=quantization))
-    return str(chosen())
 
 
 def user_attention_backends() -> set[str]:
@@ -75,12 +47,15 @@ def _config_part(name: str) -> Any:
 
 
 def is_free_to_choose(quantization: str, class_name: str) -> bool:
-    """Returns whether the user left the kernel of such layers to vLLM, with ours among the candidates."""
+    """Returns whether the user left the kernel of layers of a kind ("nvfp4_w4a16", "mxfp4", …) to vLLM."""
     from vllm import envs
+    from vllm.model_executor.kernels import linear
 
     if envs.VLLM_BATCH_INVARIANT or class_name in envs.VLLM_DISABLED_KERNELS:
         return False
-    return user_linear_backend(quantization) == "auto"
+    chosen = linear._get_linear_backend
+    takes_kind = "quantization" in inspect.signature(chosen).parameters
+    return str(chosen(quantization=quantization) if takes_kind else chosen()) == "auto"
 
 
 def limits_activations() -> bool:
@@ -119,32 +94,3 @@ def lengths_on_host(common: Any) -> Any:
     """
     lengths = getattr(common, "_seq_lens_cpu", None)
     return common.seq_lens_cpu_upper_bound if lengths is None else lengths
-
-
-def check_arguments(function: Callable[..., Any], *names: str) -> None:
-    """Raises TypeError unless the function's first arguments have these names."""
-    if (has := tuple(inspect.signature(function).parameters)[: len(names)]) != names:
-        raise TypeError(f"{function.__qualname__} takes {', '.join(has)} instead of {', '.join(names)}")
-
-
-def signature_problems(cls: type) -> list[str]:
-    """Returns the abstract methods that `cls` leaves, and methods whose arguments differ from vLLM's base class."""
-    problems = [f"{cls.__name__}.{name} is missing" for name in sorted(getattr(cls, "__abstractmethods__", ()))]
-    for base in cls.__mro__[1:]:
-        if not base.__module__.startswith("vllm."):
-            continue
-        for name, theirs in inspect.getmembers(base, inspect.isfunction):
-            mine = inspect.getattr_static(cls, name)
-            mine = getattr(mine, "__func__", mine)
-            if name.startswith("__") or not inspect.isfunction(mine) or mine.__module__.startswith("vllm."):
-                continue
-            parameters = inspect.signature(theirs).parameters.values()
-            if any(p.kind is p.VAR_POSITIONAL for p in parameters):
-                continue  # the base class hands on whatever it is called with
-            positional = [None for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
-            named = {p.name: None for p in parameters if p.kind is p.KEYWORD_ONLY}
-            try:
-                inspect.signature(mine).bind(*positional, **named)
-            except TypeError as error:
-                problems.append(f"{cls.__name__}.{name}: {error}")
-    return list(dict.fromkeys(problems))

@@ -22,10 +22,9 @@ import torch
 
 from quant.formats.format import FORMATS
 from quant.formats.tensor import moved, quantize
-from quant.kernels.attention.attention_operands import AttentionOptions
-from quant.kernels.attention.attention_operands import decode_tiles_for
-from quant.kernels.attention.paged_attention import cell_bytes, paged_reference, pages_of
+from quant.kernels.attention.attention_operands import AttentionOptions, decode_tiles_for
 from quant.kernels.attention.kv_pages import KVPages, write_reference
+from quant.kernels.attention.paged_attention import cell_bytes, paged_reference, pages_of
 from quant.kernels.linear.experts import grouped_linear
 from quant.vllm_plugin import loaded_weights
 

@@ -42,7 +42,6 @@ def unknown_switches() -> str:
 # the entry is called as the plug-in's variable, and is made even where the plug-in leaves vLLM alone: a worker without
 # the variable would take our kernels, although `BLOCKSCALE_VLLM=0` was said.
 
-
 _kernels: dict[str, str] = {}
 """By layer, what runs it; both are names."""
 
@@ -58,8 +57,8 @@ def key() -> str:
     return f"kernels of blockscale {__version__}, {','.join(sorted(switches()))}, {digest}"
 
 
-def install() -> None:
-    """Adds the part to vLLM's key, once however often it is called."""
+def install_graph_key() -> None:
+    """Adds the part to vLLM's key."""
     from vllm import envs
 
     envs.environment_variables[VARIABLE] = key

@@ -3,10 +3,14 @@
 vLLM's start runs its largest step, and the decoding steps that it captures in CUDA graphs. Prompts have other lengths,
 for which our matmuls have other tiles: the first prompt of such a length would wait two seconds for the compiler. So
 each layer that takes our kernels is noted here when its weights arrive, as shapes and dtypes without memory, and where
-vLLM warms up its own kernels, all of theirs are compiled (`quant/vllm_plugin/warm_up.py`). Attention over a cache in
-NVFP4 runs there in each of its ways. Triton keeps kernels on disk, so a later start only loads them.
+vLLM warms up its own kernels, all of theirs are compiled:
 
-`install` imports vLLM; the other functions do not.
+    numbers of tokens ─▶ launches of empty tensors, noted and not made ─▶ each kernel once ─▶ compiled, by threads
+
+The 8B Llama's four matmuls in NVFP4 have 26 kernels between them for 1 to 8,192 tokens. Attention over a cache in NVFP4
+runs there in each of its ways. Triton keeps kernels on disk, so a later start only loads them.
+
+`install_warm_up` imports vLLM; the other functions do not.
 """
 
 from __future__ import annotations
@@ -16,7 +20,6 @@ import os
 import time
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
-from functools import wraps
 from typing import Any
 
 import torch
@@ -27,17 +30,14 @@ from quant.kernels.base.weight_layout import is_prepacked
 from quant.kernels.linear import dispatch
 from quant.kernels.linear.experts import STORED_ROWS
 from quant.kernels.linear.tiles import DENSE, FEW
-from quant.vllm_plugin import loaded_weights, releases
+from quant.vllm_plugin import loaded_weights
+from quant.vllm_plugin.replacement import check_arguments, replace_function
 
-# Which kernels a layer needs for every number of tokens is found here without launching one, and they are compiled.
-#
-# Triton compiles a kernel for a set of compile-time constants when it first meets them, which takes one of Hopper's
-# kernels two seconds. The sizes of its tiles are among them, and whether tiles are cut, and both depend on the number
-# of tokens. A server compiles all of them before it is ready, or the first prompt of a new length would wait:
-#
-#     numbers of tokens ─▶ launches of empty tensors, noted and not made ─▶ each kernel once ─▶ compiled, by threads
-#
-# The 8B Llama's four matmuls in NVFP4 have 26 kernels between them for 1 to 8,192 tokens.
+MOST_THREADS = 8
+
+_log = logging.getLogger("vllm.blockscale")
+_linear: dict[Any, tuple[BlockScaledTensor, torch.Tensor | None]] = {}
+_experts: dict[Any, tuple[BlockScaledTensor, torch.Tensor | None, int]] = {}
 
 
 def distinct_lengths(most: int) -> list[int]:
@@ -46,14 +46,6 @@ def distinct_lengths(most: int) -> list[int]:
     Beyond `FEW` tokens a launch depends on how many tiles there are, and tiles are multiples of 16 tokens.
     """
     return [*range(1, min(most, FEW) + 1), *range(FEW + 16, most, 16), *([most] if most > FEW else [])]
-
-
-def distinct_rows(most: int, experts: int) -> list[int]:
-    """Returns numbers of rows up to `most`, likewise for a stack of experts.
-
-    With 128 rows an expert, tiles have their largest size, which more rows keep.
-    """
-    return distinct_lengths(min(most, 128 * experts))
 
 
 def linear_variants(weight: BlockScaledTensor, bias: torch.Tensor | None, lengths: Iterable[int]) -> Variants:
@@ -114,13 +106,6 @@ def compile_variants(variants: Variants, device: torch.device, threads: int) -> 
         list(pool.map(compile_here, variants))
 
 
-MOST_THREADS = 8
-
-_log = logging.getLogger("vllm.blockscale")
-_linear: dict[Any, tuple[BlockScaledTensor, torch.Tensor | None]] = {}
-_experts: dict[Any, tuple[BlockScaledTensor, torch.Tensor | None, int]] = {}
-
-
 def note_linear(weight: BlockScaledTensor, bias: torch.Tensor | None) -> None:
     """Notes a weight `[out, in]` as a layer holds it, with its bias; layers that are alike count once."""
     # With tensor parallelism one GPU adds the bias, and the others multiply without it.
@@ -152,30 +137,20 @@ def needed_variants(tokens: int, device: torch.device) -> Variants:
         in_fp8: list[int] = []
         if loaded_weights.multiplies_prompts_in_fp8(weight.format.name):
             in_fp8 = [length for length in lengths if loaded_weights.is_faster_in_fp8(length, weight.shape)]
-            found |= _fp8_variants(weight, bias, in_fp8, device)
+            decoded = [length for length in in_fp8 if length <= loaded_weights.FP8_DECODED_UP_TO]
+            found |= e4m3_variants(weight, bias, decoded, device) if is_prepacked(weight) else {}
         found |= linear_variants(weight, bias, [length for length in lengths if length not in set(in_fp8)])
     for weight, bias, slots in _experts.values():
-        rows = distinct_rows(tokens * slots, weight.shape[0])
+        # With 128 rows an expert, tiles have their largest size, which more rows keep.
+        rows = distinct_lengths(min(tokens * slots, 128 * weight.shape[0]))
         if not is_prepacked(weight):  # fewer take the portable kernel
             rows = [count for count in rows if count >= STORED_ROWS * weight.shape[0]]
         found |= experts_variants(weight, bias, rows)
     return found
 
 
-def _fp8_variants(
-    weight: BlockScaledTensor, bias: torch.Tensor | None, lengths: list[int], device: torch.device
-) -> Variants:
-    if not is_prepacked(weight):
-        return {}
-    return e4m3_variants(weight, bias, [n for n in lengths if n <= loaded_weights.FP8_DECODED_UP_TO], device)
-
-
 def warm_up(config: Any) -> None:
-    """Compiles the kernels of all layers, for a server with these settings; the log has the time.
-
-    Args:
-        config: vLLM's settings.
-    """
+    """Compiles the kernels of all layers, for a server with vLLM's settings; the log has the time."""
     if not getattr(getattr(config, "kernel_config", None), "enable_jit_warmup", True):
         return
     tokens, started = config.scheduler_config.max_num_batched_tokens, time.perf_counter()
@@ -205,24 +180,18 @@ def compile_attention(config: Any) -> None:
             seen.add(kind)
 
 
-def install() -> str:
-    """Wraps vLLM's warm-up of its kernels, once however often it is called.
-
-    Raises:
-        AttributeError, ImportError, TypeError: this vLLM lacks the function, or its argument; nothing was changed.
-    """
+def install_warm_up() -> str:
+    """Wraps vLLM's warm-up of its kernels."""
     from vllm.model_executor.warmup import kernel_warmup as module
 
-    theirs = module.kernel_warmup
-    if getattr(theirs, "is_blockscale", False):
-        return "compilation before the first prompt"
-    releases.check_arguments(theirs, "worker")
+    check_arguments(module.kernel_warmup, "worker")
 
-    @wraps(theirs)
-    def kernel_warmup(worker: Any, *arguments: Any, **named: Any) -> Any:
-        warm_up(worker.vllm_config)
-        return theirs(worker, *arguments, **named)
+    def wrap(theirs: Any) -> Any:
+        def kernel_warmup(worker: Any, *arguments: Any, **named: Any) -> Any:
+            warm_up(worker.vllm_config)
+            return theirs(worker, *arguments, **named)
 
-    kernel_warmup.is_blockscale = True  # type: ignore[attr-defined]
-    releases.rebind("kernel_warmup", kernel_warmup, module)
+        return kernel_warmup
+
+    replace_function(module, "kernel_warmup", wrap, in_importers=True)
     return "compilation before the first prompt"

@@ -19,8 +19,8 @@ from interpreter import interpreted
 
 from quant.kernels.attention import portable_paged_kv_cache
 from quant.kernels.attention.attention_operands import decode_tiles_for
-from quant.kernels.attention.paged_attention import NVFP4, paged_reference, pages_of
 from quant.kernels.attention.kv_pages import round_kv
+from quant.kernels.attention.paged_attention import NVFP4, paged_reference, pages_of
 from quant.vllm_plugin.nvfp4_attention import (
     FEW,
     Batch,
@@ -320,10 +320,10 @@ def test_nvfp4_caches_choose_it_and_others_do_not() -> None:
     from vllm.platforms.interface import DeviceCapability
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-    from quant.vllm_plugin.nvfp4_attention import install
+    from quant.vllm_plugin.nvfp4_attention import install_attention_backend
 
-    install()
-    install()
+    install_attention_backend()
+    install_attention_backend()
     hopper, custom = DeviceCapability(9, 0), AttentionBackendEnum.CUSTOM
     assert custom.get_class() is BlockscaleNvFp4AttentionBackend
     chosen = cuda._get_backend_priorities(False, hopper, 32, "nvfp4", False)

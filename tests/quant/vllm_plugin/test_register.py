@@ -92,24 +92,22 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> Any:
     from vllm._custom_ops import reshape_and_cache_flash
     from vllm.v1.attention.backends import flash_attn
 
-    from quant.vllm_plugin import fp8_experts, fused_moe, linear_kernels, mxfp4_experts
+    from quant.vllm_plugin import fused_experts, linear_kernels
 
     # vLLM imports it where there is a GPU.
     monkeypatch.setattr(flash_attn, "reshape_and_cache_flash", reshape_and_cache_flash, raising=False)
-    return SimpleNamespace(
-        linear=linear_kernels, experts=fused_moe, mxfp4_experts=mxfp4_experts, fp8_experts=fp8_experts
-    )
+    return SimpleNamespace(linear=linear_kernels, experts=fused_experts)
 
 
 def classes(vllm: Any) -> list[type]:
     names = ("NvFp4Linear", "MxFp4Linear", "Mxfp8Linear", "Int4Linear", "Fp8Linear")
-    fused_moe = [
+    experts = [
         vllm.experts.BlockscaleNvFp4Experts,
-        vllm.mxfp4_experts.BlockscaleMxFp4Experts,
-        vllm.fp8_experts.BlockscaleFp8Experts,
-        vllm.fp8_experts.BlockscaleFp8BlockExperts,
+        vllm.experts.BlockscaleMxFp4Experts,
+        vllm.experts.BlockscaleFp8Experts,
+        vllm.experts.BlockscaleFp8BlockExperts,
     ]
-    return [getattr(vllm.linear, f"Blockscale{name}Kernel") for name in names] + fused_moe
+    return [getattr(vllm.linear, f"Blockscale{name}Kernel") for name in names] + experts
 
 
 def test_classes_leave_nothing_abstract(vllm: Any) -> None:
@@ -172,7 +170,7 @@ def test_a_part_that_vllm_has_changed_stays_with_vllm(
 
     monkeypatch.setattr(nvfp4, "select_nvfp4_moe_backend", chosen := lambda config, weight_key, activation_key: None)
     # Other tests may have installed this part, which has no second look at what it has offered.
-    monkeypatch.setattr(vllm.fp8_experts.CompressedTensorsMoEMethod, "get_moe_method", staticmethod(lambda *args: None))
+    monkeypatch.setattr(vllm.experts.CompressedTensorsMoEMethod, "get_moe_method", staticmethod(lambda *args: None))
     monkeypatch.setattr(register, "plugin_refusal", lambda: "")
 
     def finalize_weight_and_reduce_impl(self: Any, scheme: Any) -> None: ...
@@ -232,7 +230,7 @@ def test_compiled_graphs_are_kept_apart(vllm: Any) -> None:
 
     envs.environment_variables.pop("BLOCKSCALE_VLLM", None)
     without = envs.compile_factors()
-    switches.install()
+    switches.install_graph_key()
     assert envs.compile_factors() != without
 
 
@@ -405,7 +403,7 @@ def test_a_reload_keeps_the_kernel_of_the_first_weights(
     from quant.vllm_plugin import switches
 
     monkeypatch.setattr(switches, "_kernels", {})
-    switches.install()
+    switches.install_graph_key()
     keys = {str(envs.compile_factors()["BLOCKSCALE_VLLM"])}
     marlin = {"nvfp4": vllm.linear.MarlinNvFp4LinearKernel, "mxfp4": vllm.linear.MarlinMxFp4LinearKernel}[format]
     monkeypatch.setattr(marlin, "process_weights_after_loading", lambda self, layer: None)
@@ -486,14 +484,14 @@ def test_norms_and_swiglu_between_our_layers_equal_vllms(vllm: Any, monkeypatch:
     from vllm.model_executor.layers.activation import SiluAndMul
     from vllm.model_executor.layers.layernorm import RMSNorm
 
-    from quant.vllm_plugin import overlap
+    from quant.vllm_plugin import between_layers
 
-    assert overlap.op_registry_oot is custom_op.op_registry_oot
-    monkeypatch.setitem(custom_op.op_registry_oot, "RMSNorm", overlap.BlockscaleRMSNorm)
-    monkeypatch.setitem(custom_op.op_registry_oot, "SiluAndMul", overlap.BlockscaleSiluAndMul)
+    assert between_layers.op_registry_oot is custom_op.op_registry_oot
+    monkeypatch.setitem(custom_op.op_registry_oot, "RMSNorm", between_layers.BlockscaleRMSNorm)
+    monkeypatch.setitem(custom_op.op_registry_oot, "SiluAndMul", between_layers.BlockscaleSiluAndMul)
     with set_current_vllm_config(VllmConfig(device_config=DeviceConfig(device="cpu"))):
         norm, gate = RMSNorm(64, dtype=torch.bfloat16), SiluAndMul()
-    assert type(norm) is overlap.BlockscaleRMSNorm and type(gate) is overlap.BlockscaleSiluAndMul
+    assert type(norm) is between_layers.BlockscaleRMSNorm and type(gate) is between_layers.BlockscaleSiluAndMul
     torch.manual_seed(0)
     norm.weight.data.uniform_(0.5, 2)
     x, residual = torch.randn(3, 64).bfloat16(), torch.randn(3, 64).bfloat16()
@@ -501,7 +499,7 @@ def test_norms_and_swiglu_between_our_layers_equal_vllms(vllm: Any, monkeypatch:
     normed = (h * torch.rsqrt(h.square().mean(-1, keepdim=True) + 1e-6)).bfloat16() * norm.weight
     calls: list[str] = []
     monkeypatch.setattr(vllm.linear, "_formats_installed", {"nvfp4"})
-    monkeypatch.setattr(overlap, "takes_rows", lambda rows: calls.append("asked") or rows.is_contiguous())
+    monkeypatch.setattr(between_layers, "takes_rows", lambda rows: calls.append("asked") or rows.is_contiguous())
     with interpreted(), torch.no_grad():
         y, hidden = norm(x, residual)
         assert torch.equal(hidden, x + residual)
@@ -519,10 +517,10 @@ def test_rotations_between_our_layers_equal_vllms(vllm: Any, monkeypatch: pytest
     from vllm.config import DeviceConfig, VllmConfig, set_current_vllm_config
     from vllm.model_executor.layers import rotary_embedding
 
-    from quant.vllm_plugin import rotation
+    from quant.vllm_plugin import between_layers
 
-    monkeypatch.setattr(rotation, "op_registry_oot", registry := {})
-    rotation.install()
+    monkeypatch.setattr(between_layers, "op_registry_oot", registry := {})
+    between_layers.install_rotations()
     assert {"RotaryEmbedding", "Llama3RotaryEmbedding", "YaRNScalingRotaryEmbedding"} <= set(registry)
     assert "MRotaryEmbedding" not in registry and "Gemma4RotaryEmbedding" in registry
     monkeypatch.setattr(vllm.linear, "_formats_installed", {"nvfp4"})
@@ -555,7 +553,7 @@ def test_rotations_between_our_layers_equal_vllms(vllm: Any, monkeypatch: pytest
 def test_keys_and_values_go_to_the_cache_by_our_kernel_where_it_can(vllm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     from interpreter import interpreted
 
-    from quant.vllm_plugin import rotation
+    from quant.vllm_plugin import between_layers
 
     calls: list[str] = []
 
@@ -564,13 +562,13 @@ def test_keys_and_values_go_to_the_cache_by_our_kernel_where_it_can(vllm: Any, m
     ) -> None:
         calls.append(format)
 
-    monkeypatch.setattr(rotation, "op_registry_oot", {})
-    monkeypatch.setattr(rotation.flash_attn, "reshape_and_cache_flash", write)
+    monkeypatch.setattr(between_layers, "op_registry_oot", {})
+    monkeypatch.setattr(between_layers.flash_attn, "reshape_and_cache_flash", write)
     monkeypatch.setattr(vllm.linear, "_formats_installed", {"nvfp4"})
-    rotation.install()
-    store = rotation.flash_attn.reshape_and_cache_flash
-    rotation.install()
-    assert rotation.flash_attn.reshape_and_cache_flash is store
+    between_layers.install_rotations()
+    store = between_layers.flash_attn.reshape_and_cache_flash
+    between_layers.install_rotations()
+    assert between_layers.flash_attn.reshape_and_cache_flash is store
     torch.manual_seed(0)
     k, v = torch.randn(2, 3, 2, 32).bfloat16()
     pages = torch.zeros(2, 2, 4, 64).bfloat16()
@@ -601,7 +599,7 @@ def test_steps_in_graphs_attend_by_our_kernel_where_it_can(vllm: Any, monkeypatc
     """Against FlashAttention's meaning in float64; prompts, sinks and steps outside of a graph stay with vLLM."""
     from interpreter import interpreted
 
-    from quant.vllm_plugin import decode_attention
+    from quant.vllm_plugin import between_layers
 
     calls: list[str] = []
 
@@ -609,14 +607,14 @@ def test_steps_in_graphs_attend_by_our_kernel_where_it_can(vllm: Any, monkeypatc
         calls.append(f"{named['max_seqlen_q']}")
 
     monkeypatch.setattr(flash, "__signature__", flash_signature(), raising=False)
-    monkeypatch.setattr(decode_attention.flash_attn, "flash_attn_varlen_func", flash, raising=False)
-    monkeypatch.setattr(decode_attention, "_prepared", {})
+    monkeypatch.setattr(between_layers.flash_attn, "flash_attn_varlen_func", flash, raising=False)
+    monkeypatch.setattr(between_layers, "_prepared", {})
     monkeypatch.setattr(vllm.linear, "_formats_installed", {"nvfp4"})
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=4))
-    decode_attention.install()
-    attend = decode_attention.flash_attn.flash_attn_varlen_func
-    decode_attention.install()
-    assert decode_attention.flash_attn.flash_attn_varlen_func is attend
+    between_layers.install_decode_attention()
+    attend = between_layers.flash_attn.flash_attn_varlen_func
+    between_layers.install_decode_attention()
+    assert between_layers.flash_attn.flash_attn_varlen_func is attend
     torch.manual_seed(0)
     cache = torch.randn(5, 16, 2, 2 * 64).bfloat16()  # [blocks, tokens, heads, key and value]
     k, v = cache.split(64, dim=-1)
@@ -652,7 +650,7 @@ def test_steps_in_graphs_attend_by_our_kernel_where_it_can(vllm: Any, monkeypatc
         monkeypatch.setattr(vllm.linear, "_attention_of_user", {"FLASH_ATTN"})
         attend(**step)
         assert calls == ["1", "2", "1", "1", "1", "1", "1"]
-        decode_attention.attend({**step, "window_size": [6, 0]})
+        between_layers.attend({**step, "window_size": [6, 0]})
         assert float((out.double() - expected(7)).norm() / expected(7).norm()) < 2**-8
 
 
@@ -683,10 +681,14 @@ def test_norms_and_attention_stay_with_vllm_on_several_gpus(
 
 
 def test_a_model_without_our_layers_keeps_vllms_norms(vllm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from quant.vllm_plugin import overlap
+    from quant.vllm_plugin import between_layers
 
     x = torch.randn(3, 64).bfloat16()
     monkeypatch.setattr(vllm.linear, "_formats_installed", set())
-    assert not overlap.takes_rows(x)
+    assert not between_layers.takes_rows(x)
     monkeypatch.setattr(vllm.linear, "_formats_installed", {"nvfp4"})
-    assert overlap.takes_rows(x) and not overlap.takes_rows(x.float()) and not overlap.takes_rows(x[:, ::2])
+    assert (
+        between_layers.takes_rows(x)
+        and not between_layers.takes_rows(x.float())
+        and not between_layers.takes_rows(x[:, ::2])
+    )

@@ -140,10 +140,10 @@ def test_vllm_warms_up_our_kernels_and_then_its_own(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(module, "kernel_warmup", kernel_warmup)
     monkeypatch.setattr(warm_up, "warm_up", lambda config: calls.append(config))
     for _ in range(2):
-        assert warm_up.install() == "compilation before the first prompt"
+        assert warm_up.install_warm_up() == "compilation before the first prompt"
     worker = SimpleNamespace(vllm_config=settings())
     module.kernel_warmup(worker, process_local_only=True)
     assert calls == [worker.vllm_config, (worker, {"process_local_only": True})]
     monkeypatch.setattr(module, "kernel_warmup", lambda: None)
     with pytest.raises(TypeError, match="takes  instead of worker"):
-        warm_up.install()
+        warm_up.install_warm_up()

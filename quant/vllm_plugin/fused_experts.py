@@ -1,20 +1,26 @@
-"""These classes run fused experts for vLLM, over our grouped matmuls, and experts in NVFP4 are offered to it here.
+"""Fused experts in NVFP4, MXFP4 and FP8 run by our grouped matmuls, with inputs in 16 bit.
 
     route rows to experts ─▶ gate and up ─▶ activation ─▶ down ─▶ weigh and add
 
 Under expert parallelism a GPU has some of the experts. Tokens come to it with numbers among all experts, those of other
 GPUs are left out, and vLLM adds up the GPUs' sums.
 
-Inputs stay in 16 bit. `mxfp4_experts.py` and `fp8_experts.py` derive classes for other weights and say where vLLM meets
-them. vLLM's methods for NVFP4 experts ask one function for a backend and a class. A wrapper answers with our class
-where the user left `--moe-backend` at "auto" and the class takes the layer, and asks vLLM's function otherwise. The
-backend that the wrapper names is vLLM's "emulation", which hands the loaded parameters on unchanged; nothing is
-emulated.
+    NVFP4    vLLM asks one function for a backend and a class: ours answers with our class where the user left
+             `--moe-backend` at "auto" and the class takes the layer, and asks vLLM's function otherwise
+    MXFP4    vLLM has a method for gpt-oss (gate and up alternate row by row, with biases) and one for
+             compressed-tensors (`w13_weight_packed` until loaded); ours derive from them and name our class
+    FP8      vLLM has no kernel for checkpoints of compressed-tensors with inputs in 16 bit, and stops: our method
+             derives from the one for inputs in FP8. Scales are one a matrix, a row or a 128 × 128 block; where gate and
+             up have a single scale each, the rows of both get theirs
+
+Where a backend has to be named, it is vLLM's "emulation", which hands the loaded parameters on unchanged (the others
+reorder them); nothing is emulated.
 """
 
 from __future__ import annotations
 
-from functools import wraps
+from collections.abc import Callable
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -22,21 +28,54 @@ import vllm.model_executor.layers.fused_moe.modular_kernel as mk
 from vllm import envs
 from vllm.logger import init_logger
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
-from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig, FusedMoEParallelConfig
+from vllm.model_executor.layers.fused_moe.config import (
+    FusedMoEConfig,
+    FusedMoEParallelConfig,
+    FusedMoEQuantConfig,
+    fp8_w8a16_moe_quant_config,
+)
 from vllm.model_executor.layers.fused_moe.oracle import nvfp4
-from vllm.model_executor.layers.quantization.utils.quant_utils import QuantKey, kNvfp4Static
+from vllm.model_executor.layers.fused_moe.oracle.fp8 import Fp8MoeBackend, make_fp8_moe_kernel
+from vllm.model_executor.layers.fused_moe.oracle.mxfp4 import Mxfp4MoeBackend, make_mxfp4_moe_kernel
+from vllm.model_executor.layers.quantization import mxfp4
+from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe import CompressedTensorsMoEMethod
+from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe import (
+    compressed_tensors_moe_w4a4_mxfp4 as compressed_tensors_mxfp4,
+)
+from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe import (
+    compressed_tensors_moe_w8a8_fp8 as compressed_tensors_fp8,
+)
+from vllm.model_executor.layers.quantization.utils.quant_utils import (
+    QuantKey,
+    kFp8Static128BlockSym,
+    kFp8StaticChannelSym,
+    kFp8StaticTensorSym,
+    kMxfp4Static,
+    kNvfp4Static,
+)
 from vllm.model_executor.utils import replace_parameter
 from vllm.platforms import current_platform
 
 from quant.formats.tensor import BlockScaledTensor
 from quant.kernels.linear.experts import grouped_linear
 from quant.vllm_plugin import loaded_weights, releases, warm_up
+from quant.vllm_plugin.replacement import check_classes, replace_function
 from quant.vllm_plugin.self_test import SelfTest
 
 logger = init_logger("vllm.blockscale")
+Layer = Any
+"""A layer of vLLM: a module with parameters and facts as attributes, which its class does not declare."""
 
 _GLOBAL_SCALE = "blockscale_global_scale"
 """Of a layer's parameters with the global scales of its experts, behind `w13_` and `w2_`."""
+QuantizationArgs = compressed_tensors_fp8.QuantizationArgs
+QuantizationStrategy = compressed_tensors_fp8.QuantizationStrategy
+KEYS: dict[str, QuantKey] = {
+    QuantizationStrategy.TENSOR: kFp8StaticTensorSym,
+    QuantizationStrategy.CHANNEL: kFp8StaticChannelSym,
+    QuantizationStrategy.BLOCK: kFp8Static128BlockSym,
+}
+"""vLLM's name for FP8 weights, by the strategy of their scales."""
 
 
 class BlockscaleExperts(mk.FusedMoEExpertsModular):
@@ -245,14 +284,7 @@ def parallel_refusal(parallel: FusedMoEParallelConfig) -> str:
 def refusal(
     cls: type[BlockscaleExperts], config: FusedMoEConfig, weight_key: QuantKey | None, activation_key: QuantKey | None
 ) -> str:
-    """Returns why `cls` does not take the experts of a layer, empty if it does.
-
-    Args:
-        cls: one of our classes.
-        config: vLLM's description of the layer.
-        weight_key: vLLM's name for the quantization of weights.
-        activation_key: vLLM's name for that of inputs.
-    """
+    """Returns why one of our classes does not take the experts of a layer, empty if it does; keys are vLLM's names."""
     if config.moe_backend != "auto":
         return "--moe-backend is given"
     if envs.VLLM_BATCH_INVARIANT:
@@ -268,30 +300,190 @@ def refusal(
     return SelfTest.on_current_gpu().experts_failure(cls.format)
 
 
-def install() -> str:
-    """Wraps the function that chooses a backend, wherever vLLM has bound it, once however often it is called.
+class BlockscaleMxFp4Experts(BlockscaleExperts):
+    """MXFP4 experts, with a bias or without."""
 
-    Raises:
-        AttributeError, TypeError: this vLLM lacks a name or calls a method with other arguments; nothing was changed.
-    """
-    chosen_by_vllm = nvfp4.select_nvfp4_moe_backend
-    if getattr(chosen_by_vllm, "is_blockscale", False):
-        return "experts in NVFP4"
-    if problems := releases.signature_problems(BlockscaleNvFp4Experts):
-        raise TypeError(problems[0])
+    format = "mxfp4"
+    weight_keys = (kMxfp4Static,)
+    takes_bias = True
+
+    def weight_of(self, layer: torch.nn.Module, name: str) -> BlockScaledTensor:
+        return loaded_weights.mxfp4_weight(
+            getattr(layer, f"{name}_weight").data, getattr(layer, f"{name}_weight_scale").data
+        )
+
+
+def takes(config: FusedMoEConfig) -> bool:
+    """Returns whether our class runs the experts of a layer; the log says why not."""
+    reason = refusal(BlockscaleMxFp4Experts, config, kMxfp4Static, None)
+    if reason:
+        logger.warning_once("Blockscale: fused experts in mxfp4 stay with vLLM: %s", reason)
+    return not reason
+
+
+class BlockscaleGptOssMoEMethod(mxfp4.GptOssMxfp4MoEMethod):
+    """The experts of gpt-oss as its own checkpoints have them."""
+
+    def __init__(self, moe: FusedMoEConfig) -> None:
+        super().__init__(moe)
+        if takes(moe):
+            self.mxfp4_backend, self.experts_cls = Mxfp4MoeBackend.EMULATION, BlockscaleMxFp4Experts
+
+    def process_weights_after_loading(self, layer: Layer) -> None:
+        super().process_weights_after_loading(layer)
+        if self.experts_cls is BlockscaleMxFp4Experts:
+            arrange_once(self, layer)
+
+
+class BlockscaleMxFp4MoEMethod(compressed_tensors_mxfp4.CompressedTensorsW4A4Mxfp4MoEMethod):
+    """Experts in MXFP4 as compressed-tensors writes them; vLLM gives them to Marlin."""
+
+    experts_cls: type[Any]
+
+    def __init__(self, moe: FusedMoEConfig) -> None:
+        super().__init__(moe)
+        if self.experts_cls is compressed_tensors_mxfp4.MarlinExperts and takes(moe):
+            self.experts_cls = BlockscaleMxFp4Experts
+
+    def process_weights_after_loading(self, layer: Layer) -> None:
+        if self.experts_cls is not BlockscaleMxFp4Experts:
+            super().process_weights_after_loading(layer)
+            return
+        for name in ("w13_weight", "w2_weight"):
+            codes = getattr(layer, f"{name}_packed").data
+            delattr(layer, f"{name}_packed")
+            layer.register_parameter(name, torch.nn.Parameter(codes, requires_grad=False))
+        # The backend is one that keeps inputs in 16 bit.
+        make_kernel(self, layer, partial(make_mxfp4_moe_kernel, mxfp4_backend=Mxfp4MoeBackend.MARLIN))
+
+
+def make_kernel(method: Any, layer: Layer, make: Callable[..., Any]) -> None:
+    """Makes the kernel of a method whose `experts_cls` is ours, by vLLM's function, for the loaded parameters."""
+    method.moe_quant_config = method.get_fused_moe_quant_config(layer)
+    method.moe_kernel = make(
+        moe_quant_config=method.moe_quant_config,
+        moe_config=method.moe,
+        experts_cls=method.experts_cls,
+        routing_tables=layer._expert_routing_tables(),
+    )
+    arrange_once(method, layer)
+
+
+def arrange_once(method: Any, layer: Layer) -> None:
+    """Arranges the weights of a layer for our kernels, unless vLLM has asked for it, as later releases do."""
+    experts = method.moe_kernel.fused_experts
+    if not hasattr(experts, "layer"):
+        experts.process_weights_after_loading(layer)
+
+
+class BlockscaleFp8Experts(BlockscaleExperts):
+    """FP8 experts with a scale a row."""
+
+    format = "fp8_channel"
+    weight_keys: ClassVar[tuple[QuantKey, ...]] = (kFp8StaticTensorSym, kFp8StaticChannelSym)
+
+    def weight_of(self, layer: torch.nn.Module, name: str) -> BlockScaledTensor:
+        codes, scale = getattr(layer, f"{name}_weight").data, getattr(layer, f"{name}_weight_scale").data
+        return loaded_weights.fp8_experts_weight(codes, scale)
+
+
+class BlockscaleFp8BlockExperts(BlockscaleFp8Experts):
+    """FP8 experts with a scale a 128 × 128 block."""
+
+    format = "fp8_block"
+    weight_keys = (kFp8Static128BlockSym,)
+
+    def weight_of(self, layer: torch.nn.Module, name: str) -> BlockScaledTensor:
+        codes, scale = getattr(layer, f"{name}_weight").data, getattr(layer, f"{name}_weight_scale").data
+        return loaded_weights.fp8_weight(codes, scale, blocks=True)
+
+
+class BlockscaleFp8MoEMethod(compressed_tensors_fp8.CompressedTensorsW8A8Fp8MoEMethod):
+    """FP8 experts of compressed-tensors without a quantization of inputs."""
+
+    def __init__(self, weight_quant: QuantizationArgs, moe: FusedMoEConfig) -> None:
+        """Raises ValueError for a layer that our kernels do not take, because vLLM has none for it."""
+        # vLLM's own constructor would look for a kernel that rounds inputs.
+        CompressedTensorsMoEMethod.__init__(self, moe)
+        blocks = weight_quant.strategy == QuantizationStrategy.BLOCK
+        self.weight_quant, self.input_quant, self.static_input_scales = weight_quant, None, False
+        self.weight_block_size = list(weight_quant.block_structure or ()) if blocks else None
+        self.block_quant = blocks
+        self.experts_cls = BlockscaleFp8BlockExperts if blocks else BlockscaleFp8Experts
+        reason = refusal(self.experts_cls, moe, KEYS[weight_quant.strategy], None)
+        if blocks and self.weight_block_size != [128, 128]:
+            reason = f"blocks of {self.weight_block_size}, where it takes 128 × 128"
+        if reason:
+            raise ValueError(
+                f"vLLM has no kernel for experts with FP8 weights and inputs in 16 bit, and Blockscale's takes no "
+                f"{reason}; quantize with --format fp8_channel, which rounds inputs too"
+            )
+
+    def process_weights_after_loading(self, layer: Layer) -> None:
+        # The backend is one that keeps inputs in 16 bit.
+        make_kernel(self, layer, partial(make_fp8_moe_kernel, fp8_backend=Fp8MoeBackend.MARLIN))
+
+    def get_fused_moe_quant_config(self, layer: Layer) -> FusedMoEQuantConfig:
+        return fp8_w8a16_moe_quant_config(
+            w1_scale=layer.w13_weight_scale, w2_scale=layer.w2_weight_scale, block_shape=self.weight_block_size
+        )
+
+
+def weight_only(quant_config: Any, layer: Layer, layer_name: str) -> QuantizationArgs | None:
+    """Returns the scheme of weights of a layer's experts where they are in FP8 and inputs in 16 bit; None elsewhere."""
+    quant_config._add_fused_moe_to_target_scheme_map()
+    projections = [getattr(layer, f"ckpt_{name}_proj_name", f"{name}_proj") for name in ("gate", "up", "down")]
+    schemes = [quant_config.get_scheme_dict(layer, f"{layer_name}.0.{projection}") for projection in projections]
+    # vLLM says what is wrong with projections that differ.
+    if schemes[0] is None or any(scheme != schemes[0] for scheme in schemes):
+        return None
+    quantized, inputs = schemes[0].get("weights"), schemes[0].get("input_activations")
+    if quantized is None or inputs is not None or quantized.type != "float" or quantized.num_bits != 8:
+        return None
+    return quantized if quantized.strategy in KEYS and not quantized.dynamic else None
+
+
+def install_nvfp4_experts() -> str:
+    """Wraps the function that chooses a backend, wherever vLLM has bound it."""
+    check_classes(BlockscaleNvFp4Experts)
     emulation = nvfp4.NvFp4MoeBackend.EMULATION
 
-    @wraps(chosen_by_vllm)
-    def select(
-        config: FusedMoEConfig, weight_key: QuantKey | None, activation_key: QuantKey | None
-    ) -> tuple[nvfp4.NvFp4MoeBackend, type[mk.FusedMoEExperts]]:
-        reason = refusal(BlockscaleNvFp4Experts, config, weight_key, activation_key)
-        if not reason:
-            # The emulation backend passes parameters on as they were loaded; the others reorder them.
-            return emulation, BlockscaleNvFp4Experts
-        logger.warning_once("Blockscale: fused experts in nvfp4 stay with vLLM: %s", reason)
-        return chosen_by_vllm(config, weight_key, activation_key)
+    def wrap(chosen_by_vllm: Any) -> Any:
+        def select(
+            config: FusedMoEConfig, weight_key: QuantKey | None, activation_key: QuantKey | None
+        ) -> tuple[nvfp4.NvFp4MoeBackend, type[mk.FusedMoEExperts]]:
+            reason = refusal(BlockscaleNvFp4Experts, config, weight_key, activation_key)
+            if not reason:
+                return emulation, BlockscaleNvFp4Experts
+            logger.warning_once("Blockscale: fused experts in nvfp4 stay with vLLM: %s", reason)
+            return chosen_by_vllm(config, weight_key, activation_key)  # type: ignore[no-any-return]
 
-    select.is_blockscale = True  # type: ignore[attr-defined]
-    releases.rebind("select_nvfp4_moe_backend", select, nvfp4)
+        return select
+
+    replace_function(nvfp4, "select_nvfp4_moe_backend", wrap, in_importers=True)
     return "experts in NVFP4"
+
+
+def install_mxfp4_experts() -> str:
+    """Puts our methods in the places of vLLM's, which looks these names up when it meets a layer."""
+    check_classes(BlockscaleMxFp4Experts, BlockscaleGptOssMoEMethod, BlockscaleMxFp4MoEMethod)
+    mxfp4.GptOssMxfp4MoEMethod = BlockscaleGptOssMoEMethod
+    compressed_tensors_mxfp4.CompressedTensorsW4A4Mxfp4MoEMethod = BlockscaleMxFp4MoEMethod
+    return "experts in MXFP4"
+
+
+def install_fp8_experts() -> str:
+    """Wraps the function that finds the method of a layer's experts."""
+    check_classes(BlockscaleFp8Experts, BlockscaleFp8BlockExperts, BlockscaleFp8MoEMethod)
+
+    def wrap(theirs: Any) -> Any:
+        def get_moe_method(quant_config: Any, layer: Layer, layer_name: str) -> Any:
+            quantized = weight_only(quant_config, layer, layer_name)
+            if quantized is None:
+                return theirs(quant_config, layer, layer_name)
+            return BlockscaleFp8MoEMethod(quantized, layer.moe_config)
+
+        return get_moe_method
+
+    replace_function(CompressedTensorsMoEMethod, "get_moe_method", wrap)
+    return "experts with FP8 weights"

@@ -1,0 +1,71 @@
+"""Our function takes the place of vLLM's, after a look at whether vLLM still calls it as we know it."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+
+def replace_function(
+    owner: Any, name: str, wrap: Callable[[Any], Callable[..., Any]], *, in_importers: bool = False
+) -> None:
+    """Puts `wrap(theirs)` in the place of vLLM's function, once however often it is called.
+
+    Args:
+        owner: the module or class with the function.
+        name: its name there.
+        wrap: returns our function, which may call vLLM's.
+        in_importers: whether modules of vLLM that imported the function by name get ours too.
+    """
+    theirs = getattr(owner, name)
+    if getattr(theirs, "is_blockscale", False):
+        return
+    ours: Any = wraps(theirs)(wrap(theirs))
+    ours.is_blockscale = True
+    is_static = isinstance(inspect.getattr_static(owner, name), staticmethod)
+    if in_importers:
+        for module_name, module in list(sys.modules.items()):
+            # `vars`, because `getattr` would import what a lazy module has not loaded.
+            if module_name.startswith("vllm.") and vars(module).get(name) is theirs:
+                setattr(module, name, ours)
+    setattr(owner, name, staticmethod(ours) if is_static else ours)
+
+
+def check_arguments(function: Callable[..., Any], *names: str) -> None:
+    """Raises TypeError unless the function's first arguments have these names."""
+    if (has := tuple(inspect.signature(function).parameters)[: len(names)]) != names:
+        raise TypeError(f"{function.__qualname__} takes {', '.join(has)} instead of {', '.join(names)}")
+
+
+def check_has_arguments(function: Callable[..., Any], *names: str) -> None:
+    """Raises TypeError unless the function has arguments of these names."""
+    parameters = inspect.signature(function).parameters
+    if missing := [name for name in names if name not in parameters]:
+        raise TypeError(f"{function.__name__} takes no {missing[0]}")
+
+
+def check_classes(*classes: type) -> None:
+    """Raises TypeError where a class leaves a method abstract, or takes other arguments than vLLM's base class."""
+    for cls in classes:
+        if missing := sorted(getattr(cls, "__abstractmethods__", ())):
+            raise TypeError(f"{cls.__name__}.{missing[0]} is missing")
+        for base in cls.__mro__[1:]:
+            if not base.__module__.startswith("vllm."):
+                continue
+            for name, theirs in inspect.getmembers(base, inspect.isfunction):
+                mine = inspect.getattr_static(cls, name)
+                mine = getattr(mine, "__func__", mine)
+                if name.startswith("__") or not inspect.isfunction(mine) or mine.__module__.startswith("vllm."):
+                    continue
+                parameters = inspect.signature(theirs).parameters.values()
+                if any(p.kind is p.VAR_POSITIONAL for p in parameters):
+                    continue  # the base class hands on whatever it is called with
+                positional = [None for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
+                named = {p.name: None for p in parameters if p.kind is p.KEYWORD_ONLY}
+                try:
+                    inspect.signature(mine).bind(*positional, **named)
+                except TypeError as error:
+                    raise TypeError(f"{cls.__name__}.{name}: {error}") from None
