@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING
 from quant.base.errors import megabytes
 from quant.calibration.layer_result import LayerResult
 from quant.calibration.sensitivity.costs import memory_of
-from quant.evaluation.evaluation import Evaluation
-from quant.evaluation.evaluation import Examples
+from quant.evaluation.evaluation import Evaluation, Examples
 from quant.recipes.plan import Plan
 from quant.recipes.plan_check import first_problem
 from quant.report.section import (
@@ -27,8 +26,6 @@ from quant.report.section import (
 if TYPE_CHECKING:
     from quant.report.report import KVCache, Receipt, Report
 
-# Sections for readers: predictions that changed most, a text before and after, and the commands that use the model.
-
 
 def predictions(examples: Examples) -> Section | None:
     """Returns the predictions with the largest KL, in their context."""
@@ -37,22 +34,10 @@ def predictions(examples: Examples) -> Section | None:
     several = len({each.text for each in examples.predictions}) > 1
     rows = []
     for i, each in enumerate(examples.predictions):
-        source = (short_name(each.text),) if several else ()
-        chances = (f"{each.before:.2%}", f"{each.after:.2%}")
-        likeliest = (_visible(each.likeliest_before), _visible(each.likeliest_after))
-        rows.append(
-            (
-                f"T{i}",
-                (
-                    f"…{_visible(each.context.lstrip(' '))}",
-                    number(each.kl),
-                    _visible(each.token),
-                    *chances,
-                    *likeliest,
-                    *source,
-                ),
-            )
-        )
+        cells = [f"…{_visible(each.context.lstrip(' '))}", number(each.kl), _visible(each.token)]
+        cells += [f"{each.before:.2%}", f"{each.after:.2%}"]
+        cells += [_visible(each.likeliest_before), _visible(each.likeliest_after)]
+        rows.append((f"T{i}", (*cells, short_name(each.text)) if several else tuple(cells)))
     text = (
         "The next tokens whose prediction changed most, by KL. Before and after are the probabilities that the "
         "original and the quantized model give to the token that follows in the text."
@@ -94,9 +79,6 @@ def _visible(text: str) -> str:
     shown = text.replace("\n", "⏎").replace("\t", "⇥")
     blanks = len(shown) - len(shown.lstrip(" "))
     return "␣" * blanks + shown[blanks:] or "∅"
-
-
-# Charts of an export: the deviation of each layer at each stage, and the audit of the engine.
 
 
 _STAGES = {"fake_quant": "PyTorch", "checkpoint": "checkpoint", "onnx": "ONNX", "engine": "engine"}

@@ -50,13 +50,18 @@ def read_runs(first: Path, second: Path) -> tuple[ComparedRun, ComparedRun]:
 
 def compare_html(a: ComparedRun, b: ComparedRun) -> str:
     """Makes the page that compares two runs."""
-    pairs = _pairs(a, b)
+    # In the order of the first run; layers of the second run alone come last.
+    unpaired = {layer.name: layer for layer in b.report.layers}
+    pairs: list[Pair] = [(layer, unpaired.pop(layer.name, None)) for layer in a.report.layers]
+    pairs += [(None, layer) for layer in unpaired.values()]
     changed = [pair for pair in pairs if _formats(pair[0]) != _formats(pair[1])]
     same = [pair for pair in pairs if _formats(pair[0]) == _formats(pair[1])]
-    of_outputs = _of_outputs(pairs)
+    # Where one run measured no outputs, errors of weights are compared.
+    of_outputs = all(any(run[side] and run[side].output_error is not None for run in pairs) for side in (0, 1))  # type: ignore[union-attr]
     ids = {_name(pair): f"{prefix}{i}" for prefix, part in (("K", changed), ("N", same)) for i, pair in enumerate(part)}
+    rows = [(f"G{i}", row) for i, row in enumerate(totals(a, b))]
     sections = [
-        Section("Totals", head=("", a.name, b.name, "difference"), rows=_rows("G", totals(a, b)), folded=False),
+        Section("Totals", head=("", a.name, b.name, "difference"), rows=rows, folded=False),
         _errors(a, b, pairs, ids, of_outputs),
         _layers(f"Layers whose formats differ: {len(changed)} of {len(pairs)}", a, b, changed, ids, of_outputs),
         _layers(f"Layers with the same formats: {len(same)}", a, b, same, ids, of_outputs, folded=True),
@@ -78,7 +83,9 @@ def totals(a: ComparedRun, b: ComparedRun) -> list[tuple[str, str, str, str]]:
         ("weights", megabytes(x.bytes_after), megabytes(y.bytes_after), _ratio(x.bytes_after, y.bytes_after)),
         ("bits a quantized weight", f"{bits[0]:.3f}", f"{bits[1]:.3f}", f"{bits[1] - bits[0]:+.3f}"),
     ]
-    for name, (before, after) in _counts(x, y).items():
+    formats = [[_formats(layer) for layer in report.layers] for report in (x, y)]
+    for name in sorted({name for each in formats for name in each}):
+        before, after = (each.count(name) for each in formats)
         rows.append((f"layers in {name}", str(before), str(after), f"{after - before:+d}"))
     for text in dict.fromkeys(each.text for run in (x, y) for each in _texts(run)):
         rows += _figures(text, *(next((e for e in _texts(run) if e.text == text), None) for run in (x, y)))
@@ -103,26 +110,21 @@ def _figures(text: str | None, a: Evaluation | None, b: Evaluation | None) -> li
     }
     rows = []
     for label, figure in figures.items():
-        values = [None if each is None else figure(each) for each in (a, b)]
-        if any(value is not None for value in values):
-            as_text = _percentage if label == "top-1 agreement" else number
-            rows.append((f"{label}{where}", as_text(values[0]), as_text(values[1]), _difference(label, values, a, b)))
-            if label in ("KL", "1 − cosine"):
-                rows.append(("95% interval", _interval(a), _interval(b), ""))
+        before, after = (None if each is None else figure(each) for each in (a, b))
+        if before is None and after is None:
+            continue
+        is_share = label == "top-1 agreement"
+        cells = [number(v) if v is None or not is_share else f"{v:.1%}" for v in (before, after)]
+        if before is None or after is None or a is None or b is None:
+            change = "–"
+        elif a.tokens != b.tokens:
+            change = "on other rows"  # figures of different rows cannot be told apart from a difference of the runs
+        else:
+            change = f"{100 * (after - before):+.1f} points" if is_share else _ratio(before, after)
+        rows.append((f"{label}{where}", cells[0], cells[1], change))
+        if label in ("KL", "1 − cosine"):
+            rows.append(("95% interval", _interval(a), _interval(b), ""))
     return rows
-
-
-def _difference(label: str, values: Sequence[float | None], a: Evaluation | None, b: Evaluation | None) -> str:
-    before, after = values
-    if before is None or after is None or a is None or b is None:
-        return "–"
-    if a.tokens != b.tokens:
-        return "on other rows"  # figures of different rows cannot be told apart from a difference of the runs
-    return f"{100 * (after - before):+.1f} points" if label == "top-1 agreement" else _ratio(before, after)
-
-
-def _percentage(value: float | None) -> str:
-    return "–" if value is None else f"{value:.1%}"
 
 
 def _interval(evaluation: Evaluation | None) -> str:
@@ -136,31 +138,12 @@ def _ratio(before: float | None, after: float | None) -> str:
     return "–" if not before or after is None else f"{round(after / before - 1, 3) + 0.0:+.1%}"
 
 
-def _counts(*reports: Report) -> dict[str, tuple[int, int]]:
-    """Counts layers by the formats of weight and input, in both reports."""
-    formats = [[_formats(layer) for layer in report.layers] for report in reports]
-    names = sorted({name for each in formats for name in each})
-    return {name: (formats[0].count(name), formats[1].count(name)) for name in names}
-
-
 def _formats(layer: LayerResult | None) -> str:
     if layer is None:
         return "–"
     if layer.format is None:
         return "16 bit"
     return f"{layer.format}@{layer.activation or '16bit'}"
-
-
-def _pairs(a: ComparedRun, b: ComparedRun) -> list[Pair]:
-    """Pairs the layers of both runs, in the order of the first; layers of the second run alone come last."""
-    unpaired = {layer.name: layer for layer in b.report.layers}
-    pairs: list[Pair] = [(layer, unpaired.pop(layer.name, None)) for layer in a.report.layers]
-    return [*pairs, *((None, layer) for layer in unpaired.values())]
-
-
-def _of_outputs(pairs: Sequence[Pair]) -> bool:
-    """Returns whether both runs measured errors of outputs; otherwise errors of weights are compared."""
-    return all(any(pair[side] and pair[side].output_error is not None for pair in pairs) for side in (0, 1))  # type: ignore[union-attr]
 
 
 def _error(layer: LayerResult | None, of_outputs: bool) -> float | None:
@@ -193,12 +176,13 @@ def _errors(
     }
     text = "The errors of both runs, layer by layer."
     if not of_outputs:
-        text += (
-            " Only one of them measured outputs on evaluation text, so these are the errors of the weights by "
-            "themselves."
-            if any(layer is not None and layer.output_error is not None for pair in pairs for layer in pair)
-            else " Outputs were not measured in both, so these are the errors of the weights by themselves."
+        has_outputs = any(layer is not None and layer.output_error is not None for pair in pairs for layer in pair)
+        which = (
+            "Only one of them measured outputs on evaluation text"
+            if has_outputs
+            else ("Outputs were not measured in both")
         )
+        text += f" {which}, so these are the errors of the weights by themselves."
     return Section("Error by layer", text, None, chart)
 
 
@@ -233,7 +217,3 @@ def _name(pair: Pair) -> str:
     layer = pair[0] or pair[1]
     assert layer is not None
     return layer.name
-
-
-def _rows(prefix: str, rows: Sequence[Sequence[str]]) -> list[tuple[str, Sequence[str]]]:
-    return [(f"{prefix}{i}", row) for i, row in enumerate(rows)]

@@ -19,8 +19,7 @@ from quant.calibration.allocation.goal import AllocationRecord
 from quant.calibration.layer_result import LayerResult
 from quant.calibration.sensitivity.costs import kv_cache_bytes
 from quant.calibration.sensitivity.table import Sensitivity
-from quant.evaluation.evaluation import Evaluation
-from quant.evaluation.evaluation import Examples
+from quant.evaluation.evaluation import Evaluation, Examples
 from quant.evaluation.fingerprint import Fingerprint
 from quant.recipes.plan import PLAN_FILE, Plan
 
@@ -123,7 +122,7 @@ class Report(JsonData):
         receipt: the layers compared at each stage of an export, where there was one.
         kv_cache: size of the KV cache, where the model's config determines it.
         distillation: how the model was trained after it was quantized, where it was.
-        fingerprint: fingerprint of the quantized model's logits, where it was evaluated; `quant verify` compares it.
+        fingerprint: fingerprint of the quantized model's logits, where it was evaluated; `quant check` compares it.
         examples: tokens and a text before and after, where a language model was evaluated.
     """
 

@@ -23,27 +23,17 @@ COLOURS = [f"c{i}" for i in range(7)]  # further series share the last one
 
 @dataclass(frozen=True)
 class Section:
-    """One section of the page.
-
-    Attributes:
-        title: heading.
-        text: sentences above the chart.
-        link: row and text of a link after `text`.
-        chart: the data that `report.js` draws, with its `kind` and the captions `x` and `y` of its axes.
-        head: column names of the table.
-        rows: (id, cells) of the table.
-        verdict: whether a check passed; None where nothing was checked.
-        folded: whether the table is folded; None folds one of more than eight rows.
-    """
+    """One section of the page."""
 
     title: str
-    text: str = ""
-    link: tuple[str, str] | None = None
+    text: str = ""  # sentences above the chart
+    link: tuple[str, str] | None = None  # row and text of a link after `text`
+    # What `report.js` draws, with its `kind` and the captions `x` and `y` of its axes.
     chart: Mapping[str, Any] | None = None
-    head: Sequence[str] = ()
-    rows: Sequence[tuple[str, Sequence[str]]] = ()
-    verdict: bool | None = None
-    folded: bool | None = None
+    head: Sequence[str] = ()  # names of the columns
+    rows: Sequence[tuple[str, Sequence[str]]] = ()  # id and cells
+    verdict: bool | None = None  # whether a check passed; None where nothing was checked
+    folded: bool | None = None  # None folds a table of more than eight rows
 
 
 def number(value: float | None) -> str:
