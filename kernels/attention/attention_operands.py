@@ -12,10 +12,8 @@ from torch import Tensor
 
 from quant.kernels.attention.kv_pages import KVPages
 
-DIMS = (64, 96, 128, 192, 256)
-"""Head dimensions of `attention`."""
-HEAD_DIMS = (64, 128, 256)
-"""Head dimensions of `fp8_attention`, the op inside engines."""
+DIMS = (64, 96, 128, 192, 256)  # head dimensions of `attention`
+HEAD_DIMS = (64, 128, 256)  # head dimensions of `fp8_attention`, the op inside engines
 
 
 @dataclass(frozen=True)
@@ -43,10 +41,8 @@ def tiles_for(dim: int, arch: int, itemsize: int = 1) -> Tiles:
     return Tiles(64, 32, 4, 2) if dim > 128 else Tiles(128, 64, 8, 3)
 
 
-_ROWS = (8, 16)
-"""Query rows of a decoding tile: the columns of one or of two tensor-core products."""
-_MANY_ROWS = 64
-"""Query rows of a tile where a KV head has more."""
+_ROWS = (8, 16)  # query rows of a decoding tile: the columns of one or of two tensor-core products
+_MANY_ROWS = 64  # query rows of a tile where a KV head has more
 
 
 @dataclass(frozen=True)
@@ -85,13 +81,10 @@ def decode_tiles_for(pages: KVPages, rows: int, programs: int, max_length: int, 
     return DecodeTiles(block_m, 32, warps, 3, splits, overlap=max_length <= 1024 * splits)
 
 
-SCALE_BLOCK = 128
-"""Rows (tokens of one head) that share a block scale."""
+SCALE_BLOCK = 128  # rows (tokens of one head) that share a block scale
 
-Scales = tuple[Tensor, Tensor, Tensor]
-"""Of Q, K and V."""
-QuantizedParts = tuple[Sequence[Tensor], Sequence[Tensor]]
-"""Codes and scales of Q, K and V."""
+Scales = tuple[Tensor, Tensor, Tensor]  # of Q, K and V
+QuantizedParts = tuple[Sequence[Tensor], Sequence[Tensor]]  # codes and scales of Q, K and V
 
 
 class ScoreKeywords(TypedDict, total=False):

@@ -28,12 +28,10 @@ from quant.formats.rounding import decode, encode, pack, round_to
 from quant.formats.scaling import finite_or_nan, global_scale_of, max_rule, scale_of
 from quant.formats.tensor import BlockScaledTensor
 
-KV_FORMATS = ("fp8", "fp8_token", "nvfp4")
-"""Formats of a quantized cache."""
+KV_FORMATS = ("fp8", "fp8_token", "nvfp4")  # formats of a quantized cache
 PAGE_SIZES = (16, 32, 64)
 MAX_DIM = 256
-HEADROOM = 16.0
-"""Factor by which later tokens may exceed the first ones under a scale that was not calibrated."""
+HEADROOM = 16.0  # factor by which later tokens may exceed the first ones under a scale that was not calibrated
 CANDIDATES = (-2, 5)
 """The first and the last block scale that NVFP4 tries, as offsets in E4M3 codes from that of the `max` rule."""
 

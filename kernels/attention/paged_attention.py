@@ -107,7 +107,13 @@ def paged_attention(
     _check(where, q, pages, block_table, lengths)
     # Reading lengths waits for the GPU. Serving loops know them and vouch for them.
     if max_length is None or shortest is None:
-        shortest, max_length = _checked_lengths(where, pages, block_table, lengths)
+        counts = lengths.tolist()
+        for row, (count, entries) in enumerate(zip(counts, block_table.tolist(), strict=True)):
+            # Only pages that the length reaches are read; the rest of a row may hold anything.
+            wrong = [page for page in entries[: -(-count // pages.page_size)] if not 0 <= page < len(pages.k)]
+            if wrong:
+                raise ValueError(f"{where}: block table row {row} names page {wrong[0]}; there are {len(pages.k)}")
+        shortest, max_length = min(counts), max(counts)
     if shortest < max(1, q.shape[2]):
         raise ValueError(f"{where}: a length is {shortest}; {q.shape[2]} new tokens are counted in it")
     if max_length > block_table.shape[1] * pages.page_size:
@@ -142,17 +148,6 @@ def _check(where: str, q: Tensor, pages: KVPages, block_table: Tensor, lengths: 
             shape = "[batch, most pages]" if dims == 2 else "[batch]"
             raise ValueError(f"{where}: {name} is {tensor.dtype} {list(tensor.shape)}, expected int32 {shape}")
     check_devices(where, q, pages.k, pages.v, block_table, lengths)
-
-
-def _checked_lengths(where: str, pages: KVPages, block_table: Tensor, lengths: Tensor) -> tuple[int, int]:
-    """Returns the smallest and the largest length, once every page that they reach is known to exist."""
-    counts, table = lengths.tolist(), block_table.tolist()
-    for row, (count, entries) in enumerate(zip(counts, table, strict=True)):
-        # Only pages that the length reaches are read; the rest of a row may hold anything.
-        wrong = [page for page in entries[: -(-count // pages.page_size)] if not 0 <= page < len(pages.k)]
-        if wrong:
-            raise ValueError(f"{where}: block table row {row} names page {wrong[0]}; there are {len(pages.k)}")
-    return min(counts), max(counts)
 
 
 def paged_reference(
@@ -203,7 +198,11 @@ class PagedKVCache:
         self._scales = self._checked_scales(k_scale, v_scale)
         # By layer, the tensors whose scale its first tokens will set.
         self._unscaled = [[name for name, x in (("k", k_scale), ("v", v_scale)) if x is None] for _ in range(layers)]
-        self._pools = {name: self._zeros(pages, width, kind) for name, (width, kind) in self._tensors(dtype).items()}
+        size = (layers, pages, kv_heads, page_size)
+        self._pools = {
+            name: torch.zeros(*size, *width, dtype=kind, device=self.device)
+            for name, (width, kind) in self._tensors(dtype).items()
+        }
         # `pop()` takes the last, so pages are handed out in order from 0.
         self._free = list(range(pages - 1, -1, -1))
         # Page i has as many owners as sequences list it; it is written only with one owner.
@@ -243,9 +242,6 @@ class PagedKVCache:
         if self.format.per_tensor:
             return {"k": codes, "v": codes}
         return {"k": codes, "v": codes, "k_scale": ((), torch.float32), "v_scale": ((), torch.float32)}
-
-    def _zeros(self, pages: int, width: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        return torch.zeros(self.layers, pages, self.kv_heads, self.page_size, *width, dtype=dtype, device=self.device)
 
     @property
     def nbytes(self) -> int:
@@ -401,7 +397,14 @@ class PagedKVCache:
             needed += len(missing)
         # Counted for all sequences first, so that a full cache changes nothing.
         if needed > len(self._free):
-            self._make_room(needed)
+            have = len(self._owners)
+            more = max(needed - len(self._free), have)
+            for name, pool in self._pools.items():
+                bigger = pool.new_zeros(self.layers, have + more, *pool.shape[2:])
+                bigger[:, :have] = pool
+                self._pools[name] = bigger
+            self._owners += [0] * more
+            self._free = list(range(have + more - 1, have - 1, -1)) + self._free
         for pages, missing in missing_pages:
             for index in missing:
                 # Once its other owners have taken copies, a page is this sequence's own.
@@ -417,13 +420,3 @@ class PagedKVCache:
                     self._owners[pages[index]] -= 1
                     pages[index] = page
                 self._version += 1
-
-    def _make_room(self, needed: int) -> None:
-        have = len(self._owners)
-        more = max(needed - len(self._free), have)
-        for name, pool in self._pools.items():
-            bigger = pool.new_zeros(self.layers, have + more, *pool.shape[2:])
-            bigger[:, :have] = pool
-            self._pools[name] = bigger
-        self._owners += [0] * more
-        self._free = list(range(have + more - 1, have - 1, -1)) + self._free

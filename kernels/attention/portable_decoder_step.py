@@ -28,8 +28,7 @@ from torch import Tensor
 from quant.kernels.attention.kv_pages import KVPages
 from quant.kernels.base.portable_dependent_launch import overlap_options, start_next, wait_for_previous
 
-_HEADS = 8
-"""Heads of one program: enough for a coalesced access, few enough that one token occupies several SMs."""
+_HEADS = 8  # heads of one program: enough for a coalesced access, few enough that one token occupies several SMs
 
 
 @triton.jit

@@ -3,8 +3,8 @@
     operands = quantize_attention(q, k, v, hadamard=True)
     out = operands.attend(causal=True)
 
-Each block of 128 tokens of a head has its scale, amax / 448, unless scales are given. With `hadamard`, Q and K are first
-multiplied by a random-sign Hadamard matrix: scores stay, outliers spread over the head. On Hopper V comes out
+Each block of 128 tokens of a head has its scale, amax / 448, unless scales are given. With `hadamard`, Q and K are
+first multiplied by a random-sign Hadamard matrix: scores stay, outliers spread over the head. On Hopper V comes out
 transposed, keys in the order of `attention_operands.lay_out_v`. On a CPU, PyTorch computes the same values, to the bit.
 """
 

@@ -22,11 +22,9 @@ from torch import Tensor
 
 from quant.kernels.attention.attention_operands import AttentionKeywords, AttentionOptions, scale_of_rows
 
-P_SCALE_LOG2 = 8
-"""Log2 of the factor on the probabilities before they become E4M3."""
+P_SCALE_LOG2 = 8  # log2 of the factor on the probabilities before they become E4M3
 
-_SCORES = 1 << 24
-"""Scores that are held at a time."""
+_SCORES = 1 << 24  # scores that are held at a time
 
 _Piece = tuple[slice, tuple[Tensor, Tensor]]
 

@@ -42,8 +42,7 @@ from quant.kernels.attention.forward import attention
 from quant.kernels.attention.kv_pages import KVPages, decode_kv, encode_kv
 from quant.kernels.attention.reference import reference
 
-RING_FORMATS = ("fp8", "nvfp4")
-"""Formats in which keys and values are passed on; None is 16 bit."""
+RING_FORMATS = ("fp8", "nvfp4")  # formats in which keys and values are passed on; None is 16 bit
 
 _EARLY, _LATE, _BOTH = 0, 1, 2
 
@@ -131,8 +130,16 @@ class _Message:
             return views[0], views[1], None, None
         if not self.format.global_scale:
             return views[0], views[2], views[1], views[3]
-        k, v = (_exact(views[i : i + 3], self.format, dtype) for i in (0, 3))
+        k, v = (self._values(*views[i : i + 3], dtype) for i in (0, 3))
         return k, v, None, None
+
+    def _values(self, codes: Tensor, blocks: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+        if codes.is_cuda:
+            from quant.kernels.attention.portable_paged_kv_cache import read_nvfp4_kv
+
+            return read_nvfp4_kv(codes, blocks, scale, dtype)
+        rows = zip(codes, blocks, scale, strict=True)
+        return torch.stack([decode_kv(code, self.format, factors, block) for code, block, factors in rows]).to(dtype)
 
 
 def _rounded_up(nbytes: int) -> int:
@@ -179,17 +186,6 @@ def _power_of_two(x: Tensor, format: Format) -> Tensor:
     return torch.exp2(torch.ceil(torch.log2(global_scale_of(x.abs().amax((2, 3)).float(), format))))
 
 
-def _exact(parts: Sequence[Tensor], format: Format, dtype: torch.dtype) -> Tensor:
-    """Returns the values of a piece from its codes, block scales and global scales."""
-    codes, blocks, scale = parts
-    if codes.is_cuda:
-        from quant.kernels.attention.portable_paged_kv_cache import read_nvfp4_kv
-
-        return read_nvfp4_kv(codes, blocks, scale, dtype)
-    rows = zip(codes, blocks, scale, strict=True)
-    return torch.stack([decode_kv(code, format, factors, block) for code, block, factors in rows]).to(dtype)
-
-
 def message_bytes(k: Tensor, format: Format | None) -> int:
     """Returns the bytes that a rank sends at each of the `world` − 1 steps for its own `k`."""
     return _Message.of(k, format).nbytes
@@ -227,9 +223,14 @@ def ring_attention(
     # step s: rank r holds the keys of rank r − s and sends them to r + 1
     held, incoming = torch.empty(2, message.nbytes, dtype=torch.uint8, device=k.device)
     message.write(held, k, v)
+    ends = (rank + 1) % world, (rank - 1) % world
+    after, before = ends if group is None else (dist.get_global_rank(group, end) for end in ends)
     queries = _Queries(q, fp8=format is not None and not format.global_scale, scale=scale)
     for step in range(world):
-        waiting = _exchange(held, incoming, group) if step < world - 1 else []
+        waiting: list[dist.Work] = []
+        if step < world - 1:
+            send = dist.P2POp(dist.isend, held, after, group)
+            waiting = dist.batch_isend_irecv([send, dist.P2POp(dist.irecv, incoming, before, group)])
         for rows, piece, masked in _work(rank, (rank - step) % world, causal):
             queries.attend(rows, message.read(held, piece, q.dtype), masked)
         # Attention above ran on the compute stream while the copies were under way.
@@ -253,16 +254,6 @@ def _work(rank: int, owner: int, causal: bool) -> Iterator[tuple[int, int, bool]
         yield from ((_EARLY, _EARLY, True), (_LATE, _EARLY, False), (_LATE, _LATE, True))
 
 
-def _exchange(held: Tensor, incoming: Tensor, group: dist.ProcessGroup | None) -> list[dist.Work]:
-    """Starts sending `held` to the next rank and receiving `incoming` from the previous one."""
-    rank, world = dist.get_rank(group), dist.get_world_size(group)
-    ends = [rank + 1, rank - 1]
-    to, source = (end % world if group is None else dist.get_global_rank(group, end % world) for end in ends)
-    send, receive = dist.P2POp(dist.isend, held, to, group), dist.P2POp(dist.irecv, incoming, source, group)
-    started: list[dist.Work] = dist.batch_isend_irecv([send, receive])
-    return started
-
-
 class _Queries:
     """This rank's queries and their results so far: output and log-sum-exp in FP32."""
 
@@ -275,21 +266,18 @@ class _Queries:
     def attend(self, rows: int, keys: _Keys, causal: bool) -> None:
         """Adds attention of the early queries, of the late ones or of both to one piece of keys."""
         for part in (_EARLY, _LATE) if rows == _BOTH else (rows,):
-            q, q_scale = self.parts[part]
-            out, lse = self._attention(q, q_scale, keys, causal)
+            (q, q_scale), (k, v, k_scale, v_scale) = self.parts[part], keys
+            options = AttentionOptions(q_scale, k_scale, v_scale, causal, softmax_scale=self.scale)
+            if q.is_cuda:
+                out, lse = attention(q, k, v, return_lse=True, **options._asdict())
+            else:
+                out, lse = reference(q, k, v, round_p=False, **options._replace(dtype=torch.float32)._asdict())
             tokens = slice(part * self.half, (part + 1) * self.half)
             # Two partial softmaxes merge exactly: out = Σ outᵢ · exp(lseᵢ − lse), lse = log Σ exp(lseᵢ).
             before, after = self.lse[:, :, tokens], torch.logaddexp(self.lse[:, :, tokens], lse)
             self.out[:, :, tokens] *= (before - after).exp()[..., None]
             self.out[:, :, tokens] += out.float() * (lse - after).exp()[..., None]
             self.lse[:, :, tokens] = after
-
-    def _attention(self, q: Tensor, q_scale: Tensor | None, keys: _Keys, causal: bool) -> tuple[Tensor, Tensor]:
-        k, v, k_scale, v_scale = keys
-        options = AttentionOptions(q_scale, k_scale, v_scale, causal, softmax_scale=self.scale)
-        if q.is_cuda:
-            return attention(q, k, v, return_lse=True, **options._asdict())
-        return reference(q, k, v, round_p=False, **options._replace(dtype=torch.float32)._asdict())
 
 
 def _check(where: str, q: Tensor, k: Tensor, v: Tensor, format: Format | None) -> None:

@@ -19,12 +19,9 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterator
 
-NUMBERS = 64
-"""Scores of a thread, in a tile of 64 queries and 128 keys."""
-START = 8.0
-"""Log2 of the power of a score that equals the reference."""
-ROOM = 3.0
-"""Octaves below `START` at which a row with a new reference begins."""
+NUMBERS = 64  # scores of a thread, in a tile of 64 queries and 128 keys
+START = 8.0  # log2 of the power of a score that equals the reference
+ROOM = 3.0  # octaves below `START` at which a row with a new reference begins
 OPERANDS = ",".join(["=&r"] * NUMBERS + ["f"] * 4 * NUMBERS)
 """Constraints of the operands of `softmax` for inline assembly."""
 

@@ -154,11 +154,6 @@ def _variant_of(kernel: Any, arguments: Sequence[Any], constants: Mapping[str, A
     return tuple(parts)
 
 
-def _lock_of(kernel: Any, constants: Mapping[str, Any]) -> Lock:
-    """Returns the lock under which a kernel is compiled with these constants: one thread compiles, others wait."""
-    return _LOCKS.setdefault((id(kernel), repr(constants)), Lock())
-
-
 class CachedLaunch:
     """`kernel[grid](*arguments, **constants)`, again and again; descriptors must be of the same kind at each call.
 
@@ -194,7 +189,8 @@ class CachedLaunch:
             key = _variant_of(self._kernel, arguments, self._constants)
             variants[key] = partial(self._kernel.warmup, *arguments, grid=self._grid, **self._constants)
             return
-        with _lock_of(self._kernel, self._constants):
+        # One thread compiles, others wait.
+        with _LOCKS.setdefault((id(self._kernel), repr(self._constants)), Lock()):
             compiled = self._kernel[self._grid](*arguments, **self._constants)
         # Unaligned pointers stay with Triton's own launch, which compiles a variant for them.
         if compiled is not None and not key[0]:  # Triton's interpreter compiles nothing

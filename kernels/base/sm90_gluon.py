@@ -13,8 +13,7 @@ from quant.formats.tensor import BlockScaledTensor
 # A tensor map tells TMA, the Hopper GPU's copy engine, which tile of which matrix it fetches or writes. The constructor
 # checks everything, and takes as long as a launch. So the fields are checked once for arguments of one shape, and each
 # call puts its tensors into `object.__new__(TensorDescriptor)` with these fields (`vars(map).update(fields, base=x)`).
-Fields = dict[str, object]
-"""A tensor map without its tensor."""
+Fields = dict[str, object]  # a tensor map without its tensor
 
 
 def fields_of(descriptor: TensorDescriptor) -> Fields:

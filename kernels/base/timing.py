@@ -39,21 +39,19 @@ def graph_microseconds(calls: list[Callable[[], Any]], repeats: int = 5, at_leas
                 for call in calls:
                     call()
         # The first replay uploads the graph, so it is not counted.
-        times = [_replay_seconds(graph) for _ in range(repeats + 1)][1:]
-        seconds = sorted(times)[repeats // 2]
+        times = []
+        for _ in range(repeats + 1):
+            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            begin.record()
+            graph.replay()
+            end.record()
+            end.synchronize()
+            times.append(float(begin.elapsed_time(end)) * 1e-3)
+        seconds = sorted(times[1:])[repeats // 2]
         # Short graphs would measure the events' own resolution of about half a microsecond.
         if seconds > at_least / 2 or rounds >= 64:
             return seconds / (rounds * len(calls)) * 1e6
         rounds = min(rounds * max(int(at_least / max(seconds, 1e-6)), 2), 64)
-
-
-def _replay_seconds(graph: torch.cuda.CUDAGraph) -> float:
-    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    begin.record()
-    graph.replay()
-    end.record()
-    end.synchronize()
-    return float(begin.elapsed_time(end)) * 1e-3
 
 
 _BYTES = 1 << 30

@@ -73,30 +73,22 @@ def as_computed(weight: BlockScaledTensor) -> BlockScaledTensor:
     return replace(weight, format=FORMATS["mxfp8"]) if _is_widened(weight) else weight
 
 
-def takes_any_dtype(format: Format) -> bool:
-    """Returns whether the layout of `format` also serves inputs that are not BF16.
-
-    Codes that are stored as E4M3 are a format themselves.
-    """
-    return _becomes_e4m3(format)
-
-
-def _becomes_e4m3(format: Format) -> bool:
-    """Returns whether `prepack` widens the codes to E4M3, as it does of MXFP6."""
+def becomes_e4m3(format: Format) -> bool:
+    """Returns whether `prepack` widens codes to E4M3, as of MXFP6; these also serve inputs that are not BF16."""
     return format.element.bits == 6
 
 
 def _is_widened(weight: BlockScaledTensor) -> bool:
-    return _becomes_e4m3(weight.format) and weight.codes.dtype is torch.float8_e4m3fn
+    return becomes_e4m3(weight.format) and weight.codes.dtype is torch.float8_e4m3fn
 
 
 def prepack_refusal(weight: BlockScaledTensor) -> str:
     """Returns the reason why `prepack` would refuse `weight`, empty if it would not."""
     format = weight.format
-    if not (format.element is E2M1 or _becomes_e4m3(format)):
+    if not (format.element is E2M1 or becomes_e4m3(format)):
         return f"{format} has no kernel layout"
     rows, columns = weight.shape[-2:]
-    if _becomes_e4m3(format):
+    if becomes_e4m3(format):
         return f"experts in {format} have no kernel layout" if len(weight.shape) > 2 else ""
     if not 2 <= len(weight.shape) <= 3 or rows % TILE or columns % TILE:
         return f"the shape {list(weight.shape)} is not a multiple of [{TILE}, {TILE}]"
@@ -127,7 +119,7 @@ def prepack(weight: BlockScaledTensor) -> BlockScaledTensor:
     reason = prepack_refusal(weight)
     if reason:
         raise ValueError(f"weight {list(weight.shape)} cannot be prepacked: {reason}")
-    if _becomes_e4m3(weight.format):
+    if becomes_e4m3(weight.format):
         return _widened(weight)
     rows, columns = _tall(weight)
     flat = weight.codes.reshape(rows, -1)

@@ -66,17 +66,11 @@ def grouped_linear(
         )
     if bias is not None and (bias.shape != weight.shape[:2] or not bias.is_contiguous()):
         raise ValueError(f"grouped linear: bias is {list(bias.shape)}, expected {list(weight.shape[:2])}, contiguous")
-    return torch.ops.quant.grouped_linear(  # type: ignore[no-any-return]
-        x,
-        weight.codes,
-        weight.scale,
-        weight.global_scale,
-        input_scale,
-        offsets,
-        weight.format.name,
-        activation.name if activation else "",
-        bias,
-    )
+    y: Tensor = torch.ops.quant.grouped_linear(
+        x, weight.codes, weight.scale, weight.global_scale, input_scale, offsets, weight.format.name,
+        activation.name if activation else "", bias,
+    )  # fmt: skip
+    return y
 
 
 def sort_by_expert(index: Tensor, experts: int) -> tuple[Tensor, Tensor]:
@@ -121,7 +115,9 @@ def _grouped(
     weight = BlockScaledTensor(codes, scale, FORMATS[weight_format], (*codes.shape[:2], x.shape[1]), global_scale)
     rounding = INPUT_FORMATS[activation] if activation else None
     in_16_bit = x.dtype in (torch.float16, torch.bfloat16)
-    if x.is_cuda and in_16_bit and has_triton() and _rows_stand_alone(rounding, input_scale):
+    # No kernel measures a scale over several rows, which belong to several experts.
+    by_rows = rounding is None or (rounding.block[0] == 1 and not rounding.global_scale)
+    if x.is_cuda and in_16_bit and has_triton() and (by_rows or input_scale is not None):
         with torch.cuda.device_of(x):
             return _on_gpu(x, weight, offsets, input_scale, rounding, bias)
     y = x.new_zeros(len(x), codes.shape[1])
@@ -131,11 +127,6 @@ def _grouped(
             own_bias = None if bias is None else bias[expert].to(x.dtype)
             y[start:stop] = quantized_linear(x[start:stop], weight.matrix(expert), own_bias, input_scale, rounding)
     return y
-
-
-def _rows_stand_alone(format: Format | None, input_scale: Tensor | None) -> bool:
-    """Returns whether no scale is measured over several rows, which belong to several experts."""
-    return format is None or input_scale is not None or (format.block[0] == 1 and not format.global_scale)
 
 
 def _on_gpu(
@@ -406,10 +397,7 @@ class QuantExperts(QuantizedModule, ExpertStack):
         return y
 
     def grouped(self, x: Tensor, offsets: Tensor) -> Tensor:
-        """Maps `[tokens, in]`, sorted by expert, to `[tokens, out]`.
-
-        Rows of expert e begin at `offsets[e]`.
-        """
+        """Maps `[tokens, in]`, sorted by expert, to `[tokens, out]`. Rows of expert e begin at `offsets[e]`."""
         self._settle(x)
         y = grouped_linear(x, self.stored_weight, offsets, self.input_scale, self.activation_format)
         return self.stacking.outputs(y)

@@ -92,7 +92,7 @@ def by_triton(x: BlockScaledTensor, weight: BlockScaledTensor, bias: Tensor | No
     (tokens, columns), rows = x.shape, weight.shape[0]
     y = torch.empty(tokens, rows, dtype=dtype, device=x.codes.device)
     if tokens:
-        depth = stages(current(y.device.index or 0).arch if y.is_cuda else 90)
+        depth = pipeline_depth(current(y.device.index or 0).arch if y.is_cuda else 90)
         grid = (triton.cdiv(tokens, TILES["block_m"]) * triton.cdiv(rows, TILES["block_n"]),)
         fp8_block_gemm_kernel[grid](
             x.codes, x.scale, weight.codes, weight.scale, y if bias is None else bias, y, tokens, rows, columns,
@@ -156,13 +156,12 @@ def _cublas_is_right(index: int) -> bool:
     return False
 
 
-def stages(arch: int) -> int:
+def pipeline_depth(arch: int) -> int:
     """Returns the depth of the pipeline: four steps of both tiles fit in 228 KB of shared memory, two in 100 KB."""
     return 4 if arch in (90, 100, 103) else 2
 
 
-SCALED_FORMATS = ("nvfp4", "mxfp4", "mxfp8")
-"""Formats that both sides may have; both have the same."""
+SCALED_FORMATS = ("nvfp4", "mxfp4", "mxfp8")  # formats that both sides may have; both have the same
 
 
 @triton.jit(do_not_specialize=["experts"])

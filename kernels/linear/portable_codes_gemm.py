@@ -268,7 +268,7 @@ def prepare_codes_gemm(x: Tensor, weight: BlockScaledTensor, bias: Tensor | None
 def gemm_constants(weight: BlockScaledTensor, bias: Tensor | None, tiles: Tiles) -> dict[str, Any]:
     """Returns the compile-time constants and the options of `codes_gemm_kernel` for arguments like these."""
     return {
-        **layout(weight.format), "has_global": weight.global_scale is not None, "has_bias": bias is not None,
+        **format_constants(weight.format), "has_global": weight.global_scale is not None, "has_bias": bias is not None,
         "split": tiles.splits > 1, "swap": tiles.swap, "block_m": tiles.block_m, "block_n": tiles.block_n,
         "block_k": tiles.block_k, "num_warps": tiles.warps, "num_stages": tiles.stages,
     }  # fmt: skip
@@ -293,24 +293,19 @@ def _dequantizer(N: int, K: int, format: str, has_global: bool) -> CachedLaunch:
 
 
 def dequantizing_launch(N: int, K: int, format: Format, has_global: bool) -> tuple[tuple[int, int], dict[str, Any]]:
-    """Returns the grid of `dequantize_codes_kernel` for `[N, K]`, and its compile-time constants and options.
-
-    N may be symbolic.
-    """
+    """Returns the grid of `dequantize_codes_kernel` for `[N, K]`, N perhaps symbolic, and its constants and options."""
     block_n, block_k = 16, 256 if format.block[1] < 128 else 128
-    constants = {**layout(format), "has_global": has_global, "block_n": block_n, "block_k": block_k, "num_warps": 4}
-    return (-(-K // block_k), (N + block_n - 1) // block_n), constants
+    tile = {"block_n": block_n, "block_k": block_k, "num_warps": 4}
+    return (-(-K // block_k), (N + block_n - 1) // block_n), {
+        **format_constants(format), "has_global": has_global, **tile
+    }  # fmt: skip
 
 
-def layout(format: Format) -> dict[str, object]:
+def format_constants(format: Format) -> dict[str, object]:
     """Returns the compile-time constants by which a kernel decodes the codes and scales of a format."""
-    return {
-        "element": format.element.name,
-        "bits": format.element.bits,
-        "kind": "wide" if format.scale.is_wide else format.scale.name,
-        "rows": format.block[0],
-        "columns": format.block[1],
-    }
+    kind = "wide" if format.scale.is_wide else format.scale.name
+    numbers = {"element": format.element.name, "bits": format.element.bits, "kind": kind}
+    return {**numbers, "rows": format.block[0], "columns": format.block[1]}
 
 
 # This kernel looks rows up in a quantized table in one launch: a program dequantizes a piece of one row.
@@ -365,7 +360,7 @@ def look_up(ids: Tensor, weight: BlockScaledTensor, dtype: torch.dtype) -> Tenso
     width = 1024
     codes_embedding_kernel[len(flat) * triton.cdiv(shape[1], width),](
         flat, codes, scale, scale if weight.global_scale is None else weight.global_scale, out,
-        shape[0], shape[1], codes.shape[1], scale.shape[1], **layout(weight.format),
+        shape[0], shape[1], codes.shape[1], scale.shape[1], **format_constants(weight.format),
         has_global=weight.global_scale is not None, width=width, num_warps=4,
     )  # fmt: skip
     return out

@@ -39,7 +39,7 @@ from quant.formats.tensor import BlockScaledTensor
 from quant.kernels.base.portable_dependent_launch import overlap_options, start_next, wait_for_previous
 from quant.kernels.base.portable_small_floats import compilable
 from quant.kernels.base.weight_layout import is_prepacked
-from quant.kernels.linear.portable_codes_gemm import add_products, finish_tile, layout
+from quant.kernels.linear.portable_codes_gemm import add_products, finish_tile, format_constants
 
 MAX_EXPERTS = 1024
 FP8_WEIGHTS = ("fp8", "fp8_channel", "fp8_block")
@@ -159,7 +159,7 @@ def grouped_codes_gemm(x: Tensor, weight: BlockScaledTensor, offsets: Tensor, bi
         block_n, block_k, warps = weight_tile(block_m)
         grouped_codes_gemm_kernel[triton.cdiv(N, block_n), tiles](
             x, codes, scale, second, y if bias is None else bias, offsets, y, experts, N, K, x.stride(0),
-            scale_shape[-2], scale_shape[-1], codes.shape[-1], **layout(weight.format),
+            scale_shape[-2], scale_shape[-1], codes.shape[-1], **format_constants(weight.format),
             has_global=weight.global_scale is not None, has_bias=bias is not None,
             width=triton.next_power_of_2(experts), block_m=block_m, block_n=block_n, block_k=block_k, num_warps=warps,
             num_stages=3,
@@ -251,8 +251,7 @@ def _task(weight: BlockScaledTensor) -> str:
     return f"grouped matmul with {list(weight.shape)} in {weight.format}"
 
 
-FEW_SLOTS = 1024
-"""Up to this many slots one kernel routes them all."""
+FEW_SLOTS = 1024  # up to this many slots one kernel routes them all
 
 
 @triton.jit

@@ -71,16 +71,11 @@ def quantized_linear(
     """
     if x.shape[-1] != weight.shape[-1]:
         raise ValueError(f"input {list(x.shape)} does not fit a weight of shape {list(weight.shape)} [out, in]")
-    return torch.ops.quant.linear(  # type: ignore[no-any-return]
-        x,
-        weight.codes,
-        weight.scale,
-        weight.global_scale,
-        bias,
-        input_scale,
-        weight.format.name,
+    y: Tensor = torch.ops.quant.linear(
+        x, weight.codes, weight.scale, weight.global_scale, bias, input_scale, weight.format.name,
         activation.name if activation else "",
-    )
+    )  # fmt: skip
+    return y
 
 
 def dense(weight: BlockScaledTensor, dtype: torch.dtype) -> Tensor:
@@ -300,15 +295,9 @@ class QuantLinear(QuantizedModule):
             x = parts.input(x)
         activation = self.activation_format
         y: Tensor = torch.ops.quant.linear.default(
-            x,
-            buffers["codes"],
-            buffers["scale"],
-            buffers["global_scale"],
-            self._parameters["bias"],
-            buffers["input_scale"],
-            self.weight_format.name,
-            "" if activation is None else activation.name,
-        )
+            x, buffers["codes"], buffers["scale"], buffers["global_scale"], self._parameters["bias"],
+            buffers["input_scale"], self.weight_format.name, "" if activation is None else activation.name,
+        )  # fmt: skip
         branch = None if parts is None else parts.branch(x)
         return y if branch is None else y + branch
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,37 +24,18 @@ from quant.formats.tensor import BlockScaledTensor
 from quant.kernels.base.custom_ops import autocast_dtype, is_traced
 from quant.kernels.base.launch import reserve
 from quant.kernels.base.weight_layout import (
+    becomes_e4m3,
     is_prepacked,
     prefers_prepacked,
     prepack,
     prepack_refusal,
     restore,
-    takes_any_dtype,
 )
 from quant.kernels.linear.oracle import note_lasting
 
 _EXACT = ("codes", "scale", "global_scale", "input_scale")
 # A thread whose forward finds another thread arranging the weight waits for the three tensors to change together.
 _arranging = threading.RLock()
-
-
-@dataclass(frozen=True, eq=False)
-class _Bytes:
-    """The bytes of a tensor in FP8."""
-
-    data: Tensor
-    dtype: torch.dtype
-
-    @staticmethod
-    def of(tensor: Tensor | None) -> Tensor | _Bytes | None:
-        """Returns the bytes of a plain tensor in FP8, and anything else as it is."""
-        if type(tensor) is Tensor and tensor.is_floating_point() and tensor.itemsize == 1:
-            return _Bytes(tensor.view(torch.uint8), tensor.dtype)
-        return tensor
-
-    def tensor(self) -> Tensor:
-        """Returns the tensor, sharing the bytes."""
-        return self.data.view(self.dtype)
 
 
 class QuantizedModule(nn.Module):
@@ -93,12 +73,15 @@ class QuantizedModule(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         # pickle, as Ray and joblib call it, writes tensors in FP8 that PyTorch cannot read again (2.11 to 2.15).
-        buffers = {name: _Bytes.of(buffer) for name, buffer in self._buffers.items()}
+        buffers: dict[str, Any] = dict(self._buffers)
+        for name, x in self._buffers.items():
+            if x is not None and type(x) is Tensor and x.is_floating_point() and x.itemsize == 1:
+                buffers[name] = (x.view(torch.uint8), x.dtype)
         state: dict[str, Any] = super().__getstate__()  # type: ignore[no-untyped-call]
         return {**state, "_buffers": buffers}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        buffers = {name: b.tensor() if isinstance(b, _Bytes) else b for name, b in state["_buffers"].items()}
+        buffers = {name: x[0].view(x[1]) if type(x) is tuple else x for name, x in state["_buffers"].items()}
         super().__setstate__({**state, "_buffers": buffers})  # type: ignore[no-untyped-call]
 
     def check_at_first_use(self, tensor: str) -> None:
@@ -160,15 +143,17 @@ class QuantizedModule(nn.Module):
                 weight = self.stored_weight
                 on_hopper = prefers_prepacked(codes)
                 suits = self.has_kernel_layout and on_hopper
-                suits &= computed is torch.bfloat16 or takes_any_dtype(weight.format)
+                suits &= computed is torch.bfloat16 or becomes_e4m3(weight.format)
                 if is_prepacked(weight) and not suits:
                     self._store(restore(weight))
                     # A model that sees several dtypes does not change back and forth.
                     self._stays_stored = on_hopper
-                elif suits and not (
-                    is_prepacked(weight) or self._stays_stored or _is_offloaded(self) or prepack_refusal(weight)
-                ):
-                    self._store(prepack(weight))
+                elif suits and not (is_prepacked(weight) or self._stays_stored or prepack_refusal(weight)):
+                    # Not where a hook of accelerate brings the weight to the device for each forward pass.
+                    hook = getattr(self, "_hf_hook", None)
+                    hooks = getattr(hook, "hooks", (hook,))
+                    if not any(getattr(h, "offload", False) and getattr(h, "offload_buffers", False) for h in hooks):
+                        self._store(prepack(weight))
             self._arranged = (self.codes.device, self.codes.dtype, dtype)
 
     def take(self, weight: BlockScaledTensor) -> None:
@@ -233,10 +218,3 @@ def restore_layout(model: nn.Module) -> None:
         if isinstance(module, QuantizedModule) and is_prepacked(module.stored_weight):  # looks for NaN, too
             module._store(restore(module.stored_weight))
             module._arranged = None
-
-
-def _is_offloaded(module: nn.Module) -> bool:
-    """Returns whether a hook of accelerate brings the weight to the device for each forward pass."""
-    hook = getattr(module, "_hf_hook", None)
-    hooks = getattr(hook, "hooks", (hook,))
-    return any(getattr(each, "offload", False) and getattr(each, "offload_buffers", False) for each in hooks)

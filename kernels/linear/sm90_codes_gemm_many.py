@@ -33,7 +33,7 @@ and slots are deeper, which spreads the work that is done once a slot.
 
 Each program stays on its SM and takes every n-th tile, in an order in which tiles computed at one time share x and W
 in L2. A tile goes to y through shared memory, by TMA, while the next one is multiplied. The tiles of the last round
-are cut along K where that gives every SM some work (`matmul_tiles.deal`):
+are cut along K where that gives every SM some work (`tiles.deal`):
 
     turn 0             program p computes part p % parts of tile `whole` + p // parts, and leaves its float32 sum
     turns 1, 2, …      whole tiles p, p + programs, …
@@ -46,7 +46,7 @@ polls a program stops waiting, and the last program to arrive adds up its pieces
 is updated atomically: how many parts have arrived, and one bit for each program that has stopped waiting. So either
 the owner of a piece sees all parts, or the last part sees that the owner has gone.
 
-Codes in the checkpoint's order (`STORED_FORMATS`) can take the place of words; `sm90_decode_codes.py` decodes
+Codes in the checkpoint's order (`STORED_FORMATS`) can take the place of words; `sm90_decode.py` decodes
 them. They take more bytes and more instructions than words, so wide tiles are best from fewer tokens on.
 
 With experts, x is sorted by expert, and a tile is 128 rows of one expert, whose weights, scales and bias follow the
@@ -238,47 +238,33 @@ _FETCHER_REGISTERS = gl.constexpr(40)
 # More than exist: Triton then moves no registers, and all threads keep the number that the launch gave them.
 _UNMOVED_REGISTERS = gl.constexpr(256)
 _WORDS = gl.constexpr("words")
-LOOKS = 64
-"""Polls for the parts of its tile after which a program leaves its pieces to the last program to arrive."""
+LOOKS = 64  # polls for the parts of its tile after which a program leaves its pieces to the last program to arrive
 
 
 @dataclass(frozen=True)
 class Constants:
     """The compile-time properties of a launch.
 
-    Attributes:
-        form: a format whose codes are in the order of a checkpoint, or "words".
-        groups: the number of groups of warps that multiply, which share only the barriers of the slots.
-        halves: the number of runs of 128 rows of W in a tile; a group has its share of each.
-        wide, tail: tokens of the two accumulators of a half; the tail may be 0.
-        stages, depth: slots of the ring, and tiles of 64 columns of a slot.
-        unroll: slots that a turn of the loop takes. The operands of neighbouring products must come from different
-            places in the program, or ptxas gives them the same registers, and the later is written while the earlier
-            is still read: so a slot of one tile of one half is written out twice.
-        ahead: products under way while the next operand is decoded.
-        early: whether the next words are read before a product is started.
-        width: a power of two of at least the number of experts; 0 without experts.
-        split: whether tiles are cut along K.
-        overlap: whether the kernel starts before the previous one has ended.
-        has_bias: whether a bias is added.
-        in_e4m3: whether x is in E4M3 with a scale a token, and words are decoded to E4M3.
+    The operands of neighbouring products must come from different places in the program, or ptxas gives them the same
+    registers, and the later is written while the earlier is still read: so a slot of one tile of one half is written
+    out twice (`unroll`).
     """
 
-    form: str
-    groups: int
-    halves: int
-    wide: int
+    form: str  # a format whose codes are in the order of a checkpoint, or "words"
+    groups: int  # of warps that multiply, which share only the barriers of the slots
+    halves: int  # runs of 128 rows of W in a tile; a group has its share of each
+    wide: int  # tokens of the two accumulators of a half; the tail may be 0
     tail: int
-    stages: int
-    depth: int
-    unroll: int
-    ahead: int
-    early: bool
-    width: int
-    split: bool
-    overlap: bool
+    stages: int  # slots of the ring
+    depth: int  # tiles of 64 columns of a slot
+    unroll: int  # slots that a turn of the loop takes
+    ahead: int  # products under way while the next operand is decoded
+    early: bool  # whether the next words are read before a product is started
+    width: int  # a power of two of at least the number of experts; 0 without experts
+    split: bool  # whether tiles are cut along K
+    overlap: bool  # whether the kernel starts before the previous one has ended
     has_bias: bool
-    in_e4m3: bool = False
+    in_e4m3: bool = False  # whether x is in E4M3 with a scale a token, and words are decoded to E4M3
 
     @property
     def block_m(self) -> int:

@@ -93,10 +93,8 @@ _TO_E4M3 = gl.constexpr(
     + "".join(_E4M3_WORD.format(word=8 + s, s=s, low=2 * s, high=2 * s + 1) for s in range(4))
     + "}"
 )
-DECODED = gl.constexpr(2.0**7)
-"""Correction factor: decoded values must be multiplied by 2⁷."""
-DECODED_E4M3 = gl.constexpr(2.0**3)
-"""The same for `decode_to_e4m3`: 6 · 448 · 2⁻³ is the largest value, of E4M3's 448."""
+DECODED = gl.constexpr(2.0**7)  # correction factor: decoded values must be multiplied by 2⁷
+DECODED_E4M3 = gl.constexpr(2.0**3)  # the same for `decode_to_e4m3`: 6 · 448 · 2⁻³ is the largest value, of E4M3's 448
 
 
 @gluon.jit

@@ -28,8 +28,7 @@ from quant.kernels.base.launch import BoundedTable, CachedLaunch
 from quant.kernels.base.portable_dependent_launch import overlap_options, start_next, wait_for_previous
 from quant.kernels.base.portable_small_floats import encode_scale, larger, quotient_to_code, reciprocal
 from quant.kernels.linear import sm90_codes_gemm_many
-from quant.kernels.linear import tiles as matmul_tiles
-from quant.kernels.linear.tiles import PrefillTiles
+from quant.kernels.linear.tiles import PrefillTiles, quickest_in_e4m3
 
 _launches = BoundedTable[Callable[..., Tensor]](1 << 10)
 """Launches by the shapes of their arguments, since preparing one takes longer than a small product."""
@@ -105,7 +104,7 @@ def multiply_in_e4m3(
     if launch is None:
         if tiles is None:
             shape = (weight.shape[0], weight.shape[1])
-            tiles = matmul_tiles.quickest_in_e4m3(len(x), shape, current(x.device.index or 0))
+            tiles = quickest_in_e4m3(len(x), shape, current(x.device.index or 0))
         launch = sm90_codes_gemm_many.prepare_gemm_many(codes, weight, bias, tiles)
         _launches[key] = launch
     return launch(codes, weight, bias, scale)

@@ -113,10 +113,8 @@ _KINDS: dict[str, type[Tiles] | type[GluonTiles] | type[PrefillTiles] | type[Den
     "dense": Dense,
 }
 
-FEW = 64
-"""Up to this many tokens reading W takes most of the time of a matmul; beyond, the products do."""
-PREPACKED_FEW = 32
-"""Up to this many tokens Hopper's kernel for few is the faster one for a prepacked weight."""
+FEW = 64  # up to this many tokens reading W takes most of the time of a matmul; beyond, the products do
+PREPACKED_FEW = 32  # up to this many tokens Hopper's kernel for few is the faster one for a prepacked weight
 PREFILL_UNITS = {
     (256, 1): 1.25,
     (128, 2): 1.34,
@@ -154,8 +152,7 @@ it, writing W in 16 bit may be faster."""
 STORED_UNITS = {(256, 1): (1.29, 1.43), (128, 1): (0.82, 0.96), (64, 1): (0.57, 0.85)}
 """Microseconds for 128 columns of a tile on an H100, by (block_m, halves): scales applied to the finished sum, and to
 decoded values."""
-PREFILL = 512
-"""Beyond this many tokens NVFP4 is rewritten as FP8 for the product, where 8-bit activations are allowed."""
+PREFILL = 512  # beyond this many tokens NVFP4 is rewritten as FP8 for the product, where 8-bit activations are allowed
 _SHARED_BYTES = 227 << 10
 
 
@@ -193,7 +190,9 @@ def guess(
     rows, columns = shape
     if prepacked and tokens > FEW:
         return _quickest(tokens, shape, hardware)
-    if not prepacked and stored and _is_many(format, tokens) and takes_stored(format, shape, hardware):
+    # Whether that kernel is the fastest for stored codes at this number of tokens.
+    is_many = tokens > STORED_FEW and (tokens <= STORED_MOST or not format.block[1])
+    if not prepacked and stored and is_many and takes_stored(format, shape, hardware):
         return _quickest(tokens, shape, hardware, format)
     if prepacked and tokens > PREPACKED_FEW:
         return prefill_tiles(64, 1, hardware)
@@ -217,11 +216,6 @@ def takes_stored(format: Format, shape: tuple[int, int], hardware: Hardware) -> 
     least = 64 if format.scale.bits == 8 else 128 // format.element.bits
     whole = rows % 8 == 0 and columns % least == 0 and columns % (format.block[1] or 1) == 0
     return hardware.has_wgmma and format.name in STORED_FORMATS and whole
-
-
-def _is_many(format: Format, tokens: int) -> bool:
-    """Returns whether Hopper's kernel is the fastest for stored codes at this number of tokens."""
-    return tokens > STORED_FEW and (tokens <= STORED_MOST or not format.block[1])
 
 
 def _quickest(tokens: int, shape: tuple[int, int], hardware: Hardware, format: Format | None = None) -> Choice:
@@ -383,10 +377,9 @@ def prefill_tiles(
 
 
 # With at most this many tokens, reading the weight takes all the time, and a launch for more tokens serves fewer. From
-# there to `matmul_tiles.FEW`, each power of two has its own tile.
+# there to `FEW`, each power of two has its own tile.
 _SAME = 16
-edition = 0
-"""Counts the changes of this machine's tables in this process: a choice from an earlier one is out of date."""
+edition = 0  # counts the changes of this machine's tables in this process: a choice from an earlier one is out of date
 _SHIPPED = Path(__file__).resolve().parents[1] / "tuned"
 
 

@@ -218,8 +218,7 @@ def quantize(
     return cast(rows, scale, global_scale)
 
 
-Cast = Callable[..., BlockScaledTensor]
-"""From (rows `[tokens, in]`, scale, global scale) to the quantized rows."""
+Cast = Callable[..., BlockScaledTensor]  # from (rows `[tokens, in]`, scale, global scale) to the quantized rows
 
 
 def prepare_cast(rows: Tensor, format: Format, *, contiguous: bool = True) -> Cast:

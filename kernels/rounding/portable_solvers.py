@@ -34,8 +34,7 @@ from quant.formats.scaling import global_scale_of
 from quant.kernels.base.launch import CachedLaunch
 from quant.kernels.base.portable_small_floats import amax_of, nearest_e2m1
 
-FIXED_WIDTH = 32
-"""Inputs of a block."""
+FIXED_WIDTH = 32  # inputs of a block
 # Rows of the weight per program of one warp: a lane holds the 32 inputs of its row, so that no lanes exchange data.
 _FIXED_ROWS = 32
 
@@ -293,16 +292,8 @@ def compile_solver(device: torch.device) -> None:
             # Triton compiles another kernel for other strides: U and its products are stored by columns.
             coupling = torch.zeros(inputs, inputs, device=device, dtype=torch.float32).t()
             values, scales = torch.zeros_like(targets), torch.zeros(2, rows, device=device, dtype=torch.float32)
-            solve_nvfp4_window(
-                torch.ones((), device=device, dtype=torch.float32),
-                targets,
-                coupling,
-                blocks,
-                values,
-                scales,
-                0,
-                improve,
-            )
+            one = torch.ones((), device=device, dtype=torch.float32)
+            solve_nvfp4_window(one, targets, coupling, blocks, values, scales, 0, improve)
 
     for improve in (False, True):
         Thread(target=launch, args=(improve,), name="compile").start()

@@ -124,17 +124,35 @@ def _gradients(
         return dq.to(out.dtype), dk.to(out.dtype), dv.to(out.dtype)
 
 
-def _gradients_on_gpu(dout: Tensor, out: Tensor, lse: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _gradients_on_gpu(dout: Tensor, out: Tensor, lse: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
     """Computes the gradients by cuDNN's or PyTorch's flash attention, which take and give BF16 or FP16."""
     if capability_of(out) < (8, 0):  # before Ampere there is no flash attention
         return _gradients(dout, out, lse, *arguments)
     codes, scales, (causal, window, softmax_scale) = arguments[:3], arguments[3:6], arguments[6:]
     dtype = torch.bfloat16 if out.dtype is torch.float32 else out.dtype
     q, k, v = (_decoded(x, scale, dtype) for x, scale in zip(codes, scales, strict=True))
-    run = _by_cudnn if _cudnn_takes(q, k, causal, window) else _by_flash_attention
-    gradients = run(dout.to(dtype), q, k, v, out.to(dtype), lse, causal, window, softmax_scale)
-    dq, dk, dv = (x.to(out.dtype).contiguous() for x in gradients)
-    return dq, dk, dv
+    dy, y, aten = dout.to(dtype), out.to(dtype), torch.ops.aten
+    # cuDNN is faster on Hopper. Its causal mask begins at the first key, ours ends at the last: the same where queries
+    # and keys are equally many.
+    is_aligned = window is None and (not causal or q.shape[2] == k.shape[2])
+    fits_cudnn = capability_of(q) >= (9, 0) and q.shape[2] > 1 and q.shape[3] <= 128
+    if torch.backends.cuda.cudnn_sdp_enabled() and is_aligned and fits_cudnn:
+        unused = torch.zeros((), dtype=torch.int64, device=out.device)  # the random state of dropout
+        gradients = aten._scaled_dot_product_cudnn_attention_backward(
+            dy.contiguous(), q, k, v, y, lse[..., None], unused, unused, None, None, None, q.shape[2], k.shape[2], 0.0,
+            causal, scale=softmax_scale,
+        )  # fmt: skip
+    else:
+        # Flash attention has the tokens before the heads. A window is counted without the query's own position.
+        right = 0 if causal else (window or 1) - 1
+        reach = {} if window is None else {"window_size_left": window - 1, "window_size_right": right}
+        unused = torch.zeros(2, dtype=torch.uint64, device=out.device)  # the random state of dropout
+        by_tokens = aten._flash_attention_backward(
+            *(x.transpose(1, 2) for x in (dy, q, k, v, y)), lse.contiguous(), None, None, q.shape[2], k.shape[2], 0.0,
+            causal, unused, unused[:0], scale=softmax_scale, **reach,
+        )  # fmt: skip
+        gradients = (x.transpose(1, 2) for x in by_tokens)
+    return tuple(x.to(out.dtype).contiguous() for x in gradients)
 
 
 def _decoded(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
@@ -144,48 +162,6 @@ def _decoded(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 
     with torch.cuda.device_of(codes):
         return decode_blocks(codes, scale, dtype)
-
-
-def _cudnn_takes(q: Tensor, k: Tensor, causal: bool, window: int | None) -> bool:
-    """Returns whether cuDNN, which is faster on Hopper, computes these gradients."""
-    # Its causal mask begins at the first key, ours ends at the last: the same where queries and keys are equally many.
-    is_aligned = not causal or q.shape[2] == k.shape[2]
-    return (
-        torch.backends.cuda.cudnn_sdp_enabled()
-        and capability_of(q) >= (9, 0)
-        and window is None
-        and is_aligned
-        and q.shape[2] > 1
-        and q.shape[3] <= 128
-    )
-
-
-def _by_cudnn(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-    causal: bool, window: int | None, softmax_scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    unused = torch.zeros((), dtype=torch.int64, device=out.device)  # the random state of dropout
-    dq, dk, dv = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
-        dout.contiguous(), q, k, v, out, lse[..., None], unused, unused, None, None, None, q.shape[2], k.shape[2], 0.0,
-        causal, scale=softmax_scale,
-    )  # fmt: skip
-    return dq, dk, dv
-
-
-def _by_flash_attention(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-    causal: bool, window: int | None, softmax_scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    # Flash attention has the tokens before the heads. A window is counted without the query's own position.
-    by_tokens = [x.transpose(1, 2) for x in (dout, q, k, v, out)]
-    ahead = {} if window is None else {"window_size_left": window - 1, "window_size_right": 0 if causal else window - 1}
-    unused = torch.zeros(2, dtype=torch.uint64, device=out.device)  # the random state of dropout
-    gradients = torch.ops.aten._flash_attention_backward(
-        *by_tokens, lse.contiguous(), None, None, q.shape[2], k.shape[2], 0.0, causal, unused, unused[:0],
-        scale=softmax_scale, **ahead,
-    )  # fmt: skip
-    dq, dk, dv = (x.transpose(1, 2) for x in gradients)
-    return dq, dk, dv
 
 
 register(

@@ -41,8 +41,7 @@ from quant.kernels.training.fp8_block_layout import (
 )
 
 _Operands = tuple[Tensor, Tensor, Tensor, Tensor]
-_LEAST = 2.0**-126
-"""The least power-of-two scale: its reciprocal is finite."""
+_LEAST = 2.0**-126  # the least power-of-two scale: its reciprocal is finite
 
 
 def runs_on(x: Tensor) -> bool:

@@ -144,8 +144,7 @@ register(
 
 
 _Rounded = tuple[Tensor, Tensor]  # codes and their scales
-_LEAST = 2.0**-126
-"""The least scale: its reciprocal is finite."""
+_LEAST = 2.0**-126  # the least scale: its reciprocal is finite
 
 
 def _reference_rows(x: Tensor, scale: Tensor | None = None) -> _Rounded:

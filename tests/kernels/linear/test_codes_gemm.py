@@ -206,7 +206,7 @@ def test_compiles_to_tensor_core_instructions_without_spills(
     signature |= {"bias": "*bf16", "y": "*bf16", "partial": "*fp32", "counter": "*i32"}
     sizes = ("M", "N", "K", "x_stride", "codes_stride", "scale_stride", "codes_width", "splits")
     signature |= dict.fromkeys(sizes, "i32")
-    constants = portable_codes_gemm.layout(form) | {"has_global": form.global_scale, "has_bias": False}
+    constants = portable_codes_gemm.format_constants(form) | {"has_global": form.global_scale, "has_bias": False}
     constants |= {"split": tiles.splits > 1, "swap": tiles.swap}
     constants |= {"block_m": tiles.block_m, "block_n": tiles.block_n, "block_k": tiles.block_k}
     compiled = compiled_for(portable_codes_gemm.codes_gemm_kernel, signature, constants, arch, tiles)

@@ -87,10 +87,10 @@ def test_compiles_without_spills(arch: int, format: str) -> None:
     from assembler import assemble
 
     from quant.kernels.base.ptx import compile_kernel
-    from quant.kernels.linear.portable_codes_gemm import codes_embedding_kernel, layout
+    from quant.kernels.linear.portable_codes_gemm import codes_embedding_kernel, format_constants
 
     form = FORMATS[format]
-    constants = {**layout(form), "has_global": form.global_scale, "width": 1024}
+    constants = {**format_constants(form), "has_global": form.global_scale, "width": 1024}
     types = {"ids": "*i64", "codes": "*u8" if form.element.bits < 8 else "*fp8e4nv", "global_scale": "*fp32"}
     types |= {"scale": {"E4M3": "*fp8e4nv", "FP32": "*fp32"}.get(form.scale.name.upper(), "*u8"), "out": "*bf16"}
     signature = {name: types.get(name, "i32") for name in codes_embedding_kernel.arg_names if name not in constants}
