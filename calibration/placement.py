@@ -12,7 +12,7 @@ import re
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -20,9 +20,8 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from quant.base.mapped import in_memory, populate, value_of
-from quant.recipes.blocks import block_names, removing
-from quant.recipes.module_replacement import forwarding
+from quant.base.processor import in_memory, populate, value_of
+from quant.recipes.blocks import block_names, reads_experts, removing
 
 # A `Prefetcher` copies the next step's tensors in a thread while the present step is worked on.
 #
@@ -303,7 +302,7 @@ def _filled_weights(blocks: Iterable[nn.Module], dtype: torch.dtype) -> set[int]
     modules = [module for block in blocks for module in block.modules()]
     weights = {id(module.weight) for module in modules if type(module) is nn.Linear and module.weight.dtype is dtype}
     # Experts in files stay there: `without_experts` gives the outputs of their modules.
-    return weights | {id(p) for module in modules for p in module.parameters(recurse=False) if _reads_experts(p)}
+    return weights | {id(p) for module in modules for p in module.parameters(recurse=False) if reads_experts(p)}
 
 
 def fits(
@@ -450,7 +449,7 @@ def experts_on_device(block: nn.Module, device: torch.device | None) -> Iterator
 
     Solving a block reads each of its experts a dozen times, by every pass over a batch of rows among others.
     """
-    parameters = {id(p): p for p in block.parameters() if _reads_experts(p)}
+    parameters = {id(p): p for p in block.parameters() if reads_experts(p)}
     size = sum(p.stored.shape.numel() * p.dtype.itemsize for p in parameters.values())  # type: ignore[attr-defined]
     if not size or device is None or device.type != "cuda" or size > _EXPERTS_SHARE * free_memory(device):
         yield
@@ -463,28 +462,6 @@ def experts_on_device(block: nn.Module, device: torch.device | None) -> Iterator
     finally:
         for parameter, stored in originals:
             parameter.stored = stored  # type: ignore[attr-defined]
-
-
-@contextmanager
-def without_experts(model: nn.Module, blocks: Iterable[str]) -> Iterator[None]:
-    """Lets modules that read experts from their files return zeros while open, where no value of theirs matters.
-
-    Reading them would take most of the time of a pass over few tokens: 60 GB for Qwen3-30B-A3B.
-    """
-
-    def zeros(hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
-        return torch.zeros_like(hidden_states)
-
-    with ExitStack() as stack:
-        for module in (module for name in blocks for module in model.get_submodule(name).modules()):
-            if any(_reads_experts(parameter) for parameter in module.parameters(recurse=False)):
-                stack.enter_context(forwarding(module, zeros))
-        yield
-
-
-def _reads_experts(parameter: nn.Parameter) -> bool:
-    """Returns whether a module reads the experts of a parameter from its files, one at a time."""
-    return bool(getattr(getattr(parameter, "stored", None), "runs_alone", False))
 
 
 def _moved(value: Any, device: torch.device) -> Any:

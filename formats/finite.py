@@ -37,13 +37,7 @@ def is_finite_or_mask(x: torch.Tensor) -> bool:
 
 
 def are_finite(data: np.ndarray, dtype: torch.dtype, *, is_mask: bool = False) -> bool:
-    """Checks the bytes of a tensor as `is_finite`, or as `is_finite_or_mask`.
-
-    Args:
-        data: contiguous bytes, uint8 `[bytes]`.
-        dtype: the dtype of the values.
-        is_mask: whether -infinity is allowed.
-    """
+    """Checks the contiguous bytes of a tensor, uint8 `[bytes]`, as `is_finite`, or as `is_finite_or_mask`."""
     positive, negative = _limits(dtype, is_mask=is_mask)
     if positive is None or negative is None:
         return True

@@ -8,6 +8,19 @@ axis: `(1, 16)` is NVFP4's run of sixteen inputs, `(128, 128)` DeepSeek's square
 
 The same descriptor serves activations `[..., tokens, in]`: a row is then a token, so `fp8_token` is the format
 of one scale a token, and `fp8_group` the format of DeepSeek's 1×128 groups.
+
+A `Number` defines the bits of one element, or of one scale. A small float is a sign bit, `exponent` bits and `mantissa`
+bits. With exponent field E, mantissa field M:
+
+    E > 0:  ±2^(E - bias) · (1 + M / 2^mantissa)      normal
+    E = 0:  ±2^(1 - bias) · (M / 2^mantissa)          subnormal, zero included
+
+An integer is the same thing with no exponent field: the codes of `int4` and `int8` are two's complement. INT4 uses all
+of them, -8..7, because the sixteenth code lowers the error of a layer by 5%; INT8 uses the symmetric range -127..127.
+E8M0 is a bare power of two, with no sign and no zero. Everything else about a number (its bits, its grid, its largest
+code) follows from these few fields and is computed here once.
+
+Sources: OCP 8-bit Floating Point Specification 1.0; OCP Microscaling Formats 1.0; NVIDIA's NVFP4 description.
 """
 
 from __future__ import annotations
@@ -24,47 +37,21 @@ if TYPE_CHECKING:
     import torch
 
 
-# A `Number` defines the bits of one element, or of one scale.
-#
-# A small float is a sign bit, `exponent` bits and `mantissa` bits. With exponent field E, mantissa field M:
-#
-#     E > 0:  ±2^(E - bias) · (1 + M / 2^mantissa)      normal
-#     E = 0:  ±2^(1 - bias) · (M / 2^mantissa)          subnormal, zero included
-#
-# An integer is the same thing with no exponent field: the codes of `int4` and `int8` are two's complement. INT4 uses all
-# of them, -8..7, because the sixteenth code lowers the error of a layer by 5%; INT8 uses the symmetric range -127..127.
-# E8M0 is a bare power of two, with no sign and no zero. Everything else about a number (its bits, its grid, its largest
-# code) follows from these few fields and is computed here once.
-#
-# Sources: OCP 8-bit Floating Point Specification 1.0; OCP Microscaling Formats 1.0; NVIDIA's NVFP4 description.
-
-
 # Plans name formats, and reading a plan should not take the seconds that importing torch does.
 
 
 @dataclass(frozen=True)
 class Number:
-    """A number format, by its fields.
+    """A number format, by its fields."""
 
-    Attributes:
-        name: the name as `FORMATS`, plans and reports print it.
-        exponent: exponent bits; 0 for an integer.
-        mantissa: mantissa bits; for an integer, the bits below the sign.
-        bias: exponent bias.
-        max: largest finite value that is used.
-        dtype_name: torch's name of the dtype that holds one code, or None where codes are packed several to a byte.
-        signed: False only for E8M0.
-        lowest: smallest finite value that is used, where that is not -max.
-    """
-
-    name: str
-    exponent: int
-    mantissa: int
+    name: str  # as `FORMATS`, plans and reports print it
+    exponent: int  # bits; 0 for an integer
+    mantissa: int  # bits; for an integer, the bits below the sign
     bias: int
-    max: float
-    dtype_name: str | None
-    signed: bool = True
-    lowest: float | None = None
+    max: float  # largest finite value that is used
+    dtype_name: str | None  # torch's name of the dtype that holds one code; None for codes packed several to a byte
+    signed: bool = True  # False only for E8M0
+    lowest: float | None = None  # smallest finite value that is used, where that is not -max
 
     @property
     def min(self) -> float:
@@ -124,11 +111,7 @@ class Number:
         return self.values()[: self.max_code + 1]
 
     def values(self) -> torch.Tensor:
-        """Returns the value of every code: float32 of shape [2**bits], NaN where the code means none.
-
-        Raises:
-            ValueError: the number is a wide dtype, whose codes are not enumerated.
-        """
+        """Returns the value of every code of a number that is not wide: float32 `[2**bits]`, NaN for a code of none."""
         if self.is_wide:
             raise ValueError(f"{self.name} has 2^{self.bits} codes; they are not enumerated")
         return _values(self)
@@ -325,11 +308,7 @@ FP8_HEAD = replace(FORMATS["fp8"], name="fp8_head")
 
 
 def get_format(name: str) -> Format:
-    """Returns the format called `name`.
-
-    Raises:
-        ValueError: unknown name; the message lists the known ones.
-    """
+    """Returns the format called `name`; ValueError, which lists the known ones, for an unknown name."""
     try:
         return INPUT_FORMATS[name]
     except KeyError:
@@ -337,11 +316,7 @@ def get_format(name: str) -> Format:
 
 
 def cache_format(name: str | None) -> Format | None:
-    """Returns the format of a KV cache that a user names, or None where the name stands for 16 bit.
-
-    Raises:
-        ValueError: unknown name, or a format of inputs only; the message lists the known ones.
-    """
+    """Returns the format of a KV cache that a user names, or None where the name stands for 16 bit."""
     if is_16bit(name):
         return None
     formats = FORMATS | {FP8_HEAD.name: FP8_HEAD}
@@ -356,11 +331,7 @@ def is_16bit(name: str | None) -> bool:
 
 
 def parse_format(name: str | None) -> Format | None:
-    """Returns the format that a user names, or None where the name stands for 16 bit.
-
-    Raises:
-        ValueError: unknown name; the message lists the known ones.
-    """
+    """Returns the format that a user names, or None where the name stands for 16 bit."""
     try:
         return None if is_16bit(name) else get_format(str(name))
     except ValueError as error:

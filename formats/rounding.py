@@ -9,6 +9,14 @@ two, so the division is exact) and rounding to an integer q places the value on 
 with no special cases: a subnormal has e = e_min and its code is q itself; a normal's implicit one is the
 carry from q into the exponent field; and a value that rounds up into the next binade carries by itself.
 Saturation is a minimum with the largest code. The number of float passes does not depend on the format.
+
+`pack` and `unpack` convert 4- and 6-bit codes to and from bytes, along the last axis.
+
+    4 bit: two codes a byte, the even index in the low nibble.
+    6 bit: four codes in three bytes, little-endian: the bytes hold a 24-bit word with code j at bit 6·j.
+
+A row whose length does not fill the last byte (or the last three bytes) is padded with zero codes; only the bytes that
+hold at least one bit of a real code are kept, so `n` codes take ceil(n · bits / 8) bytes.
 """
 
 from __future__ import annotations
@@ -18,22 +26,9 @@ from torch.nn.functional import pad
 
 from quant.formats.format import Number
 
-# `pack` and `unpack` convert 4- and 6-bit codes to and from bytes, along the last axis.
-#
-# 4 bit: two codes a byte, the even index in the low nibble.
-# 6 bit: four codes in three bytes, little-endian: the bytes hold a 24-bit word with code j at bit 6·j.
-#
-# A row whose length does not fill the last byte (or the last three bytes) is padded with zero codes; only the
-# bytes that hold at least one bit of a real code are kept, so `n` codes take ceil(n · bits / 8) bytes.
-
 
 def pack(codes: torch.Tensor, bits: int) -> torch.Tensor:
-    """Packs codes `[..., n]`, uint8, into bytes `[..., ceil(n · bits / 8)]`, uint8.
-
-    Args:
-        codes: codes in the low `bits` bits, the bits above them clear.
-        bits: 4 or 6.
-    """
+    """Packs codes `[..., n]`, uint8, the bits above the low `bits` clear, into bytes `[..., ceil(n · bits / 8)]`."""
     n = codes.shape[-1]
     if bits == 4:
         if n % 2:

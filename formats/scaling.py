@@ -95,11 +95,6 @@ def _nearest_scale(amax: torch.Tensor, format: Format, global_scale: torch.Tenso
     return nonzero(round_to(divided(amax, format.element.max), format.scale))
 
 
-def ocp_rule(blocks: torch.Tensor, format: Format, global_scale: torch.Tensor) -> torch.Tensor:
-    """Returns scales by the rule `ocp`, see the module docstring."""
-    return _floor_scale(amax_over_blocks(blocks), format)
-
-
 def even_rule(blocks: torch.Tensor, format: Format, global_scale: torch.Tensor) -> torch.Tensor:
     """Returns scales by the rule `even`, see the module docstring.
 
@@ -183,7 +178,7 @@ def _require(format: Format, scale: object, rule: str) -> None:
 
 SCALE_RULES: dict[str, ScaleRule] = {
     "max": max_rule,
-    "ocp": ocp_rule,
+    "ocp": lambda blocks, format, _: _floor_scale(amax_over_blocks(blocks), format),
     "even": even_rule,
     "four_over_six": four_over_six_rule,
     "mse": mse_rule,

@@ -115,14 +115,11 @@ class BlockScaledTensor:
 
 
 def moved(record: Record, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Record:
-    """Returns the same record on another device, or in another dtype.
+    """Returns the same record with its tensors on another device, or floating-point ones in another dtype.
 
-    Args:
-        record: a tensor, a dataclass, or a nest of containers; whatever is no tensor in it stays as it is. A `UserDict`
-            has other holders that add to it or read from it, so it gets its moved values itself. With a `dtype`, which
-            these holders do not ask for, it is copied.
-        device: the device; None leaves the tensors where they are.
-        dtype: the dtype of floating-point tensors; None leaves it.
+    It is a tensor, a dataclass, or a nest of containers; whatever is no tensor in it stays as it is. A `UserDict` has
+    other holders that add to it or read from it, so it gets its moved values itself. With a `dtype`, which these
+    holders do not ask for, it is copied.
     """
 
     def move(leaf: Any) -> Any:
@@ -185,12 +182,7 @@ def choose_scale(
 ) -> torch.Tensor:
     """Returns the block scale values of `weight` by `rule`: float32 of shape `format.scale_shape(weight.shape)`.
 
-    Args:
-        weight: `[..., out, in]`, finite.
-        format: the target.
-        rule: a key of `SCALE_RULES`.
-        amax: largest magnitude of each matrix, `weight.shape[:-2]`.
-        global_scale: float32 `weight.shape[:-2]`, or None.
+    `weight` `[..., out, in]` is finite; `amax`, its largest magnitudes, and `global_scale` are of `weight.shape[:-2]`.
     """
     scale = torch.empty(format.scale_shape(weight.shape), device=weight.device, dtype=torch.float32)
     rows, columns = weight.shape[-2:]
@@ -244,7 +236,9 @@ def quantize_with_scale(
     for index in np.ndindex(*weight.shape[:-2]):
         encode_part = partial(_encode_rows, weight[index], format, block_columns, step[index], codes[index])
         in_parts(encode_part, weight, rows, rows * columns / _PART_ELEMENTS)
-    return BlockScaledTensor(codes, _store_scale(scale, format), format, tuple(weight.shape), global_scale)
+    # Scales are stored in float8 (E4M3) or uint8 (E8M0); floats in float32.
+    stored = scale if format.scale.is_wide else encode(scale, format.scale)
+    return BlockScaledTensor(codes, stored, format, tuple(weight.shape), global_scale)
 
 
 def _decode_rows(matrix: BlockScaledTensor, out: torch.Tensor, *part: int) -> None:
@@ -316,11 +310,6 @@ def _step(scale: torch.Tensor, global_scale: torch.Tensor | None, dtype: torch.d
         return scale.to(dtype)
     # Float64 holds the product of two float32 exactly, so this is one rounding, on every device alike.
     return (scale.double() * global_scale.double()[..., None, None]).to(dtype)
-
-
-def _store_scale(scale: torch.Tensor, format: Format) -> torch.Tensor:
-    """Returns scale values as they are stored: E4M3 in float8, E8M0 in uint8, floats in float32."""
-    return scale if format.scale.is_wide else encode(scale, format.scale)
 
 
 def fake_quantize(

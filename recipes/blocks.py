@@ -1,4 +1,4 @@
-"""This file finds the repeated blocks of a model, and the arguments that each one is called with.
+"""The repeated blocks of a model, and the arguments that each one is called with.
 
 Layer-by-layer calibration needs to run one block at a time. Blocks are found by structure: the children of a
 `ModuleList` or `Sequential` that are all of one class and hold linear layers (decoder layers, encoder layers), and the
@@ -16,15 +16,16 @@ import copy
 import inspect
 from collections import UserDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from quant.kernels.linear.quant_linear import QuantLinear
+from quant.recipes.module_replacement import forwarding
 
 
 class Stop(Exception):  # noqa: N818 -- no error
@@ -33,16 +34,11 @@ class Stop(Exception):  # noqa: N818 -- no error
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """One call of a block.
-
-    Attributes:
-        args, kwargs: the arguments of the call.
-        slot: the index or keyword of the hidden state among the arguments.
-    """
+    """One call of a block."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    slot: int | str
+    slot: int | str  # the index or keyword of the hidden state among the arguments
 
     @property
     def hidden(self) -> torch.Tensor:
@@ -125,48 +121,62 @@ def block_names(model: nn.Module) -> list[str]:
         children = list(module.named_children())
         # Heads of several classes, or a list of norms, are not repeated blocks.
         alike = len({type(child) for _, child in children}) == 1
-        if alike and all(_holds_linear(child) for _, child in children):
+        holds_linear = (not _is_linear(child) and any(map(_is_linear, child.modules())) for _, child in children)
+        if alike and all(holds_linear):
             names.extend(f"{name}.{child_name}".lstrip(".") for child_name, _ in children)
     return names
 
 
-def _holds_linear(module: nn.Module) -> bool:
+def _is_linear(module: nn.Module) -> bool:
     # A quantized layer is no `nn.Linear`: without it, a model whose layers are all quantized would have no blocks.
-    linear = nn.Linear | QuantLinear
-    return any(isinstance(m, linear) for m in module.modules()) and not isinstance(module, linear)
+    return isinstance(module, nn.Linear) or (
+        hasattr(type(module), "quantized_weight") and hasattr(module, "in_features")
+    )
+
+
+@contextmanager
+def without_experts(model: nn.Module, blocks: Iterable[str]) -> Iterator[None]:
+    """Lets modules that read experts from their files return zeros while open, where no value of theirs matters.
+
+    Reading them would take most of the time of a pass over few tokens: 60 GB for Qwen3-30B-A3B.
+    """
+
+    def zeros(hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
+        return torch.zeros_like(hidden_states)
+
+    with ExitStack() as stack:
+        for module in (module for name in blocks for module in model.get_submodule(name).modules()):
+            if any(reads_experts(parameter) for parameter in module.parameters(recurse=False)):
+                stack.enter_context(forwarding(module, zeros))
+        yield
+
+
+def reads_experts(parameter: nn.Parameter) -> bool:
+    """Returns whether a module reads the experts of a parameter from its files, one at a time."""
+    return bool(getattr(getattr(parameter, "stored", None), "runs_alone", False))
 
 
 def find_chains(model: nn.Module, names: Sequence[str], run: Callable[[], Any]) -> list[list[str]]:
-    """Returns the blocks in order of execution, grouped into chains.
+    """Returns the blocks `names` in order of execution, grouped into chains; `run` calls the model on a small input.
 
-    Args:
-        model: the model.
-        names: the names of its blocks.
-        run: calls the model on a small input.
-
-    Returns:
-        Chains of names. Empty where a block is called more than once in a pass: then the whole model must be taken
-        as one block.
+    Empty where a block is called more than once in a pass: then the whole model must be taken as one block.
     """
     order: list[str] = []
     linked: set[str] = set()
     # The output of the block before. It is kept alive, or a new tensor could take its address and pass for it.
     last: torch.Tensor | None = None
 
-    def before(name: str) -> Callable[..., None]:
-        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            order.append(name)
-            if any(value is last for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)):
-                linked.add(name)
-
-        return hook
+    def before(name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        order.append(name)
+        if any(value is last for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)):
+            linked.add(name)
 
     def after(module: nn.Module, args: tuple[Any, ...], result: Any) -> None:
         nonlocal last
         last = output_of(result)
 
     blocks = [(name, model.get_submodule(name)) for name in names]
-    handles = [block.register_forward_pre_hook(before(name), with_kwargs=True) for name, block in blocks]
+    handles = [block.register_forward_pre_hook(partial(before, name), with_kwargs=True) for name, block in blocks]
     handles += [block.register_forward_hook(after) for _, block in blocks]
     with removing(handles), torch.no_grad():
         run()
@@ -186,26 +196,24 @@ def capture(model: nn.Module, names: Sequence[str], run: Callable[[], Any]) -> d
     """Records the calls of the blocks `names` in one pass, which ends when the last of them is reached."""
     calls: dict[str, Call] = {}
 
-    def watch(name: str) -> Callable[..., None]:
-        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            calls[name] = _as_called(Call(args, dict(kwargs), _hidden_slot(args, kwargs)))
-            # The last block need not run: only its arguments are needed.
-            if len(calls) == len(names):
-                raise Stop
+    def watch(name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        calls[name] = _as_called(args, kwargs)
+        # The last block need not run: only its arguments are needed.
+        if len(calls) == len(names):
+            raise Stop
 
-        return hook
-
-    handles = [model.get_submodule(n).register_forward_pre_hook(watch(n), with_kwargs=True) for n in names]
+    handles = [model.get_submodule(n).register_forward_pre_hook(partial(watch, n), with_kwargs=True) for n in names]
     with removing(handles), suppress(Stop), torch.no_grad():
         run()
     return calls
 
 
-def _as_called(call: Call) -> Call:
+def _as_called(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
     """Returns the call as it is before the block runs.
 
     A key-value cache is left out, because each pass would find the keys of earlier passes in it. Mappings that blocks
-    add to are copied.
+    add to are copied. The hidden state is the first floating-point tensor, positional arguments first: every known
+    block takes it there.
     """
 
     def at_the_time(value: Any) -> Any:
@@ -213,20 +221,10 @@ def _as_called(call: Call) -> Call:
             return copy.copy(value)
         return None if is_cache(value) else value
 
-    return replace(
-        call, args=tuple(map(at_the_time, call.args)), kwargs={k: at_the_time(v) for k, v in call.kwargs.items()}
-    )
-
-
-def _hidden_slot(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | str:
-    """Returns the position or name of the first floating-point tensor, positional arguments first.
-
-    Every known block takes its hidden state there.
-    """
     arguments: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
     for slot, value in arguments:
         if isinstance(value, torch.Tensor) and value.is_floating_point():
-            return slot
+            return Call(tuple(map(at_the_time, args)), {k: at_the_time(v) for k, v in kwargs.items()}, slot)
     raise ValueError("a block was called without a floating-point tensor")
 
 

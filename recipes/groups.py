@@ -1,17 +1,28 @@
 """Layers that read the *same input tensor* (q/k/v, gate/up) are found by watching a forward pass.
 
 Every serving runtime merges them into one matmul, so they must share their format and their global scales.
-Layers that receive the very same tensor object form a group, within one numbered block. Layers that the pass does not
-call (experts without tokens, towers without images) are left to `quant.recipes.groups`.
+Layers that receive the very same tensor object form a group, within one numbered block.
+
+A pass over two tokens does not call experts that get no token, nor the tower for images, and nothing runs a bare state
+dict. Serving runtimes merge these layers nevertheless, so `group_unseen` gives them groups from two sources:
+
+1. A sibling that was called, and whose name differs in numbers only (`experts.3` for `experts.5`), shows the group.
+2. Otherwise the names by which runtimes merge layers of one module: q, k and v, or gate and up, of one input size.
+
+Solvers that need data take the statistics of a group from its first member, so a group by name must not hold layers
+with different inputs. In attention across two inputs q is not in the group, and where q, k and v are separate
+arguments there is no group. Names cannot tell that DETR adds positions to the inputs of q and k, or that SegFormer
+shortens the inputs of k and v: both run on a stand-in image, which reveals it.
 """
 
 from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from quant.recipes.layers import Layer, LayerKind
@@ -25,15 +36,10 @@ _NUMBERED = re.compile(r".*?\.\d+(?=\.)")
 
 @dataclass
 class Watched:
-    """Facts about linear layers that forward passes have shown.
+    """Facts about linear layers that forward passes have shown."""
 
-    Attributes:
-        groups: name of the fusion group of each layer that shares its input.
-        input_dims: dimensions of the input of each layer that was called.
-    """
-
-    groups: dict[str, str] = field(default_factory=dict)
-    input_dims: dict[str, int] = field(default_factory=dict)
+    groups: dict[str, str] = field(default_factory=dict)  # name of the fusion group of each layer that shares its input
+    input_dims: dict[str, int] = field(default_factory=dict)  # dimensions of the input of each layer that was called
 
     def add(self, other: Watched) -> None:
         """Adds the results of another pass for modules whose layers no earlier pass has called."""
@@ -48,9 +54,7 @@ class Watched:
     def of(self, layers: Sequence[Layer], *, complete: bool = False) -> list[Layer]:
         """Returns `layers` with fusion groups and the dimensions of inputs filled in.
 
-        Args:
-            layers: the layers of the model.
-            complete: whether a pass came to its end, so that a layer whose siblings it called is never called.
+        After a `complete` pass, which came to its end, a layer whose siblings it called is never called.
         """
         called = {parent_of(name) for name in self.input_dims} if complete else ()
         return [
@@ -73,10 +77,6 @@ def watching(model: nn.Module, layers: Sequence[Layer]) -> Iterator[Watched]:
     The result is filled in at the end. If the pass raises, it holds the layers that were called before, without layers
     of the module that was called last, which may have called only some of them, and without layers that share an input
     with these.
-
-    Args:
-        model: the model, called inside on any valid input, for example one token on the meta device.
-        layers: the layers of the model, as `find_layers` gives them.
     """
     import torch
 
@@ -85,20 +85,18 @@ def watching(model: nn.Module, layers: Sequence[Layer]) -> Iterator[Watched]:
     called: dict[str, int] = {}
     inputs = []
 
-    def watch(name: str) -> Callable[..., None]:
-        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            x = next(iter((*args, *kwargs.values())), None)  # also of `layer(input=x)`
-            if isinstance(x, torch.Tensor):
-                inputs.append(x)  # kept alive, so that no other tensor gets its id
-                # Every decoder block reads the encoder's output, but no runtime merges layers of different blocks.
-                readers.setdefault((id(x), _block_of(name)), []).append(name)
-                called.pop(name, None)  # the layer that was called last stands last
-                called[name] = x.dim()
-
-        return hook
+    def watch(name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        x = next(iter((*args, *kwargs.values())), None)  # also of `layer(input=x)`
+        if isinstance(x, torch.Tensor):
+            inputs.append(x)  # kept alive, so that no other tensor gets its id
+            # Every decoder block reads the encoder's output, but no runtime merges layers of different blocks.
+            block = _NUMBERED.match(name)
+            readers.setdefault((id(x), block[0] if block else ""), []).append(name)
+            called.pop(name, None)  # the layer that was called last stands last
+            called[name] = x.dim()
 
     modules = {name: module for name, module in model.named_modules() if name in linears}
-    handles = [m.register_forward_pre_hook(watch(n), with_kwargs=True) for n, m in modules.items()]
+    handles = [m.register_forward_pre_hook(partial(watch, n), with_kwargs=True) for n, m in modules.items()]
     # `eval()` sets every submodule, so the mode of each is put back one by one at the end.
     modes = {module: module.training for module in model.modules()}
     watched, unfinished = Watched(), set[str]()
@@ -135,12 +133,6 @@ def parent_of(name: str) -> str:
     return name.rpartition(".")[0]
 
 
-def _block_of(name: str) -> str:
-    """Returns the first numbered module that a layer is in: `model.layers.0`; empty where it is in none."""
-    match = _NUMBERED.match(name)
-    return match[0] if match else ""
-
-
 def group_name(names: Sequence[str]) -> str:
     """Joins the names of a group: `a.q_proj`, `a.k_proj` -> `a.(k_proj|q_proj)`."""
     prefixes = [name.rpartition(".")[0] for name in names]
@@ -148,21 +140,6 @@ def group_name(names: Sequence[str]) -> str:
         return "|".join(names)
     tails = "|".join(name.rpartition(".")[2] for name in names)
     return f"{prefixes[0]}.({tails})".lstrip(".")
-
-
-# `group_unseen` gives fusion groups to linear layers that no forward pass has called.
-#
-# `shared_inputs.watching` sees the layers that two tokens of text, or one calibration row, go through. Experts that got
-# no token are not called, nor is the tower for images of a model that was given none, and nothing runs a bare state
-# dict. Serving runtimes merge these layers nevertheless, so their global scales must be common. Two sources are left:
-#
-# 1. A sibling that was called, and whose name differs in numbers only (`experts.3` for `experts.5`), shows the group.
-# 2. Otherwise the names by which runtimes merge layers of one module: q, k and v, or gate and up, of one input size.
-#
-# Solvers that need data take the statistics of a group from its first member, so a group by name must not hold layers
-# with different inputs. In attention across two inputs q is not in the group, and where q, k and v are separate
-# arguments there is no group. Names cannot tell that DETR adds positions to the inputs of q and k, or that SegFormer
-# shortens the inputs of k and v: both run on a stand-in image, which reveals it.
 
 
 _ATTENTION = (("q_proj", "k_proj", "v_proj"), ("query", "key", "value"), ("q", "k", "v"))
@@ -180,9 +157,7 @@ _NUMBER = re.compile(r"\d+")
 def group_unseen(layers: Sequence[Layer], model: nn.Module | None = None) -> list[Layer]:
     """Returns `layers` with groups for the linear ones that no pass has called, and that have none.
 
-    Args:
-        layers: the layers as `Watched.of` or `layers_of_state_dict` gives them.
-        model: the model that they came from, whose classes show attention across two inputs; None where there is none.
+    The classes of `model` show attention across two inputs; None where there is only a state dict.
     """
     unseen = {layer.name: layer for layer in layers if _is_unseen(layer) and layer.group is None}
     groups = _by_sibling(layers, unseen)

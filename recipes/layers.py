@@ -3,7 +3,7 @@
 A layer is a module that owns a weight, a parameter with the matrices of all experts as Mixture-of-Experts models in
 transformers 5 have them, or any other parameter of two or more dimensions: every such parameter is in the list.
 Nothing here reads the data of a weight, so a model on the meta device will do. A module with a forward of its own is
-tried on other values, see `quant.recipes.module_replacement`.
+tried on other values, see `quant.recipes.plain_layers`.
 
 The purpose of a linear layer decides whether it may lose precision. A router is a linear layer in a block of experts
 with one output for each expert. A head turns the last hidden states into the result: it is the module that
@@ -20,53 +20,42 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
-from quant.recipes.module_replacement import (
+from quant.formats.format import Format
+from quant.recipes.plain_layers import (
     PATCHED,
     conv_obstacle,
     hook_obstacle,
     is_conv1d,
     linear_obstacle,
     patched_forward,
-)
+)  # fmt: skip
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
 
-# `stacking_of` says how a parameter of a model holds the matrices of all experts, and `expert_matrices` gives them.
-
-
-# A `Stacking` says how one parameter of a model holds the matrices of all experts.
-#
-#     [experts, out, in]      most models
-#     [experts, in, out]      gpt-oss, Aria, Llama 4, which multiply with `x @ P[e]` or `bmm(x, P)`
-#     [experts * rows, cols]  DBRX, whose `w2` is [in, out] for each expert
-#
-# Rows of gate and up may alternate, as in gpt-oss. Everywhere in this package a matrix is `[out, in]` with gate above
-# up, so that blocks lie along the axis of the dot product, and gate and up can be stored apart.
-
-
 @dataclass(frozen=True)
 class Stacking:
-    """How a parameter holds the matrices of experts.
+    """How one parameter of a model holds the matrices of all experts.
 
-    Attributes:
-        shape: the shape of the parameter.
-        experts: their number.
-        transposed: each matrix is `[in, out]` there.
-        interleaved: rows of gate and up alternate there.
+        [experts, out, in]      most models
+        [experts, in, out]      gpt-oss, Aria, Llama 4, which multiply with `x @ P[e]` or `bmm(x, P)`
+        [experts * rows, cols]  DBRX, whose `w2` is [in, out] for each expert
+
+    Rows of gate and up may alternate, as in gpt-oss. Everywhere in this package a matrix is `[out, in]` with gate above
+    up, so that blocks lie along the axis of the dot product, and gate and up can be stored apart.
     """
 
-    shape: tuple[int, ...]
+    shape: tuple[int, ...]  # of the parameter
     experts: int
-    transposed: bool = False
-    interleaved: bool = False
+    transposed: bool = False  # each matrix is [in, out] there
+    interleaved: bool = False  # rows of gate and up alternate there
 
     @property
     def is_plain(self) -> bool:
@@ -111,12 +100,7 @@ class Stacking:
 
 
 class ReadMatrices(Sequence[Any]):
-    """The matrices `[out, in]` of a parameter that is read one expert at a time.
-
-    Args:
-        stacking: the stacking of the parameter.
-        stored: a function that returns the part of the parameter that belongs to an expert, by index.
-    """
+    """The matrices `[out, in]` of a parameter of which `stored` reads the part of one expert at a time."""
 
     is_meta = False
 
@@ -182,10 +166,7 @@ def stacking_of(module: nn.Module, name: str) -> Stacking | None:
 def expert_matrices(model: nn.Module, name: str, held: Any = None) -> Any:
     """Returns the matrices `[experts, out, in]` of a parameter, or a sequence that reads them one by one from its file.
 
-    Args:
-        model: the model that holds it.
-        name: the name of the parameter.
-        held: the parameter's values where they are elsewhere, on another device for example.
+    `held` has the parameter's values where they are elsewhere, on another device for example.
     """
     path, _, last = name.rpartition(".")
     module = model.get_submodule(path)
@@ -203,9 +184,6 @@ def are_transposed(fused: Sequence[int], down: Sequence[int]) -> bool:
     """Returns whether `gate_up_proj` and `down_proj` of these shapes are `[experts, in, out]`."""
     # gate_up [experts, a, b] and down [experts, c, d]: transposed where a = d (hidden) and b = 2 c (twice the width).
     return len(fused) == len(down) == 3 and tuple(fused[1:]) == (down[2], 2 * down[1])
-
-
-# `LayerKind` is the purpose of a weight; plans and files hold it by its value, such as `linear`.
 
 
 class LayerKind(StrEnum):
@@ -231,13 +209,13 @@ class LayerKind(StrEnum):
     def matrix(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Returns the shape `[..., out, in]` that formats divide into blocks.
 
-        Args:
-            shape: the shape of the weight; a convolution's `[out, in / groups, kernel...]` becomes `[out, in / groups *
-                kernel]`, with one row for each output channel.
+        A convolution's `[out, in / groups, kernel...]` becomes `[out, in / groups * kernel]`: a row for each output
+        channel.
         """
         return (shape[0], math.prod(shape[1:])) if self is LayerKind.CONV else shape
 
 
+QUANTIZABLE = (LayerKind.LINEAR, LayerKind.EXPERTS, LayerKind.CONV)
 _CONV1D_NAMES = ("c_attn", "q_attn", "c_fc", "c_proj")
 
 # Names of heads: any part of a path, and the first part only, because deeper in a model these words mean other things.
@@ -260,34 +238,21 @@ _UNKNOWN_CONV = "convolution: shapes do not show whether it is transposed; quant
 
 @dataclass(frozen=True)
 class Layer:
-    """A weight and the facts about it that need no data.
+    """A weight and the facts about it that need no data."""
 
-    Attributes:
-        name: module path, or parameter path for fused experts.
-        kind: purpose of the weight.
-        shape: the shape of the weight, `[..., out, in]` however the model holds it, or `[out, in / groups, kernel...]`
-            of a convolution.
-        group: name of its fusion group, if it has one.
-        tied_to: name of the layer whose parameter it shares, if it does.
-        obstacle: why it cannot be quantized at all, if so.
-        kept: why it stays in 16 bit unless a rule names it, where its kind does not say so.
-        input_dims: dimensions of the input of a linear layer, where it was seen: 3 for `[batch, tokens, in]`.
-        transposed: whether the parameter is stored with its input axis first.
-        is_named: whether the group comes from names, because no run has called the layer.
-        is_bypassed: whether a run has called its siblings and not it: modeling code multiplies by its weight.
-    """
-
-    name: str
+    name: str  # module path, or parameter path for fused experts
     kind: LayerKind
-    shape: tuple[int, ...]
-    group: str | None = None
-    tied_to: str | None = None
-    obstacle: str | None = None
-    kept: str | None = None
-    input_dims: int | None = None
-    transposed: bool = False
-    is_named: bool = False
-    is_bypassed: bool = False
+    shape: tuple[
+        int, ...
+    ]  # [..., out, in] however the model holds it, or [out, in / groups, kernel...] of a convolution
+    group: str | None = None  # name of its fusion group
+    tied_to: str | None = None  # name of the layer whose parameter it shares
+    obstacle: str | None = None  # why it cannot be quantized at all, if so
+    kept: str | None = None  # why it stays in 16 bit unless a rule names it, where its kind does not say so
+    input_dims: int | None = None  # dimensions of its input, where it was seen: 3 for [batch, tokens, in]
+    transposed: bool = False  # the parameter is stored with its input axis first
+    is_named: bool = False  # the group comes from names, because no run has called the layer
+    is_bypassed: bool = False  # a run has called its siblings and not it: modeling code multiplies by its weight
 
     @property
     def matrix(self) -> tuple[int, ...]:
@@ -297,12 +262,16 @@ class Layer:
 
 def find_layers(model: nn.Module) -> list[Layer]:
     """Lists every layer of `model` that owns a weight, in model order; `watching` finds their fusion groups."""
+    from torch import nn
+
     head, routers, held_again = output_head(model), _routers(model), _held_again(model)
     tried: dict[Any, bool] = {}
     owner: dict[int, str] = {}
     layers = []
     for name, module in model.named_modules():
-        for parameter_name, parameter in _weights(module):
+        for parameter_name, parameter in module.named_parameters(recurse=False):
+            if parameter_name != "weight" and not (parameter.dim() > 1 and parameter.is_floating_point()):
+                continue
             kind = _kind(module, parameter_name, parameter)
             # JetMoE calls the parameter of its experts `weight`, too; experts are named by their parameter.
             is_own = parameter_name == "weight" and kind != LayerKind.EXPERTS
@@ -311,7 +280,10 @@ def find_layers(model: nn.Module) -> list[Layer]:
                 kind = LayerKind.HEAD
             # The first path in model order owns a shared parameter.
             tied_to = owner.setdefault(id(parameter), path)
-            transposed = parameter_name == "weight" and _is_transposed(module)
+            # A transposed convolution, a Conv1D, and the linear layer that stands for one have their input axis first.
+            input_first = isinstance(module, nn.modules.conv._ConvNd) and module.transposed
+            input_first = input_first or is_conv1d(module) or hasattr(module, "stands_for")
+            transposed = parameter_name == "weight" and input_first
             shared = _SHARED if is_own and id(module) in held_again else None
             layers.append(
                 Layer(
@@ -328,12 +300,7 @@ def find_layers(model: nn.Module) -> list[Layer]:
 
 
 def _kept_parameter(path: str, name: str) -> str | None:
-    """Returns why a parameter that a linear layer multiplies by is not the weight of one; None otherwise.
-
-    Args:
-        path: the path of the parameter in the model.
-        name: its name within its module.
-    """
+    """Returns why the parameter `name` of a linear layer is not its weight; None otherwise."""
     if name == "in_proj_weight":
         return _PACKED
     # torch's parametrizations put the parameter into a submodule; the older functions rename it.
@@ -390,12 +357,6 @@ def layers_of_state_dict(shapes: Mapping[str, Sequence[int]]) -> list[Layer]:
     return layers
 
 
-def _weights(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    for name, parameter in module.named_parameters(recurse=False):
-        if name == "weight" or (parameter.dim() > 1 and parameter.is_floating_point()):
-            yield name, parameter
-
-
 def _kind(module: nn.Module, name: str, weight: torch.Tensor) -> LayerKind:
     from torch import nn
 
@@ -413,13 +374,7 @@ def _kind(module: nn.Module, name: str, weight: torch.Tensor) -> LayerKind:
 
 
 def _obstacle(module: nn.Module, kind: LayerKind, tried: dict[Any, bool]) -> str | None:
-    """Returns why the weight of `module` cannot be quantized, judging only by the module; None if it can.
-
-    Args:
-        module: the module that holds the weight.
-        kind: the kind of the layer.
-        tried: verdicts on linear layers so far, reused for equal ones.
-    """
+    """Returns why the weight of `module` cannot be quantized, judging only by the module; None if it can."""
     from torch import nn
 
     if kind == LayerKind.CONV:
@@ -432,17 +387,6 @@ def _obstacle(module: nn.Module, kind: LayerKind, tried: dict[Any, bool]) -> str
     if isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear):
         return _UNCALLED
     return linear_obstacle(module, tried)
-
-
-def _is_transposed(module: nn.Module) -> bool:
-    """Returns whether a module's weight is stored with its input axis first.
-
-    A wrapper in front of the module does not matter.
-    """
-    from torch import nn
-
-    conv = isinstance(module, nn.modules.conv._ConvNd) and module.transposed
-    return conv or is_conv1d(module) or hasattr(module, "stands_for")
 
 
 def _shape(module: nn.Module, name: str, parameter: torch.Tensor, transposed: bool) -> tuple[int, ...]:
@@ -500,3 +444,36 @@ def output_head(model: nn.Module) -> nn.Module | None:
     """Returns the module that turns hidden states into logits, as transformers knows it; None where there is none."""
     find = getattr(model, "get_output_embeddings", None)
     return find() if callable(find) else None
+
+
+def obstacle(layer: Layer, weight: Format, activation: Format | None) -> str | None:
+    """Returns why `layer` cannot take `weight` with inputs in `activation`, one clause; None if it can."""
+    if layer.kind not in (*QUANTIZABLE, LayerKind.HEAD, LayerKind.EMBEDDING):
+        return f"{weight} is for linear layers; this is a layer of kind '{layer.kind}'"
+    if layer.kind == LayerKind.CONV:
+        # Kernels take one scale a channel, and one a tensor or image.
+        for format, takes in (
+            (weight, "fp8, fp8_channel or int8"),
+            (activation, "fp8, fp8_token, int8_token or int8_tensor"),
+        ):
+            if format is not None and not ((format.per_row or format.per_tensor) and format.scale.is_wide):
+                return f"convolution: no runtime convolves in blocks, as {format} has them; it takes {takes}"
+    if layer.kind == LayerKind.EMBEDDING and activation is not None:
+        return f"the input of an embedding is a number of a row, which {activation} cannot round"
+    if layer.tied_to is not None:
+        return f"tied to {layer.tied_to}, which is stored once and in 16 bit"
+    if layer.obstacle is not None:
+        return layer.obstacle
+    if layer.is_bypassed and activation is not None and activation.is_static:
+        # Mamba and Jamba: `self.dt_proj.weight @ time_step`.
+        return f"its module multiplies by the weight itself, so that no scale of inputs in {activation} can be measured"
+    # Checkpoints store gate and up of an expert as two matrices, each half of the fused rows.
+    half = layer.shape[-2] // 2
+    gates = layer.kind == LayerKind.EXPERTS and layer.name.endswith("gate_up_proj")
+    if gates and weight.block[0] and half % weight.block[0]:
+        return f"gate and up are stored apart, and {half} rows each are not a multiple of {weight}'s {weight.block[0]}"
+    for format in (weight, activation):
+        if format is None or format.divides(layer.matrix) or format.takes_short_blocks:
+            continue
+        return f"in = {layer.matrix[-1]} is not a multiple of {format}'s block of {format.block[1]}"
+    return None

@@ -9,8 +9,12 @@ read, diff and edit. A layer that stays in 16 bit is in the plan too, with its r
      "kv_cache": null, "attention": null, "guard": null, "observer": "absmax", "target": null, "provenance": {…}}
 
 Whatever is executed is a field, and a part of `Plan.digest`; the provenance is for readers, and nothing in it is
-executed. Fields that a later stage measures (`score`, `cost`) are optional. Unknown fields are refused, so that a
-typing error in an edited plan is found when it is read and not when a deployed model misbehaves.
+executed. Unknown fields are refused, so that a typing error in an edited plan is found when it is read and not when a
+deployed model misbehaves.
+
+Plans are edited by settings `GLOB=FORMAT[:SOLVER][@INPUT]`; the last one that matches wins, as in a recipe. Members of
+a fusion group are merged into one matmul at run time, so they are given one format or none: an edit that would split a
+group is refused with the members it left out.
 """
 
 from __future__ import annotations
@@ -19,21 +23,22 @@ import dataclasses
 import hashlib
 import html
 import math
+import re
 import reprlib
-import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
-from functools import cached_property
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache, cached_property
 from pathlib import Path
-from typing import Any, TypedDict, get_type_hints
+from typing import Any, NamedTuple, TypedDict, get_type_hints
 
 from quant.base.atomic import write_atomically
-from quant.base.errors import html_table, known_names
+from quant.base.errors import UserError, counted, html_table, known_names, listed, option
 from quant.base.json_files import check_fields, json_text, read_json, typed
-from quant.formats.format import FORMATS, FP8_HEAD, Format, cache_format, get_format, parse_format
-from quant.recipes.layers import LayerKind
-from quant.recipes.solver_names import DEFAULT_OBSERVER
+from quant.formats.format import FORMATS, FP8_HEAD, INPUT_FORMATS, Format, cache_format, get_format, parse_format
+from quant.recipes.layers import QUANTIZABLE, Layer, LayerKind, obstacle
+from quant.recipes.recipe import find_preset, matched, presets
+from quant.recipes.solver_names import DEFAULT_OBSERVER, check_observer, parse_solver
 
 SCHEMA_VERSION = 2
 PLAN_FILE = "plan.json"  # in a checkpoint
@@ -43,17 +48,11 @@ ODD_INPUTS = "inputs_without_batch_and_tokens"
 
 @dataclass(frozen=True)
 class Parts:
-    """Operations and data that a layer has at run time besides its matmul; by default none.
+    """Operations and data that a layer has at run time besides its matmul; by default none."""
 
-    Attributes:
-        pre_scale: whether the input is scaled, by a vector that no neighbour could take up.
-        hadamard: block of the Hadamard rotation that the input goes through; 0 for none.
-        rank: the rank of the 16-bit branch next to the quantized weight; 0 for none.
-    """
-
-    pre_scale: bool = False
-    hadamard: int = 0
-    rank: int = 0
+    pre_scale: bool = False  # the input is scaled, by a vector that no neighbour could take up
+    hadamard: int = 0  # block of the Hadamard rotation that the input goes through; 0 for none
+    rank: int = 0  # rank of the 16-bit branch next to the quantized weight; 0 for none
 
     @classmethod
     def of(cls, parts: Any) -> Parts:
@@ -193,11 +192,7 @@ class LayerPlan:
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> LayerPlan:
-        """Undoes `to_dict`.
-
-        Raises:
-            ValueError: an unknown or missing field, kind or format; the message names the layer.
-        """
+        """Undoes `to_dict`; ValueError, which names the layer, for an unknown or missing field, kind or format."""
         name = fields.get("name", "(no name)") if isinstance(fields, Mapping) else "(no name)"
         where = f"plan layer {name!r}"
         check_fields(fields, cls, where, more=_PARTS)
@@ -207,7 +202,9 @@ class LayerPlan:
         try:
             own = {key: typed(_LAYER_FIELDS[key], value, key) for key, value in fields.items()}
             formats = {k: None if own.get(k) is None else get_format(own[k]) for k in ("weight", "activation")}
-            _check_shape(own["shape"])
+            shape = own["shape"]
+            if len(shape) > _DIMENSIONS or any(size < 1 for size in shape) or math.prod(shape) >= _ELEMENTS:
+                raise ValueError(f"shape: {reprlib.repr(list(shape))} is not the shape of a weight")
         except ValueError as error:
             raise ValueError(f"{where}: {error}") from None
         parts = Parts(**{key: own.pop(key) for key in _PARTS.keys() & fields.keys()})
@@ -232,7 +229,7 @@ class Plan:
         kv_cache: format of the KV cache; None keeps 16 bit. `FP8_HEAD` is FP8 with a scale for each KV head.
         attention: format of attention's operands; None keeps 16 bit.
         guard: "LIMIT FORMAT …": a layer whose relative output error on held-out calibration rows exceeds the limit gets
-            the next format, see `quant.recipes.plan`; None leaves the formats as they are.
+            the next format, see `Guard`; None leaves the formats as they are.
         observer: name of the method that sets static activation scales, a key of `OBSERVERS`.
         target: name of the hardware the plan was made for, if any.
         provenance: recipe, command line, versions, seed and data, for readers; nothing in it is executed.
@@ -259,11 +256,8 @@ class Plan:
         """One line; `by_name` and `quant inspect` have the layers."""
         counts = Counter(layer.formats for layer in self.layers)
         formats = ", ".join(f"{count} in {name}" for name, count in counts.most_common())
-        run_time = [
-            f"{name} {value.name}"
-            for name, value in (("KV cache", self.kv_cache), ("attention", self.attention))
-            if value
-        ]
+        run_time = [f"KV cache {self.kv_cache.name}"] if self.kv_cache else []
+        run_time += [f"attention {self.attention.name}"] if self.attention else []
         size = f"{self.effective_bits:.3f} bits per quantized weight, {self.nbytes / 1e6:.1f} MB"
         return f"Plan({'; '.join([f'{len(self.layers)} layers: {formats}', *run_time, size])})"
 
@@ -302,7 +296,7 @@ class Plan:
     def set(self, glob: str, format: str | Format, *, whole_groups: bool = False) -> Plan:
         """Returns a plan with another format for the layers whose names match `glob`.
 
-        `plan.set("*.mlp.*", "fp8").set("*.layers.0.*", "16bit")` makes two changes; `quant.edit_plan` takes many.
+        `plan.set("*.mlp.*", "fp8").set("*.layers.0.*", "16bit")` makes two changes.
 
         Args:
             glob: over layer names, as in `quant.recipes.recipe.matched`.
@@ -314,9 +308,7 @@ class Plan:
                 or a fusion group that would be split; the layers are named.
         """
         setting = f"{glob}={format.name if isinstance(format, Format) else format}"
-        # Edits are checked against runtimes and solvers, which this room may not import; the package that holds it may.
-        edited: Plan = sys.modules["quant"]._edit_plan(self, setting, whole_groups)
-        return edited
+        return edit(self, [parse_setting(setting)], whole_groups=whole_groups)
 
     def replace_layers(self, layers: Iterable[LayerPlan]) -> Plan:
         """Returns a plan in which the layers of the same names are replaced by `layers`."""
@@ -378,10 +370,7 @@ class Plan:
             raise ValueError(f"fusion group {name!r} {what}; give its members one: they are fused")
 
     def mixed_groups(self) -> Iterator[tuple[str, str]]:
-        """Yields fusion groups whose members differ, with the difference.
-
-        Members are fused at run time and solved as one.
-        """
+        """Yields fusion groups whose members, which are fused at run time and solved as one, differ, and how."""
         for name, members in self.groups().items():
             for what, values in (
                 ("formats", [m.formats for m in members]),
@@ -403,11 +392,7 @@ class Plan:
 
     @classmethod
     def load(cls, path: str | Path) -> Plan:
-        """Reads a plan file.
-
-        Raises:
-            ValueError: not JSON, or not a valid plan; the message names the file.
-        """
+        """Reads a plan file; ValueError, which names it, for one that is not JSON or not a valid plan."""
         return read_json(path, "a valid plan", cls.from_dict)
 
     def digest(self) -> str:
@@ -439,11 +424,7 @@ _DIMENSIONS, _ELEMENTS = 8, 2**60
 
 
 def _from_version_1(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Converts fields of schema version 1 to version 2: a guard and an observer leave the provenance.
-
-    Raises:
-        ValueError: they are fields already, which version 1 did not know.
-    """
+    """Converts fields of schema version 1 to version 2: a guard and an observer leave the provenance."""
     if unknown := sorted(_VERSION_2 & fields.keys()):
         raise ValueError(f"plan: unknown field(s) {', '.join(unknown)} in schema version 1")
     provenance = typed(dict[str, Any], fields.get("provenance", {}), "provenance")
@@ -475,27 +456,11 @@ def bits_per_weight(layers: Iterable[LayerPlan]) -> float:
     return 8 * sum(layer.nbytes for layer in own) / weights if weights else 16.0
 
 
-def _check_shape(shape: tuple[int, ...]) -> None:
-    if len(shape) > _DIMENSIONS or any(size < 1 for size in shape) or math.prod(shape) >= _ELEMENTS:
-        raise ValueError(f"shape: {reprlib.repr(list(shape))} is not the shape of a weight")
+class Guard(NamedTuple):
+    """A layer whose output strays too far from the original gets the next format: `0.1 fp8_channel keep`."""
 
-
-# A `Guard` gives a layer whose quantized output strays too far from the original the next format in its list.
-#
-# Recipes, plans and the command line write it as its limit and the formats to try: `0.1 fp8_channel keep`.
-
-
-@dataclass(frozen=True)
-class Guard:
-    """When a layer is promoted, and to which format.
-
-    Attributes:
-        limit: largest relative error of a layer's output on held-out calibration rows.
-        formats: formats that follow the planned one, in this order; None is 16 bit.
-    """
-
-    limit: float
-    formats: tuple[Format | None, ...] = (None,)
+    limit: float  # largest relative error of a layer's output on held-out calibration rows
+    formats: tuple[Format | None, ...] = (None,)  # formats that follow the planned one, in this order; None is 16 bit
 
     @classmethod
     def parse(cls, text: str) -> Guard:
@@ -521,3 +486,204 @@ class Guard:
         """Returns the list for one layer, its present format first where it is not in it."""
         # A layer may have been given a format further along the list, from which it is promoted.
         return self.formats if layer.weight in self.formats else (layer.weight, *self.formats)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One change of formats: `Plan.set`, or `--set` of a command."""
+
+    text: str  # as the user wrote it
+    glob: str  # over layer names, as in `quant.recipes.recipe.matched`
+    weight: Format | None  # None for 16 bit
+    solver: str | None = None  # None leaves the layer's
+    activation: Format | None = None
+    input_given: bool = False  # whether the user named `activation`; otherwise it follows from the layer and the plan
+
+
+def parse_setting(text: str) -> Setting:
+    """Reads `GLOB=FORMAT[:SOLVER][@INPUT]`; `keep` or `16bit` in place of a format is 16 bit.
+
+    A preset that is no format, such as nvfp4a16 or fp8a16, stands for its weights and inputs.
+
+    Raises:
+        UserError: not of that form, or an unknown format or solver.
+    """
+    # From the right: a glob may hold "=", a format and a solver may not.
+    glob, equals, value = text.rpartition("=")
+    named = option("set", repr(text))
+    if not equals or not glob or not value:
+        raise UserError(f"{named}: expected GLOB=FORMAT[:SOLVER][@INPUT], such as '*.down_proj=fp8_channel'")
+    value, at, input_name = value.partition("@")
+    name, colon, solver = value.partition(":")
+    try:
+        if name not in INPUT_FORMATS and (preset := find_preset(name)):
+            if at:
+                raise ValueError(f"{name} has an input format already; write {preset.weight}@{input_name}")
+            name, at, input_name = preset.weight, "@", preset.activation
+        weight = parse_format(name)
+        activation = parse_format(input_name) if at else None
+        if colon:
+            parse_solver(solver)
+    except ValueError as error:
+        raise UserError(f"{named}: {error}") from None
+    if weight is None and (activation is not None or solver):
+        raise UserError(f"{named}: a layer in 16 bit has neither a solver nor an input format")
+    return Setting(text, glob, weight, solver or None, activation, bool(at))
+
+
+def edit(plan: Plan, settings: Sequence[Setting], *, whole_groups: bool = False) -> Plan:
+    """Returns the plan with `settings` applied in order; the last one that matches a layer wins.
+
+    Norms, embeddings and the like, and convolutions in 16 bit, are passed over where a glob also matches linear layers.
+    A layer that changes loses its score, which was another format's, and the run-time parts of its old solver.
+
+    Raises:
+        UserError: a glob that matches nothing to quantize, a format that does not divide a layer, or a fusion group
+            that would be split; all layers concerned are named.
+    """
+    changes: dict[str, Setting] = {}
+    for setting in settings:
+        chosen = _chosen(plan, setting)
+        if whole_groups:
+            names = {layer.name for layer in chosen}
+            groups = {layer.group for layer in chosen if layer.group is not None}
+            chosen = [m for m in plan.layers if m.name in names or m.group in groups]
+        # A later setting replaces an earlier one for the same layer, as rules of a recipe do.
+        changes.update(dict.fromkeys((layer.name for layer in chosen), setting))
+    # A plan that quantizes no inputs is weight-only by intent, and an edit does not change that.
+    inputs_too = any(layer.activation is not None for layer in plan.quantized)
+    edited = plan.replace_layers(_set(plan.by_name[name], setting, inputs_too) for name, setting in changes.items())
+    blocked: dict[str, list[str]] = {}
+    sharers = sharers_of(edited)
+    for name in changes:
+        if problem := layer_problem(edited.by_name[name], sharers.get(name)):
+            blocked.setdefault(problem, []).append(name)
+    if blocked:
+        problems = "; ".join(f"{listed(names)}: {problem}" for problem, names in blocked.items())
+        raise UserError(f"the edit does not fit {counted(sum(map(len, blocked.values())), 'layer')}: {problems}")
+    _refuse_split_groups(edited, changes)
+    if edited.layers == plan.layers:
+        return plan
+    edits = [*plan.provenance.get("edits", []), *(setting.text for setting in settings)]
+    return replace(edited, provenance={**plan.provenance, "edits": edits})
+
+
+def _chosen(plan: Plan, setting: Setting) -> list[LayerPlan]:
+    """Returns the layers that a setting changes; UserError if there is none."""
+    layers = [plan.by_name[name] for name in matched(setting.glob, plan.by_name)]
+    if not layers:
+        names = ", ".join(layer.name for layer in plan.layers[:3])
+        names += ", …" if len(plan.layers) > 3 else ""
+        have = f"this plan's are called {names}" if names else "this plan has none"
+        raise UserError(f"{option('set', repr(setting.text))}: the glob matches no layer; {have}")
+    chosen = [layer for layer in layers if layer.kind in QUANTIZABLE]
+    # `*` over a model with both is meant for its linear layers, unless convolutions are quantized already.
+    if any(layer.kind != LayerKind.CONV for layer in chosen):
+        chosen = [layer for layer in chosen if layer.kind != LayerKind.CONV or layer.weight is not None]
+    if not chosen:
+        # A head or an embedding is quantized only by its own name, never as one of many that a glob happens to match.
+        by_name = (LayerKind.HEAD, LayerKind.EMBEDDING)
+        chosen = [layer for layer in layers if layer.kind in by_name or setting.weight is None]
+    if not chosen:
+        kinds = ", ".join(sorted({layer.kind for layer in layers}))
+        raise UserError(
+            f"{option('set', repr(setting.text))}: matches only layers of kind {kinds} "
+            f"({listed(layer.name for layer in layers)}); formats are for linear layers, fused experts, convolutions, "
+            "output heads and embeddings"
+        )
+    return chosen
+
+
+def _set(layer: LayerPlan, setting: Setting, inputs_too: bool) -> LayerPlan:
+    activation = setting.activation
+    # The input of an embedding is the number of a row: it has no format, and one that is requested is refused.
+    if not setting.input_given and setting.weight is not None and layer.kind != LayerKind.EMBEDDING:
+        # The same weight format again, for another solver: the input stays, even one that the user has set.
+        if setting.weight == layer.weight:
+            activation = layer.activation
+        elif layer.activation is not None or (layer.weight is None and inputs_too):
+            activation = input_of(setting.weight)
+    solver = setting.solver or layer.solver
+    if (layer.weight, layer.activation, layer.solver) == (setting.weight, activation, solver):
+        return layer
+    reason = f"set by hand: {setting.text}"
+    new = replace(
+        layer, weight=setting.weight, activation=activation, solver=solver, reason=reason, score=None, cost=None,
+        parts=Parts(),
+    )  # fmt: skip
+    # An allocator's plan counts bytes; the count follows the format, the score cannot.
+    return new if layer.cost is None else replace(new, cost=new.nbytes)
+
+
+@cache
+def input_of(weight: Format) -> Format | None:
+    """Returns the input format that belongs to a weight format, as a preset combines them; None where none does."""
+    for recipe in presets().values():
+        if recipe.weight == weight.name and (activation := parse_format(recipe.activation)):
+            return activation
+    return None
+
+
+def _refuse_split_groups(plan: Plan, changes: Mapping[str, Setting]) -> None:
+    """Raises UserError for an edit that splits fusion groups, and names the layers that it left out."""
+    split, left_out = [], []
+    for name, members in plan.groups().items():
+        decided = {(m.weight, m.activation, m.solver if m.weight else "") for m in members}
+        # A group that was split before, in a plan that was read, is reported by `check`, not by this edit.
+        if len(decided) > 1 and any(m.name in changes for m in members):
+            split.append(name)
+            left_out += [m.name for m in members if m.name not in changes] or [m.name for m in members]
+    if not split:
+        return
+    # Blocks of a model repeat: of many names, one for each place in a block is enough.
+    places = list(dict.fromkeys(re.sub(r"\d+", "*", name) for name in left_out))
+    include = ", ".join(left_out if len(left_out) <= len(places) + 4 else places)
+    groups = f"fusion group {split[0]}" if len(split) == 1 else f"{len(split)} fusion groups, {split[0]} first"
+    raise UserError(
+        f"the edit splits {groups}: a runtime merges its members into one matmul. Include {include} too, or pass "
+        f"{option('whole_groups', True)}"
+    )
+
+
+def set_kv_cache(plan: Plan, name: str) -> Plan:
+    """Returns the plan with another format of the KV cache; `keep` or `16bit` for none, UserError for an unknown."""
+    try:
+        return replace(plan, kv_cache=cache_format(name))
+    except ValueError as error:
+        raise UserError(f"{option('kv_cache', name)}: {error}") from None
+
+
+def set_guard_and_observer(plan: Plan, guard: str | None = None, observer: str | None = None) -> Plan:
+    """Returns `plan` with another guard and observer; None leaves the plan's, an empty guard takes it away.
+
+    Raises:
+        ValueError: a guard that cannot be read, or an unknown observer, even if it is the plan's own.
+    """
+    guard = plan.guard if guard is None else guard or None
+    plan = replace(plan, guard=guard, observer=plan.observer if observer is None else observer)
+    check_guard_and_observer(plan)
+    return plan
+
+
+def check_guard_and_observer(plan: Plan) -> None:
+    """Raises ValueError where the plan's guard cannot be read, or no observer has the name."""
+    if plan.guard is not None:
+        Guard.parse(plan.guard)
+    check_observer(plan.observer)
+
+
+def sharers_of(plan: Plan) -> dict[str, str]:
+    """Returns layers whose weight another layer has too, and which."""
+    return {layer.tied_to: layer.name for layer in plan.layers if layer.tied_to is not None}
+
+
+def layer_problem(layer: LayerPlan, sharer: str | None) -> str | None:
+    """Returns why no runtime could store the layer as planned; `sharer` is another layer with the same weight."""
+    if layer.weight is None:
+        return None
+    if len(layer.shape) < 2:
+        return f"{layer.weight} is for matrices; this is {list(layer.shape)}"
+    if sharer is not None:
+        return f"its weight is also that of {sharer}, and is stored once and in 16 bit"
+    as_layer = Layer(layer.name, layer.kind, layer.shape, tied_to=layer.tied_to)
+    return obstacle(as_layer, layer.weight, layer.activation)

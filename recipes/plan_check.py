@@ -1,31 +1,31 @@
-"""Checks a plan against a model and a runtime by shapes, and reports all problems at once.
+"""Checks a plan against a model, a runtime or another plan, by shapes alone, and reports all problems at once.
 
-The layers that a plan is checked against come from `quant.models.configs`, which reads no weight.
+The layers that a plan is checked against come from `quant.models.startup.stored_layers`, which reads no weight.
 """
 
 from __future__ import annotations
 
 import re
-import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from quant.base.errors import UserError, counted, option
 from quant.base.json_files import JsonData, read_json, typed
 from quant.recipes.groups import patterns
-from quant.recipes.layers import Layer, LayerKind
-from quant.recipes.plan import Guard, LayerPlan, Plan
-from quant.recipes.resolve import obstacle
-from quant.recipes.solver_names import check_observer, parse_solver
+from quant.recipes.layers import QUANTIZABLE, Layer, LayerKind
+from quant.recipes.plan import (
+    LayerPlan,
+    Plan,
+    bits_per_weight,
+    check_guard_and_observer,
+    layer_problem,
+    sharers_of,
+)
+from quant.recipes.solver_names import parse_solver
 from quant.recipes.targets import TARGETS, Target
-
-# Warnings that follow from a plan by itself: unknown fusion groups, and weights or inputs that stay in 16 bit.
-#
-# They are separate from `make`, because reading and writing a checkpoint must not import code that decides.
-
 
 NOT_RUN = "a bare state dict cannot be run"
 BY_NAME = "fusion_groups_by_name"
@@ -52,10 +52,7 @@ def fusion_warnings(plan: Plan) -> list[str]:
 
 def coverage_warnings(plan: Plan) -> list[str]:
     """Returns warnings where over half of all weights stay in 16 bit, or inputs do because no run measured them."""
-    return [*_kept_weights(plan), *_kept_inputs(plan)]
-
-
-def _kept_weights(plan: Plan) -> list[str]:
+    warnings = []
     # A tied weight counts once, as it is stored.
     own = [layer for layer in plan.layers if layer.tied_to is None]
     by_reason: dict[str, list[LayerPlan]] = {}
@@ -63,42 +60,32 @@ def _kept_weights(plan: Plan) -> list[str]:
         if layer.weight is None:
             by_reason.setdefault(layer.reason, []).append(layer)
     counts = {reason: sum(layer.numel for layer in layers) for reason, layers in by_reason.items()}
-    total, left = sum(layer.numel for layer in own), sum(counts.values())
+    total, in_16bit = sum(layer.numel for layer in own), sum(counts.values())
     # Less than half in 16 bit is normal: embeddings and heads of small models.
-    if 2 * left <= total:
-        return []
-    most = sorted(by_reason.items(), key=lambda item: -counts[item[0]])[:3]
-    listed = "; ".join(
-        f"{counted(len(layers), 'layer')}, {layers[0].name} first, {counts[reason] / total:.0%}: {reason}"
-        for reason, layers in most
-    )
-    return [f"{left / total:.0%} of the weights stay in 16 bit ({listed})"]
-
-
-def _kept_inputs(plan: Plan) -> list[str]:
+    if 2 * in_16bit > total:
+        most = sorted(by_reason.items(), key=lambda item: -counts[item[0]])[:3]
+        reasons = "; ".join(
+            f"{counted(len(layers), 'layer')}, {layers[0].name} first, {counts[reason] / total:.0%}: {reason}"
+            for reason, layers in most
+        )
+        warnings.append(f"{in_16bit / total:.0%} of the weights stay in 16 bit ({reasons})")
     weight_only = [layer for layer in plan.quantized if layer.activation is None and layer.reason.endswith(NOT_RUN)]
-    if not weight_only:
-        return []
-    return [
-        f"the inputs of {counted(len(weight_only), 'layer')}, {weight_only[0].name} first, stay in 16 bit, and only "
-        f"weights are quantized: {NOT_RUN}; pass a model's directory or {option('model_factory')} to quantize "
-        "inputs too"
-    ]
+    if weight_only:
+        warnings.append(
+            f"the inputs of {counted(len(weight_only), 'layer')}, {weight_only[0].name} first, stay in 16 bit, and "
+            f"only weights are quantized: {NOT_RUN}; pass a model's directory or {option('model_factory')} to "
+            "quantize inputs too"
+        )
+    return warnings
 
 
 @dataclass(frozen=True)
 class Problem(JsonData):
-    """One thing that is wrong.
+    """One thing that is wrong."""
 
-    Attributes:
-        where: a layer, a fusion group, or "plan".
-        what: one sentence on the problem, with the limit.
-        remedy: the way out.
-    """
-
-    where: str
-    what: str
-    remedy: str = ""
+    where: str  # a layer, a fusion group, or "plan"
+    what: str  # one sentence on the problem, with the limit
+    remedy: str = ""  # the way out
 
 
 def read_plan(path: str | Path) -> tuple[Plan, list[Problem]]:
@@ -110,8 +97,14 @@ def read_plan(path: str | Path) -> tuple[Plan, list[Problem]]:
         UserError: no file, no JSON, or no plan at all.
     """
     path = Path(path)
+
+    def with_layers(document: Any) -> dict[str, Any]:
+        fields: dict[str, Any] = typed(dict[str, Any], document, "plan")
+        typed(list[Any], fields.get("layers"), "layers")
+        return fields
+
     try:
-        fields = read_json(path, "a plan", _with_layers)
+        fields = read_json(path, "a plan", with_layers)
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror}") from None
     except ValueError as error:
@@ -137,12 +130,6 @@ def read_plan(path: str | Path) -> tuple[Plan, list[Problem]]:
     return replace(plan, layers=tuple({layer.name: layer for layer in layers}.values())), problems
 
 
-def _with_layers(document: Any) -> dict[str, Any]:
-    fields: dict[str, Any] = typed(dict[str, Any], document, "plan")
-    typed(list[Any], fields.get("layers"), "layers")
-    return fields
-
-
 def validate(plan: Plan, layers: Sequence[Layer] | None = None, target: Target | None = None) -> list[Problem]:
     """Finds every problem that would stop `plan` or make its result wrong, from shapes alone.
 
@@ -152,7 +139,17 @@ def validate(plan: Plan, layers: Sequence[Layer] | None = None, target: Target |
         target: runtime that the result is for.
     """
     problems = _check_model(plan, layers) if layers is not None else []
-    problems += [*_check_layers(plan), *_check_solvers(plan), *_check_groups(plan)]
+    problems += _check_layers(plan)
+    try:
+        check_guard_and_observer(plan)
+    except ValueError as error:
+        problems.append(Problem("plan", str(error)))
+    for layer in plan.quantized:
+        try:
+            parse_solver(layer.solver)
+        except ValueError as error:
+            problems.append(Problem(layer.name, str(error)))
+    problems += _check_groups(plan)
     if target is not None:
         problems += _check_target(plan, target)
     return problems
@@ -164,12 +161,7 @@ def first_problem(plan: Plan, target: str) -> str | None:
 
 
 def refuse(plan: Plan, problems: Sequence[Problem], layers: Sequence[Layer]) -> None:
-    """Raises UserError where `plan` cannot be executed on a model: one line with every problem and every place.
-
-    Args:
-        plan, problems: as `read_plan` gives them.
-        layers: the layers of the model.
-    """
+    """Raises UserError where a plan of `read_plan` cannot be executed on a model: every problem and every place."""
     # A layer whose entry was unreadable is missing from the plan, which is not a second problem.
     unread = {problem.where for problem in problems}
     all_problems = validate(plan, layers, TARGETS.get(plan.target or ""))
@@ -182,10 +174,7 @@ def check_plan_fits(plan: Plan, layers: Sequence[Layer]) -> None:
 
 
 def places_of(problems: Sequence[Problem]) -> dict[tuple[str, str], list[str]]:
-    """Returns all places of each problem, by its sentence and its way out.
-
-    Blocks of a model repeat, and so do their problems: users see each problem once.
-    """
+    """Returns all places of each problem, by its sentence and its way out: blocks repeat, and so do their problems."""
     places: dict[tuple[str, str], list[str]] = {}
     for problem in problems:
         places.setdefault((problem.what, problem.remedy), []).append(problem.where)
@@ -231,10 +220,7 @@ def _check_model(plan: Plan, layers: Sequence[Layer]) -> list[Problem]:
 
 
 def _as_multiplied(layer: Layer | LayerPlan) -> str:
-    """Returns how a weight is read.
-
-    A plan must agree with the model in this, and shapes do not always show it.
-    """
+    """Returns how a weight is read, in which plan and model must agree; shapes do not always show it."""
     what = "a convolution" if layer.kind == LayerKind.CONV else "a matrix"
     return f"{what} stored with its inputs first" if layer.transposed else what
 
@@ -251,47 +237,12 @@ def _check_layers(plan: Plan) -> list[Problem]:
     return problems
 
 
-def _check_solvers(plan: Plan) -> list[Problem]:
-    problems = []
-    try:
-        check_guard_and_observer(plan)
-    except ValueError as error:
-        problems.append(Problem("plan", str(error)))
-    for layer in plan.quantized:
-        try:
-            check_solver(layer.solver)
-        except ValueError as error:
-            problems.append(Problem(layer.name, str(error)))
-    return problems
-
-
-def sharers_of(plan: Plan) -> dict[str, str]:
-    """Returns layers whose weight another layer has too, and which."""
-    return {layer.tied_to: layer.name for layer in plan.layers if layer.tied_to is not None}
-
-
-def layer_problem(layer: LayerPlan, sharer: str | None) -> str | None:
-    """Returns why no runtime could store the layer as planned, or None.
-
-    `sharer` is another layer with the same weight.
-    """
-    if layer.weight is None:
-        return None
-    if len(layer.shape) < 2:
-        return f"{layer.weight} is for matrices; this is {list(layer.shape)}"
-    if sharer is not None:
-        return f"its weight is also that of {sharer}, and is stored once and in 16 bit"
-    as_layer = Layer(layer.name, layer.kind, layer.shape, tied_to=layer.tied_to)
-    return obstacle(as_layer, layer.weight, layer.activation)
-
-
 def _check_groups(plan: Plan) -> list[Problem]:
     return [Problem(name, what, "give its members one: they are fused") for name, what in plan.mixed_groups()]
 
 
 def _check_target(plan: Plan, target: Target) -> list[Problem]:
-    problems: list[Problem] = []
-    followed = _check_fused(plan, target, problems)
+    problems, followed = _check_fused(plan, target)
     # Some runtimes accept a pair of formats only where the whole checkpoint has it (`Pair.mixes`).
     mixed = len({layer.formats for layer in plan.quantized}) > 1
     for layer in plan.quantized:
@@ -303,15 +254,15 @@ def _check_target(plan: Plan, target: Target) -> list[Problem]:
     return problems
 
 
-def _check_fused(plan: Plan, target: Target, problems: list[Problem]) -> set[str]:
-    """Adds siblings that `target` merges and the plan does not; gives the layers that another one follows there."""
+def _check_fused(plan: Plan, target: Target) -> tuple[list[Problem], set[str]]:
+    """Returns problems of siblings that `target` merges, and the layers that another one follows in such a matrix."""
     siblings: dict[tuple[str, tuple[str, ...]], list[LayerPlan]] = {}
     for layer in plan.layers:
         parent, _, last = layer.name.rpartition(".")
         for names in target.fused:
             if last in names and layer.kind == LayerKind.LINEAR:
                 siblings.setdefault((parent, names), []).append(layer)
-    followed: set[str] = set()
+    problems, followed = [], set[str]()
     for (parent, names), members in siblings.items():
         members.sort(key=lambda m: names.index(m.name.rpartition(".")[2]))
         # In the merged matrix the rows of the next member follow, so only the last may end within a tile.
@@ -328,7 +279,7 @@ def _check_fused(plan: Plan, target: Target, problems: list[Problem]) -> set[str
         elif len(members) > 1 and members[0].weight is not None and members[0].weight.is_static:
             what = f"{target.name} merges these, and {members[0].weight} then needs one tensor scale for all"
             problems.append(Problem(where, what, "give them the same `group` in the plan, so that they share it"))
-    return followed
+    return problems, followed
 
 
 def _places(names: Sequence[str], limit: int = 8) -> str:
@@ -339,18 +290,64 @@ def _places(names: Sequence[str], limit: int = 8) -> str:
     return ", ".join(f"{name} ({counted(count, 'layer')})" for name, count in alike.items())
 
 
-def check_solver(name: str) -> None:
-    """Raises ValueError where no solver has that name.
+class Change(NamedTuple):
+    """A layer that differs between two plans; one side is None where only the other plan has it."""
 
-    Importing the registry of solvers takes torch; only a program that has imported it can have added to it.
-    """
-    registry = sys.modules.get("quant.calibration.solvers.registry")
-    (registry.get_solver if registry else parse_solver)(name)
+    name: str
+    before: LayerPlan | None
+    after: LayerPlan | None
+
+    @property
+    def kind(self) -> str:
+        """The change in one word or as two formats; the summary counts changes by it."""
+        if self.before is None or self.after is None:
+            return "added" if self.before is None else "removed"
+        old, new = self.before.formats, self.after.formats
+        if old != new:
+            return f"{old} → {new}"
+        if self.before.solver != self.after.solver:
+            return f"{old}, solver {self.before.solver} → {self.after.solver}"
+        return "shape, group or run-time parts"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns JSON-ready form."""
+        sides = {"before": self.before, "after": self.after}
+        return {
+            "name": self.name,
+            "change": self.kind,
+            **{
+                side: {**layer.to_dict(), "bits": layer.bits_per_weight, "bytes": layer.nbytes} if layer else None
+                for side, layer in sides.items()
+            },
+        }
 
 
-def check_guard_and_observer(plan: Plan) -> None:
-    """Raises ValueError where the plan's guard cannot be read, or no observer has the name."""
-    if plan.guard is not None:
-        Guard.parse(plan.guard)
-    registry = sys.modules.get("quant.calibration.observers")
-    (registry.get_observer if registry else check_observer)(plan.observer)
+def diff(before: Plan, after: Plan) -> list[Change]:
+    """Returns layers whose decision differs, in the order of `after`; reasons, scores and costs do not count."""
+    changes = [
+        Change(layer.name, before.by_name.get(layer.name), layer)
+        for layer in after.layers
+        if layer.name not in before.by_name or _decision(before.by_name[layer.name]) != _decision(layer)
+    ]
+    gone = [Change(layer.name, layer, None) for layer in before.layers if layer.name not in after.by_name]
+    return changes + gone
+
+
+def totals(plan: Plan) -> dict[str, Any]:
+    """Returns the figures of a whole plan, which `diff` compares."""
+    # Embeddings and heads of small models would hide the difference of two plans for the linear layers.
+    own = [layer for layer in plan.layers if layer.kind in QUANTIZABLE]
+    return {
+        "quantized": len(plan.quantized),
+        "effective_bits": plan.effective_bits,
+        "bits_linear": bits_per_weight(own),
+        "bytes": plan.nbytes,
+        **plan.run_time,
+        "guard": plan.guard,
+        "observer": plan.observer,
+    }
+
+
+def _decision(layer: LayerPlan) -> LayerPlan:
+    # The solver of a layer that stays in 16 bit decides nothing.
+    return replace(layer, reason="", score=None, cost=None, solver=layer.solver if layer.weight else "")

@@ -1,33 +1,83 @@
-"""`make_plan` finds a model's layers and its fusion groups, and gives each layer the format that the recipe names.
+"""`make_plan` finds the layers of a model and their fusion groups, and gives each layer the format of the recipe.
 
-No weight is read: a model on the meta device suffices, or the shapes in the header of a state dict.
+No weight is read: a model on the meta device suffices, or the shapes in the header of a state dict. The last of these
+that applies to a layer decides:
+
+    1. the recipe's own weight, activation and solver, for every linear and every fused-expert weight;
+    2. the house rules: embeddings, heads, routers, norms, vision and audio towers and their projectors stay in 16 bit;
+       a tower that holds most of the weights, or has an encoder of texts for a neighbour, is the model and not a tower;
+       so do convolutions, unless they hold most of the weights, and any that no FP8 kernel runs; a router is in no
+       fusion group, because no runtime merges it with the layers that read the same input;
+    3. the recipe's rules, in the order of the file; one with a format for an embedding matches no linear layer;
+    4. `--exclude`, which is a rule too. `--include` is none: it leaves a layer as the rules say, or in 16 bit. But its
+        glob includes layers of a tower, embeddings or heads if it matches only such layers.
+
+A layer whose shape the format does not divide stays in 16 bit whatever the rules say. So does every member of a
+fusion group (layers that read the same input, which runtimes merge into one matmul) when one member must.
 """
 
 from __future__ import annotations
 
 import inspect
+import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
 from quant.base.errors import UserError, counted
-from quant.calibration.placement import without_experts
-from quant.calibration.solvers.registry import get_solver
-from quant.formats.format import cache_format, parse_format
-from quant.recipes.blocks import block_names
+from quant.formats.format import cache_format, is_16bit, parse_format
+from quant.recipes.blocks import block_names, without_experts
 from quant.recipes.callers_model import check_original, unwrapped
-from quant.recipes.groups import Watched, group_experts, group_unseen, patterns, watching, without_group
-from quant.recipes.layers import Layer, LayerKind, find_layers, layers_of_state_dict
+from quant.recipes.groups import Watched, group_experts, group_name, group_unseen, patterns, watching, without_group
+from quant.recipes.layers import (
+    QUANTIZABLE,
+    ROUTER,
+    Layer,
+    LayerKind,
+    find_layers,
+    layers_of_state_dict,
+    obstacle,
+)
 from quant.recipes.module_replacement import other_tensors, run_with
-from quant.recipes.plan import ODD_INPUTS, LayerPlan, Plan
+from quant.recipes.plan import ODD_INPUTS, LayerPlan, Plan, groups_of
 from quant.recipes.plan_check import BY_NAME, NOT_RUN, NOT_SEEN
-from quant.recipes.recipe import KEEP, Recipe, Rule, get_recipe, matched
-from quant.recipes.resolve import resolve
-from quant.recipes.solver_names import solver_of
+from quant.recipes.recipe import KEEP, Recipe, Rule, get_recipe, matched, named_format, no_match
+from quant.recipes.solver_names import parse_solver, solver_of
+
+_KEPT_KINDS = {
+    LayerKind.EMBEDDING: "embedding: a look-up moves few bytes and every token's error would start here",
+    LayerKind.HEAD: "output head: its error goes straight into the logits",
+    LayerKind.NORM: "norm: a vector of negligible size that scales whole channels",
+    LayerKind.OTHER: "not a linear layer",
+    LayerKind.PARAMETER: "no linear layer: its module multiplies by it, or adds it, by itself",
+}
+_FEW_CONVS = "convolution, and linear layers hold most of the weights: transformers and vLLM read it in 16 bit only"
+_NO_FP8_CONV = (
+    "convolution: kept out of FP8 as ModelOpt does, for TensorRT's kernels take 16 channels or more and up to 32 taps; "
+    "int8 takes it"
+)
+_TEXT_ENCODER = "text_model.encoder."  # of CLIP, SigLIP and CLAP; a language model's blocks are not an encoder
+_KEPT_NAMES = {
+    ROUTER: ("*router*", "*.gate", "*.shared_expert_gate"),
+    "vision tower: small compared with the language model and sensitive": ("*vision*", "*visual.*", "*image_encoder*"),
+    "audio tower: small compared with the language model and sensitive": ("*audio_tower*", "*audio_encoder*"),
+    "projector into the language model: small, and text never reaches it": (
+        "*multi_modal_projector*",
+        "*mm_projector*",
+        "*modality_projection*",
+        "*.connector.*",
+        "*.aligner.*",
+        "*.merger.*",
+        "*image_to_text_projection*",
+        "*.embed_audio.*",
+        "*audio_projection*",
+    ),
+}
 
 
 def make_plan(
@@ -79,7 +129,10 @@ def make_plan(
     for layer in plan.layers:
         if lm_head is not None and layer.kind == LayerKind.HEAD and layer.weight is None:
             raise UserError(f"lm_head {lm_head}: {layer.name} stays in 16 bit: {layer.reason}; leave lm_head out")
-    if odd := _unusual_inputs(layers, plan):
+    # Layers whose inputs get a scale for each token and are not [batch, tokens, in].
+    seen = {layer.name for layer in layers if layer.input_dims not in (None, 3)}
+    by_token = [layer for layer in plan.quantized if layer.activation is not None and layer.activation.block == (1, 0)]
+    if odd := [layer.name for layer in by_token if layer.name in seen]:
         record[ODD_INPUTS] = odd
     plan = replace(plan, provenance={**record, **_fusion_record(layers, plan, unknown)})
     if not plan.quantized:
@@ -97,7 +150,7 @@ def _edited_recipe(recipe: str | Recipe, solver: str | None, exclude: Sequence[s
         recipe = replace(recipe, solver=solver, rules=tuple(replace(rule, solver=None) for rule in recipe.rules))
     # Rules may name solvers of their own. An unknown one is refused before the model runs, which may take long.
     for name in {recipe.solver, *(rule.solver for rule in recipe.rules)} - {None}:
-        get_solver(str(name))
+        parse_solver(str(name))
     return recipe.with_rules(*(Rule(glob, KEEP, reason=f"excluded by {glob}") for glob in exclude))
 
 
@@ -106,11 +159,7 @@ def _with_solver_of(
 ) -> tuple[Recipe, dict[str, Any]]:
     """Returns `recipe` with the solver of an effort, and the record of that choice for the provenance.
 
-    Args:
-        effort: the requested effort; a model that does not run has no data for more than effort 1.
-        recipe: a recipe without a solver.
-        layers: the layers of the model.
-        can_run: whether the model is a module, and not a bare state dict.
+    A model that cannot run (a bare state dict) has no data for more than effort 1.
     """
     level = effort if can_run else min(effort, 1)
     # Fused experts as in transformers 5, or one module for each expert as before: `solver_of` treats both alike.
@@ -135,9 +184,7 @@ def _head_rules(layers: Sequence[Layer], lm_head: str) -> list[Rule]:
 def without_data(plan: Plan, reason: str) -> Plan | None:
     """Returns `plan` with the solver of effort 1 where its effort chose one that needs data; None where it chose none.
 
-    Args:
-        plan: the plan as `make_plan` gives it.
-        reason: the reason why there is no data.
+    `reason` says why there is no data.
     """
     chosen = plan.provenance.get("effort")
     if not isinstance(chosen, dict) or chosen["level"] < 2:
@@ -149,45 +196,25 @@ def without_data(plan: Plan, reason: str) -> Plan | None:
     )
 
 
-def _unusual_inputs(layers: Sequence[Layer], plan: Plan) -> list[str]:
-    """Returns layers whose inputs get a scale for each token and are not `[batch, tokens, in]`."""
-    seen = {layer.name: layer.input_dims for layer in layers if layer.input_dims not in (None, 3)}
-    return [
-        layer.name
-        for layer in plan.quantized
-        if layer.name in seen and layer.activation is not None and layer.activation.block == (1, 0)
-    ]
-
-
 def _why_none(plan: Plan, include: Sequence[str]) -> str:
-    """Returns why a recipe kept layers that it may quantize: for layers of --include first, then the most frequent.
-
-    Args:
-        plan: the plan that quantizes nothing.
-        include: globs of the requested layers.
-    """
+    """Returns why a recipe kept layers that it may quantize: for layers of `include` first, then the most frequent."""
     names = matched(include, plan.by_name)
     included = [plan.by_name[name] for name in names]
     never = (LayerKind.NORM, LayerKind.EMBEDDING)
     other_layers = [layer for layer in plan.layers if layer.name not in names and layer.kind not in never]
-    reasons = [(reason, count, part) for part in (included, other_layers) for reason, count in _reasons(part)]
-    listed = "; ".join(
-        f"{counted(count, 'layer')}, {next(layer.name for layer in part if layer.reason == reason)} first: {reason}"
-        for reason, count, part in reasons[:4]
-    )
-    if not any("is not a multiple of" in reason for reason, _, _ in reasons):
+    clauses = [
+        f"{counted(count, 'layer')}, {next(layer.name for layer in layers if layer.reason == reason)} first: {reason}"
+        for layers in (included, other_layers)
+        for reason, count in Counter(layer.reason for layer in layers).most_common()
+    ]
+    listed = "; ".join(clauses[:4])
+    if not any("is not a multiple of" in clause for clause in clauses):
         return listed or "it has neither linear layers nor fused experts"
     return f"{listed}. fp8_channel and int8 take any width, int4_g64 and int4_g32 multiples of 64 and 32"
 
 
-def _reasons(layers: Sequence[LayerPlan]) -> list[tuple[str, int]]:
-    return Counter(layer.reason for layer in layers).most_common()
-
-
 def grouped_layers(model: nn.Module, run: Callable[[nn.Module], Any] | None) -> tuple[list[Layer], str | None]:
     """Returns the layers of a model with their fusion groups, and why those are not known if so.
-
-    `run` as in `make_plan`.
 
     Layers that no run calls get the groups of their siblings, or the groups that their names suggest.
     """
@@ -195,8 +222,10 @@ def grouped_layers(model: nn.Module, run: Callable[[nn.Module], Any] | None) -> 
     seen, obstacle = Watched(), None
     # Without values, some models cannot read what decides how they go on: a plan without weights tries all ways.
     is_outline = any(parameter.is_meta for parameter in model.parameters())
-    # From the cheapest to the most expensive: shapes, then two tokens, then images or sounds of zeros.
-    stand_ins = [] if run and not is_outline else [run_on_meta, _run_on_meta_in_bf16, _run_one_row, _run_stand_in]
+    # From the cheapest to the most expensive: shapes, then two tokens, then images or sounds of zeros. BF16 is the only
+    # dtype that torch's grouped matmul for experts takes on meta.
+    in_bf16 = partial(run_on_meta, dtype=torch.bfloat16)
+    stand_ins = [] if run and not is_outline else [run_on_meta, in_bf16, _run_one_row, _run_stand_in]
     for attempt in [run, *stand_ins] if run else stand_ins:
         try:
             with watching(model, layers) as watched:
@@ -218,10 +247,7 @@ def grouped_layers(model: nn.Module, run: Callable[[nn.Module], Any] | None) -> 
 def _fusion_record(layers: Sequence[Layer], plan: Plan, unknown: str | None) -> dict[str, Any]:
     """Returns the record in a plan's provenance about fusion groups of quantized layers that no run has called.
 
-    Args:
-        layers: the layers of the model.
-        plan: the plan for it.
-        unknown: why nothing has run them to the end, if so.
+    `unknown` says why nothing has run the model to its end, if so.
     """
     quantized = {layer.name: layer.group for layer in plan.quantized}
     named = [quantized[layer.name] for layer in layers if layer.is_named and layer.name in quantized]
@@ -234,13 +260,9 @@ def _fusion_record(layers: Sequence[Layer], plan: Plan, unknown: str | None) -> 
 
 
 def run_on_meta(model: nn.Module, dtype: torch.dtype | None = None) -> None:
-    """Runs a forward pass over shapes alone: no weight is read and no arithmetic done.
+    """Runs a forward pass over shapes alone, parameters in `dtype`: no weight is read and no arithmetic done.
 
     Experts that are in their files are left out: which of them run depends on values.
-
-    Args:
-        model: stays as it is.
-        dtype: the dtype of the parameters; None leaves them their own.
     """
 
     def on_meta(tensor: torch.Tensor) -> torch.Tensor:
@@ -249,11 +271,6 @@ def run_on_meta(model: nn.Module, dtype: torch.dtype | None = None) -> None:
 
     with without_experts(model, block_names(model)):
         run_with(model, other_tensors(model, on_meta), torch.zeros(1, 2, dtype=torch.long, device="meta"))
-
-
-def _run_on_meta_in_bf16(model: nn.Module) -> None:
-    """Runs the same pass in BF16, the only dtype that torch's grouped matmul for experts takes on meta."""
-    run_on_meta(model, torch.bfloat16)
 
 
 def _run_stand_in(model: nn.Module) -> None:
@@ -285,15 +302,7 @@ def _run_one_row(model: nn.Module) -> None:
 
 
 def kv_cache_name(name: str, option: str) -> str:
-    """Returns a format of the KV cache as recipes spell it.
-
-    Args:
-        name: the name as the user writes it, who may call 16 bit `16bit`.
-        option: the name of the option, for the error message.
-
-    Raises:
-        UserError: an unknown format.
-    """
+    """Returns a format of the KV cache as recipes spell it; UserError, which begins with `option`, for an unknown."""
     try:
         format = cache_format(name)
     except ValueError:
@@ -301,3 +310,187 @@ def kv_cache_name(name: str, option: str) -> str:
             f"{option} {name}: unknown format of a KV cache; checkpoints hold it in fp8, fp8_head, or in 16bit"
         ) from None
     return format.name if format else KEEP
+
+
+def resolve(layers: Sequence[Layer], recipe: Recipe, *, only: Sequence[str] = ()) -> Plan:
+    """Applies `recipe` to the layers of a model; with globs in `only`, a layer that matches none stays in 16 bit.
+
+    Raises:
+        ValueError: a glob matches no layer, or rules give members of one fusion group different formats.
+    """
+    names = [layer.name for layer in layers]
+    globs = {glob: matched(glob, names).keys() for glob in (*(rule.match for rule in recipe.rules), *only)}
+    for glob, its_names in globs.items():
+        if not its_names:
+            raise ValueError(no_match(glob, names))
+    included = {glob: globs[glob] for glob in only}
+    house = {**_kept_convs(layers, recipe, included.values()), **_house_rules(layers, included.values())}
+    quantizable = {layer.name for layer in layers if layer.kind in QUANTIZABLE}
+    # A rule whose glob matches a quantizable layer is broad: it does not mean the embeddings that it also matches.
+    broad = {glob for glob, its_names in globs.items() if its_names & quantizable}
+    choices = [_choice(layer, recipe, globs, included, broad, house) for layer in layers]
+    # Order matters: a shared weight that stays in 16 bit, and a router that leaves its group, decide which groups are
+    # still whole.
+    planned = _keep_shared([_plan_layer(layer, choice, recipe) for layer, choice in zip(layers, choices, strict=True)])
+    planned = _keep_whole_groups(_without_routers(planned))
+    plan = Plan(
+        layers=tuple(planned),
+        kv_cache=named_format(recipe.kv_cache, recipe.name, cache_format),
+        attention=named_format(recipe.attention, recipe.name),
+        guard=recipe.guard or None,
+        observer=recipe.observer,
+    )
+    plan.check_groups()
+    return plan
+
+
+def _house_rules(layers: Sequence[Layer], included: Iterable[Set[str]]) -> dict[str, str]:
+    """Returns the reasons for layers that their names keep in 16 bit, by layer name.
+
+    A tower is small compared with the language model, or it is the model: CLIP pairs it with an encoder of texts. A
+    glob of `--include` that matches only the tower's layers includes them; `included` has the names that each matches.
+    """
+    is_pair = any(_TEXT_ENCODER in layer.name for layer in layers)
+    reasons: dict[str, str] = {}
+    sizes = {layer.name: math.prod(layer.shape) for layer in layers if layer.kind in QUANTIZABLE}
+    for reason, globs in _KEPT_NAMES.items():
+        inside = set(matched(globs, [layer.name for layer in layers]))
+        # A router stays in 16 bit whatever its share of the weights; towers, only where they are the smaller part.
+        if reason != ROUTER:
+            if is_pair or 2 * sum(size for name, size in sizes.items() if name in inside) > sum(sizes.values()):
+                continue
+            requested = [names & sizes.keys() for names in included]
+            inside = inside.difference(*(names for names in requested if names <= inside))
+        reasons |= dict.fromkeys(inside, reason)
+    return reasons
+
+
+def _kept_convs(layers: Sequence[Layer], recipe: Recipe, included: Iterable[Set[str]]) -> dict[str, str]:
+    """Returns the reasons for convolutions that stay in 16 bit, by layer name.
+
+    `--include` with a glob that matches only convolutions quantizes them nevertheless. ModelOpt quantizes every
+    convolution to INT8, the first one too. To FP8 it quantizes convolutions that TensorRT has a kernel for (its
+    `onnx/quantization/fp8.py`), and so leaves out first convolutions and depthwise ones.
+    """
+    # Shares of the weights decide what a model is: a network of convolutions, or one with a convolution in front.
+    sizes = {layer.name: math.prod(layer.shape) for layer in layers if layer.kind in QUANTIZABLE}
+    convs = {layer.name: layer for layer in layers if layer.kind == LayerKind.CONV}
+    its_names = [names & sizes.keys() for names in included]
+    requested = set[str]().union(*(names for names in its_names if names <= convs.keys()))
+    if 2 * sum(sizes[name] for name in convs) < sum(sizes.values()):
+        return {name: _FEW_CONVS for name in convs if name not in requested}
+    weight, activation = named_format(recipe.weight, recipe.name), named_format(recipe.activation, recipe.name)
+    if weight is None or activation is None or weight.element.bits != 8 or weight.element.is_integer:
+        return {}
+
+    def has_fp8_kernel(conv: Layer) -> bool:
+        out, inputs, *kernel = conv.shape
+        return min(out, inputs) >= 16 and out % 16 == inputs % 16 and math.prod(kernel) <= 32
+
+    return {name: _NO_FP8_CONV for name, conv in convs.items() if name not in requested and not has_fp8_kernel(conv)}
+
+
+def _choice(
+    layer: Layer,
+    recipe: Recipe,
+    globs: Mapping[str, Set[str]],
+    included: Mapping[str, Set[str]],
+    broad: Set[str],
+    house: Mapping[str, str],
+) -> Rule:
+    """Returns the formats, the solver and the reason that the recipe has for a layer, whose shape does not count yet.
+
+    `globs` are the names that each glob matches, `included` only of the globs of `--include`, `broad` the globs that
+    match quantizable layers, and `house` the reasons for layers that the house rules keep in 16 bit.
+    """
+    choice = Rule("*", recipe.weight, recipe.activation, recipe.solver, f"recipe {recipe.name}")
+    by = [glob for glob, names in included.items() if layer.name in names]
+    included_by = next((glob for glob in by if glob not in broad), None)
+    if layer.kind in (LayerKind.EMBEDDING, LayerKind.HEAD) and included_by is not None:
+        choice = replace(choice, reason=f"included by {included_by}")
+    elif layer.kind not in QUANTIZABLE:
+        choice = Rule("*", KEEP, KEEP, recipe.solver, _KEPT_KINDS[layer.kind])
+    if (kept_reason := layer.kept or house.get(layer.name)) is not None:
+        choice = Rule("*", KEEP, KEEP, recipe.solver, kept_reason)
+    for rule in recipe.rules:
+        # An embedding is quantized only by a rule of its own, never as one of many that a glob happens to match.
+        meant = layer.kind != LayerKind.EMBEDDING or rule.match not in broad or is_16bit(rule.weight)
+        if meant and layer.name in globs[rule.match]:
+            choice = _override(choice, rule, recipe)
+    if included and not by and not is_16bit(choice.weight):
+        choice = Rule("*", KEEP, KEEP, choice.solver, "matches no glob of include")
+    return choice
+
+
+def _plan_layer(layer: Layer, choice: Rule, recipe: Recipe) -> LayerPlan:
+    """Returns the plan of a layer, in 16 bit where the chosen format does not fit it."""
+    weight, activation = named_format(choice.weight, recipe.name), named_format(choice.activation, recipe.name)
+    if layer.kind == LayerKind.EMBEDDING:
+        activation = None  # its input is a number of a row
+    reason = choice.reason or ""
+    if weight is not None and (refusal := obstacle(layer, weight, activation)):
+        weight, reason = None, refusal
+    return LayerPlan(
+        name=layer.name,
+        kind=layer.kind,
+        shape=layer.shape,
+        weight=weight,
+        activation=activation if weight is not None else None,
+        solver=choice.solver or recipe.solver or "rtn",
+        reason=reason,
+        group=layer.group,
+        tied_to=layer.tied_to,
+        transposed=layer.transposed,
+    )
+
+
+def _override(choice: Rule, rule: Rule, recipe: Recipe) -> Rule:
+    weight = rule.weight or choice.weight
+    if rule.weight is not None and is_16bit(rule.weight):
+        activation = KEEP
+    elif rule.activation is None and is_16bit(choice.weight):
+        # A layer brought back from 16 bit takes the recipe's activation format again.
+        activation = recipe.activation
+    else:
+        activation = rule.activation or choice.activation or KEEP
+    return Rule(rule.match, weight, activation, rule.solver or choice.solver, rule.reason or f"rule {rule.match!r}")
+
+
+def _keep_shared(layers: list[LayerPlan]) -> list[LayerPlan]:
+    """Leaves weights that another layer shares in 16 bit: the two could not be stored once and read twice."""
+    # `tied_to` names the owner; here the owner looks up a sharer.
+    sharers = {layer.tied_to: layer.name for layer in layers if layer.tied_to is not None}
+    return [
+        replace(layer, weight=None, activation=None, reason=f"its weight is also that of {sharer}")
+        if layer.weight is not None and (sharer := sharers.get(layer.name))
+        else layer
+        for layer in layers
+    ]
+
+
+def _without_routers(layers: list[LayerPlan]) -> list[LayerPlan]:
+    """Takes routers out of their fusion groups: they share the input of experts, but no runtime merges them."""
+    renamed = {}
+    for name, members in groups_of(layers).items():
+        # Routers are known by their reason: their kind is the same as any linear layer's.
+        left = [member.name for member in members if member.weight is not None or member.reason != ROUTER]
+        if len(left) < len(members):
+            renamed[name] = {member: group_name(left) if len(left) > 1 else None for member in left}
+    return [
+        replace(layer, group=renamed[layer.group].get(layer.name)) if layer.group in renamed else layer
+        for layer in layers
+    ]
+
+
+def _keep_whole_groups(layers: list[LayerPlan]) -> list[LayerPlan]:
+    """Gives the members of a fusion group one format: where one was kept for its shape, all are."""
+    groups = groups_of(layers)
+
+    def whole(layer: LayerPlan) -> LayerPlan:
+        kept_member = next((m for m in groups[layer.group or layer.name] if m.weight is None), None)
+        if layer.weight is None or kept_member is None:
+            return layer
+        reason = f"fused with {kept_member.name}, which stays in 16 bit ({kept_member.reason})"
+        return replace(layer, weight=None, activation=None, reason=reason)
+
+    return [whole(layer) for layer in layers]

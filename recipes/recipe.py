@@ -1,4 +1,4 @@
-"""A `Recipe` is an ordered list of rules that `quant.recipes.resolve` turns into a plan for every layer.
+"""A `Recipe` is an ordered list of rules that `quant.recipes.plan_make` turns into a plan for every layer.
 
 It gives the defaults of all layers (`weight`, `activation`, `solver`), and then lists exceptions. Rules are globs over
 layer names, tried in order, and the last one that matches wins. The recipes that ship with the package are presets, a
@@ -52,7 +52,7 @@ class Recipe:
         name: the name as the plan's reasons spell it.
         weight: weight format name, or "keep".
         activation: activation format name, or "keep".
-        solver: key of `SOLVERS`, or several joined by "+"; None leaves it to the effort, see `quant.recipes.solver_names`.
+        solver: key of `SOLVERS`, or several joined by "+"; None leaves it to the effort.
         kv_cache: KV-cache format name, or "keep".
         attention: attention format name, or "keep".
         guard: "LIMIT FORMAT …": a layer whose relative output error exceeds the limit gets the next format.
@@ -78,11 +78,7 @@ class Recipe:
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any], where: str = "recipe") -> Recipe:
-        """Returns a recipe from parsed TOML.
-
-        Raises:
-            ValueError: unknown key or format (the message lists the known ones), or a value that is not a string.
-        """
+        """Returns a recipe from parsed TOML; ValueError for an unknown key or format, or a value that is no string."""
         _check_keys(fields, cls, where)
         rules = []
         if not isinstance(fields.get("rules", []), list):
@@ -125,15 +121,11 @@ class Recipe:
 
 
 def matched(globs: str | Iterable[str], names: Collection[str]) -> dict[str, None]:
-    """Returns the names that a glob matches, in their order and without values: a set that keeps the order.
+    """Returns the names that one of the globs matches, in their order and without values: a set that keeps the order.
 
     This is the one meaning of globs: in recipes, plans, budgets, low-precision training and prediction heads. A glob is
     over whole names and case-sensitive, and `*` crosses dots. One that is the exact name of a layer means that layer
     alone: as a glob, `heads[0]` would match `heads0`, and not the layer of that name.
-
-    Args:
-        globs: a glob, or several, of which one has to match.
-        names: the names of all layers that the user may mean.
     """
     globs = [globs] if isinstance(globs, str) else list(globs)
     ordered = dict.fromkeys(names)
@@ -160,11 +152,7 @@ def presets() -> dict[str, Recipe]:
 
 
 def get_recipe(name: str) -> Recipe:
-    """Returns the recipe of a name as in `find_preset`, or of a file whose name ends in `.toml`.
-
-    Raises:
-        ValueError: unknown name, the message lists the known ones; or a file that cannot be read.
-    """
+    """Returns the recipe of a name as in `find_preset`, or of a `.toml` file; ValueError for an unknown name."""
     if name.endswith(".toml"):
         return Recipe.load(name)
     stem, plus, branch = name.partition("+")
@@ -187,12 +175,8 @@ FURTHER_NAMES = ", any of them with a16 at its end, or WEIGHT@INPUT such as nvfp
 def find_preset(name: str) -> Recipe | None:
     """Returns the formats of weights and inputs that a name stands for; None for an unknown one.
 
-    Args:
-        name: a preset; `PRESETa16` such as fp8a16, which leaves its inputs in 16 bit; or `WEIGHT@INPUT` such as
-            nvfp4@fp8 and fp8@16bit.
-
-    Raises:
-        ValueError: an unknown format before or after `@`.
+    A name is a preset; `PRESETa16` such as fp8a16, which leaves its inputs in 16 bit; or `WEIGHT@INPUT` such as
+    nvfp4@fp8 and fp8@16bit, of which an unknown format is a ValueError.
     """
     weight, at, activation = name.partition("@")
     if at:
@@ -209,11 +193,7 @@ def find_preset(name: str) -> Recipe | None:
 def named_format(
     name: str | None, where: str, parse: Callable[[str | None], Format | None] = parse_format
 ) -> Format | None:
-    """Returns the format of a name in the recipe `where`, which errors name; None for 16 bit.
-
-    Raises:
-        ValueError: a name that `parse` does not know.
-    """
+    """Returns the format of a name in the recipe `where`, which the ValueError for an unknown name begins with."""
     try:
         return parse(name)
     except ValueError as error:

@@ -2,84 +2,28 @@
 
     scaling + rotation + lowrank + rounding + autoround        awq+gptq, rotation:64+gptq, awq+lowrank:16+gptq
 
-A name lists the parts, each with a number if it takes one; `calibration.solvers.solver` implements them. `:merge` after
-a scaling or a rotation leaves it out where no neighbouring module can absorb it; `rotation:learned` is a merged
-rotation of the residual stream that is learned from calibration data. Plans hold names, so a plan can be checked
-without importing a solver.
+A name lists the parts, each with a number if it takes one; `calibration.solvers` implements them. `:merge` after a
+scaling or a rotation leaves it out where no neighbouring module can absorb it; `rotation:learned` is a merged rotation
+of the residual stream that is learned from calibration data. Plans hold names, so a plan can be checked without
+importing a solver.
+
+An effort is a number from 0 to 3 that selects a solver, for users who do not want to choose one. A solver that a
+recipe, a plan or the user names goes before it.
+
+    0   rounds to nearest: seconds
+    1   searches the scales of blocks by their squared error: no data
+    2   solves each layer on calibration text by second-order rounding, and scales 4-bit inputs before
+    3   rounds for the loss of the whole model instead, by the gradients at the outputs of layers, and scales inputs
+        wherever they are rounded
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import cache
+from typing import NamedTuple
 
 from quant.base.errors import did_you_mean, known_names
 from quant.formats.format import get_format, is_16bit
-
-# An effort is a number from 0 to 3 that selects a solver, for users who do not want to choose one.
-#
-#     0   rounds to nearest: seconds
-#     1   searches the scales of blocks by their squared error: no data
-#     2   solves each layer on calibration text by second-order rounding, and scales 4-bit inputs before
-#     3   rounds for the loss of the whole model instead, by the gradients at the outputs of layers, and scales inputs
-#         wherever they are rounded
-#
-# A solver that a recipe, a plan or `--solver` names goes before it.
-
-
-EFFORTS = (0, 1, 2, 3)
-DEFAULT_EFFORT = 2
-"""The effort of `quantize` where nothing names a solver or an effort, and no budget chooses formats."""
-
-_ROWS = 32
-# Parameters of a model below which rows cost so little time and memory that it gets four times as many.
-_SMALL = 1_000_000_000
-
-
-def rows_of(solver: str, *, on_gpu: bool, parameters: int | None = None) -> int:
-    """Returns how many rows of the default text a solver gets: 32; on a GPU up to 128 for `gptq`, 512 for `kfac`.
-
-    In NVFP4, SmolLM2's weights lose 10 % less by `gptq` on 128 rows than on 32. By `kfac` they lose 8 % less on 128
-    rows than on 32, and 6 % less on 512 than on 128. On a CPU, where each row takes seconds, that is not worth the
-    time. Inputs of a block are kept for all rows, which takes gigabytes with large models.
-
-    Args:
-        solver: the solver; empty for none.
-        on_gpu: whether a GPU does the work.
-        parameters: the size of the model; None counts as large.
-    """
-    parts = solver.split("+")
-    if not on_gpu or not {"gptq", "kfac"} & set(parts):
-        return _ROWS
-    rows = 4 * _ROWS if "kfac" in parts else _ROWS
-    return 4 * rows if parameters is not None and parameters < _SMALL else rows
-
-
-def solver_of(effort: int, activation: str, *, experts: bool = False) -> str:
-    """Returns the solver that an effort stands for.
-
-    Args:
-        effort: a number from 0 to 3.
-        activation: format of inputs, "keep" for 16 bit.
-        experts: whether the model has experts. To find where scales can go, a block is copied in float64, which is too
-            large with hundreds of them.
-
-    Raises:
-        ValueError: the effort is unknown.
-    """
-    if effort not in EFFORTS:
-        raise ValueError(f"effort {effort!r}: expected a whole number from 0 to 3")
-    if effort < 2:
-        return ("rtn", "mse")[effort]
-    scaling = "" if experts else "awq:merge+"
-    if effort == 2:
-        # Scaling moves magnitude from inputs to weights, which pays where inputs have the coarser grid; 8-bit inputs
-        # lose little.
-        four_bits = not is_16bit(activation) and get_format(activation).element.bits == 4
-        return f"{scaling if four_bits else ''}gptq"
-    # Neither merged rotations nor learned rounding of finished blocks (AutoRound) gained as much, at minutes on a GPU.
-    return f"{'' if is_16bit(activation) else scaling}kfac"
-
 
 METHODS = {
     "rtn": "rounds to nearest, scales from the largest magnitude of each block",
@@ -99,64 +43,53 @@ METHODS = {
     "lowrank": "a low-rank branch in 16 bit in parallel to the weight, as in SVDQuant",
     "autoround": "learns rounding and scales of a finished block, for the block's output",
 }
-"""The method of each part in one line, which `quant solvers` shows."""
+"""The method of each part in one line, which `quant solvers` shows; `calibration.solvers` has a solver of each name."""
 TRANSFORMS = ("awq", "smoothquant")
 # Steps that take a number, with its default: largest block, rank, optimizer steps.
 STEPS = {"rotation": 128, "lowrank": 32, "autoround": 200}
 ROUNDINGS = tuple(name for name in METHODS if name not in (*TRANSFORMS, *STEPS))
+_DATA_FREE = {"rtn", "mse", "four_over_six", "ocp", "even", "modelopt", "compressed_tensors"}
 MERGE, LEARNED = "merge", "learned"
 OBSERVERS = ("absmax", "percentile", "mse", "entropy")
 DEFAULT_OBSERVER = "absmax"
 """Static activation scales from the largest magnitude that calibration has seen."""
 
 
-@dataclass(frozen=True)
-class SolverSpec:
-    """A solver's name, taken apart.
+class SolverSpec(NamedTuple):
+    """A solver's name, taken apart."""
 
-    Attributes:
-        name: the name as recipes and `--solver` spell it.
-        transforms: keys of the input scalings, in order.
-        rotation: largest block of a rotation at run time; 0 for none.
-        merged: the scalings, or "rotation", that are left out where no module around can absorb them.
-        rank: the rank of the 16-bit branch; 0 for none.
-        rounding: key of the solver that gives codes and scales.
-        autoround: optimizer steps of the block-wise reconstruction; 0 for none.
-        learns_rotation: whether the rotation of the residual stream is learned; else it is of Hadamard blocks.
-    """
-
-    name: str
-    transforms: tuple[str, ...]
-    rotation: int
-    merged: frozenset[str]
-    rank: int
-    rounding: str
-    autoround: int
-    learns_rotation: bool = False
+    name: str  # as recipes and commands spell it
+    transforms: tuple[str, ...]  # keys of the input scalings, in order
+    rotation: int  # largest block of a rotation at run time; 0 for none
+    merged: frozenset[str]  # the scalings, or "rotation", that are left out where no module around can absorb them
+    rank: int  # of the 16-bit branch; 0 for none
+    rounding: str  # key of the solver that gives codes and scales
+    autoround: int  # optimizer steps of the block-wise reconstruction; 0 for none
+    learns_rotation: bool  # whether the rotation of the residual stream is learned; else it is of Hadamard blocks
 
     @property
     def merges_rotations(self) -> bool:
         """Whether rotations are merged into the modules around, before anything else."""
         return "rotation" in self.merged
 
+    @property
+    def needs_data(self) -> bool:
+        """Whether it works from calibration inputs."""
+        parts = self.transforms or self.rotation or self.merged or self.rank or self.autoround
+        return bool(parts) or self.rounding not in _DATA_FREE
+
 
 @cache
-def parse_solver(
-    name: str, roundings: tuple[str, ...] = ROUNDINGS, transforms: tuple[str, ...] = TRANSFORMS
-) -> SolverSpec:
+def parse_solver(name: str) -> SolverSpec:
     """Returns the parts of a solver's name. Each name is parsed once in a process.
-
-    Args:
-        name: the name as recipes and `--solver` spell it.
-        roundings, transforms: the known parts of these kinds.
 
     Raises:
         ValueError: an unknown part, a part out of order, or a number that a part does not take; the message lists the
             known ones.
     """
     # The order of parts in a name. Parts of the same order may follow each other, except two roundings.
-    order = {**dict.fromkeys(transforms, 0), "rotation": 1, "lowrank": 2, **dict.fromkeys(roundings, 3), "autoround": 4}
-    merging = {*transforms, "rotation"}
+    order = {**dict.fromkeys(TRANSFORMS, 0), "rotation": 1, "lowrank": 2, **dict.fromkeys(ROUNDINGS, 3), "autoround": 4}
+    merging = {*TRANSFORMS, "rotation"}
     numbers: dict[str, int] = {}
     merged: set[str] = set()
     last = 0
@@ -164,8 +97,8 @@ def parse_solver(
         key, _, number = part.partition(":")
         if key not in order:
             raise ValueError(
-                f"unknown solver {key!r}; known solvers: {', '.join(roundings)}; joined to them by '+', before: "
-                f"{', '.join(f'{transform}[:{MERGE}]' for transform in transforms)}, rotation[:block], "
+                f"unknown solver {key!r}; known solvers: {', '.join(ROUNDINGS)}; joined to them by '+', before: "
+                f"{', '.join(f'{transform}[:{MERGE}]' for transform in TRANSFORMS)}, rotation[:block], "
                 f"rotation:{MERGE} or rotation:{LEARNED}, lowrank[:rank]; after: autoround[:steps]"
                 f"{did_you_mean(key, order)}"
             )
@@ -183,11 +116,11 @@ def parse_solver(
     implied = "gptq" if numbers.keys() & STEPS.keys() else "mse"
     return SolverSpec(
         name,
-        transforms=tuple(key for key in numbers if key in transforms),
+        transforms=tuple(key for key in numbers if key in TRANSFORMS),
         rotation=numbers.get("rotation", 0),
         merged=frozenset(merged),
         rank=numbers.get("lowrank", 0),
-        rounding=next((key for key in numbers if key in roundings), implied),
+        rounding=next((key for key in numbers if key in ROUNDINGS), implied),
         autoround=numbers.get("autoround", 0),
         learns_rotation=f"rotation:{LEARNED}" in name.split("+"),
     )
@@ -209,3 +142,47 @@ def with_branch(name: str, rank: int) -> str:
     parts = [part for part in name.split("+") if part.partition(":")[0] not in ("lowrank", spec.rounding, "autoround")]
     after = [part for part in name.split("+") if part.partition(":")[0] == "autoround"]
     return "+".join([*parts, f"lowrank:{rank}", spec.rounding, *after])
+
+
+EFFORTS = (0, 1, 2, 3)
+DEFAULT_EFFORT = 2
+"""The effort of `quantize` where nothing names a solver or an effort, and no budget chooses formats."""
+
+_ROWS = 32
+# Parameters of a model below which rows cost so little time and memory that it gets four times as many.
+_SMALL = 1_000_000_000
+
+
+def rows_of(solver: str, *, on_gpu: bool, parameters: int | None = None) -> int:
+    """Returns how many rows of the default text a solver gets: 32; on a GPU up to 128 for `gptq`, 512 for `kfac`.
+
+    In NVFP4, SmolLM2's weights lose 10 % less by `gptq` on 128 rows than on 32. By `kfac` they lose 8 % less on 128
+    rows than on 32, and 6 % less on 512 than on 128. On a CPU, where each row takes seconds, that is not worth the
+    time. Inputs of a block are kept for all rows, which takes gigabytes with large models. A model of an unknown number
+    of `parameters` counts as large.
+    """
+    parts = solver.split("+")
+    if not on_gpu or not {"gptq", "kfac"} & set(parts):
+        return _ROWS
+    rows = 4 * _ROWS if "kfac" in parts else _ROWS
+    return 4 * rows if parameters is not None and parameters < _SMALL else rows
+
+
+def solver_of(effort: int, activation: str, *, experts: bool = False) -> str:
+    """Returns the solver that an effort, from 0 to 3, stands for; `activation` is the format of inputs.
+
+    A model with `experts` gets no scaling: to find where scales can go, a block is copied in float64, which is too
+    large with hundreds of them.
+    """
+    if effort not in EFFORTS:
+        raise ValueError(f"effort {effort!r}: expected a whole number from 0 to 3")
+    if effort < 2:
+        return ("rtn", "mse")[effort]
+    scaling = "" if experts else "awq:merge+"
+    if effort == 2:
+        # Scaling moves magnitude from inputs to weights, which pays where inputs have the coarser grid; 8-bit inputs
+        # lose little.
+        four_bits = not is_16bit(activation) and get_format(activation).element.bits == 4
+        return f"{scaling if four_bits else ''}gptq"
+    # Neither merged rotations nor learned rounding of finished blocks (AutoRound) gained as much, at minutes on a GPU.
+    return f"{'' if is_16bit(activation) else scaling}kfac"

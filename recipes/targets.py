@@ -26,29 +26,17 @@ NATIVE, STORAGE = "native", "storage"
 
 @dataclass(frozen=True)
 class Pair:
-    """A weight format and an input format that a runtime accepts together.
-
-    Attributes:
-        weight: weight format by name.
-        activation: input format by name; None for 16 bit.
-        runs: `NATIVE` or `STORAGE`.
-        note: the hardware it needs, or its purpose.
-        kinds: kinds of layer that it is accepted for.
-        merged_rows: where matrices are merged into one, `out` of each but the last must be a multiple of this.
-        rows: `out` of every matrix must be a multiple of this.
-        mixes: whether other layers may have other formats.
-        source: file or function of the runtime that accepts it; empty for the target's own.
-    """
+    """A weight format and an input format, by name, that a runtime accepts together."""
 
     weight: str
-    activation: str | None
-    runs: str = NATIVE
-    note: str = ""
+    activation: str | None  # None for 16 bit
+    runs: str = NATIVE  # or STORAGE
+    note: str = ""  # the hardware it needs, or its purpose
     kinds: tuple[LayerKind, ...] = (LayerKind.LINEAR, LayerKind.EXPERTS)
-    merged_rows: int = 1
-    rows: int = 1
-    mixes: bool = True
-    source: str = ""
+    merged_rows: int = 1  # where matrices are merged into one, `out` of each but the last must be a multiple of this
+    rows: int = 1  # `out` of every matrix must be a multiple of this
+    mixes: bool = True  # other layers may have other formats
+    source: str = ""  # file or function of the runtime that accepts it; empty for the target's own
 
     def __str__(self) -> str:
         return _name(self.weight, self.activation)
@@ -60,29 +48,17 @@ def _name(weight: object, activation: object) -> str:
 
 @dataclass(frozen=True)
 class Target:
-    """A runtime.
+    """A runtime, and the pairs of formats that it accepts."""
 
-    Attributes:
-        name: key in `TARGETS`.
-        description: one line.
-        pairs: the pairs of formats that it accepts.
-        kv_cache: formats of the KV cache by name, besides 16 bit.
-        fused: names of sibling layers that it merges into one matmul, whose formats must agree.
-        parts: run-time parts that it can execute, of "pre_scale", "hadamard", "rank".
-        source: the origin of the table.
-        refused: why it stops at a pair or a weight format, by name, and where in its source.
-        misread: the wrong reading that it silently gives a pair, by name, and where in its source.
-    """
-
-    name: str
+    name: str  # key in `TARGETS`
     description: str
     pairs: tuple[Pair, ...]
-    kv_cache: tuple[str, ...] = ()
-    fused: tuple[tuple[str, ...], ...] = ()
-    parts: tuple[str, ...] = ()
-    source: str = ""
-    refused: Mapping[str, str] = field(default_factory=dict)
-    misread: Mapping[str, str] = field(default_factory=dict)
+    kv_cache: tuple[str, ...] = ()  # formats of the KV cache by name, besides 16 bit
+    fused: tuple[tuple[str, ...], ...] = ()  # siblings that it merges into one matmul, whose formats must agree
+    parts: tuple[str, ...] = ()  # run-time parts that it can execute, of "pre_scale", "hadamard", "rank"
+    source: str = ""  # the origin of the table
+    refused: Mapping[str, str] = field(default_factory=dict)  # why it stops at a pair or a weight format, by name
+    misread: Mapping[str, str] = field(default_factory=dict)  # the wrong reading that it silently gives a pair, by name
 
     def pair(self, weight: Format, activation: Format | None) -> Pair | None:
         """Returns the entry for two formats, if the runtime accepts them together."""
@@ -90,10 +66,7 @@ class Target:
         return next((pair for pair in self.pairs if (pair.weight, pair.activation) == names), None)
 
     def why_not(self, layer: LayerPlan) -> str | None:
-        """Returns why the runtime is known to stop at a layer's formats, or to take them for others.
-
-        None if it is not.
-        """
+        """Returns why the runtime is known to stop at a layer's formats, or to take them for others."""
         # A pair is more specific than its weight format, so it is looked up first.
         reasons = {**self.refused, **self.misread}
         return reasons.get(_name(layer.weight, layer.activation)) or reasons.get(str(layer.weight))
@@ -101,22 +74,14 @@ class Target:
     def problems(self, layer: LayerPlan, *, merged: bool = False, mixed: bool = False) -> list[str]:
         """Returns why the runtime cannot run `layer` as planned, one clause each; none if it can.
 
-        Args:
-            layer: one entry of a plan.
-            merged: whether the rows of another weight follow its own in one merged matrix.
-            mixed: whether other layers have other formats.
+        `merged` says whether the rows of another weight follow its own in one matrix, `mixed` whether other layers have
+        other formats.
         """
         if layer.weight is None:
             return []
         pair = self.pair(layer.weight, layer.activation)
         if pair is None:
-            refusal = self.why_not(layer)
-            name = _name(layer.weight, layer.activation)
-            return [
-                f"{self.name} cannot run {name}: {refusal}"
-                if refusal
-                else self._no_pair(layer.weight, layer.activation)
-            ]
+            return [self._no_pair(layer)]
         clauses = []
         rows = layer.matrix[-2]
         if mixed and not pair.mixes:
@@ -137,12 +102,16 @@ class Target:
             f"{self.name} has nothing to run {what} with" for part, what in _PARTS.items() if part in beyond
         ]
 
-    def _no_pair(self, weight: Format, activation: Format | None) -> str:
-        inputs = [pair.activation or "16bit" for pair in self.pairs if pair.weight == weight.name]
+    def _no_pair(self, layer: LayerPlan) -> str:
+        if refusal := self.why_not(layer):
+            return f"{self.name} cannot run {_name(layer.weight, layer.activation)}: {refusal}"
+        inputs = [pair.activation or "16bit" for pair in self.pairs if pair.weight == str(layer.weight)]
         if inputs:
-            planned = activation.name if activation else "16bit"
-            return f"{self.name} takes {weight} weights with inputs in {' or '.join(inputs)}, not in {planned}"
-        return f"{self.name} has no {weight}; it has {', '.join(dict.fromkeys(pair.weight for pair in self.pairs))}"
+            planned = layer.activation.name if layer.activation else "16bit"
+            return f"{self.name} takes {layer.weight} weights with inputs in {' or '.join(inputs)}, not in {planned}"
+        return (
+            f"{self.name} has no {layer.weight}; it has {', '.join(dict.fromkeys(pair.weight for pair in self.pairs))}"
+        )
 
     def kv_cache_problem(self, format: Format | None) -> str | None:
         """Returns why the runtime cannot keep its KV cache in `format`, or None."""
@@ -388,11 +357,7 @@ TARGETS: dict[str, Target] = {target.name: target for target in _ALL}
 
 
 def get_target(name: str) -> Target:
-    """Returns the target called `name`.
-
-    Raises:
-        ValueError: unknown name; the message lists the known ones.
-    """
+    """Returns the target called `name`; ValueError, which lists the known ones, for an unknown name."""
     try:
         return TARGETS[name]
     except KeyError:

@@ -37,7 +37,7 @@ from torch import nn
 from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import checkpoint
 
-from quant.base.mapped import value_of
+from quant.base.processor import value_of
 from quant.calibration.fast_matmul import fast_matmul
 from quant.calibration.outputs.logits import Logits, logits_of
 from quant.calibration.placement import NARROW, device_of, free_memory, placed

@@ -13,7 +13,7 @@ from torch import nn
 
 from quant.base.errors import UserError, option
 from quant.base.listener import Progress
-from quant.base.mapped import value_of
+from quant.base.processor import value_of
 from quant.calibration.evaluating import evaluating
 from quant.calibration.observers import Observer, get_observer
 from quant.calibration.placement import Device, device_of, placed

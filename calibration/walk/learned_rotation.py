@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from quant.base.mapped import value_of
+from quant.base.processor import value_of
 from quant.calibration.fast_matmul import columns_product, fast_matmul
 from quant.calibration.outputs.gradients import OutputMoments, output_moments
 from quant.calibration.placement import device_of, free_memory, placed

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from quant.base.errors import UserError, megabytes, option
-from quant.base.mapped import in_memory
+from quant.base.processor import in_memory
 from quant.calibration.attention_scales import collect_attention_scales, kv_scale_tensors, latent_norms
 from quant.calibration.evaluating import evaluating
 from quant.calibration.inputs import Inputs, inputs_of, taking_inputs

@@ -1,20 +1,29 @@
 """A run of `quantize` keeps finished steps in a partial directory, so that the same command continues after them.
 
     .OUT.partial/
-      run.json                    the dependencies of the run, see `RunRecord`
-      00007-SHA256.safetensors    a finished step, see `StepFile`
+      run.json                    the dependencies of the run: its model, plan, data, options and versions
+      00007-SHA256.safetensors    the seventh step that the run wrote; with -2 after the number, by its rank 2
       new/                        the checkpoint, while its last files are written
       complete                    stands here from the moment at which `new` is whole
 
-A run whose model, plan, data or versions differ from `run.json` is refused: its steps would not fit together. Of two
-files of one step, the one with the higher number counts, and a damaged one is ignored: the step is done again.
+A step is one safetensors file: its tensors, and in the metadata its name and a record of JSON. The file is written
+under another name and renamed when it is whole, and its name holds the hash of its contents. So however a run stops, a
+step is whole or missing, and a step that was damaged later is noticed and done again. Of two files of one step, the one
+with the higher number counts. A run whose dependencies differ from `run.json` is refused: its steps would not fit.
 
 The ranks of one run share the directory. The first rank writes the results that all ranks have, and each rank writes
-its own results in files with its number; all read all files.
+its own results; all read all files. Threads write files while the next step is worked on. Written tensors are then
+mapped from the file, so that the memory of finished steps belongs to the page cache and not to the process.
 
-Threads write files while the next step is worked on, see `StepWriter`. Written tensors are then mapped from the file,
-so that the memory of finished steps belongs to the page cache and not to the process. In the end they move into the
-checkpoint's files, see `MovedSteps`.
+In the end the tensors move into the checkpoint's files, so that they do not lie on the disk twice (`MovedSteps`):
+
+    1. tensors are written to a file of the checkpoint, and flushed to the disk
+    2. a note, a step without tensors, says how far that file is whole, and which steps have no tensor left to write
+    3. the files of these steps release their space, and keep their headers
+
+Whatever stops a run, the same command continues after the last tensor that a note knows of. A step's file is emptied
+and not deleted: this process maps it, and a mapped file keeps its space after its name is deleted. Besides, the next
+run needs the names, shapes and dtypes in its header, though the tensors read as zeros then.
 """
 
 from __future__ import annotations
@@ -27,40 +36,37 @@ import shutil
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
 
-from quant.base.errors import option
 from quant.base.atomic import claimed, sync, write_atomically
+from quant.base.errors import option
 from quant.base.json_files import JsonData, json_text, parse_json, read_json, typed
-from quant.base.mapped import trim_heap
+from quant.base.processor import trim_heap
 from quant.calibration.ranks import from_first, rank_and_world, wait_for_all
 from quant.calibration.session import Mapped, Step, Store
 from quant.export.checkpoint.files.directory import COMPLETE, NEW, finish_directory
 from quant.export.checkpoint.files.tensor_file import sha256_of, write_tensor_file
 from quant.models.files import WatchedFiles
 
-# A `StepFile` holds one finished step of a run: its tensors, its name, and a record of JSON.
-#
-#     00007-SHA256.safetensors       the seventh step that the run wrote; with -2 after the number, by its rank 2
-#
-# The file is written under another name and renamed when it is whole, and its name holds the hash of its contents. So
-# however a run stops, a step is whole or missing, and a step that was damaged later is noticed.
-
-
 _NAME = re.compile(r"(\d{5})(-\d+)?-([0-9a-f]{64})\.safetensors")
+_STEPS = "*.safetensors"
+RUN = "run.json"
+NOTE = "shard "  # before the name of the checkpoint's file, in the names of notes
+_IN_FLIGHT = 2  # steps that are written at a time, each by a thread: SHA-256 is slower than a GPU solves
+_KEEP_SIZE, _PUNCH_HOLE = 1, 2  # of Linux's falloc.h
+_WAY_OUT = "give what it was begun with, or pass --restart to begin anew"
 
 
-@dataclass(frozen=True)
-class StepFile:
+class StepFile(NamedTuple):
     """The file of a finished step."""
 
     path: Path
@@ -74,21 +80,13 @@ class StepFile:
                 step = (opened.metadata() or {}).get("step")
         except (OSError, SafetensorError):
             return None
-        return cls(path, step) if step is not None and is_step_file(path.name) else None
+        return cls(path, step) if step is not None and _NAME.fullmatch(path.name) else None
 
     @classmethod
     def write(
         cls, start: Path, step: str, tensors: Mapping[str, torch.Tensor], record: Any, *, durable: bool = False
     ) -> StepFile:
-        """Writes a step whole or not at all.
-
-        Args:
-            start: the path up to the hash, such as `….partial/00007`.
-            step: the name of the step.
-            tensors: the tensors by name.
-            record: JSON-ready.
-            durable: whether it is on the disk when this returns.
-        """
+        """Writes a step whole or not at all; `start` is its path up to the hash, such as `….partial/00007`."""
         unfinished = start.with_suffix(".unfinished")
         metadata = {"step": step, "record": json_text(record)}
         try:
@@ -105,11 +103,6 @@ class StepFile:
             sync(path.parent)
         return cls(path, step)
 
-    @property
-    def number(self) -> int:
-        """Steps are numbered in the order in which they were begun."""
-        return int(self.path.name[:5])
-
     def is_whole(self) -> bool:
         """Returns whether the contents are as they were written."""
         return self.path.is_file() and sha256_of(self.path) == self.path.stem.rpartition("-")[2]
@@ -123,164 +116,6 @@ class StepFile:
         """Returns the tensors, as views of the mapped file."""
         with safe_open(self.path, framework="pt") as opened:
             return {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
-
-
-def is_step_file(name: str) -> bool:
-    """Returns whether a file name has the form of a step's, and so leads into no other folder."""
-    return _NAME.fullmatch(name) is not None
-
-
-# A `StepWriter` writes finished steps in threads, while the next step is worked on.
-#
-# Each thread hashes and writes one step. A step's tensors are released as soon as its file is whole, and its callback
-# then gets the file. At most two steps wait at a time, which bounds their memory.
-
-
-_IN_FLIGHT = 2  # steps that are written at a time, each by a thread: SHA-256 is slower than a GPU solves
-
-
-class StepWriter:
-    """The threads that write the steps of one store."""
-
-    def __init__(self) -> None:
-        self._threads = ThreadPoolExecutor(_IN_FLIGHT, thread_name_prefix="writer")
-        self._writing: list[Future[None]] = []
-        # A guess, 500 MB/s, until the first large step has been timed.
-        self._bytes_per_second = 5e8
-
-    def put(
-        self,
-        start: Path,
-        step: str,
-        tensors: Mapping[str, torch.Tensor],
-        record: Any,
-        done: Callable[[StepFile], None],
-    ) -> None:
-        """Writes a step in a thread, which then calls `done` with its file. Waits while two others are written.
-
-        Args:
-            start, step, tensors, record: as in `StepFile.write`.
-            done: called when the file is whole, and the tensors are released unless the caller holds them.
-
-        Raises:
-            OSError: an earlier step could not be written.
-        """
-        while len(self._writing) >= _IN_FLIGHT:
-            self._writing.pop(0).result()
-        own = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
-        devices = {tensor.device for tensor in own.values() if tensor.is_cuda}
-        # A writer thread has a stream of its own: without the events it could copy a tensor before its kernel has run.
-        computed = [torch.cuda.current_stream(device).record_event() for device in devices]
-        self._writing.append(self._threads.submit(self._write, start, step, own, record, computed, done))
-
-    def _write(
-        self,
-        start: Path,
-        step: str,
-        own: dict[str, torch.Tensor],
-        record: Any,
-        computed: Sequence[torch.cuda.Event],
-        done: Callable[[StepFile], None],
-    ) -> None:
-        for event in computed:
-            event.synchronize()
-        started = time.perf_counter()
-        file = StepFile.write(start, step, own, record)
-        nbytes = sum(tensor.nbytes for tensor in own.values())
-        # Small files time the file system's latency instead of its bandwidth.
-        if nbytes > 1 << 24:
-            self._bytes_per_second = nbytes / (time.perf_counter() - started)
-        # Drops the originals before their maps take over, so that `trim_heap` finds their memory free.
-        own.clear()
-        done(file)
-        # The heap is locked meanwhile; a run on a GPU has left nothing there.
-        if not computed:
-            trim_heap()
-
-    def seconds(self, nbytes: int) -> float:
-        """Returns the seconds that `nbytes` take to write at the speed that was last measured."""
-        return nbytes / self._bytes_per_second
-
-    def flush(self) -> None:
-        """Waits until everything is written; OSError if a step could not be."""
-        while self._writing:
-            self._writing.pop(0).result()
-
-    def close(self, *, unfinished: bool) -> None:
-        """Ends the threads after the steps that they write, and with `unfinished` after those that wait too."""
-        self._threads.shutdown(wait=True, cancel_futures=not unfinished)
-
-
-# A `RunRecord` is the file `run.json` of a partial directory: the dependencies of the run that the steps belong to.
-#
-# Steps of two runs with different models, plans, data or versions would not fit together. So a run compares its
-# dependencies with those of the record before it goes on, and names the first difference.
-
-
-RUN = "run.json"
-WAY_OUT = "give what it was begun with, or pass --restart to begin anew"
-
-
-@dataclass(frozen=True)
-class RunRecord:
-    """The dependencies of a run.
-
-    Attributes:
-        depends: those that were known when the run began, by name, JSON-ready.
-        expected: those that became known later.
-    """
-
-    depends: dict[str, Any]
-    expected: dict[str, Any]
-
-    @classmethod
-    def begin(cls, depends: Mapping[str, Any]) -> RunRecord:
-        """Returns the record of a run that begins, with lists for tuples as in the file."""
-        return cls(json.loads(json_text(depends)), {})
-
-    @classmethod
-    def read(cls, directory: Path) -> RunRecord:
-        """Returns the record of the run in a partial directory.
-
-        Raises:
-            ValueError: the file cannot be read as one; the message names it and the way out.
-        """
-
-        def make(document: Any) -> RunRecord:
-            run: dict[str, Any] = typed(dict[str, dict[str, Any]], document, "run")
-            if set(run) != {"depends", "expected"}:
-                raise ValueError("it does not say what the run depends on")
-            return cls(**run)
-
-        try:
-            return read_json(directory / RUN, "the start of a run", make)
-        except ValueError as error:
-            raise ValueError(f"{error}; pass --restart to begin anew") from None
-
-    def write(self, directory: Path) -> None:
-        """Writes the record into a partial directory, whole or not at all."""
-        write_atomically(directory / RUN, json_text({"depends": self.depends, "expected": self.expected}))
-
-    def changes(self, new: RunRecord) -> str:
-        """Returns the first dependency in which a new run differs, in words; nothing where there is none."""
-        return _difference(self.depends, new.depends)
-
-
-def _difference(old: Any, new: Any, name: str = "") -> str:
-    """Returns the first thing in which two values differ, in words; nothing where they are equal."""
-    if isinstance(old, Mapping) and isinstance(new, Mapping):
-        for key in dict.fromkeys((*old, *new)):
-            if difference := _difference(old.get(key), new.get(key), f"{name} {key}".lstrip()):
-                return difference
-        return ""
-    if old == new:
-        return ""
-    if any(isinstance(value, str) and len(value) > 40 for value in (old, new)):
-        return f"{name} was another"
-    return f"{name} was {old}, and is {new} now"
-
-
-_STEPS = "*.safetensors"
 
 
 class DirectoryStore(Store):
@@ -304,13 +139,16 @@ class DirectoryStore(Store):
         self.directory = self.path
         self.rank = rank_and_world()[0]
         self.sources = sources or WatchedFiles(None)
+        self.holds: dict[str, str] = {}
+        """The files of steps by the names of the model's layers and tensors that are in them, there as `KIND:NAME`."""
         self._steps: dict[str, StepFile] = {}
         self._seen: set[Path] = set()
         self._verified: set[Path] = set()
-        self._holds: dict[str, str] = {}
         self._awaited: list[tuple[str, Mapped]] = []
         self._claim = ExitStack()
-        self._writer = StepWriter()
+        self._threads = ThreadPoolExecutor(_IN_FLIGHT, thread_name_prefix="writer")
+        self._writing: list[Future[None]] = []
+        self._bytes_per_second = 5e8  # a guess, until the first large step has been timed
         self._lock = threading.Lock()
         self._hopeless = False
         try:
@@ -321,16 +159,15 @@ class DirectoryStore(Store):
             if not (self.path / RUN).is_file():
                 raise ValueError(
                     f"{self.path}: the first rank keeps its work there, and this one does not see it; give an "
-                    f"{option('out')} on "
-                    "a file system that all machines share"
+                    f"{option('out')} on a file system that all machines share"
                 )
-            self._run = RunRecord.read(self.path)
+            self._run = _read_run(self.path)
             self._take_in()
         except BaseException:
             self.close()
             raise
         # Numbers go on after the largest, so that the newest file of a step has the highest.
-        self._number = max((file.number for file in self._steps.values()), default=0)
+        self._number = max((int(file.path.name[:5]) for file in self._steps.values()), default=0)
         wait_for_all()
 
     def _open(self, depends: Mapping[str, Any], restart: bool) -> None:
@@ -340,17 +177,17 @@ class DirectoryStore(Store):
         if restart:
             shutil.rmtree(self.path, ignore_errors=True)
         self.path.mkdir(parents=True, exist_ok=True)
-        run = RunRecord.begin(depends)
+        run = {"depends": json.loads(json_text(depends)), "expected": {}}  # with lists for tuples, as in the file
         if (self.path / RUN).is_file():
-            changed = RunRecord.read(self.path).changes(run)
+            changed = _difference(_read_run(self.path)["depends"], run["depends"])
             if not changed:
                 return
             if not (self.path / COMPLETE).exists() or (self.path / NEW).exists():
-                raise ValueError(f"{self.path} holds an unfinished run in which {changed}; {WAY_OUT}")
+                raise ValueError(f"{self.path} holds an unfinished run in which {changed}; {_WAY_OUT}")
         # Steps without a run belong to one that finished, except for its last deletion.
         for file in (*self.path.glob(_STEPS), self.path / COMPLETE):
             file.unlink(missing_ok=True)
-        run.write(self.path)
+        write_atomically(self.path / RUN, json_text(run))
 
     def _take_in(self) -> None:
         """Reads the names of steps in files that were not seen before."""
@@ -378,13 +215,10 @@ class DirectoryStore(Store):
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         """Closes the directory. Its steps stay for the next run, unless the same command would fail again."""
         if kind is not None:
-            # Steps in flight are finished work: they are written out even after an error.
-            self._writer.close(unfinished=True)
+            self._threads.shutdown()  # steps that wait to be written are finished work too
         self.close()
-        if self.rank:
-            return
         empty = not any(self.path.glob(_STEPS)) and not (self.path / COMPLETE).exists()
-        if kind is not None and (self._hopeless or empty):
+        if self.rank == 0 and kind is not None and (self._hopeless or empty):
             shutil.rmtree(self.path, ignore_errors=True)
 
     @contextmanager
@@ -413,11 +247,9 @@ class DirectoryStore(Store):
             ) from error
 
     def __contains__(self, step: str) -> bool:
-        """Returns whether a step was finished, though perhaps its file is damaged."""
         return step in self._steps
 
     def get(self, step: str) -> Step | None:
-        """Returns a finished step; None where there is none, or its file is damaged."""
         file = self._steps.get(step)
         if file is None:
             return None
@@ -431,8 +263,12 @@ class DirectoryStore(Store):
         with self.reading():
             return Step(self._mapped(file), file.record())
 
+    def _mapped(self, file: StepFile) -> dict[str, torch.Tensor]:
+        tensors = file.tensors()
+        self.holds |= {key.partition(":")[2]: file.path.name for key in tensors}
+        return tensors
+
     def drop(self, step: str) -> None:
-        """Deletes a step that nothing needs any more."""
         self.flush()
         file = self._steps.pop(step, None)
         if file is not None and self.rank == 0:
@@ -447,7 +283,7 @@ class DirectoryStore(Store):
         *,
         alone: bool = False,
     ) -> None:
-        """As in `Store`.
+        """As in `Store`, by a thread; waits while two other steps are written.
 
         Raises:
             ValueError: a file of the model changed during the run.
@@ -459,13 +295,31 @@ class DirectoryStore(Store):
                 self._awaited.append((step, then))
             self.refresh()
             return
+        while len(self._writing) >= _IN_FLIGHT:
+            self._writing.pop(0).result()
+        own = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
+        devices = {tensor.device for tensor in own.values() if tensor.is_cuda}
+        # A writer thread has a stream of its own: without the events it could copy a tensor before its kernel has run.
+        computed = [torch.cuda.current_stream(device).record_event() for device in devices]
+        start = self._next_start()
 
-        def keep(file: StepFile) -> None:
+        def write() -> None:
+            for event in computed:
+                event.synchronize()
+            started = time.perf_counter()
+            file = StepFile.write(start, step, own, record)
+            nbytes = sum(tensor.nbytes for tensor in own.values())
+            if nbytes > 1 << 24:  # small files time the file system's latency instead of its bandwidth
+                self._bytes_per_second = nbytes / (time.perf_counter() - started)
+            # Drops the originals before their maps take over, so that `trim_heap` finds their memory free.
+            own.clear()
             self._keep(file)
             if then is not None:
                 then(self._mapped(file))
+            if not computed:  # the heap is locked meanwhile; a run on a GPU has left nothing there
+                trim_heap()
 
-        self._writer.put(self._next_start(), step, tensors, record, keep)
+        self._writing.append(self._threads.submit(write))
 
     def note(self, step: str, record: Any) -> None:
         """Keeps a step that is only a record, which is on the disk when this returns."""
@@ -488,38 +342,22 @@ class DirectoryStore(Store):
             each.path.unlink(missing_ok=True)
 
     def expect(self, name: str, value: Any) -> None:
-        """Notes a dependency of the run that was not known when it began.
-
-        Raises:
-            ValueError: an earlier run noted something else.
-        """
-        expected = self._run.expected
+        expected = self._run["expected"]
         if name not in expected:
             expected[name] = value
             if self.rank == 0:
-                self._run.write(self.path)
+                write_atomically(self.path / RUN, json_text(self._run))
         elif expected[name] != value:
-            raise ValueError(f"{self.path} holds an unfinished run with another {name}; {WAY_OUT}")
-
-    @property
-    def holds(self) -> Mapping[str, str]:
-        """The files of steps by the names of the model's layers and tensors that are in them, there as `KIND:NAME`."""
-        return self._holds
+            raise ValueError(f"{self.path} holds an unfinished run with another {name}; {_WAY_OUT}")
 
     @property
     def is_moving(self) -> bool:
-        """Whether some of the steps are only in the checkpoint's files, so that their tensors hold zeros here."""
         return bool(self._moved.files)
 
     def shards(self) -> list[str]:
-        """Returns the checkpoint's files that were written in part."""
         return [step.removeprefix(NOTE) for step in self._steps if step.startswith(NOTE)]
 
     def moving(self, made_of: Mapping[str, str]) -> MovedSteps:
-        """Returns the log that moves kept tensors into the checkpoint's files.
-
-        `made_of` is as in `MovedSteps.begin`.
-        """
         self._moved.begin(made_of)
         return self._moved
 
@@ -527,35 +365,28 @@ class DirectoryStore(Store):
     def _moved(self) -> MovedSteps:
         return MovedSteps(self)
 
-    def _mapped(self, file: StepFile) -> dict[str, torch.Tensor]:
-        tensors = file.tensors()
-        self._holds |= {key.partition(":")[2]: file.path.name for key in tensors}
-        return tensors
-
     def seconds_to_write(self, nbytes: int) -> float:
-        """Returns the seconds that `nbytes` take to write at the speed that was last measured."""
-        return self._writer.seconds(nbytes)
+        return nbytes / self._bytes_per_second
 
     def flush(self) -> None:
-        """Waits until everything is written, by other ranks too where this one waits for it."""
-        self._writer.flush()
+        while self._writing:
+            self._writing.pop(0).result()
         while self._awaited:
             self.refresh()
             # Other ranks may write to a network file system, which has no notification to wait for.
             time.sleep(0.05)
 
     def finish(self) -> None:
-        """Puts a whole checkpoint under its name, if it is not there, and removes the partial directory."""
         self.flush()
-        if self.rank:
-            return self.close()
-        finish_directory(self.path, self.out)
+        if self.rank == 0:
+            finish_directory(self.path, self.out)
         self.close()
-        shutil.rmtree(self.path, ignore_errors=True)
+        if self.rank == 0:
+            shutil.rmtree(self.path, ignore_errors=True)
 
     def close(self) -> None:
-        """Releases the directory; the next run finds it as it is."""
-        self._writer.close(unfinished=False)
+        """Releases the directory after the steps that are being written; the next run finds it as it is."""
+        self._threads.shutdown(cancel_futures=True)
         self._claim.close()
 
 
@@ -570,19 +401,31 @@ def is_finished(out: Path) -> bool:
     return (partial_path(out) / COMPLETE).exists()
 
 
-# The tensors of finished steps move into the files of the checkpoint, so that they do not lie on the disk twice.
-#
-#     1. tensors are written to a file of the checkpoint, and flushed to the disk
-#     2. a note in the store says how far that file is whole, and which steps have no tensor left to be written
-#     3. the files of these steps release their space, and keep their headers
-#
-# Whatever stops a run, the same command continues after the last tensor that a note knows of. A step's file is emptied
-# and not deleted: this process maps it, and a mapped file keeps its space after its name is deleted. Besides, the next
-# run needs the names, shapes and dtypes in its header, though the tensors read as zeros then.
+def _read_run(directory: Path) -> dict[str, dict[str, Any]]:
+    """Returns what the run in a partial directory depends on, and what it came to expect later."""
+
+    def make(document: Any) -> dict[str, dict[str, Any]]:
+        run: dict[str, dict[str, Any]] = typed(dict[str, dict[str, Any]], document, "run")
+        if set(run) != {"depends", "expected"}:
+            raise ValueError("it does not say what the run depends on")
+        return run
+
+    try:
+        return read_json(directory / RUN, "the start of a run", make)
+    except ValueError as error:
+        raise ValueError(f"{error}; pass --restart to begin anew") from None
 
 
-NOTE = "shard "  # before the name of the checkpoint's file, in the names of steps
-_KEEP_SIZE, _PUNCH_HOLE = 1, 2  # of Linux's falloc.h
+def _difference(old: Any, new: Any, name: str = "") -> str:
+    """Returns the first thing in which two values differ, in words; nothing where they are equal."""
+    if isinstance(old, Mapping) and isinstance(new, Mapping):
+        keys = dict.fromkeys((*old, *new))
+        return next(filter(None, (_difference(old.get(k), new.get(k), f"{name} {k}".lstrip()) for k in keys)), "")
+    if old == new:
+        return ""
+    if any(isinstance(value, str) and len(value) > 40 for value in (old, new)):
+        return f"{name} was another"
+    return f"{name} was {old}, and is {new} now"
 
 
 @dataclass(frozen=True)
@@ -595,16 +438,12 @@ class Note(JsonData):
 
     def __post_init__(self) -> None:
         for name in self.moved:
-            if not is_step_file(name):
+            if not _NAME.fullmatch(name):  # such a name leads into no other folder
                 raise ValueError(f"moved: {name!r} is not a file of a step")
 
 
 class MovedSteps:
-    """The steps of a store that are in the checkpoint's files, and the `FileLog` that moves more of them there.
-
-    Args:
-        store: the store; it has notes if an earlier run was stopped while it moved steps.
-    """
+    """The steps of a store that are in the checkpoint's files, and the `FileLog` that moves more of them there."""
 
     def __init__(self, store: DirectoryStore) -> None:
         self._store, self._lock = store, threading.Lock()
@@ -631,11 +470,7 @@ class MovedSteps:
         return {name for note, _ in self._notes.values() for name in note.moved}
 
     def begin(self, made_of: Mapping[str, str]) -> None:
-        """Prepares the log.
-
-        Args:
-            made_of: by tensor of the checkpoint, the name of the model's layer or tensor that it is made of.
-        """
+        """Prepares the log; `made_of` is as in `Store.moving`."""
         holds, sources = self._store.holds, set(made_of.values())
         self._sources = {stored: holds[name] for stored, name in made_of.items() if name in holds}
         self._left = Counter(self._sources.values())

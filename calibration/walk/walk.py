@@ -39,7 +39,7 @@ import torch
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from quant.base.mapped import value_of
+from quant.base.processor import value_of
 from quant.calibration.evaluating import without_cache
 from quant.calibration.inputs import call_of
 from quant.calibration.outputs.gradients import OutputMoments, output_moments

@@ -23,12 +23,11 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import inspect
 import re
 import sys
 import warnings
 import zipfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -38,29 +37,17 @@ from torch.utils._pytree import tree_map_only
 
 from quant.base.atomic import put_file, temporary_directory
 from quant.calibration.attention_scales import AttentionScales
-from quant.export.aoti.op_bodies import BODIES, INNER_BODIES, launches
-from quant.export.aoti.triton_linear import analysed_once
-from quant.export.onnx.attention_use import check_attends
-from quant.export.onnx.decoder_graph import Attention, Graph, attending, operand_scales
-from quant.export.onnx.trace import explained
-from quant.formats.format import FORMATS, Format
-from quant.formats.format import Number
-from quant.formats.tensor import fake_quantize
+from quant.export.aoti.op_bodies import BODIES, INNER_BODIES, analysed_once, launches
+from quant.export.onnx.trace import Dims, replaced_ops, trace_for_torch
+from quant.formats.format import FORMATS, Number
 from quant.kernels.linear.conv import QuantConv
-from quant.kernels.linear.ops import LINEAR
-from quant.kernels.linear.quant_linear import QuantLinear
-from quant.kernels.linear.quantized_module import restore_layout
+from quant.kernels.linear.quant_linear import LINEAR, QuantLinear
 
-# `quant::linear` in packages for CPUs is one C++ function, `cpp/linear.h`, that Inductor calls as it is.
-#
-# Replaced by PyTorch ops, a linear is some dozens of nodes, and tracing, fusing and compiling them anew for every layer
-# takes minutes for a model of 30 layers. As one op it is one node, and the function is compiled once a package. It
-# rounds inputs and decodes weights as the oracle does, and multiplies by PyTorch's own matrix product, so that a
-# package has the results of eager PyTorch.
-#
-# The numbers and formats become tables of the C++ source: a format is data there, too.
-
-
+# `quant::linear` in packages for CPUs is one C++ function, `cpp/linear.h`, that Inductor calls as it is. Replaced by
+# PyTorch ops, a linear is some dozens of nodes, and tracing, fusing and compiling them anew for every layer takes
+# minutes for a model of 30 layers. As one op it is one node, and the function is compiled once a package. It rounds
+# inputs and decodes weights as the oracle does, by tables of the numbers and formats, and multiplies by PyTorch's own
+# matrix product, so that a package has the results of eager PyTorch.
 SOURCE = Path(__file__).with_name("cpp") / "linear.h"
 # Packages of different versions may be loaded together, so the name is none that another library can see.
 _DECLARATION = (
@@ -89,8 +76,12 @@ def linear_source() -> str:
     """Returns the C++ source, with the tables of all numbers and formats in it."""
     numbers = {number.name: number for format in FORMATS.values() for number in (format.element, format.scale)}
     lines = [_number(number) for number in numbers.values()]
-    rows = ",\n".join(f"    {_format(format)}" for format in FORMATS.values())
-    lines.append(f"constexpr Format kFormats[] = {{\n{rows}}};")
+    rows = []
+    for format in FORMATS.values():
+        block, has_second = f"{format.block[0]}, {format.block[1]}", str(format.global_scale).lower()
+        parts = f"&k{format.element.name.upper()}, &k{format.scale.name.upper()}"
+        rows.append(f'    {{"{format.name}", {parts}, {block}, {has_second}}}')
+    lines.append("constexpr Format kFormats[] = {\n" + ",\n".join(rows) + "};")
     return SOURCE.read_text(encoding="utf-8").replace("// @tables@", "\n".join(lines))
 
 
@@ -106,12 +97,6 @@ def _number(number: Number) -> str:
     return "\n".join(lines)
 
 
-def _format(format: Format) -> str:
-    rows, columns = format.block
-    numbers = f"&k{format.element.name.upper()}, &k{format.scale.name.upper()}"
-    return f'{{"{format.name}", {numbers}, {rows}, {columns}, {str(format.global_scale).lower()}}}'
-
-
 def _literal(value: float) -> str:
     """Returns a float32 as C++ writes it: hexadecimal, and so exact."""
     if value != value:
@@ -121,14 +106,9 @@ def _literal(value: float) -> str:
 
 # The line of a traceback that names an exception, such as `triton.compiler.errors.CompilationError: at 3:4:`.
 _EXCEPTION = re.compile(r"(?:[a-z_]\w*\.)*[A-Z]\w*: ")
-_MOST_ROWS = 65_535
 _LONGEST = 800  # characters of a message that come from a compiler
-TRACED = "traced.model."
-"""Where a traced transformers model has its modules."""
 METADATA = "blockscale"
 """Key in the metadata of a decoder's package; its value is JSON: capacity, caches, dtype, digest of the plan, torch."""
-
-Dims = Mapping[str, Mapping[int, str]]
 
 
 @contextlib.contextmanager
@@ -179,7 +159,7 @@ def export_aoti(
     device = find_device(path, device)
     examples = {name: x.to(device).contiguous() for name, x in inputs.items()}
     with scales_as_matrices(model.to(device)):
-        program = traced(model, examples, dims=dims, ranges=ranges, attention_scales=attention_scales)
+        program = trace_for_torch(model, examples, dims=dims, ranges=ranges, attention_scales=attention_scales)
     share_input_scales(program)
     return compile_package(program, BODIES, path, device, options or {})
 
@@ -208,13 +188,18 @@ def compile_package(
     a function of its own. `metadata` is stored in the package as JSON, next to Inductor's own entries on the device.
     """
     on_gpu = device.type == "cuda"
-    settings = {**_settings(on_gpu=on_gpu), **options, "aot_inductor.metadata": dict(metadata or {})}
+    # Compiled headers and, for a GPU, a trial of CPU vector instructions take longer than they save.
+    settings = {
+        "aot_inductor.precompile_headers": False,
+        **({"cpp.vec_isa_ok": False} if on_gpu else linear_settings()),
+        **options,
+        "aot_inductor.metadata": dict(metadata or {}),
+    }
     replaced = {**bodies, **INNER_BODIES}
     if on_gpu:
         replaced |= launches()
     elif has_cpp_linears(program):
         del replaced[LINEAR]
-    _warm_tables()
     # The ops are replaced while Inductor traces the graph: a trace of ours before it takes seconds, and with launches
     # in it a minute for 30 layers.
     with (
@@ -277,54 +262,6 @@ def cause_of(error: BaseException) -> str:
     return text if len(text) <= _LONGEST else f"{text[: _LONGEST // 2]} ... {text[-_LONGEST // 2 :]}"
 
 
-def traced(
-    model: nn.Module,
-    inputs: Mapping[str, torch.Tensor],
-    *,
-    dims: Dims | None = None,
-    ranges: Mapping[str, tuple[int, int]] | None = None,
-    attention_scales: Mapping[str, AttentionScales] | None = None,
-) -> torch.export.ExportedProgram:
-    """Returns the model as a graph, with an op for each quantized layer and each attention.
-
-    Arguments are as for `export_aoti`.
-
-    Raises:
-        ValueError: the model does not export with these dimensions.
-    """
-    ranges = ranges or {}
-    names = {name for axes in (dims or {}).values() for name in axes.values()}
-    # ranges give min and max of a dimension; without a range torch.export finds limits itself. It refuses those of
-    # cuDNN's norms, which take batches of up to 65,535.
-    batches = {axes[0] for axes in (dims or {}).values() if 0 in axes}
-    limits = {name: {"max": _MOST_ROWS} if name in batches else {} for name in names}
-    limits |= {name: dict(zip(("min", "max"), ranges[name], strict=True)) for name in names & ranges.keys()}
-    sizes = {name: torch.export.Dim(name, **limits[name]) for name in names}
-    dynamic = {name: {axis: sizes[dim] for axis, dim in (dims or {}).get(name, {}).items()} for name in inputs}
-    restore_layout(model)
-    axes = {name: dims.get(name, {}) if dims else {} for name in inputs}
-    examples = {
-        name: (x, tuple(axes[name].get(axis, size) for axis, size in enumerate(x.shape))) for name, x in inputs.items()
-    }
-    highest = {name: high for name, (_, high) in ranges.items()}
-    with (
-        torch.no_grad(),
-        _traceable(model, inputs, ranges.get("sequence"), attention_scales) as graph,
-        explained(model, examples, highest),
-    ):
-        return torch.export.export(graph, (), dict(inputs), dynamic_shapes=dynamic, strict=False)
-
-
-def decomposed(
-    program: torch.export.ExportedProgram, bodies: Mapping[str, Callable[..., torch.Tensor]]
-) -> torch.export.ExportedProgram:
-    """Returns the graph in PyTorch's own ops: each op named in `bodies` becomes the ops of its body."""
-    _warm_tables()
-    with replaced_ops(bodies), analysed_once():
-        lowered_program: torch.export.ExportedProgram = program.run_decompositions({})
-    return lowered_program
-
-
 def load_aoti(path: str | Path) -> Callable[..., Any]:
     """Returns a package as a function of the model's inputs; a decoder's raises ValueError for a cache with gaps.
 
@@ -369,15 +306,6 @@ def _check_library(package: Path, path: Path) -> None:
                     )
 
 
-def _settings(*, on_gpu: bool) -> dict[str, Any]:
-    """Returns settings: no compiled headers and, for a GPU, no trial of CPU vector instructions, which save time.
-
-    On a CPU `cpp_linear` adds its function.
-    """
-    settings: dict[str, Any] = {"aot_inductor.precompile_headers": False}
-    return {**settings, "cpp.vec_isa_ok": False} if on_gpu else {**settings, **linear_settings()}
-
-
 @contextlib.contextmanager
 def scales_as_matrices(model: nn.Module) -> Iterator[None]:
     """Reshapes static input scales and second-level scales to `[1, 1]` while open.
@@ -412,69 +340,3 @@ def share_input_scales(program: torch.export.ExportedProgram) -> None:
             if shared is not node:
                 node.replace_all_uses_with(shared)
     program.graph_module.recompile()
-
-
-def _warm_tables() -> None:
-    """Fills the tables that `formats` caches; filled in a trace, they would become part of the graph."""
-    for format in FORMATS.values():
-        fake_quantize(torch.ones(1, 128), format)
-
-
-class _Named(nn.Module):
-    """A transformers graph whose inputs have their names: `forward(input_ids, …)`."""
-
-    def __init__(self, graph: Graph, names: Iterable[str]) -> None:
-        super().__init__()
-        self.traced = graph
-        parameters = [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in names]
-        signature = inspect.Signature(parameters)
-
-        def forward(*args: torch.Tensor, **kwargs: torch.Tensor) -> Any:
-            outputs = graph(dict(signature.bind(*args, **kwargs).arguments))
-            return outputs[0] if len(outputs) == 1 else outputs
-
-        # torch.export reads the names of the inputs from the signature.
-        forward.__signature__ = signature  # type: ignore[attr-defined]
-        self.forward = forward
-
-
-@contextlib.contextmanager
-def _traceable(
-    model: nn.Module,
-    inputs: Mapping[str, torch.Tensor],
-    sequence: tuple[int, int] | None,
-    scales: Mapping[str, AttentionScales] | None,
-) -> Iterator[nn.Module]:
-    """Yields the module to trace: `model`, or a transformers model that attends by one op, without masks."""
-    if not hasattr(model, "main_input_name"):
-        if scales:
-            raise ValueError(f"{type(model).__name__} is no transformers model; its own code calls fp8_attention")
-        yield model
-        return
-    check_attends(model, inputs)
-    names = {module: name for name, module in model.named_modules()}
-    window = sequence[1] if sequence else None
-    function = Attention(names, kind="plugin", scales=operand_scales(scales or {}), window=window)
-    with attending(model, function, masked="attention_mask" in inputs):
-        yield _Named(Graph(model, function), inputs)
-
-
-@contextlib.contextmanager
-def replaced_ops(bodies: Mapping[str, Callable[..., torch.Tensor]]) -> Iterator[None]:
-    """Makes tracing replace each op of these names by the ops of its body while open.
-
-    A rule for `FunctionalTensorMode` runs before the op is recorded, and Inductor compiles the ops of the body.
-    """
-    from torch._subclasses.functional_tensor import FunctionalTensorMode
-
-    def traced(body: Callable[..., torch.Tensor]) -> Callable[..., Any]:
-        def inside(mode: Any, op: Any, types: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-            with mode:
-                return body(*args, **(kwargs or {}))
-
-        return inside
-
-    with torch.library._scoped_library("quant", "FRAGMENT") as library:
-        for name, body in bodies.items():
-            torch.library.register_torch_dispatch(name, FunctionalTensorMode, traced(body), lib=library)
-        yield

@@ -3,6 +3,8 @@
 quant::onnx_attention      Attention, or its parts in FP32; in FP8 trt::TRT_QuantizedAttention over QuantizeLinear
                            and DequantizeLinear of q, k and v, or the node of our own plugin over their codes
 quant::onnx_scatter        TensorScatter: keys or values of new tokens at each row's position in the cache
+quant::onnx_fp8_cache, quant::onnx_nvfp4_cache
+                           QuantCacheAttention, a node of our plugin: attention over a KV cache in FP8 or NVFP4
 """
 
 from __future__ import annotations
@@ -20,26 +22,16 @@ from quant.export.onnx.opsets import (
     INT32,
     PLUGIN_DOMAIN,
     PLUGIN_VERSION,
+    SERVING_OPSET,
+    TRT_DOMAIN,
     opset,
-    plugin_opset,
     round_trip,
-    serving_opset,
-    trt_opset,
     widened,
 )
-from quant.formats.format import FORMATS, Format
-from quant.formats.format import E4M3
+from quant.formats.format import E4M3, FORMATS, Format
 from quant.formats.tensor import fake_quantize
 from quant.kernels.attention.kv_pages import KVPages, decode_kv, write_reference
 from quant.kernels.attention.reference import fp8_attention_reference
-
-
-def attention_translations() -> dict[Any, Callable[..., Any]]:
-    """Returns ONNX translations by PyTorch op."""
-    return {
-        torch.ops.quant.onnx_attention.default: _attention,
-        torch.ops.quant.onnx_scatter.default: _scatter,
-    }
 
 
 def _attention_body(
@@ -59,13 +51,12 @@ def _attention_body(
         k, v: `[batch, kv_heads, seq_kv, dim]`.
         mask: bool `[batch, 1, seq_q, seq_kv]`, True where a query sees a key; or numbers `[batch, heads, seq_q,
             seq_kv]`, added to the scores; None for all.
-        scale: multiplies q·k.
-        causal: query i sees keys up to i.
-        scales: the scales of q, k, v and the probabilities for FP8; empty for 16 bit.
-        kind: "native" or "plugin".
     """
     if scales and kind == "plugin":
-        q8, k8, v8 = (_to_e4m3(x, s) for x, s in zip((q, k, v), scales, strict=False))
+        q8, k8, v8 = (
+            (x.float() / s).clamp(-E4M3.max, E4M3.max).to(torch.float8_e4m3fn)
+            for x, s in zip((q, k, v), scales, strict=False)
+        )
         operands = torch.tensor(scales[:3], dtype=torch.float32)
         return fp8_attention_reference(q8, k8, v8, operands, causal=causal, softmax_scale=scale, dtype=q.dtype)
     dtype = q.dtype
@@ -90,10 +81,6 @@ def _attention_body(
     return (p @ v).to(dtype)
 
 
-def _to_e4m3(x: torch.Tensor, scale: float) -> torch.Tensor:
-    return (x.float() / scale).clamp(-E4M3.max, E4M3.max).to(torch.float8_e4m3fn)
-
-
 def _attention(
     q: Any, k: Any, v: Any, mask: Any, scale: float, causal: bool, scales: Sequence[float], kind: str
 ) -> Any:
@@ -108,7 +95,7 @@ def _attention(
             op.QuantizeLinear(x, op.Constant(value_float=s), output_dtype=FLOAT8E4M3FN)
             for x, s in zip((q, k, v), scales, strict=False)
         ]
-        return plugin_opset().QuantFp8Attention(
+        return opset(PLUGIN_DOMAIN).QuantFp8Attention(
             *codes,
             op.Constant(value_floats=list(scales[:3])),
             causal=int(causal),
@@ -122,7 +109,7 @@ def _attention(
         round_trip(FORMATS["fp8"], widened(x), op.Constant(value_float=s), x.dtype)
         for x, s in zip((q, k, v), scales, strict=False)
     ]
-    return trt_opset().TRT_QuantizedAttention(
+    return opset(TRT_DOMAIN).TRT_QuantizedAttention(
         *rounded,
         mask,
         op.Constant(value_float=scales[3]),
@@ -166,47 +153,7 @@ def _scatter_body(cache: torch.Tensor, x: torch.Tensor, index: torch.Tensor) -> 
     return out
 
 
-def _scatter(cache: Any, x: Any, index: Any) -> Any:
-    # Runtimes whose cache input and output are one buffer write only the new tokens.
-    return serving_opset().TensorScatter(cache, x, index, axis=2, mode="linear")
-
-
-def _register_ops() -> None:
-    define, impl, fake = torch.library.define, torch.library.impl, torch.library.register_fake
-    name = "quant::onnx_attention"
-    define(
-        name,
-        "(Tensor q, Tensor k, Tensor v, Tensor? mask, float scale, bool causal, float[] scales, str kind) -> Tensor",
-    )
-    impl(name, "default", _attention_body)
-    fake(name, lambda q, k, v, *_: q.new_empty((*q.shape[:-1], v.shape[-1])))
-    name = "quant::onnx_scatter"
-    define(name, "(Tensor cache, Tensor x, Tensor index) -> Tensor")
-    impl(name, "default", _scatter_body)
-    fake(name, lambda cache, x, index: torch.empty_like(cache))
-
-
-_register_ops()
-attend = torch.ops.quant.onnx_attention
-"""The op, with the arguments of `_attention_body`."""
-
-
-# Attention over a KV cache in FP8 or NVFP4 as a PyTorch op, and its translation to a node of our plugin.
-#
-#     quant::onnx_fp8_cache, quant::onnx_nvfp4_cache    the node `QuantCacheAttention`
-#
-# `quantized_cache` puts the op into a serving graph.
-
-
-def cache_translations() -> dict[Any, Callable[..., Any]]:
-    """Returns ONNX translations by PyTorch op."""
-    return {
-        torch.ops.quant.onnx_fp8_cache.default: _translation("fp8"),
-        torch.ops.quant.onnx_nvfp4_cache.default: _translation("nvfp4"),
-    }
-
-
-def _translation(format: str) -> Callable[..., Any]:
+def _cache_translation(format: str) -> Callable[..., Any]:
     def translate(
         q: Any,
         k: Any,
@@ -221,7 +168,7 @@ def _translation(format: str) -> Callable[..., Any]:
         past = op.Cast(lengths, to=INT32)
         after = op.Add(past, op.Cast(op.Shape(q, start=2, end=3), to=INT32))
         scales = [op.Constant(value_floats=list(values)) for values in (k_scale, v_scale)]
-        outputs = plugin_opset().QuantCacheAttention(
+        outputs = opset(PLUGIN_DOMAIN).QuantCacheAttention(
             *(q, k, v, *caches, *scales, past, after),
             softmax_scale=scale,
             format=format,
@@ -236,7 +183,7 @@ def _translation(format: str) -> Callable[..., Any]:
     return translate
 
 
-def _body(format: Format) -> Callable[..., tuple[torch.Tensor, ...]]:
+def _cache_body(format: Format) -> Callable[..., tuple[torch.Tensor, ...]]:
     def attend_to_cache(
         q: torch.Tensor,
         k: torch.Tensor,
@@ -264,20 +211,52 @@ def _body(format: Format) -> Callable[..., tuple[torch.Tensor, ...]]:
             for part, one, block in zip(codes[:2], scales, blocks, strict=True)
         )
         seen = column <= position[:, :, None]
-        return (attend(q, keys, values, seen[:, None], scale, False, [], "native"), *new)
+        return (_attention_body(q, keys, values, seen[:, None], scale, False, [], "native"), *new)
 
     return attend_to_cache
 
 
-def _register_ops_of_cache_attention() -> None:
-    arguments = "Tensor q, Tensor k, Tensor v, Tensor[] caches, float[] k_scale, float[] v_scale"
-    for format, outputs in (("fp8", 3), ("nvfp4", 5)):
-        name, returned = f"quant::onnx_{format}_cache", ", ".join(["Tensor"] * outputs)
-        torch.library.define(name, f"({arguments}, Tensor lengths, float scale) -> ({returned})")
-        torch.library.impl(name, "default", _body(FORMATS[format]))
-        torch.library.register_fake(
-            name, lambda q, k, v, caches, *_: (torch.empty_like(q), *map(torch.empty_like, caches))
-        )
+def _scatter(cache: Any, x: Any, index: Any) -> Any:
+    # Runtimes whose cache input and output are one buffer write only the new tokens.
+    return opset("", SERVING_OPSET).TensorScatter(cache, x, index, axis=2, mode="linear")
 
 
-_register_ops_of_cache_attention()
+def attention_translations() -> dict[Any, Callable[..., Any]]:
+    """Returns ONNX translations by PyTorch op."""
+    ops = torch.ops.quant
+    return {
+        ops.onnx_attention.default: _attention,
+        ops.onnx_scatter.default: _scatter,
+        ops.onnx_fp8_cache.default: _cache_translation("fp8"),
+        ops.onnx_nvfp4_cache.default: _cache_translation("nvfp4"),
+    }
+
+
+def _define(name: str, schema: str, body: Callable[..., Any], fake: Callable[..., Any]) -> None:
+    torch.library.define(f"quant::{name}", schema)
+    torch.library.impl(f"quant::{name}", "default", body)
+    torch.library.register_fake(f"quant::{name}", fake)
+
+
+_define(
+    "onnx_attention",
+    "(Tensor q, Tensor k, Tensor v, Tensor? mask, float scale, bool causal, float[] scales, str kind) -> Tensor",
+    _attention_body,
+    lambda q, k, v, *_: q.new_empty((*q.shape[:-1], v.shape[-1])),
+)
+_define(
+    "onnx_scatter",
+    "(Tensor cache, Tensor x, Tensor index) -> Tensor",
+    _scatter_body,
+    lambda cache, x, index: torch.empty_like(cache),
+)
+for _name, _outputs in (("fp8", 3), ("nvfp4", 5)):
+    _define(
+        f"onnx_{_name}_cache",
+        "(Tensor q, Tensor k, Tensor v, Tensor[] caches, float[] k_scale, float[] v_scale, Tensor lengths, float scale)"
+        f" -> ({', '.join(['Tensor'] * _outputs)})",
+        _cache_body(FORMATS[_name]),
+        lambda q, k, v, caches, *_: (torch.empty_like(q), *map(torch.empty_like, caches)),
+    )
+attend = torch.ops.quant.onnx_attention
+"""The op, with the arguments of `_attention_body`."""

@@ -18,7 +18,7 @@ import copy
 import functools
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,20 +32,14 @@ from quant.export.onnx.opsets import TRT_DOMAIN, register_schemas
 from quant.export.onnx.translate import UNREACHED_KEY, layer_of
 from quant.formats.tensor import BlockScaledTensor, fake_quantize
 from quant.kernels.linear.conv import QuantConv, round_samples
-from quant.kernels.linear.ops import quantized_linear
-from quant.kernels.linear.quant_linear import QuantLinear
+from quant.kernels.linear.quant_linear import QuantLinear, quantized_linear
 from quant.recipes.blocks import stored_dtype
 
-# TensorRT's ONNX operators in numpy, by which exported layers are checked without TensorRT.
-#
-# `onnx.reference` runs every standard operator. These are written from the definition of each operator and share no
-# code with the PyTorch ops that they are compared with; `ml_dtypes` rounds. Block scales follow our `max` rule (see
-# `quant.formats.scaling`): TensorRT does not document how it rounds ties of amax / 6.
-#
-# MatMul and convolutions are redefined too: half-precision products are summed in float32 and rounded once, as in
-# PyTorch and on tensor cores; numpy would do the same for FP16, but slowly.
-
-
+# TensorRT's operators are written in numpy from the definition of each, and share no code with the PyTorch ops that
+# they are compared with; `ml_dtypes` rounds. Block scales follow our `max` rule (see `quant.formats.scaling`): TensorRT
+# does not document how it rounds ties of amax / 6. MatMul and convolutions are redefined too: half-precision products
+# are summed in float32 and rounded once, as in PyTorch and on tensor cores; numpy would do the same for FP16, but
+# slowly.
 _E4M3_MAX, _E2M1_MAX = np.float32(448), np.float32(6)
 
 
@@ -58,12 +52,7 @@ def evaluator(model: Any, more: Sequence[type] = ()) -> Any:
 
 
 def quantize_nvfp4(x: np.ndarray, global_scale: np.ndarray, block: int = 16) -> tuple[np.ndarray, np.ndarray]:
-    """Returns E2M1 codes `[..., n]` and E4M3 block scales `[..., n / block]` along the last axis.
-
-    `n` is a multiple of `block`.
-
-    `global_scale` is a static float32 scalar.
-    """
+    """Returns E2M1 codes `[..., n]` and E4M3 block scales `[..., n / block]`; `global_scale` is a static float32."""
     import ml_dtypes
 
     blocks = x.astype(np.float32).reshape(*x.shape[:-1], -1, block)
@@ -77,10 +66,7 @@ def quantize_nvfp4(x: np.ndarray, global_scale: np.ndarray, block: int = 16) -> 
 
 
 def quantize_mxfp8(x: np.ndarray, block: int = 32) -> tuple[np.ndarray, np.ndarray]:
-    """Returns E4M3 codes and E8M0 block scales (their exponents, uint8) along the last axis.
-
-    Exponents are rounded up.
-    """
+    """Returns E4M3 codes and E8M0 block scales (exponents, uint8, rounded up) along the last axis."""
     import ml_dtypes
 
     blocks = x.astype(np.float32).reshape(*x.shape[:-1], -1, block)
@@ -102,10 +88,7 @@ def dequantize_blocks(codes: np.ndarray, scale: np.ndarray, block: tuple[int, in
 
 @functools.cache
 def operators() -> tuple[type, ...]:
-    """Returns the operators as classes that `onnx.reference` takes.
-
-    Built on the first call, because onnx is optional.
-    """
+    """Returns the operators as classes that `onnx.reference` takes."""
     from onnx.helper import tensor_dtype_to_np_dtype
     from onnx.reference.ops.op_conv import Conv
     from onnx.reference.ops.op_conv_transpose import ConvTranspose
@@ -166,16 +149,9 @@ def verify(
     checkpoint: Callable[[str], BlockScaledTensor] | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> dict[str, Any]:
-    """Returns the receipt of an exported file.
+    """Returns the receipt of an exported file; `checkpoint` reads a layer's weight from the checkpoint's files.
 
-    Args:
-        model: the exported model.
-        path: the file.
-        checkpoint: a function that reads a layer's weight from the checkpoint's files, if there is a checkpoint.
-        progress: a function that is called as `progress(layers done, layers in all)`.
-
-    Raises:
-        ValueError: the file is not valid ONNX, or lacks a layer's nodes; the message names them.
+    Raises ValueError for a file that lacks a layer's nodes.
     """
     graph = LayerGraphs(Path(path))
     quantized = [(n, module) for n, module in model.named_modules() if isinstance(module, QuantLinear | QuantConv)]
@@ -189,10 +165,25 @@ def verify(
     entries = []
     for done, (name, module) in enumerate(layers, 1):
         stored = checkpoint(name) if checkpoint else None
-        if isinstance(module, QuantConv):
-            entries.append(_compare_conv(name, module, graph, stored, dtype))
-        else:
-            entries.append(_compare_linear(name, module, graph, stored, dtype))
+        compared = _compare_conv if isinstance(module, QuantConv) else _compare_linear
+        errors = _relative_errors(compared(name, module, graph, stored, dtype))
+        by_token = module.activation_format is not None and module.activation_format.per_row
+        by_token = by_token and module.input_scale is None
+        passed = (
+            errors["fake_quant"] <= _TEXTBOOK[dtype]
+            and errors["output"] <= TOLERANCE[dtype] * (2 if by_token else 1)
+            and max(errors["weight"], errors.get("checkpoint", 0.0)) <= WEIGHT_TOLERANCE
+        )
+        entries.append(
+            {
+                "name": name,
+                "fake_quant": errors["fake_quant"],
+                "checkpoint": errors.get("checkpoint"),
+                "onnx": max(errors["output"], errors["weight"]),
+                "engine": None,
+                "passed": passed,
+            }
+        )
         if progress:
             progress(done, len(layers))
     return {"layers": entries, "unreached": graph.unreached, "passed": all(entry["passed"] for entry in entries)}
@@ -215,22 +206,16 @@ def check_file(path: str | Path) -> None:
     path = Path(path)
     try:
         onnx.checker.check_model(str(path))
-        onnx.shape_inference.infer_shapes(_without_weights(path), check_type=True, strict_mode=True)
+        model = onnx.load(path, load_external_data=False)
+        # Shape inference copies the bytes of large constants, and needs their shapes alone.
+        for tensor in model.graph.initializer:
+            if len(tensor.raw_data) > _LARGE:
+                tensor.ClearField("raw_data")
+                tensor.data_location = onnx.TensorProto.EXTERNAL
+                tensor.external_data.add(key="location", value=path.name)
+        onnx.shape_inference.infer_shapes(model, check_type=True, strict_mode=True)
     except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError) as error:
         raise ValueError(f"{path}: not a valid ONNX file: {' '.join(str(error).split())[:500]}") from error
-
-
-def _without_weights(path: Path) -> Any:
-    """Returns a file's model for shape inference, which needs the shapes of large constants, and copies their bytes."""
-    import onnx
-
-    model = onnx.load(path, load_external_data=False)
-    for tensor in model.graph.initializer:
-        if len(tensor.raw_data) > _LARGE:
-            tensor.ClearField("raw_data")
-            tensor.data_location = onnx.TensorProto.EXTERNAL
-            tensor.external_data.add(key="location", value=path.name)
-    return model
 
 
 class LayerGraphs:
@@ -257,8 +242,12 @@ class LayerGraphs:
                 f"{self.path}: no nodes of layer {name}, on which the outputs depend; the file is of another model, or "
                 "this is a defect of the export"
             )
-        output = self.outputs[name]
-        return self._cut(output, lambda value: self._is_own(value, output), name)
+        output, outputs = self.outputs[name], set(self.outputs.values())
+
+        def own(value: str) -> bool:
+            return value == output or (bool(self.layer.get(value)) and value not in outputs) or self._is_constant(value)
+
+        return self._cut(output, own, name)
 
     def weight(self, name: str) -> Any:
         """Returns a model that computes the layer's weight `[out, in]`, float32, before any cast to half."""
@@ -275,12 +264,6 @@ class LayerGraphs:
         del last.attribute[:]
         last.attribute.extend([*attributes, helper.make_attribute("output_dtype", TensorProto.FLOAT)])
         return model
-
-    def _is_own(self, value: str, output: str) -> bool:
-        if value == output:
-            return True
-        tagged = bool(self.layer.get(value))
-        return (tagged and value not in self.outputs.values()) or self._is_constant(value)
 
     def _is_constant(self, value: str) -> bool:
         node = self.maker.get(value)
@@ -323,93 +306,71 @@ class LayerGraphs:
         return model, free[0] if free else ""
 
 
+_Pairs = Iterator[tuple[str, torch.Tensor, torch.Tensor]]
+
+
+def _relative_errors(pairs: _Pairs) -> dict[str, float]:
+    """Returns the norm of the difference over the norm of the expected numbers, by key, over all slices of a key."""
+    sums: dict[str, tuple[float, float]] = {}
+    for key, computed, expected in pairs:
+        difference, reference = sums.get(key, (0.0, 0.0))
+        if not torch.equal(computed, expected):
+            difference += float((computed.double() - expected.double()).square().sum())
+        reference += float(torch.linalg.vector_norm(expected, dtype=torch.float64)) ** 2
+        sums[key] = difference, reference
+    return {key: math.sqrt(a) / max(math.sqrt(b), 1e-30) for key, (a, b) in sums.items()}
+
+
 def _compare_linear(
     name: str, module: QuantLinear, graph: LayerGraphs, stored: BlockScaledTensor | None, dtype: torch.dtype
-) -> dict[str, Any]:
-    x = torch.randn(TOKENS, module.in_features, generator=torch.Generator().manual_seed(0), dtype=torch.float32).to(
-        dtype
-    )
+) -> _Pairs:
+    """Yields what is compared, computed and expected numbers, for some rows of the weight after the other."""
+    generator, format = torch.Generator().manual_seed(0), module.activation_format
+    x = torch.randn(TOKENS, module.in_features, generator=generator, dtype=torch.float32).to(dtype)
+    rounded = x
+    if format is not None:
+        rounded = fake_quantize(x, format, **{"global_scale" if format.global_scale else "scale": module.input_scale})
     whole, (layer, input_name), constants = module.quantized_weight, graph.linear(name), graph.weight(name)
-    errors = {key: _Error() for key in ("fake_quant", "checkpoint", "output", "weight")}
     for rows, part in whole.row_chunks(_WEIGHTS_AT_ONCE):
         start, stop = rows.start, rows.stop
         bias = None if module.bias is None else module.bias[start:stop]
         weight = part.dequantize()
         with torch.no_grad():
-            op = quantized_linear(x, part, bias, module.input_scale, module.activation_format).float()
-        errors["fake_quant"].add(op, _textbook(x, weight, bias, module))
+            op = quantized_linear(x, part, bias, module.input_scale, format).float()
+        yield "fake_quant", op, linear(rounded.double(), weight.double(), None if bias is None else bias.double())
         out = evaluator(_model_rows(layer, whole, start, stop)).run(None, {input_name: to_numpy(x)})[0]
-        errors["output"].add(_as_float(out), op)
-        held = evaluator(_model_rows(constants, whole, start, stop)).run(None, {})[0]
-        errors["weight"].add(_as_float(held), weight)
+        yield "output", _as_float(out), op
+        yield "weight", _as_float(evaluator(_model_rows(constants, whole, start, stop)).run(None, {})[0]), weight
         if stored is not None:
-            errors["checkpoint"].add(stored.rows(start, stop).dequantize(), weight)
-    return _entry(name, module, errors, stored is not None, dtype)
+            yield "checkpoint", stored.rows(start, stop).dequantize(), weight
 
 
 def _compare_conv(
     name: str, module: QuantConv, graph: LayerGraphs, stored: BlockScaledTensor | None, dtype: torch.dtype
-) -> dict[str, Any]:
+) -> _Pairs:
+    """Yields what is compared, computed and expected numbers."""
     # The smallest input with two outputs along each axis.
     size = [d * (k - 1) + 1 + s for k, s, d in zip(module.kernel_size, module.stride, module.dilation, strict=True)]
-    x = torch.randn(2, module.in_channels, *size, generator=torch.Generator().manual_seed(0), dtype=torch.float32).to(
-        dtype
-    )
+    generator, format = torch.Generator().manual_seed(0), module.activation_format
+    x = torch.randn(2, module.in_channels, *size, generator=generator, dtype=torch.float32).to(dtype)
     (layer, input_name), constants = graph.linear(name), graph.weight(name)
-    errors = {key: _Error() for key in ("fake_quant", "checkpoint", "output", "weight")}
     (pads,) = (a.ints for node in layer.graph.node for a in node.attribute if a.name == "pads")
     # ONNX's optimizer moves a Pad of zeros before the Conv into it, that of the module or of the model's own code; its
     # nodes then take what was padded, and not the input of the op. ONNX lists the begins of all axes, then the ends.
     axes = len(module.op_padding)
     more = [pad - own for pad, own in zip(pads, module.op_padding * 2, strict=True)]
     padded = nn.functional.pad(x, [more[i] for axis in reversed(range(axes)) for i in (axis, axis + axes)])
+    rounded = padded if format is None else round_samples(padded, format, module.input_scale)
+    geometry = (module.stride, module.op_padding, module.dilation, module.transposed, module.output_padding)
+    bias = None if module.bias is None else module.bias.double()
     with torch.no_grad():
         op = module.convolve(padded, module.output_padding).float()
-        errors["fake_quant"].add(op, _conv_textbook(padded, module))
-    errors["output"].add(_as_float(evaluator(layer).run(None, {input_name: to_numpy(x)})[0]), op)
-    errors["weight"].add(_as_float(evaluator(constants).run(None, {})[0]), module.weight_in(torch.float32))
+        weight = module.weight_in(torch.float64)
+        yield "fake_quant", op, torch.convolution(rounded.double(), weight, bias, *geometry, module.groups)
+    yield "output", _as_float(evaluator(layer).run(None, {input_name: to_numpy(x)})[0]), op
+    yield "weight", _as_float(evaluator(constants).run(None, {})[0]), module.weight_in(torch.float32)
     if stored is not None:
-        errors["checkpoint"].add(stored.dequantize(), module.dequantize())
-    return _entry(name, module, errors, stored is not None, dtype)
-
-
-def _entry(
-    name: str, module: QuantLinear | QuantConv, errors: Mapping[str, _Error], has_checkpoint: bool, dtype: torch.dtype
-) -> dict[str, Any]:
-    """Returns a layer's entry in the receipt."""
-    of_output, of_weight, fake_quant = (errors[key].relative for key in ("output", "weight", "fake_quant"))
-    checkpoint = errors["checkpoint"].relative if has_checkpoint else None
-    passed = (
-        fake_quant <= _TEXTBOOK[dtype]
-        and of_output <= TOLERANCE[dtype] * (2 if _is_by_token(module) else 1)
-        and of_weight <= WEIGHT_TOLERANCE
-        and (checkpoint or 0.0) <= WEIGHT_TOLERANCE
-    )
-    return {
-        "name": name,
-        "fake_quant": fake_quant,
-        "checkpoint": checkpoint,
-        "onnx": max(of_output, of_weight),
-        "engine": None,
-        "passed": passed,
-    }
-
-
-class _Error:
-    """Sums of squares of a difference and of its reference, slice by slice."""
-
-    def __init__(self) -> None:
-        self.difference = self.reference = 0.0
-
-    def add(self, computed: torch.Tensor, expected: torch.Tensor) -> None:
-        if not torch.equal(computed, expected):
-            self.difference += float((computed.double() - expected.double()).square().sum())
-        self.reference += float(torch.linalg.vector_norm(expected, dtype=torch.float64)) ** 2
-
-    @property
-    def relative(self) -> float:
-        """Frobenius norm of the difference over the norm of the reference."""
-        return math.sqrt(self.difference) / max(math.sqrt(self.reference), 1e-30)
+        yield "checkpoint", stored.dequantize(), module.dequantize()
 
 
 def _model_rows(model: Any, weight: BlockScaledTensor, start: int, stop: int) -> Any:
@@ -438,42 +399,6 @@ def _model_rows(model: Any, weight: BlockScaledTensor, start: int, stop: int) ->
 
 def _as_float(values: np.ndarray) -> torch.Tensor:
     return torch.from_numpy(np.asarray(values, dtype=np.float32))
-
-
-def _is_by_token(module: QuantLinear | QuantConv) -> bool:
-    format = module.activation_format
-    return format is not None and format.per_row and module.input_scale is None
-
-
-def _textbook(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, module: QuantLinear) -> torch.Tensor:
-    """Returns the layer in float64, for the rows of `weight`."""
-    format = module.activation_format
-    if format is not None:
-        second = format.global_scale
-        x = fake_quantize(
-            x,
-            format,
-            scale=None if second else module.input_scale,
-            global_scale=module.input_scale if second else None,
-        )
-    return linear(x.double(), weight.double(), None if bias is None else bias.double())
-
-
-def _conv_textbook(x: torch.Tensor, module: QuantConv) -> torch.Tensor:
-    """Returns the convolution in float64."""
-    if module.activation_format is not None:
-        x = round_samples(x, module.activation_format, module.input_scale)
-    return torch.convolution(
-        x.double(),
-        module.weight_in(torch.float64),
-        None if module.bias is None else module.bias.double(),
-        module.stride,
-        module.op_padding,
-        module.dilation,
-        module.transposed,
-        module.output_padding,
-        module.groups,
-    )
 
 
 def to_numpy(x: torch.Tensor) -> np.ndarray:

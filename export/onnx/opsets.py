@@ -10,8 +10,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from quant.formats.format import Format
-from quant.formats.format import E2M1, E4M3, INT4, INT8
+from quant.formats.format import E2M1, E4M3, INT4, INT8, Format
 
 OPSET = 23
 SERVING_OPSET = 24
@@ -26,35 +25,11 @@ FLOAT, INT32, BOOL, FLOAT8E4M3FN = 1, 6, 9, 17
 
 
 @functools.cache
-def opset() -> Any:
-    """Returns ONNX's operators."""
-    from onnxscript import opset23
+def opset(domain: str = "", version: int = 1) -> Any:
+    """Returns ONNX's operators of `OPSET`, or operators that onnxscript has no module for."""
+    from onnxscript import opset23, values
 
-    return opset23
-
-
-@functools.cache
-def serving_opset() -> Any:
-    """Returns ONNX's operators of `SERVING_OPSET`, which onnxscript has no module for."""
-    from onnxscript.values import Opset
-
-    return Opset("", SERVING_OPSET)
-
-
-@functools.cache
-def trt_opset() -> Any:
-    """Returns the opset of TensorRT's domain."""
-    from onnxscript.values import Opset
-
-    return Opset(TRT_DOMAIN, 1)
-
-
-@functools.cache
-def plugin_opset() -> Any:
-    """Returns the opset of our attention plugin."""
-    from onnxscript.values import Opset
-
-    return Opset(PLUGIN_DOMAIN, 1)
+    return opset23 if (domain, version) == ("", 1) else values.Opset(domain, version)
 
 
 def round_trip(format: Format, x: Any, scale: Any, dtype: Any) -> Any:

@@ -1,12 +1,24 @@
 """`trace` turns a module into a graph of torch.export over named dimensions.
 
 A quantized linear is one `quant::` op in the graph, attention another.
+
+An error of torch.export becomes one line that names the model, the module and the way out (`explained`). torch.export
+names neither: it tells of a size that the code fixes after the whole trace, as a guard over symbols. So every guard is
+noted with the module that was running when it was added:
+
+    s70 == 64     Mamba loops over its tokens: the graph would hold as many steps as the example has tokens
+    s70 != 128    OpenAI's GPT cuts a mask of 128 positions, and torch.export takes a cut of nothing for another
+    program
+
+A guard of the second kind, which is about the ends of a range, is met by a shorter range; one of the first kind by a
+graph of fixed size. The private parts of torch here were tried with torch 2.11 to 2.13.
 """
 
 from __future__ import annotations
 
+import inspect
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,23 +27,15 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from quant.base.errors import option
+from quant.calibration.attention_scales import AttentionScales
 from quant.export.onnx import limits
-from quant.export.onnx.decoder_graph import GraphInput
+from quant.export.onnx.decoder_graph import Attention, Graph, GraphInput, attending, check_attends, operand_scales
+from quant.formats.format import FORMATS
+from quant.formats.tensor import fake_quantize
 from quant.kernels.linear.quantized_module import restore_layout
 
-# An error of torch.export becomes one line that names the model, the module and the way out.
-#
-# torch.export names neither: it tells of a size that the code fixes after the whole trace, as a guard over symbols.
-# While `explained` is open, every guard is noted with the module that was running when it was added:
-#
-#     s70 == 64     Mamba loops over its tokens: the graph would hold as many steps as the example has tokens
-#     s70 != 128    OpenAI's GPT cuts a mask of 128 positions, and torch.export takes a cut of nothing for another
-#     program
-#
-# A guard of the second kind, which is about the ends of a range, is met by a shorter range; one of the first kind by a
-# graph of fixed size.
-
-
+Bodies = Mapping[str, Callable[..., torch.Tensor]]
+"""PyTorch functions by the names of the ops that they stand for."""
 _LONGEST = 400  # characters of a text of torch's
 _UNLIMITED = 512  # sizes up to here are tried where a dimension has no limit
 
@@ -42,10 +46,8 @@ def explained(
 ) -> Iterator[None]:
     """Raises ValueError in the place of an error of the trace of `model` that runs while this is open.
 
-    Args:
-        model: the model, as the user knows it.
-        examples: example and dimensions of each input of the graph; empty if they are no choice of the user's.
-        highest: the largest size of each dimension that is limited.
+    `examples` are the example and dimensions of each input of the graph, and empty if they are no choice of the user's;
+    `highest` is the largest size of each dimension that is limited.
     """
     names = {module: name for name, module in model.named_modules()}
     guards = _Guards(names, is_served=hasattr(model, "main_input_name"))
@@ -61,13 +63,16 @@ def explained(
     except torch.fx.experimental.symbolic_shapes.GuardOnDataDependentSymNode as error:
         text = _one_line(str(error).splitlines()[0])
         raise ValueError(
-            f"{_place(name, _failing(error, names))} decides by values of its inputs, which a graph cannot: {text}"
+            f"{_failing(name, error, names)} decides by values of its inputs, which a graph cannot: {text}"
         ) from error
     except Exception as error:  # code of models raises exceptions of every type
-        if _is_ours(error):
-            raise
+        frame = error.__traceback__
+        while frame is not None and frame.tb_next is not None:
+            frame = frame.tb_next
+        if frame is not None and str(frame.tb_frame.f_globals.get("__name__", "")).startswith("quant."):
+            raise  # code of this package, whose message is for the user
         text = _one_line(str(error)) or type(error).__name__
-        raise ValueError(f"{_place(name, _failing(error, names))} does not export: {text}") from error
+        raise ValueError(f"{_failing(name, error, names)} does not export: {text}") from error
     finally:
         for handle in handles:
             handle.remove()
@@ -120,7 +125,7 @@ def _fixed_dimension(
     module, allowed = "", set[int]()
     if size is not None:
         module, allowed = _allowed(guards, size, highest.get(dim, _UNLIMITED))
-    place = _place(name, module)
+    place = f"{name}: {module}" if module else name
     low, high = min(allowed, default=0), max(allowed, default=0)
     if len(allowed) > 1 and len(allowed) == high - low + 1 and size is not None:
         low = 1 if low == 2 else low  # torch.export tries no size below 2
@@ -163,25 +168,13 @@ def _allowed(guards: _Guards, size: int, highest: int) -> tuple[str, set[int]]:
     return first, allowed if is_range else set()
 
 
-def _failing(error: BaseException, names: Mapping[nn.Module, str]) -> str:
-    """Returns the innermost module that was running when an exception was raised."""
+def _failing(name: str, error: BaseException, names: Mapping[nn.Module, str]) -> str:
+    """Returns the name of a model, and of its innermost module that was running when an exception was raised."""
     module, trace = "", error.__traceback__
     while trace is not None:
         running = trace.tb_frame.f_locals.get("self")
         module = names.get(running, module) if isinstance(running, nn.Module) else module
         trace = trace.tb_next
-    return module
-
-
-def _is_ours(error: BaseException) -> bool:
-    """Returns whether code of this package raised an exception, which then is a line for the user."""
-    trace = error.__traceback__
-    while trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next
-    return trace is not None and str(trace.tb_frame.f_globals.get("__name__", "")).startswith("quant.")
-
-
-def _place(name: str, module: str) -> str:
     return f"{name}: {module}" if module else name
 
 
@@ -200,32 +193,22 @@ def trace(
     ranges: Mapping[str, tuple[int, int]],
     split: int | None = None,
 ) -> torch.export.ExportedProgram:
-    """Returns the module as a graph over named dimensions.
+    """Returns the module as a graph over named dimensions; ValueError for a graph that no file can hold.
 
-    Args:
-        module: the module to be traced.
-        arguments: examples of its positional arguments, or of its keyword arguments by name.
-        inputs: the inputs of the graph, for the names of dimensions.
-        ranges: smallest and largest size of the dimensions that are limited, as `dimension_ranges` gives them.
-        split: how many inputs the module takes as a dict; the others, its KV cache, are a list.
-
-    Raises ValueError for a module that does not export, and for a graph that no file can hold.
+    `arguments` are examples of its positional arguments, or of its keyword arguments by name; with `split` so many
+    inputs are a dict, and the others, its KV cache, a list. `ranges` limit dimensions (`dimension_ranges`).
     """
-    names = {dim for x in inputs.values() for dim in x.dims if isinstance(dim, str)}
-    # torch.export takes sizes of 0 and 1 for constants, so examples have at least two of everything.
-    sizes = {
-        dim: size
-        for x in inputs.values()
-        for dim, size in zip(x.dims, x.example.shape, strict=True)
-        if isinstance(dim, str)
-    }
-    # torch.export finds by itself that a dimension such as "past + sequence" is a sum of others.
-    dims = {
-        name: _dimension(name, sizes[name], *ranges.get(name, (0, None)))
-        if name.isidentifier()
-        else torch.export.Dim.AUTO
-        for name in sorted(names)
-    }
+    # torch.export takes sizes of 0 and 1 for constants, so examples have at least two of everything. It gives no other
+    # program to these sizes, and refuses a limit of 1.
+    sizes = {dim: size for x in inputs.values() for dim, size in zip(x.dims, x.example.shape, strict=True)}
+    dims: dict[str, Any] = {}
+    for name in sorted(dim for dim in sizes if isinstance(dim, str)):
+        low, high = ranges.get(name, (0, None))
+        smallest = min(low, sizes[name]) if low > 2 else None
+        largest = None if high is None else max(high, sizes[name])
+        # torch.export finds by itself that a dimension such as "past + sequence" is a sum of others.
+        is_name = name.isidentifier()
+        dims[name] = torch.export.Dim(name, min=smallest, max=largest) if is_name else torch.export.Dim.AUTO
     axes = {
         name: {axis: dims[dim] for axis, dim in enumerate(x.dims) if isinstance(dim, str)} for name, x in inputs.items()
     }
@@ -240,22 +223,109 @@ def trace(
     positional, keywords = ((), arguments) if isinstance(arguments, dict) else (arguments, {})
     with explained(model, examples, {dim: high for dim, (_, high) in ranges.items()}), torch.no_grad():
         exported = torch.export.export(module, positional, keywords, dynamic_shapes=dynamic, strict=False)
-    _drop_unused(exported.graph_module)
+    # torch.export asserts the dtype of each tensor that is cast, which would keep in use a value that nothing else
+    # uses, such as the weight that T5 dequantizes to read its dtype.
+    graph = exported.graph_module.graph
+    for node in graph.find_nodes(op="call_function", target=torch.ops.aten._assert_tensor_metadata.default):
+        graph.erase_node(node)
+    graph.eliminate_dead_code()
     limits.check_graph(exported, model, prefix)
     return exported
 
 
-def _dimension(name: str, example: int, low: int, high: int | None) -> Any:
-    """Returns a named dimension; `low` and `high` are limits, which its example widens."""
-    # torch.export gives no other program to sizes of 0 and 1, and refuses a limit of 1.
-    return torch.export.Dim(
-        name, min=min(low, example) if low > 2 else None, max=None if high is None else max(high, example)
-    )
+_MOST_ROWS = 65_535
+TRACED = "traced.model."
+"""Where a transformers model that `trace_for_torch` has traced has its modules."""
+Dims = Mapping[str, Mapping[int, str]]
 
 
-def _drop_unused(graph: torch.fx.GraphModule) -> None:
-    """Removes nodes whose values nothing uses, such as the weight that T5 dequantizes to read its dtype."""
-    # torch.export asserts the dtype of each tensor that is cast, which would keep its values in use.
-    for node in graph.graph.find_nodes(op="call_function", target=torch.ops.aten._assert_tensor_metadata.default):
-        graph.graph.erase_node(node)
-    graph.graph.eliminate_dead_code()
+def trace_for_torch(
+    model: nn.Module,
+    inputs: Mapping[str, torch.Tensor],
+    *,
+    dims: Dims | None = None,
+    ranges: Mapping[str, tuple[int, int]] | None = None,
+    attention_scales: Mapping[str, AttentionScales] | None = None,
+) -> torch.export.ExportedProgram:
+    """Returns a model as a graph of one pass for a compiler of PyTorch, with an op for each layer and attention.
+
+    Inputs keep their names, and outputs their nests. Arguments are as for `export_aoti`. Raises ValueError for a model
+    that does not export with these dimensions.
+    """
+    dims, ranges = dims or {}, ranges or {}
+    names = {name for axes in dims.values() for name in axes.values()}
+    # ranges give min and max of a dimension; without a range torch.export finds limits itself. It refuses those of
+    # cuDNN's norms, which take batches of up to 65,535.
+    batches = {axes[0] for axes in dims.values() if 0 in axes}
+    limits = {name: {"max": _MOST_ROWS} if name in batches else {} for name in names}
+    limits |= {name: dict(zip(("min", "max"), ranges[name], strict=True)) for name in names & ranges.keys()}
+    sizes = {name: torch.export.Dim(name, **limits[name]) for name in names}
+    dynamic = {name: {axis: sizes[dim] for axis, dim in dims.get(name, {}).items()} for name in inputs}
+    restore_layout(model)
+    examples = {
+        name: (x, tuple(dims.get(name, {}).get(axis, size) for axis, size in enumerate(x.shape)))
+        for name, x in inputs.items()
+    }
+    highest = {name: high for name, (_, high) in ranges.items()}
+    scales = attention_scales or {}
+    with torch.no_grad(), explained(model, examples, highest):
+        if hasattr(model, "main_input_name"):
+            check_attends(model, inputs)
+            modules = {module: name for name, module in model.named_modules()}
+            window = ranges["sequence"][1] if "sequence" in ranges else None
+            function = Attention(modules, kind="plugin", scales=operand_scales(scales), window=window)
+            with attending(model, function, masked="attention_mask" in inputs):
+                graph: nn.Module = _Named(Graph(model, function), inputs)
+                return torch.export.export(graph, (), dict(inputs), dynamic_shapes=dynamic, strict=False)
+        if scales:
+            raise ValueError(f"{type(model).__name__} is no transformers model; its own code calls fp8_attention")
+        return torch.export.export(model, (), dict(inputs), dynamic_shapes=dynamic, strict=False)
+
+
+class _Named(nn.Module):
+    """A transformers graph whose inputs have their names: `forward(input_ids, …)`."""
+
+    def __init__(self, graph: Graph, names: Iterable[str]) -> None:
+        super().__init__()
+        self.traced = graph
+        parameters = [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in names]
+        signature = inspect.Signature(parameters)
+
+        def forward(*args: torch.Tensor, **kwargs: torch.Tensor) -> Any:
+            outputs = graph(dict(signature.bind(*args, **kwargs).arguments))
+            return outputs[0] if len(outputs) == 1 else outputs
+
+        # torch.export reads the names of the inputs from the signature.
+        forward.__signature__ = signature  # type: ignore[attr-defined]
+        self.forward = forward
+
+
+def decomposed(program: torch.export.ExportedProgram, bodies: Bodies) -> torch.export.ExportedProgram:
+    """Returns a graph in PyTorch's own ops: each op named in `bodies` becomes the ops of its body."""
+    with replaced_ops(bodies):
+        result: torch.export.ExportedProgram = program.run_decompositions({})
+    return result
+
+
+@contextmanager
+def replaced_ops(bodies: Bodies) -> Iterator[None]:
+    """Makes tracing replace each op of these names by the ops of its body while open.
+
+    A rule for `FunctionalTensorMode` runs before the op is recorded, and Inductor compiles the ops of the body.
+    """
+    from torch._subclasses.functional_tensor import FunctionalTensorMode
+
+    def rule(body: Callable[..., torch.Tensor]) -> Callable[..., Any]:
+        def inside(mode: Any, op: Any, types: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+            with mode:
+                return body(*args, **(kwargs or {}))
+
+        return inside
+
+    # The tables that `formats` caches would become part of the graph if they were filled in a trace.
+    for format in FORMATS.values():
+        fake_quantize(torch.ones(1, 128), format)
+    with torch.library._scoped_library("quant", "FRAGMENT") as library:
+        for name, body in bodies.items():
+            torch.library.register_torch_dispatch(name, FunctionalTensorMode, rule(body), lib=library)
+        yield

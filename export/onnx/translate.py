@@ -1,7 +1,28 @@
 """`translate` makes an ONNX model of a traced graph, op by op, and names its nodes.
 
-torch.onnx.export runs with our translations. Packed codes get their 4-bit types, dimensions their names, linears and
-attentions their layers' names; the onnxscript optimizer folds and merges.
+torch.onnx.export runs with our translations of quantized linears and convolutions. Packed codes get their 4-bit types,
+dimensions their names, linears and attentions their layers' names; the onnxscript optimizer folds and merges.
+
+    weight        DequantizeLinear(codes, scale) in the block shape of the format, then Transpose
+    activation    QuantizeLinear, DequantizeLinear                     static scale: fp8
+                  trt::TRT_FP4DynamicQuantize, two DequantizeLinear    nvfp4: block scales found at run time
+                  trt::TRT_MXFP8DynamicQuantize, and back              mxfp8
+                  divided by its scale, then as static                 fp8_token, int8_token
+    linear        MatMul(activation, weight), Add(bias)
+    convolution   Conv or ConvTranspose(activation, weight, bias), the weight dequantized in its own shape
+
+TensorRT turns these patterns into GEMMs in the low precision; other nodes for the same arithmetic run in half
+precision. Details that matter to the pattern and to the numbers:
+
+- Scales stay float32 and the result is rounded once to the dtype of x, as in the PyTorch op, by a Cast after the last
+  DequantizeLinear: onnxruntime has no DequantizeLinear from float32 scales to a 16-bit `output_dtype`. INT4 is fused
+  only if its scales have the dtype of x; solvers choose them representable in it.
+- A scale per token between DequantizeLinear and MatMul would make the GEMM run in half precision. But a scale of a row
+  of x is one of a row of the output: x / s is rounded with a constant power of two as its scale, and s multiplies the
+  output. The constant keeps codes below 1, so that FP16 sums stay as small as with x itself. The inputs of a
+  convolution have one scale for each sample, and the same holds there.
+- Codes and scales are the buffers of the module, byte for byte. Packed 4-bit codes are bytes in PyTorch and typed
+  FLOAT4E2M1 or INT4 in ONNX with the same bytes (even index in the low nibble).
 """
 
 from __future__ import annotations
@@ -19,52 +40,24 @@ from torch import nn
 
 from quant.base.json_files import json_text
 from quant.export.onnx import limits
-from quant.export.onnx.attention_nodes import attention_translations, cache_translations
+from quant.export.onnx.attention_nodes import attention_translations
 from quant.export.onnx.decoder_graph import GraphInput
 from quant.export.onnx.opsets import (
     FLOAT,
     FLOAT8E4M3FN,
     OPSET,
+    TRT_DOMAIN,
     element_type,
     narrowed,
     opset,
     register_schemas,
     round_trip,
-    trt_opset,
     widened,
 )
-from quant.formats.format import FORMATS, Format
-from quant.formats.format import E2M1, E4M3, E8M0, INT4, INT8
-
-# Translates quantized linears and convolutions of each format to ONNX nodes (`attention` translates attention).
-#
-#     weight        DequantizeLinear(codes, scale) in the block shape of the format, then Transpose
-#     activation    QuantizeLinear, DequantizeLinear                     static scale: fp8
-#                   trt::TRT_FP4DynamicQuantize, two DequantizeLinear    nvfp4: block scales found at run time
-#                   trt::TRT_MXFP8DynamicQuantize, and back              mxfp8
-#                   divided by its scale, then as static                 fp8_token, int8_token
-#     linear        MatMul(activation, weight), Add(bias)
-#     convolution   Conv or ConvTranspose(activation, weight, bias), the weight dequantized in its own shape
-#
-# TensorRT turns these patterns into GEMMs in the low precision; other nodes for the same arithmetic run in half
-# precision. Three details matter to the pattern and to the numbers:
-#
-# - Scales stay float32 and the result is rounded once to the dtype of x, as in the PyTorch op, by a Cast after the last
-#   DequantizeLinear: onnxruntime has no DequantizeLinear from float32 scales to a 16-bit `output_dtype`. INT4 is fused
-#   only if its scales have the dtype of x; solvers choose them representable in it.
-# - A scale per token between DequantizeLinear and MatMul would make the GEMM run in half precision. But a scale of a
-# row
-#   of x is one of a row of the output: x / s is rounded with a constant power of two as its scale, and s multiplies the
-#   output. The constant keeps codes below 1, so that FP16 sums stay as small as with x itself.
-# - The inputs of a convolution have one scale for each sample in place of one for each token, and the same holds there.
-# - Codes and scales are the buffers of the module, byte for byte. Packed 4-bit codes are bytes in PyTorch and typed
-#   FLOAT4E2M1 or INT4 in ONNX with the same bytes (even index in the low nibble).
-
+from quant.formats.format import E2M1, E4M3, E8M0, FORMATS, INT4, INT8, Format
 
 # Static scales of the codes of inputs that are scaled by token: the largest code times these is just below 1.
 _TOKEN_STEP = {E4M3: 2.0**-9, INT8: 2.0**-7}
-
-Translation = Callable[..., Any]
 
 
 class ConvCall(NamedTuple):
@@ -85,21 +78,7 @@ class ConvCall(NamedTuple):
     groups: int
 
 
-def translations(packed: dict[Any, int]) -> dict[Any, Translation]:
-    """Returns ONNX translations by PyTorch op, for `torch.onnx.export(custom_translation_table=...)`.
-
-    `packed` is filled while the graph is translated: the ONNX type of each value that holds packed 4-bit codes.
-    """
-    register_schemas()
-    return {
-        torch.ops.quant.linear.default: _linear(packed),
-        torch.ops.quant.conv.default: _conv,
-        **attention_translations(),
-        **cache_translations(),
-    }
-
-
-def _linear(packed: dict[Any, int]) -> Translation:
+def _linear(packed: dict[Any, int]) -> Callable[..., Any]:
     def translate(
         x: Any,
         codes: Any,
@@ -155,7 +134,7 @@ def _weight(format: Format, codes: Any, scale: Any, global_scale: Any, dtype: An
     """Returns the dequantized weight `[out, in]` in `dtype`."""
     # codes ─> DequantizeLinear ─> Cast                     NVFP4: the step is itself dequantized, in float32
     # scale ─> DequantizeLinear ─┘
-    op, trt = opset(), trt_opset()
+    op, trt = opset(), opset(TRT_DOMAIN)
     rows, columns = format.block
     if format.global_scale:
         step = op.DequantizeLinear(scale, op.Cast(global_scale, to=FLOAT))
@@ -182,7 +161,7 @@ def _dequantized(format: Format, codes: Any, scale: Any, dtype: Any, axis: int) 
 
 def _activation(format: Format, x: Any, input_scale: Any, axes: Sequence[int] = (-1,)) -> tuple[Any, Any]:
     """Returns `x` rounded to `format`, and the factor of the output, if there is one: `axes` share it."""
-    op, trt = opset(), trt_opset()
+    op, trt = opset(), opset(TRT_DOMAIN)
     block = format.block[1]
     if format.global_scale:
         if int(input_scale.dtype) != FLOAT:  # the exact inverse of a stored reciprocal
@@ -230,24 +209,21 @@ def translate(
 ) -> Any:
     """Returns the ONNX model of a graph, as an `onnx_ir.Model`.
 
-    Args:
-        exported: the graph, as `trace` returns it.
-        inputs: the inputs of the graph, for the names of dimensions.
-        outputs: names of the outputs; None leaves torch's.
-        prefix: what names in the graph have before those of the model's modules.
-        model: the traced model; its layers that the graph lacks are named in the file's metadata.
-        opset: the version of ONNX's operators.
+    `inputs` name dimensions; `outputs` are names, or None for torch's; `prefix` is what names in the graph have before
+    those of the modules of `model`, whose layers that the graph lacks are named in the file's metadata.
     """
     from onnxscript import optimizer
 
-    # Filled by the translations: values of packed 4-bit codes, and their ONNX types.
-    packed: dict[Any, int] = {}
+    register_schemas()
+    packed: dict[Any, int] = {}  # filled by the translations: values of packed 4-bit codes, and their ONNX types
+    ops = torch.ops.quant
+    table = {ops.linear.default: _linear(packed), ops.conv.default: _conv, **attention_translations()}
     program = torch.onnx.export(
         exported,
         dynamo=True,
         opset_version=opset,
         optimize=False,
-        custom_translation_table=translations(packed),
+        custom_translation_table=table,
         input_names=list(inputs),
         output_names=outputs,
         verbose=False,

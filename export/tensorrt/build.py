@@ -26,7 +26,7 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +35,7 @@ from torch import nn
 from quant.base.atomic import put_file, temporary_directory
 from quant.base.errors import option
 from quant.base.json_files import json_text, write_json
-from quant.base.mapped import trim_heap
+from quant.base.processor import trim_heap
 from quant.export.onnx.dynamic_shapes import FP8_ATTENTION_MINIMUM, format_profile
 from quant.export.onnx.export_onnx import ATTENTION_KEY, EXPORT_KEY, PLAN_KEY, write_onnx
 from quant.export.onnx.opsets import CACHE_PLUGIN, PLUGIN
@@ -60,12 +60,6 @@ from quant.export.tensorrt.network import (
 )
 from quant.recipes.plan import Plan
 
-# `run_worker` runs the process that builds an engine (`worker`) and reports how it ended.
-#
-# A builder that crashes ends only its process. The error then names the model, the exit code or signal, the ONNX node
-# that was being parsed, and the last message.
-
-
 # -I keeps the environment and the current directory out of sys.path; the folders come as an argument.
 _START = """
 import json, runpy, sys
@@ -79,23 +73,22 @@ Progress = Callable[[str, int, int], None]
 def run_worker(
     request: Mapping[str, Any], model: Path, progress: Progress | None, environment: Mapping[str, str] | None
 ) -> tuple[dict[str, Any], list[str]]:
-    """Runs the build process to its end and returns its result and warnings.
+    """Runs the process that builds an engine (`worker`) to its end and returns its result and warnings.
 
-    Args:
-        request: as `worker.build` takes it.
-        model: the ONNX file, for messages.
-        progress: a function that is called as `progress(stage, done, total)`.
-        environment: the environment of the process, from `worker_environment`.
-
-    Raises:
-        ValueError: the builder refused the graph, or died.
+    A builder that crashes ends only its process. The error then names the model, the exit code or signal, the ONNX node
+    that was being parsed, and the last message.
     """
-    received = _BuilderMessages()
+    last, node, outcome = "", "", dict[str, Any]()
+    warned: dict[str, None] = {}
     # Messages have a pipe of their own, because libraries in C++ print on stdout and stderr as they like.
     reading, writing = os.pipe()
+    # The current directory may hold a `quant` of anybody. It stays only where this package was imported from it.
+    current, home = Path.cwd(), Path(str(sys.modules["quant"].__file__)).resolve().parents[1]
+    folders = dict.fromkeys([*(Path(entry).resolve() for entry in sys.path), home])
+    import_path = [str(folder) for folder in folders if folder != current or folder == home]
     with tempfile.TemporaryFile() as prints, open(reading, encoding="utf-8") as messages:
         process = subprocess.Popen(
-            [sys.executable, "-I", "-c", _START, json.dumps(_import_path(), allow_nan=False), str(writing)],
+            [sys.executable, "-I", "-c", _START, json.dumps(import_path, allow_nan=False), str(writing)],
             stdin=subprocess.PIPE,
             stdout=prints,
             stderr=prints,
@@ -108,8 +101,15 @@ def run_worker(
             with process.stdin:
                 process.stdin.write(json.dumps(request, allow_nan=False).encode())
             # The lines end when the worker closes its end of the pipe: it has returned, or died.
-            for line in messages:
-                received.add(json.loads(line), progress)
+            for message in map(json.loads, messages):
+                if "stage" in message and progress:
+                    progress(message["stage"], message["done"], message["of"])
+                elif "said" in message:
+                    last, node = message["said"], message["node"]
+                    if message["severity"] == 2:
+                        warned[last] = None
+                elif "built" in message or "failed" in message:
+                    outcome = message
             process.wait()
         finally:
             if process.poll() is None:  # Ctrl-C, or an error of `progress`
@@ -117,57 +117,17 @@ def run_worker(
                 process.wait()
         prints.seek(0)
         printed = prints.read().decode("utf-8", "replace").strip()
-    if process.returncode == 0 and "built" in received.outcome:
-        return received.outcome["built"], list(received.warnings)
-    raise ValueError(f"{model}: {request['backend']} {received.failure(process.returncode, printed)}")
-
-
-@dataclass
-class _BuilderMessages:
-    """The messages of a build process, one JSON object a line: progress, sentences of the builder, the outcome.
-
-    Attributes:
-        last, node: the builder's last sentence, and the node of the graph that it was about.
-        warnings: its warnings in their order, each once.
-        outcome: the result of the build, or the reason that it failed; empty until the process sends one.
-    """
-
-    last: str = ""
-    node: str = ""
-    warnings: dict[str, None] = field(default_factory=dict)
-    outcome: dict[str, Any] = field(default_factory=dict)
-
-    def add(self, message: dict[str, Any], progress: Progress | None) -> None:
-        """Takes in one message, and passes progress on."""
-        if "stage" in message and progress:
-            progress(message["stage"], message["done"], message["of"])
-        elif "said" in message:
-            self.last, self.node = message["said"], message["node"]
-            if message["severity"] == 2:
-                self.warnings[self.last] = None
-        elif "built" in message or "failed" in message:
-            self.outcome = message
-
-    def failure(self, returncode: int, printed: str) -> str:
-        """Returns why there is no engine: the builder's own reason, or how the process died and its last words."""
-        if "failed" in self.outcome:
-            node = self.outcome["node"]
-            where = f" at node {node}" if node else ""
-            return f"cannot build this graph{where}: {_explained(self.outcome['failed'])}"
-        where = f", at node {self.node}" if self.node else ""
+    if process.returncode == 0 and "built" in outcome:
+        return outcome["built"], list(warned)
+    if "failed" in outcome:
+        where = f" at node {outcome['node']}" if outcome["node"] else ""
+        reason = f"cannot build this graph{where}: {_explained(outcome['failed'])}"
+    else:
+        where = f", at node {node}" if node else ""
         # C++ libraries print the reason of an abort; otherwise the last message is the nearest thing to one.
-        last = printed.splitlines()[-1] if printed else self.last or "nothing"
-        return f"died while building ({_death(returncode)}{where}); the last it said: {last}"
-
-
-def _import_path() -> list[str]:
-    """Returns the absolute folders that the build process imports from: this process's, without the current directory.
-
-    The current directory may hold a `quant` of anybody. It stays only where this package itself was imported from it.
-    """
-    current, home = Path.cwd(), Path(str(sys.modules["quant"].__file__)).resolve().parents[1]
-    folders = dict.fromkeys([*(Path(entry).resolve() for entry in sys.path), home])
-    return [str(folder) for folder in folders if folder != current or folder == home]
+        said = printed.splitlines()[-1] if printed else last or "nothing"
+        reason = f"died while building ({_death(process.returncode)}{where}); the last it said: {said}"
+    raise ValueError(f"{model}: {request['backend']} {reason}")
 
 
 def _explained(text: str) -> str:
@@ -229,59 +189,37 @@ def timing_cache(backend: str, target: GpuTarget) -> str | None:
 RECEIPT_VERSION = 1
 # They import torch, so the build process loads a plugin only if the graph holds it.
 PLUGIN_MODULES = {
-    PLUGIN: "quant.export.tensorrt.plugin_tensorrt",
-    CACHE_PLUGIN: "quant.export.tensorrt.cache_plugin_tensorrt",
+    PLUGIN: "quant.export.tensorrt.plugin",
+    CACHE_PLUGIN: "quant.export.tensorrt.cache_plugin",
 }
 
 
 @dataclass(frozen=True)
 class BuildOptions:
-    """The GPU and the shapes that an engine is built for.
+    """The GPU and the shapes that an engine is built for."""
 
-    Attributes:
-        target: key of `GPU_TARGETS`, or "local"; several with commas between them, for TensorRT-RTX.
-        shapes: range of every dynamic dimension, see `onnx_graph.shapes`; several texts make several profiles.
-        backend: "tensorrt_rtx" or "tensorrt", to insist on one.
-        features: keys of `targets.FEATURES`.
-        progress: called as `progress(stage, done, total)`.
-    """
-
-    target: str
-    shapes: str | Sequence[str] | None = None
-    backend: str | None = None
-    progress: Progress | None = None
-    features: Sequence[str] = ()
+    target: str  # key of `GPU_TARGETS`, or "local"; several with commas between them, for TensorRT-RTX
+    shapes: str | Sequence[str] | None = None  # ranges, see `onnx.dynamic_shapes`; several texts, several profiles
+    backend: str | None = None  # "tensorrt_rtx" or "tensorrt", to insist on one
+    progress: Progress | None = None  # called as `progress(stage, done, total)`
+    features: Sequence[str] = ()  # keys of `FEATURES`
 
 
 @dataclass(frozen=True)
 class BuiltEngine:
-    """An engine file; all other fields are copied to the receipt.
-
-    Attributes:
-        path: path of the engine.
-        warnings: the builder's warnings, each message once.
-        target: compute capability, such as `sm120`, or several of them.
-        backend: `tensorrt_rtx` or `tensorrt`, and its version.
-        reason: the reason for choosing that backend.
-        profiles: ranges of shapes, as `--shapes` writes them.
-        layers: the linear layers in its graph, quantized or not; empty if the graph does not name them.
-        attention_nodes: names of the attention nodes of its graph.
-        kv_cache: format of its KV cache in our plugin; None for other caches, or none.
-        seconds: duration of the build.
-        peak_rss_bytes: peak memory of the build process.
-    """
+    """An engine file; all other fields are copied to the receipt."""
 
     path: Path
-    warnings: list[str]
-    target: str
-    backend: str
-    reason: str
-    profiles: list[str]
-    layers: list[str]
+    warnings: list[str]  # the builder's, each message once
+    target: str  # compute capability, such as `sm120`, or several of them
+    backend: str  # `tensorrt_rtx` or `tensorrt`, and its version
+    reason: str  # for choosing that backend
+    profiles: list[str]  # ranges of shapes, as `--shapes` writes them
+    layers: list[str]  # the linear layers in its graph, quantized or not; empty if the graph does not name them
     attention_nodes: list[str]
-    kv_cache: str | None
+    kv_cache: str | None  # format of its KV cache in our plugin; None for other caches, or none
     seconds: float
-    peak_rss_bytes: int
+    peak_rss_bytes: int  # peak memory of the build process
 
 
 def export_engine(
@@ -298,19 +236,9 @@ def export_engine(
 ) -> dict[str, Any]:
     """Exports, builds and audits; writes `out` and its receipt `<out>.json`, and returns the receipt.
 
-    Args:
-        model: a quantized module, or an ONNX file of one.
-        out: the engine file.
-        options: target and shapes.
-        plan: the plan of the model; the engine is compared with it.
-        attention: how FP8 attention of the plan runs: "native", "plugin", or "none" for 16 bit.
-        allow_fallback: accepts layers that run in half precision; the receipt names them.
-        layers: comparisons of earlier stages by layer, for the receipt.
-        source: the module that an ONNX file is of; the engine's constants are compared with its tensors.
-        onnx_options: further options of `export_onnx`.
-
-    Raises:
-        ValueError: something cannot be exported, built or targeted, or the audit failed; nothing is written.
+    `model` is a quantized module, or an ONNX file of the module `source`; `layers` are comparisons of earlier stages
+    for the receipt, and `onnx_options` go to `write_onnx`. Raises ValueError if something cannot be exported, built or
+    targeted, or if the audit fails; nothing is written then.
     """
     out = Path(out)
     storage = [layer for layer in plan.quantized if is_storage_only(layer)] if plan else []
@@ -331,7 +259,19 @@ def export_engine(
         problems = failures(findings)
         if problems and not allow_fallback:
             raise ValueError(fallback_message(problems))
-        receipt = _receipt(built, out, findings, problems, layers, plan)
+        with built.path.open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        engine = {key: value for key, value in vars(built).items() if key not in ("path", "warnings")}
+        receipt = {
+            "schema_version": RECEIPT_VERSION,
+            "passed": not problems and all(layer["passed"] for layer in layers),
+            "layers": [dict(layer) for layer in layers],
+            "audit": [dataclasses.asdict(finding) for finding in findings],
+            "fallbacks": problems,
+            "warnings": built.warnings,
+            "plan": plan.digest() if plan else None,
+            "engine": {"file": out.name, "bytes": built.path.stat().st_size, "sha256": digest, **engine},
+        }
         # The engine first: a receipt never describes an engine that is not there.
         put_file(built.path, out)
         write_json(receipt_path(out), receipt)
@@ -347,7 +287,10 @@ def build_engine(onnx_path: str | Path, out: str | Path, options: BuildOptions) 
     onnx_path, out = Path(onnx_path), Path(out)
     targets = resolve_targets(options.target)
     library = choose_common_library(targets, options.backend, options.features)
-    model = _checked_graph(onnx_path, targets, library.module)
+    model = load_graph(onnx_path)
+    for target in targets:
+        check_graph(model, target)
+    check_backend(model, library.module)
     profiles = make_profiles(model, options.shapes)
     # The audit expects each of these linear layers in the engine, and has attention among its own nodes.
     attentions = {layer_of(node) for node in model.graph.node if node.op_type in ATTENTION}
@@ -355,8 +298,12 @@ def build_engine(onnx_path: str | Path, out: str | Path, options: BuildOptions) 
     # Builders name nodes in their messages, and engines in the list of their kernels: both then name the layer.
     attention_nodes = label_nodes(model)
     target_names = ",".join(target.sm for target in targets)
+    metadata = {entry.key: entry.value for entry in model.metadata_props}
+    # The audit reads this from the engine itself, which may come without its receipt.
     record = {
-        **_export_facts(model),
+        "plan": metadata.get(PLAN_KEY),
+        "attention": metadata.get(ATTENTION_KEY),
+        "export": json.loads(metadata[EXPORT_KEY]) if EXPORT_KEY in metadata else None,
         "attention_nodes": attention_nodes,
         "layers": layers,
         "target": target_names,
@@ -401,28 +348,6 @@ def build_engine(onnx_path: str | Path, out: str | Path, options: BuildOptions) 
     )
 
 
-def _checked_graph(path: Path, targets: Sequence[GpuTarget], backend: str) -> Any:
-    """Returns the graph of an ONNX file that every target and the builder take; ValueError if one of them does not."""
-    model = load_graph(path)
-    for target in targets:
-        check_graph(model, target)
-    check_backend(model, backend)
-    return model
-
-
-def _export_facts(model: Any) -> dict[str, Any]:
-    """Returns the facts that `write_onnx` left in a graph: the plan's digest, the kind of attention, the options.
-
-    The audit reads them from the engine itself, which may come without its receipt.
-    """
-    metadata = {entry.key: entry.value for entry in model.metadata_props}
-    return {
-        "plan": metadata.get(PLAN_KEY),
-        "attention": metadata.get(ATTENTION_KEY),
-        "export": json.loads(metadata[EXPORT_KEY]) if EXPORT_KEY in metadata else None,
-    }
-
-
 def audit_built(
     built: BuiltEngine, plan: Plan | None, attention: str = "native", source: nn.Module | None = None
 ) -> list[AuditRow]:
@@ -440,39 +365,13 @@ def summary(receipt: Mapping[str, Any]) -> list[str]:
     engine, rows = receipt["engine"], receipt["audit"]
     precisions = Counter(row["found"] for row in rows if row["planned"] != TENSORS)
     held = sum(row["found"] == TENSORS for row in rows)
+    # The shape of the KV cache, in two inputs for each layer, follows from the rows.
+    shapes = [",".join(x for x in text.split(",") if not x.startswith("past_")) for text in engine["profiles"]]
     lines = [
         f"{engine['reason']} ({engine['seconds']:.0f} s, {engine['peak_rss_bytes'] / 1e9:.1f} GB)",
-        *(f"shapes {_without_cache(profile)}" for profile in engine["profiles"]),
+        *(f"shapes {text}" for text in shapes),
         "runs in " + ", ".join(f"{word}: {count}" for word, count in precisions.most_common()),
     ]
     if held:
         lines.append(f"the tensors of {held} modules lie in the engine where their kernels read them")
     return [*lines, *(f"fallback {problem}" for problem in receipt["fallbacks"])]
-
-
-def _without_cache(profile: str) -> str:
-    """Returns a profile without the KV cache, whose shape follows from the rows, in two inputs for each layer."""
-    return ",".join(part for part in profile.split(",") if not part.startswith("past_"))
-
-
-def _receipt(
-    built: BuiltEngine,
-    out: Path,
-    findings: Sequence[AuditRow],
-    problems: Sequence[str],
-    layers: Sequence[Mapping[str, Any]],
-    plan: Plan | None,
-) -> dict[str, Any]:
-    with built.path.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-    engine = {key: value for key, value in vars(built).items() if key not in ("path", "warnings")}
-    return {
-        "schema_version": RECEIPT_VERSION,
-        "passed": not problems and all(layer["passed"] for layer in layers),
-        "layers": [dict(layer) for layer in layers],
-        "audit": [dataclasses.asdict(finding) for finding in findings],
-        "fallbacks": list(problems),
-        "warnings": built.warnings,
-        "plan": plan.digest() if plan else None,
-        "engine": {"file": out.name, "bytes": built.path.stat().st_size, "sha256": digest, **engine},
-    }

@@ -31,8 +31,8 @@ import torch
 from torch import nn
 
 from quant.export.tensorrt.engine_file import PRODUCTS, Engine, Kernel, KernelOperand
-from quant.formats.number import E4M3, INT8
-from quant.formats.packing import unpack
+from quant.formats.format import E4M3, INT8
+from quant.formats.rounding import unpack
 from quant.kernels.linear.conv import QuantConv
 from quant.kernels.linear.quant_linear import QuantLinear
 
@@ -405,9 +405,9 @@ def _number_problems(view: View, name: str, module: Any) -> Iterator[str]:
     numbers, kernels = view.scalars(name), view.of_module[name]
     for buffer, table in module.named_buffers(recurse=False):
         # Some models keep the table of each kind of block, and the first one under another name.
-        if buffer.endswith("inv_freq") and "original" not in buffer:
-            if not view.holds(view.constants(view.kernels), table, exact=True):
-                yield buffer
+        is_table = buffer.endswith("inv_freq") and "original" not in buffer
+        if is_table and not view.holds(view.constants(view.kernels), table, exact=True):
+            yield buffer
     kinds = {node.rpartition("/")[2].partition("_")[0] for kernel in kernels for node in kernel.nodes
              if node.rpartition("/")[0] == name}  # fmt: skip
     if not any(function <= kinds for function in _ACTIVATIONS.get(type(module).__name__, [kinds])):
@@ -423,9 +423,9 @@ def _number_problems(view: View, name: str, module: Any) -> Iterator[str]:
     fused = [operand.type for kernel in kernels if kernel.is_attention for operand in kernel.inputs]
     # Fused attention takes q and k scaled by the root each, rounded to BF16 or FP16, or q alone by the whole. In FP8
     # the scale is one of many factors.
-    if isinstance(scaling, float) and fused and "fp8" not in fused:
-        if not any(abs(x - y) <= 2.0**-7 * y for x in numbers for y in (scaling, math.sqrt(scaling))):
-            yield "scaling"
+    is_compared = isinstance(scaling, float) and fused and "fp8" not in fused
+    if is_compared and not any(abs(x - y) <= 2.0**-7 * y for x in numbers for y in (scaling, math.sqrt(scaling))):
+        yield "scaling"
     for kernel in kernels:
         # An FP8 cache's attention has the scales of K, then those of V, one for each KV head, or their reciprocals.
         constants = [o for o in kernel.inputs if o.index is not None and o.stored == "float"]

@@ -9,34 +9,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 
-# `html_table` writes a small table for notebooks, with every cell escaped.
-
-
-def html_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Returns a table as HTML.
-
-    Args:
-        head: the names of the columns.
-        rows: the cells of each row, as text.
-    """
-
-    def row(cells: Sequence[str], tag: str) -> str:
-        return f"<tr>{''.join(f'<{tag}>{html.escape(cell)}</{tag}>' for cell in cells)}</tr>"
-
-    return f"<table>{row(head, 'th')}{''.join(row(cells, 'td') for cells in rows)}</table>"
-
-
-# `known_names` ends the message of an error about an unknown name: the known ones, and the nearest of them.
-
 
 def known_names(name: object, choices: Iterable[str], nouns: str = "", *, more: str = "") -> str:
-    """Returns `known formats: nvfp4, mxfp4, fp8; did you mean nvfp4?`.
+    """Returns the end of an error about an unknown name: `known formats: nvfp4, mxfp4, fp8; did you mean nvfp4?`.
 
-    Args:
-        name: the unknown name; no suggestion is made for one that is not a string.
-        choices: the known names.
-        nouns: their noun in the plural; without one the list begins with `known:`.
-        more: text directly behind the list, such as `, or None for 16 bit`.
+    Without `nouns` the list begins with `known:`; `more` is text directly behind it.
     """
     choices = list(choices)
     suggestion = did_you_mean(name, choices) if isinstance(name, str) else ""
@@ -139,3 +116,12 @@ def listed(names: Iterable[str], limit: int = 8) -> str:
     """Returns `a, b and 3 more`: the first `limit` of `names`, and the number of the rest."""
     names = list(names)
     return ", ".join(names[:limit]) + (f" and {len(names) - limit} more" if len(names) > limit else "")
+
+
+def html_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Returns a small table for notebooks as HTML, with every cell escaped."""
+
+    def row(cells: Sequence[str], tag: str) -> str:
+        return f"<tr>{''.join(f'<{tag}>{html.escape(cell)}</{tag}>' for cell in cells)}</tr>"
+
+    return f"<table>{row(head, 'th')}{''.join(row(cells, 'td') for cells in rows)}</table>"

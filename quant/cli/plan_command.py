@@ -16,7 +16,7 @@ from quant.cli.completion import MODELS, RUNTIMES
 from quant.cli.console import listener, page, print_plan, print_table
 from quant.cli.quantize_command import RunCommand, plan_options, request_of, run_options
 from quant.export.checkpoint.files.directory import check_apart
-from quant.models.configs import stored_layers
+from quant.models.startup import stored_layers
 from quant.recipes.plan import PLAN_FILE, Plan, edit, parse_setting, set_guard_and_observer, set_kv_cache
 from quant.recipes.plan_check import Change, Problem, diff, places_of, read_plan, totals, validate
 from quant.recipes.recipe import matched

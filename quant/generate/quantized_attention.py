@@ -51,38 +51,37 @@ from quant.base.errors import UserError, known_names, option
 from quant.base.extras import require
 from quant.calibration.attention_names import implementations_kept, names_registered, text_config
 from quant.calibration.attention_scales import is_latent, latents_changed, rotary_key, with_rotary_key
-from quant.formats.format import FORMATS, Format, is_16bit
-from quant.formats.format import E4M3
+from quant.formats.format import E4M3, FORMATS, Format, is_16bit
 from quant.formats.rounding import encode
 from quant.formats.scaling import scale_of
 from quant.generate.key_rotation import turning
-from quant.kernels.attention.attention_operands import SCALE_BLOCK
-from quant.kernels.attention.attention_operands import DIMS
+from quant.kernels.attention.attention_operands import DIMS, SCALE_BLOCK
 from quant.kernels.attention.forward import attention
 from quant.kernels.attention.kv_pages import HEADROOM, first_scale, kv_format, round_kv
 from quant.kernels.attention.quantize_qkv import quantize_attention
 from quant.kernels.attention.reference import reference
 from quant.kernels.attention.ring import quantize_blocks, ring_attention
 
-# `AttentionCall` holds the keyword arguments with which transformers calls an attention function.
+FP8, SIXTEEN_BIT = "quant_fp8", "quant_16bit"
+IMPLEMENTATIONS = (FP8, SIXTEEN_BIT)
+"""Names under which transformers finds our attention."""
+_RING = "quant_ring"
+ATTENTIONS = ("fp8", "16bit")
+"""Values of --attention."""
+KV_CACHES = ("fp8", "nvfp4", "16bit")
+"""Values of --kv-cache where a model runs."""
+
+KVScales = tuple[torch.Tensor, torch.Tensor]
 
 
 class AttentionCall(NamedTuple):
-    """Options of one call, None where transformers gave none.
+    """The keyword arguments with which transformers calls an attention function, None where it gave none."""
 
-    Attributes:
-        is_causal: whether queries see only earlier keys; from the call, or else from the module.
-        scaling: factor of the scores; None is 1/√dim.
-        sliding_window: keys that a query sees, itself included.
-        softcap: bound of the scores, by tanh.
-        s_aux: attention sinks, a score of each head `[heads]`.
-    """
-
-    is_causal: bool
-    scaling: float | None
-    sliding_window: int | None
-    softcap: float | None
-    s_aux: torch.Tensor | None
+    is_causal: bool  # whether queries see only earlier keys; from the call, or else from the module
+    scaling: float | None  # factor of the scores; None is 1/√dim
+    sliding_window: int | None  # keys that a query sees, itself included
+    softcap: float | None  # bound of the scores, by tanh
+    s_aux: torch.Tensor | None  # attention sinks, a score of each head `[heads]`
 
     @classmethod
     def of(cls, module: nn.Module, keywords: Mapping[str, Any]) -> AttentionCall:
@@ -92,12 +91,6 @@ class AttentionCall(NamedTuple):
         options = [keywords.get(name) for name in cls._fields[1:]]
         is_causal = keywords.get("is_causal")
         return cls(bool(getattr(module, "is_causal", True) if is_causal is None else is_causal), *options)
-
-
-# A model's attention over a group of processes, each of which has its share of the tokens.
-#
-# transformers calls `attend_in_ring` with q, k and v of this process. Keys and values go around the ring of
-# `quant.kernels.attention.ring`; options that it does not compute are refused by name.
 
 
 def ring_format(attention: str, format: Format | None) -> Format | None:
@@ -116,11 +109,7 @@ def ring_format(attention: str, format: Format | None) -> Format | None:
 
 
 def refuse_padding(*, attention_mask: torch.Tensor | None = None, **_: Any) -> None:
-    """Raises an error for a mask: a ring's attention is causal by the positions of the shares.
-
-    Raises:
-        UserError: some of the tokens are padding.
-    """
+    """Raises UserError where tokens are padding: a ring's attention is causal by the positions of the shares."""
     if attention_mask is not None and not bool(attention_mask.all()):
         raise UserError("attention over a group takes no padding; give it texts of one length")
 
@@ -138,16 +127,8 @@ def attend_in_ring(
 ) -> tuple[torch.Tensor, None]:
     """Attends where each process of a group has a share of the tokens; transformers calls this function.
 
-    Args:
-        module: the attention module.
-        q, k, v: queries, keys and values of this process, `[batch, heads, tokens, dim]`.
-        mask: None; a ring is causal.
-        format: the format in which keys and values go around.
-        group: the group of processes.
-        keywords: see `AttentionCall`.
-
-    Raises:
-        UserError: an option that a ring does not compute.
+    q, k and v are those of this process, `[batch, heads, tokens, dim]`; keys and values go around in `format`.
+    UserError names an option that a ring does not compute.
     """
     call = AttentionCall.of(module, keywords)
     # A window as long as the whole sequence hides no key.
@@ -170,24 +151,8 @@ def attend_in_ring(
     return out.transpose(1, 2).contiguous(), None
 
 
-FP8, SIXTEEN_BIT = "quant_fp8", "quant_16bit"
-IMPLEMENTATIONS = (FP8, SIXTEEN_BIT)
-"""Names under which transformers finds our attention."""
-_RING = "quant_ring"
-ATTENTIONS = ("fp8", "16bit")
-"""Values of --attention."""
-KV_CACHES = ("fp8", "nvfp4", "16bit")
-"""Values of --kv-cache where a model runs."""
-
-KVScales = tuple[torch.Tensor, torch.Tensor]
-
-
 def register() -> None:
-    """Makes `attn_implementation="quant_fp8"` and `"quant_16bit"` known to transformers.
-
-    Raises:
-        UserError: transformers is not installed.
-    """
+    """Makes `attn_implementation="quant_fp8"` and `"quant_16bit"` known to transformers."""
     for interface, functions in _interfaces():
         for name, function in functions.items():
             interface.register(name, function)
@@ -225,15 +190,20 @@ def quantized_attention(
     Raises:
         UserError: an unknown name, a model whose attention cannot be replaced, or an option that no group computes.
     """
-    attention, format = _named(attention, kv_cache)
+    attention = "16bit" if is_16bit(attention) else str(attention)
+    if attention not in ATTENTIONS:
+        raise UserError(f"{option('attention', attention)}: unknown; {known_names(attention, ATTENTIONS)}")
+    try:
+        format = kv_format(kv_cache)
+    except ValueError:
+        raise UserError(f"{option('kv_cache', kv_cache)}: unknown; {known_names(kv_cache, KV_CACHES)}") from None
     if attention == "16bit" and format is None and group is None:
         yield
         return
     if getattr(model, "config", None) is None or not hasattr(model, "set_attn_implementation"):
         raise UserError(
             f"{type(model).__name__} is not a transformers model; {option('attention')} and {option('kv_cache')} "
-            "act on transformers' own "
-            "attention interface"
+            "act on transformers' own attention interface"
         )
     config = text_config(model.config)
     functions, masks = (own for _, own in _interfaces())
@@ -257,30 +227,15 @@ def quantized_attention(
             vars(config).pop("quant_kv_cache", None)
 
 
-def _named(attention: str | None, kv_cache: str | None) -> tuple[str, Format | None]:
-    attention = "16bit" if is_16bit(attention) else str(attention)
-    if attention not in ATTENTIONS:
-        raise UserError(f"{option('attention', attention)}: unknown; {known_names(attention, ATTENTIONS)}")
-    try:
-        return attention, kv_format(kv_cache)
-    except ValueError:
-        raise UserError(f"{option('kv_cache', kv_cache)}: unknown; {known_names(kv_cache, KV_CACHES)}") from None
-
-
 def turns(module: nn.Module, format: Format | None, fp8: bool) -> bool:
-    """Returns whether queries and keys are turned before a cache in `format`.
-
-    `fp8` says whether attention is in FP8.
-    """
+    """Returns whether queries and keys are turned before a cache in `format`; `fp8`: attention is in FP8."""
     return fp8 or (format is not None and not _is_calibrated(module, format))
 
 
 def scales_of(
     module: nn.Module, format: Format, kv_heads: int, turned: bool
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Returns the calibrated scales of K and V for a cache in `format`, float32 `[kv_heads]`.
-
-    None where nothing was calibrated.
+    """Returns the calibrated scales of K and V for a cache in `format`, float32 `[kv_heads]`; None without any.
 
     K was calibrated without turning, so its scale serves only unturned keys. Where keys are turned, values get the
     headroom of a measured scale: saturating values that calibration did not meet costs SmolLM2 0.2% of perplexity,
@@ -353,8 +308,6 @@ def _attend(
     **keywords: Any,
 ) -> tuple[torch.Tensor, None]:
     """Attends, as the function that transformers calls with q `[batch, heads, new, dim]`.
-
-    k and v are `[batch, kv_heads, …, dim]`. Of the keywords it reads the fields of `AttentionCall`.
 
     A k with `quant_layer` holds only new keys: its layer of a `QuantizedKVCache` has the others.
     """
@@ -495,7 +448,11 @@ def _masked(
     """
     dtype = q.dtype
     if fp8:
-        q, k, v = (_dequantized(x) for x in (q, k, v))
+        # A scale for each block of 128 tokens, repeated for its tokens.
+        q, k, v = (
+            codes.float() * scale.repeat_interleave(SCALE_BLOCK, 2)[:, :, : codes.shape[2], None]
+            for codes, scale in map(quantize_blocks, (q, k, v))
+        )
     grouped = q.float().unflatten(1, (k.shape[1], -1))
     # Query heads of a KV head are one group: [batch, kv_heads, group, queries, keys].
     scores = grouped @ k.float()[:, :, None].mT * (q.shape[3] ** -0.5 if softmax_scale is None else softmax_scale)
@@ -508,9 +465,3 @@ def _masked(
     probabilities = scores.softmax(-1).nan_to_num(0.0)[..., : k.shape[2]]
     out: torch.Tensor = probabilities @ v.float()[:, :, None]
     return out.flatten(1, 2).to(dtype)
-
-
-def _dequantized(x: torch.Tensor) -> torch.Tensor:
-    # A scale for each block of 128 tokens, repeated for its tokens.
-    codes, scale = quantize_blocks(x)
-    return codes.float() * scale.repeat_interleave(SCALE_BLOCK, 2)[:, :, : x.shape[2], None]

@@ -1,4 +1,4 @@
-"""Configs of models are read and checked here, and errors that they cause elsewhere become one line.
+"""What the files beside the weights say: configs are read and checked, and errors that they cause become one line.
 
 transformers trusts a config: it checks some fields, and wrong values of others raise any exception in its models.
 """
@@ -11,16 +11,13 @@ import reprlib
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 from quant.base.errors import UserError, option
 from quant.base.extras import require
 from quant.base.json_files import read_json, typed
-from quant.models.files import cached_snapshot, find_model, safetensors_file, shard_names
-from quant.recipes.layers import Layer
-from quant.recipes.plan import LayerPlan, Plan
+from quant.models.files import cached_snapshot, find_model, safetensors_file
 
 _FLAGS = {
     "do_sample", "output_attentions", "output_hidden_states", "output_logits", "output_scores", "return_dict",
@@ -76,18 +73,12 @@ def check_numbers(file: Path) -> None:
 
 
 def check_processor(file: Path) -> None:
-    """Refuses the config of a processor that would take all memory for one image or sound.
+    """Raises UserError for the config of a processor that would take all memory for one image or sound.
 
-    Raises:
-        UserError: NaN, infinity, or a size far beyond any processor's.
+    It has NaN, infinity, or a size far beyond any processor's.
     """
     check_numbers(file)
-
-    def sizes(fields: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-        for name, value in fields.items():
-            yield from sizes(value) if isinstance(value, dict) else [(name, value)]
-
-    for name, value in sizes(read_fields(file)):
+    for name, value in _leaves(read_fields(file)):
         most = _OF_PROCESSORS.get(name)
         if most is not None and isinstance(value, int | float) and value > most:
             raise UserError(f"{file}: {name} is {reprlib.repr(value)}; more than {most} is assumed to be a mistake")
@@ -104,17 +95,13 @@ def read_generation_config(model: Any, path: Path) -> None:
 
 
 def check_sizes(config: Any, files: Iterable[Path], where: Path) -> None:
-    """Refuses a config whose model could never be in the weight files: listing its parts would take forever.
+    """Raises UserError for a config whose model could never be in the weight files: listing its parts takes forever.
 
-    Args:
-        config: a config of transformers.
-        files: the files with the weights.
-        where: the file that the error names.
-
-    Raises:
-        UserError: more blocks than tensors in the files, or a size beyond the number of weights in them.
+    It has more blocks than tensors in the files, or a size beyond the number of weights in them.
     """
-    wide = {name: value for name, value in _sizes(config.to_dict()) if value > _USUAL[name in _BLOCKS]}
+    # The whole numbers that sizes follow from; Aria has a table by numbers.
+    sizes = ((n, v) for n, v in _leaves(config.to_dict()) if isinstance(v, int) and _SIZE.search(str(n)))
+    wide = {name: value for name, value in sizes if value > _USUAL[name in _BLOCKS]}
     if not wide:
         return
     nbytes, tensors = 0, 0
@@ -127,21 +114,17 @@ def check_sizes(config: Any, files: Iterable[Path], where: Path) -> None:
             raise UserError(f"{where}: {name} is {reprlib.repr(value)}, far beyond the weights in the files")
 
 
-def _sizes(fields: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
-    """Yields the whole numbers of a config that sizes of its model follow from, including its parts."""
+def _leaves(fields: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yields the names and values of a config, including its parts."""
     for name, value in fields.items():
-        if isinstance(value, dict):
-            yield from _sizes(value)
-        elif isinstance(value, int) and _SIZE.search(str(name)):  # Aria has a table by numbers
-            yield name, value
+        yield from _leaves(value) if isinstance(value, dict) else [(name, value)]
 
 
 @contextmanager
 def explained(where: str | Path) -> Iterator[None]:
-    """Turns whatever transformers or a model's own code raises while open into one line that begins with `where`.
+    """Turns what transformers or a model's own code raises while open into a UserError of one line.
 
-    Raises:
-        UserError: instead of any exception except this package's own, and out-of-memory errors.
+    It begins with `where`. This package's own exceptions and out-of-memory errors pass.
     """
     try:
         yield
@@ -152,10 +135,7 @@ def explained(where: str | Path) -> Iterator[None]:
 
 
 def one_line(error: BaseException) -> str:
-    """Returns the message of an error, on one line.
-
-    Its class comes first where the message by itself says little, as for a KeyError.
-    """
+    """Returns an error's message on one line, its class first where the message says little, as for a KeyError."""
     message = " ".join(str(error).split())
     if not message or not isinstance(error, ValueError | OSError | RuntimeError):
         message = f"{type(error).__name__}: {message}".removesuffix(": ")
@@ -169,14 +149,8 @@ def one_line(error: BaseException) -> str:
     return message
 
 
-# `origin_of` finds the directory that a model in memory was loaded from, whose files go along with a checkpoint.
-
-
 def origin_of(model: Any) -> Path | None:
-    """Returns the directory with the config.json from which transformers loaded a model.
-
-    None where there is none any more.
-    """
+    """Returns the directory with the config.json from which transformers loaded a model, if it is still there."""
     config = getattr(model, "config", None)
     name = getattr(config, "_name_or_path", None)
     # transformers notes the name or path here. Configs of other libraries may use the attribute for anything, and a
@@ -190,15 +164,10 @@ def origin_of(model: Any) -> Path | None:
 
 
 def source_directory(model: Any, source: str | Path | None = None) -> Path | None:
-    """Returns the directory of the model that a checkpoint is made from.
+    """Returns the directory of the model that a checkpoint is made from; None for a module that is not transformers'.
 
-    Args:
-        model: a model of transformers; for any other module the answer is None.
-        source: the directory, or its name on the Hugging Face hub; None takes the one that the model came from, if it
-            is there and describes this very class.
-
-    Raises:
-        UserError: `source` is not a directory of this model.
+    Without `source`, a directory or its name on the Hugging Face hub, it is the one that the model came from, if it is
+    there and describes this very class. A `source` that does not is a UserError.
     """
     if not hasattr(getattr(model, "config", None), "save_pretrained"):
         return None
@@ -220,8 +189,6 @@ def described_by(model: Any, directory: Path | None) -> Path | None:
 def difference_of_class(model: Any, directory: Path) -> str | None:
     """Returns why config.json of a directory does not describe a model: another architecture or class.
 
-    None where it does.
-
     A text model that was taken out of one with images has other names of tensors and another config.
     """
     fields = read_fields(directory / "config.json")
@@ -229,118 +196,3 @@ def difference_of_class(model: Any, directory: Path) -> str | None:
     if fields.get("model_type") != getattr(model.config, "model_type", None):
         return f"its config.json is of a {fields.get('model_type')}, and the model a {model.config.model_type}"
     return None if own in names else f"its config.json is of a {names[0]}, and the model a {own}"
-
-
-# `stored_layers` reads the layers of a model from the headers of its files, in about a second and without torch.
-#
-# A plan is checked by names and shapes, which safetensors and GGUF files have in their headers. Where the tensors are
-# exactly those that the plan names, that is enough. Otherwise the caller builds the model on the meta device, because its
-# modules may be named, split or fused differently from the stored tensors.
-
-
-Shapes = dict[str, tuple[int, ...]]
-
-
-def stored_layers(model: str, plan: Plan) -> list[Layer] | None:
-    """Returns the layers of a model from the headers of its files; None where that takes the model itself.
-
-    Args:
-        model: as for `quantize`.
-        plan: the plan that names the layers to look for in the headers.
-
-    Raises:
-        UserError: the model does not exist.
-    """
-    path = find_model(model)
-    shapes = _of_directory(path) if path.is_dir() else _of_gguf(path, plan)
-    return None if shapes is None else _layers_if_matching(plan, shapes)
-
-
-def _of_directory(path: Path) -> Shapes | None:
-    """Returns shapes by tensor name from safetensors headers; None where the directory is not one of a plain model."""
-    try:
-        config = _fields(path / "config.json")
-        shards = [path / "model.safetensors"]
-        if not shards[0].is_file():
-            index = _fields(path / "model.safetensors.index.json")
-            names = typed(dict[str, str], index.get("weight_map"), "weight_map")
-            shards = [path / name for name in shard_names(names, path)]
-        if "quantization_config" in config or (path / "hf_quant_config.json").is_file():
-            return None
-        files = [safetensors_file(shard) for shard in shards]
-        stored = {name: file.get_slice(name) for file in files for name in file.keys()}  # noqa: SIM118
-        if any(part.get_dtype().startswith(("F8", "U8")) for part in stored.values()):  # codes of quantized weights
-            return None
-        return {name: tuple(part.get_shape()) for name, part in stored.items()}
-    except (OSError, ValueError):
-        return None  # the loader reports the error
-
-
-def _fields(file: Path) -> dict[str, Any]:
-    return read_json(file, "valid JSON", lambda document: typed(dict[str, Any], document, "the document"))
-
-
-def _of_gguf(path: Path, plan: Plan) -> Shapes | None:
-    """Returns the shapes of a GGUF file under the names that `plan` has for its layers.
-
-    None where it cannot be read so.
-    """
-    try:
-        import gguf
-
-        file = gguf_reader()(path)
-        architecture = file.fields["general.architecture"].contents()
-        kind = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
-        names = gguf.get_tensor_name_map(kind, file.fields[f"{architecture}.block_count"].contents())
-    except (ImportError, OSError, ValueError, IndexError, KeyError, StopIteration):
-        return None  # the loader reports the error
-    ours = {f"{names.get_name(layer.name)}.weight": f"{layer.name}.weight" for layer in plan.layers}
-    return {ours.get(t.name, t.name): tuple(map(int, reversed(t.shape))) for t in file.tensors}
-
-
-@cache
-def gguf_reader() -> type[Any]:
-    """Returns `gguf.GGUFReader` over a plain array: the same mapped bytes, without the cost of `np.memmap`'s slices.
-
-    It makes about 300,000 slices of a vocabulary of 49,152 tokens, and slicing `np.memmap` takes three times as long.
-    """
-    import numpy as np  # takes 0.1 s, and most commands on plans read no GGUF file
-    from gguf import GGUFReader
-
-    class PlainReader(GGUFReader):  # type: ignore[misc]
-        @property
-        def data(self) -> np.ndarray[Any, Any]:
-            return self._data
-
-        @data.setter
-        def data(self, mapped: np.ndarray[Any, Any]) -> None:
-            self._data = mapped.view(np.ndarray)
-
-    return PlainReader
-
-
-def _layers_if_matching(plan: Plan, shapes: Mapping[str, tuple[int, ...]]) -> list[Layer] | None:
-    """Returns the plan's layers as `shapes` has them, if the two name the same weights.
-
-    None if that takes a closer look.
-    """
-    stored = {}
-    for name, shape in shapes.items():
-        stem, _, last = name.rpartition(".")
-        if last == "weight":
-            stored[stem] = shape
-        elif len(shape) > 1:
-            stored[name] = shape
-    tied = {layer.name for layer in plan.layers if layer.tied_to in stored}
-    if set(plan.by_name) - tied != set(stored) - tied:
-        return None
-
-    def shape_of(layer: LayerPlan) -> tuple[int, ...]:
-        shape = stored.get(layer.name, layer.shape)
-        # The other axes of a transposed convolution depend on its groups, which no file names.
-        return layer.shape if layer.transposed and sorted(shape) == sorted(layer.shape) else shape
-
-    return [
-        Layer(layer.name, layer.kind, shape_of(layer), layer.group, layer.tied_to, transposed=layer.transposed)
-        for layer in plan.layers
-    ]

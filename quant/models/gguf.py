@@ -1,9 +1,11 @@
 """A GGUF file holds config, vocabulary and block-quantized weights; transformers loads it, dequantized.
 
-The loader parses the file anew for the config, the weights and the tokenizer, which takes three to five seconds each
-time for a vocabulary of 49,152 tokens, and builds the table of tensor names once per submodule, which is hundreds of
-times the same. It has no argument for a parsed file, so `shared_parsing` replaces the two functions of the gguf package
-within a `with` block by versions that do the same work once.
+This file alone touches private parts of the gguf package and of transformers' GGUF loader (tried with gguf 0.17 to
+0.19 and transformers 5.10 to 5.24, and by `tests/quant/models/test_open.py`). The loader parses the file anew
+for the config, the weights and the tokenizer, which takes three to five seconds each time for a vocabulary of 49,152
+tokens, and builds the table of tensor names once per submodule, which is hundreds of times the same. It has no argument
+for a parsed file, so `shared_parsing` replaces the two functions of the gguf package within a `with` block by versions
+that do the same work once.
 """
 
 from __future__ import annotations
@@ -14,21 +16,22 @@ import math
 import os
 import re
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
-from torch import nn
 
 from quant.base.errors import UserError, listed
 from quant.base.extras import require
-from quant.models import huggingface
-from quant.models.configs import gguf_reader, one_line
-from quant.models.huggingface import quiet
+from quant.models.configs import one_line
+
+# Headers are read without torch, which `huggingface` imports.
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
 
 # Rotary embeddings of a GGUF file: `set_rope` carries their scaling into the transformers config.
 #
@@ -55,11 +58,7 @@ _EMPTY = (None, 0, 0.0, "none")
 
 
 def set_rope(config: Any, file: Any) -> None:
-    """Gives a config the scaling of rotary frequencies that its GGUF file has.
-
-    Args:
-        config: a config of transformers, as it reads it from the file; `rope_parameters` is changed in place.
-        file: a `gguf.GGUFReader`.
+    """Gives a config of transformers, whose `rope_parameters` change, the scaling that its GGUF file has.
 
     Raises:
         UserError: a scaling that transformers has no name for; the message names the key or tensor.
@@ -81,14 +80,17 @@ def set_rope(config: Any, file: Any) -> None:
             raise UserError(
                 f"rope_freqs.weight and rope.scaling.type {scaling['rope_type']} scale the same frequencies"
             )
-        scaling = _of_divisors(tensors["rope_freqs.weight"], _base(parameters, fields), config)
+        base = parameters.get("rope_theta") if isinstance(parameters, dict) else None
+        base = float(base or fields.get("freq_base") or 10000.0)
+        scaling = _of_divisors(tensors["rope_freqs.weight"], base, config)
     if "rope_factors_long.weight" in tensors or scaling.get("rope_type") == "longrope":
         scaling = _longrope(fields, tensors)
     if not scaling:
         return
     if not isinstance(parameters, dict):
+        key = next((f"rope.{key}" for key in fields if key.startswith("scal")), "rope_freqs.weight")
         raise UserError(
-            f"its rotary frequencies are scaled ({_key(fields)}), and transformers' {type(config).__name__} has no "
+            f"its rotary frequencies are scaled ({key}), and transformers' {type(config).__name__} has no "
             "parameters for it; open the Hugging Face directory of the model"
         )
     parameters |= scaling
@@ -97,21 +99,10 @@ def set_rope(config: Any, file: Any) -> None:
         config.original_max_position_embeddings = scaling["original_max_position_embeddings"]
 
 
-def _key(fields: Mapping[str, Any]) -> str:
-    return next((f"rope.{key}" for key in fields if key.startswith("scal")), "rope_freqs.weight")
-
-
-def _base(parameters: Any, fields: Mapping[str, Any]) -> float:
-    base = parameters.get("rope_theta") if isinstance(parameters, dict) else None
-    return float(base or fields.get("freq_base") or 10000.0)
-
-
 def _of_metadata(fields: Mapping[str, Any], context: int) -> dict[str, Any]:
     """Returns the scaling that metadata name, as `rope_parameters` has it; empty without one.
 
-    Args:
-        fields: the fields of the file, by their names below `ARCH.rope.`.
-        context: the longest position of the model.
+    `fields` have their names below `ARCH.rope.`, and `context` is the longest position of the model.
     """
     factor = float(fields.get("scaling.factor") or fields.get("scale_linear") or 1.0)
     # llama.cpp treats a factor without a type as linear.
@@ -162,10 +153,7 @@ def _longrope(fields: Mapping[str, Any], tensors: Mapping[str, np.ndarray[Any, A
 
 
 def _are_proportional(parameters: Any, divisors: np.ndarray[Any, Any]) -> bool:
-    """Returns whether divisors only switch off the frequencies that Gemma 4 leaves out.
-
-    Its config says how many rotate.
-    """
+    """Returns whether divisors only switch off the frequencies that Gemma 4, whose config says so, leaves out."""
     if not isinstance(parameters, dict) or parameters.get("rope_type") != "proportional":
         return False
     rotated = int(parameters.get("partial_rotary_factor", 1.0) * len(divisors))
@@ -232,8 +220,6 @@ def _rounded(number: float) -> float:
 #     tokenizer.ggml.tokens, .token_type         the token of each id, and which of them are control tokens
 #     tokenizer.ggml.merges                      pairs of a byte-pair encoding, the first to be merged first
 #     tokenizer.ggml.add_bos_token, add_eos_…    whether a text gets these tokens; without the key, llama.cpp's defaults
-#
-# A text is encoded and decoded besides, where the vocabulary can spell any text.
 
 
 _NORMAL, _CONTROL, _USER_DEFINED, _BYTE = 1, 3, 4, 6  # llama.cpp's types of tokens; the others are never matched
@@ -245,15 +231,7 @@ _TEXT = "Hello world, it is 1999:\n  def naïve(café):\n\treturn '日本語' + 
 
 
 def check_tokens(tokenizer: Any, fields: Mapping[str, Any]) -> None:
-    """Gives a tokenizer its file's flags for BOS and EOS, and refuses it where it still disagrees with the file.
-
-    Args:
-        tokenizer: a tokenizer of transformers, made of the file.
-        fields: the fields of the file, `gguf.GGUFReader(…).fields`.
-
-    Raises:
-        UserError: the message names the first difference.
-    """
+    """Gives a tokenizer its file's flags for BOS and EOS; UserError where it still disagrees with the file's fields."""
 
     def metadata(key: str, default: Any = None) -> Any:
         field = fields.get(f"tokenizer.ggml.{key}")
@@ -271,17 +249,19 @@ def check_tokens(tokenizer: Any, fields: Mapping[str, Any]) -> None:
         for name, default in {"bos": by_default, "eos": False}.items():
             adds, token = bool(metadata(f"add_{name}_token", default)), metadata(f"{name}_token_id")
             problems += _edge_problems(tokenizer, name, token, adds=adds)
-    if model in ("gpt2", "llama", "gemma4") and _spells_any_text(tokens, model):
-        problems += _round_trip_problems(tokenizer)
+    # Where each byte has a token, in the byte alphabet or as <0x41>, a text is encoded and decoded.
+    spelled = _alphabet() if model == "gpt2" else [f"<0x{byte:02X}>" for byte in range(256)]
+    if model in ("gpt2", "llama", "gemma4") and set(tokens).issuperset(spelled):
+        ids = tokenizer(_TEXT)["input_ids"]
+        text = tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        if text.strip() != _TEXT:
+            problems.append(f"{_TEXT!r} is {text!r} after it was encoded and decoded")
     if problems:
         raise UserError(problems[0])
 
 
 def _vocabulary_problems(tokenizer: Any, tokens: Sequence[str], types: Sequence[int]) -> Iterator[str]:
-    """Yields the ids that have another token in the tokenizer than in the file.
-
-    Several ids may have one token: any will do.
-    """
+    """Yields the first id with another token in the tokenizer than in the file; any of several ids of one will do."""
     matched = [i for i, kind in enumerate(types) if kind in (_NORMAL, _CONTROL, _USER_DEFINED, _BYTE)]
     read = tokenizer.convert_ids_to_tokens(list(range(len(tokens))))
     ids: dict[bytes, int] = {}
@@ -329,19 +309,6 @@ def _adds(tokenizer: Any, name: str, token: int) -> bool:
     return bool(ids) and ids[0 if name == "bos" else -1] == token
 
 
-def _spells_any_text(tokens: Sequence[str], model: str) -> bool:
-    """Returns whether each byte has a token, in the byte alphabet or as <0x41>."""
-    names = set(tokens)
-    return names.issuperset(_alphabet() if model == "gpt2" else [f"<0x{byte:02X}>" for byte in range(256)])
-
-
-def _round_trip_problems(tokenizer: Any) -> Iterator[str]:
-    ids = tokenizer(_TEXT)["input_ids"]
-    text = tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-    if text.strip() != _TEXT:
-        yield f"{_TEXT!r} is {text!r} after it was encoded and decoded"
-
-
 def _spelling(token: str) -> bytes:
     """Returns the bytes that a token stands for: transformers spells some tokens in another alphabet than the file."""
     alphabet = _alphabet()
@@ -365,22 +332,19 @@ _COMPUTED = re.compile(r"^rope_(freqs|factors_long|factors_short)\.weight$|\.att
 
 
 def load(path: Path, dtype: torch.dtype, meta: bool) -> nn.Module:
-    """Returns the model in a GGUF file, dequantized, in evaluation mode, with a config like any other model's.
+    """Returns the model in a GGUF file, dequantized to `dtype`, in evaluation mode, its config like any other model's.
 
-    Args:
-        path: the file.
-        dtype: the dtype of the dequantized weights.
-        meta: builds on the meta device from the file's header, reading no weights.
-
-    Raises:
-        UserError: damaged, or of an architecture that transformers' loader does not know.
+    With `meta` it is built on the meta device from the file's header. A file that is damaged, or of an architecture
+    that transformers' loader does not know, is a UserError.
     """
+    from quant.models import huggingface
+
     transformers = require("transformers", "hf")
     require("accelerate", "hf")
     options: dict[str, Any] = {"gguf_file": path.name}
     if hasattr(transformers, "GgufConfig"):  # transformers that can keep the blocks do it by default
         options["quantization_config"] = transformers.GgufConfig(dequantize=True)
-    with quiet(), shared_parsing():
+    with huggingface.quiet(), shared_parsing():
         config = read_config(path)
         cls = huggingface.model_class(config, str(path))
         if meta:
@@ -390,7 +354,11 @@ def load(path: Path, dtype: torch.dtype, meta: bool) -> nn.Module:
                 model, unused = huggingface.read_model(cls, config, dtype, path.parent, **options)
             _refuse_dropped(model, path, sorted({*dropped, *unused}))
             huggingface.patch_forward(model)
-    _clean(model)
+    # The config gets the original model's architecture, and loses every trace of the file.
+    own: Any = model.config
+    own.architectures, own._name_or_path = [type(model).__name__], ""
+    if hasattr(own, "_model_name_or_path"):  # the file's `general.name`, which the loader files under this name
+        del own._model_name_or_path
     return model
 
 
@@ -408,14 +376,10 @@ def _dropped_tensors() -> Iterator[list[str]]:
 
 
 def _recording(process: Any, dropped: list[str]) -> Any:
-    """Returns a processor's method that also notes tensors without a name in the model.
-
-    The loader calls it for each tensor of the file. The result's name is None where the method put the tensor into the
-    model itself.
-    """
+    """Returns a processor's method, which the loader calls for each tensor, that also notes those without a name."""
 
     def process_and_record(self: Any, weights: Any, name: str, **options: Any) -> Any:
-        result = process(self, weights=weights, name=name, **options)
+        result = process(self, weights=weights, name=name, **options)  # its name is None if it is in the model by now
         if result.name is not None and result.name not in options["tensor_key_mapping"]:
             dropped.append(name)
         return result
@@ -431,13 +395,19 @@ def _refuse_dropped(model: Any, path: Path, names: list[str]) -> None:
     gguf = require("gguf", "hf")
     blocks = getattr(model.config.get_text_config(), "num_hidden_layers", None)
     heads, dropped = [], []
+
+    def repeats_embedding() -> bool:
+        stored = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
+        head, embedding = stored["output.weight"], stored.get("token_embd.weight")
+        return embedding is not None and head.data.tobytes() == embedding.data.tobytes()
+
     for name in names:
         block = _BLOCK.match(name)
         is_head = ".nextn." in name or (block is not None and blocks is not None and int(block[1]) >= blocks)
         if is_head:
             heads.append(name)
         # Tied embeddings may be in the file twice.
-        elif not _COMPUTED.search(name) and not (name == "output.weight" and _repeats_embedding(gguf.GGUFReader(path))):
+        elif not _COMPUTED.search(name) and not (name == "output.weight" and repeats_embedding()):
             dropped.append(name)
     version = require("transformers", "hf").__version__
     if dropped:
@@ -453,19 +423,10 @@ def _refuse_dropped(model: Any, path: Path, names: list[str]) -> None:
         )
 
 
-def _repeats_embedding(file: Any) -> bool:
-    """Returns whether a file holds the same bytes as output head and as embedding."""
-    stored = {tensor.name: tensor for tensor in file.tensors}
-    head, embedding = stored["output.weight"], stored.get("token_embd.weight")
-    return embedding is not None and head.data.tobytes() == embedding.data.tobytes()
-
-
 def load_tokenizer(path: Path) -> Any:
-    """Returns the tokenizer whose vocabulary a GGUF file holds.
+    """Returns the tokenizer whose vocabulary a GGUF file holds; UserError where this transformers misreads it."""
+    from quant.models import huggingface
 
-    Raises:
-        UserError: the file has none that transformers can use, or this version of transformers reads it wrongly.
-    """
     gguf, transformers = require("gguf", "hf"), require("transformers", "hf")
     with shared_parsing():
         tokenizer = huggingface.load_tokenizer(path.parent, gguf_file=path.name)
@@ -477,6 +438,42 @@ def load_tokenizer(path: Path) -> Any:
                 "another version of transformers, or open the Hugging Face directory of the model"
             ) from None
     return tokenizer
+
+
+def shapes(path: Path, layers: Iterable[str]) -> dict[str, tuple[int, ...]] | None:
+    """Returns the shapes of a file's tensors, with the names of `layers`; None where it cannot be read so."""
+    try:
+        import gguf
+
+        file = gguf_reader()(path)
+        architecture = file.fields["general.architecture"].contents()
+        kind = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
+        names = gguf.get_tensor_name_map(kind, file.fields[f"{architecture}.block_count"].contents())
+    except (ImportError, OSError, ValueError, IndexError, KeyError, StopIteration):
+        return None  # the loader reports the error
+    ours = {f"{names.get_name(layer)}.weight": f"{layer}.weight" for layer in layers}
+    return {ours.get(t.name, t.name): tuple(map(int, reversed(t.shape))) for t in file.tensors}
+
+
+@cache
+def gguf_reader() -> type[Any]:
+    """Returns `gguf.GGUFReader` over a plain array: the same mapped bytes, without the cost of `np.memmap`'s slices.
+
+    It makes about 300,000 slices of a vocabulary of 49,152 tokens, and slicing `np.memmap` takes three times as long.
+    """
+    from gguf import GGUFReader
+
+    class PlainReader(GGUFReader):  # type: ignore[misc]
+        # The constructor assigns the memmap to this attribute; where a release does not, the reader is only slow.
+        @property
+        def data(self) -> np.ndarray[Any, Any]:
+            return self._data
+
+        @data.setter
+        def data(self, mapped: np.ndarray[Any, Any]) -> None:
+            self._data = mapped.view(np.ndarray)
+
+    return PlainReader
 
 
 @contextlib.contextmanager
@@ -515,15 +512,15 @@ def _replaced(module: Any, name: str, value: Any) -> Iterator[None]:
 
 def read_config(path: Path) -> Any:
     """Returns the transformers config that the file's metadata describe; the first parse, so damage shows here."""
+    from quant.models.huggingface import local_options
+
     gguf, transformers = require("gguf", "hf"), require("transformers", "hf")
     try:
         file = gguf.GGUFReader(path)
     except (ValueError, IndexError, KeyError, OverflowError, OSError) as error:
         raise UserError(f"{path}: a truncated or damaged GGUF file ({one_line(error)}); download it again") from error
     try:
-        config = transformers.AutoConfig.from_pretrained(
-            path.parent, gguf_file=path.name, **huggingface.local_options()
-        )
+        config = transformers.AutoConfig.from_pretrained(path.parent, gguf_file=path.name, **local_options())
     except (ValueError, KeyError, IndexError, TypeError, NotImplementedError, OSError) as error:
         raise UserError(f"{path}: transformers cannot load this GGUF file: {one_line(error)}") from error
     try:
@@ -531,12 +528,3 @@ def read_config(path: Path) -> Any:
     except UserError as error:
         raise UserError(f"{path}: {error}") from None
     return config
-
-
-def _clean(model: Any) -> None:
-    """Gives the config the original model's architecture, and removes every trace of the file it was in."""
-    config = model.config
-    config.architectures = [type(model).__name__]
-    config._name_or_path = ""
-    if hasattr(config, "_model_name_or_path"):  # the file's `general.name`, which the loader files under this name
-        del config._model_name_or_path

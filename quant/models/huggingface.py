@@ -66,11 +66,17 @@ def load(
         UserError: a file is missing or damaged, the model is quantized in a way that cannot be read, or transformers
             does not know it.
     """
-    quantization = quantization_of(path, _read_config_file(path))
+    if not (path / "config.json").is_file():
+        files = sorted(p.name for p in path.iterdir() if p.suffix in (".gguf", ".safetensors", ".pt", ".pt2"))
+        hint = f"to open a file in it, pass {path / files[0]}" if files else "pass the directory that has one"
+        raise UserError(f"{path}: no config.json, so not a Hugging Face directory; {hint}")
+    quantization = quantization_of(path, read_fields(path / "config.json"))
     shards = find_shards(path)
+    readable = [shard for shard in shards if shard.suffix == ".safetensors"]
     if quantization is None:
-        for shard in shards:
-            _refuse_codes(shard)
+        for shard in readable:
+            file = safetensors_file(shard)
+            refuse_packed(shard, {name: str(file.get_slice(name).get_dtype()) for name in file.keys()})  # noqa: SIM118
     if (path / "generation_config.json").is_file():
         checked_fields(path / "generation_config.json")
     with quiet():
@@ -79,7 +85,10 @@ def load(
         check_sizes(config, shards, path / "config.json")
         # With the table in the config transformers would replace modules by quantized ones, and the weights come
         # dequantized.
-        _forget_quantization(config)
+        for part in (config, *(getattr(config, name, None) for name in getattr(config, "sub_configs", ()))):
+            for name in ("quantization_config", "compression_config"):
+                if hasattr(part, name):
+                    delattr(part, name)
         cls = model_class(config, str(path))
         if quantization is not None:
             tensors = QuantizedTensors(shards, quantization, dtype or config.dtype or torch.bfloat16)
@@ -89,30 +98,11 @@ def load(
                 return build(cls, config, tensors.dtype, meta, path, tensors), quantization
             warnings.warn(f"{path}: the config says {quantization}, and no tensor is quantized", stacklevel=2)
         dtype = dtype or config.dtype or _first_dtype(shards[0])
-        if stream and _are_stored_apart(shards) and (model := _open_streamed(cls, config, dtype, path)) is not None:
+        # Experts with matrices of their own in the files, judging by their names.
+        stored_apart = any(_EXPERT.search(name) for shard in readable for name in safetensors_file(shard).keys())  # noqa: SIM118
+        if stream and stored_apart and (model := _open_streamed(cls, config, dtype, path)) is not None:
             return model, None
         return build(cls, config, dtype, meta, path), None
-
-
-def _refuse_codes(shard: Path) -> None:
-    """Refuses a weight file with codes or scales of quantized weights."""
-    if shard.suffix == ".safetensors":
-        file = safetensors_file(shard)
-        refuse_packed(shard, {name: str(file.get_slice(name).get_dtype()) for name in file.keys()})  # noqa: SIM118
-
-
-def _forget_quantization(config: Any) -> None:
-    """Turns the config of a quantized checkpoint into the original model's."""
-    for part in (config, *(getattr(config, name, None) for name in getattr(config, "sub_configs", ()))):
-        for name in ("quantization_config", "compression_config"):
-            if hasattr(part, name):
-                delattr(part, name)
-
-
-def _are_stored_apart(shards: list[Path]) -> bool:
-    """Returns whether some experts have matrices of their own in the weight files, judging by their names."""
-    files = (safetensors_file(shard) for shard in shards if shard.suffix == ".safetensors")
-    return any(_EXPERT.search(name) for file in files for name in file.keys())  # noqa: SIM118
 
 
 def _open_streamed(
@@ -136,11 +126,7 @@ def _name(model: Any, path: Path) -> None:
 
 
 def read_config(path: Path) -> Any:
-    """Returns the transformers config of a directory.
-
-    Raises:
-        UserError: transformers does not know it, or would have to run code for it.
-    """
+    """Returns the transformers config of a directory; UserError if that would have to run code, or is unknown."""
     check_links(path)
     file = path / "config.json"
     checked_fields(file)
@@ -157,17 +143,9 @@ def build(
     tensors: QuantizedTensors | None = None,
     **options: Any,
 ) -> nn.Module:
-    """Makes the model, on the meta device or with its weights.
+    """Makes the model, on the meta device or with its weights; `options` go to `from_pretrained`.
 
-    Args:
-        cls: model class of transformers.
-        config: the config of the model.
-        dtype: the dtype of the weights.
-        meta: builds on the meta device.
-        path: directory of the checkpoint, which errors name.
-        tensors: tensors of a quantized checkpoint, dequantized as they are read; by default transformers reads the
-            directory.
-        options: go to `from_pretrained`.
+    `tensors` of a quantized checkpoint are dequantized as they are read; without them transformers reads the directory.
     """
     if meta:
         with explained(path), torch.device("meta"):
@@ -223,11 +201,7 @@ def _refuse_guessed_class(cls: Any, config: Any, path: Path, unexpected: list[st
 
 
 def load_tokenizer(path: Path, gguf_file: str | None = None) -> Any:
-    """Returns the tokenizer in a directory, or in a GGUF file in it.
-
-    Raises:
-        UserError: there is none, or it cannot be read.
-    """
+    """Returns the tokenizer in a directory, or in a GGUF file in it; UserError if there is none that can be read."""
     transformers = require("transformers", "hf")
     options = {"gguf_file": gguf_file} if gguf_file else {}
     check_links(path)
@@ -256,11 +230,7 @@ def load_tokenizer(path: Path, gguf_file: str | None = None) -> Any:
 
 
 def load_processor(path: Path) -> Any:
-    """Returns the processor in a directory: of images, of sounds, of texts, or of several of them.
-
-    Raises:
-        UserError: there is none, or it cannot be read.
-    """
+    """Returns the processor in a directory, of images, sounds or texts; UserError if there is none that can be read."""
     transformers = require("transformers", "hf")
     check_links(path)
     for name in ("tokenizer_config.json", "preprocessor_config.json", "processor_config.json"):
@@ -279,11 +249,7 @@ def load_processor(path: Path) -> Any:
 
 
 def model_class(config: Any, where: str) -> Any:
-    """Returns the class that `config.architectures` names; without any, the fullest that fits the config.
-
-    Raises:
-        UserError: the installed transformers has no such class.
-    """
+    """Returns the class that `config.architectures` names; without any, the fullest that fits the config."""
     transformers = require("transformers", "hf")
     if (reference := _class_of_directory(config)) is not None:
         dynamic = require("transformers.dynamic_module_utils", "hf")
@@ -309,9 +275,7 @@ def model_class(config: Any, where: str) -> Any:
 
 
 def _class_of_directory(config: Any) -> tuple[str, str] | None:
-    """Returns the class of the model in the directory's own Python files, and the auto class it stands for.
-
-    None without.
+    """Returns the auto class of the model in the directory's own Python files, and its name there; None without.
 
     It is the one that `architectures` names, or else the fullest: a causal language model before a bare `AutoModel`.
     """
@@ -359,16 +323,6 @@ def quiet() -> Iterator[None]:
         logging.set_verbosity(verbosity)
         if bars:
             logging.enable_progress_bar()
-
-
-def _read_config_file(path: Path) -> dict[str, Any]:
-    """Returns the contents of config.json."""
-    file = path / "config.json"
-    if not file.is_file():
-        files = sorted(p.name for p in path.iterdir() if p.suffix in (".gguf", ".safetensors", ".pt", ".pt2"))
-        hint = f"to open a file in it, pass {path / files[0]}" if files else "pass the directory that has one"
-        raise UserError(f"{path}: no config.json, so not a Hugging Face directory; {hint}")
-    return read_fields(file)
 
 
 def find_shards(path: Path) -> list[Path]:

@@ -32,7 +32,6 @@ from torch import nn
 
 from quant.base.errors import UserError, option
 from quant.models import gguf, huggingface, state_dict
-from quant.models import state_dict as torch_files
 from quant.models.configs import origin_of
 from quant.models.files import SourceKind, WatchedFiles, commit_of, find_model, with_revision
 from quant.recipes.layers import Layer, find_layers, layers_of_state_dict
@@ -177,10 +176,17 @@ def open_model(
     """
     given_dtype = _parse_dtype(dtype)
     if isinstance(source, nn.Module):
+        kind_of, own = type(source).__name__, _main_dtype(source.parameters())
         if revision is not None:
             raise UserError(f"revision {revision!r} is for a model on the Hugging Face hub, not for a module")
-        _refuse_factory(model_factory, f"a module ({type(source).__name__})")
-        return _open_module(source, given_dtype)
+        _refuse_factory(model_factory, f"a module ({kind_of})")
+        # The module belongs to the caller, and casting it in place would change it everywhere else in the program.
+        if given_dtype not in (None, own):
+            raise UserError(f"{kind_of} is in {own}; cast it with model.to({given_dtype}) before opening it")
+        huggingface.patch_forward(source)
+        return Source(
+            name=kind_of, kind=SourceKind.MODULE, model=source, state_dict=None, path=origin_of(source), dtype=own
+        )
     name = str(source) if revision is None else with_revision(str(source), revision)
     path = find_model(name)
     # Before anything is read: a file that changes while it is loaded must differ from its stamp.
@@ -226,38 +232,23 @@ def _open_file(
     if kind == SourceKind.GGUF:
         return gguf.load(path, dtype or torch.bfloat16, meta), None
     if kind == SourceKind.EXPORTED:
-        return torch_files.load_exported(path, dtype, unsafe_load), None
+        return state_dict.load_exported(path, dtype, unsafe_load), None
     if kind == SourceKind.SAFETENSORS:
         return None, state_dict.open_safetensors(path, dtype, meta)
-    return torch_files.load_pickle(path, dtype, unsafe_load, meta)
+    return state_dict.load_pickle(path, dtype, unsafe_load, meta)
 
 
 def _open_directory(path: Path, dtype: torch.dtype | None, meta: bool) -> Mapping[str, torch.Tensor]:
-    """Returns the tensors in the weight files of a directory as one state dict.
-
-    Raises:
-        UserError: a file is damaged, or holds codes of quantized weights or pickled code.
-    """
+    """Returns the tensors in the weight files of a directory as one state dict."""
     files: dict[str, Mapping[str, torch.Tensor]] = {}
     for shard in huggingface.find_shards(path):
         if shard.suffix == ".safetensors":
             tensors: Mapping[str, torch.Tensor] = state_dict.open_safetensors(shard, None, meta)
         else:
-            _, state = torch_files.load_pickle(shard, None, unsafe=False, meta=meta)
+            _, state = state_dict.load_pickle(shard, None, unsafe=False, meta=meta)
             tensors = dict(state or {})
         files |= dict.fromkeys(tensors, tensors)
     return state_dict.LazyStateDict(files, lambda name: files[name][name], dtype)
-
-
-def _open_module(model: nn.Module, dtype: torch.dtype | None) -> Source:
-    name, main_dtype = type(model).__name__, _main_dtype(model.parameters())
-    # The module belongs to the caller, and casting it in place would change it everywhere else in the program.
-    if dtype not in (None, main_dtype):
-        raise UserError(f"{name} is in {main_dtype}; cast it with model.to({dtype}) before opening it")
-    huggingface.patch_forward(model)
-    return Source(
-        name=name, kind=SourceKind.MODULE, model=model, state_dict=None, path=origin_of(model), dtype=main_dtype
-    )
 
 
 def _refuse_factory(model_factory: str | None, what: str) -> None:

@@ -9,6 +9,12 @@ name says; nothing ever calls it, and everything that lists a model's layers (pl
 
 A list of blocks that gets such a child becomes a `BlocksBeforeHeads`, so that a forward pass over the list, its length
 and its slices hold the model's own blocks.
+
+Each layer of a head gets the formats of its counterpart in the last block: `mtp.layers.0.self_attn.q_proj` those of
+`model.layers.47.self_attn.q_proj`, and the matrix `mtp.layers.0.mlp.experts.3.up_proj` those of the stack
+`model.layers.47.mlp.experts.gate_up_proj`. The projection that joins hidden states and embeddings (`mtp.fc`,
+`eh_proj`), norms and output heads have no counterpart and stay in 16 bit, as servers expect them. A head's weights are
+rounded by a solver that looks only at weights, and a static scale of inputs is measured on the counterpart's inputs.
 """
 
 from __future__ import annotations
@@ -22,24 +28,11 @@ import torch
 from torch import nn
 
 from quant.base.errors import UserError
-from quant.calibration.solvers.registry import get_pipeline
 from quant.export.checkpoint.files.names import EXPERT_PARTS, StoredNames
 from quant.recipes.groups import group_name
-from quant.recipes.layers import Layer, LayerKind
+from quant.recipes.layers import Layer, LayerKind, obstacle
 from quant.recipes.plan import LayerPlan, Plan
-from quant.recipes.resolve import obstacle
-
-# Plans for the layers of multi-token-prediction heads: each gets the formats of its counterpart in the last block.
-#
-# A head of Qwen3-Next or DeepSeek-V3 is one more block of the model's kind, behind a projection that joins hidden
-# states and embeddings. `mtp.layers.0.self_attn.q_proj` is planned as `model.layers.47.self_attn.q_proj`, and the
-# matrix `mtp.layers.0.mlp.experts.3.up_proj` as the stack `model.layers.47.mlp.experts.gate_up_proj`. The joining
-# projection (`mtp.fc`, `eh_proj`), norms and output heads have no counterpart and stay in 16 bit, as servers expect
-# them.
-#
-# transformers does not run a head, so calibration inputs do not exist. Its weights are rounded by a solver that looks
-# only at weights, and a static scale of inputs is measured on the inputs of the counterpart.
-
+from quant.recipes.solver_names import parse_solver
 
 _IN_BLOCK = re.compile(r"(.*?\.\d+)\.(.+)")  # model.layers.3 . mlp.up_proj
 _EXPERT = re.compile(r"(.*\bexperts)\.(\d+)\.(\w+)")
@@ -47,15 +40,9 @@ _DATA_FREE = "mse"  # the solver of effort 1
 
 
 def counterpart(name: str, plan: Plan, names: StoredNames, shape: Sequence[int] | None = None) -> LayerPlan | None:
-    """Returns the layer of the model that plays the part of a head's layer in the last block that has one.
+    """Returns the layer of the model that plays the part of a head's layer, named as on disk, in the last block.
 
-    None without.
-
-    Args:
-        name: the name of the head's layer, on disk.
-        plan: the plan of the model.
-        names: the names of the model's tensors on disk.
-        shape: the shape of the head's weight; with it, the counterpart's must be the same.
+    With the `shape` of the head's weight, the counterpart's must be the same.
     """
     match = _IN_BLOCK.fullmatch(names.of_model(f"{name}.weight").removesuffix(".weight"))
     if match is None:
@@ -69,27 +56,17 @@ def counterpart(name: str, plan: Plan, names: StoredNames, shape: Sequence[int] 
         block = _IN_BLOCK.fullmatch(layer.name)
         if block is None or block[1] == match[1] or block[2] not in roles:
             continue
-        if shape is None or tuple(shape) == _matrix_of(layer):
+        matrix = layer.shape
+        if layer.kind == LayerKind.EXPERTS:  # checkpoints store gate and up of an expert apart
+            parts = len(EXPERT_PARTS.get(layer.name.rpartition(".")[2], ("",)))
+            matrix = (layer.shape[1] // parts, layer.shape[2])
+        if shape is None or tuple(shape) == matrix:
             return layer
     return None
 
 
-def _matrix_of(layer: LayerPlan) -> tuple[int, ...]:
-    """Returns the shape of the layer's matrix as checkpoints store it: gate and up of an expert apart."""
-    if layer.kind != LayerKind.EXPERTS:
-        return layer.shape
-    parts = len(EXPERT_PARTS.get(layer.name.rpartition(".")[2], ("",)))
-    return (layer.shape[1] // parts, layer.shape[2])
-
-
 def plan_heads(plan: Plan, weights: Mapping[str, torch.Tensor], names: StoredNames) -> list[LayerPlan]:
-    """Plans for the matrices of heads that have a quantized counterpart.
-
-    Args:
-        plan: the plan of the model.
-        weights: the weights of the heads, by the names of their layers; only shapes are looked at.
-        names: the names of the model's tensors on disk.
-    """
+    """Plans for the matrices of heads, by the names of their layers, with a quantized counterpart in `plan`."""
     layers: list[LayerPlan] = []
     groups: dict[tuple[str, str], list[str]] = {}
     for name, weight in weights.items():
@@ -99,7 +76,7 @@ def plan_heads(plan: Plan, weights: Mapping[str, torch.Tensor], names: StoredNam
             continue
         if obstacle(Layer(name, LayerKind.LINEAR, shape), twin.weight, twin.activation) is not None:
             continue
-        solver = _DATA_FREE if get_pipeline(twin.solver).needs_data else twin.solver
+        solver = _DATA_FREE if parse_solver(twin.solver).needs_data else twin.solver
         reason = f"prediction head, as {twin.name}: transformers does not run it; solved with {solver}, without data"
         if twin.has_static_scale:
             reason += ", and has the input scale of that layer"
@@ -120,16 +97,10 @@ def split_heads(plan: Plan, heads: Collection[str]) -> tuple[Plan, Plan]:
 
 
 def scale_donors(plan: Plan, heads: Plan, names: StoredNames) -> tuple[Plan, dict[str, LayerPlan]]:
-    """Returns the layers of the model whose inputs give heads their static input scales.
+    """Returns the plan of the heads, and by the names of those with a static input scale the layers that give it.
 
-    Args:
-        plan: the plan of the model.
-        heads: plan of the heads; a layer that needs a scale and has no counterpart is to stay in 16 bit.
-        names: the names of the model's tensors on disk.
-
-    Returns:
-        The plan of the heads with such layers in 16 bit, and by the name of each other one with a static scale its
-        counterpart, planned in the same format.
+    A layer that needs a scale and has no counterpart stays in 16 bit in that plan; a counterpart is planned in the
+    format of its head.
     """
     layers, donors = [], {}
     for layer in heads.layers:
@@ -169,15 +140,9 @@ class BlocksBeforeHeads(nn.ModuleList):
 
 
 def attach_head_layer(model: nn.Module, name: str, weight: torch.Tensor) -> None:
-    """Puts a linear layer without a bias into a model, at a place where it has no module yet.
+    """Puts a linear layer without a bias into a model, at the path `name`, where it has no module yet.
 
-    Args:
-        model: the model whose class has no use for the layer.
-        name: path of the layer.
-        weight: `[out, in]`, perhaps on the meta device; the layer holds this very tensor.
-
-    Raises:
-        UserError: the path leads through something that holds no modules.
+    The layer holds the very tensor `weight`, `[out, in]`, perhaps on the meta device.
     """
     *path, last = name.split(".")
     parent = model

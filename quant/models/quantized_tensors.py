@@ -30,7 +30,7 @@ from typing import Any
 import torch
 
 from quant.base.errors import UserError, listed
-from quant.base.mapped import in_memory
+from quant.base.processor import in_memory
 from quant.export.checkpoint.files import modelopt
 from quant.export.checkpoint.files.layouts import layout_of_tensors
 from quant.formats.format import E2M1, E4M3, E5M2, E8M0, FORMATS, FP32, INT4, INT8, Format

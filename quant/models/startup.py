@@ -1,10 +1,16 @@
-"""`read_ahead` brings the weight files of models into the page cache while Python still imports torch and transformers.
+"""What a command does without torch and transformers, or while Python still imports them.
 
-A thread reads the files and drops the bytes; the kernel keeps them, and the loader then finds them in memory.
-POSIX_FADV_WILLNEED would not do: since 4.10 Linux reads no more than one window of readahead for a call, about 1 MB.
+`read_ahead` brings the weight files of models into the page cache: a thread reads them and drops the bytes, the kernel
+keeps them, and the loader then finds them in memory. POSIX_FADV_WILLNEED would not do: since 4.10 Linux reads no more
+than one window of readahead for a call, about 1 MB.
 
-    chunk of 16 MiB    skipped if it is cached: its first and its middle byte can be read without waiting (RWF_NOWAIT)
-                       else read into a buffer, while the interpreter's lock is free
+`skip_image_packages` keeps transformers from importing packages of images and sounds for a model of text. transformers
+imports whatever optional package is installed as soon as a model class is accessed: torchvision, which brings
+torch._dynamo, takes 3.7 s on a machine with an H100, and scikit-learn with scipy 1.6 s. It remembers for the life of
+the process that they are missing, so only a command that opens no other models does this. A user's own program may need
+an image processor later, whose pixels differ between torchvision and PIL.
+
+`stored_layers` reads the layers of a model from the headers of its files, to check a plan.
 """
 
 from __future__ import annotations
@@ -12,25 +18,19 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from quant.base.errors import UserError
 from quant.base.extras import require
+from quant.base.json_files import typed
 from quant.base.processor import memory_left
 from quant.models.configs import read_fields
-
-# `skip_image_packages` keeps transformers from importing packages of images and sounds for a model of text.
-#
-# transformers imports whatever optional package is installed as soon as a model class is accessed: torchvision, which
-# brings torch._dynamo, takes 3.7 s on a machine with an H100, and scikit-learn with scipy 1.6 s. They are for images, for
-# the losses of object detection, and for assisted generation, none that a command needs for a model of text.
-#
-# transformers remembers for the life of the process that they are missing, so only a command that opens no other models
-# does this. A user's own program may need an image processor later, whose pixels differ between torchvision and PIL.
-
+from quant.models.files import find_model, safetensors_file, shard_names
+from quant.recipes.layers import Layer
+from quant.recipes.plan import LayerPlan, Plan
 
 _PACKAGES = ("torchvision", "sklearn", "scipy")
 # Functions of transformers.utils.import_utils that look for them and remember the answer (5.10 to 5.24).
@@ -42,10 +42,7 @@ _MEDIA = ("image", "vision", "visual", "video", "audio", "speech", "pixel", "mel
 def skip_image_packages(*models: str | Path) -> bool:
     """Makes transformers treat these packages as not installed, if all `models` are text models.
 
-    A process that has loaded torch or transformers already is left as it is: it is not a command's own.
-
-    Returns:
-        Whether it has done so.
+    Returns whether it has done so: a process that has loaded torch or transformers already is not a command's own.
     """
     if {"torch", "transformers"} & sys.modules.keys() or find_spec("transformers") is None:
         return False
@@ -82,14 +79,12 @@ def is_text_model(directory: Path) -> bool:
     return not any(word in name for name in _field_names(config) for word in _MEDIA)
 
 
-def _field_names(fields: Any) -> Iterator[str]:
+def _field_names(fields: Mapping[str, Any]) -> Iterator[str]:
     """Yields the names of the fields of a config, and of the configs in it."""
-    remaining = [fields]  # no recursion, which a file of nested brackets could exhaust
-    while remaining:
-        current = remaining.pop()
-        if isinstance(current, dict):
-            yield from map(str, current)
-            remaining += current.values()
+    for name, value in fields.items():
+        yield str(name)
+        if isinstance(value, dict):
+            yield from _field_names(value)
 
 
 _CHUNK = 16 << 20  # bytes; so few calls that the thread seldom waits for the interpreter, which imports are using
@@ -97,14 +92,10 @@ _SHARE = 0.5  # of the memory that is left: a cache that is full drops what was 
 
 
 def read_ahead(*models: str | Path) -> threading.Thread | None:
-    """Starts to read the weight files of models in the background.
+    """Starts a thread that reads the weight files of models, in the order in which they are opened.
 
-    Args:
-        models: files or directories, in the order in which they are opened. A name on the hub, which may have to be
-            downloaded first, is left to the loader.
-
-    Returns: The thread, which ends with the process; None where there is nothing to read, or it is unknown how much
-        fits.
+    A name on the hub, which may have to be downloaded first, is left to the loader. None where there is nothing to
+    read, or it is unknown how much fits.
     """
     files = [file for model in models for file in files_to_read(Path(model).expanduser())]
     memory = memory_left()
@@ -151,3 +142,61 @@ def _is_cached(file: int, offset: int, size: int) -> bool:
         return all(os.preadv(file, [bytearray(1)], at, nowait) == 1 for at in (offset, middle))
     except OSError:  # it would have to wait, or the file system cannot say
         return False
+
+
+def stored_layers(model: str, plan: Plan) -> list[Layer] | None:
+    """Returns the layers of a model from the headers of its files; None where that takes the model itself.
+
+    A plan is checked by names and shapes, in about a second and without torch. Where the tensors are exactly those that
+    the plan names, that is enough. Otherwise the caller builds the model on the meta device, because its modules may be
+    named, split or fused differently from the stored tensors.
+    """
+    path = find_model(model)
+    if path.is_dir():
+        shapes = _shapes_in(path)
+    else:
+        from quant.models import gguf  # NumPy takes 0.1 s, and most commands on plans read no GGUF file
+
+        shapes = gguf.shapes(path, plan.by_name)
+    if shapes is None:
+        return None
+    stored = {}
+    for name, shape in shapes.items():
+        stem, _, last = name.rpartition(".")
+        if last == "weight":
+            stored[stem] = shape
+        elif len(shape) > 1:
+            stored[name] = shape
+    tied = {layer.name for layer in plan.layers if layer.tied_to in stored}
+    if set(plan.by_name) - tied != set(stored) - tied:
+        return None
+
+    def shape_of(layer: LayerPlan) -> tuple[int, ...]:
+        shape = stored.get(layer.name, layer.shape)
+        # The other axes of a transposed convolution depend on its groups, which no file names.
+        return layer.shape if layer.transposed and sorted(shape) == sorted(layer.shape) else shape
+
+    return [
+        Layer(layer.name, layer.kind, shape_of(layer), layer.group, layer.tied_to, transposed=layer.transposed)
+        for layer in plan.layers
+    ]
+
+
+def _shapes_in(path: Path) -> dict[str, tuple[int, ...]] | None:
+    """Returns shapes by tensor name from safetensors headers; None where the directory is not one of a plain model."""
+    try:
+        config = read_fields(path / "config.json")
+        shards = [path / "model.safetensors"]
+        if not shards[0].is_file():
+            index = read_fields(path / "model.safetensors.index.json")
+            names = typed(dict[str, str], index.get("weight_map"), "weight_map")
+            shards = [path / name for name in shard_names(names, path)]
+        if "quantization_config" in config or (path / "hf_quant_config.json").is_file():
+            return None
+        files = [safetensors_file(shard) for shard in shards]
+        stored = {name: file.get_slice(name) for file in files for name in file.keys()}  # noqa: SIM118
+        if any(part.get_dtype().startswith(("F8", "U8")) for part in stored.values()):  # codes of quantized weights
+            return None
+        return {name: tuple(part.get_shape()) for name, part in stored.items()}
+    except (OSError, ValueError):
+        return None  # the loader reports the error

@@ -1,11 +1,24 @@
-"""A state dict is names and tensors without a module; a factory may build the module for it."""
+"""A state dict is names and tensors without a module, in a file of safetensors or torch.save; a factory makes a model.
+
+A pickle is a program, and `torch.load(weights_only=True)` runs only the few instructions that tensors need. Files are
+read only that way unless the user asks for the unsafe one. `torch.export.load` has no such mode: it unpickles sample
+inputs and constants, evaluates the expressions of dynamic shapes as Python, and generates code from the graph. An
+exported program is therefore opened only where the user trusts it.
+
+Such a program has no layers: its graph reads parameters and calls functions on them.
+
+    f_weight = get_attr[f.weight];  f_bias = get_attr[f.bias];  y = aten.linear(x, f_weight, f_bias)
+
+Quantization replaces modules, so `restore_linears` makes each such call a call of an `nn.Linear` with the same
+parameters under the same names, `y = call_module[f](x)`. The graph computes the same as before.
+"""
 
 from __future__ import annotations
 
 import importlib
 import pickle
 import zipfile
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import MethodType
 from typing import Any
@@ -25,13 +38,7 @@ _KNOWN = "a Hugging Face directory, .gguf, .safetensors, .pt/.pth/.bin (torch.sa
 
 
 class LazyStateDict(Mapping[str, torch.Tensor]):
-    """A state dict whose tensors are read, and cast if requested, on access.
-
-    Args:
-        names: the names of the tensors, in the order of the file.
-        read: a function that returns a tensor by name.
-        dtype: the dtype that floating-point tensors are cast to; None keeps theirs.
-    """
+    """A state dict whose tensors are read by `read`, and floating-point ones cast to a `dtype`, on access."""
 
     def __init__(
         self, names: Iterable[str], read: Callable[[str], torch.Tensor], dtype: torch.dtype | None = None
@@ -46,11 +53,6 @@ class LazyStateDict(Mapping[str, torch.Tensor]):
         tensor = self._read(name)
         return tensor.to(self._dtype) if self._dtype is not None and tensor.dtype.is_floating_point else tensor
 
-    def renamed(self, names: Mapping[str, str]) -> LazyStateDict:
-        """Returns the same tensors under other names; `names` has one for each."""
-        original = {new: name for name, new in names.items()}
-        return LazyStateDict(original, lambda name: self[original[name]])
-
     def __iter__(self) -> Iterator[str]:
         return iter(self._names)
 
@@ -59,11 +61,7 @@ class LazyStateDict(Mapping[str, torch.Tensor]):
 
 
 def sniff(path: Path) -> SourceKind:
-    """Returns the kind of a file, by its first bytes.
-
-    Raises:
-        UserError: empty, unreadable, a TorchScript archive, or nothing that is known.
-    """
+    """Returns the kind of a file, by its first bytes; UserError for nothing that is known, or a TorchScript archive."""
     try:
         size = path.stat().st_size
         with path.open("rb") as file:
@@ -112,11 +110,7 @@ def _sniff_zip(path: Path) -> SourceKind:
 
 
 def open_safetensors(path: Path, dtype: torch.dtype | None, meta: bool) -> LazyStateDict:
-    """Returns the tensors of one file, mapped and read on access; with `meta` on the meta device, from the header.
-
-    Raises:
-        UserError: not a safetensors file, or one with codes or scales of quantized weights.
-    """
+    """Returns the tensors of one file, mapped and read on access; with `meta` on the meta device, from the header."""
     file = safetensors_file(path, "pt")
     refuse_packed(path, {name: str(file.get_slice(name).get_dtype()) for name in file.keys()})  # noqa: SIM118
 
@@ -137,17 +131,9 @@ def open_safetensors(path: Path, dtype: torch.dtype | None, meta: bool) -> LazyS
 def build(factory: str, tensors: Mapping[str, torch.Tensor], where: str, meta: bool) -> nn.Module:
     """Returns the module that `factory` makes, holding `tensors`: their memory and dtype, not the factory's.
 
-    Parameters that the factory ties stay tied; the file needs only one of their names. Names may have the parts that
-    wrappers of PyTorch add: `module.` of DDP, `_orig_mod.` of torch.compile.
-
-    Args:
-        factory: "package.module:function".
-        tensors: state dict.
-        where: how errors call the state dict.
-        meta: builds on the meta device.
-
-    Raises:
-        UserError: no such function, it fails, or its module does not fit the state dict.
+    Parameters that the factory, "package.module:function", ties stay tied; the file needs only one of their names.
+    Names may have the parts that wrappers of PyTorch add: `module.` of DDP, `_orig_mod.` of torch.compile. A module
+    that does not fit the state dict, which errors call `where`, is a UserError.
     """
     model = call_factory(factory, meta=meta)
     shared: dict[int, list[str]] = {}
@@ -156,15 +142,19 @@ def build(factory: str, tensors: Mapping[str, torch.Tensor], where: str, meta: b
     # By each name all names of the same parameter: a file with one of them fills them all.
     ties = {name: names for names in shared.values() for name in names}
     expected = {name: tensor.shape for name, tensor in model.state_dict().items()}
-    tensors = LazyStateDict(tensors, tensors.__getitem__).renamed({n: _without_wrappers(n, expected) for n in tensors})
-    stored = {name: next((n for n in ties.get(name, [name]) if n in tensors), None) for name in expected}
+    original = {}
+    for name in tensors:
+        plain = ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+        original[plain if name not in expected and plain in expected else name] = name
+    renamed = LazyStateDict(original, lambda name: tensors[original[name]])
+    stored = {name: next((n for n in ties.get(name, [name]) if n in renamed), None) for name in expected}
     _refuse(f"{where} lacks", [name for name, stored_name in stored.items() if stored_name is None], factory)
-    _refuse(f"{where} has, and the module has not:", [name for name in tensors if name not in expected], factory)
-    values = {name: tensors[stored_name] for name, stored_name in stored.items() if stored_name is not None}
+    _refuse(f"{where} has, and the module has not:", [name for name in renamed if name not in expected], factory)
+    values = {name: renamed[stored_name] for name, stored_name in stored.items() if stored_name is not None}
     for name, shape in expected.items():
         if values[name].shape != shape:
             raise UserError(f"{where}: {name} is {list(values[name].shape)}, and {factory} makes it {list(shape)}")
-        if name in tensors and stored[name] != name and not meta and not torch.equal(tensors[name], values[name]):
+        if name in renamed and stored[name] != name and not meta and not torch.equal(renamed[name], values[name]):
             raise UserError(f"{where}: {factory} ties {name} to {stored[name]}, but the file's tensors differ")
     # `assign` keeps the file's mapped memory and dtype. It makes a parameter of each name, so ties are made again
     # below.
@@ -176,18 +166,8 @@ def build(factory: str, tensors: Mapping[str, torch.Tensor], where: str, meta: b
     return model.eval()
 
 
-def _without_wrappers(name: str, expected: Container[str]) -> str:
-    """Returns the name of a tensor without the parts of wrappers, if the module has such a tensor; else `name`."""
-    plain = ".".join(part for part in name.split(".") if part not in _WRAPPERS)
-    return plain if name not in expected and plain in expected else name
-
-
 def call_factory(factory: str, *, meta: bool = False) -> nn.Module:
-    """Returns the module that "package.module:function" builds, on the meta device if asked.
-
-    Raises:
-        UserError: it cannot be imported, or gives no module.
-    """
+    """Returns the module that "package.module:function" builds, on the meta device if asked."""
     module_name, _, function = factory.partition(":")
     if not module_name or not function:
         raise UserError(f"{option('model_factory', repr(factory))}: expected package.module:function")
@@ -213,24 +193,6 @@ def _refuse(problem: str, names: list[str], factory: str) -> None:
         )
 
 
-# `torch.save` checkpoints and exported programs are opened here, without running code that they hold.
-#
-# A pickle is a program, and `torch.load(weights_only=True)` runs only the few instructions that tensors need. Files are
-# read only that way unless the user asks for the unsafe one. `torch.export.load` has no such mode: it unpickles sample
-# inputs and constants, evaluates the expressions of dynamic shapes as Python, and generates code from the graph. An
-# exported program is therefore opened only where the user trusts it.
-
-
-# `restore_linears` puts the linear layers of an exported program back as modules.
-#
-# An exported program has no layers: its graph reads parameters and calls functions on them.
-#
-#     f_weight = get_attr[f.weight];  f_bias = get_attr[f.bias];  y = aten.linear(x, f_weight, f_bias)
-#
-# Quantization replaces modules, so each such call becomes a call of an `nn.Linear` with the same parameters under the
-# same names, `y = call_module[f](x)`. The graph computes the same as before.
-
-
 def restore_linears(model: nn.Module) -> None:
     """Makes modules of the calls of `aten.linear` that are the only readers of their weight and bias.
 
@@ -250,10 +212,7 @@ def restore_linears(model: nn.Module) -> None:
 
 
 def _module_path(call: Node) -> str:
-    """Returns the path of the module with a call's parameters: `a` for `a.weight` and `a.bias`.
-
-    Empty where there is none.
-    """
+    """Returns the path of the module with a call's parameters: `a` for `a.weight` and `a.bias`; empty for none."""
     weight, bias = call.args[1], call.args[2] if len(call.args) > 2 else None
     if not isinstance(weight, Node) or weight.op != "get_attr" or call.kwargs:
         return ""
@@ -305,19 +264,25 @@ def load_pickle(
 ) -> tuple[nn.Module | None, LazyStateDict | None]:
     """Returns the module or the state dict in a `torch.save` file; exactly one of the two.
 
-    Args:
-        path: the file.
-        dtype: the dtype that floating-point weights are cast to; None keeps theirs.
-        unsafe: unpickles whatever the file holds.
-        meta: whether tensors are on the meta device.
-
-    Raises:
-        UserError: it is damaged, holds more than tensors or no state dict, or holds codes and scales.
+    A file that is damaged, holds more than tensors (unless `unsafe`), no state dict, or codes and scales, is a
+    UserError.
     """
-    content = _unwrap(_unpickle(path, unsafe))
+    content = _unpickle(path, unsafe)
+    while isinstance(content, Mapping):  # a training checkpoint {"model": …, "optimizer": …}
+        inner = next((content[k] for k in _CHECKPOINT_KEYS if isinstance(content.get(k), Mapping | nn.Module)), None)
+        if inner is None:
+            break
+        content = inner
     if isinstance(content, nn.Module):
         return (content.to("meta") if meta else content).to(dtype).eval(), None
-    tensors = _state_dict_of(content, path)
+    if not isinstance(content, Mapping):
+        raise UserError(f"{path}: holds a {type(content).__name__}; expected a state dict or an nn.Module")
+    not_tensors = [str(name) for name, value in content.items() if not isinstance(value, torch.Tensor)]
+    if not_tensors or not content:
+        fault = f"{', '.join(not_tensors[:3])} is not a tensor" if not_tensors else "it is empty"
+        wrapper = _CHECKPOINT_KEYS[0]
+        raise UserError(f"{path}: not a state dict ({fault}); save model.state_dict(), or wrap it as {wrapper!r}")
+    tensors = {str(name): tensor.detach() for name, tensor in content.items()}
     refuse_packed(path, {name: DTYPE_NAMES.get(tensor.dtype, "") for name, tensor in tensors.items()})
     if meta:
         tensors = {name: torch.empty_like(tensor, device="meta") for name, tensor in tensors.items()}
@@ -345,38 +310,11 @@ def _unpickle(path: Path, unsafe: bool) -> Any:
         raise UserError(f"{path}: truncated or damaged ({reason}); copy or download it again") from None
 
 
-def _unwrap(content: Any) -> Any:
-    """Returns the state dict or module inside a training checkpoint `{"model": …, "optimizer": …}`."""
-    while isinstance(content, Mapping):
-        inner = next((content[k] for k in _CHECKPOINT_KEYS if isinstance(content.get(k), Mapping | nn.Module)), None)
-        if inner is None:
-            break
-        content = inner
-    return content
-
-
-def _state_dict_of(content: Any, path: Path) -> dict[str, torch.Tensor]:
-    if not isinstance(content, Mapping):
-        raise UserError(f"{path}: holds a {type(content).__name__}; expected a state dict or an nn.Module")
-    not_tensors = [str(name) for name, value in content.items() if not isinstance(value, torch.Tensor)]
-    if not_tensors or not content:
-        fault = f"{', '.join(not_tensors[:3])} is not a tensor" if not_tensors else "it is empty"
-        raise UserError(
-            f"{path}: not a state dict ({fault}); save model.state_dict(), or wrap it as {_CHECKPOINT_KEYS[0]!r}"
-        )
-    return {str(name): tensor.detach() for name, tensor in content.items()}
-
-
 def load_exported(path: Path, dtype: torch.dtype | None, unsafe: bool) -> nn.Module:
     """Returns the module of a `torch.export.save` archive, with its linear layers as modules again.
 
-    Args:
-        path: the file.
-        dtype: None, or the dtype that it has: the graph of an exported program has its casts built in.
-        unsafe: whether its code may run.
-
-    Raises:
-        UserError: the file is not trusted, is damaged, or has another dtype.
+    A file that is damaged or not trusted (`unsafe`), or has another dtype (its graph has its casts built in), is a
+    UserError.
     """
     if not unsafe:
         raise UserError(
@@ -395,9 +333,5 @@ def load_exported(path: Path, dtype: torch.dtype | None, unsafe: bool) -> nn.Mod
         raise UserError(f"{path}: an exported program cannot be cast to {dtype}; export the model in that dtype")
     restore_linears(model)
     # Its graph computes as it was exported; torch raises an error even if its mode would not change.
-    model.eval = MethodType(_return_unchanged, model)  # type: ignore[method-assign]
-    return model
-
-
-def _return_unchanged(model: nn.Module) -> nn.Module:
+    model.eval = MethodType(lambda model: model, model)  # type: ignore[method-assign]
     return model

@@ -45,12 +45,7 @@ class Files(Protocol):
 
 
 class StoredWeight:
-    """A parameter that is read on access.
-
-    Args:
-        files: the files of the checkpoint.
-        name: the name of the parameter.
-    """
+    """A parameter that is read on access."""
 
     is_meta = False
     device = torch.device("cpu")
@@ -85,10 +80,7 @@ class StoredWeight:
 class StoredExperts(StoredWeight):
     """A parameter `[experts, out, in]` whose matrices are stored one by one.
 
-    Args:
-        files: the files of the checkpoint.
-        names: the names of the matrices, expert by expert, those of one expert in the order of its rows.
-        shape: the shape of the parameter.
+    `names` are theirs, expert by expert, those of one expert in the order of its rows.
     """
 
     def __init__(self, files: Files, names: Sequence[str], shape: torch.Size) -> None:
@@ -116,10 +108,9 @@ class StoredExperts(StoredWeight):
 def open_stored(model: nn.Module, files: Files) -> bool:
     """Fills a model that is on the meta device, its weights left where they are stored as far as they are not mapped.
 
-    Returns:
-        Whether that was possible: every tensor of the model must be in the files, in its dtype and shape; every other
-        tensor of the files must be one that the model's class ignores; and some must be stored in another form. If
-        not, the model cannot be used any more.
+    Returns whether that was possible: every tensor of the model must be in the files, in its dtype and shape; every
+    other tensor of the files must be one that the model's class ignores; and some must be stored in another form. If
+    not, the model cannot be used any more.
     """
     expected = dict(model.state_dict(keep_vars=True))
     mapped, left, used = _divided(model, files, expected)

@@ -9,9 +9,8 @@ import torch
 from plan_samples import watched_layers
 from torch import nn
 
-from quant.recipes.layers import stacking_of
 from quant.recipes.groups import group_experts
-from quant.recipes.layers import Layer, LayerKind, find_layers, layers_of_state_dict
+from quant.recipes.layers import Layer, LayerKind, find_layers, layers_of_state_dict, stacking_of
 from quant.recipes.plan_make import make_plan
 
 IDS = torch.zeros(1, 4, dtype=torch.long)

@@ -9,8 +9,8 @@ from plan_samples import ATTENTION, block, plan_of
 
 from quant.formats.format import FORMATS
 from quant.recipes.layers import LayerKind
-from quant.recipes.plan import LayerPlan
-from quant.recipes.plan_edit import diff, edit, parse_setting, totals
+from quant.recipes.plan import LayerPlan, edit, parse_setting
+from quant.recipes.plan_check import diff, totals
 
 
 def test_diff_counts_decisions_and_not_words() -> None:

@@ -18,8 +18,16 @@ import quant
 from quant.base.errors import UserError
 from quant.formats.format import FORMATS, get_format
 from quant.recipes.layers import LayerKind
-from quant.recipes.plan import LayerPlan, Parts, Plan
-from quant.recipes.plan_edit import edit, input_of, parse_setting, set_guard_and_observer, set_kv_cache
+from quant.recipes.plan import (
+    LayerPlan,
+    Parts,
+    Plan,
+    edit,
+    input_of,
+    parse_setting,
+    set_guard_and_observer,
+    set_kv_cache,
+)
 from quant.recipes.recipe import presets
 
 
@@ -182,21 +190,12 @@ def test_kv_cache() -> None:
         set_kv_cache(plan_of(), "fp9")
 
 
-def test_a_plan_is_edited_by_settings_as_the_command_takes_them() -> None:
-    plan = plan_of(*block(0))
-    settings = ["*.down_proj=mxfp8", "*.q_proj=keep"]
-    expected = edit(plan, [parse_setting(text) for text in settings], whole_groups=True)
-    assert quant.edit_plan(plan, *settings, whole_groups=True) == expected != plan
-    with pytest.raises(UserError, match="unknown format"):
-        quant.edit_plan(plan, "*.down_proj=nvfp5")
-
-
 def test_a_plan_is_edited_by_its_own_method() -> None:
     plan = plan_of(*block(0))
     both = edit(plan, [parse_setting("*.down_proj=mxfp8"), parse_setting("*.q_proj=keep")], whole_groups=True)
     assert plan.set("*.down_proj", "mxfp8").set("*.q_proj", "keep", whole_groups=True) == both != plan
     assert plan.set("*.down_proj", FORMATS["mxfp8"]) == edit(plan, [parse_setting("*.down_proj=mxfp8")])
-    with pytest.raises(UserError, match=r"^Plan\.set: '\*\.down_proj=nvfp5': unknown format"):
+    with pytest.raises(UserError, match=r"^set='\*\.down_proj=nvfp5': unknown format"):
         plan.set("*.down_proj", "nvfp5")
     with pytest.raises(UserError, match=r"or pass whole_groups=True$"):
         plan.set("*.q_proj", "mxfp8")
@@ -208,7 +207,7 @@ def test_any_plan_has_its_method(origin: str) -> None:
     code = origin.format(pickle.dumps(Plan(()))) + "; plan.set('*', 'fp8')"
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
-    assert "UserError: Plan.set: '*=fp8': the glob matches no layer; this plan has none" in done.stderr
+    assert "UserError: set='*=fp8': the glob matches no layer; this plan has none" in done.stderr
 
 
 def test_an_exact_name_is_no_glob() -> None:

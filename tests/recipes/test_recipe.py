@@ -11,9 +11,8 @@ from quant.formats.format import FORMATS
 from quant.models.open_model import open_model
 from quant.recipes.layers import Layer, LayerKind
 from quant.recipes.plan import Plan
-from quant.recipes.plan_make import make_plan
+from quant.recipes.plan_make import make_plan, resolve
 from quant.recipes.recipe import KEEP, Recipe, Rule, get_recipe, presets
-from quant.recipes.resolve import resolve
 from quant.recipes.solver_names import parse_solver
 
 PRESETS = {

@@ -25,7 +25,7 @@ from quant.kernels.linear.conv import QuantConv
 from quant.models.open_model import open_model
 from quant.recipes.layers import LayerKind
 from quant.recipes.module_replacement import as_linears
-from quant.recipes.plan_edit import edit, parse_setting
+from quant.recipes.plan import edit, parse_setting
 
 IMAGES = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(1))
 IDS = torch.randint(64, (2, 16), generator=torch.Generator().manual_seed(1))

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from quant.base import processor
 from quant.calibration import session
 from quant.cli.main import COMMANDS
-from quant.base import processor
 
 GIB = 1 << 30
 V2 = "30 23 0:26 / /sys/fs/cgroup rw,nosuid - cgroup2 cgroup2 rw,nsdelegate\n"

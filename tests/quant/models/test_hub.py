@@ -44,9 +44,9 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
-    hub._snapshot.cache_clear()
+    hub.snapshot.cache_clear()
     yield tmp_path / "cache"
-    hub._snapshot.cache_clear()
+    hub.snapshot.cache_clear()
 
 
 def store(cache: Path, name: str, revision: str, source: Path, change: Any = None) -> Path:

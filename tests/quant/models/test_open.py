@@ -33,9 +33,9 @@ from quant.base.extras import require, versions
 from quant.cli.main import main
 from quant.export.checkpoint.load import open_runnable
 from quant.models import gguf as gguf_models
+from quant.models.gguf import gguf_reader
 from quant.models.open_model import Source, open_model
 from quant.models.state_dict import open_safetensors
-from quant.models.configs import gguf_reader
 
 gguf = pytest.importorskip("gguf", reason="comes with the extra [dev]")
 

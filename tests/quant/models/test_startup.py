@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 from samples import ROOT
 
-from quant.models.startup import files_to_read, read_ahead
-from quant.models.startup import is_text_model, skip_image_packages
+from quant.models.startup import files_to_read, is_text_model, read_ahead, skip_image_packages
 
 LLAMA = {"architectures": ["LlamaForCausalLM"], "hidden_size": 64, "rope_scaling": {"factor": 2.0}}
 PROBE = """
