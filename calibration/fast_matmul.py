@@ -146,11 +146,7 @@ def paired_linears(device: torch.device) -> Any:
 
 
 class PairedWeight:
-    """A weight `[out, in]`, split into two BF16 parts once for many products; see the module docstring.
-
-    Args:
-        weight: float32, on a GPU.
-    """
+    """A weight `[out, in]`, split into two BF16 parts once for many products; see the module docstring."""
 
     def __init__(self, weight: torch.Tensor) -> None:
         self.high, low = _pair(weight.detach().t())

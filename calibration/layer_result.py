@@ -17,8 +17,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from quant.base.errors import counted, option
-from quant.base.errors import html_table
+from quant.base.errors import counted, html_table, option
 from quant.base.json_files import JsonData
 from quant.formats.tensor import BlockScaledTensor
 from quant.recipes.plan import LayerPlan, Plan
@@ -62,9 +61,7 @@ def layer_result(plan_layer: LayerPlan, weight: torch.Tensor, quantized: BlockSc
     """Returns the result for one layer, its error measured in chunks of rows.
 
     Args:
-        plan_layer: the planned format and solver.
         weight: the original weight, `[..., out, in]`; not read where the layer stays in 16 bit.
-        quantized: the quantized weight; None for 16 bit.
 
     Raises:
         ValueError: `weight` and `quantized` have different shapes, or hold NaN or infinity.

@@ -87,7 +87,6 @@ def shrink(moment: torch.Tensor, strength: torch.Tensor) -> torch.Tensor:
 
     Args:
         moment: M `[in, in]`, or blocks of one, `[blocks, k, k]`.
-        strength: λ, scalar.
     """
     diagonal = moment.diagonal(dim1=-2, dim2=-1)
     original = diagonal.clone()

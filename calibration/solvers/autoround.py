@@ -39,53 +39,33 @@ from quant.recipes.module_replacement import Substitute, take_hooks
 
 @dataclass(frozen=True, eq=False)
 class BlockLayer:
-    """A linear layer of the block as it was solved.
+    """A linear layer of the block as it was solved."""
 
-    Attributes:
-        weight: the matrix that was rounded, `[out, in]`: after scaling, rotation and branch.
-        quantized: codes and scales to start from.
-        activation: format of the input, or None.
-        input_scale: static scale of that format, where it has one.
-        parts: the operations of the layer at run time besides its matmul.
-    """
-
-    weight: torch.Tensor
-    quantized: BlockScaledTensor
-    activation: Format | None = None
-    input_scale: torch.Tensor | None = None
+    weight: torch.Tensor  # the matrix that was rounded, [out, in]: after scaling, rotation and branch
+    quantized: BlockScaledTensor  # codes and scales to start from
+    activation: Format | None = None  # format of the input, or None
+    input_scale: torch.Tensor | None = None  # static scale of that format, where it has one
+    # The operations of the layer at run time besides its matmul.
     parts: RunTimeParts = field(default_factory=RunTimeParts)
 
 
 @dataclass(frozen=True)
 class Reconstruction:
-    """Settings of the optimizer.
+    """Settings of the optimizer."""
 
-    Attributes:
-        steps: optimizer steps, each on one call of the block.
-        rate: learning rate of latent values at the start, in grid steps.
-        scale_rate: the same for the logarithms of block scales; 0 leaves scales as they are.
-        held_out: share of the calls that only judge; at least one where there are two.
-        checks: how many times the held-out calls are evaluated.
-    """
-
-    steps: int = 200
-    rate: float = 0.01
-    scale_rate: float = 0.002
-    held_out: float = 0.125
-    checks: int = 8
+    steps: int = 200  # optimizer steps, each on one call of the block
+    rate: float = 0.01  # learning rate of latent values at the start, in grid steps
+    scale_rate: float = 0.002  # the same for the logarithms of block scales; 0 leaves scales as they are
+    held_out: float = 0.125  # share of the calls that only judge; at least one where there are two
+    checks: int = 8  # how many times the held-out calls are evaluated
 
 
 @dataclass(frozen=True, eq=False)
 class Reconstructed:
-    """The block as it is now.
+    """The block as it is now."""
 
-    Attributes:
-        weights: the weights by layer name.
-        before, after: error on the held-out calls, as `reconstruction_error` counts it.
-    """
-
-    weights: dict[str, BlockScaledTensor]
-    before: float
+    weights: dict[str, BlockScaledTensor]  # the weights by layer name
+    before: float  # error on the held-out calls, as `reconstruction_error` counts it
     after: float
 
 
@@ -103,8 +83,6 @@ def reconstruct_block(
             calls.
         calls: the calls of the block, on the hidden states that the quantized blocks before it give.
         targets: output of the original block for each call, `[..., hidden]`.
-        layers: the layers by their names within the block.
-        settings: the settings of the optimizer.
 
     Returns:
         New weights, on the same global scales, and the errors. The error on the held-out calls is never larger than

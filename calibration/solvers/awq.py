@@ -83,7 +83,6 @@ def channel_scale(magnitude: Tensor, weight: Tensor, power: float, weight_power:
     Args:
         magnitude: the magnitude of each input channel, `[in]`, non-negative.
         weight: `[out, in]`.
-        power, weight_power: exponents.
         owner: the row of the producer that feeds each channel, int64 `[in]`: channels of one row must share their
             scale. None leaves all free.
     """
@@ -117,10 +116,7 @@ def search_scale(
         weight: `[out, in]`, all layers that read this input, stacked.
         inputs: a sample `[tokens, in]`.
         magnitude: mean magnitude of each channel, `[in]`.
-        round_weight: rounds a scaled weight.
         round_input: rounds scaled inputs; None where activations stay in 16 bit.
-        owner: see `channel_scale`.
-        rank: the rank of the branch that sees the scaled inputs unrounded.
         pairs: powers of the magnitude and of the weight that are tried, see `channel_scale`.
     """
     reference = inputs @ weight.t()

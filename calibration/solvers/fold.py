@@ -31,28 +31,15 @@ _ONE_PLUS, _PLAIN = "one_plus", "plain"
 
 @dataclass(frozen=True, eq=False)
 class Fold:
-    """Where an input scale can go.
+    """Where an input scale can go."""
 
-    Attributes:
-        producer: name, within the block, of the module that scales its output.
-        owner: output channel of the producer behind each input channel, int64 `[in]`.
-        style: "plain", or "one_plus" for norms that multiply by 1 + weight.
-    """
-
-    producer: str
-    owner: torch.Tensor
-    style: str = _PLAIN
+    producer: str  # name, within the block, of the module that scales its output
+    owner: torch.Tensor  # output channel of the producer behind each input channel, int64 [in]
+    style: str = _PLAIN  # "plain", or "one_plus" for norms that multiply by 1 + weight
 
 
 def find_fold(block: nn.Module, call: Call, readers: Sequence[str], producers: Sequence[str]) -> Fold | None:
-    """Returns the nearest module into which an input scale of `readers` can go, or None.
-
-    Args:
-        block: a block in float64; it is restored.
-        call: a call of the block on a few tokens, in float64.
-        readers: the names of the linear layers that share the input.
-        producers: modules to try, nearest first.
-    """
+    """Returns the nearest module into which an input scale of `readers` can go, or None."""
     before_input, before_output = _run(block, call, readers[0])
     if before_input is None or before_output is None:
         return None

@@ -250,9 +250,6 @@ class Rounding:
 
     Args:
         target: `[in, out]`, contiguous, inputs in the factor's order.
-        factor: H and U.
-        format, global_scale, shortlist, parts: as in `gptq`.
-        step: the step of `FixedScales`, where scales are fixed.
         kernel: solves the windows, in place of the kernel for the device of `target`, or of `solve_window`.
 
     Attributes:
@@ -529,7 +526,6 @@ def block_order(power: Tensor, width: int) -> Tensor:
 
     Args:
         power: the second moment's diagonal, `[in]`.
-        width: inputs of a block; a shorter block at the end stays there.
     """
     whole = len(power) // width * width
     blocks = power[:whole].view(-1, width)

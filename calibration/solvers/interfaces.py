@@ -67,10 +67,7 @@ class Solver:
 
         Args:
             weight: `[..., out, in]`.
-            stats: statistics of the layer's inputs, or None.
-            format: the target.
             global_scale: global scale that the layer's fusion group shares; None for formats without one.
-            name: how errors call the layer.
         """
 
 
@@ -106,8 +103,6 @@ class Transform:
 
         Args:
             weight: the weight of the whole group, `[out, in]`, float32.
-            inputs: the inputs of the group.
-            format, activation: the formats of weights and inputs.
             owner: the row of the producer that feeds each channel, int64 `[in]`: channels of one row must share their
                 scale. None leaves all free.
         """

@@ -95,9 +95,6 @@ class _Rows:
 
     Args:
         blocks: the diagonal blocks of A, `[k, k]` each.
-        pieces: the number of pieces.
-        damping: added to the diagonal of A, as a fraction of its mean.
-        device: of the weight.
 
     Attributes:
         order, own_order: the rows by piece, and the positions of the weight's own rows there, int64 `[out]`.

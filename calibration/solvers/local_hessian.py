@@ -61,8 +61,6 @@ def local_hessian(weight: Tensor, moments: Tensor, format: Format, global_scale:
     Args:
         weight: `[out, in]`, float32, finite.
         moments: diagonal blocks of the inputs' second moment, `[in / k, k, k]`.
-        format: one scale for k neighbouring inputs of a row.
-        global_scale: global scale, for formats that have one.
     """
     width = format.block[1]
     second = weight.new_ones(()) if global_scale is None else global_scale

@@ -43,7 +43,6 @@ class LossMetric:
 
     Args:
         blocks: the diagonal blocks of A, `[k, k]`, whose sizes add up to the outputs of the weight; none for A = 1.
-        damping: added to the diagonal of A at the least, as a fraction of its mean.
     """
 
     def __init__(self, blocks: Sequence[torch.Tensor], damping: float = _OUTPUT_DAMPING[0]) -> None:
@@ -104,8 +103,6 @@ def take_branches(
         weights: `[out, in]`.
         stats: the statistics of the input; residual and branch together make up for its drift, and for the stream's
             error.
-        rank: the rank of the branches; at most the smaller side of each weight is taken.
-        dtype: the dtype in which branches are stored.
 
     Returns:
         The residuals and the branches, by layer name, and statistics without the drift to solve the residuals with.
@@ -132,9 +129,6 @@ def refit_branches(
 
     Args:
         residuals: the weights less their branches, which were rounded, `[out, in]`.
-        rounded: their values after rounding.
-        branches: the branches that were taken off.
-        stats: the statistics of the input.
 
     Returns:
         The weights less the new branches, and these branches, which leave the least loss next to the rounded weights.
@@ -177,10 +171,6 @@ def lowrank_branch(
     Args:
         weight: `[out, in]`.
         noise: power of the noise of each input, in any unit, `[in]`.
-        rank: the rank of the branch, from 1 to the smaller side of the weight.
-        dtype: the dtype in which the branch is stored.
-        name: how errors call the layer.
-        metric: weighs errors of the outputs.
 
     Returns:
         (down `[rank, in]`, up `[out, rank]`) in `dtype`, of columns and rows of equal norm, so that neither

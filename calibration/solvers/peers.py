@@ -47,8 +47,6 @@ def quantize_like_modelopt(weight: Tensor, format: Format, amax: Tensor | None) 
 
     Args:
         weight: `[..., out, in]`.
-        format: the target.
-        amax: largest magnitude of the fusion group, for formats with a global scale.
     """
     second = None
     if format.global_scale:
@@ -67,8 +65,6 @@ def round_like_modelopt(
 
     Args:
         weight: `[..., out, in]`.
-        format: the target.
-        scale: block scale values, float32 of shape `format.scale_shape(weight.shape)`.
         global_scale: float32 `weight.shape[:-2]`, for formats that have one.
     """
     values = weight.float()

@@ -56,7 +56,6 @@ def matrix_of(weight: torch.Tensor, parts: RunTimeParts) -> torch.Tensor:
 
     Args:
         weight: dense, `[out, in]`, as it was rounded: scaled, rotated and without its branch.
-        parts: the parts of the layer.
 
     Returns:
         In the dtype of `weight`; `weight` itself where there are no parts.
@@ -118,31 +117,18 @@ Turn = Callable[[torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True)
 class Residual:
-    """The residual stream as a forward pass shows it.
+    """The residual stream as a forward pass shows it."""
 
-    Attributes:
-        width: the width of the stream.
-        writers: modules that add into it, in order of execution.
-        readers: linear layers that read each norm of it, by the norm's name.
-        tied: readers whose weight is a writer's.
-    """
-
-    width: int
-    writers: tuple[str, ...]
-    readers: dict[str, tuple[str, ...]]
-    tied: tuple[str, ...]
+    width: int  # the width of the stream
+    writers: tuple[str, ...]  # modules that add into it, in order of execution
+    readers: dict[str, tuple[str, ...]]  # linear layers that read each norm of it, by the norm's name
+    tied: tuple[str, ...]  # readers whose weight is a writer's
 
 
 def merge_rotations(
     model: nn.Module, rows: torch.Tensor, blocks: Sequence[str], layers: Collection[str]
 ) -> dict[str, str]:
     """Rotates the inputs of the layers `layers` where that costs nothing at run time, in place.
-
-    Args:
-        model: called as `model(rows)`, without a cache.
-        rows: a few token ids.
-        blocks: the names of its repeated blocks.
-        layers: the names of linear layers.
 
     Returns:
         A sentence on each of them.
@@ -195,11 +181,9 @@ def merge_residual_rotation(
     """Rotates the residual stream, in place, at no cost at run time.
 
     Args:
-        model: changed: norm weights become 1, writers and readers are rotated.
-        run: calls the model on any valid input, without a cache, and gives its output.
         rotation: R, orthonormal, float64 `[width, width]`, with which a stream x becomes R x. A head that shares the
-            embedding's weight then gets a weight of its own. None rotates blocks by a Hadamard matrix, and refuses
-            such a head.
+            embedding's weight then gets a weight of its own. None rotates blocks by a Hadamard matrix, and refuses such
+            a head.
 
     Returns:
         The stream that was rotated.
@@ -364,8 +348,8 @@ def gain_of(module: nn.Module, name: str) -> tuple[torch.Tensor, float]:
     """Returns the factors of an RMS norm, float64 `[width]`, and the weight with which it would multiply by 1.
 
     Raises:
-        ValueError: the module does something else than divide by the root mean square and multiply by its weight,
-            or by 1 + its weight.
+        ValueError: the module does something else than divide by the root mean square and multiply by its weight, or by
+            1 + its weight.
     """
     weight = module.weight
     assert isinstance(weight, nn.Parameter)
@@ -426,8 +410,6 @@ def merge_head_rotation(block: nn.Module, call: Call, producer: str, reader: str
     """Rotates rows of `producer` and columns of `reader` in equal blocks, if the path between lets them pass.
 
     Args:
-        block: a decoder block, changed in place.
-        call: the call of the block, on a few tokens, without a cache.
         producer, reader: linear layers by name within the block: a value projection and its output projection.
 
     Returns:

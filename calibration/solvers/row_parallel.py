@@ -42,7 +42,6 @@ def solve_by_rows(solve: _Solve, weight: Tensor, format: Format, residual: Tenso
     """Returns the codes and scales of a weight; where ranks share it, each solves some of the parts.
 
     Args:
-        solve: solves some rows of `weight` and the same rows of `residual`.
         weight: `[out, in]`.
         format: the format of the result. A weight whose scales span rows is solved in one part.
         residual: `[out, in]`, or None.

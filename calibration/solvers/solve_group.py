@@ -40,10 +40,8 @@ def solve_group(
         weights: `[out, in]` by layer name; or a single `[experts, out, in]`.
         stats: input statistics by layer name; members of a group have the same, because they read one input. They hold
             the outputs of the members one after the other.
-        format: shared by the group.
-        solver: a solver from `SOLVERS`.
-        stored: dtype of the model, where the weights come in a wider one. Wide scales (FP8, INT8) are stored in it,
-            so they are chosen among its values, and elements are rounded against scales that a checkpoint can hold.
+        stored: dtype of the model, where the weights come in a wider one. Wide scales (FP8, INT8) are stored in it, so
+            they are chosen among its values, and elements are rounded against scales that a checkpoint can hold.
         stack: solves the members as one tall weight where the format allows it; all of them read one input.
     """
     solved_as = _solved_as(format, stored)
@@ -87,9 +85,6 @@ def solve_matrices(
 
     Args:
         matrices: `[out, in]` each; only matrices that are solved together are in memory.
-        stats: the statistics of each.
-        format, solver, stored: as for `solve_group`.
-        name: the name of the layer, for errors.
     """
     solved_as, waiting = _solved_as(format, stored), list[tuple[Tensor, LayerStats]]()
 
@@ -129,13 +124,7 @@ def all_solved(
     outlines: Sequence[tuple[Mapping[str, tuple[int, ...]], Format]],
     exchange: Exchange,
 ) -> list[dict[str, BlockScaledTensor]]:
-    """Returns the solutions of several groups, of which each rank has some.
-
-    Args:
-        own: this rank's solutions, by number of the group.
-        outlines: shapes of the members by name, and the format, of every group.
-        exchange: the exchange with the other ranks, on the device of the solutions.
-    """
+    """Returns the solutions of several groups, of which each rank has some."""
     entries: list[tuple[int, list[Tensor | None]]] = []
     for index, solved in own.items():
         weights = [solved[name] for name in outlines[index][0]]

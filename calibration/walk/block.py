@@ -28,33 +28,18 @@ from quant.recipes.plan import LayerPlan
 
 @dataclass(frozen=True, eq=False)
 class BlockCalls:
-    """The calls of a block, with their hidden states.
+    """The calls of a block, with their hidden states."""
 
-    Attributes:
-        quantized: calls with the hidden states that the quantized blocks before give, one for each of this rank's
-            batches.
-        original: the same with the original hidden states.
-        few: a call on a few tokens.
-        batch: the number of the batch that runs, which the experts of the block read, too.
-    """
-
+    # Calls with the hidden states that the quantized blocks before give, one for each of this rank's batches.
     quantized: Sequence[Call]
-    original: Sequence[Call]
-    few: Call
+    original: Sequence[Call]  # the same with the original hidden states
+    few: Call  # a call on a few tokens
+    # The number of the batch that runs, which the experts of the block read, too.
     batch: CurrentBatch = field(default_factory=CurrentBatch)
 
 
 class Block:
     """One block from original to quantized.
-
-    Args:
-        module: the block.
-        copies: the copies of its weights, on the device where it is worked on.
-        groups: the block's linear layers by fusion group.
-        experts: the block's modules of fused experts.
-        calls: the calls of this rank.
-        settings: how the walk is done.
-        stored: dtype of the model's checkpoint.
 
     Attributes:
         device: the device of the block.

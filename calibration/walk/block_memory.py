@@ -98,13 +98,6 @@ def block_bytes(
     """Estimates the peak number of bytes that solving a block takes, without the page cache.
 
     Linear layers are solved first, and then experts, as many together as `slices_that_fit` says.
-
-    Args:
-        block: a block, whose weights may be mapped or on the meta device.
-        layers: the planned layers in the block.
-        tokens: the number of tokens in all calibration rows.
-        dtype: the dtype of the forward passes.
-        scratch: the scratch that takes the codes of many experts.
     """
     weights = sum(p.numel() for p in block.parameters() if not hasattr(p, "stored"))
     linear = [layer for layer in layers if layer.kind == LayerKind.LINEAR]
@@ -146,12 +139,7 @@ class BlockTooLargeError(ValueError):
 
 @contextmanager
 def reporting_block(name: Callable[[], str], session: Session) -> Iterator[None]:
-    """Raises `BlockTooLargeError` where a device runs out of memory.
-
-    Args:
-        name: a function that returns the name of the block that is worked on.
-        session: the session, for its device.
-    """
+    """Raises `BlockTooLargeError` where a device runs out of memory."""
     try:
         yield
     except torch.OutOfMemoryError as error:

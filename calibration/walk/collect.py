@@ -36,12 +36,7 @@ from quant.recipes.plan import Plan, groups_by_input
 
 
 class InputNotFiniteError(ValueError):
-    """The input of a layer holds NaN or infinity.
-
-    Args:
-        name: the name of the layer.
-        where: the calibration row, or the expert, in words.
-    """
+    """The input of a layer holds NaN or infinity."""
 
     def __init__(self, name: str, where: str) -> None:
         super().__init__(f"{name}: the input holds NaN or infinity {where}")
@@ -95,7 +90,6 @@ def collect_input_amax(
     Ranks share the rows, unless there are observers, whose counts depend on the order of the rows.
 
     Args:
-        model: called as `model(row)`.
         names: linear modules, called with their input as the first argument; or fused-expert projections
             (`….experts.down_proj`), whose input is the largest over all experts that a token reached.
         rows: token ids, int64 `[rows, seqlen]`.
@@ -239,7 +233,6 @@ class WatchedExperts(ExpertStack):
 
     Args:
         matrices: `[experts, out, in]`.
-        stacking: how the parameter holds them.
         observe: called with an expert and its input `[tokens, in]`, of which no row is zero throughout: models pad with
             such rows.
     """

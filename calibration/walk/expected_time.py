@@ -76,7 +76,9 @@ def expected_time(
         visits = getattr(getattr(model, "config", None), "num_experts_per_tok", None) or 1
         share = visits / matrices if matrices > 1 else 1.0
         # Second moment and drift: xᵀ x and (r - x)ᵀ x. A solver multiplies the weight by [in, in] some seven times.
-        of_passes = passes(pipeline, rows, on_gpu=device.type == "cuda") * size + 2 * matrices * width**2
+        of_passes: float = passes(pipeline, rows, on_gpu=device.type == "cuda") * size + 2 * matrices * width**2
+        if pipeline.reconstruction:  # three passes of a batch, of four rows, a step
+            of_passes += 12 * pipeline.reconstruction.steps / rows * size
         of_solver = 7 * size * width + 4 * matrices * width**3 if not pipeline.at_once else 0
         solving += (2 * tokens * share * of_passes + of_solver) / rates.products + len(members) * rates.layer
     return ExpectedTime(writing, solving + _learning(plan, min(rows, LEARNING_ROWS) * seqlen) / rates.products)
@@ -89,7 +91,9 @@ def _learning(plan: Plan, tokens: int) -> float:
     # Most groups as wide as the stream read it; of attention's output projection that is an overestimate.
     inputs = sum(members[0].shape[-1] == width for members in groups_of(learned).values())
     # Two passes forward and one backward, and a second moment; each step multiplies two matrices by the rotation.
-    return 2 * tokens * (4 * sum(l.numel for l in learned) + 3 * inputs * width**2) + STEPS * inputs * 4 * width**3
+    return (
+        2 * tokens * (4 * sum(layer.numel for layer in learned) + 3 * inputs * width**2) + STEPS * inputs * 4 * width**3
+    )
 
 
 def time_of_rows(model: nn.Module, plan: Plan, session: Session, rows: int, seqlen: int) -> float:
@@ -107,11 +111,10 @@ def operations(pipeline: Pipeline) -> int:
 
 
 def passes(pipeline: Pipeline, rows: int, *, on_gpu: bool) -> int:
-    """Returns how often all tokens of `rows` rows go through each block; 0 without data."""
+    """Returns how often all tokens of `rows` rows go through each block, reconstruction not counted; 0 without data."""
     if not pipeline.needs_data:
         return 0
-    # Gradients of outputs take one pass forward, then for each label drawn one forward and one backward; a step of
-    # reconstruction takes three of one batch.
+    # Gradients of outputs take one pass forward, then for each label drawn one forward and one backward.
     return _PASSES + (1 + 2 * labels_drawn(rows, on_gpu=on_gpu) if pipeline.rounding.two_sided else 0)
 
 

@@ -38,17 +38,7 @@ def keep_layers(
     *,
     alone: bool = False,
 ) -> None:
-    """Keeps installed layers as one step; their buffers become maps of its file.
-
-    Args:
-        store: the store of the run.
-        step: the name of the step.
-        model: the model that holds the layers.
-        layers: the layers as they were solved; those in 16 bit have only a result.
-        results: the results of at least these layers, by name.
-        changed: other tensors of the model whose values differ from its files.
-        alone: whether only this rank has solved them; by default all ranks have.
-    """
+    """Keeps installed layers as one step; their buffers become maps of its file."""
     tensors = {f"model:{name}": tensor for name, tensor in (changed or {}).items()}
     modules = {layer.name: model.get_submodule(layer.name) for layer in layers if layer.weight is not None}
     for name, module in modules.items():
@@ -119,12 +109,6 @@ class BlockKeeper(BlockStore):
     A resumed walk continues after the last block whose hidden states were kept. They are kept after each block if
     writing them costs little, and less often with many calibration rows. If they would take much of the memory, they
     are always kept, and the walk continues with maps of the file.
-
-    Args:
-        session: the session of the run, whose store keeps the blocks.
-        model: the model of the walk.
-        results: results by name, to which the results of finished blocks are added.
-        noted: layers as they were solved; the layers of finished blocks are added.
     """
 
     def __init__(

@@ -52,13 +52,7 @@ class FusedExperts:
     """The projections of one experts module from original to quantized.
 
     Args:
-        block: the block that holds the module.
-        path: name of the module within the block.
         members: the planned projections of the module, in the order in which tokens pass them.
-        batch: the number of the batch that runs.
-        input_scales: static scales of their inputs, by name.
-        scratch: the scratch that takes their codes, where these are large.
-        stored: dtype of the model.
         outputs: second moments of gradients; the moments at the projections' outputs are removed from it.
     """
 
@@ -97,7 +91,6 @@ class FusedExperts:
         """Solves the projections.
 
         Args:
-            run: runs the block on this rank's calibration rows, each until `Stop`.
             error: a function that returns, while the block runs, the error of the residual stream that the experts'
                 output would make up for, `[tokens, hidden]`, or None.
         """

@@ -29,40 +29,26 @@ from quant.recipes.plan import Guard, LayerPlan, groups_of
 
 @dataclass(frozen=True, eq=False)
 class Solved:
-    """The solution of one layer.
+    """The solution of one layer."""
 
-    Attributes:
-        weight: codes and scales of `[out, in]`, or of `[experts, out, in]`.
-        parts: the operations of the layer at run time besides its matmul; `weight` is rotated already.
-        input_scale: static scale of the activation format, float32 scalar, where it has one.
-        tokens: how many calibration tokens reached the layer; 0 where its siblings' pooled statistics were used.
-        notes: sentences for the report.
-    """
-
-    weight: BlockScaledTensor
-    parts: RunTimeParts
-    input_scale: torch.Tensor | None
-    tokens: int
-    notes: tuple[str, ...] = ()
+    weight: BlockScaledTensor  # codes and scales of [out, in], or of [experts, out, in]
+    parts: RunTimeParts  # the operations of the layer at run time besides its matmul; `weight` is rotated already
+    input_scale: torch.Tensor | None  # static scale of the activation format, float32 scalar, where it has one
+    tokens: int  # how many calibration tokens reached the layer; 0 where its siblings' pooled statistics were used
+    notes: tuple[str, ...] = ()  # sentences for the report
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Settings of the walk.
+    """Settings of the walk."""
 
-    Attributes:
-        batch: calibration rows in one forward pass.
-        dtype: the dtype of the forward passes; None takes the model's, or float32 where that is narrower: rounding of
-            hidden states to 16 bit, block after block, would look like an error of the weights.
-        observer: key of `OBSERVERS`: how static input scales are chosen.
-        guard: when a layer gets another format; None for never.
-        run_experts: makes the model run solved experts, for layers outside of blocks that follow them.
-    """
-
-    batch: int = 4
+    batch: int = 4  # calibration rows in one forward pass
+    # The dtype of the forward passes; None takes the model's, or float32 where that is narrower: rounding of hidden
+    # states to 16 bit, block after block, would look like an error of the weights.
     dtype: torch.dtype | None = None
-    observer: str = "absmax"
-    guard: Guard | None = None
+    observer: str = "absmax"  # key of `OBSERVERS`: how static input scales are chosen
+    guard: Guard | None = None  # when a layer gets another format; None for never
+    # Makes the model run solved experts, for layers outside of blocks that follow them.
     run_experts: Callable[[nn.Module], Any] = lambda model: None
 
     def dtype_for(self, stored: torch.dtype) -> torch.dtype:
@@ -72,42 +58,28 @@ class Settings:
 
 @dataclass(eq=False)
 class Group:
-    """A fusion group within one block, and the statistics of its input.
+    """A fusion group within one block, and the statistics of its input."""
 
-    Attributes:
-        members: the planned layers; the guard may change their formats.
-        names: the names of the members within the block.
-        pipeline: their solver.
-        inputs: original inputs by batch of this rank, `[tokens, in]`.
-        batch_numbers: the numbers of `inputs`, among the batches of all ranks.
-        magnitudes: the number, largest magnitudes and sums of magnitudes of each batch, until they are pooled.
-        calls: how often the group is called in one pass of the block.
-        tokens: how many reached it in the original model.
-        total: sum of magnitudes by channel, `[in]`.
-        amax: largest magnitude by channel, `[in]`.
-        divisor: the scale that the input is divided by, `[in]`, at run time or by the module before.
-        parts, input_scale: see `Solved`; branches are the members' own.
-        outputs: second moment of the gradients at the members' outputs, one after the other, where it was measured.
-        token_weights: weights of the tokens of each batch of this rank, `[tokens]`, where gradients were measured.
-        notes: notes for the plan.
-    """
-
-    members: list[LayerPlan]
-    names: list[str]
-    pipeline: Pipeline
-    inputs: list[torch.Tensor] = field(default_factory=list)
-    batch_numbers: list[int] = field(default_factory=list)
+    members: list[LayerPlan]  # the planned layers; the guard may change their formats
+    names: list[str]  # the names of the members within the block
+    pipeline: Pipeline  # their solver
+    inputs: list[torch.Tensor] = field(default_factory=list)  # original inputs by batch of this rank, [tokens, in]
+    batch_numbers: list[int] = field(default_factory=list)  # the numbers of `inputs`, among the batches of all ranks
+    # The number, largest magnitudes and sums of magnitudes of each batch, until they are pooled.
     magnitudes: list[tuple[int, list[torch.Tensor]]] = field(default_factory=list)
-    calls: int = 0
-    tokens: int = 0
-    total: torch.Tensor | None = None
-    amax: torch.Tensor | None = None
+    calls: int = 0  # how often the group is called in one pass of the block
+    tokens: int = 0  # how many reached it in the original model
+    total: torch.Tensor | None = None  # sum of magnitudes by channel, [in]
+    amax: torch.Tensor | None = None  # largest magnitude by channel, [in]
+    # The scale that the input is divided by, [in], at run time or by the module before.
     divisor: torch.Tensor | None = None
-    parts: RunTimeParts = field(default_factory=RunTimeParts)
+    parts: RunTimeParts = field(default_factory=RunTimeParts)  # see `Solved`; branches are the members' own
     input_scale: torch.Tensor | None = None
+    # Second moment of the gradients at the members' outputs, one after the other, where it was measured.
     outputs: LayerStats | None = None
+    # Weights of the tokens of each batch of this rank, [tokens], where gradients were measured.
     token_weights: list[torch.Tensor] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)  # notes for the plan
 
     @property
     def weight_format(self) -> Format:
@@ -190,13 +162,9 @@ def gather(members: Sequence[LayerPlan], prefix: str) -> list[Group]:
 
 @dataclass(eq=False)
 class CurrentBatch:
-    """The batch of calibration rows that runs through the block, for hooks and modules that it calls.
+    """The batch of calibration rows that runs through the block, for hooks and modules that it calls."""
 
-    Attributes:
-        index: among the batches of this rank.
-    """
-
-    index: int = 0
+    index: int = 0  # among the batches of this rank
 
     @property
     def number(self) -> int:
@@ -208,11 +176,7 @@ class StandIn(Substitute):
     """A solved layer while its block is being worked on: dense weights, and a memory of its outputs by batch.
 
     Args:
-        original: the layer.
         dense: the quantized weight of the layer, `[out, in]`, in 16 or 32 bit.
-        group: how its input is treated.
-        batch: the number of the batch that runs.
-        parts: the operations of the layer at run time besides its matmul.
     """
 
     def __init__(
@@ -264,11 +228,7 @@ def weight_of(block: nn.Module, name: str) -> torch.Tensor:
 
 
 class RememberedModules:
-    """Modules that return their output of the pass before, until `forget`.
-
-    Args:
-        batch: the number of the batch that runs.
-    """
+    """Modules that return their output of the pass before, until `forget`."""
 
     def __init__(self, batch: CurrentBatch) -> None:
         self.batch = batch

@@ -43,17 +43,11 @@ _STEP = "learned rotation"
 
 @dataclass(frozen=True)
 class _Reader:
-    """A group of layers that read a norm of the residual stream.
+    """A group of layers that read a norm of the residual stream."""
 
-    Attributes:
-        members: the layers.
-        norm: the name of the norm.
-        gain: its factors, float64 `[width]`.
-    """
-
-    members: list[LayerPlan]
-    norm: str
-    gain: torch.Tensor
+    members: list[LayerPlan]  # the layers
+    norm: str  # the name of the norm
+    gain: torch.Tensor  # its factors, float64 [width]
 
     @property
     def name(self) -> str:
@@ -70,14 +64,6 @@ def merge_learned_rotation(
     session: Session,
 ) -> dict[str, str]:
     """Rotates the residual stream for the layers `layers`, in place, where that costs nothing at run time.
-
-    Args:
-        model: called as `model(rows)`, without a cache.
-        few: a few token ids.
-        batches: calibration rows, batch by batch.
-        layers: linear layers.
-        device: where the whole model is rotated.
-        session: the session, on whose device the moments are measured.
 
     Returns:
         A sentence on each of them.
@@ -114,11 +100,7 @@ def _left_out(layers: Sequence[LayerPlan], error: ValueError) -> dict[str, str]:
 
 
 def _readers(model: nn.Module, run: Callable[[nn.Module], Any], layers: Sequence[LayerPlan]) -> list[_Reader]:
-    """Returns the groups of `layers` that read the stream.
-
-    Raises:
-        ValueError: a rotation cannot pass the stream, or no group reads it.
-    """
+    """Returns the groups of `layers` that read the stream."""
     residual = find_residual(model, run)
     norm_of = {name: norm for norm, names in residual.readers.items() for name in names}
     gains = {norm: gain_of(model.get_submodule(norm), norm)[0] for norm in residual.readers}
@@ -195,7 +177,6 @@ class _InputMoment:
 
     Args:
         total: float32 `[width, width]`, to which it is added.
-        token_weights: weights of the tokens of each batch; none where all count alike.
     """
 
     def __init__(self, total: torch.Tensor, token_weights: Sequence[torch.Tensor]) -> None:
@@ -242,7 +223,6 @@ def learned_rotation(inputs: torch.Tensor, readers: torch.Tensor, steps: int = S
     Args:
         inputs: M of each layer, or of each group of layers with one input, float32 `[layers, width, width]`.
         readers: H of each, float32 `[layers, width, width]`.
-        steps: steps of Adam.
 
     Raises:
         ValueError: the moments are zero, or hold NaN or infinity.

@@ -74,9 +74,6 @@ def promote(layer: LayerPlan, error: float, limit: float, ladder: Sequence[Forma
     An activation in the format that goes with the weight's moves with it; one in another format, or none, stays.
 
     Args:
-        layer: the plan's entry; one that is kept in 16 bit comes back unchanged.
-        error: measured, as by `relative_error`; NaN counts as exceeding.
-        limit: largest error that is accepted.
         ladder: formats in the order in which they are tried; None stands for 16 bit.
 
     Returns:
@@ -129,12 +126,6 @@ HeldOut = tuple[torch.Tensor, torch.Tensor]
 
 def promote_group(block: Block, group: Group, targets: Mapping[str, torch.Tensor], held_out: Sequence[HeldOut]) -> bool:
     """Gives a group that the guard refuses the next format of its list.
-
-    Args:
-        block: the block that holds the solved group.
-        group: changed where the guard refuses it.
-        targets: weights before rounding, by name within the block.
-        held_out: the inputs that judge.
 
     Returns:
         Whether the group is to be solved again.
@@ -347,9 +338,6 @@ def solve_siblings(
     """Solves sibling groups; one that no token reached gets the pooled statistics of the others.
 
     Args:
-        block: the block that holds the members.
-        stage: the groups.
-        moments: sums over their inputs, which are empty afterwards.
         owners: the ranks that solve them; None where each rank solves them all, sharing their rows.
     """
     parts = slices_that_fit(len(stage), stage[0].members[0].shape[-1], moments[0].sum.width)
@@ -427,11 +415,7 @@ def _statistics_for(
 
 
 def _solve_without_data(group: Group) -> None:
-    """Gives a group that no token reached, such as one of a vision tower under text, a solver that needs no data.
-
-    Raises:
-        ValueError: its inputs need a static scale, which no data gives.
-    """
+    """Gives a group that no token reached, such as one of a vision tower under text, a solver that needs no data."""
     if group.activation is not None and group.activation.is_static:
         raise ValueError(f"{group.members[0].name}: no calibration token reached it; give more text, or exclude it")
     group.members = [replace(member, solver=_DATA_FREE) for member in group.members]

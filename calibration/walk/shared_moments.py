@@ -34,12 +34,7 @@ _BUDGET = 1 << 29
 
 
 class Moments:
-    """A `MomentSum` over the batches of all ranks.
-
-    Args:
-        width: the width, as for `MomentSum`.
-        later: keeps the inputs, which `stats_of` multiplies out.
-    """
+    """A `MomentSum` over the batches of all ranks."""
 
     def __init__(self, width: int | None = None, *, later: bool = False) -> None:
         self.sum, self.later = MomentSum(width), later or rank_and_world()[1] > 1
@@ -79,10 +74,7 @@ def stats_of(
     """Returns the means of several sums over all ranks; None where no token came. All ranks must call this together.
 
     Args:
-        moments: the sums, which are empty afterwards.
-        exchange: the exchange with the other ranks, on the device of the inputs.
         owners: the rank that alone gets second moment and drift of each sum; None where all ranks get all.
-        again: whether they are needed once more, and so keep their inputs.
     """
     with fast_matmul():
         if rank_and_world()[1] == 1:

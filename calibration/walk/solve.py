@@ -70,11 +70,6 @@ def solve_blocks(
     """Solves linear layers and fused experts by the sequential walk, and then the layers outside of decoder blocks.
 
     Args:
-        model: changed in place.
-        plan: the plan.
-        data: calibration rows as the walk takes them.
-        settings: the settings of the walk that the plan fixes.
-        session: the session; blocks that its store has are installed from there.
         rounded: called with the matrix that was rounded of each layer, where the model is; or None.
 
     Returns:

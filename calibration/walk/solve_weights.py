@@ -60,12 +60,6 @@ def solve_weights(
 ) -> list[LayerResult]:
     """Quantizes as `apply_plan` does, in a session: its ranks share the groups, and its store keeps finished ones.
 
-    Args:
-        model: changed in place, and not restored after an exception.
-        plan: the plan.
-        input_scales: the scales as `input_scales_of` gives them.
-        session: the session; groups that its store has are installed from there.
-
     Returns:
         One result per layer of the plan, in plan order.
     """
@@ -134,10 +128,6 @@ def _solve_and_install(
     """Quantizes the members of a fusion group on the session's device, and gives their results by name.
 
     Args:
-        model: the model that holds the members.
-        members: the members of the group.
-        copies: their weights on the device; none of experts that are read one by one.
-        input_scales: static scales by layer name.
         session: a store takes solutions from the device; otherwise they go where the model is.
     """
     tensors: Sequence[torch.Tensor | None] = copies or [None] * len(members)

@@ -122,10 +122,7 @@ class DirectoryStore(Store):
     """The partial directory of a run; open for one process at a time, or for the ranks of one run.
 
     Args:
-        out: the directory where the checkpoint will be.
         depends: the run's dependencies by name, JSON-ready: the model's files, the plan, versions, options.
-        sources: the model's files, which must not change while the run reads them.
-        restart: deletes the steps of an earlier run.
 
     Raises:
         OSError: another process works on it.

@@ -109,11 +109,7 @@ HandedOn = Mapping[Slot, "UserDict[Any, Any]"]
 
 
 def handed_on(calls: Mapping[str, Call]) -> HandedOn:
-    """Returns the mappings that the blocks of one pass hand on, as they are before the first block.
-
-    Args:
-        calls: the calls of the blocks, in order of execution.
-    """
+    """Returns the mappings that the blocks of one pass hand on, as they are before the first block."""
     first, *later = calls.values()
     mappings: dict[Slot, UserDict[Any, Any]] = {i: value for i, value in enumerate(first.args) if _is_mapping(value)}
     for name, value in first.kwargs.items():
@@ -141,18 +137,12 @@ def is_filled(call: Call) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class States:
-    """Hidden states between two blocks, one tensor a batch.
+    """Hidden states between two blocks, one tensor a batch."""
 
-    Attributes:
-        quantized: the hidden states that the quantized blocks before gave.
-        original: the hidden states that the original blocks gave; the same list where the walk looks at one stream
-            alone.
-        few: the hidden states of the original blocks on a few tokens.
-    """
-
-    quantized: list[torch.Tensor]
+    quantized: list[torch.Tensor]  # the hidden states that the quantized blocks before gave
+    # The hidden states that the original blocks gave; the same list where the walk looks at one stream alone.
     original: list[torch.Tensor]
-    few: torch.Tensor
+    few: torch.Tensor  # the hidden states of the original blocks on a few tokens
 
     def moved(self, move: Callable[[torch.Tensor], torch.Tensor]) -> States:
         """Returns the same states on another device; states on a few tokens stay."""
@@ -190,9 +180,6 @@ class Chain:
 
     Args:
         model: the model, on its device; it runs on each batch, at least up to the first block.
-        names: the names of the blocks, in order of execution.
-        run_few: runs the model on a few tokens.
-        runs: run it on each of this rank's batches.
 
     Attributes:
         few_calls: the calls of the blocks on a few tokens, by name.
@@ -256,7 +243,6 @@ def reconstruct(block: Block, outputs: Sequence[torch.Tensor]) -> None:
     """Refines the roundings of a block, where a group's solver includes it.
 
     Args:
-        block: all of its groups are solved.
         outputs: the hidden states that the original block gave, for each of this rank's batches.
 
     Raises:
@@ -348,15 +334,7 @@ _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 @dataclass(eq=False)
 class ModelWalk:
-    """A model, the arguments of `solve_sequentially`, and how far the walk is.
-
-    Attributes:
-        merged: notes on layers whose rotation was merged into the model, by name.
-        outputs: second moments of the gradients at outputs, for solvers that look at them.
-        done: layers that are finished.
-        block_name: the block that is worked on; "" for the model itself.
-        experts: an exit stack that puts the experts of that block back into their files.
-    """
+    """A model, the arguments of `solve_sequentially`, and how far the walk is."""
 
     model: nn.Module
     plan: Plan
@@ -366,10 +344,13 @@ class ModelWalk:
     settings: Settings
     input_scales: Mapping[str, torch.Tensor]
     store: BlockStore
+    # Notes on layers whose rotation was merged into the model, by name.
     merged: dict[str, str] = field(default_factory=dict)
+    # Second moments of the gradients at outputs, for solvers that look at them.
     outputs: OutputMoments = field(default_factory=OutputMoments)
-    done: int = 0
-    block_name: str = ""
+    done: int = 0  # layers that are finished
+    block_name: str = ""  # the block that is worked on; "" for the model itself
+    # An exit stack that puts the experts of that block back into their files.
     experts: ExitStack = field(default_factory=ExitStack)
 
     def __post_init__(self) -> None:
@@ -434,14 +415,7 @@ class ModelWalk:
             return chains, [self._capture(walked, run) for walked in planned[:1]]
 
     def _ignores_weights(self, first: Sequence[str], chain: Chain, run: Run, filler: torch.Tensor) -> bool:
-        """Returns whether a chain has the calls of the model whatever the weights in its blocks are.
-
-        Args:
-            first: the blocks that the model calls first.
-            chain: the chain, captured while every weight was `filler`.
-            run: runs the model.
-            filler: a number, which gets another value.
-        """
+        """Returns whether a chain has the calls of the model whatever the weights in its blocks are."""
         if list(chain.names) != list(first[: len(chain.names)]):
             return False  # blocks of another chain give it its hidden states
         filler.fill_(2**-10)
@@ -486,14 +460,7 @@ class ModelWalk:
     # ---- one block
 
     def open_block(self, chain: Chain, name: str, copies: list[torch.Tensor], states: States) -> Block:
-        """Returns a block with its weights and its calls on the device where it is worked on.
-
-        Args:
-            chain: the chain that holds the block.
-            name: the name of the block.
-            copies: copies of the block's tensors, on the device.
-            states: the hidden states in front of it.
-        """
+        """Returns a block with its weights and its calls on the device where it is worked on."""
         self.block_name = name
         self.store.begin(name)
         device = self.session.device
@@ -507,8 +474,6 @@ class ModelWalk:
         """Restores the original tensors of the model, and passes the solved layers to `apply`.
 
         Args:
-            name: the name of the block.
-            block: the block whose layers are solved.
             outputs: the hidden states after it; None after the last block of a chain.
 
         Returns:
@@ -608,15 +573,12 @@ def solve_sequentially(
 
     Args:
         model: called as `model(rows)`; norms and biases that scales are folded into change in place.
-        plan: the plan that names the layers, their formats, groups and solvers.
         rows: calibration token ids, int64 `[rows, seqlen]`.
-        apply: puts a solved layer in place of the original; called when its block is finished, with the original
-            still in the model. Gets None for a layer that the guard keeps in 16 bit. Both the solution and the weight
-            that was solved, the third argument, are where blocks are worked on.
+        apply: puts a solved layer in place of the original; called when its block is finished, with the original still
+            in the model. Gets None for a layer that the guard keeps in 16 bit. Both the solution and the weight that
+            was solved, the third argument, are where blocks are worked on.
         session: the session. Blocks are worked on at its device, one at a time, and its listener is called for every
             layer.
-        settings: how the walk is done.
-        input_scales: static scales of the inputs of fused experts, by name.
         store: the store that receives every finished block, and may have blocks of an earlier run.
 
     Raises:
@@ -652,10 +614,6 @@ def solve_sequentially(
 
 def solve_block(block: Block, *, needs_output: bool) -> States | None:
     """Takes a block through all steps.
-
-    Args:
-        block: the block whose layers are solved, and replaced by stand-ins.
-        needs_output: whether another block follows.
 
     Returns:
         The hidden states behind the block, if another one follows.
