@@ -47,10 +47,9 @@ _MANY_ROWS = 64  # query rows of a tile where a KV head has more
 
 @dataclass(frozen=True)
 class DecodeTiles:
-    """A launch over a paged cache: query rows and keys of a tile, warps and stages of a program, splits of the keys.
+    """A launch over a paged cache: query rows and keys of a tile, warps and stages of a program, splits of the keys."""
 
-    `overlap` lets the kernel start before the previous one has ended, and the next one before this one has.
-    """
+    # `overlap` lets the kernel start before the previous one has ended, and the next one before this one has.
 
     block_m: int
     block_n: int
@@ -218,11 +217,9 @@ def scale_blocks(tokens: int, sequences: int | None = None) -> int:
 
 
 def block_starts(cu_seqlens: Tensor) -> Tensor:
-    """Returns the index of the first scale block of each packed sequence.
-
-    Counting from cu // 128 plus the number of the sequence leaves room for every sequence's blocks, whatever the
-    lengths, and depends on only the sequence's own entry: tokens // 128 + sequences blocks in all.
-    """
+    """Returns the index of the first scale block of each packed sequence."""
+    # Counting from cu // 128 plus the number of the sequence leaves room for every sequence's blocks, whatever the
+    # lengths, and depends on only the sequence's own entry: tokens // 128 + sequences blocks in all.
     return cu_seqlens[:-1] // SCALE_BLOCK + torch.arange(len(cu_seqlens) - 1, device=cu_seqlens.device)
 
 
@@ -249,12 +246,10 @@ def scale_of_rows(scale: Tensor, shape: torch.Size, cu_seqlens: Tensor | None) -
 
 
 def lay_out_v(v: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
-    """Returns V `[batch, kv_heads, tokens, dim]` as Hopper's FP8 kernel reads it: K-major, keys in the order of P.
-
-    An accumulator's thread holds 2 neighbours of every 8 columns, and a left operand's wants 4 of every 16. So the
-    order of 16 keys is 0 1 8 9, 2 3 10 11, 4 5 12 13, 6 7 14 15. The result is `[batch, kv_heads, dim, keys]`, padded
-    with zeros to whole blocks of 128; each packed sequence starts where its scale blocks start.
-    """
+    """Returns V `[batch, kv_heads, tokens, dim]` as Hopper's FP8 kernel reads it: K-major, keys in the order of P."""
+    # An accumulator's thread holds 2 neighbours of every 8 columns, and a left operand's wants 4 of every 16. So the
+    # order of 16 keys is 0 1 8 9, 2 3 10 11, 4 5 12 13, 6 7 14 15. The result is `[batch, kv_heads, dim, keys]`, padded
+    # with zeros to whole blocks of 128; each packed sequence starts where its scale blocks start.
     blocks = scale_blocks(v.shape[2], None if cu_seqlens is None else len(cu_seqlens) - 1)
     padded = torch.zeros(*v.shape[:2], blocks * SCALE_BLOCK, v.shape[3], dtype=v.dtype, device=v.device)
     padded[:, :, _padded_rows(v, v.shape[2], cu_seqlens)] = v

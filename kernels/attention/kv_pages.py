@@ -38,10 +38,9 @@ CANDIDATES = (-2, 5)
 
 @dataclass(frozen=True, eq=False)
 class KVPages:
-    """The pages of one layer. Plain data. A page's part of a tensor is contiguous; pages may lie further apart.
+    """The pages of one layer. Plain data. A page's part of a tensor is contiguous; pages may lie further apart."""
 
-    In 16 bit, tokens and heads of a page may lie further apart too, alike in keys and values.
-    """
+    # In 16 bit, tokens and heads of a page may lie further apart too, alike in keys and values.
 
     # k, v: codes `[pages, kv_heads, page_size, ·]`: E4M3 or 16 bit `[…, dim]`, E2M1 in uint8 `[…, dim / 2]`.
     k: Tensor
@@ -110,10 +109,8 @@ def check_kv_format(format: Format | None, dim: int) -> None:
 
 
 def encode_kv(x: Tensor, format: Format, scale: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Returns the codes, scales (of `fp8_token`) and block scales (of `nvfp4`) that a cache stores for `x`.
-
-    x is `[…, kv_heads, tokens, dim]`; the scale is float32 `[kv_heads]`, and None for `fp8_token`.
-    """
+    """Returns the codes, scales (of `fp8_token`) and block scales (of `nvfp4`) that a cache stores for `x`."""
+    # x is `[…, kv_heads, tokens, dim]`; the scale is float32 `[kv_heads]`, and None for `fp8_token`.
     x = x.float()
     if format.global_scale:
         assert scale is not None
@@ -130,15 +127,12 @@ def encode_kv(x: Tensor, format: Format, scale: Tensor | None) -> tuple[Tensor, 
 
 
 def block_scales(blocks: Tensor, scale: Tensor) -> Tensor:
-    """Returns NVFP4's block scales for a cache: of `CANDIDATES`, the one with the smallest squared error.
-
-    On normal values its error is 0.6% above the minimum over all codes; the error of the `max` rule is 37% above it.
-    Errors are integers, in units of 2⁻⁸ of the power of two below the scale of the `max` rule: their sums do not depend
-    on the order, so the kernel makes the same choice. Every product before a difference is exact or followed by a
-    minimum, so fusing it changes nothing.
-
-    From float32 blocks `[…, 1, blocks, 16]` and a head's scale to `[…, 1, blocks, 1]`, representable in E4M3.
-    """
+    """Returns NVFP4's block scales for a cache: of `CANDIDATES`, the one with the smallest squared error."""
+    # On normal values its error is 0.6% above the minimum over all codes; the error of the `max` rule is 37% above it.
+    # Errors are integers, in units of 2⁻⁸ of the power of two below the scale of the `max` rule: their sums do not
+    # depend on the order, so the kernel makes the same choice. Every product before a difference is exact or followed
+    # by a minimum, so fusing it changes nothing.
+    # From float32 blocks `[…, 1, blocks, 16]` and a head's scale to `[…, 1, blocks, 1]`, representable in E4M3.
     first = max_rule(blocks, FORMATS["nvfp4"], scale)
     power = (first.view(torch.int32) & 0x7F800000).view(torch.float32)
     # Beyond 32 times the step every candidate saturates alike; the minimum keeps the error an int32.

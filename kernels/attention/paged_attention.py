@@ -294,10 +294,8 @@ class PagedKVCache:
         return KVPages(parts.pop("k"), parts.pop("v"), self.format, self.dim, **parts)
 
     def append(self, layer: int, sequences: Sequence[int], k: Tensor, v: Tensor) -> None:
-        """Appends new tokens to sequences, a layer at a time.
-
-        k, v: `[len(sequences), kv_heads, new, dim]`, K after RoPE; any floating dtype and strides.
-        """
+        """Appends new tokens to sequences, a layer at a time."""
+        # k, v: `[len(sequences), kv_heads, new, dim]`, K after RoPE; any floating dtype and strides.
         pages = self.layer(layer)
         expected = (len(sequences), self.kv_heads, k.shape[2] if k.dim() == 4 else 0, self.dim)
         if tuple(k.shape) != expected or v.shape != k.shape or not expected[2]:

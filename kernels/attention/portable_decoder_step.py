@@ -96,10 +96,8 @@ def store_rows_kernel(
 
 
 def rotate(positions: Tensor, q: Tensor, k: Tensor, cache: Tensor, dim: int) -> tuple[Tensor, Tensor]:
-    """Returns q and k `[tokens, heads · dim]` rotated, contiguous: column i of a head pairs with column i + dim / 2.
-
-    `cache` is `[most positions, dim]`, cosines and then sines, in the dtype of q.
-    """
+    """Returns q and k `[tokens, heads · dim]` rotated, contiguous: column i of a head pairs with column i + dim / 2."""
+    # `cache` is `[most positions, dim]`, cosines and then sines, in the dtype of q.
     heads, kv_heads, half = q.shape[1] // dim, k.shape[1] // dim, dim // 2
     turned = q.new_empty(q.shape), k.new_empty(k.shape)
     if len(q):
@@ -111,11 +109,9 @@ def rotate(positions: Tensor, q: Tensor, k: Tensor, cache: Tensor, dim: int) -> 
 
 
 def store_rows(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
-    """Writes k and v `[tokens, heads, dim]` to their slots of a paged cache; tokens beyond the slots are not written.
-
-    Caches are `[pages, page size, heads, dim]`, with equal strides, 1 along `dim`. A slot is page · page size + offset
-    in the page; a negative one writes nothing.
-    """
+    """Writes k and v `[tokens, heads, dim]` to their slots of a paged cache; further tokens are not written."""
+    # Caches are `[pages, page size, heads, dim]`, with equal strides, 1 along `dim`. A slot is page · page size +
+    # offset in the page; a negative one writes nothing.
     heads, dim = k.shape[1:]
     if len(slots):
         page_stride, slot_stride, head_stride, _ = k_cache.stride()
@@ -274,11 +270,10 @@ def largest_of_row_kernel(tops, columns, out, pieces, width: tl.constexpr, overl
 def add_rmsnorm(
     x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, *, offset: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Returns `h / rms(h) · weight` and h, where `h = x + residual` `[tokens, hidden]`, or x without a residual.
-
-    `eps` is added to the mean square. With `offset` the weight is 1 + `weight`, and only the product is rounded, as in
-    Gemma. ValueError names an argument of another shape, dtype or device, or that is not contiguous, here and below.
-    """
+    """Returns `h / rms(h) · weight` and h, where `h = x + residual` `[tokens, hidden]`, or x without a residual."""
+    # `eps` is added to the mean square. With `offset` the weight is 1 + `weight`, and only the product is rounded, as
+    # in Gemma. ValueError names an argument of another shape, dtype or device, or that is not contiguous, here and
+    # below.
     check_operands(
         "add_rmsnorm", x, {"x": (x, x.shape), "residual": (residual, x.shape), "weight": (weight, x.shape[-1:])}
     )
@@ -297,10 +292,8 @@ def add_rmsnorm(
 
 
 def swiglu(both: Tensor, *, gelu: bool = False) -> Tensor:
-    """Returns `silu(gate) · up`, `[tokens, intermediate]`, of both `[tokens, 2 · intermediate]`, gate first.
-
-    With `gelu`, the gate passes gelu, approximated by tanh, instead of silu.
-    """
+    """Returns `silu(gate) · up`, `[tokens, intermediate]`, of both `[tokens, 2 · intermediate]`, gate first."""
+    # With `gelu`, the gate passes gelu, approximated by tanh, instead of silu.
     check_operands("swiglu", both, {"both": (both, both.shape)})
     if both.dim() != 2 or both.shape[1] % 2:
         raise ValueError(f"swiglu: both is {list(both.shape)}, expected [tokens, 2 · intermediate]")

@@ -142,14 +142,11 @@ def dense_attention_with_options(
     causal: tl.constexpr, windowed: tl.constexpr, capped: tl.constexpr, scale_block: tl.constexpr,
     dim: tl.constexpr, width: tl.constexpr, block_q: tl.constexpr, block_kv: tl.constexpr,
 ):  # fmt: skip
-    """The same loop with every option; grid: (blocks of queries, heads, sequences).
-
-    Scales have strides along batch, head and block of `scale_block` rows; a stride of 0 repeats one. They are None for
-    operands in 16 bit. Packed sequences start at `cu_q` and `cu_kv`; None is a batch of sequences of one length.
-
-    A tile lies in one scale block. K's scale multiplies the scores. The output is kept in units of V's current scale
-    and rescaled where that changes.
-    """
+    """The same loop with every option; grid: (blocks of queries, heads, sequences)."""
+    # Scales have strides along batch, head and block of `scale_block` rows; a stride of 0 repeats one. They are None
+    # for operands in 16 bit. Packed sequences start at `cu_q` and `cu_kv`; None is a batch of sequences of one length.
+    # A tile lies in one scale block. K's scale multiplies the scores. The output is kept in units of V's current scale
+    # and rescaled where that changes.
     block = tl.program_id(0)
     if causal:
         block = tl.num_programs(0) - 1 - block
@@ -252,10 +249,8 @@ def attend_fp8(
     q: Tensor, k: Tensor, v: Tensor, scales: Tensor, out: Tensor, causal: bool, softmax_scale: float, *,
     arch: int | None = None, in_graph: bool = False,
 ) -> None:  # fmt: skip
-    """Runs `fp8_dense_attention` on dense operands; `arch` chooses the tiles, by default their GPU's.
-
-    With `in_graph`, the launch is a node that `torch.compile` and AOTInductor see and compile into their output.
-    """
+    """Runs `fp8_dense_attention` on dense operands; `arch` chooses the tiles, by default their GPU's."""
+    # With `in_graph`, the launch is a node that `torch.compile` and AOTInductor see and compile into their output.
     batch, heads, seq_q, dim = q.shape
     tiles = tiles_for(dim, hardware.current(q.device.index or 0).arch if arch is None else arch)
     kernel = torch.library.wrap_triton(fp8_dense_attention) if in_graph else fp8_dense_attention
@@ -269,10 +264,8 @@ def attend_fp8(
 def attend(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None, options: AttentionOptions, arch: int | None = None
 ) -> None:
-    """Runs `dense_attention_with_options` on E4M3 with scales, or BF16 or FP16 without; v is not laid out.
-
-    Scales are `[batch, heads, blocks]`, expanded as needed. `arch` chooses the tiles, by default those of the GPU.
-    """
+    """Runs `dense_attention_with_options` on E4M3 with scales, or BF16 or FP16 without; v is not laid out."""
+    # Scales are `[batch, heads, blocks]`, expanded as needed. `arch` chooses the tiles, by default those of the GPU.
     if not out.numel():
         return
     batch, heads, tokens_q, dim = q.shape

@@ -166,10 +166,8 @@ def fp8_lay_out_v_kernel(
 
 
 def lay_out_v(v: Tensor, cu_seqlens: Tensor | None = None, longest: int | None = None) -> Tensor:
-    """Returns E4M3 V `[batch, kv_heads, tokens, dim]`, contiguous, as `attention_operands.lay_out_v` does.
-
-    `longest` is the number of tokens of the longest packed sequence; None is all tokens.
-    """
+    """Returns E4M3 V `[batch, kv_heads, tokens, dim]`, contiguous, as `attention_operands.lay_out_v` does."""
+    # `longest` is the number of tokens of the longest packed sequence; None is all tokens.
     batch, heads, tokens, dim = v.shape
     sequences = 1 if cu_seqlens is None else len(cu_seqlens) - 1
     padded = scale_blocks(tokens, None if cu_seqlens is None else sequences) * SCALE_BLOCK

@@ -129,15 +129,13 @@ def paged_attention_kernel(
     head_units: tl.constexpr, token_units: tl.constexpr,
     block_m: tl.constexpr, block_n: tl.constexpr, stages: tl.constexpr, overlap: tl.constexpr,
 ):  # fmt: skip
-    """A tile of queries against one split of the keys; grid: (splits · KV heads · tiles of queries, sequences).
-
-        first key ─▶ │ begin … end of split 0 │ of split 1 │ … │ ◀─ last key that the tile's last query sees
-
-    Splits are whole tiles of `block_n` keys. A tile of `block_m` queries is `group` heads of each new token, in turns.
-    `width` is the units of a token's row, as a power of two; `out` is FP32 where `splits` > 1. From a page to the next
-    are `code_page` units of K or V, and `block_page` block scales; within a page, `head_units` from a KV head to the
-    next and `token_units` from a token to the next.
-    """
+    """A tile of queries against one split of the keys; grid: (splits · KV heads · tiles of queries, sequences)."""
+    #     first key ─▶ │ begin … end of split 0 │ of split 1 │ … │ ◀─ last key that the tile's last query sees
+    #
+    # Splits are whole tiles of `block_n` keys. A tile of `block_m` queries is `group` heads of each new token, in
+    # turns. `width` is the units of a token's row, as a power of two; `out` is FP32 where `splits` > 1. From a page to
+    # the next are `code_page` units of K or V, and `block_page` block scales; within a page, `head_units` from a KV
+    # head to the next and `token_units` from a token to the next.
     if overlap:
         start_next()
     pieces: tl.constexpr = 1 if kind == "16bit" else 2 if kind == "fp8" else 4
@@ -307,10 +305,8 @@ def paged_attention_kernel(
 def paged_attention_reduce_kernel(
     parts, lses, out, rows, splits, dim: tl.constexpr, width: tl.constexpr, most: tl.constexpr, overlap: tl.constexpr
 ):
-    """Merges the splits `[batch, splits, rows, dim]` of one row; `rows` is heads times new tokens.
-
-    `most` is `splits` rounded up to a power of two. Many splits are read at once: latency dominates this kernel.
-    """
+    """Merges the splits `[batch, splits, rows, dim]` of one row; `rows` is heads times new tokens."""
+    # `most` is `splits` rounded up to a power of two. Many splits are read at once: latency dominates this kernel.
     if overlap:
         start_next()
         wait_for_previous()
@@ -342,10 +338,8 @@ def attend_pages(
     q: Tensor, pages: KVPages, table: Tensor, lengths: Tensor, options: AttentionOptions, tiles: DecodeTiles,
     asm: bool = True, out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Runs the kernels and returns their output, in `out` where it is given: shaped as q, contiguous.
-
-    `asm=False` decodes without inline assembly, which the interpreter does not know.
-    """
+    """Runs the kernels and returns their output, in `out` where it is given: shaped as q, contiguous."""
+    # `asm=False` decodes without inline assembly, which the interpreter does not know.
     q = q if q.stride(3) == 1 else q.contiguous()
     table, lengths = table.contiguous(), lengths.contiguous()
     batch, heads, new, dim = q.shape

@@ -175,12 +175,10 @@ def kv_slots_write_kernel(
     kind: tl.constexpr, per_token: tl.constexpr, dim: tl.constexpr, width: tl.constexpr, page: tl.constexpr,
     tokens: tl.constexpr, overlap: tl.constexpr,
 ):  # fmt: skip
-    """Writes the tokens of a batch into their slots; a token whose slot is negative is not written.
-
-    Grid: (tokens, KV heads, 2), keys and values in programs of their own: a decoding step waits for the slowest one.
-    The kernel starts before the previous one has ended, but the next one only after it: programs of attention that
-    arrive while SMs are still busy are spread unevenly over them, and 32k tokens then took 1.7 times as long (H100).
-    """
+    """Writes the tokens of a batch into their slots; a token whose slot is negative is not written."""
+    # Grid: (tokens, KV heads, 2), keys and values in programs of their own: a decoding step waits for the slowest one.
+    # The kernel starts before the previous one has ended, but the next one only after it: programs of attention that
+    # arrive while SMs are still busy are spread unevenly over them, and 32k tokens then took 1.7 times as long (H100).
     token = (tl.program_id(0) * tokens + tl.arange(0, tokens)).to(tl.int64)
     head = tl.program_id(1).to(tl.int64)
     # No kernel of a step writes the slots.

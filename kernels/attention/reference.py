@@ -77,10 +77,8 @@ def fp8_attention_reference(
     dtype: torch.dtype = torch.bfloat16,
     whole: bool = False,
 ) -> Tensor:
-    """Returns `quant.kernels.attention.forward.fp8_attention` in plain PyTorch, for the same arguments.
-
-    `whole` takes all queries at once, as a graph of dynamic size needs it; otherwise memory is bounded.
-    """
+    """Returns `quant.kernels.attention.forward.fp8_attention` in plain PyTorch, for the same arguments."""
+    # `whole` takes all queries at once, as a graph of dynamic size needs it; otherwise memory is bounded.
     options = AttentionOptions(causal=causal, softmax_scale=softmax_scale)
     q_scale, k_scale, v_scale = scales.float().unbind()
     scale = q_scale * k_scale * options.scale_of(q.shape[3])

@@ -540,11 +540,9 @@ def _rounded(p, v_buffer, kind: gl.constexpr):
 
 @gluon.jit
 def _left(words, zero, v_buffer, kind: gl.constexpr):
-    """Returns the left operand of P V.
-
-    Where steps overlap, the registers of the words are written while the previous product reads its own; without an
-    operation in between, ptxas would merge the two and wait. `zero` is a zero that the compiler cannot know.
-    """
+    """Returns the left operand of P V."""
+    # Where steps overlap, the registers of the words are written while the previous product reads its own; without an
+    # operation in between, ptxas would merge the two and wait. `zero` is a zero that the compiler cannot know.
     operation: gl.constexpr = "xor.b32 $0, $1, " if kind.tiles.overlap else "mov.b32 $0, $1; //"
     if kind.fp8:
         words = gl.convert_layout(
@@ -592,11 +590,9 @@ def _steps(
     low, high, end, count, state, q_tile, buffers, barriers, scales, log2_scale, cap, mask, zero,
     masked: gl.constexpr, kind: gl.constexpr,
 ):  # fmt: skip
-    """Adds tiles low ≤ i < high, counted from the last one; step i computes P V of tile i − 1.
-
-    wait full[slot] ─▶ issue S = Q K(i)ᵀ ─▶ issue O += P(i − 1) V(i − 1) ─▶ wait for S ─▶ P(i) ─▶ wait for O
-                                                                                   └─▶ arrive on empty[slot]
-    """
+    """Adds tiles low ≤ i < high, counted from the last one; step i computes P V of tile i − 1."""
+    # wait full[slot] ─▶ issue S = Q K(i)ᵀ ─▶ issue O += P(i − 1) V(i − 1) ─▶ wait for S ─▶ P(i) ─▶ wait for O
+    #                                                                                └─▶ arrive on empty[slot]
     output, words, row_max, row_sum, decay = state
     k_buffer = buffers.k
     v_buffer = buffers.v

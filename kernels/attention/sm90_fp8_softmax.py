@@ -29,12 +29,10 @@ _ROWS = [[number for number in range(NUMBERS) if number >> 1 & 1 == row] for row
 
 
 def softmax(first: bool) -> str:
-    """Returns the program for a tile; `first` says whether it is the first of its rows.
-
-    Operands, `NUMBERS` each: out (int32), scores, reference, factor, bias. In out, number 8 i + 2 j is word i of row
-    j: the codes of two neighbours in each of two groups of 8 columns. Number 1 + 2 j is the sum of row j, 9 + 2 j its
-    new reference, 17 + 2 j the decay of earlier sums.
-    """
+    """Returns the program for a tile; `first` says whether it is the first of its rows."""
+    # Operands, `NUMBERS` each: out (int32), scores, reference, factor, bias. In out, number 8 i + 2 j is word i of row
+    # j: the codes of two neighbours in each of two groups of 8 columns. Number 1 + 2 j is the sum of row j, 9 + 2 j its
+    # new reference, 17 + 2 j the decay of earlier sums.
     lines = [
         f".reg .f32 p<{NUMBERS}>, shift<2>, top<2>, new<2>, decay<2>, sum<2>, more<2>, t;",
         ".reg .b32 any<2>, n; .reg .b16 a, c; .reg .pred untried, over, over<2>; setp.eq.u32 untried, 0, 0;",

@@ -61,10 +61,8 @@ class LoadedKernel:
         check_status(status, f"{compiled.name}: {compiled.shared} bytes of shared memory")
 
     def launch(self, grid: Sequence[int], arguments: Sequence[int], stream: int = 0) -> None:
-        """Starts the kernel on a grid of blocks in x, y and z.
-
-        An argument is one integer per parameter: an address for a pointer, the value for an i32.
-        """
+        """Starts the kernel on a grid of blocks in x, y and z."""
+        # An argument is one integer per parameter: an address for a pointer, the value for an i32.
         types = self.compiled.arguments
         if len(arguments) != len(types):
             raise ValueError(f"{self.compiled.name}: {len(arguments)} arguments, expected {len(types)}: {types}")

@@ -149,18 +149,14 @@ def has_fp8_tensor_cores(x: Tensor) -> bool:
 
 
 def lacks_e4m3(x: Tensor) -> bool:
-    """Returns whether Triton has no E4M3 where `x` is: on an NVIDIA GPU before Ada. Kernels then take it as bytes.
-
-    PyTorch converts E4M3 on every GPU.
-    """
+    """Returns whether Triton has no E4M3 where `x` is: on an NVIDIA GPU before Ada. Kernels then take it as bytes."""
+    # PyTorch converts E4M3 on every GPU.
     return x.is_cuda and torch.version.hip is None and not current(x.device.index or 0).has_fp8
 
 
 def _recognise(name: str, capability: tuple[int, int]) -> Hardware:
-    """Returns the GPU of `GPUS` whose name the driver's name holds.
-
-    Else the nearest one that is not newer, marked as a likeness.
-    """
+    """Returns the GPU of `GPUS` whose name the driver's name holds."""
+    # Else the nearest one that is not newer, marked as a likeness.
     for gpu in GPUS.values():
         # "rtxpro6000" is "NVIDIA RTX PRO 6000 Blackwell" to the driver: spaces may stand between letters and digits.
         spaced = re.sub(r"(?<=rtx)(?=pro)|(?<=[a-z])(?=[0-9])", r"\\s*", gpu.name)

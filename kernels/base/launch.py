@@ -59,11 +59,9 @@ def arrival_counters(x: Tensor, count: int) -> Tensor:
 
 
 def reserve(x: Tensor) -> None:
-    """Makes the table of buffers of the GPU that `x` is on, or zeros it again; nothing on other devices.
-
-    A server calls it for weights that arrive, while none of its kernels runs. It is zeroed again because a server that
-    sleeps may give away the table's memory together with its weights'.
-    """
+    """Makes the table of buffers of the GPU that `x` is on, or zeros it again; nothing on other devices."""
+    # A server calls it for weights that arrive, while none of its kernels runs. It is zeroed again because a server
+    # that sleeps may give away the table's memory together with its weights'.
     if not x.is_cuda:
         return
     if x.get_device() in _tables:
@@ -126,10 +124,8 @@ class BoundedTable(dict[Any, _Value]):
 
 @contextmanager
 def recorded() -> Iterator[Variants]:
-    """Yields a table, in which launches of this thread are noted in place of being made.
-
-    Arguments may be on the device "meta". Launches that `CachedLaunch` has made before are made again, and not noted.
-    """
+    """Yields a table, in which launches of this thread are noted in place of being made."""
+    # Arguments may be on the device "meta". Launches that `CachedLaunch` has made before are made again, and not noted.
     variants: Variants = {}
     token = _record.set(variants)
     try:
@@ -155,10 +151,9 @@ def _variant_of(kernel: Any, arguments: Sequence[Any], constants: Mapping[str, A
 
 
 class CachedLaunch:
-    """`kernel[grid](*arguments, **constants)`, again and again; descriptors must be of the same kind at each call.
+    """`kernel[grid](*arguments, **constants)`, again and again; descriptors must be of the same kind at each call."""
 
-    `constants` are all compile-time constants of the kernel, which come last, and options such as `num_warps`.
-    """
+    # `constants` are all compile-time constants of the kernel, which come last, and options such as `num_warps`.
 
     __slots__ = ("_after", "_constants", "_device", "_grid", "_kernel", "_launches")
 

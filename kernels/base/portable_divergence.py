@@ -97,11 +97,9 @@ def kl_of_logits_kernel(base, difference, out, vocabulary, LARGE: tl.constexpr, 
 
 
 def kl_of_logits(base: Tensor, difference: Tensor) -> Tensor:
-    """Returns KL(base‖model) at each position, float32 `[positions]`; NaN where a logit is NaN, or +∞ in the base.
-
-    `base` holds logits `[positions, vocabulary]`, −∞ for tokens that it rules out; `difference` the model's minus
-    these.
-    """
+    """Returns KL(base‖model) at each position, float32 `[positions]`; NaN where a logit is NaN, or +∞ in the base."""
+    # `base` holds logits `[positions, vocabulary]`, −∞ for tokens that it rules out; `difference` the model's minus
+    # these.
     base, difference = base.contiguous(), difference.contiguous()
     out = torch.empty(len(base), dtype=torch.float32, device=base.device)
     tile = min(_TILE, triton.next_power_of_2(base.shape[1]))

@@ -120,10 +120,8 @@ def compilable(x: Tensor) -> Tensor:
 
 @triton.jit
 def refined(step, near):
-    """Returns 1 / step, correctly rounded, from an approximation a few units off, by one step of Newton's method.
-
-    The step ends one unit low where the mantissa is all ones; its residual, then larger than any other, shows it.
-    """
+    """Returns 1 / step, correctly rounded, from an approximation a few units off, by one step of Newton's method."""
+    # The step ends one unit low where the mantissa is all ones; its residual, then larger than any other, shows it.
     near = tl.fma(tl.fma(-step, near, 1.0), near, near)
     return tl.where(tl.fma(-step, near, 1.0) >= 5.960464477539063e-08, near * 1.0000001192092896, near)
 
@@ -174,23 +172,19 @@ def reciprocal(step):
 
 @triton.jit
 def quotient(x, step, inverse):
-    """Returns x / step, correctly rounded for x of 0 or above 1e-30; below, the remainder underflows (Markstein, 1990).
-
-    The product with the rounded reciprocal is off by less than one unit. One FMA gives the exact remainder, a second
-    adds its quotient. A division costs three times as much.
-    """
+    """Returns x / step, correctly rounded for x of 0 or above 1e-30; below, the remainder underflows (Markstein)."""
+    # The product with the rounded reciprocal is off by less than one unit. One FMA gives the exact remainder, a second
+    # adds its quotient. A division costs three times as much.
     near = x * inverse
     return tl.fma(tl.fma(near, -step, x), inverse, near)
 
 
 @triton.jit
 def quotient_to_code(x, step, inverse):
-    """Returns x / step, exact enough for every code, for an x of at most 11 bits and a step from 1e-30 to 1e30.
-
-    1 / step is split into its rounded value and the remainder. Their products with x are rounded once, in an FMA,
-    with an error of at most 2^-48 more than a division. No quotient lies that close to a boundary between two codes;
-    tests/kernels/rounding/test_casts.py tries the nearest ones.
-    """
+    """Returns x / step, exact enough for every code, for an x of at most 11 bits and a step from 1e-30 to 1e30."""
+    # 1 / step is split into its rounded value and the remainder. Their products with x are rounded once, in an FMA,
+    # with an error of at most 2^-48 more than a division. No quotient lies that close to a boundary between two codes;
+    # tests/kernels/rounding/test_casts.py tries the nearest ones.
     error = tl.fma(inverse, -step, 1.0)
     remainder = tl.fma(error, error, error) * inverse
     return tl.fma(x, inverse, x * remainder)
@@ -198,11 +192,9 @@ def quotient_to_code(x, step, inverse):
 
 @triton.jit
 def encode_scale_for_four_or_six(x, amax, global_scale, dtype: tl.constexpr):
-    """Returns E4M3 scales of x `[blocks, 1, values]` by the rule `four_over_six`, as `encode_scale` does by `max`.
-
-    The two squared errors are sums in another order than the oracle's, so that errors equal to seven digits may be told
-    apart differently. `amax` is `[blocks, 1]`, and `dtype` the type of the scales, E4M3 or uint8.
-    """
+    """Returns E4M3 scales of x `[blocks, 1, values]` by the rule `four_over_six`, as `encode_scale` does by `max`."""
+    # The two squared errors are sums in another order than the oracle's, so that errors equal to seven digits may be
+    # told apart differently. `amax` is `[blocks, 1]`, and `dtype` the type of the scales, E4M3 or uint8.
     six, six_step = encode_scale(amax, global_scale, "e4m3", 6.0, dtype)
     four, four_step = encode_scale(amax * 1.5, global_scale, "e4m3", 6.0, dtype)
     better = _squared_error(x, four_step, amax) < _squared_error(x, six_step, amax)
@@ -222,11 +214,9 @@ def _squared_error(x, step, amax):
 
 @triton.jit
 def encode_scale(amax, global_scale, kind: tl.constexpr, largest: tl.constexpr, dtype: tl.constexpr):
-    """Returns block scales by the `max` rule, NaN if amax is not finite: code, and value times the global scale.
-
-    `kind` is the stored dtype ("e4m3", "e8m0", or "wide" for float32), `largest` the element's largest value.
-    `dtype` is the type behind the pointer to the scales: E4M3 is stored as uint8 where Triton has no such type.
-    """
+    """Returns block scales by the `max` rule, NaN if amax is not finite: code, and value times the global scale."""
+    # `kind` is the stored dtype ("e4m3", "e8m0", or "wide" for float32), `largest` the element's largest value. `dtype`
+    # is the type behind the pointer to the scales: E4M3 is stored as uint8 where Triton has no such type.
     if kind == "e4m3":
         unit = largest * global_scale
         ideal = quotient(amax, unit, reciprocal(unit))

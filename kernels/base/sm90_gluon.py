@@ -29,10 +29,8 @@ def matrix_fields(matrix: Tensor, rows: int, columns: int) -> Fields:
 
 
 def prepacked_fields(weight: BlockScaledTensor, depth: int) -> tuple[Fields, Fields]:
-    """Returns the fields for words and scales of a prepacked weight with `depth` tiles of 64 × 64 at a time.
-
-    A tile is 512 words and 64 scales, one after another. TMA takes boxes of at most 256 elements a side.
-    """
+    """Returns the fields for words and scales of a prepacked weight with `depth` tiles of 64 × 64 at a time."""
+    # A tile is 512 words and 64 scales, one after another. TMA takes boxes of at most 256 elements a side.
     # Words need no swizzle: a thread reads the 16 bytes that belong to it.
     linear = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
     words, scales = weight.codes, weight.scale

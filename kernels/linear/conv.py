@@ -84,10 +84,8 @@ class ConvGeometry:
         raise NotImplementedError
 
     def forward(self, input: Tensor, output_size: list[int] | None = None) -> Tensor:
-        """Maps `[batch, in, size…]` to `[batch, out, size…]`, in the dtype of `input`; the batch may be left out.
-
-        `output_size` is a transposed convolution's, as `nn.ConvTranspose2d` takes it.
-        """
+        """Maps `[batch, in, size…]` to `[batch, out, size…]`, in the dtype of `input`; the batch may be left out."""
+        # `output_size` is a transposed convolution's, as `nn.ConvTranspose2d` takes it.
         x, dims = input, len(self.kernel_size)
         # torch's own modules take an input without a batch, too.
         if x.dim() == dims + 1:
@@ -114,11 +112,10 @@ class ConvGeometry:
 
 
 class QuantConv(ConvGeometry, QuantizedModule):
-    """A convolution with a quantized weight `[out, in / groups · kernel]`.
+    """A convolution with a quantized weight `[out, in / groups · kernel]`."""
 
-    `conv`, which it replaces, gives the geometry, the bias, and the dtype of `weight` for code that reads it. The input
-    is rounded to `activation`, under a static `input_scale` where the format has one.
-    """
+    # `conv`, which it replaces, gives the geometry, the bias, and the dtype of `weight` for code that reads it. The
+    # input is rounded to `activation`, under a static `input_scale` where the format has one.
 
     has_kernel_layout = False
     bias: nn.Parameter | None

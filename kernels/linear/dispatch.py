@@ -45,10 +45,8 @@ def linear_on_gpu(
     x: Tensor, codes: Tensor, scale: Tensor, global_scale: Tensor | None, bias: Tensor | None,
     input_scale: Tensor | None, weight_format: str, activation: str,
 ) -> Tensor:  # fmt: skip
-    """Computes the op `quant::linear` (`quant_linear.py`) on a GPU; the weight is in either layout.
-
-    ValueError names an argument on another device, strided, or of a wrong dtype or shape; nothing was launched then.
-    """
+    """Computes the op `quant::linear` (`quant_linear.py`) on a GPU; the weight is in either layout."""
+    # ValueError names an argument on another device, strided, or of a wrong dtype or shape; nothing was launched then.
     # Every line up to the call of the product runs at each launch, and a small matmul takes a GPU no longer than them.
     index, columns = x.get_device(), x.shape[-1]
     if index >= 0 and index != _current_device():  # type: ignore[misc]

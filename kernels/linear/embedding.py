@@ -25,10 +25,8 @@ EMBEDDING = "quant::embedding"
 
 
 def quantized_embedding(ids: Tensor, weight: BlockScaledTensor, dtype: torch.dtype) -> Tensor:
-    """Returns the rows `ids` of `weight` `[rows, dim]`, dequantized to `dtype`, `[..., dim]`.
-
-    An id beyond the last row is an IndexError; on a GPU, its row is NaN.
-    """
+    """Returns the rows `ids` of `weight` `[rows, dim]`, dequantized to `dtype`, `[..., dim]`."""
+    # An id beyond the last row is an IndexError; on a GPU, its row is NaN.
     if ids.dtype not in (torch.int32, torch.int64):
         raise ValueError(f"embedding of {list(weight.shape)}: ids are {ids.dtype}, expected int32 or int64")
     if ids.device != weight.codes.device:
@@ -39,10 +37,9 @@ def quantized_embedding(ids: Tensor, weight: BlockScaledTensor, dtype: torch.dty
 
 
 class QuantEmbedding(QuantizedModule):
-    """An embedding over a quantized table `[rows, dim]`.
+    """An embedding over a quantized table `[rows, dim]`."""
 
-    Rows are in `dtype`, until `.to(dtype)` says otherwise; training leaves the row `padding_idx` as it is.
-    """
+    # Rows are in `dtype`, until `.to(dtype)` says otherwise; training leaves the row `padding_idx` as it is.
 
     _dtype: Tensor
     has_kernel_layout = False  # a look-up reads rows, which a checkpoint stores one after the other

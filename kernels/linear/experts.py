@@ -74,11 +74,9 @@ def grouped_linear(
 
 
 def sort_by_expert(index: Tensor, experts: int) -> tuple[Tensor, Tensor]:
-    """Returns the order of the flattened slots of `index` by expert, and int32 offsets `[experts + 1]`.
-
-    `index` `[tokens, k]` has the expert of each token and slot; numbers from `experts` on come last, beyond all
-    offsets. The host does not wait.
-    """
+    """Returns the order of the flattened slots of `index` by expert, and int32 offsets `[experts + 1]`."""
+    # `index` `[tokens, k]` has the expert of each token and slot; numbers from `experts` on come last, beyond all
+    # offsets. The host does not wait.
     # Stable: the slots of an expert stay in the order of tokens, so sums have the same order at every call.
     sorted_index, order = index.flatten().sort(stable=True)
     bounds = torch.arange(experts + 1, device=index.device, dtype=sorted_index.dtype)
@@ -273,10 +271,8 @@ class ExpertStack(nn.Module):
         return self.shape[0]
 
     def __getitem__(self, index: int | Tensor) -> Any:
-        """Returns one expert, or the values of several, as the parameter holds them.
-
-        One expert is an `ExpertMatrix` if products with it have to run through `product`, and else its values.
-        """
+        """Returns one expert, or the values of several, as the parameter holds them."""
+        # One expert is an `ExpertMatrix` if products with it have to run through `product`, and else its values.
         if isinstance(index, Tensor) and index.dim():
             return torch.stack([self.stacking.hold(self.dense(int(i))) for i in index])
         if self.multiplies_values:
@@ -479,10 +475,8 @@ def can_run_experts_one_by_one(module: nn.Module) -> bool:
 
 
 def _apply_expert(self: Any, name: str, x: Tensor, expert: int) -> Tensor:
-    """Multiplies by one expert.
-
-    A projection in 16 bit is a plain parameter, whose experts may still be in their files.
-    """
+    """Multiplies by one expert."""
+    # A projection in 16 bit is a plain parameter, whose experts may still be in their files.
     projection = getattr(self, name)
     if isinstance(projection, ExpertStack):
         y: Tensor = projection(x, expert)

@@ -114,10 +114,8 @@ def use_expert_modules(model: nn.Module, plan: Plan) -> None:
 
 
 def mark_quantized(model: nn.Module) -> None:
-    """Tells modeling code to call layers whose weight it would otherwise multiply by directly.
-
-    Falcon-Mamba of transformers does this with its dt_proj, and torch's encoder layers with theirs.
-    """
+    """Tells modeling code to call layers whose weight it would otherwise multiply by directly."""
+    # Falcon-Mamba of transformers does this with its dt_proj, and torch's encoder layers with theirs.
     call_encoder_layers(model)
     if hasattr(model, "save_pretrained"):
         model.config._is_quantized = True  # type: ignore[union-attr]

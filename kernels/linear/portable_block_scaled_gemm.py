@@ -230,11 +230,9 @@ def block_scaled_gemm(
     *,
     offsets: Tensor | None = None,
 ) -> Tensor:
-    """Returns `x @ weight.T + bias`, `[tokens, out]` in `dtype`, nothing dequantized.
-
-    x and the weight have the same codes, of `SCALED_FORMATS`. With `offsets`, int32 `[experts + 1]`, where the rows of
-    each expert begin, the weight is `[experts, out, in]`; rows beyond the last offset are undefined.
-    """
+    """Returns `x @ weight.T + bias`, `[tokens, out]` in `dtype`, nothing dequantized."""
+    # x and the weight have the same codes, of `SCALED_FORMATS`. With `offsets`, int32 `[experts + 1]`, where the rows
+    # of each expert begin, the weight is `[experts, out, in]`; rows beyond the last offset are undefined.
     (tokens, columns), rows, form = x.shape, weight.shape[-2], weight.format
     if not takes(form, x.format):
         raise ValueError(f"block-scaled matmul of {x.format} by {form}: expected one of {', '.join(SCALED_FORMATS)}")
@@ -271,8 +269,6 @@ def takes(weight: Format, rows: Format) -> bool:
 
 
 def tile_shape(bits: int, arch: int) -> dict[str, int]:
-    """Returns the tile of y and step along K.
-
-    Compute capability 12.0 keeps the sums in registers, which bounds the step.
-    """
+    """Returns the tile of y and step along K."""
+    # Compute capability 12.0 keeps the sums in registers, which bounds the step.
     return {"block_m": 128, "block_n": 128, "block_k": 256 if bits == 4 and arch < 120 else 128}

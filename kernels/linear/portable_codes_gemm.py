@@ -87,10 +87,8 @@ def add_products(
     element: tl.constexpr, bits: tl.constexpr, kind: tl.constexpr, rows: tl.constexpr, columns: tl.constexpr,
     swap: tl.constexpr, block_k: tl.constexpr,
 ):  # fmt: skip
-    """Returns acc + tokens · wᵀ of the `step`-th `block_k` columns, with every scale that is not constant along K.
-
-    `code_row` points at the codes of the rows n, `scale` at the scales of the matrix.
-    """
+    """Returns acc + tokens · wᵀ of the `step`-th `block_k` columns, with every scale that is not constant along K."""
+    # `code_row` points at the codes of the rows n, `scale` at the scales of the matrix.
     per_weight: tl.constexpr = columns > 0 and columns < block_k
     per_tile: tl.constexpr = columns >= block_k
     start = step * block_k

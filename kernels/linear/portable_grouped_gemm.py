@@ -139,11 +139,10 @@ def grouped_fp8_gemm_kernel(
 
 
 def grouped_codes_gemm(x: Tensor, weight: BlockScaledTensor, offsets: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Returns `y[i] = x[i] · W[expert of i]ᵀ + bias[expert of i]`; rows beyond the last offset stay as they are found.
-
-    x is `[T, in]`, FP16 or BF16, sorted by expert; the weight `[experts, out, in]`, in the layout of a checkpoint;
-    offsets int32 `[experts + 1]`: the first row of each expert, and the row after the last; the bias `[experts, out]`.
-    """
+    """Returns `y[i] = x[i] · W[expert of i]ᵀ + bias[expert of i]`; rows beyond the last offset stay as they are."""
+    # x is `[T, in]`, FP16 or BF16, sorted by expert; the weight `[experts, out, in]`, in the layout of a checkpoint;
+    # offsets int32 `[experts + 1]`: the first row of each expert, and the row after the last; the bias `[experts,
+    # out]`.
     check(x, weight, offsets)
     if x.dtype not in (torch.float16, torch.bfloat16):
         raise ValueError(f"{_task(weight)}: x is {x.dtype}, expected float16 or bfloat16")
@@ -277,10 +276,8 @@ def place_rows_kernel(
     x, index, local, offsets, rows, places, slots, experts, K, x_stride, mapped: tl.constexpr, per_token: tl.constexpr,
     most: tl.constexpr, width: tl.constexpr, overlap: tl.constexpr,
 ):  # fmt: skip
-    """One slot, and one expert: the slot's token is copied to its row, and the expert's first row is counted.
-
-    Rows are in the order of their experts, and of their slots within an expert; `most` is at least the slots.
-    """
+    """One slot, and one expert: the slot's token is copied to its row, and the expert's first row is counted."""
+    # Rows are in the order of their experts, and of their slots within an expert; `most` is at least the slots.
     if overlap:
         start_next()
         wait_for_previous()
@@ -403,11 +400,9 @@ def route(x: Tensor, index: Tensor, experts: int, local: Tensor | None = None) -
 
 
 def weigh(y: Tensor, places: Tensor, weights: Tensor | None, out: Tensor) -> None:
-    """Sums each token's slots: `out[token]` = Σ weight · y, or Σ y without weights, in FP32.
-
-    y is `[tokens · k, out]` in the order that `route` gave the rows; places and weights are `[tokens, k]`. All
-    contiguous.
-    """
+    """Sums each token's slots: `out[token]` = Σ weight · y, or Σ y without weights, in FP32."""
+    # y is `[tokens · k, out]` in the order that `route` gave the rows; places and weights are `[tokens, k]`. All
+    # contiguous.
     tokens, per_token = places.shape
     fits = y.shape == (tokens * per_token, out.shape[-1]) and out.shape == (tokens, y.shape[-1])
     contiguous = all(tensor.is_contiguous() for tensor in (y, places, out) + (() if weights is None else (weights,)))

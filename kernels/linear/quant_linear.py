@@ -65,10 +65,8 @@ def quantized_linear(
     input_scale: Tensor | None = None,
     activation: Format | None = None,
 ) -> Tensor:
-    """Returns `x @ weight.T + bias` through the custom op: `[..., in]` to `[..., out]`, in the dtype of `x`.
-
-    `input_scale` is the static scale of the activation format, a float32 scalar; None measures each input.
-    """
+    """Returns `x @ weight.T + bias` through the custom op: `[..., in]` to `[..., out]`, in the dtype of `x`."""
+    # `input_scale` is the static scale of the activation format, a float32 scalar; None measures each input.
     if x.shape[-1] != weight.shape[-1]:
         raise ValueError(f"input {list(x.shape)} does not fit a weight of shape {list(weight.shape)} [out, in]")
     y: Tensor = torch.ops.quant.linear(
@@ -86,10 +84,8 @@ def dense(weight: BlockScaledTensor, dtype: torch.dtype) -> Tensor:
 
 
 def input_gradient(gradient: Tensor, weight: BlockScaledTensor) -> Tensor:
-    """Returns dY · W, `[..., in]`.
-
-    A large weight is dequantized in slices of rows, whose products are added in float32.
-    """
+    """Returns dY · W, `[..., in]`."""
+    # A large weight is dequantized in slices of rows, whose products are added in float32.
     rows = gradient.reshape(-1, weight.shape[0])
     pieces = list(row_slices(weight))
     if len(pieces) == 1:
@@ -249,11 +245,9 @@ class QuantLinear(QuantizedModule):
 
     @property
     def weight(self) -> Tensor:
-        """The matrix `[out, in]` that the layer multiplies its input by, dequantized again for each access.
-
-        Modeling code reads the weight of some layers, for its dtype or to multiply by it without calling the layer;
-        the input is then not rounded to the activation format.
-        """
+        """The matrix `[out, in]` that the layer multiplies its input by, dequantized again for each access."""
+        # Modeling code reads the weight of some layers, for its dtype or to multiply by it without calling the layer;
+        # the input is then not rounded to the activation format.
         # The order undoes `forward` from the right: branch, rotation, pre-scale.
         weight = self.dequantize()
         if self.lowrank_down is not None and self.lowrank_up is not None:

@@ -85,11 +85,9 @@ class QuantizedModule(nn.Module):
         super().__setstate__({**state, "_buffers": buffers})  # type: ignore[no-untyped-call]
 
     def check_at_first_use(self, tensor: str) -> None:
-        """Notes that the codes are still to be searched for NaN; `tensor` names them in the error.
-
-        Files are mapped, so that loading reads no codes. The search waits until the weight is read for another reason:
-        it arrives at a GPU, is arranged for its first forward, or is written.
-        """
+        """Notes that the codes are still to be searched for NaN; `tensor` names them in the error."""
+        # Files are mapped, so that loading reads no codes. The search waits until the weight is read for another
+        # reason: it arrives at a GPU, is arranged for its first forward, or is written.
         if self.codes.is_floating_point():  # only codes of FP8 may be NaN
             self._unread = tensor
 
@@ -127,11 +125,9 @@ class QuantizedModule(nn.Module):
         return self.quantized_weight.dequantize(dtype)
 
     def arrange(self, dtype: torch.dtype = torch.bfloat16) -> None:
-        """Puts the weight in the layout that is fastest for inputs of `dtype` where it is now.
-
-        Not while it is traced, nor while a CUDA graph is captured, whose kernels keep the addresses of its weights,
-        nor where accelerate copies it from the CPU for each forward.
-        """
+        """Puts the weight in the layout that is fastest for inputs of `dtype` where it is now."""
+        # Not while it is traced, nor while a CUDA graph is captured, whose kernels keep the addresses of its weights,
+        # nor where accelerate copies it from the CPU for each forward.
         codes = self.codes
         if type(codes) is not Tensor or codes.is_meta or is_traced():
             return

@@ -40,10 +40,8 @@ Rounding = Callable[[Tensor, Tensor | None], Tensor]
 
 
 def aligned_rows(rows: Tensor) -> Tensor:
-    """Returns `[tokens, in]`, rows contiguous, at multiples of 16 bytes where their length is one.
-
-    A copy only where needed.
-    """
+    """Returns `[tokens, in]`, rows contiguous, at multiples of 16 bytes where their length is one."""
+    # A copy only where needed.
     length, stride = rows.shape[1] * rows.itemsize, rows.stride(0) * rows.itemsize
     # Rows of an odd length cannot all start at multiples of 16; kernels then load four bytes at a time.
     unit = 16 if length % 16 == 0 else 4
@@ -168,11 +166,9 @@ def takes_prefill(weight: BlockScaledTensor, activation: Format, tokens: int, dt
 def prefill_linear(
     x: Tensor, weight: BlockScaledTensor, bias: Tensor | None, input_scale: Tensor | None, *, activation: Format
 ) -> Tensor:
-    """Returns `x @ weight.T + bias` in FP8: NVFP4 codes become E4M3 with a scale for each row in one pass.
-
-    The library multiplies FP8 at nearly twice the rate of 16 bit. The price is one more rounding of the weight, of up
-    to one part in 16 (`benchmarks/gemm.py` prints the error of the product).
-    """
+    """Returns `x @ weight.T + bias` in FP8: NVFP4 codes become E4M3 with a scale for each row in one pass."""
+    # The library multiplies FP8 at nearly twice the rate of 16 bit. The price is one more rounding of the weight, of up
+    # to one part in 16 (`benchmarks/gemm.py` prints the error of the product).
     from quant.kernels.linear import sm90_decode
     from quant.kernels.rounding import portable_casts
 

@@ -143,10 +143,8 @@ def piece_size(tail):
 
 @gluon.jit
 def leave_pieces(acc, buffer, piece: gl.constexpr):
-    """Writes a sum in pieces of some tokens; neighbouring threads write neighbouring 16 bytes.
-
-    The order inside a piece is (8 tokens, warp, g, q | b, pair): the last two are the four values of a thread.
-    """
+    """Writes a sum in pieces of some tokens; neighbouring threads write neighbouring 16 bytes."""
+    # The order inside a piece is (8 tokens, warp, g, q | b, pair): the last two are the four values of a thread.
     rows: gl.constexpr = acc.shape[0]
     columns: gl.constexpr = acc.shape[1]
     if columns > piece:
@@ -194,10 +192,8 @@ def reduce_pieces(
     partial, abandoned, scale, row_scale, out, work, whole, group: gl.constexpr, rows: gl.constexpr,
     constants: gl.constexpr,
 ):  # fmt: skip
-    """Adds up this program's pieces of the tile that it shares, and the pieces that other programs left to it.
-
-    `abandoned` has a bit for each program that had stopped waiting when this one, the last, left its sum.
-    """
+    """Adds up this program's pieces of the tile that it shares, and the pieces that other programs left to it."""
+    # `abandoned` has a bit for each program that had stopped waiting when this one, the last, left its sum.
     program = gl.program_id(0)
     parts = work.parts
     if program < work.cut * parts:
@@ -243,12 +239,11 @@ LOOKS = 64  # polls for the parts of its tile after which a program leaves its p
 
 @dataclass(frozen=True)
 class Constants:
-    """The compile-time properties of a launch.
+    """The compile-time properties of a launch."""
 
-    The operands of neighbouring products must come from different places in the program, or ptxas gives them the same
-    registers, and the later is written while the earlier is still read: so a slot of one tile of one half is written
-    out twice (`unroll`).
-    """
+    # The operands of neighbouring products must come from different places in the program, or ptxas gives them the same
+    # registers, and the later is written while the earlier is still read: so a slot of one tile of one half is written
+    # out twice (`unroll`).
 
     form: str  # a format whose codes are in the order of a checkpoint, or "words"
     groups: int  # of warps that multiply, which share only the barriers of the slots
@@ -655,10 +650,9 @@ def _consume_as(arguments, group: gl.constexpr):
 
 @gluon.jit
 def _start(consumed, produced, constants: gl.constexpr):
-    """Starts the warps that multiply, in groups, and the one that fetches.
-
-    Of two groups, ptxas takes registers that are moved for too few where a product is under way over the end of a turn.
-    """
+    """Starts the warps that multiply, in groups, and the one that fetches."""
+    # Of two groups, ptxas takes registers that are moved for too few where a product is under way over the end of a
+    # turn.
     if constants.groups == 2:
         gl.warp_specialize(
             [(_consume_as, (consumed, 0)), (_consume_as, (consumed, 1)), (_produce, produced)],
@@ -679,10 +673,8 @@ def sm90_codes_gemm_many(
     counters, offsets, experts, M, N, whole, cut, parts, looks, steps, tiles_m, tiles_n, tiles_k,
     constants: gl.constexpr,
 ):  # fmt: skip
-    """Grid: at most one program for each SM. See the module docstring, and `Work` for the integers.
-
-    With `constants.width`, rows of x belong to experts and begin at `offsets`.
-    """
+    """Grid: at most one program for each SM. See the module docstring, and `Work` for the integers."""
+    # With `constants.width`, rows of x belong to experts and begin at `offsets`.
     stages: gl.constexpr = constants.stages
     depth: gl.constexpr = constants.depth
     groups: gl.constexpr = constants.groups
@@ -856,14 +848,11 @@ def constants_of(
 def grouped_tiles(
     tokens: int, experts: int, shape: tuple[int, int], hardware: Hardware, format: Format | None = None
 ) -> PrefillTiles:
-    """Returns a tile for half as much again as an expert gets on average, as tall as leaves one for every SM.
-
-    An expert with more tokens than that gets one more tile, which is rare. `shape` is the shape of one expert's weight,
-    and `format` the format of codes in the order of a checkpoint.
-
-    With the smallest tile of words, two groups of warps decode in turn. If W has few columns, the ends of tiles take a
-    good part of the time: a second program on each SM multiplies meanwhile.
-    """
+    """Returns a tile for half as much again as an expert gets on average, as tall as leaves one for every SM."""
+    # An expert with more tokens than that gets one more tile, which is rare. `shape` is the shape of one expert's
+    # weight, and `format` the format of codes in the order of a checkpoint.
+    # With the smallest tile of words, two groups of warps decode in turn. If W has few columns, the ends of tiles take
+    # a good part of the time: a second program on each SM multiplies meanwhile.
     block_m = next(size for size in (16, 32, 64, 128) if 2 * size >= 3 * tokens / experts or size == 128)
     rows, columns = shape
     reached = min(tokens, experts)

@@ -107,10 +107,8 @@ def _halves(pair):
 
 @gluon.jit
 def decode(words, scales, warps: gl.constexpr):
-    """Decodes int32 [32 · warps, 4] and [32 · warps, 2], a row a thread, to BF16 [16 · warps, 64], each in its thread.
-
-    Rows of the result are in the order of the instruction: row `(warp, b, g)` holds row 16 · warp + 2 · g + b of W.
-    """
+    """Decodes int32 [32 · warps, 4] and [32 · warps, 2], a row a thread, to BF16 [16 · warps, 64], in place."""
+    # Rows of the result are in the order of the instruction: row `(warp, b, g)` holds row 16 · warp + 2 · g + b of W.
     s0, s1, s2, s3 = gl.inline_asm_elementwise(
         _SCALES, "=h,=h,=h,=h,r", [scales], dtype=(gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16), is_pure=True,
         pack=1,
@@ -133,11 +131,9 @@ def decode(words, scales, warps: gl.constexpr):
 
 @gluon.jit
 def decode_to_e4m3(words, scales, warps: gl.constexpr):
-    """Decodes as `decode`, to E4M3 with one rounding; columns are in the order of `sm90_e4m3_rows.py`.
-
-    Values are W times 2^-3, without the global scale. Below 2^-6, a 1/57,000 of the largest possible value,
-    E4M3 has no relative precision.
-    """
+    """Decodes as `decode`, to E4M3 with one rounding; columns are in the order of `sm90_e4m3_rows.py`."""
+    # Values are W times 2^-3, without the global scale. Below 2^-6, a 1/57,000 of the largest possible value, E4M3 has
+    # no relative precision.
     low, high = gl.split(scales)
     flat: gl.constexpr = gl.SliceLayout(1, words.type.layout)
     low, _ = gl.broadcast(gl.convert_layout(low, flat, assert_trivial=True).expand_dims(1), words)
@@ -205,10 +201,8 @@ def sm90_nvfp4_to_e4m3(words, scales, unit, out, K, tiles: gl.constexpr):
 
 @triton.jit
 def nvfp4_row_scales_kernel(scales, global_scale, unit, scale, K, largest: tl.constexpr, tiles: tl.constexpr):
-    """Computes for each row of W `unit`, 6 / 448 of its largest block scale, and `scale`, that times the global scale.
-
-    A word holds the four scale bytes of a row in a tile, and bytes compare as the scales that they stand for.
-    """
+    """Computes for each row of W `unit`, 6 / 448 of its largest block scale, and `scale`, that times the global."""
+    # A word holds the four scale bytes of a row in a tile, and bytes compare as the scales that they stand for.
     n = tl.arange(0, 64)
     step = tl.arange(0, tiles)
     top = tl.zeros((64,), tl.int32)
@@ -241,11 +235,9 @@ def _dequantizer(N: int, K: int) -> CachedLaunch:
 
 
 def prepacked_to_e4m3(weight: BlockScaledTensor) -> tuple[Tensor, Tensor]:
-    """Returns a prepacked weight as E4M3 with one scale a row: `[out, in]` and float32 `[out]`.
-
-    The second rounding moves a value by up to one part in 16: E4M3 has three bits of mantissa, where the product of an
-    E2M1 element and an E4M3 scale has five.
-    """
+    """Returns a prepacked weight as E4M3 with one scale a row: `[out, in]` and float32 `[out]`."""
+    # The second rounding moves a value by up to one part in 16: E4M3 has three bits of mantissa, where the product of
+    # an E2M1 element and an E4M3 scale has five.
     N, K = weight.shape
     out = torch.empty(N, K, dtype=torch.float8_e4m3fn, device=weight.codes.device)
     unit, scale = row_scales(weight)
@@ -298,10 +290,8 @@ _SCALED = {
 
 @gluon.constexpr_function
 def scaling(form):
-    """Returns where a format's scales go: into the "sum", or into decoded values as "one" bfloat16 or "two".
-
-    All functions here take the name of a format, or another name for codes that are decoded elsewhere.
-    """
+    """Returns where a format's scales go: into the "sum", or into decoded values as "one" bfloat16 or "two"."""
+    # All functions here take the name of a format, or another name for codes that are decoded elsewhere.
     if form not in FORMATS:
         return "sum"
     format = FORMATS[form]
@@ -369,10 +359,8 @@ def tile_layout(warps):
 
 @gluon.jit
 def scale_rows(scale, stride, n, N, form: gl.constexpr, warps: gl.constexpr):
-    """Returns where the block scales of 16 · warps rows from `n` on begin; rows beyond the end take the last row's.
-
-    Nothing, here and below, where scales go into the sum.
-    """
+    """Returns where the block scales of 16 · warps rows from `n` on begin; rows beyond the end take the last row's."""
+    # Nothing, here and below, where scales go into the sum.
     if scaling(form) == "sum":
         return 0
     else:
@@ -421,10 +409,8 @@ def _bits_twice(value):
 
 @gluon.jit
 def codes_operand(tile, scale, first: gl.constexpr, form: gl.constexpr, warps: gl.constexpr, layout: gl.constexpr):
-    """Returns 64 columns of 16 · warps rows from row `first` of a tile `[2, rows / 2, 32 pairs]`, as left operand.
-
-    `scale` is the result of `load_scales`; it is unused where scales go into the sum.
-    """
+    """Returns 64 columns of 16 · warps rows from row `first` of a tile `[2, rows / 2, 32 pairs]`, as left operand."""
+    # `scale` is the result of `load_scales`; it is unused where scales go into the sum.
     groups: gl.constexpr = _groups(form)
     text: gl.constexpr = assembly(form)
     pairs: gl.constexpr = pairs_layout(warps, groups)
@@ -452,10 +438,8 @@ def codes_operand(tile, scale, first: gl.constexpr, form: gl.constexpr, warps: g
 
 
 def codes_descriptor(weight: BlockScaledTensor, rows: int) -> TensorDescriptor:
-    """Returns the descriptor of the tile that is fetched at once.
-
-    The tile has 64 columns of the rows, even rows before odd ones, by pairs of codes.
-    """
+    """Returns the descriptor of the tile that is fetched at once."""
+    # The tile has 64 columns of the rows, even rows before odd ones, by pairs of codes.
     # Experts follow one another as one tall matrix.
     pairs = code_pairs(weight).flatten(0, -2)
     (N, pitch), nbytes = pairs.shape, pairs.itemsize
@@ -475,10 +459,8 @@ def stored_scales(weight: BlockScaledTensor) -> Tensor:
 
 
 def numbers_only(weight: BlockScaledTensor) -> bool:
-    """Returns whether no code is an infinity or a NaN, which are not decoded as such.
-
-    Waits for the GPU, once for each weight. While a graph is captured nothing can wait: it is False for a new weight.
-    """
+    """Returns whether no code is an infinity or a NaN, which are not decoded as such."""
+    # Waits for the GPU, once for each weight. While a graph is captured nothing can wait: it is False for a new weight.
     codes, least = weight.codes, _NO_NUMBER.get(weight.format.element.name)
     if least is None:
         return True

@@ -48,10 +48,8 @@ def _code(value, step):
 def rows_to_e4m3_kernel(
     x, codes, scale, x_stride, K, largest: tl.constexpr, width: tl.constexpr, overlap: tl.constexpr
 ):  # fmt: skip
-    """A program rounds one row. Four codes, a word, are two pairs of neighbours, the second eight columns further on.
-
-    x and codes are read and written as int32, so that a thread loads and stores 16 bytes in the order above.
-    """
+    """A program rounds one row. Four codes, a word, are two pairs of neighbours, the second eight columns on."""
+    # x and codes are read and written as int32, so that a thread loads and stores 16 bytes in the order above.
     if overlap:
         start_next()
         wait_for_previous()
@@ -72,10 +70,8 @@ def rows_to_e4m3_kernel(
 
 
 def rows_to_e4m3(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the codes of x `[tokens, in]`, columns in the order above, and the scales, float32 `[tokens]`.
-
-    x is in BF16, rows contiguous; their length and distance are multiples of 16.
-    """
+    """Returns the codes of x `[tokens, in]`, columns in the order above, and the scales, float32 `[tokens]`."""
+    # x is in BF16, rows contiguous; their length and distance are multiples of 16.
     codes = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=x.device)
     scale = torch.empty(len(x), dtype=torch.float32, device=x.device)
     pairs = x.view(torch.int32)

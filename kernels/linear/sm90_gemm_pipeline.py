@@ -90,16 +90,14 @@ def whole_tiles(work, constants: gl.constexpr):
 
 @gluon.jit
 def locate(tile, work, constants: gl.constexpr):
-    """Returns a tile's index along W, its expert, its first row of x, and the end of the rows it may write.
-
-    `_ACROSS` tiles of tokens lie side by side, then come the next rows of W:
-
-        tokens  0   1   …  15 │ 16  …            so that the programs at work at one time share 16 tiles of x and a
-        W  0    0   1      15 │ 16 · tiles_n      few tiles of W in L2
-           1   16  17      31 │
-
-    With experts, all rows of W come first for each tile of tokens.
-    """
+    """Returns a tile's index along W, its expert, its first row of x, and the end of the rows it may write."""
+    # `_ACROSS` tiles of tokens lie side by side, then come the next rows of W:
+    #
+    #     tokens  0   1   …  15 │ 16  …            so that the programs at work at one time share 16 tiles of x and a
+    #     W  0    0   1      15 │ 16 · tiles_n      few tiles of W in L2
+    #        1   16  17      31 │
+    #
+    # With experts, all rows of W come first for each tile of tokens.
     block_m: gl.constexpr = constants.block_m
     width: gl.constexpr = constants.width
     if width > 0:
@@ -258,16 +256,14 @@ def weight_rings(w_map, s_map, stages: gl.constexpr, panels: gl.constexpr, depth
 
 @gluon.jit
 def load_words(words, scales, first: gl.constexpr, d: gl.constexpr, warps: gl.constexpr):
-    """Returns a thread's four words and two scales of tile `d` of a slot: int32 [32 · warps, 4] and [32 · warps, 2].
-
-    `words` is [panels, depth, 128, 4] and `scales` [panels, depth, 32, 2]; a warpgroup has one panel, from `first` on.
-    Thread (warp, g, q) reads 16 bytes, word s of which has the codes of
-
-        rows 16·warp + 2·g + b, columns 16·s + 8·a + 2·q + h      a, b, h = 0, 1
-
-    and the scales of its two rows, which the four threads of g share. Reshapes and conversions move nothing between
-    threads; Triton checks that (`assert_trivial`).
-    """
+    """Returns a thread's four words and two scales of tile `d` of a slot: int32 [32 · warps, 4] and [32 · warps, 2]."""
+    # `words` is [panels, depth, 128, 4] and `scales` [panels, depth, 32, 2]; a warpgroup has one panel, from `first`
+    # on. Thread (warp, g, q) reads 16 bytes, word s of which has the codes of
+    #
+    #     rows 16·warp + 2·g + b, columns 16·s + 8·a + 2·q + h      a, b, h = 0, 1
+    #
+    # and the scales of its two rows, which the four threads of g share. Reshapes and conversions move nothing between
+    # threads; Triton checks that (`assert_trivial`).
     panels: gl.constexpr = warps // 4
     # [panel, tile, thread, word]: 16 bytes a thread, a warpgroup for each panel.
     words_layout: gl.constexpr = gl.BlockedLayout([1, 1, 1, 4], [1, 1, 32, 1], [panels, 1, 4, 1], [3, 2, 1, 0])

@@ -362,11 +362,9 @@ def sm90_nvfp4_gemm_few(
 
 
 def prepare_gemm_few(x: Tensor, weight: BlockScaledTensor, bias: Tensor | None, tiles: GluonTiles) -> Launch:
-    """Returns a function that computes `x @ weight.T + bias` for arguments like these, which have been checked.
-
-    Everything is decided here that does not depend on the values of the arguments: x `[tokens, in]`, BF16, rows
-    contiguous and 16-byte aligned; a weight of prepacked NVFP4.
-    """
+    """Returns a function that computes `x @ weight.T + bias` for arguments like these, which have been checked."""
+    # Everything is decided here that does not depend on the values of the arguments: x `[tokens, in]`, BF16, rows
+    # contiguous and 16-byte aligned; a weight of prepacked NVFP4.
     (M, K), N = x.shape, weight.shape[0]
     if not M:
         return lambda x, weight, bias: x.new_empty(0, N)
@@ -403,10 +401,8 @@ def prepare_gemm_few(x: Tensor, weight: BlockScaledTensor, bias: Tensor | None, 
 
 
 def registers(tiles: GluonTiles) -> dict[str, int]:
-    """Returns how many registers a thread gets, so that `tiles.resident` programs fit on an SM.
-
-    Triton adds three idle warps to the fetcher. Registers that the fetching warps do not need go to the warps
-    that multiply.
-    """
+    """Returns how many registers a thread gets, so that `tiles.resident` programs fit on an SM."""
+    # Triton adds three idle warps to the fetcher. Registers that the fetching warps do not need go to the warps that
+    # multiply.
     threads = 32 * (tiles.warps + 4) * tiles.resident
     return {"maxnreg": min((1 << 16) // threads // 8 * 8, 248), "fetcher_registers": 24 if threads > 1024 else 40}

@@ -168,24 +168,19 @@ def from_dict(data: dict[str, Any]) -> Choice:
 
 
 def bucket(tokens: int) -> int:
-    """Returns the number of tokens that stands for `tokens` in tables: the next power of two, or multiple of 64.
-
-    At most 4096.
-
-    With few tokens the time hardly depends on their number; with many, on how evenly their tiles fill the SMs.
-    """
+    """Returns the number of tokens that stands for `tokens` in tables: the next power of two, or multiple of 64."""
+    # At most 4096.
+    # With few tokens the time hardly depends on their number; with many, on how evenly their tiles fill the SMs.
     return min(-(-tokens // FEW) * FEW, 4096) if tokens > FEW else 1 << max(tokens - 1, 0).bit_length()
 
 
 def guess(
     format: Format, tokens: int, shape: tuple[int, int], hardware: Hardware, prepacked: bool, *, stored: bool = True
 ) -> Choice:
-    """Returns a launch for a shape without a measurement; the same for every call, and found at once.
-
-    With few tokens reading W takes all the time, and needs a few programs on every SM: K is split until there are.
-    With many, Hopper's kernel decodes the weight while it multiplies; a weight that it does not take is written in 16
-    bit and multiplied by the library. `stored` says whether Hopper's kernel may read codes of a checkpoint.
-    """
+    """Returns a launch for a shape without a measurement; the same for every call, and found at once."""
+    # With few tokens reading W takes all the time, and needs a few programs on every SM: K is split until there are.
+    # With many, Hopper's kernel decodes the weight while it multiplies; a weight that it does not take is written in 16
+    # bit and multiplied by the library. `stored` says whether Hopper's kernel may read codes of a checkpoint.
     # Hopper's kernel for many tokens (words, then stored codes), its kernel for few, the library, the portable one.
     rows, columns = shape
     if prepacked and tokens > FEW:
@@ -219,13 +214,10 @@ def takes_stored(format: Format, shape: tuple[int, int], hardware: Hardware) -> 
 
 
 def _quickest(tokens: int, shape: tuple[int, int], hardware: Hardware, format: Format | None = None) -> Choice:
-    """Returns the launch for many tokens with the least predicted time, from times measured on an H100.
-
-    `format` is the format of codes in the checkpoint's order; it is None for a prepacked weight.
-
-    Tiles go out in rounds, one to each SM, and the last round may leave some of them idle. Where tiles are cut, always
-    so by the kernel for few tokens, their sums cost time once.
-    """
+    """Returns the launch for many tokens with the least predicted time, from times measured on an H100."""
+    # `format` is the format of codes in the checkpoint's order; it is None for a prepacked weight.
+    # Tiles go out in rounds, one to each SM, and the last round may leave some of them idle. Where tiles are cut,
+    # always so by the kernel for few tokens, their sums cost time once.
     rows, columns = shape
     units = PREFILL_UNITS
     if format is not None:
@@ -326,12 +318,10 @@ def _splits(tiles: int, columns: int, block_k: int, programs: int) -> int:
 
 
 def deal(tiles: int, programs: int, steps: int) -> tuple[int, int, int, int]:
-    """Returns how `tiles` of `steps` units each go to `programs`, one on each SM.
-
-    That is: programs that have work, tiles that are dealt out whole, tiles of the last round that are cut, and parts of
-    each cut tile. Tiles are cut where each program of that round would have less than half a tile. Equal shares of all
-    tiles would be slower, because programs at different columns share nothing in L2.
-    """
+    """Returns how `tiles` of `steps` units each go to `programs`, one on each SM."""
+    # That is: programs that have work, tiles that are dealt out whole, tiles of the last round that are cut, and parts
+    # of each cut tile. Tiles are cut where each program of that round would have less than half a tile. Equal shares of
+    # all tiles would be slower, because programs at different columns share nothing in L2.
     rounds, left = divmod(tiles, programs)
     parts = min(programs // left, _MOST_PARTS, max(steps // 4, 1)) if left else 1
     if parts < 2:
@@ -357,12 +347,10 @@ def prefill_tiles(
     x_bytes: int = 2,
     resident: int = 1,
 ) -> PrefillTiles:
-    """Returns a launch for many tokens, with as many stages as fit in shared memory next to a tile of y in 16 bit.
-
-    `format` is the format of codes in the checkpoint's order; None is a prepacked weight, whose scales are fetched
-    with it. An element of x takes `x_bytes`, and an SM has `resident` programs. By default, tiles of prepacked words
-    have the number of groups that was fastest: two from 64 tokens on.
-    """
+    """Returns a launch for many tokens, with as many stages as fit in shared memory next to a tile of y in 16 bit."""
+    # `format` is the format of codes in the checkpoint's order; None is a prepacked weight, whose scales are fetched
+    # with it. An element of x takes `x_bytes`, and an SM has `resident` programs. By default, tiles of prepacked words
+    # have the number of groups that was fastest: two from 64 tokens on.
     if groups is None:
         groups = 2 if block_m >= 64 and halves == 1 and format is None else 1
     room = _SHARED_BYTES // resident - 2048 - block_m * halves * 256

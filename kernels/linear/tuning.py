@@ -30,11 +30,9 @@ from quant.kernels.linear.tiles import MeasuredChoice, key, store, to_entry
 def search(
     weight: BlockScaledTensor, tokens: int, gpu: Hardware, *, choices: Iterable[tiles.Choice] | None = None
 ) -> tuple[list[MeasuredChoice], dict[tiles.Choice, str]]:
-    """Times the candidates for a weight on the GPU, in either layout, and `tokens` rows of BF16; fastest first.
-
-    `choices` are by default `tiles.candidates`. Returned are the correct candidates, and why each of the others was
-    dropped.
-    """
+    """Times the candidates for a weight on the GPU, in either layout, and `tokens` rows of BF16; fastest first."""
+    # `choices` are by default `tiles.candidates`. Returned are the correct candidates, and why each of the others was
+    # dropped.
     shape = (weight.shape[0], weight.shape[1])
     if choices is None:
         choices = tiles.candidates(weight.format, tokens, shape, gpu, is_prepacked(weight))
@@ -93,10 +91,8 @@ def tune_shapes(
     *,
     progress: Callable[[int, int], None] | None = None,
 ) -> tuple[dict[str, dict[str, Any]], dict[str, str], Path]:
-    """Searches for every weight and number of tokens, in both layouts where there are two, and stores the best.
-
-    Returns the entries, why candidates were dropped, and the file.
-    """
+    """Searches for every weight and number of tokens, in both layouts where there are two, and stores the best."""
+    # Returns the entries, why candidates were dropped, and the file.
     best: dict[str, MeasuredChoice] = {}
     reasons: dict[str, str] = {}
     jobs = [(weight, count) for weight in weights for count in tokens]
@@ -124,11 +120,9 @@ def time_as_called(
     index: int = 0,
     progress: Callable[[int, int], None] | None = None,
 ) -> list[dict[str, Any]]:
-    """Times each weight `[out, in]` with each number of rows of BF16, and the 16-bit matmul of the same shape.
-
-    Every call of a replayed graph reads another copy of its weight, so that none is in the L2 cache. Rows are
-    JSON-ready.
-    """
+    """Times each weight `[out, in]` with each number of rows of BF16, and the 16-bit matmul of the same shape."""
+    # Every call of a replayed graph reads another copy of its weight, so that none is in the L2 cache. Rows are
+    # JSON-ready.
     gpu, rows = current(index), []
     for done, weight in enumerate(weights):
         weight = (restore(weight) if is_prepacked(weight) else weight).to(f"cuda:{index}")

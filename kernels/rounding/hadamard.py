@@ -23,10 +23,8 @@ P = ParamSpec("P")
 
 
 def on_each_device(make: Callable[P, Tensor]) -> Callable[Concatenate[Tensor, P], Tensor]:
-    """Decorates a function that makes a constant on the CPU, to keep the constant on each device that needs it.
-
-    The new function takes a tensor that is on the device, then the arguments of `make`.
-    """
+    """Decorates a function that makes a constant on the CPU, to keep the constant on each device that needs it."""
+    # The new function takes a tensor that is on the device, then the arguments of `make`.
 
     @lru_cache(maxsize=32)
     def kept_on(device: torch.device, *args: P.args, **kwargs: P.kwargs) -> Tensor:
@@ -40,11 +38,9 @@ def on_each_device(make: Callable[P, Tensor]) -> Callable[Concatenate[Tensor, P]
 
 
 def hadamard_transform(x: Tensor, block: int | None = None) -> Tensor:
-    """Returns `x` `[..., n]` times the orthonormal Sylvester-Hadamard matrix along the last axis, block by block.
-
-    A block is a power of two that divides n; None takes the largest. float64 is computed in float64, all else in
-    float32.
-    """
+    """Returns `x` `[..., n]` times the orthonormal Sylvester-Hadamard matrix along the last axis, block by block."""
+    # A block is a power of two that divides n; None takes the largest. float64 is computed in float64, all else in
+    # float32.
     n = x.shape[-1]
     block = hadamard_block(n) if block is None else block
     if block < 1 or block & (block - 1) or n % block:
@@ -70,14 +66,12 @@ def hadamard_block(n: int) -> int:
 
 
 def random_sign_rotation(x: Tensor) -> Tensor:
-    """Returns the random-sign Hadamard rotation of a head of attention, in float32; orthonormal.
-
-    It acts on pairs of halves, so that it and the rotary embedding need the same two registers:
-
-        [u1 u2] = [x1·s1 · H   x2·s2 · H],    y = [u1 + u2   u1 − u2] / √n
-
-    with H block-diagonal where half the head dimension is not a power of two.
-    """
+    """Returns the random-sign Hadamard rotation of a head of attention, in float32; orthonormal."""
+    # It acts on pairs of halves, so that it and the rotary embedding need the same two registers:
+    #
+    #     [u1 u2] = [x1·s1 · H   x2·s2 · H],    y = [u1 + u2   u1 − u2] / √n
+    #
+    # with H block-diagonal where half the head dimension is not a power of two.
     half = x.shape[-1] // 2
     signed = x.float() * _signs(x, x.shape[-1])
     block = hadamard_block(half)
@@ -86,11 +80,9 @@ def random_sign_rotation(x: Tensor) -> Tensor:
 
 
 def sign_matrices(q: Tensor) -> Tensor:
-    """Returns the same rotation as kernels multiply queries `[..., dim]` by it: H with the signs of each half.
-
-    `[2, width, width]` in the dtype of `q`. Entries are 1 and −1, and zeros from half of dim to width, the next power
-    of two.
-    """
+    """Returns the same rotation as kernels multiply queries `[..., dim]` by it: H with the signs of each half."""
+    # `[2, width, width]` in the dtype of `q`. Entries are 1 and −1, and zeros from half of dim to width, the next power
+    # of two.
     return _sign_matrices(q, q.shape[-1], q.dtype)
 
 

@@ -51,10 +51,8 @@ def rows_to_codes_kernel(
     element: tl.constexpr, largest: tl.constexpr, kind: tl.constexpr, block: tl.constexpr,
     static: tl.constexpr, flat: tl.constexpr, width: tl.constexpr,
 ):  # fmt: skip
-    """A row of K a program, or `width` elements where `flat`. With `block` 0 the row has one scale.
-
-    `static` divides by `global_scale`, a scale that was measured before, and writes none.
-    """
+    """A row of K a program, or `width` elements where `flat`. With `block` 0 the row has one scale."""
+    # `static` divides by `global_scale`, a scale that was measured before, and writes none.
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, width)
     dtype: tl.constexpr = x.dtype.element_ty
@@ -132,10 +130,8 @@ def nvfp4_rows_to_codes_kernel(
     x, codes, scale, global_scale, x_stride, K,
     largest: tl.constexpr, flat: tl.constexpr, width: tl.constexpr, whole: tl.constexpr, four_or_six: tl.constexpr,
 ):  # fmt: skip
-    """See the module docstring; `whole` says that rows of K are whole numbers of blocks.
-
-    With `four_or_six`, the largest value of a block becomes 4 or 6, whichever has the smaller error.
-    """
+    """See the module docstring; `whole` says that rows of K are whole numbers of blocks."""
+    # With `four_or_six`, the largest value of a block becomes 4 or 6, whichever has the smaller error.
     row = tl.program_id(0).to(tl.int64)
     threads: tl.constexpr = width // _BLOCK
     start, end = row * K, K
@@ -163,11 +159,9 @@ def nvfp4_rows_to_codes_kernel(
 
 @triton.jit
 def _load_row(pointer, end, threads: tl.constexpr):
-    """Returns a row as `[threads, 16]`, zeros beyond `end`; BF16 as words of two, `[threads, 8]`.
-
-    A word is taken apart by a shift and an AND; where the compiler takes two BF16 apart, it needs three instructions.
-    The row begins at a multiple of four bytes.
-    """
+    """Returns a row as `[threads, 16]`, zeros beyond `end`; BF16 as words of two, `[threads, 8]`."""
+    # A word is taken apart by a shift and an AND; where the compiler takes two BF16 apart, it needs three instructions.
+    # The row begins at a multiple of four bytes.
     if pointer.dtype.element_ty == tl.bfloat16:
         return _load_halves(pointer.to(tl.pointer_type(tl.int32)), end // 2, threads, 4)
     else:
@@ -201,11 +195,9 @@ MAX_COLUMNS = 32768
 def quantize(
     x: Tensor, format: Format, *, scale: Tensor | None = None, global_scale: Tensor | None = None
 ) -> BlockScaledTensor:
-    """Returns `x` in `format`, block scales by its rule for inputs: the codes of the values of `fake_quantize`.
-
-    x is `[..., in]`, FP16 or BF16; leading axes are flattened. The static scale of `fp8` and the static global scale of
-    `nvfp4` are float32 scalars, and are measured where None.
-    """
+    """Returns `x` in `format`, block scales by its rule for inputs: the codes of the values of `fake_quantize`."""
+    # x is `[..., in]`, FP16 or BF16; leading axes are flattened. The static scale of `fp8` and the static global scale
+    # of `nvfp4` are float32 scalars, and are measured where None.
     if (problem := _problem_of(format, x.shape[-1], x.dtype)) is not None:
         raise ValueError(f"x {list(x.shape)} to {format}: {problem}")
     check_scales(x, format, scale, global_scale)
@@ -262,11 +254,9 @@ def takes(format: Format, columns: int, dtype: torch.dtype) -> bool:
 
 
 def quantize_in_graph(rows: Tensor, format: Format, static: Tensor | None) -> BlockScaledTensor:
-    """Returns `quantize` as ops and a launch that `torch.export` and AOTInductor see; the arguments have been checked.
-
-    Rows are contiguous; their number may be symbolic. `static` is the scale of a tensor, or the global scale where the
-    format has one; None measures it.
-    """
+    """Returns `quantize` as ops and a launch that `torch.export` and AOTInductor see; arguments are checked."""
+    # Rows are contiguous; their number may be symbolic. `static` is the scale of a tensor, or the global scale where
+    # the format has one; None measures it.
     tokens, columns = rows.shape
     if static is None and format.per_tensor:
         static = scale_of(rows.abs().amax().float(), format.element.max)

@@ -109,12 +109,10 @@ def solve_fixed_window(
     element: Number, steps: Tensor, targets: Tensor, coupling: Tensor, inverses: Tensor, values: Tensor,
     scales: Tensor | None, start: int, improve: bool,
 ) -> Tensor:  # fmt: skip
-    """Solves a window as GPTQ does, in whole blocks of 32 inputs, and returns the moves `[inputs, n]`; fills `values`.
-
-    `steps` holds the grid step of every weight of the matrix, `[in, n]`. The window, of which `start` is the first
-    input, has targets `[inputs, n]`, a coupling `[inputs, inputs]` and inverses `[blocks, 32, 32]`. `scales` is not
-    used.
-    """
+    """Solves a window as GPTQ does, in blocks of 32 inputs; returns the moves `[inputs, n]`, and fills `values`."""
+    # `steps` holds the grid step of every weight of the matrix, `[in, n]`. The window, of which `start` is the first
+    # input, has targets `[inputs, n]`, a coupling `[inputs, inputs]` and inverses `[blocks, 32, 32]`. `scales` is not
+    # used.
     inputs, n = targets.shape
     moves = torch.empty(inputs, n, device=targets.device, dtype=torch.float32)
     targets = targets if targets.stride(1) == 1 else targets.contiguous()
@@ -155,10 +153,8 @@ def nvfp4_solve_kernel(
     coupling_column, targets_matrix, coupling_matrix, inverses_matrix, values_matrix, scales_matrix, moves_matrix,
     improve: tl.constexpr, WIDTH: tl.constexpr, CANDIDATES: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Takes `ROWS` rows of a weight through one window; see the module docstring.
-
-    Grid: (groups of rows, windows, weights).
-    """
+    """Takes `ROWS` rows of a weight through one window; see the module docstring."""
+    # Grid: (groups of rows, windows, weights).
     matrix = tl.program_id(2).to(tl.int64)
     targets += matrix * targets_matrix
     coupling += matrix * coupling_matrix
@@ -239,21 +235,17 @@ def solve_nvfp4_window(
     global_scale: Tensor, targets: Tensor, coupling: Tensor, inverses: Tensor, values: Tensor, scales: Tensor | None,
     start: int, improve: bool,
 ) -> Tensor:  # fmt: skip
-    """Solves a window as GPTQ does, in whole blocks of sixteen, trying every scale with feedback; returns the moves.
-
-    Targets are `[inputs, n]`, the coupling `[inputs, inputs]`, inverses `[blocks, 16, 16]`; `values` and `scales` are
-    filled, and `start` is not used. Several weights are solved in one launch where all of these have one more dimension
-    in front; `global_scale` is then float32 `[weights]`, contiguous.
-    """
+    """Solves a window as GPTQ does, in whole blocks of sixteen, trying every scale with feedback; returns the moves."""
+    # Targets are `[inputs, n]`, the coupling `[inputs, inputs]`, inverses `[blocks, 16, 16]`; `values` and `scales` are
+    # filled, and `start` is not used. Several weights are solved in one launch where all of these have one more
+    # dimension in front; `global_scale` is then float32 `[weights]`, contiguous.
     assert scales is not None
     return _launch_solver(global_scale, targets, coupling, inverses, values, scales, windows=1, improve=improve)
 
 
 def search_nvfp4_blocks(blocks: Tensor, inverses: Tensor, global_scale: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the best values `[16 · blocks, n]` and scales `[blocks, n]` of independent blocks, all in one launch.
-
-    Blocks are `[16 · blocks, n]`, float32, contiguous; inverses are U of each, `[blocks, 16, 16]`.
-    """
+    """Returns the best values `[16 · blocks, n]` and scales `[blocks, n]` of independent blocks, all in one launch."""
+    # Blocks are `[16 · blocks, n]`, float32, contiguous; inverses are U of each, `[blocks, 16, 16]`.
     values = torch.empty_like(blocks)
     scales = torch.empty(len(inverses), blocks.shape[1], device=blocks.device, dtype=torch.float32)
     _launch_solver(global_scale, blocks, inverses, inverses, values, scales, windows=len(inverses), improve=False)
@@ -278,10 +270,9 @@ def _launch_solver(
 
 
 def compile_solver(device: torch.device) -> None:
-    """Compiles both kernels of GPTQ's windows, each in a thread; a launch waits for the one that it needs.
-
-    Triton takes 4 s for each, most of them without Python's lock, and keeps the result on the disk for later processes.
-    """
+    """Compiles both kernels of GPTQ's windows, each in a thread; a launch waits for the one that it needs."""
+    # Triton takes 4 s for each, most of them without Python's lock, and keeps the result on the disk for later
+    # processes.
 
     def launch(improve: bool) -> None:
         # An error is left to the launch that needs the kernel.
@@ -371,11 +362,9 @@ def nvfp4_learned_kernel(
 
 
 def fake_quantize_nvfp4(x: Tensor, global_scale: Tensor | None, format: Format = FORMATS["nvfp4"]) -> Tensor:
-    """Returns `fake_quantize(x, format, global_scale=global_scale)`, the same to the bit except for the sign of zeros.
-
-    x is `[..., in]` on a GPU, `in` a multiple of sixteen, of any float dtype up to float32. Under the rule
-    `four_over_six`, scales of equal errors may differ, because these add up in another order.
-    """
+    """Returns `fake_quantize(x, format, global_scale=global_scale)`, the same to the bit but for the sign of zeros."""
+    # x is `[..., in]` on a GPU, `in` a multiple of sixteen, of any float dtype up to float32. Under the rule
+    # `four_over_six`, scales of equal errors may differ, because these add up in another order.
     x = x.contiguous()
     if global_scale is None:
         global_scale = global_scale_of(x.abs().amax(), format)

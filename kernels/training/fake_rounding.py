@@ -52,10 +52,8 @@ def _kernels() -> Any:
 
 
 def round_input(x: Tensor, activation: Format, input_scale: Tensor | None) -> Tensor:
-    """Returns an input `[..., in]` as a packed linear rounds it, with straight-through gradients.
-
-    Inputs beyond the range of a static scale have no gradient. The largest of a short block also gets its scale's.
-    """
+    """Returns an input `[..., in]` as a packed linear rounds it, with straight-through gradients."""
+    # Inputs beyond the range of a static scale have no gradient. The largest of a short block also gets its scale's.
     if runs_eagerly(x):
         return _RoundInput.apply(None, x, input_scale, activation.name)  # type: ignore[no-any-return, no-untyped-call]
     return torch.ops.quant.round_input(x, input_scale, activation.name)  # type: ignore[no-any-return]
@@ -219,10 +217,8 @@ def group_amax(weights: Sequence[Tensor]) -> Tensor:
 
 
 def measured_global_scale(weights: Sequence[Tensor], format: Format) -> Tensor:
-    """Returns the global scale of weights `[..., out, in]` that share one, by the `max` rule: float32 `[...]`.
-
-    It has gone through the reciprocal that files may store.
-    """
+    """Returns the global scale of weights `[..., out, in]` that share one, by the `max` rule: float32 `[...]`."""
+    # It has gone through the reciprocal that files may store.
     if all(runs_eagerly(weight) and weight.dim() == 2 for weight in weights):
         with torch.cuda.device_of(weights[0]):
             return _kernels().global_scale(weights, format)

@@ -19,11 +19,10 @@ SwiGLUGradients = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, 
 
 
 class Operands(NamedTuple):
-    """A matrix `[R, C]` in both directions; tensors of a direction that is left out are empty.
+    """A matrix `[R, C]` in both directions; tensors of a direction that is left out are empty."""
 
-    The axis of a sum with squares (C of codes, R of a square's codes_t) is padded with zeros to a multiple of 512, all
-    other axes to 128.
-    """
+    # The axis of a sum with squares (C of codes, R of a square's codes_t) is padded with zeros to a multiple of 512,
+    # all other axes to 128.
 
     codes: Tensor  # E4M3 `[R, C]`
     scale: Tensor  # float32 `[C / 128, R]`; of squares `[R / 128, C / 128]`
@@ -55,11 +54,9 @@ def padded(size: int, multiple: int) -> int:
 
 
 def allocate_side_by_side(parts: Sequence[Tensor], rows: bool, columns: bool) -> tuple[list[Operands], Operands]:
-    """Returns operands, not filled, of matrices `[R, C]` of one height, each C a multiple of 128.
-
-    Each has `codes_t` and `scale_t` of its own. Their `codes` and `scale` are slices of the second result's, which hold
-    all columns, one part beside another: one product sums over the columns of all parts.
-    """
+    """Returns operands, not filled, of matrices `[R, C]` of one height, each C a multiple of 128."""
+    # Each has `codes_t` and `scale_t` of its own. Their `codes` and `scale` are slices of the second result's, which
+    # hold all columns, one part beside another: one product sums over the columns of all parts.
     whole = allocate(parts[0], False, rows, False, width=sum(part.shape[1] for part in parts))
     operands, first = [], 0
     for index, part in enumerate(parts):
@@ -72,11 +69,9 @@ def allocate_side_by_side(parts: Sequence[Tensor], rows: bool, columns: bool) ->
 
 
 def allocate_stacked(parts: Sequence[Tensor], rows: bool, columns: bool) -> tuple[list[Operands], Operands]:
-    """Returns operands in squares, not filled, of matrices `[R, C]` of one width, each R a multiple of 128.
-
-    Each has `codes` and `scale` of its own. Their `codes_t` and `scale_t` are slices of the second result's, which hold
-    all rows, one part after another: one product sums over the rows of all parts.
-    """
+    """Returns operands in squares, not filled, of matrices `[R, C]` of one width, each R a multiple of 128."""
+    # Each has `codes` and `scale` of its own. Their `codes_t` and `scale_t` are slices of the second result's, which
+    # hold all rows, one part after another: one product sums over the rows of all parts.
     whole = allocate(parts[0], True, False, columns, height=sum(map(len, parts)))
     operands, first = [], 0
     for index, part in enumerate(parts):

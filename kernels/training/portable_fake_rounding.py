@@ -69,10 +69,8 @@ _RUN = 2048
 
 @triton.jit
 def block_scale(amax, second, largest: tl.constexpr, kind: tl.constexpr):
-    """Returns a block's step by the `max` rule: its scale, to E4M3 or up to a power of two, times the second.
-
-    `kind` is "e4m3", or "e4m3 in bytes" where Triton has no such type, or "e8m0".
-    """
+    """Returns a block's step by the `max` rule: its scale, to E4M3 or up to a power of two, times the second."""
+    # `kind` is "e4m3", or "e4m3 in bytes" where Triton has no such type, or "e8m0".
     if kind != "e8m0":
         ideal = tl.maximum(tl.div_rn(amax, largest * second), 0.001953125)
         # In this order: NaN and infinity become NaN.
@@ -100,10 +98,8 @@ def on_grid(
     steps, largest: tl.constexpr, least: tl.constexpr, mantissa: tl.constexpr, lowest: tl.constexpr, top: tl.constexpr,
     integer: tl.constexpr,
 ):  # fmt: skip
-    """Returns `steps` rounded to the nearest value of a number, ties to even, saturating at `least` and `largest`.
-
-    `lowest` is its smallest normal, and `top` the power of two below its largest value.
-    """
+    """Returns `steps` rounded to the nearest value of a number, ties to even, saturating at `least` and `largest`."""
+    # `lowest` is its smallest normal, and `top` the power of two below its largest value.
     bound = tl.where(steps < 0, -least, largest)
     magnitude = tl.minimum(tl.abs(steps), bound, propagate_nan=tl.PropagateNan.ALL)
     # 1.5 · 2^23: the sum has no bits below one, and rounds ties to even.
@@ -203,11 +199,9 @@ def input_kernel(
     least: tl.constexpr, most: tl.constexpr, columns: tl.constexpr, has_scale: tl.constexpr,
     block_n: tl.constexpr, block_k: tl.constexpr,
 ):  # fmt: skip
-    """The tile of `out`, contiguous `[N, K]`: the gradient of inputs that were rounded in blocks of `columns`.
-
-    With a scale, blocks whose largest magnitude is at most `least` times it, or above `most` times it, have a scale
-    that does not follow them, and inputs above have no gradient.
-    """
+    """The tile of `out`, contiguous `[N, K]`: the gradient of inputs that were rounded in blocks of `columns`."""
+    # With a scale, blocks whose largest magnitude is at most `least` times it, or above `most` times it, have a scale
+    # that does not follow them, and inputs above have no gradient.
     n = tl.program_id(1) * block_n + tl.arange(0, block_n)
     k = tl.program_id(0) * block_k + tl.arange(0, block_k)
     inside = (n[:, None] < N) & (k[None, :] < K)
@@ -260,10 +254,8 @@ def can_sum(format: Format, shape: Sequence[int]) -> bool:
 def round_weight(
     weight: Tensor, format: Format, dtype: torch.dtype, scale: Tensor | None, global_scale: Tensor | None
 ) -> Tensor:
-    """Returns the weight `[N, K]` as a packed model multiplies by it, in one pass, in `dtype`.
-
-    `scale` holds float32 block scale values; None measures them by the `max` rule, where `can_measure`.
-    """
+    """Returns the weight `[N, K]` as a packed model multiplies by it, in one pass, in `dtype`."""
+    # `scale` holds float32 block scale values; None measures them by the `max` rule, where `can_measure`.
     weight, (N, K) = _rows(weight), weight.shape
     out = torch.empty(N, K, dtype=dtype, device=weight.device)
     steps = weight if scale is None else scale.contiguous()
@@ -294,11 +286,9 @@ def scale_gradient(
 
 
 def input_gradient(gradient: Tensor, x: Tensor, rounded: Tensor, format: Format, scale: Tensor | None) -> Tensor:
-    """Returns the gradient `[N, K]` of inputs that were rounded in short blocks; `can_sum` tells in which.
-
-    `gradient` is that of the rounded inputs; x and `rounded` are the inputs before and after; `scale` is the global
-    scale.
-    """
+    """Returns the gradient `[N, K]` of inputs that were rounded in short blocks; `can_sum` tells in which."""
+    # `gradient` is that of the rounded inputs; x and `rounded` are the inputs before and after; `scale` is the global
+    # scale.
     gradient, x, rounded, (N, K) = _rows(gradient), _rows(x), _rows(rounded), x.shape
     out = torch.empty(N, K, dtype=gradient.dtype, device=x.device)
     launch = cached_launch(
@@ -417,11 +407,9 @@ def nvfp4_operand_kernel(
 
 
 def round_nvfp4_operand(x: Tensor, amax: Tensor, square: bool, draws: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Returns element · scale of `x` `[R, C]`, of any strides, in BF16, and the scale of the tensor, float32 scalar.
-
-    `amax` is the largest magnitude that the tensor is scaled by; `square` takes one scale for 16×16 instead of 1×16.
-    `draws`, uniform in [0, 1), float32 `[R, C]` or wider, round stochastically; None rounds to nearest.
-    """
+    """Returns element · scale of `x` `[R, C]`, of any strides, in BF16, and the scale of the tensor, float32 scalar."""
+    # `amax` is the largest magnitude that the tensor is scaled by; `square` takes one scale for 16×16 instead of 1×16.
+    # `draws`, uniform in [0, 1), float32 `[R, C]` or wider, round stochastically; None rounds to nearest.
     R, C = x.shape
     out = torch.empty(R, C, dtype=torch.bfloat16, device=x.device)
     factor = torch.empty((), dtype=torch.float32, device=x.device)

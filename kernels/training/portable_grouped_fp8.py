@@ -33,10 +33,8 @@ def e4m3_blocks_kernel(
     x, out, scales, R, C, row_stride, column_stride,
     height: tl.constexpr, width: tl.constexpr, rows: tl.constexpr, columns: tl.constexpr, casts: tl.constexpr,
 ):  # fmt: skip
-    """A tile `[rows, columns]` of `out`, contiguous `[R, C]`, and its scales; blocks are `[height, width]`.
-
-    `casts`: the GPU has a cast to E4M3; elsewhere arithmetic rounds, in twice the time.
-    """
+    """A tile `[rows, columns]` of `out`, contiguous `[R, C]`, and its scales; blocks are `[height, width]`."""
+    # `casts`: the GPU has a cast to E4M3; elsewhere arithmetic rounds, in twice the time.
     across = tl.cdiv(C, columns)
     r = tl.program_id(0) // across * rows + tl.arange(0, rows)
     c = tl.program_id(0) % across * columns + tl.arange(0, columns)
@@ -66,10 +64,8 @@ def e4m3_blocks_kernel(
 def round_e4m3_blocks(
     x: Tensor, height: int, width: int, dtype: torch.dtype, casts: bool = True
 ) -> tuple[Tensor, Tensor]:
-    """Returns element · scale of `x` `[R, C]`, of any strides, in blocks of these powers of two; and the scales.
-
-    Without `casts`, nothing needs a GPU that has E4M3.
-    """
+    """Returns element · scale of `x` `[R, C]`, of any strides, in blocks of these powers of two; and the scales."""
+    # Without `casts`, nothing needs a GPU that has E4M3.
     R, C = x.shape
     out = torch.empty(R, C, dtype=dtype, device=x.device)
     scales = torch.empty(triton.cdiv(R, height), triton.cdiv(C, width), dtype=torch.float32, device=x.device)
@@ -183,11 +179,9 @@ _MOST_COLUMNS = 4096
 
 @triton.jit
 def _scale_and_factor(bits):
-    """Returns the scale of vectors whose largest magnitude has these bits, and the factor from values to codes.
-
-    The power of two at or above amax / 448: with amax = m · 2^e it is 2^(e - 8) where m <= 1.75, else 2^(e - 7). A
-    mantissa above 1.75 carries into the exponent. At least 2^-126, whose reciprocal is finite.
-    """
+    """Returns the scale of vectors whose largest magnitude has these bits, and the factor from values to codes."""
+    # The power of two at or above amax / 448: with amax = m · 2^e it is 2^(e - 8) where m <= 1.75, else 2^(e - 7). A
+    # mantissa above 1.75 carries into the exponent. At least 2^-126, whose reciprocal is finite.
     exponent = tl.maximum(((bits + 0x1FFFFF) >> 23) - 8, 1)
     exponent = tl.where(bits == 0, 127, exponent)
     # NaN and infinity become NaN, in the whole vector.
@@ -220,10 +214,8 @@ def e4m3_columns_kernel(
     x, offsets, codes, scale, C, row_stride, expert_stride, column_stride, measured: tl.constexpr, rows: tl.constexpr,
     columns: tl.constexpr,
 ):  # fmt: skip
-    """`columns` columns of one expert's rows: codes at `expert_stride` · expert + `column_stride` · column + row.
-
-    Without `measured`, `scale` holds powers of two that are to be used.
-    """
+    """`columns` columns of one expert's rows: codes at `expert_stride` · expert + `column_stride` · column + row."""
+    # Without `measured`, `scale` holds powers of two that are to be used.
     across = tl.cdiv(C, columns)
     expert = tl.program_id(0) // across
     begin = tl.load(offsets + expert - 1, mask=expert > 0, other=0)
@@ -267,11 +259,9 @@ def e4m3_rows(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def e4m3_columns(x: Tensor, offsets: Tensor, is_stack: bool, scale: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Returns codes of the columns of `x` `[R, C]`, transposed, and scales `[experts, C]`: powers of two.
-
-    `offsets` has the row after the last of each expert, int32, multiples of 16. With `is_stack`, each expert has R /
-    experts rows, and codes are `[experts, C, R / experts]`; otherwise `[C, R]`, not written beyond the last offset.
-    """
+    """Returns codes of the columns of `x` `[R, C]`, transposed, and scales `[experts, C]`: powers of two."""
+    # `offsets` has the row after the last of each expert, int32, multiples of 16. With `is_stack`, each expert has R /
+    # experts rows, and codes are `[experts, C, R / experts]`; otherwise `[C, R]`, not written beyond the last offset.
     x = x if x.stride(-1) == 1 else x.contiguous()
     (R, C), experts = x.shape, len(offsets)
     shape = (experts, C, R // experts) if is_stack else (C, R)

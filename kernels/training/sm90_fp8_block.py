@@ -119,10 +119,8 @@ def store_tile(
     rule: gl.constexpr, square: gl.constexpr, rows: gl.constexpr, columns: gl.constexpr, layout: gl.constexpr,
     turned: gl.constexpr,
 ):  # fmt: skip
-    """Stores the codes and scales of a tile in float32, in the requested directions.
-
-    `turned` has the same elements in the same threads as `layout`, in an order that makes columns the vectors.
-    """
+    """Stores the codes and scales of a tile in float32, in the requested directions."""
+    # `turned` has the same elements in the same threads as `layout`, in an order that makes columns the vectors.
     r = gl.arange(0, _TILE, layout=gl.SliceLayout(1, layout))
     c = gl.arange(0, _TILE, layout=gl.SliceLayout(0, layout))
     across = gl.arange(0, _TILE, layout=gl.SliceLayout(1, turned))
@@ -250,11 +248,9 @@ def sm90_fp8_block_operands(
     norm: RMSNorm | None = None,
     out: Operands | None = None,
 ) -> Operands:
-    """Returns `x` `[R, C]` in FP8 blocks for sums over its columns (`rows`), its rows (`columns`), or both.
-
-    `square` takes one scale for 128×128 instead of 1×128. With `up` the matrix is silu(x) · up, with `norm` RMSNorm(x).
-    `out` has the tensors to write; None allocates them.
-    """
+    """Returns `x` `[R, C]` in FP8 blocks for sums over its columns (`rows`), its rows (`columns`), or both."""
+    # `square` takes one scale for 128×128 instead of 1×128. With `up` the matrix is silu(x) · up, with `norm`
+    # RMSNorm(x). `out` has the tensors to write; None allocates them.
     x = x if x.stride(-1) == 1 else x.contiguous()
     factor = x if up is None else up if up.stride(-1) == 1 else up.contiguous()
     out = allocate(x, square, rows, columns) if out is None else out
@@ -351,11 +347,9 @@ def takes(x: Tensor) -> bool:
 def sm90_fp8_block_swiglu_gradients(
     dh: Tensor, gate: Tensor, up: Tensor, rule: str, *, columns: bool = True, product: bool = False
 ) -> SwiGLUGradients:
-    """Returns codes and scale of `[d gate, d up]`, and codes_t and scale_t of d gate, of d up and of silu(gate) · up.
-
-    dh is the gradient of silu(gate) · up, `[R, C]` as `takes` says. Without `columns`, the gradients' codes_t are
-    empty; without `product`, those of the product.
-    """
+    """Returns codes, scale of `[d gate, d up]`, and codes_t, scale_t of d gate, of d up and of silu(gate) · up."""
+    # dh is the gradient of silu(gate) · up, `[R, C]` as `takes` says. Without `columns`, the gradients' codes_t are
+    # empty; without `product`, those of the product.
     (R, C), number = dh.shape, gl.bfloat16 if dh.dtype is torch.bfloat16 else gl.float16
     # Side by side, so that one product sums over the columns of both.
     codes, scale = allocate(dh, False, True, False, width=2 * C)[:2]
