@@ -200,8 +200,6 @@ ATTENTION = click.option("--attention", metavar="FORMAT", help="Format of attent
                          "[default: the plan's]")  # fmt: skip
 KV_CACHE = click.option("--kv-cache", metavar="FORMAT", help="Format of the KV cache: fp8, nvfp4 or 16bit.  "
                         "[default: the plan's]")  # fmt: skip
-
-
 REVISION = click.option("--revision", metavar="REV", help="Branch, tag or commit of a MODEL on the Hugging Face hub, "
                         "such as org/name.")  # fmt: skip
 
@@ -216,8 +214,6 @@ def _trust(context: click.Context, _: click.Parameter, trusted: bool) -> None:
 
 TRUST = click.option("--trust-remote-code", is_flag=True, expose_value=False, callback=_trust,
                      help="Let transformers run the model's own Python files.")  # fmt: skip
-
-
 UNSAFE = click.option("--unsafe-load", is_flag=True, help="Open pickled modules and .pt2, which runs their code.")
 
 
@@ -279,8 +275,8 @@ class Command(click.Command):
             os.getcwd()
         except FileNotFoundError:
             # No relative path and no library of torch is found there.
-            echo("error: the working directory was deleted; change to one that exists, and run the command again",
-                 err=True)  # fmt: skip
+            lost = "the working directory was deleted; change to one that exists, and run the command again"
+            echo(f"error: {lost}", err=True)
             ctx.exit(2)
         # Not passed on: the commands take the name of the model with its revision in one.
         revision = ctx.params.pop("revision", None)
@@ -345,10 +341,8 @@ def _as_line(error: Exception) -> tuple[str, int]:
     if isinstance(error, ValueError | OSError):
         return message, 2
     # A rank that died breaks the collective calls of all others.
-    is_rank = os.environ.get("WORLD_SIZE", "1") != "1"
-    if is_rank and any(
-        word in message for word in ("gloo", "NCCL", "onnection closed", "onnection reset", "Broken pipe")
-    ):
+    signs = ("gloo", "NCCL", "onnection closed", "onnection reset", "Broken pipe")
+    if os.environ.get("WORLD_SIZE", "1") != "1" and any(sign in message for sign in signs):
         return f"another rank ended; finished layers are kept, and the same command continues ({message})", _FOLLOWED
     return explained(error, message), _BUG
 

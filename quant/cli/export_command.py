@@ -14,7 +14,7 @@ from quant.cli.console import CONSOLE, listener
 from quant.export.kinds import CALIB_SAMPLES, CHOICES, KINDS, REMOVED, SEQLEN
 
 
-class _Kind(click.Choice):
+class _Kind(click.Choice):  # type: ignore[type-arg]  # generic from click 8.2 on
     """A kind of export; one of an earlier release passes, and `export_model` says what takes its place."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:

@@ -209,7 +209,7 @@ class Report(JsonData):
         self.bytes_after = sum((directory / name).stat().st_size for name in hashes)
         self.peak_rss_bytes = peak_rss()
         # `verify` reads report.json (hashes, plan digest, fingerprint), and so does the next training run that starts
-        # here (`training.run_report`). report.html is only for people.
+        # here (`quant.training`). report.html is only for people.
         self.save(directory / "report.json")
         self.to_html(directory / "report.html", plan)
 

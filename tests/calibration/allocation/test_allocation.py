@@ -65,7 +65,7 @@ def _rows(count: int = 12) -> torch.Tensor:
 
 def _allocate(goal: Goal, model: nn.Module | None = None, **options: Any) -> Allocation:
     return allocate(
-        model or _llama(), _rows(), goal, **{"formats": "nvfp4,fp8", "effort": Counts(measurements=30), **options}
+        model or _llama(), _rows(), goal, **{"formats": "nvfp4,fp8", "counts": Counts(measurements=30), **options}
     )
 
 
@@ -144,7 +144,7 @@ def test_a_limit_on_perplexity() -> None:
 
 def test_a_limit_is_verified_on_rows_that_took_no_part() -> None:
     model, rows, solver = _llama(2), _rows(16), "gptq"
-    options: dict[str, Any] = {"formats": "nvfp4,fp8", "solver": solver, "effort": Counts(rounds=0, measurements=0)}
+    options: dict[str, Any] = {"formats": "nvfp4,fp8", "solver": solver, "counts": Counts(measurements=0)}
     found = allocate(model, rows, Goal(max_kl=0.03), **options)
     calibration, held_out = HeldOut.from_calibration(rows)
     assert [len(part) for part in (calibration, *held_out.check.values(), *held_out.verify.values())] == [8, 4, 4]
@@ -171,7 +171,7 @@ def test_what_the_search_found_within_a_limit_is_verified() -> None:
     model, rows = _llama(1), _rows(16)
     texts = HeldOut.halves({"text": rows[8:]})
     found = allocate(
-        model, rows[:8], Goal(max_kl=0.02), held_out=texts, formats="nvfp4,fp8", effort=Counts(measurements=8)
+        model, rows[:8], Goal(max_kl=0.02), held_out=texts, formats="nvfp4,fp8", counts=Counts(measurements=8)
     )
     quantized = copy.deepcopy(model)
     quantize(quantized, found.plan, rows[:8])
@@ -185,8 +185,8 @@ def test_what_the_search_found_within_a_limit_is_verified() -> None:
 def test_an_increase_of_perplexity_is_verified_row_by_row(solver: str) -> None:
     model, rows = _llama(2), _rows(16)
     texts = HeldOut.halves({"text": rows[8:]})
-    effort = Counts(rounds=0, measurements=0)
-    found = allocate(model, rows[:8], Goal(max_ppl_increase=0.03), held_out=texts, solver=solver, effort=effort)
+    counts = Counts(measurements=0)
+    found = allocate(model, rows[:8], Goal(max_ppl_increase=0.03), held_out=texts, solver=solver, counts=counts)
     quantized = copy.deepcopy(model)
     quantize(quantized, found.plan, rows[:8])
     (verified,) = found.record.verified
@@ -255,7 +255,7 @@ def test_no_mix_of_a_solver_with_data_is_worse_than_one_format_that_fits(monkeyp
     monkeypatch.setattr(Bench, "loss_of", loss_of)
     monkeypatch.setattr("quant.calibration.allocation.real_solver._CLOSE", 100.0)
     model = _llama(2)
-    found = _allocate(Goal(bits=6.0), model, solver="gptq", effort=Counts(rounds=0, measurements=0))
+    found = _allocate(Goal(bits=6.0), model, solver="gptq", counts=Counts(measurements=0))
     assert len(measured) == 2 and found.record.chosen.kl_measured == measured[1]
     assert {str(layer.weight) for layer in found.plan.quantized} == {"nvfp4"}
     for plan in (found.plan, found.quantized.plan):
@@ -291,7 +291,7 @@ def test_from_python_in_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
     model = _llama(2)
     quantized = copy.deepcopy(model)
     result = quantize(quantized, data=_rows(), bits=6.0, formats="nvfp4,fp8", effort=0)
-    allocated = _allocate(Goal(bits=6.0), model, effort=Counts()).plan
+    allocated = _allocate(Goal(bits=6.0), model, counts=Counts()).plan
     assert result.plan.layers == allocated.layers
     assert _stored_bits(quantized) <= 6.0
     monkeypatch.setattr("quant.recipes.solver_names.DEFAULT_EFFORT", 2)  # that of users, which `conftest.py` lowers
@@ -367,7 +367,7 @@ def test_constraints() -> None:
 
 def test_a_solver_with_data_is_measured_itself() -> None:
     model = _llama(2)
-    found = _allocate(Goal(bits=6.0), model, solver="gptq", effort=Counts(rounds=1, measurements=5))
+    found = _allocate(Goal(bits=6.0), model, solver="gptq", counts=Counts(measurements=5))
     quantized = copy.deepcopy(model)
     quantize(quantized, found.plan, _rows())
     assert {layer.solver for layer in found.plan.quantized} == {"gptq"}
@@ -383,11 +383,11 @@ def test_a_solver_with_data_is_measured_itself() -> None:
 @pytest.mark.slow
 def test_groups_that_are_solved_foretell_the_loss_better_than_rounded_ones() -> None:
     model = _llama(2)
-    found = _allocate(Goal(bits=6.0), model, solver="gptq", effort=Counts(rounds=1, measurements=5))
-    plain = _allocate(Goal(bits=6.0), model, solver="mse", effort=Counts(rounds=0, measurements=0))
+    found = _allocate(Goal(bits=6.0), model, solver="gptq", counts=Counts(measurements=5))
+    plain = _allocate(Goal(bits=6.0), model, solver="mse", counts=Counts(measurements=0))
     guesses = [_score_of(table, found.plan) for table in (found.sensitivity, plain.sensitivity)]
     assert abs(guesses[0] - found.record.chosen.kl_measured) < abs(guesses[1] - found.record.chosen.kl_measured)
-    limited = _allocate(Goal(max_kl=0.03), model, solver="gptq", effort=Counts(rounds=0, measurements=0))
+    limited = _allocate(Goal(max_kl=0.03), model, solver="gptq", counts=Counts(measurements=0))
     assert limited.record.chosen.kl_measured <= 0.03
 
 
@@ -395,7 +395,7 @@ def test_groups_that_are_solved_foretell_the_loss_better_than_rounded_ones() -> 
 def test_branches_are_chosen_layer_by_layer_and_counted(solver: str) -> None:
     model = _llama(3)
     formats = "nvfp4,nvfp4+lowrank:2"
-    found = _allocate(Goal(bits=5.0), model, solver=solver, formats=formats, effort=Counts(measurements=20))
+    found = _allocate(Goal(bits=5.0), model, solver=solver, formats=formats, counts=Counts(measurements=20))
     ranks = {layer.name: layer.parts.rank for layer in found.plan.quantized}
     assert set(ranks.values()) == {0, 2}
     assert {layer.solver for layer in found.plan.quantized if layer.parts.rank} == {f"lowrank:2+{solver}"}
@@ -539,6 +539,10 @@ def test_the_command_line_allocates(model_dir: Path, tmp_path: Path, monkeypatch
     assert {layer["solver"] for layer in layers if layer["activation"] != "nvfp4"} == {"gptq"}
     assert record.measured_with == "rtn"
     assert report["evaluation"]["kl"] < record.chosen.kl_measured
+    # Measurements of another plan are not shown: this one was edited.
+    Plan.load(plan).set("*.down_proj", "fp8", whole_groups=True).save(plan)
+    edited = CliRunner().invoke(quantize_command, [*arguments, "--overwrite"])
+    assert edited.exit_code == 0 and "allocation" not in json.loads(edited.stdout)
 
 
 def test_the_command_line_verifies_a_limit_on_the_other_half_of_each_text(model_dir: Path, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The limits of `check-engine` follow the reference's own noise, where inputs are rounded to few bits."""
+"""The limits of `quant check --source` follow the reference's own noise, where inputs are rounded to few bits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The commands of `quant plan` show, compare, edit and check plans."""
+"""The commands of `quant plan` make, show, compare, edit and check plans."""
 
 from __future__ import annotations
 
@@ -30,6 +30,21 @@ def quant(*arguments: object) -> Result:
 def plan_file(golden: Plan, tmp_path: Path) -> Path:
     golden.save(tmp_path / "plan.json")
     return tmp_path / "plan.json"
+
+
+def test_make_writes_the_plan_of_quantize(tmp_path: Path) -> None:
+    """From shapes alone; an existing file stays."""
+    file, options = tmp_path / "plan.json", ("--format", "nvfp4a16", "--exclude", "*.down_proj")
+    made = quant("plan", "make", BASE, *options, "--guard", "0.1 keep", "--out", file)
+    assert made.exit_code == 0 and f"written to {file}" in made.stderr.replace("\n", ""), made.output
+    expected = json.loads(quant("quantize", BASE, *options, "--dry-run", "--json").stdout)
+    plan = json.loads(file.read_text())
+    assert plan["layers"] == expected["layers"] and plan["guard"] == "0.1 keep"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["plan.json"]
+    again = quant("plan", "make", BASE, *options, "--out", file)
+    assert again.exit_code == 2 and "exists already; pass --overwrite to replace it" in again.stderr
+    assert quant("plan", "make", BASE, *options, "--out", file, "--overwrite", "--quiet").exit_code == 0
+    assert json.loads(file.read_text())["guard"] is None
 
 
 def test_show_has_reason_and_cost_of_every_layer(plan_file: Path, golden: Plan) -> None:
