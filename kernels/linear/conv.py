@@ -16,7 +16,7 @@ dtype of the input. The engines that are built from an exported file do multiply
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -129,11 +129,10 @@ class QuantConv(ConvGeometry, QuantizedModule):
     ) -> None:
         assert isinstance(conv, nn.modules.conv._ConvNd)
         codes = conv_parameter(weight.codes, conv.weight.shape, conv.groups, conv.transposed)
-        super().__init__(replace(weight, codes=codes.contiguous()), activation, input_scale)
+        super().__init__(replace(weight, codes=codes.contiguous()), activation, input_scale, conv.weight.dtype)
         self.take_geometry(conv)
         bias = None if conv.bias is None else nn.Parameter(conv.bias.detach(), requires_grad=False)
         self.register_parameter("bias", bias)
-        self.dtype = conv.weight.dtype
 
     @property
     def stored_weight(self) -> BlockScaledTensor:
@@ -149,11 +148,6 @@ class QuantConv(ConvGeometry, QuantizedModule):
     def weight_in(self, dtype: torch.dtype) -> Tensor:
         """Returns `weight` in another dtype, rounded to it once."""
         return _dense(self.codes, self.scale, self.weight_format.name, self.groups, self.transposed, dtype)
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> QuantConv:
-        super()._apply(fn, recurse)
-        self.dtype = fn(torch.empty(0, dtype=self.dtype)).dtype
-        return self
 
     def convolve(self, x: Tensor, output_padding: Sequence[int]) -> Tensor:
         """Computes the op on an input `[batch, in, size…]` that `padded` gave."""

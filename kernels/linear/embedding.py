@@ -41,20 +41,18 @@ class QuantEmbedding(QuantizedModule):
 
     # Rows are in `dtype`, until `.to(dtype)` says otherwise; training leaves the row `padding_idx` as it is.
 
-    _dtype: Tensor
     has_kernel_layout = False  # a look-up reads rows, which a checkpoint stores one after the other
 
     def __init__(
         self, weight: BlockScaledTensor, dtype: torch.dtype = torch.float32, padding_idx: int | None = None
     ) -> None:
-        super().__init__(weight)
+        super().__init__(weight, dtype=dtype)
         self.padding_idx = padding_idx
         self.num_embeddings, self.embedding_dim = weight.shape
-        self.register_buffer("_dtype", torch.empty(0, dtype=dtype), persistent=False)
 
     def forward(self, input: Tensor) -> Tensor:
         """Maps `[...]` to `[..., dim]`."""
-        return quantized_embedding(input, self.stored_weight, self._dtype.dtype)
+        return quantized_embedding(input, self.stored_weight, self.dtype)
 
 
 def embedding_refusal(module: nn.Module) -> str:

@@ -348,7 +348,6 @@ class QuantExperts(QuantizedModule, ExpertStack):
     """
 
     runs_grouped = True
-    _dtype: Tensor
 
     def __init__(
         self,
@@ -358,14 +357,8 @@ class QuantExperts(QuantizedModule, ExpertStack):
         dtype: torch.dtype = torch.float32,
         stacking: Stacking | None = None,
     ) -> None:
-        super().__init__(weight, activation, input_scale)
-        self.register_buffer("_dtype", torch.empty(0, dtype=dtype), persistent=False)
+        super().__init__(weight, activation, input_scale, dtype)
         self.stacking = stacking or Stacking(tuple(weight.shape), weight.shape[0])
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Dtype of the values that indexing returns: the constructor's, until `.to(dtype)` changes it."""
-        return self._dtype.dtype
 
     def _settle(self, x: Tensor) -> None:
         if (self.codes.device, self.codes.dtype, x.dtype) != self._arranged:

@@ -14,7 +14,6 @@ Some solvers leave work for run time. A linear does it to its input x in this or
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -237,11 +236,11 @@ class QuantLinear(QuantizedModule):
         RunTimeParts(pre_scale, hadamard, lowrank).check("QuantLinear", weight.shape)
         # Parts are buffers of their own, so that `.to` moves and casts them with the module.
         down, up = lowrank or (None, None)
-        super().__init__(weight, activation, input_scale, pre_scale=pre_scale, lowrank_down=down, lowrank_up=up)
+        parts = {"pre_scale": pre_scale, "lowrank_down": down, "lowrank_up": up}
+        super().__init__(weight, activation, input_scale, dtype, **parts)
         self.out_features, self.in_features = weight.shape
         self.register_parameter("bias", None if bias is None else nn.Parameter(bias.detach(), requires_grad=False))
         self.hadamard = hadamard
-        self.dtype = dtype
 
     @property
     def weight(self) -> Tensor:
@@ -257,11 +256,6 @@ class QuantLinear(QuantizedModule):
         if self.pre_scale is not None:
             weight = weight * self.pre_scale.float()
         return weight.to(self.dtype)
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> QuantLinear:
-        super()._apply(fn, recurse)
-        self.dtype = fn(torch.empty(0, dtype=self.dtype)).dtype
-        return self
 
     @property
     def parts(self) -> RunTimeParts:

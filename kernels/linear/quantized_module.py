@@ -52,12 +52,14 @@ class QuantizedModule(nn.Module):
         weight: BlockScaledTensor,
         activation: Format | None = None,
         input_scale: Tensor | None = None,
+        dtype: torch.dtype = torch.float32,
         **parts: Tensor | None,
     ) -> None:
         super().__init__()
         self.weight_format = weight.format
         self.activation_format = activation
         self.weight_shape = weight.shape
+        self.dtype = dtype  # of dequantized values, for code that reads them; `.to(dtype)` changes it
         exact = (weight.codes, weight.scale, weight.global_scale, input_scale)
         buffers = {**dict(zip(_EXACT, exact, strict=True)), **parts}
         # Buffers that are None come last: torch.export counts a module's buffers with them and names without.
@@ -172,6 +174,7 @@ class QuantizedModule(nn.Module):
         for name, buffer in before.items():
             if buffer is not None and getattr(self, name).dtype != buffer.dtype:
                 setattr(self, name, buffer.to(getattr(self, name).device))
+        self.dtype = fn(torch.empty(0, dtype=self.dtype)).dtype
         if before["codes"].device != self.codes.device:
             self._stays_stored = False
             self.arrange()

@@ -163,7 +163,7 @@ class QATEmbedding(RoundedWeight):
     """An embedding in training."""
 
     def __init__(self, weight: nn.Parameter, packed: QuantEmbedding, scales: str, stored: torch.dtype) -> None:
-        super().__init__(weight, packed.quantized_weight, scales, stored, packed._dtype.dtype)
+        super().__init__(weight, packed.quantized_weight, scales, stored, packed.dtype)
         self.num_embeddings, self.embedding_dim = weight.shape
         self.padding_idx = packed.padding_idx
 

@@ -193,7 +193,7 @@ def test_indexing_gives_dequantized_experts(experts: Any) -> None:
     assert torch.equal(module[torch.tensor([4, 0, 4])], values.gate_up_proj[[4, 0, 4]])
     module.to(torch.bfloat16)
     assert torch.equal(module[1], values.gate_up_proj[1].bfloat16())
-    assert module.dtype is torch.bfloat16 and "_dtype" not in module.state_dict()
+    assert module.dtype is torch.bfloat16 and "dtype" not in module.state_dict()
 
 
 def test_transformers_own_loop_runs_over_the_module_by_indexing(experts: Any) -> None:
