@@ -324,7 +324,7 @@ class Command(click.Command):
             if debug:
                 raise
             if exit_code != _FOLLOWED or rank == 0:
-                echo(f"error: {message}", err=True)
+                echo(f"error: {message}{_goes_on(ctx.params) if exit_code == _FOLLOWED else ''}", err=True)
             ctx.exit(exit_code)
 
 
@@ -343,7 +343,7 @@ def _as_line(error: Exception) -> tuple[str, int]:
     # A rank that died breaks the collective calls of all others.
     signs = ("gloo", "NCCL", "onnection closed", "onnection reset", "Broken pipe")
     if os.environ.get("WORLD_SIZE", "1") != "1" and any(sign in message for sign in signs):
-        return f"another rank ended; finished layers are kept, and the same command continues ({message})", _FOLLOWED
+        return "another rank ended", _FOLLOWED
     return explained(error, message), _BUG
 
 

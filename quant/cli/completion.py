@@ -22,20 +22,10 @@ Complete = Callable[[click.Context, click.Parameter, str], list[CompletionItem]]
 
 
 def _one_of(
-    names: Callable[[], Iterable[str]],
-    *,
-    separator: str = "",
-    allowed: Callable[[str], bool] = lambda value: True,
+    names: Callable[[], Iterable[str]], *, separator: str = "", allowed: Callable[[str], bool] = lambda value: True,
     files: bool = False,
-) -> Complete:
-    """Returns the completion of an option that takes a name.
-
-    Args:
-        names: a function that gives the names.
-        separator: the sign between the names of a list; empty for a single name.
-        allowed: whether the option takes a value.
-        files: whether the option takes a file too.
-    """
+) -> Complete:  # fmt: skip
+    """Returns the completion of an option that takes a name, or several with a `separator`, or a file too."""
 
     def complete(ctx: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
         head, sign, last = incomplete.rpartition(separator) if separator else ("", "", incomplete)

@@ -18,7 +18,6 @@ from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
     Progress,
-    Task,
     TaskID,
     TextColumn,
     TimeElapsedColumn,
@@ -107,14 +106,7 @@ class Stages:
         self.stage: str | None = None
 
     def expect(self, stage: str, names: Sequence[str], amounts: Sequence[float], unit: str) -> None:
-        """Begins a stage whose steps are known.
-
-        Args:
-            stage: the name of the stage.
-            names: the layer or block that each step works on.
-            amounts: how much work each is.
-            unit: the unit of the amounts.
-        """
+        """Begins a stage whose steps are known: the layer or block that each works on, and how much work it is."""
         # Sums of the work, so that the work done after step i is entry i.
         self.steps[stage] = names, [0, *accumulate(amounts)], unit
         self(stage, 0, len(names))
@@ -143,17 +135,15 @@ class Stages:
 
     def line(self) -> str | None:
         """Returns one line about the running stage; None while no stage runs."""
-        return None if self.stage is None or self._task(self.stage).finished else self._line(self.stage)
+        is_over = self.stage is None or self.bars.tasks[self.tasks[self.stage]].finished
+        return None if is_over else self._line(str(self.stage))
 
     def last_lines(self) -> list[str]:
         """Returns a line for every stage."""
         return [self._line(stage) for stage in self.tasks]
 
-    def _task(self, stage: str) -> Task:
-        return self.bars.tasks[self.tasks[stage]]
-
     def _line(self, stage: str) -> str:
-        task = self._task(stage)
+        task = self.bars.tasks[self.tasks[stage]]
         left = "" if task.finished or task.time_remaining is None else f", {task.time_remaining:.0f} s left"
         elapsed = f"{(task.finished_time if task.finished else task.elapsed) or 0:.0f} s{left}"
         return f"{task.description} {task.completed:.0f}/{task.total or 0:.0f}, {elapsed}; {task.fields['facts']}"
@@ -215,12 +205,8 @@ def bar(stage: str, quiet: bool) -> Iterator[Callable[[int, int], None]]:
         yield lambda done, total: advance(stage, done, total)
 
 
-# Tables fit the terminal: a number is never cut, and columns without room are left out and named below the table.
-#
-# rich would cut or fold cells to the width, and a number that is cut is another number. A pipe or a file has room for
-# every column (`quant.cli.console.page`).
-
-
+# rich would cut or fold cells to the width, and a number that is cut is another number: columns without room are left
+# out here, and named below the table. A pipe or a file has room for every column.
 _WORDS_WIDTH = 20  # least width of a column whose text may go on in the next line
 # Columns of a plan that a narrow terminal goes without, in this order.
 _PLAN_DROPS = ("group", "solver", "why", "SNR dB", "shape", "input")
@@ -232,12 +218,8 @@ def print_table(
 ) -> None:
     """Prints a table, and below it the names of the columns that had no room.
 
-    Args:
-        columns: the cells by the column's name; a name that begins with `!` keeps its cells in one line, one with `>`
-            aligns them right.
-        title: the line above it.
-        drops: the names of columns that a narrow terminal goes without, the first one first.
-        style: options of the rich table.
+    A column whose name begins with `!` keeps its cells in one line, and `>` aligns them right. A narrow terminal goes
+    without the columns of `drops`, the first one first.
     """
     out = page()
     grid, left_out = fitting(columns, out, title=title, drops=drops, **style)
@@ -246,13 +228,9 @@ def print_table(
 
 
 def fitting(
-    columns: Mapping[str, Sequence[str]],
-    out: Console,
-    *,
-    title: str | None = None,
-    drops: Sequence[str] = (),
+    columns: Mapping[str, Sequence[str]], out: Console, *, title: str | None = None, drops: Sequence[str] = (),
     **style: Any,
-) -> tuple[Table, list[str]]:
+) -> tuple[Table, list[str]]:  # fmt: skip
     """Returns the table that fits a console, and the names of the columns that it goes without; see `print_table`."""
     # Control characters are shown, which makes cells wider, before anything is measured.
     columns = {printable(column): list(map(printable, cells)) for column, cells in columns.items()}
@@ -293,21 +271,13 @@ def print_left_out(names: Sequence[str], out: Console) -> None:
 
 
 def print_plan(
-    plan: Plan,
-    layers: Sequence[LayerPlan] | None = None,
-    *,
-    report: Mapping[str, Any] | None = None,
-    everything: bool = False,
-    costs: bool = False,
-) -> None:
+    plan: Plan, layers: Sequence[LayerPlan] | None = None, *, report: Mapping[str, Any] | None = None,
+    everything: bool = False, costs: bool = False,
+) -> None:  # fmt: skip
     """Prints a line per layer, the number of kept layers by reason, and totals.
 
-    Args:
-        plan: the plan.
-        layers: the layers to show; all by default.
-        report: the checkpoint's report, for the SNR of each layer.
-        everything: whether layers that stay in 16 bit get a line too.
-        costs: whether bytes, scores and fusion groups are columns.
+    `report` has the SNR of each layer. Layers that stay in 16 bit have a line with `everything`, and `costs` adds
+    columns for bytes, scores and fusion groups.
     """
     layers = plan.layers if layers is None else layers
     # A layer with a score was given 16 bit by an allocation: that is a decision too.
