@@ -13,12 +13,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from _plugin_library import PluginKernels, build_launches
 
 from quant.export.tensorrt.cache_plugin import CacheSpec, compile_cache_attention
 from quant.export.tensorrt.plugin import pack
-from quant.export.tensorrt.plugin_library import PluginKernels, build_launches
-from quant.kernels.attention.paged_attention import paged_attention
 from quant.kernels.attention.kv_pages import KVPages, kv_format
+from quant.kernels.attention.paged_attention import paged_attention
 from quant.kernels.attention.portable_paged_kv_cache import write_kv
 
 HEADS, KV_HEADS, DIM, KEYS, PAGE = 32, 8, 128, 32768, 64

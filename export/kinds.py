@@ -27,7 +27,7 @@ KINDS: dict[str, tuple[str, set[str]]] = {
 }
 """Every kind of export: the ending of its default destination, and the options that only some kinds take."""
 REMOVED = {
-    "triton-server": "examples/triton_server/model.py serves what the kinds onnx and tensorrt write in its Python backend",
+    "triton-server": "examples/triton_server/model.py serves in its Python backend what onnx and tensorrt write",
     "edge-llm": "the kind modelopt is what tensorrt-edgellm-export reads; docs/engines.md has the three traps",
 }
 """Kinds of earlier releases, and what takes their place."""

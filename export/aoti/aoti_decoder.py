@@ -1,6 +1,6 @@
 """`export_aoti_decoder` compiles a decoder's serving graph into one package, which reads prompts and decodes.
 
-    input_ids      [batch, sequence]    the graph is that of `onnx_graph.serving`: prefill, whole or in chunks, and
+    input_ids      [batch, sequence]    the graph is that of `onnx.serving`: prefill, whole or in chunks, and
     lengths, last  [batch]              decoding are steps of different lengths
     past_key.0, past_value.0, past_key.1, …    the KV cache, [batch, kv_heads, capacity, dim]
     -> logits      [batch, vocabulary]  of each row's last token
@@ -67,19 +67,7 @@ def export_aoti_decoder(
     plan: str = "",
     options: Mapping[str, Any] | None = None,
 ) -> Path:
-    """Compiles a causal language model, quantized or not, into a `.pt2` package with a KV cache; returns its path.
-
-    Args:
-        model: of transformers, on the device that the package is for. Attention is in its dtype.
-        path: of the package; ends in `.pt2`.
-        capacity: tokens that each row of the cache holds.
-        shapes: limits of `batch` and `sequence`, as `--shapes` takes them.
-        plan: digest of the plan, for the package's metadata.
-        options: settings of Inductor.
-
-    Raises:
-        ValueError: as `export_aoti`, and for a model that a cache of this capacity cannot hold. Nothing is written.
-    """
+    """Compiles a causal language model, quantized or not, into a `.pt2` package with a KV cache; returns its path."""
     path = Path(path)
     device = find_device(path, next(model.parameters()).device)
     program, caches = decoder_program(model, capacity, shapes=shapes)

@@ -100,19 +100,14 @@ def read_metadata(path: Path) -> dict[str, Any]:
             description = parse_json(entries.get(METADATA, "{}")) if isinstance(entries, dict) else {}
     except (OSError, ValueError, zipfile.BadZipFile) as error:
         raise UserError(f"{path}: no package of AOTInductor: {error}") from error
-    if not _is_description(description):
+    # The package's own entry of its metadata has all fields, of the right types.
+    are_fields = isinstance(description, dict) and all(isinstance(description.get(k), t) for k, t in _FIELDS.items())
+    if not are_fields or description["dtype"] not in _DTYPES:
         raise UserError(other)
+    for pair in description["caches"]:
+        if not (isinstance(pair, list) and len(pair) == 2 and all(isinstance(size, int) for size in pair)):
+            raise UserError(other)
     return {**entries, METADATA: description}
-
-
-def _is_description(document: Any) -> bool:
-    """Returns whether a package's own entry of its metadata has all fields, of the right types."""
-    if not isinstance(document, dict) or any(
-        not isinstance(document.get(name), kind) for name, kind in _FIELDS.items()
-    ):
-        return False
-    is_pair = [isinstance(x, list) and len(x) == 2 and all(isinstance(n, int) for n in x) for x in document["caches"]]
-    return all(is_pair) and document["dtype"] in _DTYPES
 
 
 def check_machine(path: Path, entries: Mapping[str, Any]) -> None:

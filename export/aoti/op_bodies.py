@@ -1,7 +1,18 @@
-"""These functions compute the ops of a graph in PyTorch's own ops, or in launches, which a compiler sees and fuses.
+"""The bodies of a graph's ops in a package: PyTorch's own ops, which Inductor fuses, or launches of our kernels.
 
-`aoti.replaced_ops` puts them in the place of the ops. On a CPU most linears are no body but a function of C++
-(`cpp_linear`), on a GPU linears and convolutions launch our kernels (`triton_linear`).
+`onnx.trace.replaced_ops` puts them in the place of the ops. On a CPU most linears are no body but a function of C++
+(`package.linear_settings`). On a GPU linears and convolutions launch our Triton kernels, which lie compiled inside the
+package:
+
+    x ─▶ rounded to its input format ─▶ codes_gemm_kernel, which decodes the weight while it multiplies ─▶ y
+         two kernels, or PyTorch's ops where no kernel knows the format
+
+Replaced by PyTorch's ops, a linear is some dozens of nodes, and Inductor traces, fuses and compiles them for every
+shape of a layer anew. A launch is one node, and a kernel is compiled once for all layers of a shape. FP8 weights and
+inputs are multiplied by PyTorch (`kernels/linear/rounded_products.py`): Inductor fuses that rounding with its producer.
+
+The number of tokens is known only when a package runs, and tiles for few tokens are not those for many. A linear is
+therefore two launches, and the grid of one of them is empty; nothing is launched for an empty grid.
 """
 
 from __future__ import annotations
@@ -25,19 +36,6 @@ from quant.kernels.linear.conv import CONV, conv_matrix, conv_parameter
 from quant.kernels.linear.quant_linear import LINEAR, LinearCall
 from quant.kernels.linear.rounded_products import fp8_linear, round_to_e4m3, takes_fp8
 from quant.kernels.linear.tiles import Tiles
-
-# `quant::linear` in packages for GPUs is a launch of our Triton kernels, which lie compiled inside the package.
-#
-#     x ─▶ rounded to its input format ─▶ codes_gemm_kernel, which decodes the weight while it multiplies ─▶ y
-#          two kernels, or PyTorch's ops where no kernel knows the format
-#
-# Replaced by PyTorch's ops, a linear is some dozens of nodes, and Inductor traces, fuses and compiles them for every
-# shape of a layer anew. A launch is one node, and a kernel is compiled once for all layers of a shape. FP8 weights and
-# inputs are multiplied by PyTorch (`kernels/linear/rounded_products.py`): Inductor fuses that rounding with its producer.
-#
-# The number of tokens is known only when a package runs, and tiles for few tokens are not those for many. A linear is
-# therefore two launches, and the grid of one of them is empty; nothing is launched for an empty grid.
-
 
 FEW = 64
 """Up to this many tokens the tiles for few tokens are launched."""
@@ -64,7 +62,9 @@ class TritonLinear:
             x = x if rounding is None else round_activation(x, rounding, call.input_scale)
             return functional.linear(x, dequantize(weight, x.dtype), call.bias)
         # A branch has variables of its own for the values of the graph around it, which it cannot name.
-        key = (x, _value_of(x), rounding, call.input_scale)
+        # `x.mul_(2)` keeps the variable of a functional tensor, and not its value.
+        value = x.from_functional() if isinstance(x, FunctionalTensor) else x
+        key = (x, value, rounding, call.input_scale)
         if self._last is None or any(a is not b for a, b in zip(self._last[0], key, strict=True)):
             self._last = key, Rows.of(x if rounding is None else round_input(x, rounding, call.input_scale))
         return multiply(self._last[1], weight, call.bias).reshape(*x.shape[:-1], weight.shape[0])
@@ -78,19 +78,13 @@ def fp8_product(call: LinearCall) -> torch.Tensor | None:
     return None
 
 
-def _value_of(x: torch.Tensor) -> torch.Tensor:
-    """Returns the tensor of the graph that a variable stands for: `x.mul_(2)` keeps the variable, and not its value."""
-    value: torch.Tensor = x.from_functional() if isinstance(x, FunctionalTensor) else x
-    return value
-
-
 class Rows(NamedTuple):
     """An input `[tokens, in]`, contiguous and in 16 bit, and the grids of its launches; sizes may be symbolic."""
 
-    values: torch.Tensor  # the input
+    values: torch.Tensor
     few: Any  # 1 where `FEW_TILES` are launched, 0 where `MANY_TILES` are
     few_tiles: Any  # tiles of tokens
-    many_tiles: Any  # tiles of tokens
+    many_tiles: Any  # likewise
 
     @classmethod
     def of(cls, x: torch.Tensor) -> Rows:
@@ -167,8 +161,15 @@ def analysed_once() -> Iterator[None]:
 
     def remembered(kernel: Any, arguments: Mapping[str, Any], *descriptors: Any) -> Any:
         configs = [config.kwargs for config in getattr(kernel, "configs", ())]
-        key = (_function_of(kernel), repr(configs), repr(descriptors))
-        key += tuple((name, type(x), x if isinstance(x, _CONSTANT) else _dtype_of(x)) for name, x in arguments.items())
+        function = kernel
+        while hasattr(function, "fn"):  # Triton wraps the Python function once or twice
+            function = function.fn
+        facts: list[Any] = [function, repr(configs), repr(descriptors)]
+        for name, x in arguments.items():
+            # The dtype of a tensor or of one of Inductor's buffers; None of a number that is known at run time.
+            dtype = x.get_dtype() if hasattr(x, "get_dtype") else getattr(x, "dtype", None)
+            facts.append((name, type(x), x if isinstance(x, bool | int | float | str | None) else dtype))
+        key = tuple(facts)
         if key not in answers:
             answers[key] = analyse(kernel, arguments, *descriptors)  # type: ignore[misc]
         return answers[key]
@@ -181,21 +182,6 @@ def analysed_once() -> Iterator[None]:
         yield
     finally:
         setattr(triton_kernel_wrap, name, analyse)
-
-
-_CONSTANT = (bool, int, float, str, type(None))
-
-
-def _function_of(kernel: Any) -> Any:
-    """Returns the Python function of a kernel, which Triton wraps once or twice."""
-    while hasattr(kernel, "fn"):
-        kernel = kernel.fn
-    return kernel
-
-
-def _dtype_of(x: Any) -> Any:
-    """Returns the dtype of a tensor or of one of Inductor's buffers; None of a number that is known at run time."""
-    return x.get_dtype() if hasattr(x, "get_dtype") else getattr(x, "dtype", None)
 
 
 EXPORTED_ATTENTION = "quant::onnx_attention"

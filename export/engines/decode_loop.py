@@ -20,37 +20,57 @@ from pathlib import Path
 import numpy as np
 
 from quant.base.errors import UserError, counted, option
+from quant.export.aoti.aoti_session import AotiSession
 from quant.export.checkpoint.load import describe, is_checkpoint, no_checkpoint
 from quant.export.checkpoint.open_checkpoint import outline
-from quant.export.onnx.engine_session import EngineSession
+from quant.export.onnx.engine_session import EngineSession, OnnxruntimeSession
+from quant.export.tensorrt.tensorrt_session import TensorrtSession
 from quant.generate.generate import TextStream, end_tokens
 from quant.models.huggingface import load_tokenizer
+
+ONNX_FILE, PACKAGE_ENDING = "model.onnx", ".pt2"
+
+
+def open_session(path: str | Path, *, unsafe_load: bool = False) -> EngineSession:
+    """Opens a session of an ONNX file, a directory with `model.onnx`, an engine, or a package of AOTInductor.
+
+    A package is compiled code, which runs when it is loaded: only `unsafe_load` loads one. Raises UserError for a file
+    that cannot be loaded here, or is no serving graph.
+    """
+    path = Path(path)
+    if path.suffix == PACKAGE_ENDING and path.is_file():
+        return AotiSession(path, unsafe_load=unsafe_load)
+    if is_engine(path):
+        return TensorrtSession(path)
+    return OnnxruntimeSession(path / ONNX_FILE if path.is_dir() else path)
+
+
+def is_engine(path: Path) -> bool:
+    """Returns whether a file is an engine of TensorRT; UserError if there is no such file."""
+    if (path / ONNX_FILE).is_file():
+        return False
+    if not path.is_file():
+        raise UserError(f"{path}: no such file; name an ONNX file, engine or package that `quant export` wrote")
+    return path.suffix not in (".onnx", PACKAGE_ENDING)
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How a token is chosen from logits.
+    """How a token is chosen from logits."""
 
-    Attributes:
-        temperature: divides the logits; 0 takes the likeliest token.
-        top_k: draws among so many of the likeliest tokens; 0 is all.
-        top_p: draws among the likeliest tokens that together have this probability.
-        seed: the seed of the draws.
-    """
-
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    seed: int = 0
+    temperature: float = 0.0  # divides the logits; 0 takes the likeliest token
+    top_k: int = 0  # draws among so many of the likeliest tokens; 0 is all
+    top_p: float = 1.0  # draws among the likeliest tokens that together have this probability
+    seed: int = 0  # the seed of the draws
 
     def __post_init__(self) -> None:
-        for option, valid, expected in (
+        for name, valid, expected in (
             ("temperature", self.temperature >= 0, "0 or more"),
-            ("top-k", self.top_k >= 0, "0 or more"),
-            ("top-p", 0 < self.top_p <= 1, "above 0 and at most 1"),
+            ("top_k", self.top_k >= 0, "0 or more"),
+            ("top_p", 0 < self.top_p <= 1, "above 0 and at most 1"),
         ):
             if not valid:
-                raise UserError(f"--{option} is {getattr(self, option.replace('-', '_'))}; expected {expected}")
+                raise UserError(f"{option(name)} is {getattr(self, name)}; expected {expected}")
 
 
 GREEDY = Sampling()
@@ -68,27 +88,24 @@ def generate_tokens(
 ) -> list[list[int]]:
     """Generates the tokens that follow each prompt, until one of `stops`, which is included, or `max_new_tokens`.
 
-    Args:
-        session: the exported model.
-        prompts: token ids of each row.
-        max_new_tokens: one limit for all rows, or one for each.
-        sampling: how tokens are chosen: in all rows, from one stream of random numbers, or in each row from its own.
-        stops: ids that end a row.
-        chunk: tokens of a row that are read at once; None for all that the session takes.
-        on_token: a function that is called with the row and the token, as soon as it is chosen. The row ends where it
-            returns False.
-
-    Raises:
-        UserError: an empty prompt, or more tokens than the cache holds.
+    `sampling` draws for all rows from one stream of random numbers, or for each row from its own. `chunk` tokens of a
+    row are read at once, or as many as the session takes. A row ends where `on_token`, which gets the row and each
+    token as soon as it is chosen, returns False.
     """
     limits = check_lengths(session, prompts, max_new_tokens)
     rows, open_rows = [list(prompt) for prompt in prompts], set(range(len(prompts)))
-    choosers = [_chooser(sampling)] * len(rows) if isinstance(sampling, Sampling) else list(map(_chooser, sampling))
+    each = [sampling] * len(rows) if isinstance(sampling, Sampling) else list(sampling)
+    streams = [np.random.default_rng(one.seed) for one in each]
+    streams = [streams[0]] * len(rows) if isinstance(sampling, Sampling) else streams
     session.begin(len(rows))
     logits = read(session, rows, chunk=chunk)
     while True:
         for row in sorted(open_rows):
-            token = choosers[row](logits[row])
+            if each[row].temperature == 0:
+                token = int(logits[row].argmax())
+            else:
+                p = probabilities(logits[row], each[row])
+                token = int(streams[row].choice(len(p), p=p))
             rows[row].append(token)
             goes_on = on_token is None or on_token(row, token) is not False
             if not goes_on or token in stops or len(rows[row]) == len(prompts[row]) + limits[row]:
@@ -149,19 +166,6 @@ def _feed(
     return starts + counts, session.step(ids, starts, counts - 1)
 
 
-def _chooser(sampling: Sampling) -> Callable[[np.ndarray], int]:
-    """Returns a function that chooses a token from a row's logits."""
-    if sampling.temperature == 0:
-        return lambda logits: int(logits.argmax())
-    random = np.random.default_rng(sampling.seed)
-
-    def draw(logits: np.ndarray) -> int:
-        p = probabilities(logits, sampling)
-        return int(random.choice(len(p), p=p))
-
-    return draw
-
-
 def probabilities(logits: np.ndarray, sampling: Sampling) -> np.ndarray:
     """Returns the probabilities `[vocabulary]` that tokens are drawn with, float64."""
     scaled = logits.astype(np.float64) / sampling.temperature
@@ -176,28 +180,16 @@ def probabilities(logits: np.ndarray, sampling: Sampling) -> np.ndarray:
     return p / p.sum()  # type: ignore[no-any-return]
 
 
-# `generate_text` continues prompts with an exported model: the loop of tokens, with text at both ends.
-
-
 @dataclass(frozen=True)
 class EngineGeneration:
-    """The texts that an exported model wrote.
-
-    Attributes:
-        prompts: the texts that were continued.
-        texts: the texts that were added.
-        prompt_tokens: ids of each prompt.
-        tokens: ids that were added, an end-of-text token included.
-        seconds: the time of generating, loading excluded.
-        backend: library and device.
-    """
+    """The texts that an exported model wrote."""
 
     prompts: tuple[str, ...]
-    texts: tuple[str, ...]
-    prompt_tokens: tuple[tuple[int, ...], ...]
-    tokens: tuple[tuple[int, ...], ...]
-    seconds: float
-    backend: str
+    texts: tuple[str, ...]  # that were added
+    prompt_tokens: tuple[tuple[int, ...], ...]  # ids of each prompt
+    tokens: tuple[tuple[int, ...], ...]  # ids that were added, an end-of-text token included
+    seconds: float  # the time of generating, loading excluded
+    backend: str  # library and device
 
     @property
     def tokens_per_second(self) -> float:
@@ -216,16 +208,8 @@ def generate_text(
 ) -> EngineGeneration:
     """Continues each prompt, all of them together, until a token that ends the text or `max_new_tokens`.
 
-    Args:
-        session: the exported model.
-        directory: the checkpoint that it was exported from, for its tokenizer and its end tokens.
-        prompts: texts.
-        max_new_tokens: at least 1.
-        sampling: how tokens are chosen.
-        on_text: a function that is called with each piece of the first text, as soon as no later token can change it.
-
-    Raises:
-        UserError: another checkpoint, an empty prompt, or more tokens than the cache holds.
+    `directory` is the checkpoint that the model was exported from. `on_text` gets each piece of the first text, as soon
+    as no later token can change it.
     """
     check_plan(session, directory)
     tokenizer = load_tokenizer(directory)

@@ -44,6 +44,97 @@ _OUTPUTS = (("logits", "pred_boxes"), ("last_hidden_state", "pooler_output"))
 _NAME = "quant_onnx"  # of our attention in transformers' registries
 
 
+def check_attends(model: nn.Module, inputs: Mapping[str, torch.Tensor]) -> None:
+    """Raises ValueError for a transformers model that asks for a mask which its graph would lose.
+
+    A graph has one op for each attention, and no masks but those of padding. A model that does not call the attention
+    function of its config, such as BLOOM and XGLM, would have no op. One whose module is not causal by itself, but gets
+    a causal mask, such as BigBird-Pegasus, would have an op that sees every token. Both graphs would look at later
+    tokens, without an error. The model is run twice without values, on examples of its inputs by name.
+    """
+    calls = {"mask": 0, "attention": 0}
+    way_out = (
+        "whose masks a graph would lose; serve its checkpoint (vLLM), or name the inputs of a graph that keeps the "
+        f"masks, as in {option('input', 'input_ids:int64:batch,sequence')}"
+    )
+
+    def mask(*_: Any, **__: Any) -> None:
+        calls["mask"] += 1
+
+    def attend(module: nn.Module, query: torch.Tensor, key: Any, value: Any, *_: Any, **__: Any) -> Any:
+        calls["attention"] += 1
+        return _output(query, value)
+
+    if not _run(model, inputs, attend, mask):
+        return
+    if calls["mask"] and not calls["attention"]:
+        raise ValueError(f"{type(model).__name__} computes attention in code of its own, {way_out}")
+    module = _needs_its_mask(model, inputs) if calls["mask"] else None
+    if module is not None:
+        raise ValueError(f"{type(model).__name__}: {module} is causal by its mask alone, {way_out}")
+
+
+def _needs_its_mask(model: nn.Module, inputs: Mapping[str, torch.Tensor]) -> str | None:
+    """Returns the first module that gets a causal mask and is not causal by itself; None if there is none."""
+    from transformers.masking_utils import causal_mask_function
+
+    causal_masks: list[torch.Tensor] = []
+    names: list[str] = []
+    modules = {module: name for name, module in model.named_modules()}
+
+    def mask(q_length: int, kv_length: int, mask_function: Any, **_: Any) -> torch.Tensor:
+        made = torch.ones(2, 1, q_length, kv_length, dtype=torch.bool)
+        # Masks that are put together, such as PaliGemma's, may let every token see every other one.
+        if mask_function is causal_mask_function:
+            causal_masks.append(made)
+        return made
+
+    def attend(
+        module: nn.Module, query: torch.Tensor, key: Any, value: Any, attention_mask: Any = None, **options: Any
+    ) -> Any:
+        causal = options.get("is_causal")
+        causal = getattr(module, "is_causal", True) if causal is None else causal
+        if not causal and any(attention_mask is made for made in causal_masks):
+            names.append(modules.get(module, ""))
+        return _output(query, value)
+
+    # Padding has masks of its own, which a graph keeps.
+    kept = {name: x for name, x in inputs.items() if "attention_mask" not in name}
+    _run(model, kept, attend, mask)
+    return names[0] if names else None
+
+
+def _output(query: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, None]:
+    return query.new_empty(query.shape[0], query.shape[2], query.shape[1], value.shape[-1]), None
+
+
+def _run(
+    model: nn.Module, inputs: Mapping[str, torch.Tensor], attend: Callable[..., Any], mask: Callable[..., Any]
+) -> bool:
+    """Runs a model without values, with these functions in the place of its attention and its masks.
+
+    Returns False if it decides by values, for example, which comes again where the graph is traced.
+    """
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with (
+        without_cache(model_configs(model)),
+        implementations_kept(model) as configs,
+        names_registered({_NAME: attend}, {_NAME: mask}),
+        FakeTensorMode(allow_non_fake_inputs=True),
+        torch.no_grad(),
+    ):
+        for config, _ in configs:
+            config._attn_implementation_internal = _NAME
+        try:
+            model(**inputs)
+        except (TypeError, AttributeError):
+            pass  # code of its own that computes with its mask, which is None
+        except Exception:
+            return False
+    return True
+
+
 @dataclass(frozen=True)
 class GraphInput:
     """An input of the graph: an example of it, and the names of its dynamic dimensions; a fixed one is a number."""
@@ -54,24 +145,15 @@ class GraphInput:
 
 @dataclass(eq=False)
 class Attention:
-    """The function that attention modules call while a graph is traced.
+    """The function that attention modules call while a graph is traced."""
 
-    Attributes:
-        names: the names of the attention modules.
-        kind: one of `ATTENTIONS`.
-        scales: FP8 scales by module name; empty keeps attention in 16 bit.
-        window: largest sequence that sliding windows need not cut.
-        outputs: the names of the model's outputs, filled while the model runs; torch.export would reset an attribute of
-            `Graph`.
-        refused: options of transformers' attention functions that the graph cannot hold.
-    """
-
-    names: Mapping[nn.Module, str]
-    kind: str = "native"
-    scales: Mapping[str, Sequence[float]] = field(default_factory=dict)
-    window: int | None = None
+    names: Mapping[nn.Module, str]  # of the attention modules
+    kind: str = "native"  # one of `ATTENTIONS`
+    scales: Mapping[str, Sequence[float]] = field(default_factory=dict)  # of FP8 by module; empty is 16 bit
+    window: int | None = None  # largest sequence that sliding windows need not cut
+    # the names of the model's outputs, filled while the model runs; torch.export would reset an attribute of `Graph`
     outputs: list[str] = field(default_factory=list)
-    refused: tuple[str, ...] = ("softcap", "s_aux")
+    refused: tuple[str, ...] = ("softcap", "s_aux")  # options of attention functions that the graph cannot hold
 
     def __call__(
         self,
@@ -110,8 +192,7 @@ class Attention:
         scales = self.scales.get(name, ())
         if scales:
             check_attention(name, self.kind, query, keys.key, keys.mask)
-        arguments = (query, keys.key, keys.value, keys.mask, scale, keys.causal, list(scales), self.kind)
-        out: torch.Tensor = attend(*arguments)
+        out: torch.Tensor = attend(query, *keys[:3], scale, keys.causal, list(scales), self.kind)
         return out
 
     def attended(self, name: str, keys: Keys, window: int | None) -> Keys:
@@ -126,19 +207,14 @@ class Attention:
 
 
 class Keys(NamedTuple):
-    """The keys that queries attend to.
+    """The keys that queries attend to."""
 
-    Attributes:
-        key, value: `[batch, kv_heads, tokens, dim]`.
-        mask: bool `[batch, 1, queries, tokens]`, true where a query sees a key; or numbers `[batch, heads, queries,
-            tokens]`, which are added to the scores; None for no mask.
-        causal: whether a query sees no later token; False where the mask says so.
-    """
-
-    key: torch.Tensor
-    value: torch.Tensor
+    key: torch.Tensor  # `[batch, kv_heads, tokens, dim]`
+    value: torch.Tensor  # likewise
+    # bool `[batch, 1, queries, tokens]`, true where a query sees a key; or numbers `[batch, heads, queries, tokens]`,
+    # which are added to the scores; None for no mask
     mask: torch.Tensor | None
-    causal: bool
+    causal: bool  # whether a query sees no later token; False where the mask says so
 
     def biased(self, bias: torch.Tensor) -> Keys:
         """Returns the keys with a mask of numbers, from a bias of the scores `[1 or batch, heads, queries, tokens]`."""
@@ -250,11 +326,7 @@ def model_inputs(model: Any) -> dict[str, GraphInput]:
 
 
 def operand_scales(scales: Mapping[str, AttentionScales]) -> dict[str, tuple[float, float, float, float]]:
-    """Returns FP8 scales of q, k, v and p by attention module, from the result of `collect_attention_scales`.
-
-    Raises:
-        ValueError: there is a scale for each head, or for another format than FP8.
-    """
+    """Returns FP8 scales of q, k, v and p by attention module, from the result of `collect_attention_scales`."""
     by_module = {}
     for name, module in scales.items():
         operands = (module.q, module.k, module.v, module.p)

@@ -70,13 +70,7 @@ def as_profiles(shapes: str | Sequence[str] | None) -> list[str]:
 def dimension_ranges(
     inputs: Mapping[str, GraphInput], shapes: str | Sequence[str] | None, longest: int | None = None
 ) -> dict[str, tuple[int, int]]:
-    """Returns the smallest and largest size of the dynamic dimensions that are limited, over all profiles.
-
-    Args:
-        inputs: the inputs of the graph.
-        shapes: the profiles, as `--shapes` takes them; without one, no dimension but the sequence has a limit.
-        longest: as `parse_profile` takes it.
-    """
+    """Returns the smallest and largest size of the dynamic dimensions that are limited, over all profiles."""
     items = [Input(name, x.dims) for name, x in inputs.items()]
     texts = as_profiles(shapes)
     if not texts and longest is not None and any(SEQUENCE in item.dims for item in items):
@@ -92,29 +86,29 @@ def dimension_ranges(
 def parse_profile(text: str, inputs: Sequence[Input], floors: Mapping[str, int], longest: int | None = None) -> Shapes:
     """Parses a profile: min, opt and max shape of every dynamic input.
 
-    Args:
-        text: as in the module docstring; missing entries take `DEFAULT_RANGES`.
-        inputs: the inputs as `graph_inputs` gives them.
-        floors: smallest value that a kernel allows for a named dimension.
-        longest: where the default of a sequence ends: the tokens of the KV cache, or the positions of the model.
-
-    Raises:
-        ValueError: a syntax error, an unknown name, or a range that is not ascending, contradicts another or is below a
-            floor; the message names the input or dimension and the expected form.
+    `floors` are the smallest values that a kernel allows for a named dimension, and `longest` is where the default of a
+    sequence ends: the tokens of the KV cache, or the positions of the model. Raises ValueError for a range that is not
+    ascending, contradicts another or is below a floor, and for anything else than the forms above.
     """
     ranges = _profile_ranges(text, inputs, floors, longest)
-    return {item.name: _bounds(item, ranges) for item in inputs if item.is_dynamic}
+
+    def shape(item: Input, index: int) -> tuple[int, ...]:
+        return tuple(dim if isinstance(dim, int) else ranges[dim][index] for dim in item.dims)
+
+    return {item.name: (shape(item, 0), shape(item, 1), shape(item, 2)) for item in inputs if item.is_dynamic}
 
 
 def _profile_ranges(
     text: str, inputs: Sequence[Input], floors: Mapping[str, int], longest: int | None
 ) -> dict[str, Range]:
-    """Returns the range of every dynamic dimension; arguments and errors as in `parse_profile`."""
+    """Returns the range of every dynamic dimension, as the profile names it or by default."""
     ranges = _named_ranges(text, inputs)
-    for item in inputs:
-        for dim in item.dims:
-            if isinstance(dim, str) and dim not in ranges:
-                ranges[dim] = _default_range(dim, floors.get(dim, 0), longest if dim == SEQUENCE else None)
+    for dim in (dim for item in inputs for dim in item.dims if isinstance(dim, str) and dim not in ranges):
+        low, best, high = next(value for key, value in DEFAULT_RANGES.items() if dim.startswith(key))
+        if longest is not None and dim == SEQUENCE:
+            best, high = min(best, longest), min(high, longest)
+        floor = floors.get(dim, 0)
+        ranges[dim] = max(low, floor), max(best, floor), max(high, floor)
     # Checked last, so that defaults are checked too.
     for dim, (low, best, high) in ranges.items():
         if not low <= best <= high:
@@ -133,56 +127,42 @@ def _profile_ranges(
 
 
 def _named_ranges(text: str, inputs: Sequence[Input]) -> dict[str, Range]:
-    """Returns the ranges of the dimensions that a profile names, by itself or as part of an input's shape.
-
-    Raises:
-        ValueError: a syntax error, an unknown name, or two ranges of one dimension.
-    """
+    """Returns the ranges of the dimensions that a profile names, by itself or as part of an input's shape."""
     # Ranges are kept by dimension: two inputs that share a dimension share its range.
     ranges: dict[str, Range] = {}
     by_name = {item.name: item for item in inputs}
     for entry in filter(None, (part.strip() for part in text.split(","))):
         name, _, values = entry.rpartition("=")
         if not name or not values:
-            raise ValueError(f"{option('shapes')}: {entry!r} is not NAME=MIN:OPT:MAX, such as {_example(inputs)}")
-        if name in by_name:
-            _add(ranges, _input_ranges(entry, by_name[name], values))
-        elif any(name in item.dims for item in inputs):
-            if any(len(shape) != 1 for shape in _triple(entry, values)):
-                raise ValueError(f"{option('shapes')}: {entry!r}: {name} is one dimension; write {name}=1:128:512")
-            low, best, high = (shape[0] for shape in _triple(entry, values))
-            _add(ranges, {name: (low, best, high)})
-        else:
+            dynamic = next((item for item in inputs if item.is_dynamic), None)
+            example = "input_ids=1x1:1x128:4x512"
+            if dynamic is not None:
+                example = format_profile(parse_profile("", [dynamic], {}))
+            raise ValueError(f"{option('shapes')}: {entry!r} is not NAME=MIN:OPT:MAX, such as {example}")
+        if name not in by_name and not any(name in item.dims for item in inputs):
             listed = "; ".join(map(str, inputs))
             raise ValueError(f"{option('shapes')}: no input or dimension {name!r}; the model's inputs are {listed}")
+        shapes = _triple(entry, values)
+        if name in by_name:
+            item = by_name[name]
+            dims = item.dims
+            if any(len(shape) != len(dims) for shape in shapes):
+                raise ValueError(f"{option('shapes')}: {entry!r}: {item} has {len(dims)} dimension(s)")
+        else:
+            item, dims = name, (name,)
+            if any(len(shape) != 1 for shape in shapes):
+                raise ValueError(f"{option('shapes')}: {entry!r}: {name} is one dimension; write {name}=1:128:512")
+        for dim, low, best, high in zip(dims, *shapes, strict=True):
+            if isinstance(dim, int) and {low, best, high} != {dim}:
+                raise ValueError(
+                    f"{option('shapes')}: {entry!r}: {item} is fixed at {dim} where {low}:{best}:{high} is asked"
+                )
+            if isinstance(dim, str) and ranges.setdefault(dim, (low, best, high)) != (low, best, high):
+                raise ValueError(
+                    f"{option('shapes')}: {dim} is {':'.join(map(str, ranges[dim]))} in one place and "
+                    f"{low}:{best}:{high} in another; it is one dimension"
+                )
     return ranges
-
-
-def check_sequence(longest: int, capacity: int) -> None:
-    """Raises ValueError for steps of more tokens than a KV cache holds."""
-    if longest > capacity:
-        raise ValueError(
-            f"{option('shapes')}: a sequence of {longest} does not fit into a KV cache of {capacity} "
-            f"({option('capacity')})"
-        )
-
-
-def _default_range(dim: str, floor: int, longest: int | None) -> Range:
-    """Returns the range of a dimension that `--shapes` leaves out."""
-    low, best, high = next(value for key, value in DEFAULT_RANGES.items() if dim.startswith(key))
-    if longest is not None:
-        best, high = min(best, longest), min(high, longest)
-    return max(low, floor), max(best, floor), max(high, floor)
-
-
-def format_profile(shapes: Shapes) -> str:
-    """Returns the text that `parse_profile` reads."""
-    return ",".join(f"{name}=" + ":".join("x".join(map(str, s)) for s in three) for name, three in shapes.items())
-
-
-def _bounds(item: Input, ranges: Mapping[str, Range]) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-    low, best, high = (tuple(dim if isinstance(dim, int) else ranges[dim][i] for dim in item.dims) for i in range(3))
-    return low, best, high
 
 
 def _triple(entry: str, values: str) -> list[tuple[int, ...]]:
@@ -196,31 +176,15 @@ def _triple(entry: str, values: str) -> list[tuple[int, ...]]:
     return shapes if len(shapes) == 3 else shapes * 3
 
 
-def _input_ranges(entry: str, item: Input, values: str) -> dict[str, Range]:
-    shapes = _triple(entry, values)
-    ranges: dict[str, Range] = {}
-    if any(len(shape) != len(item.dims) for shape in shapes):
-        raise ValueError(f"{option('shapes')}: {entry!r}: {item} has {len(item.dims)} dimension(s)")
-    for dim, low, best, high in zip(item.dims, *shapes, strict=True):
-        if isinstance(dim, str):
-            _add(ranges, {dim: (low, best, high)})
-        elif {low, best, high} != {dim}:
-            raise ValueError(
-                f"{option('shapes')}: {entry!r}: {item} is fixed at {dim} where {low}:{best}:{high} is asked"
-            )
-    return ranges
+def check_sequence(longest: int, capacity: int) -> None:
+    """Raises ValueError for steps of more tokens than a KV cache holds."""
+    if longest > capacity:
+        raise ValueError(
+            f"{option('shapes')}: a sequence of {longest} does not fit into a KV cache of {capacity} "
+            f"({option('capacity')})"
+        )
 
 
-def _add(ranges: dict[str, Range], more: Mapping[str, Range]) -> None:
-    """Adds ranges; ValueError for a dimension that has another range already."""
-    for dim, range_ in more.items():
-        if ranges.setdefault(dim, range_) != range_:
-            raise ValueError(
-                f"{option('shapes')}: {dim} is {':'.join(map(str, ranges[dim]))} in one place and "
-                f"{':'.join(map(str, range_))} in another; it is one dimension"
-            )
-
-
-def _example(inputs: Sequence[Input]) -> str:
-    dynamic = next((item for item in inputs if item.is_dynamic), None)
-    return "input_ids=1x1:1x128:4x512" if dynamic is None else format_profile(parse_profile("", [dynamic], {}))
+def format_profile(shapes: Shapes) -> str:
+    """Returns the text that `parse_profile` reads."""
+    return ",".join(f"{name}=" + ":".join("x".join(map(str, s)) for s in three) for name, three in shapes.items())

@@ -29,13 +29,13 @@ from quant.calibration.attention_names import model_configs, text_config
 from quant.calibration.attention_scales import AttentionScales
 from quant.calibration.evaluating import without_cache
 from quant.export.onnx import limits
-from quant.export.onnx.attention_use import check_attends
 from quant.export.onnx.decoder_graph import (
     ATTENTIONS,
     Attention,
     Graph,
     GraphInput,
     attending,
+    check_attends,
     model_inputs,
     operand_scales,
 )
@@ -85,36 +85,20 @@ def write_onnx(
     Args:
         model: quantized or not; a transformers model needs nothing else. It is not changed.
         path: the path of the file; weights of a big model go to `<path>.data`.
-        shapes: ranges of the dynamic dimensions, as `--shapes` takes them, or several of them; None sets no limits.
+        shapes: ranges of the dynamic dimensions, as `--shapes` takes them; None sets no limits.
         inputs: examples of a module's positional inputs by name, for modules that are not transformers models.
         attention: "native" for TensorRT's fused FP8 attention, "plugin" for ours, "none" for 16 bit.
-        attention_scales: the scales from `collect_attention_scales`; required if the plan has attention in FP8, or
-            `kv_cache` needs scales that the model does not hold.
+        attention_scales: required if the plan has attention in FP8, or `kv_cache` needs scales that the model lacks.
         capacity: tokens that each row of a decoder's KV cache holds; 0 makes a graph of one pass without a cache.
-        kv_cache: format of the KV cache by our plugin, one of `CACHE_FORMATS`; None for the model's dtype.
         genai: makes the graph that onnxruntime-genai runs (`genai`), with a cache that grows.
+        kv_cache: format of the KV cache by our plugin, one of `CACHE_FORMATS`; None for the model's dtype.
         plan: the plan of the model; says whether attention is in FP8, and its digest is written.
 
     Raises:
-        ValueError: a layer, format, shape or option that cannot be exported; the message names it and the way out.
-            Nothing is written.
+        ValueError: a layer, format, shape or option that cannot be exported; nothing is written.
     """
     path = Path(path)
-    if attention not in ATTENTIONS:
-        raise ValueError(f"unknown attention {attention!r}; {known_names(attention, ATTENTIONS)}")
-    limits.check_model(model)
-    scales: Mapping[str, Sequence[float]] = {}
-    if plan is not None and plan.attention is not None and attention != "none":
-        scales = _planned_scales(plan, inputs, attention_scales)
-    if kv_cache is not None:
-        _check_kv_cache(kv_cache, capacity, scales)
-    if inputs is not None and (capacity or genai):
-        raise ValueError("a KV cache is for transformers models, which name their inputs themselves")
-    if inputs is None and not hasattr(model, "main_input_name"):
-        raise ValueError(
-            f"{type(model).__name__} is not a transformers model: name each of its inputs, as in "
-            f"{option('input', 'x:fp32:batch,3,224,224')}"
-        )
+    scales = _checked_scales(model, inputs, attention, attention_scales, capacity, genai, kv_cache, plan)
     with quiet():
         if inputs is not None:
             with without_cache(model_configs(model)):
@@ -123,7 +107,10 @@ def write_onnx(
         elif genai:
             program = genai_program(model, kind=attention, scales=scales)
         elif capacity:
-            function = _cached_attention(model, attention, scales, kv_cache, attention_scales)
+            names = {module: name for name, module in model.named_modules()}
+            function = CachedAttention(names, kind=attention, scales=scales)
+            if kv_cache is not None:
+                function = QuantizedCache(names, format=kv_cache, measured=attention_scales or {})
             program = serving_program(model, capacity, shapes, function)
         else:
             program = _forward_program(model, shapes, attention, scales)
@@ -131,17 +118,69 @@ def write_onnx(
         program.metadata_props[PLAN_KEY] = plan.digest()
     program.metadata_props[ATTENTION_KEY] = attention
     if inputs is None and not genai:
-        measured = bool(scales) or bool(kv_cache is not None and attention_scales)
-        program.metadata_props[EXPORT_KEY] = _export_record(model, shapes, capacity, kv_cache, measured=measured)
+        options = {
+            "dtype": str(narrowest_dtype(model)).removeprefix("torch."),
+            "shapes": [shapes] if isinstance(shapes, str) else shapes and list(shapes),
+            "capacity": capacity,
+            "kv_cache": None if kv_cache is None else kv_cache.name,
+            # Whether scales of attention or of the cache came from calibration text.
+            "measured": bool(scales) or bool(kv_cache is not None and attention_scales),
+        }
+        program.metadata_props[EXPORT_KEY] = json_text(options)
     return _save(program, path)
 
 
-def _arguments(model: nn.Module, inputs: Mapping[str, GraphInput]) -> tuple[Any, ...] | dict[str, torch.Tensor]:
-    """Returns the caller's inputs by name where the model has parameters of these names, or else in their order.
+def _checked_scales(
+    model: nn.Module,
+    inputs: Mapping[str, GraphInput] | None,
+    attention: str,
+    attention_scales: Mapping[str, AttentionScales] | None,
+    capacity: int,
+    genai: bool,
+    kv_cache: Format | None,
+    plan: Plan | None,
+) -> Mapping[str, Sequence[float]]:
+    """Returns FP8 scales of attention's operands, as the plan requires them; ValueError for what cannot be exported."""
+    if attention not in ATTENTIONS:
+        raise ValueError(f"unknown attention {attention!r}; {known_names(attention, ATTENTIONS)}")
+    limits.check_model(model)
+    scales: Mapping[str, Sequence[float]] = {}
+    if plan is not None and plan.attention is not None and attention != "none":
+        if inputs is not None:
+            raise ValueError(f"{plan.attention} attention is exported from transformers models; pass attention='none'")
+        if not attention_scales:
+            raise ValueError(
+                f"the plan has attention in {plan.attention}, and no scales were given; pass attention_scales from "
+                "collect_attention_scales (--calib TEXT on the command line), or attention 'none'"
+            )
+        scales = operand_scales(attention_scales)
+    if kv_cache is not None:
+        if kv_cache.name not in CACHE_FORMATS:
+            raise ValueError(
+                f"{option('kv_cache', kv_cache)}: the plugin has caches in {' and '.join(CACHE_FORMATS)}; or pass 16bit"
+            )
+        if not capacity:
+            raise ValueError(
+                f"{option('kv_cache', kv_cache)} is for a decoder's serving graph; leave {option('capacity', 0)}, "
+                f"{option('genai', True)} and {option('input')} out"
+            )
+        if scales:
+            raise ValueError(
+                f"{option('kv_cache', kv_cache)}: the plugin attends in 16 bit over its cache; pass "
+                f"{option('attention', 'none')} with it"
+            )
+    if inputs is not None and (capacity or genai):
+        raise ValueError("a KV cache is for transformers models, which name their inputs themselves")
+    if inputs is None and not hasattr(model, "main_input_name"):
+        raise ValueError(
+            f"{type(model).__name__} is not a transformers model: name each of its inputs, as in "
+            f"{option('input', 'x:fp32:batch,3,224,224')}"
+        )
+    return scales
 
-    Raises:
-        ValueError: a transformers model, whose inputs have names, has none of a name.
-    """
+
+def _arguments(model: nn.Module, inputs: Mapping[str, GraphInput]) -> tuple[Any, ...] | dict[str, torch.Tensor]:
+    """Returns the caller's inputs by name where the model has parameters of these names, or else in their order."""
     # Copies, because torch.export takes one tensor under two names for one input.
     examples = {name: x.example.clone() for name, x in inputs.items()}
     parameters = inspect.signature(model.forward).parameters
@@ -152,77 +191,16 @@ def _arguments(model: nn.Module, inputs: Mapping[str, GraphInput]) -> tuple[Any,
     return tuple(examples.values()) if unknown else examples
 
 
-def _check_kv_cache(format: Format, capacity: int, scales: Mapping[str, Sequence[float]]) -> None:
-    """Raises ValueError for a cache that the plugin does not have, or that this graph has no place for."""
-    if format.name not in CACHE_FORMATS:
-        raise ValueError(
-            f"{option('kv_cache', format)}: the plugin has caches in {' and '.join(CACHE_FORMATS)}; or pass 16bit"
-        )
-    if not capacity:
-        raise ValueError(
-            f"{option('kv_cache', format)} is for a decoder's serving graph; leave {option('capacity', 0)}, "
-            f"{option('genai', True)} and {option('input')} out"
-        )
-    if scales:
-        raise ValueError(
-            f"{option('kv_cache', format)}: the plugin attends in 16 bit over its cache; pass "
-            f"{option('attention', 'none')} with it"
-        )
-
-
-def _cached_attention(
-    model: nn.Module,
-    attention: str,
-    scales: Mapping[str, Sequence[float]],
-    kv_cache: Format | None,
-    measured: Mapping[str, AttentionScales] | None,
-) -> CachedAttention:
-    """Returns the attention of a graph with a cache: in the model's dtype, or quantized by our plugin."""
-    names = {module: name for name, module in model.named_modules()}
-    if kv_cache is not None:
-        return QuantizedCache(names, format=kv_cache, measured=measured or {})
-    return CachedAttention(names, kind=attention, scales=scales)
-
-
-def _export_record(
-    model: nn.Module, shapes: str | Sequence[str] | None, capacity: int, kv_cache: Format | None, *, measured: bool
-) -> str:
-    """Returns the options of an export as JSON, from which `quant audit --rebuild` makes the same graph again.
-
-    `measured` says whether scales of attention or of the cache came from calibration text.
-    """
-    options = {
-        "dtype": str(narrowest_dtype(model)).removeprefix("torch."),
-        "shapes": [shapes] if isinstance(shapes, str) else shapes and list(shapes),
-        "capacity": capacity,
-        "kv_cache": None if kv_cache is None else kv_cache.name,
-        "measured": measured,
-    }
-    return json_text(options)
-
-
-def _planned_scales(
-    plan: Plan, inputs: Mapping[str, GraphInput] | None, attention_scales: Mapping[str, AttentionScales] | None
-) -> Mapping[str, Sequence[float]]:
-    """Returns FP8 scales of attention's operands, as the plan requires them; ValueError if they are missing."""
-    if inputs is not None:
-        raise ValueError(f"{plan.attention} attention is exported from transformers models; pass attention='none'")
-    if not attention_scales:
-        raise ValueError(
-            f"the plan has attention in {plan.attention}, and no scales were given; pass attention_scales from "
-            "collect_attention_scales (--calib TEXT on the command line), or attention 'none'"
-        )
-    return operand_scales(attention_scales)
-
-
 def _forward_program(
-    model: nn.Module, shapes: str | Sequence[str] | None, attention: str, scales: Mapping[str, Sequence[float]]
+    model: Any, shapes: str | Sequence[str] | None, attention: str, scales: Mapping[str, Sequence[float]]
 ) -> Any:
     """Returns the ONNX model of one forward pass of a transformers model, as an `onnx_ir.Model`."""
     inputs = model_inputs(model)
     check_attends(model, {name: x.example for name, x in inputs.items()})
     names = {module: name for name, module in model.named_modules()}
-    ranges = dimension_ranges(inputs, shapes, longest=_positions(model))
+    # Configs of models that read sounds too may have a number of seconds under this name, beside the one of their text.
+    longest = getattr(text_config(model.config), "max_position_embeddings", None)
+    ranges = dimension_ranges(inputs, shapes, longest=longest if isinstance(longest, int) else None)
     # Sliding windows need not cut sequences that are no longer than they are. The model's positions alone are no
     # limit: with RoPE the graph takes more.
     window = ranges.get(SEQUENCE, (1, None))[1] if shapes else None
@@ -231,15 +209,6 @@ def _forward_program(
         arguments = ({name: x.example for name, x in inputs.items()},)
         exported = trace(Graph(model, function), arguments, inputs, ranges, split=len(inputs))
     return translate(exported, inputs, function.outputs, MODEL_PREFIX, model)
-
-
-def _positions(model: Any) -> int | None:
-    """Returns how many positions of text the model has, or None.
-
-    Configs of models that read sounds too may have a number of seconds under this name, beside the one of their text.
-    """
-    longest = getattr(text_config(model.config), "max_position_embeddings", None)
-    return longest if isinstance(longest, int) else None
 
 
 def _save(model: Any, path: Path) -> Path:

@@ -25,7 +25,7 @@ from torch import nn
 from quant.base.json_files import write_json
 from quant.calibration.attention_names import text_config
 from quant.export.onnx.decoder_graph import GraphInput, attending
-from quant.export.onnx.serving import IDS, LOGITS, CachedAttention, cache_shapes, check_decoder
+from quant.export.onnx.serving import IDS, LOGITS, CachedAttention, ServingGraph, cache_shapes, check_decoder
 from quant.export.onnx.trace import MODEL_PREFIX, trace
 from quant.export.onnx.translate import translate
 
@@ -59,15 +59,8 @@ class GenaiAttention(CachedAttention):
         return seen | (columns == rows)[None]
 
 
-class GenaiGraph(nn.Module):
+class GenaiGraph(ServingGraph):
     """A decoder as the library calls it."""
-
-    model: Any
-
-    def __init__(self, model: nn.Module, attention: GenaiAttention) -> None:
-        super().__init__()
-        self.model = model
-        self.attention = attention
 
     def forward(self, inputs: dict[str, torch.Tensor], past: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """Returns logits, then the cache."""
@@ -83,7 +76,16 @@ def genai_program(model: nn.Module, *, kind: str, scales: Mapping[str, Sequence[
     function = GenaiAttention(names, kind=kind, scales=scales)
     with attending(model, function, masked=False):
         caches = cache_shapes(model, function)
-        inputs, past = _inputs(caches)
+        # Example inputs of 5 tokens, and caches that hold 7 earlier tokens.
+        inputs = {
+            IDS: GraphInput(torch.zeros(2, 5, dtype=torch.long), ("batch", "sequence")),
+            _MASK: GraphInput(torch.ones(2, 12, dtype=torch.long), ("batch", "past + sequence")),
+            _POSITIONS: GraphInput(torch.arange(7, 12)[None].repeat(2, 1), ("batch", "sequence")),
+        }
+        past = {
+            name: GraphInput(torch.zeros(2, heads, 7, dim, dtype=dtype), ("batch", heads, "past", dim))
+            for name, (heads, dim, dtype) in zip(_cache_names(_PAST, len(caches) // 2), caches, strict=True)
+        }
         arguments = ({name: x.example for name, x in inputs.items()}, [x.example for x in past.values()])
         graph = GenaiGraph(model, function)
         # The mask's length is the sum of two other dimensions, which torch finds by itself.
@@ -92,33 +94,12 @@ def genai_program(model: nn.Module, *, kind: str, scales: Mapping[str, Sequence[
     return translate(exported, {**inputs, **past}, outputs, MODEL_PREFIX, model)
 
 
-def _inputs(caches: Sequence[tuple[int, int, torch.dtype]]) -> tuple[dict[str, GraphInput], dict[str, GraphInput]]:
-    """Returns example inputs of 5 tokens, and caches that hold 7 earlier tokens."""
-    tokens = torch.zeros(2, 5, dtype=torch.long)
-    inputs = {
-        IDS: GraphInput(tokens, ("batch", "sequence")),
-        _MASK: GraphInput(torch.ones(2, 12, dtype=torch.long), ("batch", "past + sequence")),
-        _POSITIONS: GraphInput(torch.arange(7, 12)[None].repeat(2, 1), ("batch", "sequence")),
-    }
-    past = {
-        name: GraphInput(torch.zeros(2, heads, 7, dim, dtype=dtype), ("batch", heads, "past", dim))
-        for name, (heads, dim, dtype) in zip(_cache_names(_PAST, len(caches) // 2), caches, strict=True)
-    }
-    return inputs, past
-
-
 def _cache_names(pattern: str, layers: int) -> list[str]:
     return [pattern.format(layer, part) for layer in range(layers) for part in ("key", "value")]
 
 
 def write_genai_files(model: Any, source: Path, folder: Path) -> None:
-    """Writes `genai_config.json` and copies the tokenizer's files next to `model.onnx`.
-
-    Args:
-        model: the exported model.
-        source: the checkpoint of the model.
-        folder: the folder to write to.
-    """
+    """Writes `genai_config.json` and copies the tokenizer's files next to `model.onnx`."""
     for name in TOKENIZER_FILES:
         if (source / name).is_file():
             shutil.copyfile(source / name, folder / name)

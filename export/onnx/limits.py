@@ -21,7 +21,7 @@ Convolutions take the same pairs of FP8 and INT8, and run in FP8 and INT8 with i
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -36,9 +36,8 @@ from quant.kernels.linear.conv import QuantConv
 from quant.kernels.linear.experts import QuantExperts
 from quant.kernels.linear.quant_linear import QuantLinear
 
-# Which runtimes load an exported file: onnxruntime's default session, or only TensorRT.
-#
-# Tried with onnxruntime 1.32 on a processor, by the dtype of the model and the formats of its layers:
+# Which files onnxruntime loads in its default session; TensorRT loads the others. Tried with onnxruntime 1.32 on a
+# processor, by the dtype of the model and the formats of its layers:
 #
 #     weight                             FP32 and FP16    BF16
 #     16 or 32 bit                       loads            no operators in BF16
@@ -46,20 +45,14 @@ from quant.kernels.linear.quant_linear import QuantLinear
 #     nvfp4, mxfp8, fp8_block            operators that TensorRT alone has, or no kernel for FP4
 #
 # Releases before 1.32 rewrite DequantizeLinear and MatMul of FP8 in FP32 as MatMulIntegerToFloat, which takes no FP8,
-# and stop there (1.29 to 1.31; 1.24 to 1.27 stop at QuantizeLinear, also of INT8). Their optimizations leave FP16
-# alone.
-
-
+# and stop there (1.29 to 1.31; 1.24 to 1.27 stop at QuantizeLinear, also of INT8). They leave FP16 alone.
 _OF_TENSORRT = ("nvfp4", "mxfp8", "fp8_block")
 _TRIED = "1.32"
 _LOADS_FP8_IN_FP32 = (1, 32)
 
 
 def layer_of_tensorrt(model: nn.Module) -> tuple[str, str] | None:
-    """Returns the first layer in a format that only TensorRT runs, and that format.
-
-    None if onnxruntime runs all of them.
-    """
+    """Returns the first layer in a format that only TensorRT runs, and that format; None if there is none."""
     layers = {n: m.weight_format.name for n, m in model.named_modules() if isinstance(m, QuantLinear | QuantConv)}
     return next(((name, format) for name, format in layers.items() if format in _OF_TENSORRT), None)
 
@@ -71,10 +64,7 @@ def narrowest_dtype(model: nn.Module) -> torch.dtype:
 
 
 def onnxruntime_problem(model: nn.Module, *, fp8_attention: bool = False, kv_cache: Format | None = None) -> str | None:
-    """Returns why onnxruntime cannot load the ONNX file of a model, with the way out, in one sentence.
-
-    None if it can.
-    """
+    """Returns why onnxruntime cannot load the ONNX file of a model, with the way out; None if it can."""
     of_tensorrt = layer_of_tensorrt(model)
     runners = f"TensorRT-RTX and TensorRT run it ({option('to', 'tensorrt')})"
     if kv_cache is not None:
@@ -190,75 +180,61 @@ def layer_problem(
 def check_model(model: nn.Module) -> None:
     """Raises ValueError for the first layer that no translation can express, with an alternative."""
     for name, module in model.named_modules():
-        shape = _experts_shape(module)
+        shape = None
+        if isinstance(module, QuantExperts):
+            shape = module.weight_shape
+        elif hasattr(module, "has_gate") and hasattr(module, "is_transposed"):
+            # transformers multiplies by experts in 16 bit through a class with these two attributes. Where they are
+            # quantized, they are modules below it.
+            shape = next((x.shape for x in module.parameters(recurse=False) if x.dim() == 3), None)
         if shape is not None:
             raise ValueError(
                 f"{name} {list(shape)}: fused experts choose their tokens at run time, which a static graph cannot; "
                 "serve this model from its checkpoint (vLLM, TensorRT-LLM)"
             )
         if isinstance(module, QuantLinear | QuantConv):
-            problem = layer_problem(
-                module.weight_format,
-                module.activation_format,
-                module.weight_shape,
-                static_scale=module.input_scale is not None,
-            ) or (isinstance(module, QuantConv) and _conv_problem(module))
+            weight, has_scale = module.weight_format, module.input_scale is not None
+            problem = layer_problem(weight, module.activation_format, module.weight_shape, static_scale=has_scale)
+            is_grouped = isinstance(module, QuantConv) and module.transposed and module.groups > 1
+            if problem is None and is_grouped and not weight.per_tensor:
+                problem = (
+                    f"a transposed convolution of {module.groups} groups in {weight}: ONNX has one scale for each "
+                    "index of an axis, and its groups share that of their output channels; keep it in 16 bit "
+                    f"({option('exclude')}) or use fp8"
+                )
             if problem:
                 raise ValueError(f"{name} {list(module.weight_shape)}: {problem}")
 
 
-def _experts_shape(module: nn.Module) -> tuple[int, ...] | None:
-    """Returns the shape of a stack of experts that the module multiplies by; None for any other module."""
-    if isinstance(module, QuantExperts):
-        return module.weight_shape
-    # transformers multiplies by experts in 16 bit through a class with these two attributes. Where they are quantized,
-    # they are modules below it.
-    if hasattr(module, "has_gate") and hasattr(module, "is_transposed"):
-        return next((tuple(x.shape) for x in module.parameters(recurse=False) if x.dim() == 3), None)
-    return None
-
-
-def _conv_problem(module: QuantConv) -> str | None:
-    if module.transposed and module.groups > 1 and not module.weight_format.per_tensor:
-        return (
-            f"a transposed convolution of {module.groups} groups in {module.weight_format}: ONNX has one scale for "
-            "each index of an axis, and its groups share that of their output channels; keep it in 16 bit "
-            f"({option('exclude')}) "
-            "or use fp8"
-        )
-    return None
-
-
 def check_graph(exported: torch.export.ExportedProgram, model: nn.Module, prefix: str = "") -> None:
     """Raises ValueError for a graph that a file cannot hold; the message names the module and the way out."""
-    _check_complex(exported, prefix)
-    multiplied = {layer for layer, _ in _layer_nodes(exported, prefix)}
+    buffers: Mapping[str, str] = exported.graph_signature.inputs_to_buffers
+    multiplied = set()
+    for node in exported.graph.nodes:
+        value = node.meta.get("val")
+        if node.op == "call_function" and isinstance(value, torch.Tensor) and value.is_complex():
+            # Such as Llama 4's attention. Paths and classes of the modules around a node, the innermost last.
+            path, kind = list(node.meta.get("nn_module_stack", {"": ("", "")}).values())[-1]
+            raise ValueError(
+                f"{path.removeprefix(prefix)} ({str(kind).rpartition('.')[2]}) computes with complex numbers, which "
+                "ONNX graphs do not hold; serve this model from its checkpoint (vLLM, TensorRT-LLM)"
+            )
+        is_linear = node.op == "call_function" and node.target is torch.ops.quant.linear.default
+        if is_linear or (node.op == "call_function" and node.target is torch.ops.quant.conv.default):
+            layer = buffers[node.args[1].name].removesuffix(".codes").removeprefix(prefix)
+            multiplied.add(layer)
+            rank = node.args[0].meta["val"].dim()
+            # quant::linear(x, codes, scale, global_scale, bias, input_scale, weight_format, activation)
+            if is_linear and node.args[7] == "nvfp4" and rank > 3:
+                raise ValueError(
+                    f"{layer}: NVFP4 inputs of {rank} dimensions, and TensorRT quantizes at most three; flatten the "
+                    "leading dimensions before the layer, or use fp8"
+                )
     for layer, codes in _codes(exported, model, prefix).items():
         if codes.users and layer not in multiplied:
             raise ValueError(
                 f"{layer}: the model multiplies by this layer's weight in code of its own, where a graph has no "
                 f"quantized layer; keep it in 16 bit ({option('exclude', repr(layer))})"
-            )
-    for layer, node in _layer_nodes(exported, prefix):
-        rank = node.args[0].meta["val"].dim()
-        # quant::linear(x, codes, scale, global_scale, bias, input_scale, weight_format, activation)
-        if node.target is torch.ops.quant.linear.default and node.args[7] == "nvfp4" and rank > 3:
-            raise ValueError(
-                f"{layer}: NVFP4 inputs of {rank} dimensions, and TensorRT quantizes at most three; flatten the "
-                "leading dimensions before the layer, or use fp8"
-            )
-
-
-def _check_complex(exported: torch.export.ExportedProgram, prefix: str) -> None:
-    """Raises ValueError for the first module that computes with complex numbers, such as Llama 4's attention."""
-    for node in exported.graph.nodes:
-        value = node.meta.get("val")
-        if node.op == "call_function" and isinstance(value, torch.Tensor) and value.is_complex():
-            # Paths and classes of the modules around a node, the innermost last.
-            path, kind = list(node.meta.get("nn_module_stack", {"": ("", "")}).values())[-1]
-            raise ValueError(
-                f"{path.removeprefix(prefix)} ({str(kind).rpartition('.')[2]}) computes with complex numbers, which "
-                "ONNX graphs do not hold; serve this model from its checkpoint (vLLM, TensorRT-LLM)"
             )
 
 
@@ -273,14 +249,6 @@ def _codes(exported: torch.export.ExportedProgram, model: nn.Module, prefix: str
     nodes = {node.name: node for node in exported.graph.nodes if node.op == "placeholder"}
     layers = [name for name, module in model.named_modules() if isinstance(module, QuantLinear | QuantConv)]
     return {name: nodes[names[f"{prefix}{name}.codes"]] for name in layers if f"{prefix}{name}.codes" in names}
-
-
-def _layer_nodes(exported: torch.export.ExportedProgram, prefix: str) -> Iterator[tuple[str, Any]]:
-    """Yields each `quant::linear` and `quant::conv` node of a graph, with the name of its layer."""
-    buffers: Mapping[str, str] = exported.graph_signature.inputs_to_buffers
-    for node in exported.graph.nodes:
-        if node.op == "call_function" and node.target in (torch.ops.quant.linear.default, torch.ops.quant.conv.default):
-            yield buffers[node.args[1].name].removesuffix(".codes").removeprefix(prefix), node
 
 
 def check_attention(name: str, kind: str, query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None) -> None:

@@ -37,12 +37,10 @@ class QuantizedCache(CachedAttention):
     """Attention over a KV cache in `format`, while a graph is traced."""
 
     format: Format = FORMATS["fp8"]  # one of `CACHE_FORMATS`
-    # scales of K and V by module, where the modules have none of their own
-    measured: Mapping[str, AttentionScales] = field(default_factory=dict)
-    # the scales of K and V in each attention, one for each KV head; a graph that is being traced has no numbers, so
-    # they are read before
+    measured: Mapping[str, AttentionScales] = field(default_factory=dict)  # where modules have no scales of their own
+    # Scales of K and V of each attention by KV head: a graph that is being traced has no numbers, so they are read
+    # before, from the modules that are noted while shapes are recorded.
     cache_scales: dict[str, tuple[list[float], list[float]]] = field(default_factory=dict)
-    # attention modules by name, filled while shapes are being recorded
     modules: dict[str, nn.Module] = field(default_factory=dict)
 
     def attended(self, name: str, keys: Keys, window: int | None) -> Keys:

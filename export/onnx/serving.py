@@ -57,14 +57,11 @@ _SMALLEST = 8
 class CachedAttention(Attention):
     """Attention over a KV cache, while a graph is traced."""
 
-    # keys and values of earlier tokens, in order of the layers; empty while shapes are being recorded
-    past: Sequence[torch.Tensor] = ()
-    # keys and values that the graph returns, filled while the model runs
-    new: list[torch.Tensor] = field(default_factory=list)
+    past: Sequence[torch.Tensor] = ()  # keys and values, in order of the layers; none while shapes are recorded
+    new: list[torch.Tensor] = field(default_factory=list)  # keys and values that the graph returns
     inputs: Mapping[str, torch.Tensor] = field(default_factory=dict)  # the graph's other inputs
-    # the masks by window; layers with the same window share one
-    masks: dict[int | None, torch.Tensor] = field(default_factory=dict)
-    # as in `Attention`; a bias of positions would cover the new tokens alone
+    masks: dict[int | None, torch.Tensor] = field(default_factory=dict)  # by window; layers share them
+    # A bias of positions would cover the new tokens alone.
     refused: tuple[str, ...] = ("softcap", "s_aux", "position_bias")
 
     def begin(self, inputs: Mapping[str, torch.Tensor], past: Sequence[torch.Tensor]) -> None:

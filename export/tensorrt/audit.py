@@ -1,21 +1,20 @@
 """Reads from a built engine in which precision each GEMM and each attention runs, without a GPU.
 
-`contents/engine_file` reads the kernels of an engine; each names the ONNX nodes that were fused into it.
-
-A convolution is a `corrltn` or `convolution`, a transposed one a `deconvolution`; its node is a Conv or ConvTranspose.
+Each kernel of an engine (`engine_file`) names the ONNX nodes that were fused into it. A layer's GEMM is the kernel that
+holds its MatMul or Conv node, `model.layers.0.mlp.up_proj/MatMul`. The graph names the nodes of layers in 16 bit in the
+same way, so that a layer which was planned in fewer bits and never quantized is found in half precision; only a layer
+that the graph lacks may be missing. A convolution is a `corrltn` or `convolution`, a transposed one a `deconvolution`:
 TensorRT-RTX 1.7 runs the first kind in INT8 and FP8, pads channels where it has to, and runs the second in half.
 
-A `runtime_fusion` is compiled on the GPU that runs it; its parts follow as a small program of their own, whose GEMM
-shows the types that are multiplied. TensorRT silently runs a layer in half precision if the graph misses one of its
-patterns. The precision is read from types, not from kernel names:
+TensorRT silently runs a layer in half precision if the graph misses one of its patterns. The precision is read from
+types, not from kernel names:
 
     fp4 · fp8 · int8        both operands of the GEMM are codes
     half, fp4 weights       weights are stored as codes and multiplied in 16 bit, as in a weight-only format
     half                    no trace of the quantization is left
 
-The layer's GEMM is the kernel that holds its MatMul or Conv node, `model.layers.0.mlp.up_proj/MatMul`. The graph names
-the nodes of layers in 16 bit in the same way, so that a layer which was planned in fewer bits and never quantized is
-found in half precision; only a layer that the graph lacks may be missing.
+A `runtime_fusion` is compiled on the GPU that runs it; its parts follow as a small program of their own, whose GEMM
+shows the types that are multiplied.
 """
 
 from __future__ import annotations
@@ -36,63 +35,8 @@ from quant.formats.format import E8M0
 from quant.recipes.layers import LayerKind
 from quant.recipes.plan import LayerPlan, Plan
 
-# Checks how the kernels of an engine are connected: all blocks are there, and follow each other in the model's order.
-#
-# A graph in which two blocks were exchanged has all the right weights at all the right names.
-
-
 # Lists of modules that run one after the other; other lists may run side by side, or backwards.
 _BLOCKS = re.compile(r"^(.*?\b(?:layers?|blocks?|h))\.(\d+)\.")
-
-
-def order_problems(engine: Engine) -> list[str]:
-    """Returns one clause for each block that does not follow the block before it, in any of the engine's programs."""
-    problems: dict[str, None] = {}
-    for program in sorted({kernel.program for kernel in engine.kernels if not kernel.is_body}):
-        kernels = [kernel for kernel in engine.kernels if kernel.program == program]
-        problems.update(dict.fromkeys(_program_problems(kernels)))
-    return list(problems)
-
-
-def absent_blocks(engine: Engine, model: nn.Module) -> list[str]:
-    """Returns a clause for each block of a transformers model that the engine lacks, where it has others of its list.
-
-    An engine of a model that was cut short has all the tensors that its kernels read.
-    """
-    if not hasattr(model, "main_input_name"):
-        return []
-    modules = {path for kernel in engine.kernels for path in kernel.modules}
-    present = {(match[1], int(match[2])) for path in modules if (match := _BLOCKS.match(f"{path}."))}
-    return [
-        f"{name}.{index} is not in the engine"
-        for name, blocks in model.named_modules()
-        if isinstance(blocks, nn.ModuleList) and any(path == name for path, _ in present)
-        for index in range(len(blocks))
-        if (name, index) not in present
-    ]
-
-
-def _program_problems(kernels: list[Kernel]) -> Iterator[str]:
-    # Blocks whose GEMMs a tensor depends on, by its name; kernels are in an order in which they can run.
-    behind: dict[str, set[tuple[str, int]]] = {}
-    blocks = {block for kernel in kernels for block in _blocks(kernel)}
-    for kernel in kernels:
-        earlier = set().union(*(behind.get(operand.name, set()) for operand in kernel.inputs))
-        own = _blocks(kernel) if kernel.is_gemm else set()
-        for path, index in own:
-            later = max((i for other, i in earlier if other == path), default=index)
-            if later > index:
-                yield f"{path}.{index} runs after {path}.{later}"
-            if (path, index - 1) in blocks and (path, index - 1) not in earlier:
-                yield f"{path}.{index} does not read {path}.{index - 1}"
-        for name in kernel.outputs:
-            behind[name] = earlier | own | behind.get(name, set())
-
-
-def _blocks(kernel: Kernel) -> set[tuple[str, int]]:
-    """Returns the outermost block of each layer that a GEMM multiplies: `model.layers` and 3."""
-    matches = (_BLOCKS.match(node) for node in kernel.matmuls)
-    return {(match[1], int(match[2])) for match in matches if match}
 
 
 UNPLANNED = "–"
@@ -129,17 +73,6 @@ def audit(
     One finding for each planned layer, then other GEMMs, attentions, the tensors of each module of `model`, inputs that
     no kernel reads, parts of a KV cache that are updated as others, and blocks in a wrong order. Arguments left out are
     read from the record in the engine, if our own builder wrote it.
-
-    Args:
-        path: of a serialized engine.
-        plan: without one, every GEMM is listed with its precision, and passes.
-        attention: required precision of attention, `fp8` or `half`; by default the plan's, if it has one.
-        attention_nodes: names of the attention nodes of the graph; one that is not fused in the engine is a finding.
-        exported: the linear layers in the graph. Others, such as a pooler with an unused output, may be missing.
-        model: whose tensors the engine must hold.
-
-    Raises:
-        ValueError: the file is no engine that can be read.
     """
     engine = read_engine(path)
     kernels, record = engine.kernels, engine.record
@@ -157,13 +90,24 @@ def audit(
         for name, layer in planned.items()
     ]
     findings += [*_audit_unplanned(kernels, planned), *_audit_attention(kernels, attention, attention_nodes)]
-    if model is not None:
-        findings += _audit_tensors(engine, model)
+    if model is not None and not engine.starts:
+        row = AuditRow("all tensors", TENSORS, "constants in a layout of another TensorRT, not compared", False)
+        findings.append(row)
+    elif model is not None:
+        # Whether each module's kernels read the module's own codes, scales, biases and weights.
+        findings += [
+            AuditRow(name, TENSORS, f"other {', '.join(absent)}" if absent else TENSORS, not absent)
+            for name, absent in compare_tensors(engine, model).items()
+        ]
     # TensorRT-RTX 1.7's parser drops `nonpad_kv_seqlen` of Attention with a warning: the engine has the input, unread.
     findings += [AuditRow(name, "an input that is read", "read by no kernel", False) for name in engine.unread]
-    findings += _audit_updates(engine)
-    blocks = [*order_problems(engine), *([] if model is None else absent_blocks(engine, model))]
-    return findings + [AuditRow("order of blocks", "as in the model", text, False) for text in blocks]
+    findings += [
+        AuditRow(past, f"updated in place as {new_name(past)}", f"as {output}", False)
+        for past, output in engine.updated.items()
+        if output != new_name(past)
+    ]
+    order = dict.fromkeys(_order_problems(engine, model))
+    return findings + [AuditRow("order of blocks", "as in the model", text, False) for text in order]
 
 
 def failures(findings: Iterable[AuditRow]) -> list[str]:
@@ -192,10 +136,10 @@ def is_storage_only(layer: LayerPlan) -> bool:
 
 def planned_precision(layer: LayerPlan) -> str:
     """Returns the precision in which a planned layer should run."""
-    weight = _ELEMENTS.get(layer.weight_format.element.name.lower(), layer.weight_format.element.name.lower())
+    formats = (layer.weight_format, layer.activation or layer.weight_format)
+    weight, activation = (_ELEMENTS.get(x.element.name.lower(), x.element.name.lower()) for x in formats)
     if layer.activation is None or is_storage_only(layer):
         return f"half, {weight} weights"
-    activation = _ELEMENTS.get(layer.activation.element.name.lower(), layer.activation.element.name.lower())
     return weight if weight == activation else f"{activation}, {weight} weights"
 
 
@@ -237,20 +181,40 @@ def _attended(kernel: Kernel) -> list[KernelOperand]:
     return matrices[:3]
 
 
-def _audit_tensors(engine: Engine, model: nn.Module) -> Iterator[AuditRow]:
-    """Yields findings on whether each module's kernels read the module's own codes, scales, biases and weights."""
-    if not engine.starts:
-        yield AuditRow("all tensors", TENSORS, "constants in a layout of another TensorRT, not compared", False)
-        return
-    for name, absent in compare_tensors(engine, model).items():
-        yield AuditRow(name, TENSORS, f"other {', '.join(absent)}" if absent else TENSORS, not absent)
+def _order_problems(engine: Engine, model: nn.Module | None) -> Iterator[str]:
+    """Yields a clause for each block that does not follow the block before it, or that the engine lacks.
+
+    An engine in which two blocks were exchanged with their names has all the right tensors.
+    """
+    for program in sorted({kernel.program for kernel in engine.kernels if not kernel.is_body}):
+        kernels = [kernel for kernel in engine.kernels if kernel.program == program]
+        own = [_blocks(kernel.matmuls) for kernel in kernels]
+        present = set().union(*own)
+        # Blocks whose GEMMs a tensor depends on, by its name; kernels are in an order in which they can run.
+        behind: dict[str, set[tuple[str, int]]] = {}
+        for kernel, blocks in zip(kernels, own, strict=True):
+            earlier = set().union(*(behind.get(operand.name, set()) for operand in kernel.inputs))
+            blocks = blocks if kernel.is_gemm else set()
+            for path, index in blocks:
+                later = max((i for other, i in earlier if other == path), default=index)
+                if later > index:
+                    yield f"{path}.{index} runs after {path}.{later}"
+                if (path, index - 1) in present and (path, index - 1) not in earlier:
+                    yield f"{path}.{index} does not read {path}.{index - 1}"
+            for name in kernel.outputs:
+                behind[name] = earlier | blocks | behind.get(name, set())
+    # An engine of a model that was cut short has all the tensors that its kernels read.
+    if model is not None and hasattr(model, "main_input_name"):
+        present = _blocks(f"{path}." for kernel in engine.kernels for path in kernel.modules)
+        for name, modules in model.named_modules():
+            if isinstance(modules, nn.ModuleList) and any(path == name for path, _ in present):
+                absent = [index for index in range(len(modules)) if (name, index) not in present]
+                yield from (f"{name}.{index} is not in the engine" for index in absent)
 
 
-def _audit_updates(engine: Engine) -> Iterator[AuditRow]:
-    """Yields a finding for each part of a KV cache that the engine updates in place as another part."""
-    for past, output in engine.updated.items():
-        if output != new_name(past):
-            yield AuditRow(past, f"updated in place as {new_name(past)}", f"as {output}", False)
+def _blocks(paths: Iterable[str]) -> set[tuple[str, int]]:
+    """Returns the outermost block of each path: `model.layers` and 3."""
+    return {(match[1], int(match[2])) for match in map(_BLOCKS.match, paths) if match}
 
 
 def _audit_attention(kernels: Sequence[Kernel], required: str | None, nodes: Sequence[str]) -> Iterator[AuditRow]:
@@ -287,17 +251,10 @@ def _precision(gemm: Kernel, kernels: Sequence[Kernel]) -> str:
         read = {(gemm.program, operand.name) for operand in matrices}
         unpackers = [k for k in kernels if not k.is_gemm and any((k.program, name) in read for name in k.outputs)]
         near = [*matrices, *(operand for kernel in unpackers for operand in kernel.inputs)]
-        weight = _stored_type(near, multiplied.inputs[1]) or weight
+        # Block scales are far smaller than the weight. The builder expands MXFP8's to the weight's size, in a wider
+        # type, so the narrowest of the constants of about its size is the weight.
+        stored = [o for o in near if o.constant and o.is_matrix and 8 * o.size >= multiplied.inputs[1].size]
+        weight = min(stored, key=lambda o: BITS[o.type]).type if stored else weight
     if weight == activation or BITS.get(weight, 16) >= 16:
         return activation
     return f"{activation}, {weight} weights"
-
-
-def _stored_type(operands: Iterable[KernelOperand], weight: KernelOperand) -> str | None:
-    """Returns the type that a weight is stored in: the narrowest among constants of about its size.
-
-    Block scales are far smaller than the weight. The builder expands MXFP8's scales to the weight's size, in a wider
-    type.
-    """
-    constants = [o for o in operands if o.constant and o.is_matrix and 8 * o.size >= weight.size]
-    return min(constants, key=lambda o: BITS[o.type]).type if constants else None

@@ -178,13 +178,9 @@ def _reduce(spec: CacheSpec, arch: int, most: int) -> BundledKernel:
     return BundledKernel("reduce", most, compiled)
 
 
-# The plugin `QuantCacheAttention` in the classes of TensorRT-RTX, as far as a build needs it.
-#
-# The builder asks for types and shapes, and stores the node's attributes and its kernels in the engine. A process that
-# loads the engine registers the C++ library of `cpp/` (`plugins.cpp`), whose class has the same name, fields and layout:
-# it launches three kernels a step, which is no work for Python.
-
-
+# The class of TensorRT-RTX is for builds: the builder asks it for types and shapes, and stores the node's attributes
+# and its kernels in the engine. A process that loads the engine registers the C++ library of `cpp/`, whose class has
+# the same name, fields and layout: it launches three kernels a step, which is no work for Python.
 _FIRST_CACHE = 3  # after q, k and v
 _TYPES = {"fp8": ("FP8", "FP8"), "nvfp4": ("FP8", "FP8", "FP8", "FP8")}
 

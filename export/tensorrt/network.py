@@ -3,7 +3,7 @@
     load_graph       the graph without its weights
     check_backend    refuses nodes that the library which builds the engine does not take
     check_graph      refuses graphs that TensorRT compiles wrongly, or that need hardware that the target lacks
-    make_profiles    the ranges of shapes, as `onnx_graph.shapes` reads them, above the minimum of fused attention
+    make_profiles    the ranges of shapes, as `onnx.dynamic_shapes` reads them, above the minimum of fused attention
     label_nodes      names nodes after their layers, by which the audit finds a layer in the engine
 
 Each refusal names the layer and an alternative. The failing combinations were found by building them.
@@ -78,6 +78,59 @@ def check_graph(model: Any, target: GpuTarget) -> None:
             raise ValueError(f"{_node_label(node)}: {problem}")
 
 
+def _node_problems(
+    node: Any,
+    types: Mapping[str, str],
+    producer: Mapping[str, Any],
+    shapes: Mapping[str, Any],
+    target: GpuTarget,
+) -> Iterator[str]:
+    """Yields reasons why TensorRT does not run a node as it is."""
+    for name in node.input:
+        kind = types.get(name, "")
+        if kind in _NOT_IMPORTED:
+            yield f"TensorRT does not import {_NOT_IMPORTED[kind]}"
+        if _FEATURES.get(kind) == "FP4" and not target.has_fp4:
+            yield f"{target} has no FP4; use fp8 or int4 for it, or target sm120"
+        if _FEATURES.get(kind) == "FP8" and not target.has_fp8:
+            yield f"{target} has no FP8; use int8 or int4 for it, or target sm89 or later"
+    if node.op_type == "MatMulNBits":
+        yield "TensorRT does not import MatMulNBits; export int4 weights as DequantizeLinear"
+    # x ─> QuantizeLinear ─> DequantizeLinear ─┐
+    # codes ───────────────> DequantizeLinear ─┴─> MatMul      codes are an initializer, and so have an entry in `types`
+    if node.op_type == "MatMul":
+        sources = [producer.get(name) for name in node.input]
+        for index, source in enumerate(sources):
+            while source is not None and source.op_type in ("Cast", "CastLike", "Transpose"):
+                source = sources[index] = producer.get(source.input[0])
+        if all(source is not None and source.op_type == "DequantizeLinear" for source in sources):
+            weight = next((s for s in sources if types.get(s.input[0])), None)
+            inputs = next((s for s in sources if not types.get(s.input[0])), None)
+            blocked = weight is not None and _attribute(weight, "block_size", 0) > 0
+            source = producer.get(inputs.input[0]) if inputs is not None else None
+            if blocked and weight is not None and source is not None and source.op_type == "QuantizeLinear":
+                kind = types[weight.input[0]]
+                yield (
+                    "TensorRT's builder fails or crashes on FP4 weights with inputs quantized to another format; use "
+                    "nvfp4 inputs, or 16-bit ones"
+                    if kind == "FLOAT4E2M1"
+                    else f"TensorRT miscompiles {kind} weights in blocks along the inputs when the input is quantized "
+                    "too: it reads only the first scale of a row; use one scale a channel, or 16-bit inputs"
+                )
+    if node.op_type == "Attention":
+        dims = shapes.get(node.input[0], ())  # q [batch, heads, sequence, dim]; a size that is not stated is 0
+        heads, queries = (dims[1].dim_value, dims[2].dim_value) if len(dims) == 4 else (0, 0)
+        if queries == 1 and 0 < heads < _FEWEST_HEADS:
+            yield (
+                f"TensorRT has no kernel for attention of one query with {heads} heads; it has from {_FEWEST_HEADS} "
+                "on; let PyTorch or vLLM decode"
+            )
+        if _attribute(node, "softcap", 0.0):
+            yield "TensorRT has no attention with a soft cap; it cannot run this model's attention as one node"
+        if len(node.input) > 4 and any(node.input[4:6]):
+            yield "TensorRT does not take past keys and values at Attention; concatenate them before the node"
+
+
 def check_backend(model: Any, backend: str) -> None:
     """Raises ValueError for the first node that `backend`, a key of `EXTRAS`, does not build; by layer."""
     if backend != "tensorrt":
@@ -101,40 +154,29 @@ def make_profiles(model: Any, shapes: str | Sequence[str] | None) -> list[Shapes
     floors = attention_floors(model, inputs)
     texts = as_profiles(shapes)
     capacity = cache_capacity(model)
-    if capacity is not None:
-        # One token a row is a profile of its own: its kernels differ from the kernels for a long sequence.
-        profiles = [parse_profile(text, inputs, {}, capacity) for text in texts or default_profiles(capacity, floors)]
-        for profile in profiles:
-            check_step(profile[IDS], capacity, floors)
-        return profiles
-    if not any(item.is_dynamic for item in inputs):
-        for text in texts:
-            parse_profile(text, inputs, floors)
-        return []
-    return [parse_profile(text, inputs, floors) for text in texts or [""]]
+    if capacity is None:
+        profiles = [parse_profile(text, inputs, floors) for text in texts or [""]]
+        return profiles if any(item.is_dynamic for item in inputs) else []
+    # One token a row is a profile of its own: its kernels differ from the kernels for a long sequence. By default that
+    # is for many rows, and chunks of prompts are for a few.
+    floor, longest = max(1, floors.get("sequence", 1)), min(_LONGEST_CHUNK, capacity)
+    chunks = f"batch=1:1:8,sequence={floor}:{max(floor, longest // 2)}:{longest}"
+    texts = texts or ["batch=1:8:32,sequence=1:1:1", chunks]
+    profiles = [parse_profile(text, inputs, {}, capacity) for text in texts]
+    for profile in profiles:
+        (_, low), _, (_, high) = profile[IDS]
+        check_sequence(high, capacity)
+        if high > 1 and low < floor:
+            raise ValueError(
+                f"{option('shapes')}: sequence starts at {low}, and TensorRT's fused FP8 attention needs one token or "
+                f"at least {floor}: start it there, or export with {option('attention', 'none')}"
+            )
+    return profiles
 
 
 def cache_capacity(model: Any) -> int | None:
     """Returns how many tokens the KV cache of a serving graph holds; None for other graphs."""
     return next((int(entry.value) for entry in model.metadata_props if entry.key == CAPACITY_KEY), None)
-
-
-def default_profiles(capacity: int, floors: Mapping[str, int]) -> list[str]:
-    """Returns profiles for decoding steps of many rows, and for chunks of prompts of a few."""
-    low, high = max(1, floors.get("sequence", 1)), min(_LONGEST_CHUNK, capacity)
-    return ["batch=1:8:32,sequence=1:1:1", f"batch=1:1:8,sequence={low}:{max(low, high // 2)}:{high}"]
-
-
-def check_step(ids: tuple[tuple[int, ...], ...], capacity: int, floors: Mapping[str, int]) -> None:
-    """Raises ValueError for a range of steps that the cache, or FP8 attention, cannot take."""
-    (_, low), _, (_, high) = ids
-    check_sequence(high, capacity)
-    floor = floors.get("sequence", 1)
-    if high > 1 and low < floor:
-        raise ValueError(
-            f"{option('shapes')}: sequence starts at {low}, and TensorRT's fused FP8 attention needs one token or "
-            f"at least {floor}: start it there, or export with {option('attention', 'none')}"
-        )
 
 
 def attention_floors(model: Any, inputs: Sequence[Input]) -> dict[str, int]:
@@ -150,7 +192,13 @@ def attention_floors(model: Any, inputs: Sequence[Input]) -> dict[str, int]:
     named = {dim for item in inputs for dim in item.dims if isinstance(dim, str)}
     floors: set[str] = set()
     for node in nodes:
-        sequences = [_sequence(name, shapes, producer) for name in node.input[:3]]
+        # The sequence of q, k and v `[batch, heads, sequence, dim]`: a number, a name, or None if it is not stated.
+        sequences: list[int | str | None] = []
+        for name in node.input[:3]:
+            while name not in shapes and name in producer and producer[name].op_type in _SAME_SHAPE:
+                name = producer[name].input[0]
+            dim = shapes[name][-2] if shapes.get(name) else None
+            sequences.append(dim and (dim.dim_value if dim.HasField("dim_value") else dim.dim_param or None))
         # A single query, as in decoding, has a fused kernel for any number of keys.
         if sequences[0] == 1:
             continue
@@ -174,22 +222,6 @@ def _shapes(model: Any) -> dict[str, Any]:
     return {value.name: value.type.tensor_type.shape.dim for value in (*model.graph.value_info, *model.graph.input)}
 
 
-def _heads_and_queries(name: str, shapes: Mapping[str, Any]) -> tuple[int, int]:
-    """Returns the heads and queries of q `[batch, heads, sequence, dim]`; 0 for one that the graph does not state."""
-    dims = shapes.get(name, ())
-    return (dims[1].dim_value, dims[2].dim_value) if len(dims) == 4 else (0, 0)
-
-
-def _sequence(name: str, shapes: Mapping[str, Any], producer: Mapping[str, Any]) -> int | str | None:
-    """Returns the sequence length of an operand `[batch, heads, sequence, dim]`, its name, or None if unknown."""
-    while name not in shapes and name in producer and producer[name].op_type in _SAME_SHAPE:
-        name = producer[name].input[0]
-    dims = shapes.get(name)
-    if not dims:
-        return None
-    return dims[-2].dim_value if dims[-2].HasField("dim_value") else dims[-2].dim_param or None
-
-
 def label_nodes(model: Any) -> list[str]:
     """Names every node of a module `<module>/<op type>`; returns the names of the attention nodes.
 
@@ -209,75 +241,6 @@ def label_nodes(model: Any) -> list[str]:
         if node.op_type in ATTENTION:
             attention.append(node.name)
     return attention
-
-
-def _node_problems(
-    node: Any,
-    types: Mapping[str, str],
-    producer: Mapping[str, Any],
-    shapes: Mapping[str, Any],
-    target: GpuTarget,
-) -> Iterator[str]:
-    """Yields reasons why TensorRT does not run a node as it is.
-
-    Args:
-        node: of the graph.
-        types: ONNX types of the initializers, by name.
-        producer: the node that computes each value.
-        shapes: dimensions of values.
-        target: of the engine.
-    """
-    for name in node.input:
-        kind = types.get(name, "")
-        if kind in _NOT_IMPORTED:
-            yield f"TensorRT does not import {_NOT_IMPORTED[kind]}"
-        if _FEATURES.get(kind) == "FP4" and not target.has_fp4:
-            yield f"{target} has no FP4; use fp8 or int4 for it, or target sm120"
-        if _FEATURES.get(kind) == "FP8" and not target.has_fp8:
-            yield f"{target} has no FP8; use int8 or int4 for it, or target sm89 or later"
-    if node.op_type == "MatMulNBits":
-        yield "TensorRT does not import MatMulNBits; export int4 weights as DequantizeLinear"
-    # x ─> QuantizeLinear ─> DequantizeLinear ─┐
-    # codes ───────────────> DequantizeLinear ─┴─> MatMul      codes are an initializer, and so have an entry in `types`
-    if node.op_type == "MatMul":
-        sources = [_unwrap(producer.get(name), producer) for name in node.input]
-        if all(source is not None and source.op_type == "DequantizeLinear" for source in sources):
-            weight = next((s for s in sources if types.get(s.input[0])), None)
-            inputs = next((s for s in sources if not types.get(s.input[0])), None)
-            blocked = weight is not None and _attribute(weight, "block_size", 0) > 0
-            source = producer.get(inputs.input[0]) if inputs is not None else None
-            if blocked and weight is not None and source is not None and source.op_type == "QuantizeLinear":
-                yield _blocked_and_quantized(types[weight.input[0]])
-    if node.op_type == "Attention":
-        heads, queries = _heads_and_queries(node.input[0], shapes)
-        if queries == 1 and 0 < heads < _FEWEST_HEADS:
-            yield (
-                f"TensorRT has no kernel for attention of one query with {heads} heads; it has from {_FEWEST_HEADS} "
-                "on; let PyTorch or vLLM decode"
-            )
-        if _attribute(node, "softcap", 0.0):
-            yield "TensorRT has no attention with a soft cap; it cannot run this model's attention as one node"
-        if len(node.input) > 4 and any(node.input[4:6]):
-            yield "TensorRT does not take past keys and values at Attention; concatenate them before the node"
-
-
-def _blocked_and_quantized(kind: str) -> str:
-    if kind == "FLOAT4E2M1":
-        return (
-            "TensorRT's builder fails or crashes on FP4 weights with inputs quantized to another format; use nvfp4 "
-            "inputs, or 16-bit ones"
-        )
-    return (
-        f"TensorRT miscompiles {kind} weights in blocks along the inputs when the input is quantized too: it reads "
-        "only the first scale of a row; use one scale a channel, or 16-bit inputs"
-    )
-
-
-def _unwrap(node: Any, producer: Mapping[str, Any]) -> Any:
-    """Returns the node behind casts and transposes."""
-    while node is not None and node.op_type in ("Cast", "CastLike", "Transpose"):
-        node = producer.get(node.input[0])
-    return node
 
 
 def _attribute(node: Any, name: str, default: Any) -> Any:

@@ -36,17 +36,10 @@ from quant.kernels.attention.attention_operands import HEAD_DIMS, Tiles, tiles_f
 from quant.kernels.base.cuda_driver import LoadedKernel
 from quant.kernels.base.ptx import CompiledKernel, compile_kernel
 
-# Compiled kernels as one text, which a plugin carries in an engine and C++ reads without a library.
-#
-#     blockscale-kernels 1
+# A bundle is compiled kernels as one text, which a plugin carries in an engine and C++ reads without a library. A
+# kernel has a header, with its role in the plugin, compute capability, entry, warps, bytes of shared memory, rows of
+# its tile, parameters, and the length of its PTX, which follows with a newline:
 #     attend 90 fp8_dense_attention 8 165888 128 q:*fp8e4nv,…,heads:i32,out:*bf16 41234
-#     .version 8.7 …                                                    41,234 bytes of PTX, then a newline
-#     …
-#
-# The header of a kernel gives its role in the plugin, the compute capability, the entry's name, warps, bytes of shared
-# memory, rows of its tile, its parameters in order, and the length of its PTX.
-
-
 _FIRST = "blockscale-kernels 1\n"
 
 
@@ -92,15 +85,11 @@ def unpack(text: bytes) -> list[BundledKernel]:
 
 
 INPUTS = ("q", "k", "v", "scales")
-
 KERNELS = "kernels"
 """The field of a plugin that holds its kernels."""
-
 OUTPUT_TYPES = {16: "BF16", 10: "FP16"}
 """Names of the output types in TensorRT, by their number in ONNX."""
-
-# Triton's types of the kernel's pointers.
-_TRITON_TYPES = {"FP8": "*fp8e4nv", "FP32": "*fp32", "BF16": "*bf16", "FP16": "*fp16"}
+_TRITON_TYPES = {"FP8": "*fp8e4nv", "FP32": "*fp32", "BF16": "*bf16", "FP16": "*fp16"}  # of the kernel's pointers
 
 
 @dataclass(frozen=True)
@@ -156,7 +145,8 @@ def check_shapes(shapes: Sequence[Sequence[int | None]], name: str = PLUGIN) -> 
     if [len(shape) for shape in sizes] != [4, 4, 4, 1] or sizes[3][0] not in (None, 3):
         raise ValueError(f"{name}: {described}; expected q, k, v [batch, heads, seq, dim] and scales [3]")
     q, k, v, _ = sizes
-    if _differ(q[0], k[0], v[0]) or _differ(q[3], k[3], v[3]) or _differ(k[1], v[1]) or _differ(k[2], v[2]):
+    alike = ((q[0], k[0], v[0]), (q[3], k[3], v[3]), (k[1], v[1]), (k[2], v[2]))
+    if any(len({size for size in group if size is not None}) > 1 for group in alike):
         raise ValueError(f"{name}: {described}; batch and dim must agree, and k and v in everything")
     if q[1] and k[1] and q[1] % k[1]:
         raise ValueError(f"{name}: {described}; {k[1]} KV heads do not divide {q[1]} heads")
@@ -169,10 +159,6 @@ def check_shapes(shapes: Sequence[Sequence[int | None]], name: str = PLUGIN) -> 
             f"{option('attention', 'native')}"
         )
     return dim
-
-
-def _differ(*sizes: int | None) -> bool:
-    return len({size for size in sizes if size is not None}) > 1
 
 
 def infer_types(types: Sequence[str], attributes: Attributes, name: str = PLUGIN) -> str:
@@ -245,12 +231,6 @@ def kernels_from_fields(values: Mapping[str, Any]) -> dict[int, BundledKernel]:
     return {kernel.compiled.arch: kernel for kernel in unpack(np.asarray(values[KERNELS]).tobytes())}
 
 
-# The plugin `QuantFp8Attention` in the classes of TensorRT and TensorRT-RTX.
-#
-# `plugin` has its shapes, types and launch as plain functions. Full TensorRT gets a quick-deployable plugin: three
-# functions, and PTX inside the engine. TensorRT-RTX gets an `IPluginV3`, which launches the same PTX.
-
-
 _DATA_TYPES = {"FP32": "FLOAT", "FP16": "HALF"}
 
 retained: list[Any] = []
@@ -303,9 +283,10 @@ def register_quick(trt: Any, trtp: Any, arch: int) -> None:
         outputs: Any, tactic: Any,
     ) -> Any:  # fmt: skip
         attributes = Attributes(causal, softmax_scale, output_type)
-        shapes = [[_constant(size) for size in x.shape_expr] for x in (q, k, v, scales)]
-        compiled = compile_attention(check_shapes(shapes), attributes, arch)
-        tiles = tiles_for(check_shapes(shapes), arch)
+        # Sizes are symbols, and numbers where they are known before run time.
+        symbols = [x.shape_expr for x in (q, k, v, scales)]
+        dim = check_shapes([[size.constant_value() if size.is_constant else None for size in x] for x in symbols])
+        compiled, tiles = compile_attention(dim, attributes, arch), tiles_for(dim, arch)
         params = trtp.KernelLaunchParams()
         params.grid_x, params.grid_y, params.grid_z = launch_grid(q.shape_expr, tiles, trtp.cdiv)
         params.block_x = compiled.threads
@@ -323,11 +304,6 @@ def register_quick(trt: Any, trtp: Any, arch: int) -> None:
     trtp.register(plugin)(describe)
     trtp.autotune(plugin)(autotune)
     trtp.aot_impl(plugin)(implement)
-
-
-def _constant(size: Any) -> int | None:
-    """Returns a symbolic size as a number, None where it is only known at run time."""
-    return size.constant_value() if size.is_constant else None
 
 
 def data_type(trt: Any, name: str) -> Any:
@@ -382,7 +358,10 @@ def _plugin_class(trt: Any, archs: tuple[int, ...]) -> type[Any]:
             self, inputs: Any, outputs: Any, input_addresses: Any, output_addresses: Any, workspace: Any, stream: Any
         ) -> None:
             # PTX is loaded on the first call, for the CUDA context of the engine exists then.
-            arch = _local_arch()
+            import torch
+
+            major, minor = torch.cuda.get_device_capability()
+            arch = 10 * major + minor
             if arch not in self.loaded:
                 if arch not in self.kernels:
                     raise ValueError(f"{PLUGIN}: the engine has kernels for {sorted(self.kernels)}, this GPU is {arch}")
@@ -470,10 +449,3 @@ def type_name(trt: Any, type_: Any) -> str:
     """Returns the name of a TensorRT type, the inverse of `data_type`."""
     names = {data_type(trt, name): name for name in ("FP8", "FP32", "BF16", "FP16")}
     return names.get(type_, str(type_))
-
-
-def _local_arch() -> int:
-    import torch
-
-    major, minor = torch.cuda.get_device_capability()
-    return 10 * major + minor

@@ -4,6 +4,9 @@ The audit proves that each layer's kernels read the layer's own numbers. It does
 them: an MLP that multiplies by SiLU of the wrong projection, a block without its residual, or positions that are off by
 one have all the right tensors. TensorRT-RTX measures no times, so the same graph always becomes the same kernels, and
 without a KV cache the same file; an engine that was built from another graph differs in the nodes where the graph does.
+
+The names of tensors in an engine are counted, and one kernel more shifts all that follow. So a kernel is known by the
+ONNX nodes that were fused into it, and a tensor by the kernel that writes it.
 """
 
 from __future__ import annotations
@@ -23,76 +26,56 @@ from quant.base.errors import UserError
 from quant.export.onnx.export_onnx import write_onnx
 from quant.export.tensorrt.audit import AuditRow
 from quant.export.tensorrt.build import BuildOptions, build_engine
-from quant.export.tensorrt.engine_file import Engine, Kernel, KernelOperand, read_engine
+from quant.export.tensorrt.engine_file import Engine, read_engine
 from quant.generate.generate import cast_unquantized
 from quant.kernels.attention.kv_pages import kv_format
 from quant.recipes.plan import Plan
 
-# Compares two engines kernel by kernel: the same nodes, from the same sources, with the same constants, wired alike.
-#
-# The names of tensors in an engine are counted, and one kernel more shifts all that follow. So a kernel is known by the
-# ONNX nodes that were fused into it, and a tensor by the kernel that writes it:
-#
-#     kernel     kind, CUDA function (its name ends with a hash of its source), alpha
-#     operands   of a constant its bytes, of another tensor the nodes of its writer; its type and dimensions
-
-
 _COUNTED = re.compile(r"\d+")
-_OF_GRAPH = ("past_", "new_")
 _Key = tuple[bool, int, tuple[str, ...], str]
 
 
-def differing_kernels(engine: Engine, other: Engine) -> dict[str, str]:
-    """Returns the kernels in which `engine` and `other` differ, by the nodes that they compute."""
+def _differing_kernels(engine: Engine, other: Engine) -> dict[str, str]:
+    """Returns the kernels in which two engines differ, by the nodes that they compute."""
     first, second = _described(engine), _described(other)
     differences = {} if engine.updated == other.updated else {"inputs": "updated in place as other outputs"}
     for key in {**second, **first}:
         mine, theirs = first.get(key, []), second.get(key, [])
         if mine == theirs:
             continue
-        nodes = ", ".join(key[2][:3]) + (", …" if len(key[2]) > 3 else "")
+        differing = [a != b for pair in zip(mine, theirs, strict=False) for a, b in zip(*pair, strict=True)]
         if len(mine) != len(theirs):
-            differences[nodes] = "another kernel" if mine else "no such kernel"
-        elif [kernel[0] for kernel in mine] != [kernel[0] for kernel in theirs]:
-            differences[nodes] = "another kernel"
-        elif [kernel[1] for kernel in mine] != [kernel[1] for kernel in theirs]:
-            differences[nodes] = "other inputs"
+            difference = "another kernel" if mine else "no such kernel"
+        elif any(differing[0::3]):
+            difference = "another kernel"
         else:
-            differences[nodes] = "other constants"
+            difference = "other inputs" if any(differing[1::3]) else "other constants"
+        differences[", ".join(key[2][:3]) + (", …" if len(key[2]) > 3 else "")] = difference
     return differences
 
 
-def _described(engine: Engine) -> dict[_Key, list[tuple[Any, ...]]]:
-    """Describes each kernel by its function, its inputs and its constants."""
+def _described(engine: Engine) -> dict[_Key, list[tuple[Any, Any, Any]]]:
+    """Describes each kernel by its function (whose name ends with a hash), its inputs and its constants' bytes."""
     writers: dict[tuple[int, str], _Key] = {}
-    kernels: dict[_Key, list[tuple[Any, ...]]] = defaultdict(list)
+    kernels: dict[_Key, list[tuple[Any, Any, Any]]] = defaultdict(list)
     for kernel in engine.kernels:
-        key = _key(kernel)
-        inputs = tuple(_source(kernel, operand, writers) for operand in kernel.inputs)
-        constants = tuple(_digest(engine, operand) for operand in kernel.inputs if operand.index is not None)
+        # Parts of a runtime fusion may have no nodes of their own.
+        nodes = tuple(sorted(kernel.nodes)) or (_COUNTED.sub("#", kernel.name),)
+        key = kernel.is_body, kernel.profile, nodes, kernel.kind
+        inputs: list[tuple[Any, ...]] = []
+        constants = []
+        for operand in kernel.inputs:
+            # A KV cache has a number in its name, `new_key.0.1`: only the compiler's own names are counted.
+            is_of_graph = operand.name.startswith(("past_", "new_"))
+            name = operand.name if is_of_graph else _COUNTED.sub("#", operand.name)
+            writer = "constant" if operand.constant else writers.get((kernel.program, operand.name), name)
+            inputs.append((operand.stored, operand.dims, writer))
+            # Without the table's position constants cannot be read; the file is of another TensorRT then.
+            if operand.index is not None and engine.starts:
+                constants.append(hashlib.sha256(engine.constant(operand).tobytes()).digest())
         kernels[key].append(((kernel.kind, kernel.source, kernel.alpha, kernel.backbone), inputs, constants))
         writers.update({(kernel.program, name): key for name in kernel.outputs})
     return kernels
-
-
-def _key(kernel: Kernel) -> _Key:
-    # Parts of a runtime fusion may have no nodes of their own.
-    return kernel.is_body, kernel.profile, tuple(sorted(kernel.nodes)) or (_COUNTED.sub("#", kernel.name),), kernel.kind
-
-
-def _source(kernel: Kernel, operand: KernelOperand, writers: dict[tuple[int, str], _Key]) -> tuple[Any, ...]:
-    """Describes an operand: its type and dimensions, and the kernel that writes it or its name without counters."""
-    # A KV cache has a number in its name, `new_key.0.1`: only the compiler's own names are counted.
-    name = operand.name if operand.name.startswith(_OF_GRAPH) else _COUNTED.sub("#", operand.name)
-    writer = writers.get((kernel.program, operand.name), name)
-    return operand.stored, operand.dims, "constant" if operand.constant else writer
-
-
-def _digest(engine: Engine, operand: KernelOperand) -> bytes:
-    # Without the table's position constants cannot be read; the file is of another TensorRT then.
-    if not engine.starts:
-        return b""
-    return hashlib.sha256(engine.constant(operand).tobytes()).digest()
 
 
 AS_BUILT = "as the checkpoint builds it"
@@ -103,14 +86,8 @@ def rebuilt_findings(
 ) -> list[AuditRow]:
     """Returns a finding for each kernel that differs from an engine built anew, or one that says that none does.
 
-    Args:
-        path: the engine.
-        model: the module of its checkpoint; it is cast to the engine's dtype.
-        plan: the plan of the checkpoint.
-        progress: a function that is called as `progress(stage, done, total)`.
-
-    Raises:
-        UserError: this machine cannot build the engine again, or its options are not all known.
+    `model` is the module of its checkpoint, which is cast to the engine's dtype. Raises UserError if this machine
+    cannot build the engine again, or its options are not all known.
     """
     engine = read_engine(path)
     options = _options(path, engine.record)
@@ -129,7 +106,7 @@ def rebuilt_findings(
         built = build_engine(graph, Path(folder) / "engine", build)
         if built.path.read_bytes() == path.read_bytes():
             return [AuditRow("all kernels", AS_BUILT, f"{AS_BUILT}, byte for byte", True)]
-        differences = differing_kernels(engine, read_engine(built.path))
+        differences = _differing_kernels(engine, read_engine(built.path))
     if not differences:
         return [AuditRow("all kernels", AS_BUILT, AS_BUILT, True)]
     return [AuditRow(name, AS_BUILT, difference, False) for name, difference in differences.items()]

@@ -24,7 +24,7 @@ codes and scales into TensorRT's network as they are, and needs neither ModelOpt
     scales ─▶ constant ┘             ├─▶ matrix multiply ─▶ + bias
     x ─▶ quantize ─▶ dequantize ─────┘
 
-Layers are named as in our ONNX files, `<layer>/MatMul`, by which `quant audit` finds them. Tried with
+Layers are named as in our ONNX files, `<layer>/MatMul`, by which `quant check` finds them. Tried with
 torch-tensorrt-rtx 2.13.0, which goes with tensorrt_rtx 1.5.0.114 and builds for a GPU that need not be present; it asks
 torch for the GPU's name and memory all the same, and gets the target's here.
 """

@@ -17,6 +17,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import resource
 import sys
 from pathlib import Path
 from typing import Any, BinaryIO, TextIO
@@ -38,15 +39,7 @@ class BuildError(Exception):
 
 
 def build(request: dict[str, Any], out: TextIO) -> dict[str, Any]:
-    """Builds one engine and returns version, layers and memory; writes messages to `out`.
-
-    Args:
-        request: `backend`, `graph` (ONNX file to parse), `model` (ONNX file next to the external data), `engine` (file
-            to write), `compute_capabilities` (["SM120"]), `flags` (of the builder), `profiles` (shapes by input),
-            `record` (text for the audit), `plugins` (modules that register the plugins in the graph),
-            `timing_cache` (file, or None).
-        out: the messages, one JSON object per line.
-    """
+    """Builds one engine and returns version, layers and memory; writes messages to `out`."""
     trt = importlib.import_module(request["backend"])
     logger = _logger(trt, out)
     builder = trt.Builder(logger)
@@ -56,7 +49,12 @@ def build(request: dict[str, Any], out: TextIO) -> dict[str, Any]:
     for module in request["plugins"]:
         archs = [int(name.removeprefix("SM")) for name in request["compute_capabilities"]]
         importlib.import_module(module).register(trt, archs)
-    _parse(trt, network, logger, request)
+    parser = trt.OnnxParser(network, logger)
+    if not parser.parse(Path(request["graph"]).read_bytes(), request["model"]):
+        error = parser.get_error(0) if parser.num_errors else None
+        if error is None:
+            raise BuildError(logger.worst or "the ONNX parser gave no reason", logger.node)
+        raise BuildError(f"operator {error.node_operator()}: {error.desc()}", error.node_name())
     record = {**json.loads(request["record"]), "builder": f"{trt.__name__} {trt.__version__}"}
     network.name = RECORD + json.dumps(record, allow_nan=False)
     config = builder.create_builder_config()
@@ -75,9 +73,17 @@ def build(request: dict[str, Any], out: TextIO) -> dict[str, Any]:
     if hasattr(trt, "ComputeCapability"):
         config.num_compute_capabilities = len(request["compute_capabilities"])
         for index, name in enumerate(request["compute_capabilities"]):
-            config.set_compute_capability(_capability(trt, name), index)
+            capability = getattr(trt.ComputeCapability, name, None)
+            if capability is None:
+                known = ", ".join(word.lower() for word in dir(trt.ComputeCapability) if word.startswith("SM"))
+                raise BuildError(f"this {trt.__name__} {trt.__version__} builds for {known}, not for {name.lower()}")
+            config.set_compute_capability(capability, index)
     elif request["timing_cache"]:
-        cache = _load_timing_cache(config, Path(request["timing_cache"]))
+        # Kernel timings of earlier builds need not be measured again.
+        path = Path(request["timing_cache"])
+        cache = config.create_timing_cache(path.read_bytes() if path.exists() else b"")
+        config.set_timing_cache(cache, ignore_mismatch=False)
+        cache = config.get_timing_cache()
     with open(request["engine"], "wb") as file:
         writer = _writer(trt, file)
         if not builder.build_serialized_network_to_stream(network, config, writer):
@@ -85,32 +91,9 @@ def build(request: dict[str, Any], out: TextIO) -> dict[str, Any]:
     if cache is not None:
         write_atomically(request["timing_cache"], bytes(memoryview(cache.serialize())))
     del monitor  # the bindings hold no reference to it, so it must live until here
-    return {"version": trt.__version__, "layers": network.num_layers, "peak_rss_bytes": _peak_rss()}
-
-
-def _parse(trt: Any, network: Any, logger: Any, request: dict[str, Any]) -> None:
-    parser = trt.OnnxParser(network, logger)
-    if parser.parse(Path(request["graph"]).read_bytes(), request["model"]):
-        return
-    error = parser.get_error(0) if parser.num_errors else None
-    if error is None:
-        raise BuildError(logger.worst or "the ONNX parser gave no reason", logger.node)
-    raise BuildError(f"operator {error.node_operator()}: {error.desc()}", error.node_name())
-
-
-def _capability(trt: Any, name: str) -> Any:
-    capability = getattr(trt.ComputeCapability, name, None)
-    if capability is None:
-        listed = ", ".join(word.lower() for word in dir(trt.ComputeCapability) if word.startswith("SM"))
-        raise BuildError(f"this {trt.__name__} {trt.__version__} builds for {listed}, not for {name.lower()}")
-    return capability
-
-
-def _load_timing_cache(config: Any, path: Path) -> Any:
-    """Loads the kernel timings of earlier builds, so that this one need not measure them again."""
-    cache = config.create_timing_cache(path.read_bytes() if path.exists() else b"")
-    config.set_timing_cache(cache, ignore_mismatch=False)
-    return config.get_timing_cache()
+    # File-backed pages included; in kilobytes but on macOS.
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    return {"version": trt.__version__, "layers": network.num_layers, "peak_rss_bytes": peak}
 
 
 def _logger(trt: Any, out: TextIO) -> Any:
@@ -194,14 +177,6 @@ def _writer(trt: Any, file: BinaryIO) -> Any:
 def _say(out: TextIO, **message: Any) -> None:
     out.write(json.dumps(message, allow_nan=False) + "\n")
     out.flush()
-
-
-def _peak_rss() -> int:
-    """Returns the peak resident memory of this process, file-backed pages included, in bytes."""
-    import resource
-
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
 
 
 def main() -> None:

@@ -22,13 +22,12 @@ from quant.export.aoti.package import (
     METADATA,
     buffers_kept,
     cause_of,
-    decomposed,
     export_aoti,
     load_aoti,
     scales_as_matrices,
     share_input_scales,
-    traced,
 )
+from quant.export.onnx.trace import decomposed, trace_for_torch
 from quant.formats.format import FORMATS
 from quant.formats.tensor import quantize
 from quant.kernels.attention.forward import fp8_attention
@@ -83,7 +82,7 @@ class Gated(nn.Module):
 def lowered(model: nn.Module, inputs: dict[str, torch.Tensor], **options: Any) -> torch.export.ExportedProgram:
     """The graph in the ops that Inductor compiles for a GPU."""
     with scales_as_matrices(model):
-        program = traced(model, inputs, **options)
+        program = trace_for_torch(model, inputs, **options)
     share_input_scales(program)
     return decomposed(program, BODIES)
 
@@ -235,7 +234,7 @@ def test_garbage_is_searched_for_rarely_and_then_as_before() -> None:
 @pytest.mark.parametrize(("weight", "activation", "static"), CASES[:3])
 def test_graph_with_scaled_mm(monkeypatch: pytest.MonkeyPatch, weight: str, activation: str, static: bool) -> None:
     """What a GPU with FP8 tensor cores gets, through PyTorch's `_scaled_mm` for CPUs."""
-    monkeypatch.setattr("quant.export.aoti.triton_linear.has_fp8_tensor_cores", lambda x: True)
+    monkeypatch.setattr("quant.export.aoti.op_bodies.has_fp8_tensor_cores", lambda x: True)
     model, x = Gated(weight, activation, static), torch.randn(2, 40, 64, dtype=torch.bfloat16)
     program = lowered(model, {"x": x})
     assert count(program, "_scaled_mm") == 3

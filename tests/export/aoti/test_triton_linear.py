@@ -11,13 +11,12 @@ pytest.importorskip("triton", reason="comes with a CUDA build of torch, or: pip 
 from compiler import compiled_for
 from interpreter import interpreted
 
-from quant.export.aoti.package import decomposed, traced
-from quant.export.aoti.triton_linear import FEW, TritonLinear, dequantize, round_input
+from quant.export.aoti.op_bodies import FEW, TritonLinear, dequantize, round_input
+from quant.export.onnx.trace import decomposed, trace_for_torch
 from quant.formats.format import FORMATS
 from quant.formats.tensor import quantize, round_activation
-from quant.kernels.linear.ops import LINEAR
 from quant.kernels.linear.oracle import reference_linear
-from quant.kernels.linear.quant_linear import QuantLinear
+from quant.kernels.linear.quant_linear import LINEAR, QuantLinear
 
 
 @pytest.fixture
@@ -90,7 +89,7 @@ class Shared(nn.Module):
 
 def test_a_graph_has_launches_for_its_linears_and_rounds_a_shared_input_once() -> None:
     x = torch.randn(2, 5, 128, dtype=torch.bfloat16)
-    program = traced(Shared(), {"x": x}, dims={"x": {0: "batch", 1: "sequence"}})
+    program = trace_for_torch(Shared(), {"x": x}, dims={"x": {0: "batch", 1: "sequence"}})
     with compiled_for(90):
         program = decomposed(program, {LINEAR: TritonLinear()})
     targets = [str(node.target) for node in program.graph.nodes]
@@ -111,7 +110,7 @@ class Written(Shared):
 
 
 def test_an_input_that_was_written_in_place_is_rounded_again() -> None:
-    program = traced(Written(), {"x": torch.randn(2, 5, 128, dtype=torch.bfloat16)})
+    program = trace_for_torch(Written(), {"x": torch.randn(2, 5, 128, dtype=torch.bfloat16)})
     with compiled_for(90):
         program = decomposed(program, {LINEAR: TritonLinear()})
     graphs = {name: module.graph for name, module in program.graph_module.named_modules() if hasattr(module, "graph")}

@@ -24,8 +24,12 @@ from quant.export.engines.check_engine import (  # noqa: E402 -- needs onnx
     forced_run,
     reference_run,
 )
-from quant.export.engines.decode_loop import Sampling, generate_tokens, probabilities  # noqa: E402 -- as above
-from quant.export.engines.open_engine import open_session  # noqa: E402 -- as above
+from quant.export.engines.decode_loop import (  # noqa: E402 -- as above
+    Sampling,
+    generate_tokens,
+    open_session,
+    probabilities,
+)
 from quant.export.onnx.export_onnx import export_onnx  # noqa: E402 -- as above
 
 ROWS = torch.randint(0, 64, (4, 64), generator=torch.Generator().manual_seed(0))
@@ -160,7 +164,7 @@ def test_sampling_draws_from_the_likeliest_tokens() -> None:
     assert np.allclose(probabilities(logits, Sampling(1.0, top_k=2)), [5 / 7, 2 / 7, 0, 0])
     assert np.allclose(probabilities(logits, Sampling(1.0, top_p=0.6)), [5 / 7, 2 / 7, 0, 0])
     assert np.allclose(probabilities(logits, Sampling(0.5)), np.array([25, 4, 4, 1]) / 34)
-    with pytest.raises(UserError, match=r"--top-p is 0; expected above 0"):
+    with pytest.raises(UserError, match=r"top_p= is 0; expected above 0"):
         Sampling(1.0, top_p=0)
 
 

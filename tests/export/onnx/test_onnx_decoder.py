@@ -106,7 +106,7 @@ def _ints(*values: int) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("build", "capacity", "words"),
     [
-        (lambda: tiny_models.llama(), 65, r"--capacity 65: LlamaForCausalLM has positions for 64 tokens; lower it"),
+        (lambda: tiny_models.llama(), 65, r"capacity=65: LlamaForCausalLM has positions for 64 tokens; lower it"),
         (lambda: tiny_models.llama(), 4, r"a cache holds 8 tokens or more; 0 exports without one"),
         (lambda: tiny_models.gemma2(), 32, r"its attention has softcap"),
         (lambda: tiny_models.bert(), 32, r"BertModel does not generate text, so it has no KV cache"),

@@ -64,5 +64,7 @@ def test_an_older_onnxruntime_is_told_as_the_cause(tmp_path: Path, monkeypatch: 
     with pytest.raises(ValueError, match=r"files are for TensorRT$"):
         loaded(tmp_path / "m.onnx")
     monkeypatch.setattr("onnxruntime.__version__", "1.30.0")
-    with pytest.raises(ValueError, match=r"onnxruntime 1\.30\.0 .* 1\.32 is the first .* in FP32: pip .*dtype=\"fp16\"$"):
+    with pytest.raises(
+        ValueError, match=r"onnxruntime 1\.30\.0 .* 1\.32 is the first .* in FP32: pip .*dtype=\"fp16\"$"
+    ):
         loaded(tmp_path / "m.onnx")

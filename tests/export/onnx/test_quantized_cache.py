@@ -25,7 +25,7 @@ pytest.importorskip("onnxscript", reason="needs the extra onnx")
 pytest.importorskip("transformers", reason="needs the extra hf")
 
 from quant.export.engines.check_engine import forced_run  # noqa: E402 -- needs onnx
-from quant.export.engines.open_engine import open_session  # noqa: E402 -- as above
+from quant.export.engines.decode_loop import open_session  # noqa: E402 -- as above
 from quant.export.onnx.compare_with_torch import check_file  # noqa: E402 -- as above
 from quant.export.onnx.decoder_graph import Attention, Keys, attending  # noqa: E402 -- as above
 from quant.export.onnx.export_onnx import write_onnx  # noqa: E402 -- as above
@@ -132,12 +132,12 @@ def _differing(expected: Any, stored: Any) -> float:
     ("kind", "dtype", "name", "capacity", "words"),
     [
         ("mistral", torch.float16, "fp8", 64, r"self_attn: its window slides over 64 tokens.*no windows; .*16bit"),
-        ("llama-64", torch.float32, "fp8", 64, r"is for FP16 and BF16 models; pass --dtype bf16"),
-        ("llama-64", torch.float16, "fp8", 40, r"--capacity 40: a cache in fp8 holds a multiple of 32.*--capacity 32"),
+        ("llama-64", torch.float32, "fp8", 64, r"is for FP16 and BF16 models; pass dtype=.bf16"),
+        ("llama-64", torch.float16, "fp8", 40, r"capacity=40: a cache in fp8 holds a multiple of 32.*capacity=32"),
         ("qwen3", torch.float16, "nvfp4", 64, r"takes heads of 64, 96, 128, 192, 256, these are of 32"),
         ("llama-64", torch.float16, "nvfp4", 64, r"no scales of a KV cache in nvfp4; pass attention_scales"),
         ("llama-64", torch.float16, "fp8_token", 64, r"the plugin has caches in fp8 and nvfp4"),
-        ("llama-64", torch.float16, "fp8", 0, r"is for a decoder's serving graph; leave --capacity 0"),
+        ("llama-64", torch.float16, "fp8", 0, r"is for a decoder's serving graph; leave capacity=0"),
     ],
 )
 def test_caches_that_the_plugin_does_not_have(

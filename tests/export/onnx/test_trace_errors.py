@@ -31,7 +31,7 @@ def assert_agrees(model: Any, path: Path, ids: torch.Tensor) -> None:
 @pytest.mark.parametrize(("name", "mixer"), [("MambaForCausalLM", "mixer"), ("RwkvForCausalLM", "attention")])
 def test_a_loop_over_tokens(name: str, mixer: str, tmp_path: Path) -> None:
     model = architectures.build(name, torch.float32)
-    with pytest.raises(ValueError, match=rf"{name}: \S+\.0\.{mixer} computes with one .*input_ids:int64:batch,64"):
+    with pytest.raises(ValueError, match=rf"{name}: \S+\.0\.{mixer} computes with one .*int64:batch,64"):
         export_onnx(model, tmp_path / "model.onnx")
     path = export_onnx(model, tmp_path / "model.onnx", inputs={"input_ids": GraphInput(IDS, ("batch", 9))})
     assert_agrees(model, path, IDS.repeat(2, 1))
@@ -40,13 +40,13 @@ def test_a_loop_over_tokens(name: str, mixer: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "line", "shapes"),
     [
-        ("OpenAIGPTLMHeadModel", "takes a sequence of 1 to 127: pass --shapes", "sequence=1:64:127"),
-        ("MobileBertForMaskedLM", "embeddings takes a sequence of 3 to 128: pass --shapes", "sequence=3:64:128"),
+        ("OpenAIGPTLMHeadModel", "takes a sequence of 1 to 127: pass shapes", "sequence=1:64:127"),
+        ("MobileBertForMaskedLM", "embeddings takes a sequence of 3 to 128: pass shapes", "sequence=3:64:128"),
     ],
 )
 def test_sizes_at_the_end_of_a_range(name: str, line: str, shapes: str, tmp_path: Path) -> None:
     model = architectures.build(name, torch.float32)
-    with pytest.raises(ValueError, match=rf"{name}.* ?{line} {shapes}$"):
+    with pytest.raises(ValueError, match=rf'{name}.* ?{line}="{shapes}"$'):
         export_onnx(model, tmp_path / "model.onnx")
     path = export_onnx(model, tmp_path / "model.onnx", shapes=shapes)
     if name == "OpenAIGPTLMHeadModel":

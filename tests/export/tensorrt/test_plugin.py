@@ -18,7 +18,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from quant.export.tensorrt import plugin, plugin as plugin_tensorrt
+from quant.export.tensorrt import plugin
+from quant.export.tensorrt import plugin as plugin_tensorrt
 from quant.export.tensorrt.plugin import (
     Attributes,
     check_shapes,

@@ -7,19 +7,23 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
+from samples import ROOT
 
 from quant.export.tensorrt.cache_plugin import BLOCK_N, CacheSpec, compile_cache_attention
 from quant.export.tensorrt.plugin import Attributes, BundledKernel, compile_attention, pack, unpack
-from quant.export.tensorrt.plugin_library import SOURCES, PluginKernels, build_launches, cuda_include
 from quant.formats.format import FORMATS
 from quant.kernels.attention.attention_operands import tiles_for
 from quant.kernels.attention.kv_pages import KVPages, write_reference
 from quant.kernels.attention.reference import fp8_attention_reference
 from quant.kernels.base.ptx import CompiledKernel
+
+sys.path.insert(0, str(ROOT / "benchmarks"))
+from _plugin_library import SOURCES, PluginKernels, build_launches, cuda_include
 
 ANY = CompiledKernel("entry", ".version 8.7\n// a line\n", 90, (("q", "*bf16"), ("heads", "i32")), 4, 128)
 

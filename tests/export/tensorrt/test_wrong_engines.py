@@ -1,7 +1,7 @@
 """Engines of wrong models, and of right models that are wired wrongly: the audit names what differs in each of them.
 
 Each case changes one thing in a copy of a quantized model or in its ONNX file, builds an engine from that, and audits
-it against the right model, as `quant audit --checkpoint` does. The right engine passes.
+it against the right model, as `quant check --checkpoint` does. The right engine passes.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Accidents of exporters and of hands: engines of models that were put together wrongly, and engines of other sizes.
 
 Those that have another number or lack a block fail the audit. Those whose kernels compute something else with all the
-right numbers are found by building the engine again: `quant audit --rebuild`.
+right numbers are found by building the engine again: `quant check --rebuild`.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-SOURCES = Path(__file__).with_name("cpp")
+SOURCES = Path(__file__).parents[1] / "export" / "tensorrt" / "cpp"
 _LAUNCHES = ("bundle.cpp", "driver_kernel.cpp", "launch.cpp", "c_api.cpp")
 
 
