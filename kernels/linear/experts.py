@@ -7,8 +7,8 @@
     out[token] = Σ over its k slots of weight · y              always summed in the same order
 
 The offsets stay on the GPU, so the host does not wait for the router, and a decoding step can be captured in a graph.
-On a GPU the kernels of `grouped_gemm.py` run the op; on a CPU each expert runs through the oracle. Gradients are
-computed as in `quant::linear`, expert by expert; the backward pass does wait for the offsets.
+On a GPU the kernels of `portable_grouped_gemm.py` run the op; on a CPU each expert runs through the oracle. Gradients
+are computed as in `quant::linear`, expert by expert; the backward pass does wait for the offsets.
 """
 
 from __future__ import annotations
@@ -210,17 +210,15 @@ register(
 )
 
 
-# `QuantExperts` holds the quantized weights of all experts of one projection, and `experts_forward` runs them.
-#
-# On a GPU all experts run in one grouped matmul a projection (`kernels/linear/experts.py`), elsewhere one at a time.
-
-
 _PRODUCTS = ("matmul", "mm")
 
 
 class ExpertStack(nn.Module):
     """The matrices of all experts in the place of their parameter; a subclass computes the products."""
 
+    # It takes part in the products of the modeling code as the parameter would (`linear(x, P[e])`, `x @ P[e]`,
+    # `bmm(x, P)`, and `x @ P.view(…)[e].T`), through `__torch_function__`: each runs through `product`, which may round
+    # its input. Anything else that is computed with a stack sees dequantized values.
     stacking: Stacking  # how the parameter holds them
 
     def product(self, x: Tensor, index: int) -> Tensor:
@@ -479,16 +477,12 @@ def _apply_expert(self: Any, name: str, x: Tensor, expert: int) -> Tensor:
     return y + getattr(self, f"{name}_bias")[expert].to(x.dtype) if getattr(self, "has_bias", False) else y
 
 
-# transformers runs fused experts through a registry of forward functions; ours is registered under `quant`.
-
-
 def run_experts_one_by_one(model: nn.Module) -> None:
     """Makes a transformers model run its experts with `experts_forward`."""
     config = getattr(model, "config", None)
     if config is not None and hasattr(config, "_experts_implementation"):
         from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-        # transformers looks the function up by the config's string at each forward pass. Registering it again replaces
-        # it by itself.
+        # transformers looks the function up by the config's string at each forward pass; registering again is harmless.
         ALL_EXPERTS_FUNCTIONS.register("quant", experts_forward)
         config._experts_implementation = "quant"

@@ -120,9 +120,8 @@ def cublas_takes(x: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> bool:
     rows, columns = shape
     if not x.shape[0] or rows % 128 or columns % 512 or dtype is not torch.bfloat16 or not x.is_cuda:
         return False
-    version = tuple(map(int, (torch.version.cuda or "0.0").split(".")[:2]))
     index = x.device.index or 0
-    if version < (12, 9) or not current(index).has_wgmma:
+    if not current(index).multiplies_fp8_blocks:
         return False
     if index not in _checked:
         if torch.cuda.is_current_stream_capturing():

@@ -306,16 +306,13 @@ def format_constants(format: Format) -> dict[str, object]:
     return {**numbers, "rows": format.block[0], "columns": format.block[1]}
 
 
-# This kernel looks rows up in a quantized table in one launch: a program dequantizes a piece of one row.
-
-
 @triton.jit
 def codes_embedding_kernel(
     ids, codes, scale, global_scale, out, N, K, codes_width, scale_stride,
     element: tl.constexpr, bits: tl.constexpr, kind: tl.constexpr, rows: tl.constexpr, columns: tl.constexpr,
     has_global: tl.constexpr, width: tl.constexpr,
 ):  # fmt: skip
-    """`rows` and `columns` of a block are 0 where it spans the axis."""
+    """A piece of one row of a table; `rows` and `columns` of a block are 0 where it spans the axis."""
     # Pieces of a row are neighbours along the only axis of the grid, which may be as long as 2^31.
     pieces = tl.cdiv(K, width)
     position = (tl.program_id(0) // pieces).to(tl.int64)

@@ -30,17 +30,12 @@ from quant.formats.format import E4M3
 from quant.formats.rounding import decode_power_of_two, encode, encode_power_of_two, round_to
 from quant.formats.scaling import divided
 from quant.kernels.base.custom_ops import register
-from quant.kernels.base.hardware import has_triton
+from quant.kernels.base.hardware import has_fp8_tensor_cores, has_triton
 
 
 def has_grouped_fp8(x: Tensor) -> bool:
     """Returns whether PyTorch has a grouped FP8 product with a scale for each row on the device of `x`."""
     return x.is_cuda and torch.cuda.get_device_capability(x.device) == (9, 0)
-
-
-def has_e4m3(x: Tensor) -> bool:
-    """Returns whether Triton casts to E4M3 on the GPU of `x`: Ada and newer."""
-    return torch.cuda.get_device_capability(x.device) >= (8, 9)
 
 
 def _kernels() -> Any:
@@ -69,7 +64,7 @@ register(
         x.new_empty(-(-x.shape[0] // height), -(-x.shape[1] // width), dtype=torch.float32),
     ),
     default=_reference_blocks,
-    cuda=lambda x, *arguments: _kernels().round_e4m3_blocks(x, *arguments, has_e4m3(x)),
+    cuda=lambda x, *arguments: _kernels().round_e4m3_blocks(x, *arguments, has_fp8_tensor_cores(x)),
     where=lambda x: has_triton(),
 )
 
@@ -165,7 +160,7 @@ register(
     lambda x: (x.new_empty(x.shape, dtype=torch.float8_e4m3fn), x.new_empty(len(x), dtype=torch.float32)),
     default=_reference_rows,
     cuda=lambda x: _kernels().e4m3_rows(x),
-    where=lambda x: has_triton() and has_e4m3(x),
+    where=lambda x: has_triton() and has_fp8_tensor_cores(x),
 )
 
 
@@ -194,7 +189,7 @@ register(
     _empty_columns,
     default=_reference_columns,
     cuda=lambda *arguments: _kernels().e4m3_columns(*arguments),
-    where=lambda x: has_triton() and has_e4m3(x),
+    where=lambda x: has_triton() and has_fp8_tensor_cores(x),
 )
 
 
