@@ -33,9 +33,6 @@ need neither.
 Programs are persistent, one on each SM, and draw tiles of queries from a counter: heads in groups whose K and V fit
 into the L2 cache, causal tiles of a group from long to short. Where memory allows, the next tile of queries is fetched
 while the last keys of this one pass, so a consumer that has finished starts on it at once.
-
-Gluon has no interpreter: `tests/kernels/attention/test_sm90_dense_attention.py` compiles the PTX on any machine, and
-the values are tested on a GPU.
 """
 
 from __future__ import annotations

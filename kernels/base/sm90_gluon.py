@@ -1,4 +1,7 @@
-"""The functions of Gluon whose names differ between Triton 3.6 and 3.9, under one name each."""
+"""Tensor maps for Gluon kernels, and the functions whose names differ between Triton 3.6 and 3.9, under one name each.
+
+Gluon has no interpreter: tests read the PTX and run the index arithmetic in PyTorch; values are tested on a GPU.
+"""
 
 from __future__ import annotations
 

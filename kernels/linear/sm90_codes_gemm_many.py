@@ -52,9 +52,6 @@ them. They take more bytes and more instructions than words, so wide tiles are b
 With experts, x is sorted by expert, and a tile is 128 rows of one expert, whose weights, scales and bias follow the
 previous expert's. The number of tiles is known only on the GPU, where each program counts them; all are dealt
 out whole.
-
-Gluon has no interpreter: tests/kernels/linear/test_sm90_codes_gemm_many.py reads the PTX and runs the index arithmetic
-in PyTorch; values are tested on a GPU.
 """
 
 from __future__ import annotations

@@ -30,9 +30,7 @@ With `overlap`, a program starts while the previous kernel still runs ("programm
 first words, and waits for that kernel before it reads x or writes. So a kernel that lets its successor start early must
 not write weights; this kernel and the kernels with `kernels/base/portable_dependent_launch.py` do not.
 
-Tails: TMA reads zeros beyond the ends, and zeros multiply whatever the other side holds. Gluon has no interpreter:
-tests/kernels/base/test_layout.py repeats the arithmetic in PyTorch, tests/kernels/linear/test_sm90_nvfp4_gemm_few.py
-reads the PTX, and the values are tested on a GPU.
+Tails: TMA reads zeros beyond the ends, and zeros multiply whatever the other side holds.
 """
 
 from __future__ import annotations
