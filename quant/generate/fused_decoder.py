@@ -22,33 +22,41 @@ from torch import nn
 from quant.formats.tensor import BlockScaledTensor
 from quant.generate.key_rotation import Turn
 from quant.kernels.attention.attention_operands import ScoreKeywords
-from quant.kernels.attention.paged_attention import paged_attention
 from quant.kernels.attention.kv_pages import MAX_DIM, KVPages, write_reference
+from quant.kernels.attention.paged_attention import paged_attention
 from quant.kernels.base.hardware import has_triton
 from quant.kernels.base.weight_layout import is_prepacked
 from quant.kernels.linear.quant_linear import QuantLinear
 
-# `merge_rows` makes one linear of several with the same input, such as q, k and v: one launch instead of three.
-#
-# The merged weight holds the rows of all members one after the other. The members still work: their buffers become
-# views of its rows, so nothing is held twice.
+FAMILIES = tuple(f"{name}ForCausalLM" for name in ("Llama", "Mistral", "Qwen2", "Qwen3", "Gemma", "Gemma2", "Gemma3"))
+"""Classes of transformers whose layers `Decoder` can compute."""
+_LINEARS = (".q_proj", ".k_proj", ".v_proj", ".o_proj", ".gate_proj", ".up_proj", ".down_proj")
+_GATES = {"silu": False, "gelu_pytorch_tanh": True}
+_PAGE = 64
+# Tokens after the end of a text, at most this many, are thrown away.
+_LOOK = 16  # tokens between two reads of the written tokens; a read waits for the GPU
+_ROPES = ("default", "linear", "llama3", "yarn")  # an angle depends only on its position
+# Relative errors of logits, see `Decoder.agrees`.
+_CLOSE, _CLOSE_ROUNDED = 0.1, 0.5
+# Fields of a generation config that do not change which token is the likeliest.
+_HARMLESS = frozenset({
+    "bos_token_id", "eos_token_id", "pad_token_id", "transformers_version", "_from_model_config", "do_sample",
+    "temperature", "top_p", "top_k", "min_p", "typical_p", "max_length", "max_new_tokens", "use_cache", "num_beams",
+    "cache_implementation", "output_attentions", "output_hidden_states", "return_dict_in_generate",
+})  # fmt: skip
 
 
 def merge_rows(members: Sequence[nn.Module], dtype: torch.dtype) -> nn.Module | None:
-    """Returns one linear with the outputs of all members side by side; they share its memory from then on.
+    """Returns one linear with the outputs of all members side by side: one launch for q, k and v instead of three.
 
-    Args:
-        members: `nn.Linear` or `QuantLinear` with the same number of inputs, on one device.
-        dtype: the dtype of the inputs, which decides the layout of a quantized weight.
-
-    Returns:
-        None where the members differ in more than their rows: in formats, in scales of a whole matrix, in their work on
-        the input.
+    The members, on one device, still work: their buffers become views of its rows, so nothing is held twice. `dtype` is
+    that of the inputs, which decides the layout of a quantized weight. None where the members differ in more than their
+    rows: in formats, in scales of a whole matrix, in their work on the input.
     """
     if all(type(member) is nn.Linear for member in members):
-        return _merged_plain([member for member in members if isinstance(member, nn.Linear)])
+        return _merged_plain(members)  # type: ignore[arg-type]
     if all(type(member) is QuantLinear for member in members):
-        return _merged_quantized([member for member in members if isinstance(member, QuantLinear)], dtype)
+        return _merged_quantized(members, dtype)  # type: ignore[arg-type]
     return None
 
 
@@ -68,8 +76,12 @@ def _merged_plain(members: Sequence[nn.Linear]) -> nn.Linear | None:
 def _merged_quantized(members: Sequence[QuantLinear], dtype: torch.dtype) -> QuantLinear | None:
     first = members[0]
     weights = [member.stored_weight for member in members]
+
+    def share_scale(weights: list[BlockScaledTensor]) -> bool:
+        return all(_are_equal(weight.global_scale, weights[0].global_scale) for weight in weights)
+
     # Words of prepacked weights can be joined as they are if they share a global scale; MXFP4 may differ in it there.
-    if not all(map(is_prepacked, weights)) or not _share_scale(weights):
+    if not all(map(is_prepacked, weights)) or not share_scale(weights):
         weights = [member.quantized_weight for member in members]
     alike = all(
         member.weight_format == first.weight_format
@@ -81,7 +93,7 @@ def _merged_quantized(members: Sequence[QuantLinear], dtype: torch.dtype) -> Qua
         and not member.parts
         for member, weight in zip(members, weights, strict=True)
     )
-    if not (alike and _share_scale(weights)):
+    if not (alike and share_scale(weights)):
         return None
     rows = [member.out_features for member in members]
     codes, scale = (torch.cat(parts) for parts in zip(*((w.codes, w.scale) for w in weights), strict=True))
@@ -111,31 +123,8 @@ def _bias_of(members: Sequence[nn.Linear | QuantLinear]) -> nn.Parameter | None:
     return nn.Parameter(torch.cat(parts), requires_grad=False)
 
 
-def _share_scale(weights: Sequence[BlockScaledTensor]) -> bool:
-    """Returns whether the global scale is the same; MXFP4 has one only in the layout of kernels."""
-    return all(_are_equal(weight.global_scale, weights[0].global_scale) for weight in weights)
-
-
 def _are_equal(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
     return (a is None) == (b is None) and (a is None or b is None or torch.equal(a, b))
-
-
-FAMILIES = tuple(f"{name}ForCausalLM" for name in ("Llama", "Mistral", "Qwen2", "Qwen3", "Gemma", "Gemma2", "Gemma3"))
-"""Classes of transformers whose layers `Decoder` can compute."""
-_LINEARS = (".q_proj", ".k_proj", ".v_proj", ".o_proj", ".gate_proj", ".up_proj", ".down_proj")
-_GATES = {"silu": False, "gelu_pytorch_tanh": True}
-_PAGE = 64
-# Tokens after the end of a text, at most this many, are thrown away.
-_LOOK = 16  # tokens between two reads of the written tokens; a read waits for the GPU
-_ROPES = ("default", "linear", "llama3", "yarn")  # an angle depends only on its position
-# Relative errors of logits, see `Decoder.agrees`.
-_CLOSE, _CLOSE_ROUNDED = 0.1, 0.5
-# Fields of a generation config that do not change which token is the likeliest.
-_HARMLESS = frozenset({
-    "bos_token_id", "eos_token_id", "pad_token_id", "transformers_version", "_from_model_config", "do_sample",
-    "temperature", "top_p", "top_k", "min_p", "typical_p", "max_length", "max_new_tokens", "use_cache", "num_beams",
-    "cache_implementation", "output_attentions", "output_hidden_states", "return_dict_in_generate",
-})  # fmt: skip
 
 
 def decoder_refusal(model: nn.Module) -> str:
@@ -143,7 +132,7 @@ def decoder_refusal(model: nn.Module) -> str:
     family, config = type(model).__name__, getattr(model, "config", None)
     if config is None or family not in FAMILIES:
         return f"{family} is none of {', '.join(FAMILIES)}"
-    device, dtype = _device(model), _dtype(model)
+    device, dtype = _device(model), model.model.norm.weight.dtype  # type: ignore[union-attr]
     rope = getattr(config, "rope_parameters", None) or {}
     ropes = {each.get("rope_type", "default") for each in (rope, *(x for x in rope.values() if isinstance(x, dict)))}
     options = model.generation_config.to_diff_dict().keys() - _HARMLESS  # type: ignore[operator, union-attr]
@@ -170,17 +159,18 @@ def decoder_refusal(model: nn.Module) -> str:
 class Decoder:
     """One sequence of a model, a token at a time.
 
-    From then on the model shares the memory of its matrices with the decoder, and works as before.
-
-    Args:
-        model: one for which `decoder_refusal` gives nothing.
-        room: positions of the sequence.
-        has_quantized_cache: whether `begin` gets a `QuantizedKVCache`.
+    From then on the model, one for which `decoder_refusal` gives nothing, shares the memory of its matrices with the
+    decoder, and works as before. `room` is the number of positions; with `has_quantized_cache`, `begin` gets a
+    `QuantizedKVCache`.
     """
 
     def __init__(self, model: nn.Module, room: int, *, has_quantized_cache: bool = False) -> None:
         body: Any = model.model
-        device, dtype, self.room = _device(model), _dtype(model), room
+        device, dtype, self.room = (
+            _device(model),
+            body.norm.weight.dtype,
+            room,
+        )  # the norms have the dtype of activations
         self.embed, self.head, self.norm = body.embed_tokens, model.get_output_embeddings(), _of_norm(body.norm)  # type: ignore[operator]
         pages = -(-room // _PAGE)
         self.has_quantized_cache = has_quantized_cache
@@ -261,15 +251,10 @@ class Decoder:
         self.replay = graph.replay
 
     def run(self, start: int, end: int, stops: Sequence[int], *, steps_done: int = 0) -> Iterator[list[int]]:
-        """Yields the tokens at positions `start` to `end`, or up to one of `stops`, some at a time.
+        """Yields the tokens at positions `start` (of the token that `begin` got) to `end`, or up to one of `stops`.
 
-        Positions after the end of the text may be written, too.
-
-        Args:
-            start: position of the token that `begin` got.
-            end: one past the last position.
-            stops: tokens that end a text.
-            steps_done: steps that were made since `begin`.
+        Some come at a time, and positions after the end of the text may be written, too. `steps_done` counts the steps
+        since `begin`.
         """
         # `written` is the first position whose token is not yet launched.
         written = start + 1 + steps_done
@@ -290,19 +275,12 @@ class Decoder:
 
 @dataclass(frozen=True)
 class _Quantized:
-    """A layer's part of a quantized cache.
-
-    Attributes:
-        pages: the pages of the cache.
-        table: its block table.
-        turn: the turn of queries and keys.
-        first: the length of a sequence whose only token is the newest, int32 `[1]`.
-    """
+    """A layer's part of a quantized cache."""
 
     pages: KVPages
-    table: torch.Tensor
-    turn: Turn | None
-    first: torch.Tensor
+    table: torch.Tensor  # the block table
+    turn: Turn | None  # of queries and keys
+    first: torch.Tensor  # the length of a sequence whose only token is the newest, int32 `[1]`
 
 
 class _Layer:
@@ -316,8 +294,11 @@ class _Layer:
 
     def __init__(self, config: Any, layer: Any, index: int, pages: int, dtype: torch.dtype) -> None:
         attention, mlp = layer.self_attn, layer.mlp
-        self.qkv = _side_by_side([attention.q_proj, attention.k_proj, attention.v_proj], dtype)
-        self.gate_up = _side_by_side([mlp.gate_proj, mlp.up_proj], dtype)
+        # Where linears with the same input cannot be merged, their outputs are joined.
+        self.qkv, self.gate_up = (
+            merge_rows(members, dtype) or (lambda x, members=members: torch.cat([member(x) for member in members], -1))
+            for members in ([attention.q_proj, attention.k_proj, attention.v_proj], [mlp.gate_proj, mlp.up_proj])
+        )
         self.out, self.down, self.gelu = attention.o_proj, mlp.down_proj, _GATES[_gate(config)]
         self.before, self.between = _of_norm(layer.input_layernorm), _of_norm(layer.post_attention_layernorm)
         # Llama norms inputs only. Gemma 2 norms the outputs of attention and MLP too, before they are added.
@@ -355,8 +336,8 @@ class _Layer:
         room: int,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns the output of the MLP, which the next layer adds to the hidden state of the token, and that state."""
-        from quant.kernels.attention.portable_paged_kv_cache import write_kv
         from quant.kernels.attention.portable_decoder_step import add_rmsnorm, rotate_and_store, swiglu
+        from quant.kernels.attention.portable_paged_kv_cache import write_kv
 
         normed, residual = add_rmsnorm(x, residual, **self.before)
         pages, cache = self.pages, self.quantized
@@ -390,17 +371,6 @@ def _of_norm(norm: Any) -> dict[str, Any]:
 def _gate(config: Any) -> str:
     """Returns the activation of the MLP's gate."""
     return str(getattr(config, "hidden_activation", None) or config.hidden_act)
-
-
-def _side_by_side(members: Sequence[nn.Module], dtype: torch.dtype) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Returns the outputs of linears with the same input, in one tensor; in one launch where they can be merged."""
-    merged = merge_rows(members, dtype)
-    return merged if merged is not None else lambda x: torch.cat([member(x) for member in members], -1)
-
-
-def _dtype(model: nn.Module) -> torch.dtype:
-    """Returns the dtype of activations, which is the dtype of the norms."""
-    return model.model.norm.weight.dtype  # type: ignore[union-attr, return-value]
 
 
 def _device(model: nn.Module) -> torch.device:

@@ -34,23 +34,20 @@ from quant.recipes.blocks import cache_argument, cache_of
 from quant.recipes.callers_model import unwrapped
 from quant.recipes.layers import output_head
 
-# `TextStream` gives the text of tokens while a model still writes them.
-#
-# Tokens hold parts of characters, and a tokenizer may remove a space once it sees the next word. So all tokens are
-# decoded together, and only the text that later tokens cannot change is given: it ends before an unfinished character,
-# and before the last word where the tokenizer cleans up spaces. The pieces, joined, are the decoded text.
-
-
 _UNFINISHED = "\ufffd"
 _EVERY = 256  # from this number of tokens on, several are decoded at once, because each time all tokens are decoded
+_HEAD_ROWS = 1 << 13  # of an output head, widened at a time on a CPU
+DTYPES = ("bfloat16", "float16", "float32")
+"""Values of --dtype."""
+GRAPH = "a CUDA graph a token"
 
 
 class TextStream:
-    """The text of one sequence, in pieces; also a streamer of transformers' `generate`.
+    """The text of one sequence, in pieces that `tell` is called with; also a streamer of transformers' `generate`.
 
-    Args:
-        tokenizer: a tokenizer of transformers.
-        tell: a function that is called with each piece; None for no listener.
+    Tokens hold parts of characters, and a tokenizer may remove a space once it sees the next word. So all tokens are
+    decoded together, and only the text that later tokens cannot change is given: it ends before an unfinished
+    character, and before the last word where the tokenizer cleans up spaces. The pieces, joined, are the decoded text.
     """
 
     def __init__(self, tokenizer: Any, tell: Callable[[str], object] | None) -> None:
@@ -97,41 +94,21 @@ class TextStream:
             self._tell(piece)
 
 
-_HEAD_ROWS = 1 << 13  # of an output head, widened at a time on a CPU
-DTYPES = ("bfloat16", "float16", "float32")
-"""Values of --dtype."""
-GRAPH = "a CUDA graph a token"
-
-
 @dataclass(frozen=True)
 class Generation:
-    """The text that a model wrote, and how.
-
-    Attributes:
-        prompt: the text before.
-        text: the text that was added.
-        prompt_tokens: ids of the prompt.
-        tokens: ids that were added, an end-of-text token included.
-        seconds: the seconds of generating, loading excluded.
-        device: the device where the model ran.
-        kernels: the kernels that multiplied by the quantized weights.
-        attention: "fp8" or "16bit".
-        kv_cache: format of the KV cache, "fp8", "nvfp4" or "16bit".
-        kv_cache_bytes: bytes of the pages of a quantized KV cache; None for one in 16 bit.
-        decoder: how the model ran for each token: `GRAPH`, or "transformers", with the reason why on a GPU.
-    """
+    """The text that a model wrote, and how."""
 
     prompt: str
-    text: str
+    text: str  # that was added
     prompt_tokens: tuple[int, ...]
-    tokens: tuple[int, ...]
-    seconds: float
+    tokens: tuple[int, ...]  # that were added, an end-of-text token included
+    seconds: float  # of generating, loading excluded
     device: str
-    kernels: str
-    attention: str = "16bit"
-    kv_cache: str = "16bit"
-    kv_cache_bytes: int | None = None
-    decoder: str = "transformers"
+    kernels: str  # that multiplied by the quantized weights
+    attention: str = "16bit"  # or "fp8"
+    kv_cache: str = "16bit"  # or "fp8", "nvfp4"
+    kv_cache_bytes: int | None = None  # of the pages of a quantized cache
+    decoder: str = "transformers"  # or `GRAPH`; on a GPU with the reason why not
 
     @property
     def tokens_per_second(self) -> float:
@@ -157,14 +134,11 @@ def generate(
         model: a causal language model of transformers; it is moved to `device`, and on a GPU its weights are put in
             the layout of the kernels.
         tokenizer: a tokenizer of transformers.
-        prompt: text.
-        max_new_tokens: at least 1.
+        prompt, max_new_tokens: the text, and at least 1.
         device: "cpu", "cuda", "cuda:1", …, "auto" for the GPU where there is one, or None for where the model is.
         dtype: one of `DTYPES`, for all that is not quantized; None keeps the model's.
-        attention: "fp8" or "16bit".
-        kv_cache: "fp8", "nvfp4" or "16bit"; scales that were calibrated for the model are used.
-        on_text: a function that is called with each piece of the text as soon as no later token can change it; the
-            pieces, joined, are the text.
+        attention, kv_cache: "fp8" or "16bit"; "fp8", "nvfp4" or "16bit", by scales that were calibrated for the model.
+        on_text: a function that is called with each piece of the text as soon as no later token can change it.
 
     Raises:
         UserError: an empty prompt, too many tokens for the model, a device that is not there, or NaN in the logits,
@@ -179,7 +153,9 @@ def generate(
     # After the cast, so that a float32 model never takes its full size on the GPU.
     model.to(target)
     ids = ids.to(target)
-    kernels = _multiplies(ids)
+    kernels = "PyTorch reference"
+    if ids.is_cuda:
+        kernels = "Triton" if has_triton() else "PyTorch reference (Triton is not installed)"
     cache = _cache(model, kv_cache)
     stream = TextStream(tokenizer, on_text)
     started = time.perf_counter()
@@ -192,7 +168,12 @@ def generate(
             # empty one.
             cache = cache if not reason else _cache(model, kv_cache)
         if reason:
-            options = {"max_new_tokens": max_new_tokens, "pad_token_id": _pad_token(model, tokenizer)}
+            # transformers requires a token for padding, although a single row is never padded.
+            pad = tokenizer.pad_token_id
+            if pad is None:
+                end = getattr(model.config, "eos_token_id", None)
+                pad = end[0] if isinstance(end, list) else end
+            options = {"max_new_tokens": max_new_tokens, "pad_token_id": pad}
             _generate_by_transformers(model, ids, stream, **options, **cache_argument(model, cache))
     seconds = time.perf_counter() - started
     # Only a GPU has a decoder of our own, so on a CPU the reason says nothing.
@@ -284,8 +265,7 @@ def _check_logits(model: nn.Module, ids: torch.Tensor, logits: torch.Tensor) -> 
 
 def _refuse_logits(model: nn.Module, count: int) -> NoReturn:
     """Raises UserError for NaN in the logits behind `count` tokens or more."""
-    named = [(False, model.named_parameters()), (True, model.named_buffers())]
-    for is_buffer, tensors in named:
+    for is_buffer, tensors in ((False, model.named_parameters()), (True, model.named_buffers())):
         for name, tensor in tensors:
             if problem := value_problem(tensor.detach(), is_buffer=is_buffer):
                 raise UserError(f"{name} {list(tensor.shape)} {problem}; repair the model, or download it again")
@@ -321,7 +301,10 @@ def _wide_logits(model: nn.Module) -> Iterator[None]:
         if x.shape[:-1].numel() > 1:
             return narrow(x)
         row = x.flatten(0, -2)
-        logits = _widened_product(row, head.weight)
+        if row.is_cuda:
+            logits = torch.mm(row, head.weight.T, out_dtype=torch.float32)
+        else:
+            logits = torch.cat([row.float() @ part.float().T for part in head.weight.split(_HEAD_ROWS)], 1)
         if head.bias is not None:
             logits = logits + head.bias.float()
         wide: torch.Tensor = logits.unflatten(0, x.shape[:-1])
@@ -333,13 +316,6 @@ def _wide_logits(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         del head.forward
-
-
-def _widened_product(row: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Returns `row @ weight.T` of 16-bit operands in float32."""
-    if row.is_cuda:
-        return torch.mm(row, weight.T, out_dtype=torch.float32)
-    return torch.cat([row.float() @ part.float().T for part in weight.split(_HEAD_ROWS)], 1)
 
 
 def _check(model: nn.Module, ids: torch.Tensor, max_new_tokens: int) -> None:
@@ -375,17 +351,3 @@ def end_tokens(model: Any) -> tuple[int, ...]:
     """Returns the ids of the tokens that end a text of a transformers model."""
     stops = model.generation_config.eos_token_id
     return () if stops is None else tuple(stops) if isinstance(stops, list | tuple) else (int(stops),)
-
-
-def _multiplies(x: torch.Tensor) -> str:
-    """Returns the kernels that multiply by quantized weights where `x` is, in words."""
-    if not x.is_cuda:
-        return "PyTorch reference"
-    return "Triton" if has_triton() else "PyTorch reference (Triton is not installed)"
-
-
-def _pad_token(model: nn.Module, tokenizer: Any) -> int | None:
-    """Returns a token for padding, which transformers requires although a single row is never padded."""
-    end = getattr(model.config, "eos_token_id", None)
-    end = end[0] if isinstance(end, list) else end
-    return tokenizer.pad_token_id if tokenizer.pad_token_id is not None else end

@@ -85,8 +85,15 @@ def turning(
     of_q, of_k = _moment(q, k.shape[1]), _moment(k.float() - center, k.shape[1])
     lower: torch.Tensor = torch.linalg.cholesky_ex(of_k).L
     product = lower.mT @ of_q @ lower
-    # Symmetric up to rounding, and both methods need it to be so exactly.
-    inverse, root = (_by_products if k.is_cuda else _by_eigenvalues)((product + product.mT) / 2)
+    # Symmetric up to rounding, and both methods of finding M^-¼ and M^¼ need it to be so exactly.
+    product = (product + product.mT) / 2
+    if k.is_cuda:
+        inverse, root = _by_products(product)
+    else:
+        values, vectors = torch.linalg.eigh(product)
+        # Eigenvalues that rounding made negative or zero are raised slightly.
+        values = values.clamp(min=1e-14 * values.amax(-1, keepdim=True))[:, None]
+        inverse, root = ((vectors * values**exponent) @ vectors.mT for exponent in (-0.25, 0.25))
     rotation = _rotation(k, k.shape[3])
     # L⁻ᵀ M^¼ H by substitution, which is more exact than an inverse of L.
     turned_k = torch.linalg.solve_triangular(lower.mT, root @ rotation, upper=True)
@@ -112,19 +119,8 @@ def _center(q: torch.Tensor, k: torch.Tensor, softmax_scale: float) -> torch.Ten
     return torch.where(mean.isfinite().all(), mean, torch.zeros_like(mean))
 
 
-def _by_eigenvalues(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns x^-¼ and x^¼ of symmetric matrices.
-
-    Eigenvalues that rounding made negative or zero are raised slightly.
-    """
-    values, vectors = torch.linalg.eigh(x)
-    values = values.clamp(min=1e-14 * values.amax(-1, keepdim=True))[:, None]
-    inverse, root = ((vectors * values**exponent) @ vectors.mT for exponent in (-0.25, 0.25))
-    return inverse, root
-
-
 def _by_products(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Computes the same from products: a GPU's eigendecomposition synchronizes and is slower than a CPU's.
+    """Returns x^-¼ and x^¼ from products: a GPU's eigendecomposition synchronizes and is slower than a CPU's.
 
     Newton's method for x^-¼, whose iterates commute with x (Guo and Higham, 2006): with y = x / |x|,
 

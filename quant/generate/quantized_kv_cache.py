@@ -8,8 +8,7 @@ Each layer keeps its pages (`quant.kernels.attention.paged_attention`). Under ou
 (`quant.generate.quantized_attention`), a layer passes the new keys and values on unchanged, marked with itself;
 attention, which has the queries, lets the layer write them, and reads the pages. Under any other attention the layer
 writes at once and returns the whole cache, dequantized, as other quantized caches of transformers do: slower, and
-without the gain of turned keys
-(`quant.generate.key_rotation`).
+without the gain of turned keys (`quant.generate.key_rotation`).
 
 Beam search and `num_return_sequences` fork sequences, so shared tokens are stored once.
 """
@@ -32,13 +31,9 @@ from quant.kernels.attention.paged_attention import PagedKVCache
 
 
 class QuantizedKVLayer(CacheLayerMixin):  # type: ignore[misc]
-    """One layer's pages.
+    """One layer's pages; `config`'s attention implementation decides whether `update` returns new or all keys.
 
-    Args:
-        config: the config of the model; its attention implementation decides whether `update` returns new or all keys.
-        module: the attention module, for its calibrated scales.
-        format: the format of the cache.
-        page_size: tokens of a page.
+    `module` is the attention module, which may have calibrated scales.
     """
 
     # Layers with a window keep all keys, too, and attention leaves out those beyond it: no page is used again for newer
@@ -58,7 +53,7 @@ class QuantizedKVLayer(CacheLayerMixin):  # type: ignore[misc]
         self._sequences: list[int] = []
         self._waiting = False
         self._turns = False
-        self._turn: Turn | None = None
+        self.turn: Turn | None = None  # the matrices of queries and keys; None where they are not turned
         self.format = format
         self.length = 0
 
@@ -115,7 +110,7 @@ class QuantizedKVLayer(CacheLayerMixin):  # type: ignore[misc]
             )
         self.length += key_states.shape[2]
         if self._config._attn_implementation not in IMPLEMENTATIONS:
-            keys = key_states if self._turn is None else self._turn.k(key_states)
+            keys = key_states if self.turn is None else self.turn.k(key_states)
             self.pages.append(0, self._sequences, keys, value_states)
             return self.read(key_states.dtype)
         self._waiting = True
@@ -127,16 +122,14 @@ class QuantizedKVLayer(CacheLayerMixin):  # type: ignore[misc]
     def write(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: float | None) -> torch.Tensor:
         """Writes the new keys and values, turned as queries will be; returns the new queries, turned.
 
-        Args:
-            q, k, v: queries, keys and values of the new tokens.
-            options: softmax scale and soft cap of the attention, as `turning` takes them.
+        `options` are the softmax scale and soft cap of the attention, as `turning` takes them.
         """
         self._waiting = False
         # The first tokens decide the matrices, and later tokens keep them: cached keys are turned already.
-        if self._turns and self._turn is None:
-            self._turn = turning(q, k, **options)
-        if self._turn is not None:
-            q, k = self._turn.q(q), self._turn.k(k)
+        if self._turns and self.turn is None:
+            self.turn = turning(q, k, **options)
+        if self.turn is not None:
+            q, k = self.turn.q(q), self.turn.k(k)
         self.pages.append(0, self._sequences, k, v)
         return q
 
@@ -153,11 +146,6 @@ class QuantizedKVLayer(CacheLayerMixin):  # type: ignore[misc]
         """Returns the causal attention of the newest tokens over the pages."""
         return self.pages.attend(0, self._sequences, q, **options)
 
-    @property
-    def turn(self) -> Turn | None:
-        """The matrices that queries and keys are multiplied by; None where they are not."""
-        return self._turn
-
     def reserve(self, room: int) -> tuple[KVPages, torch.Tensor]:
         """Returns the pages and the block table, with pages for `room` more tokens of each sequence."""
         self.pages.reserve(self._sequences, room)
@@ -166,7 +154,7 @@ class QuantizedKVLayer(CacheLayerMixin):  # type: ignore[misc]
     def read(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns everything that is cached, dequantized: `[batch, kv_heads, length, dim]`."""
         k, v = self.read_turned(dtype)
-        return k if self._turn is None else self._turn.back(k), v
+        return k if self.turn is None else self.turn.back(k), v
 
     def read_turned(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns the same as `read`, with keys turned like the queries of `write`."""
@@ -187,7 +175,7 @@ class QuantizedKVLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def reset(self) -> None:
         """Drops all pages, and the turn of the keys."""
-        self._pages, self._sequences, self.length, self._turn = None, [], 0, None
+        self._pages, self._sequences, self.length, self.turn = None, [], 0, None
         self.is_initialized = self._waiting = False
 
     def crop(self, tokens_to_remove: int) -> None:
