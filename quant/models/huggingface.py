@@ -98,10 +98,11 @@ def load(
                 return build(cls, config, tensors.dtype, meta, path, tensors), quantization
             warnings.warn(f"{path}: the config says {quantization}, and no tensor is quantized", stacklevel=2)
         dtype = dtype or config.dtype or _first_dtype(shards[0])
-        # Experts with matrices of their own in the files, judging by their names.
-        stored_apart = any(_EXPERT.search(name) for shard in readable for name in safetensors_file(shard).keys())  # noqa: SIM118
-        if stream and stored_apart and (model := _open_streamed(cls, config, dtype, path)) is not None:
-            return model, None
+        if stream:
+            # Experts that have matrices of their own in the files, judging by their names, stay there.
+            names = (name for shard in readable for name in safetensors_file(shard).keys())  # noqa: SIM118
+            if any(map(_EXPERT.search, names)) and (model := _open_streamed(cls, config, dtype, path)) is not None:
+                return model, None
         return build(cls, config, dtype, meta, path), None
 
 
@@ -135,22 +136,16 @@ def read_config(path: Path) -> Any:
 
 
 def build(
-    cls: Any,
-    config: Any,
-    dtype: torch.dtype,
-    meta: bool,
-    path: Path,
-    tensors: QuantizedTensors | None = None,
-    **options: Any,
+    cls: Any, config: Any, dtype: torch.dtype, meta: bool, path: Path, tensors: QuantizedTensors | None = None
 ) -> nn.Module:
-    """Makes the model, on the meta device or with its weights; `options` go to `from_pretrained`.
+    """Makes the model, on the meta device or with its weights.
 
     `tensors` of a quantized checkpoint are dequantized as they are read; without them transformers reads the directory.
     """
     if meta:
         with explained(path), torch.device("meta"):
             return cls._from_config(config, dtype=dtype).eval()  # type: ignore[no-any-return]
-    model, unexpected = read_model(cls, config, dtype, path, tensors, **options)
+    model, unexpected = read_model(cls, config, dtype, path, tensors)
     if unexpected:
         _refuse_guessed_class(cls, config, path, unexpected)
         warnings.warn(f"{path}: {cls.__name__} has no use for {listed(unexpected, 3)}, which do not run", stacklevel=2)
@@ -163,7 +158,10 @@ def build(
 def read_model(
     cls: Any, config: Any, dtype: torch.dtype, path: Path, tensors: QuantizedTensors | None = None, **options: Any
 ) -> tuple[nn.Module, list[str]]:
-    """Builds a model with its weights; also returns the names of tensors that its class has no use for."""
+    """Builds a model with its weights; also returns the names of tensors that its class has no use for.
+
+    `options` go to `from_pretrained`.
+    """
     source, options = (path, options) if tensors is None else (None, {**options, "state_dict": tensors.deferred()})
     with explained(f"{path}: transformers cannot load it"):
         try:

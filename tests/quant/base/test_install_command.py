@@ -12,7 +12,7 @@ import pytest
 from quant.base import extras as module
 from quant.base.extras import install_command
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture
