@@ -19,7 +19,7 @@ from click.testing import CliRunner
 from plan_samples import planned
 from torch import nn
 
-from quant.base.errors import UserError
+from quant.base.errors import UserError, in_command
 from quant.calibration.allocation.allocate import Allocation, allocate, make_space
 from quant.calibration.allocation.goal import (
     AllocationRecord,
@@ -568,7 +568,8 @@ def test_the_command_line_verifies_a_limit_on_the_other_half_of_each_text(model_
     assert told[1].startswith(expected) and told[1].endswith(f"on 3 rows of {texts[1]} that took no part in the choice")
     page = (tmp_path / "out" / "report.html").read_text()
     assert f"loss {verified[0].loss:.4f} (limit 0.0200" in page
-    assert [w for w in report.warnings if "max_kl=" in w] == report.allocation.warnings()
+    with in_command():
+        assert [w for w in report.warnings if "--max-kl" in w] == report.allocation.warnings()
 
 
 def test_what_was_measured_is_what_is_written(model_dir: Path, tmp_path: Path) -> None:

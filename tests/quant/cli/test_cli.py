@@ -588,7 +588,9 @@ def test_an_option_that_was_moved_names_its_place(name: str) -> None:
 @pytest.mark.parametrize("name", sorted(RENAMED))
 def test_a_command_that_was_renamed_names_the_new_one(name: str) -> None:
     result = run(main, name, "file")
-    assert result.exit_code == 2 and re.fullmatch(rf"error: quant {name} is `quant check .*; options are the same\n", result.output)
+    assert result.exit_code == 2 and re.fullmatch(
+        rf"error: quant {name} is `quant check .*; options are the same\n", result.output
+    )
 
 
 def test_the_package_runs_as_a_module() -> None:
