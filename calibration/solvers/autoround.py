@@ -78,18 +78,14 @@ def reconstruct_block(
 ) -> Reconstructed:
     """Refines the codes and scales of a block's layers so that the block's output comes closer to `targets`.
 
+    Global scales stay. The error on the held-out calls is never larger than before; a single call serves for both
+    learning and judging.
+
     Args:
         block: a block with any modules under the names of `layers` (they are put back); it runs in the dtype of its
             calls.
         calls: the calls of the block, on the hidden states that the quantized blocks before it give.
         targets: output of the original block for each call, `[..., hidden]`.
-
-    Returns:
-        New weights, on the same global scales, and the errors. The error on the held-out calls is never larger than
-        before; a single call serves for both learning and judging.
-
-    Raises:
-        ValueError: no calls, or as many targets.
     """
     if not calls or len(calls) != len(targets):
         raise ValueError(f"reconstruction needs a target for each call of the block: {len(calls)}, {len(targets)}")
@@ -102,7 +98,11 @@ def reconstruct_block(
         before = after = _error(block, held_out)
         # The start counts as a candidate, so that the error never grows.
         best = {name: layer.state() for name, layer in learned.items()}
-        optimizer = _optimizer(list(learned.values()), settings)
+        groups: list[dict[str, Any]] = [{"params": [each.latent for each in learned.values()], "first": settings.rate}]
+        scales = [each.factor for each in learned.values() if each.learns_scale]
+        if scales and settings.scale_rate > 0:
+            groups.append({"params": scales, "first": settings.scale_rate})
+        optimizer = torch.optim.Adam(groups, lr=settings.rate, betas=(0.9, 0.99))
         every = max(settings.steps // settings.checks, 1)
         for step in range(settings.steps):
             for group in optimizer.param_groups:
@@ -207,7 +207,9 @@ class _Learned(Substitute):
         quantized = layer.quantized
         self.format = quantized.format
         self.register_buffer("first_scale", decode(quantized.scale, quantized.format.scale), persistent=False)
-        self.register_buffer("second", _second(quantized), persistent=False)
+        second = quantized.global_scale
+        second = quantized.codes.new_ones((), dtype=torch.float32) if second is None else second.float()
+        self.register_buffer("second", second, persistent=False)
         self.register_buffer("first_step", self.first_scale * self.second, persistent=False)
         self.learns_scale = quantized.format.scale is E4M3
         values, weight = quantized.dequantize(), layer.weight.float()
@@ -238,7 +240,10 @@ class _Learned(Substitute):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         x = self.layer.parts.input(input)
-        y = nn.functional.linear(_rounded(x, self.layer), self.values().to(x.dtype), self.bias)
+        rounded = x
+        if self.layer.activation is not None:
+            rounded = _RoundedInput.apply(x, self.layer.activation, self.layer.input_scale)  # type: ignore[no-untyped-call]
+        y = nn.functional.linear(rounded, self.values().to(x.dtype), self.bias)
         branch = self.layer.parts.branch(x)
         return y if branch is None else y + branch
 
@@ -248,14 +253,6 @@ class _Learned(Substitute):
             # Straight-through sums may miss the grid by a last place, which must not reach the codes.
             scale = round_to(self._scale(), E4M3) if self.learns_scale else self.first_scale
             return quantize_with_scale(self.values(), self.format, scale, self.layer.quantized.global_scale)
-
-
-def _second(weight: BlockScaledTensor) -> torch.Tensor:
-    return (
-        torch.ones((), device=weight.codes.device, dtype=torch.float32)
-        if weight.global_scale is None
-        else weight.global_scale.float()
-    )
 
 
 class _RoundedInput(torch.autograd.Function):
@@ -268,20 +265,6 @@ class _RoundedInput(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         return gradients[0], None, None
-
-
-def _rounded(x: torch.Tensor, layer: BlockLayer) -> torch.Tensor:
-    if layer.activation is None:
-        return x
-    return _RoundedInput.apply(x, layer.activation, layer.input_scale)  # type: ignore[no-any-return, no-untyped-call]
-
-
-def _optimizer(layers: Sequence[_Learned], settings: Reconstruction) -> torch.optim.Optimizer:
-    groups: list[dict[str, Any]] = [{"params": [layer.latent for layer in layers], "first": settings.rate}]
-    scales = [layer.factor for layer in layers if layer.learns_scale]
-    if scales and settings.scale_rate > 0:
-        groups.append({"params": scales, "first": settings.scale_rate})
-    return torch.optim.Adam(groups, lr=settings.rate, betas=(0.9, 0.99))
 
 
 @contextmanager

@@ -173,13 +173,9 @@ def modules_in_order(block: nn.Module, call: Call) -> list[str]:
     hooks = [
         module.register_forward_hook(lambda m, args, result, name=name: order.append(name))
         for name, module in block.named_modules()
-        if _scales_its_output(module)
+        if isinstance(weight := getattr(module, "weight", None), nn.Parameter)
+        and (weight.dim() == 1 or isinstance(module, nn.Linear))
     ]
     with torch.no_grad(), removing(hooks):
         block(*call.args, **call.kwargs)
     return list(dict.fromkeys(order))
-
-
-def _scales_its_output(module: nn.Module) -> bool:
-    weight = getattr(module, "weight", None)
-    return isinstance(weight, nn.Parameter) and (weight.dim() == 1 or isinstance(module, nn.Linear))

@@ -2,15 +2,20 @@
 
 A block Hadamard spreads an outlier over its block and makes weights nearly Gaussian, which a grid with one
 scale for sixteen values rounds best. It costs log2(block) additions a value at run time where it stays online
-(`QuantLinear.hadamard`), and nothing where the module that produces the input can take it over:
+(`QuantLinear.hadamard`), and nothing where the modules around take it over (`merge_rotations`):
 
-    value → output projection   H acts within a head, attention mixes tokens and not channels, so rows of the value
-                                projection take the rotation that columns of the output projection undo
-    residual stream             every writer rotates its output, every reader its input, and RMS norms do not notice
-                                once their weights are merged into the readers (QuaRot, Ashkboos et al., 2024)
+**Residual stream.** Embeddings and output projections add into it, norms read it. With R orthonormal, every writer
+gives y R instead of y. Once the weight of an RMS norm has moved into the layers that read it, the norm of x R is the
+norm of x times R, and these layers get W R for W. The model's output is the same. With blocks of Hadamard matrices the
+stream has no outlier channels (R1 of QuaRot, Ashkboos et al., 2024); `learned_rotation` finds a matrix for FP8.
 
-Neither is looked up by model names: candidates are found by watching a forward pass, and kept only if the output stays
-the same.
+**Within heads.** Attention mixes tokens, not the channels of a value. Rotating a value projection's rows, block by
+block within each head, is undone by the columns of the output projection (R2).
+
+Neither is looked up by names: writers and readers are found by watching one forward pass. Each norm's input is followed
+back through additions, and through functions that pass values on or scale them, to the modules that wrote it; the
+layers that receive a norm's output are its readers. A model in which this meets any other function is refused. After
+the change the model runs again; if its output differs, all weights are restored.
 
 Rotation suits second-order rounding of weights. It does not suit plain rounding in small blocks, nor inputs rounded
 to 4 bits, whose few large channels it spreads over their neighbours: it is a choice per layer, never a default.
@@ -38,10 +43,7 @@ LARGEST_BLOCK = 128
 
 
 def rotation_block(columns: int, largest: int = LARGEST_BLOCK) -> int:
-    """Returns the largest power of two that divides `columns`, at most `largest`.
-
-    0 where that is 1 and nothing would turn.
-    """
+    """Returns the largest power of two that divides `columns`, at most `largest`; 0 where nothing would turn."""
     block = min(hadamard_block(columns), largest)
     return block if block > 1 else 0
 
@@ -54,11 +56,7 @@ def rotate_weight(weight: torch.Tensor, block: int) -> torch.Tensor:
 def matrix_of(weight: torch.Tensor, parts: RunTimeParts) -> torch.Tensor:
     """Returns the matrix `[out, in]` by which a layer multiplies its input: its weight with the operations of run time.
 
-    Args:
-        weight: dense, `[out, in]`, as it was rounded: scaled, rotated and without its branch.
-
-    Returns:
-        In the dtype of `weight`; `weight` itself where there are no parts.
+    `weight` is dense, as it was rounded: scaled, rotated and without its branch.
     """
     if parts.lowrank is not None:
         down, up = (part.to(weight.dtype) for part in parts.lowrank)
@@ -66,43 +64,6 @@ def matrix_of(weight: torch.Tensor, parts: RunTimeParts) -> torch.Tensor:
     # H is its own inverse, so rotating the rounded weight again undoes the rotation.
     weight = rotate_weight(weight, parts.hadamard)
     return weight if parts.pre_scale is None else weight * parts.pre_scale.to(weight.dtype)
-
-
-# `merge_rotations` rotates where the modules around absorb the rotation, at no cost at run time.
-#
-# **Residual stream.** Embeddings and output projections add into it, norms read it. With R orthonormal, every writer
-# gives y R instead of y. Once the weight of an RMS norm has moved into the layers that read it, the norm of x R is the
-# norm of x times R, and these layers get W R for W. The model's output is the same. With blocks of Hadamard matrices the
-# stream has no outlier channels (QuaRot's R1); `learn` finds a matrix for FP8.
-#
-# **Within heads.** Attention mixes tokens, not the channels of a value. Rotating a value projection's rows, block by
-# block within each head, is undone by the columns of the output projection (R2).
-#
-# Writers and readers are found by watching one forward pass. Each norm's input is followed back through additions, and
-# through functions that pass values on or scale them, to the modules that wrote it; the layers that receive a norm's
-# output are its readers. A model in which this meets any other function is refused. After the change the model runs
-# again; if its output differs, all weights are restored.
-
-
-# `learned_rotation` finds the rotation of the residual stream behind which rounding in FP8 costs least.
-#
-# FP8 rounds every value with an error that is a share of the value. So the error behind a layer that reads the stream,
-# in the metric A of its outputs, is to first order the same share of
-#
-#     Σ_i M_ii H_ii        M = mean of x xᵀ of its inputs x,   H = Wᵀ A W
-#
-# whether inputs or weights are rounded: it is large where loud channels meet large weights. A rotation R changes x to
-# R x and W to W Rᵀ, which leaves W x as it is, and the sum over all layers that read the stream becomes
-#
-#     L(R) = Σ_layers Σ_i (R M Rᵀ)_ii (R H Rᵀ)_ii.
-#
-# L is minimized over the orthonormal matrices, as SpinQuant (Liu et al., arXiv 2405.16406) minimizes the loss of the
-# model, here by Adam in the tangent space. The gradient with respect to a skew-symmetric Ω, which takes R to exp(Ω) R,
-# is the skew part of G Rᵀ with
-#
-#     G = dL/dR = 2 Σ_layers [diag(h) R M + diag(m) R H],   m_i = (R M Rᵀ)_ii,   h_i = (R H Rᵀ)_ii.
-#
-# The start is the identity: Hadamard matrices, which spread loud channels over small weights, make L larger.
 
 
 _TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-5, torch.float16: 2e-2, torch.bfloat16: 1e-1}
@@ -128,11 +89,7 @@ class Residual:
 def merge_rotations(
     model: nn.Module, rows: torch.Tensor, blocks: Sequence[str], layers: Collection[str]
 ) -> dict[str, str]:
-    """Rotates the inputs of the layers `layers` where that costs nothing at run time, in place.
-
-    Returns:
-        A sentence on each of them.
-    """
+    """Rotates the inputs of `layers` in place where that costs nothing at run time; returns a sentence on each."""
     notes, why = {}, "nothing before the layer can take it"
     readers: set[str] = set()
     try:
@@ -199,7 +156,10 @@ def merge_residual_rotation(
             raise ValueError(
                 f"{residual.tied[0]} shares its weight with the embedding, and after a rotation the two differ"
             )
-        turn = _hadamard(rotation_block(residual.width)) if rotation is None else _by_matrix(rotation)
+        turn = _hadamard(rotation_block(residual.width))
+        if rotation is not None:
+            # Where the matrix is, which may be a GPU that has no room for the model.
+            turn = lambda x: (x.to(rotation.device) @ rotation.mT).to(x.device)  # noqa: E731
         before = output_of(run(model)).clone()
         # Norms too, whose weights become 1.
         touched = [*residual.writers, *residual.readers, *(n for names in residual.readers.values() for n in names)]
@@ -238,11 +198,6 @@ def _hadamard(block: int) -> Turn:
     return lambda x: hadamard_transform(x, block)
 
 
-def _by_matrix(rotation: torch.Tensor) -> Turn:
-    # Where the matrix is, which may be a GPU that has no room for the model.
-    return lambda x: (x.to(rotation.device) @ rotation.mT).to(x.device)
-
-
 def find_residual(model: nn.Module, run: Callable[[nn.Module], Any]) -> Residual:
     """Finds the writers and readers of the residual stream.
 
@@ -251,7 +206,10 @@ def find_residual(model: nn.Module, run: Callable[[nn.Module], Any]) -> Residual
     """
     trace = _watch(model, run)
     width = next((m.embedding_dim for m in model.modules() if isinstance(m, nn.Embedding)), 0)
-    norms = [name for name, module in model.named_modules() if _is_norm(module, width) and name in trace.inputs]
+    weights = (
+        (name, getattr(module, "weight", None)) for name, module in model.named_modules() if name in trace.inputs
+    )
+    norms = [name for name, weight in weights if isinstance(weight, nn.Parameter) and weight.shape == (width,)]
     readers: dict[str, tuple[str, ...]] = {}
     writers: dict[str, None] = {}
     for norm in norms:
@@ -337,11 +295,6 @@ def _watch(model: nn.Module, run: Callable[[nn.Module], Any]) -> _Trace:
     with removing(hooks), torch.no_grad(), trace:
         run(model)
     return trace
-
-
-def _is_norm(module: nn.Module, width: int) -> bool:
-    weight = getattr(module, "weight", None)
-    return isinstance(weight, nn.Parameter) and weight.shape == (width,)
 
 
 def gain_of(module: nn.Module, name: str) -> tuple[torch.Tensor, float]:

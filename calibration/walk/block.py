@@ -69,7 +69,9 @@ class Block:
         # Fused experts may still be in their files, on the meta device.
         self.device = next(p.device for p in module.parameters() if not p.is_meta)
         self.exchange = Exchange(self.device)
-        own = len(calls.original), sum(_token_count(call.hidden) for call in calls.original)
+        # Hidden states are [..., tokens, features], token ids [..., tokens].
+        hidden = [call.hidden for call in calls.original]
+        own = len(hidden), sum(h.numel() // (h.shape[-1] if h.is_floating_point() else 1) for h in hidden)
         self.batches, self.tokens = (sum(counts) for counts in zip(*gathered(own), strict=True))
         self.targets = {n: weight_of(module, n).detach().float() for g in groups for n in g.names}
         self.stand_ins: dict[str, StandIn] = {}
@@ -142,8 +144,3 @@ class Block:
             self.module.set_submodule(name, stand_in.original)
         linear = [self.solutions[name] for group in self.groups for name in group.names]
         return linear + [result for experts in self.experts for result in experts.results()]
-
-
-def _token_count(hidden: torch.Tensor) -> int:
-    """Returns the number of tokens of a hidden state `[..., tokens, features]`, or of token ids `[..., tokens]`."""
-    return hidden.numel() // hidden.shape[-1] if hidden.is_floating_point() else hidden.numel()

@@ -1,4 +1,4 @@
-"""This file watches a model run and collects the range of every layer's input."""
+"""This file watches a model run, collects the range of every layer's input, and makes static scales of it."""
 
 from __future__ import annotations
 
@@ -29,11 +29,6 @@ from quant.recipes.layers import Stacking, expert_matrices, output_head, stackin
 from quant.recipes.module_replacement import forwarding
 from quant.recipes.plan import Plan, groups_by_input
 
-# `reporting_bad_tensor` says where an input that is not finite comes from: a weight before the layer, or the data.
-#
-# NaN spreads: one in a projection reaches every later input. The layer that is first seen to get it is therefore not
-# the cause, and neither is the calibration row, unless every weight of the model is finite.
-
 
 class InputNotFiniteError(ValueError):
     """The input of a layer holds NaN or infinity."""
@@ -47,8 +42,8 @@ class InputNotFiniteError(ValueError):
 def reporting_bad_tensor(model: nn.Module) -> Iterator[None]:
     """Makes an `InputNotFiniteError` name the tensor that holds NaN or infinity, or say that none does.
 
-    Args:
-        model: searched whole, except parameters of other blocks that are still in their files.
+    NaN spreads: one in a projection reaches every later input. The layer that is first seen to get it is therefore not
+    the cause, and neither is the calibration row, unless every weight of the model is finite.
     """
     try:
         yield
@@ -133,8 +128,14 @@ def collect_input_amax(
             end.run(rows[row_index : row_index + 1])
             session.report("calibrate", row_index + 1, len(rows))
     if not observers:
-        amax = _largest(amax)
-    _check_called(names, amax)
+        own, amax = {name: value.cpu() for name, value in amax.items()}, {}
+        for part in gathered(own):
+            amax |= {name: torch.maximum(amax.get(name, value), value) for name, value in part.items()}
+    if silent := sorted(set(names) - set(amax)):
+        raise ValueError(
+            f"{silent[0]}: never called on the calibration data ({len(silent)} such layers), so its input is unknown: "
+            f"keep such layers in 16 bit ({option('exclude')}, or keep in a plan), or give data that reaches them"
+        )
     ranges = {name: observers[name].amax() for name in amax} if observers else amax
     return {name: value.to(home) for name, value in ranges.items()}
 
@@ -174,28 +175,12 @@ class _EndAtHead:
         self.ends = self.at_head and not self.layer_after
 
 
-def _check_called(names: Collection[str], called: Collection[str]) -> None:
-    """Raises ValueError where a layer was never called."""
-    silent = sorted(set(names) - set(called))
-    if silent:
-        raise ValueError(
-            f"{silent[0]}: never called on the calibration data ({len(silent)} such layers), so its input is unknown: "
-            f"keep such layers in 16 bit ({option('exclude')}, or keep in a plan), or give data that reaches them"
-        )
-
-
-def _largest(own: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Returns the largest value of all ranks by name."""
-    largest: dict[str, torch.Tensor] = {}
-    for part in gathered({name: value.cpu() for name, value in own.items()}):
-        largest |= {name: torch.maximum(largest.get(name, value), value) for name, value in part.items()}
-    return largest
+Observe = Callable[[str, torch.Tensor], None]
+"""Takes the name of a layer and its input."""
 
 
 @contextmanager
-def watch_inputs(
-    model: nn.Module, names: Collection[str], observe: Callable[[str, torch.Tensor], None]
-) -> Iterator[None]:
+def watch_inputs(model: nn.Module, names: Collection[str], observe: Observe) -> Iterator[None]:
     """Calls `observe(name, input)` for every call of a named layer while the block runs.
 
     A linear is watched by a hook. The projections of fused experts are parameters, not modules. Where the library can
@@ -210,22 +195,38 @@ def watch_inputs(
         owner = model.get_submodule(parent)
         # A parameter under this name is a projection of fused experts.
         if isinstance(getattr(owner, last), nn.Module):
-            hook = _linear_hook(name, observe)
+            hook = partial(_show_input, name, observe)
             handles.append(owner.get_submodule(last).register_forward_pre_hook(hook, with_kwargs=True))
         elif can_run_experts_one_by_one(owner):
             experts[owner] = parent
         else:
-            seen = partial(_one_expert, name, observe)
+            seen = partial(_show_input_of_expert, name, observe)
             watched.setdefault(owner, {})[last] = watch_experts(model, name, seen)
     try:
         with removing(handles), ExitStack() as stack:
             for module, path in experts.items():
-                forward = partial(experts_forward, module, observe=_expert_hook(path, names, observe))
+                forward = partial(experts_forward, module, observe=partial(_show_projection, path, names, observe))
                 stack.enter_context(forwarding(module, forward))
             yield
     finally:
         for module, parameters in watched.items():
             put_back(module, parameters)
+
+
+def _show_input(name: str, observe: Observe, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    observe(name, all_arguments(args, kwargs)[0])
+
+
+def _show_input_of_expert(name: str, observe: Observe, expert: int, x: torch.Tensor) -> None:
+    observe(name, x)
+
+
+def _show_projection(
+    path: str, names: Collection[str], observe: Observe, projection: str, expert: int, x: torch.Tensor
+) -> None:
+    # The other projection of the module may be in 16 bit.
+    if f"{path}.{projection}" in names:
+        observe(f"{path}.{projection}", x)
 
 
 class WatchedExperts(ExpertStack):
@@ -272,28 +273,6 @@ def put_back(module: nn.Module, parameters: Mapping[str, nn.Parameter]) -> None:
     for name, parameter in parameters.items():
         delattr(module, name)
         module.register_parameter(name, parameter)
-
-
-def _one_expert(name: str, observe: Callable[[str, torch.Tensor], None], expert: int, x: torch.Tensor) -> None:
-    observe(name, x)
-
-
-def _linear_hook(name: str, observe: Callable[[str, torch.Tensor], None]) -> Callable[..., None]:
-    return lambda module, args, kwargs: observe(name, all_arguments(args, kwargs)[0])
-
-
-def _expert_hook(
-    path: str, names: Collection[str], observe: Callable[[str, torch.Tensor], None]
-) -> Callable[[str, int, torch.Tensor], None]:
-    def hook(projection: str, expert: int, x: torch.Tensor) -> None:
-        # The other projection of the module may be in 16 bit.
-        if f"{path}.{projection}" in names:
-            observe(f"{path}.{projection}", x)
-
-    return hook
-
-
-# Static activation scales: the largest input that calibration data shows to each layer whose format needs one.
 
 
 def calibrate(

@@ -16,7 +16,7 @@ from torch import nn
 from quant.calibration.layer_result import LayerResult
 from quant.calibration.placement import home_of_states
 from quant.calibration.ranks import Exchange, from_first, gathered, number_of, own_batches, rank_and_world, wait_for_all
-from quant.calibration.session import Session, Step, Store
+from quant.calibration.session import Session, Store
 from quant.calibration.walk.walk import BlockStore, States
 from quant.formats.tensor import BlockScaledTensor
 from quant.kernels.linear.install import install_weight
@@ -67,40 +67,32 @@ def keep_layers(
 
 
 def put_back(store: Store, step: str, model: nn.Module) -> tuple[list[LayerPlan], dict[str, LayerResult]] | None:
-    """Installs the layers of a finished step.
-
-    Returns:
-        The layers as they were solved, and their results by name; None where the step is not finished.
-    """
+    """Installs the layers of a finished step, and returns them as they were solved, with their results by name."""
     finished = store.get(step)
     if finished is None:
         return None
     layers: list[LayerPlan] = []
     results: dict[str, LayerResult] = {}
     with store.reading():
-        _install(finished, model, layers, results)
+        for key, tensor in finished.tensors.items():
+            kind, _, name = key.partition(":")
+            if kind == "model":
+                attrgetter(name)(model).data = tensor
+        for entry in finished.record:
+            layer = LayerPlan.from_dict(entry["layer"])
+            layers.append(layer)
+            results[layer.name] = LayerResult.from_dict(entry["result"])
+            if layer.weight is None:
+                continue
+            # Both have the order of _BUFFERS: the keys in the file repeat it.
+            codes, scale, second, input_scale, pre_scale, down, up = (
+                finished.tensors.get(f"{buffer}:{layer.name}") for buffer in _BUFFERS
+            )
+            assert codes is not None and scale is not None
+            weight = BlockScaledTensor(codes, scale, layer.weight, layer.shape, second)
+            lowrank = None if down is None or up is None else (down, up)
+            install_weight(model, layer, weight, input_scale, RunTimeParts(pre_scale, entry["hadamard"], lowrank))
     return layers, results
-
-
-def _install(finished: Step, model: nn.Module, layers: list[LayerPlan], results: dict[str, LayerResult]) -> None:
-    for key, tensor in finished.tensors.items():
-        kind, _, name = key.partition(":")
-        if kind == "model":
-            attrgetter(name)(model).data = tensor
-    for entry in finished.record:
-        layer = LayerPlan.from_dict(entry["layer"])
-        layers.append(layer)
-        results[layer.name] = LayerResult.from_dict(entry["result"])
-        if layer.weight is None:
-            continue
-        # Both have the order of _BUFFERS: the keys in the file repeat it.
-        codes, scale, second, input_scale, pre_scale, down, up = (
-            finished.tensors.get(f"{buffer}:{layer.name}") for buffer in _BUFFERS
-        )
-        assert codes is not None and scale is not None
-        weight = BlockScaledTensor(codes, scale, layer.weight, layer.shape, second)
-        lowrank = None if down is None or up is None else (down, up)
-        install_weight(model, layer, weight, input_scale, RunTimeParts(pre_scale, entry["hadamard"], lowrank))
 
 
 class BlockKeeper(BlockStore):
@@ -165,8 +157,10 @@ class BlockKeeper(BlockStore):
         # Bytes over all ranks: each holds its own batches, and the first rank writes them all.
         nbytes = sum(gathered(sum(state.nbytes for kind in kinds.values() for state in kind)))
         device = states.few.device
+        large = self.memory is not None and nbytes > self.memory * _STATES_SHARE
+        due = time.perf_counter() - self.kept_states > _SHARE * self.store.seconds_to_write(nbytes)
         # Clocks and free memory differ between ranks, and `_of_all_ranks` is collective: one rank decides for all.
-        large, due, fit = from_first(lambda: (*self._is_due(nbytes), home_of_states(nbytes, device) == device))
+        large, due, fit = from_first(lambda: (large, due, home_of_states(nbytes, device) == device))
         if large or due:
             tensors = _of_all_ranks(kinds, Exchange(device if fit else torch.device("cpu")))
             self.store.put("states", {**tensors, "few": states.few}, {"block": block})
@@ -180,11 +174,6 @@ class BlockKeeper(BlockStore):
         self.store.refresh()
         saved = self.store.get("states")
         return states if saved is None else _states(saved.tensors)
-
-    def _is_due(self, nbytes: int) -> tuple[bool, bool]:
-        """Returns whether hidden states of `nbytes` take much of the memory, and whether it is time to write them."""
-        large = self.memory is not None and nbytes > self.memory * _STATES_SHARE
-        return large, time.perf_counter() - self.kept_states > _SHARE * self.store.seconds_to_write(nbytes)
 
     def _changed(self, block: str) -> dict[str, torch.Tensor]:
         """Returns the tensors of the finished block that a solver changed.

@@ -1,17 +1,28 @@
-"""`merge_learned_rotation` measures what a model's residual stream is rotated for, and rotates it.
+"""`merge_learned_rotation` rotates the residual stream so that rounding in FP8 costs least behind it.
 
-The rotation (`solvers.rotations.learn`) is learned from two second moments of each group of layers that read a norm of
-the stream: M of the norm's output without its weights, and H = Wᵀ A W of their weights times those of the norm. The
-passes over the original model that measure them come before anything is solved:
+FP8 rounds every value with an error that is a share of the value. So the error behind a layer that reads the stream,
+in the metric A of its outputs, is to first order the same share of
 
-1. a backward pass gives A, and a weight for each token, as `kfac` has them, whatever solver follows;
-2. a forward pass adds up M.
+    Σ_i M_ii H_ii        M = mean of x xᵀ of its inputs x,   H = Wᵀ A W
 
-Where some group has no gradients, A is 1 for all, and a group counts by the share of its outputs' energy that rounding
-costs.
+whether inputs or weights are rounded: it is large where loud channels meet large weights. A rotation R changes x to
+R x and W to W Rᵀ, which leaves W x as it is, and the sum over all layers that read the stream becomes
 
-Everything else that solvers measure is measured in the rotated model. A run that is resumed takes the rotation from its
-store, because the blocks that it has solved belong to that one.
+    L(R) = Σ_layers Σ_i (R M Rᵀ)_ii (R H Rᵀ)_ii.
+
+L is minimized over the orthonormal matrices, as SpinQuant (Liu et al., arXiv 2405.16406) minimizes the loss of the
+model, here by Adam in the tangent space. The gradient with respect to a skew-symmetric Ω, which takes R to exp(Ω) R,
+is the skew part of G Rᵀ with
+
+    G = dL/dR = 2 Σ_layers [diag(h) R M + diag(m) R H],   m_i = (R M Rᵀ)_ii,   h_i = (R H Rᵀ)_ii.
+
+The start is the identity: Hadamard matrices, which spread loud channels over small weights, make L larger.
+
+M is measured on the norm's output without its weights, and W has those of the norm. Two passes over the original model
+measure both before anything is solved: a backward pass gives A, and a weight for each token, as `kfac` has them,
+whatever solver follows; a forward pass adds up M. Where some group has no gradients, A is 1 for all, and a group counts
+by the share of its outputs' energy that rounding costs. Everything else that solvers measure is measured in the rotated
+model. A run that is resumed takes the rotation from its store, because the blocks that it has solved belong to it.
 """
 
 from __future__ import annotations
@@ -63,29 +74,37 @@ def merge_learned_rotation(
     device: torch.device,
     session: Session,
 ) -> dict[str, str]:
-    """Rotates the residual stream for the layers `layers`, in place, where that costs nothing at run time.
-
-    Returns:
-        A sentence on each of them.
+    """Rotates the residual stream for `layers` in place; returns a sentence on each of them.
 
     Raises:
         ValueError: the moments take too much memory.
     """
+
+    def left_out(error: ValueError) -> dict[str, str]:
+        note = f"rotation left out: the residual stream stays as it is, for {error}"
+        return {layer.name: note for layer in layers}
+
     home = device_of(model)
     try:
         with placed(model, session.device) as there:
             readers = _readers(model, lambda m: m(few.to(there)), layers)
     except ValueError as error:
-        return _left_out(layers, error)
+        return left_out(error)
     finished = session.store.get(_STEP)
     if finished is None:
         _check_memory(readers, session)
     try:
-        rotation = finished.tensors["rotation"] if finished else _learned(model, readers, batches, session)
+        if finished is not None:
+            rotation = finished.tensors["rotation"]
+        else:
+            rows = sum(len(batch) if isinstance(batch, torch.Tensor) else 1 for batch in batches)
+            every = max(sum(gathered(rows)) // LEARNING_ROWS, 1)
+            # GPUs of several kinds may round differently.
+            rotation = from_first(learned_rotation(*_measure(model, readers, batches[::every], session)).cpu)
         rotation = rotation.to(session.device or home)
         residual = merge_residual_rotation(model.to(device), lambda m: m(few.to(device)), rotation)
     except ValueError as error:
-        return _left_out(layers, error)
+        return left_out(error)
     finally:
         model.to(home)
     if finished is None:
@@ -93,10 +112,6 @@ def merge_learned_rotation(
     in_stream = {*residual.writers, *(name for names in residual.readers.values() for name in names)}
     note = "rotated with the residual stream, as learned, at no cost at run time"
     return {layer.name: note for layer in layers if layer.name in in_stream}
-
-
-def _left_out(layers: Sequence[LayerPlan], error: ValueError) -> dict[str, str]:
-    return {layer.name: f"rotation left out: the residual stream stays as it is, for {error}" for layer in layers}
 
 
 def _readers(model: nn.Module, run: Callable[[nn.Module], Any], layers: Sequence[LayerPlan]) -> list[_Reader]:
@@ -122,17 +137,6 @@ def _check_memory(readers: Sequence[_Reader], session: Session) -> None:
             f"{len(readers)} inputs, {needed / 1e9:.1f} GB, and {_SHARE * memory / 1e9:.1f} GB may be used: "
             f"{'take a larger GPU' if on_gpu else 'give more memory'}, or a solver without it for all or some blocks"
         )
-
-
-def _learned(
-    model: nn.Module, readers: Sequence[_Reader], batches: Sequence[torch.Tensor], session: Session
-) -> torch.Tensor:
-    """Returns the rotation `[width, width]`, float64, the same on all ranks."""
-    rows = sum(len(batch) if isinstance(batch, torch.Tensor) else 1 for batch in batches)
-    every = max(sum(gathered(rows)) // LEARNING_ROWS, 1)
-    rotation = learned_rotation(*_measure(model, readers, batches[::every], session))
-    # GPUs of several kinds may round differently.
-    return from_first(rotation.cpu)
 
 
 def _measure(
@@ -245,7 +249,10 @@ def learned_rotation(inputs: torch.Tensor, readers: torch.Tensor, steps: int = S
         loss, gradient = loss_and_gradient(rotation, inputs, readers)
         if loss < least:
             best, least = rotation, loss
-    return _orthonormal(best.double())
+    rotation = best.double()
+    for _ in range(3):  # to the orthonormal matrix next to it, by the iteration of Newton and Schulz
+        rotation = 1.5 * rotation - 0.5 * rotation @ rotation.mT @ rotation
+    return rotation
 
 
 def loss_and_gradient(
@@ -261,10 +268,3 @@ def loss_and_gradient(
         gradient += 2 * torch.einsum("ni,nij->ij", h, turned_moment)
         gradient += 2 * torch.einsum("ni,nij->ij", m, turned_reader)
     return float(loss), gradient
-
-
-def _orthonormal(rotation: torch.Tensor) -> torch.Tensor:
-    """Returns the orthonormal matrix next to a product of float32 rotations, by the iteration of Newton and Schulz."""
-    for _ in range(3):
-        rotation = 1.5 * rotation - 0.5 * rotation @ rotation.mT @ rotation
-    return rotation

@@ -42,7 +42,7 @@ def observe(block: Block) -> list[torch.Tensor]:
     def count(name: str) -> Callable[..., None]:
         return lambda module, args: block.module_calls.update([name])
 
-    parents = {name[:dot] for g in block.groups for name in g.names for dot in _dots(name)}
+    parents = {name[:end] for g in block.groups for name in g.names for end, at in enumerate(name) if at == "."}
     counting = block.hooked({name: count(name) for name in sorted(parents)})
     watching = block.hooked({g.names[0]: watch(i) for i, g in enumerate(block.groups)})
     with counting, watching, block.stream.recording(block.module):
@@ -99,26 +99,15 @@ def _note(block: Block, group: Group, x: torch.Tensor, *, keep: bool) -> torch.T
     if len(flat):
         magnitude = flat.abs()
         amax, total = magnitude.amax(0).float(), magnitude.sum(0, dtype=torch.float32)
-        _check_finite(block, group, amax, x)
+        # The sum of channels' maxima is one number to wait for; it may overflow where all of `x` is finite.
+        if not (bool(torch.isfinite(amax.sum())) or bool(torch.isfinite(x).all())):
+            row = block.batch.number * block.settings.batch
+            if x.dim() > 2:
+                row += int((~torch.isfinite(x).flatten(1).all(1)).nonzero()[0])
+            raise InputNotFiniteError(group.members[0].name, f"on calibration row {row}")
         group.magnitudes.append((block.batch.number, [amax, total]))
         group.tokens += len(flat)
         if keep:
             group.inputs.append(flat)
             group.batch_numbers.append(block.batch.number)
     return flat
-
-
-def _check_finite(block: Block, group: Group, amax: torch.Tensor, x: torch.Tensor) -> None:
-    """Raises InputNotFiniteError, which names the layer and the calibration row, where `x` holds NaN or infinity."""
-    # The sum of channels' maxima is one number to wait for; it may overflow where all of `x` is finite.
-    if bool(torch.isfinite(amax.sum())) or bool(torch.isfinite(x).all()):
-        return
-    row = block.batch.number * block.settings.batch
-    if x.dim() > 2:
-        row += int((~torch.isfinite(x).flatten(1).all(1)).nonzero()[0])
-    raise InputNotFiniteError(group.members[0].name, f"on calibration row {row}")
-
-
-def _dots(name: str) -> list[int]:
-    """Returns the positions at which the names of a module's parents end."""
-    return [position for position, letter in enumerate(name) if letter == "."]

@@ -3,11 +3,15 @@
 A stage is one group, or all sibling experts of a mixture, whose statistics one pass collects. The pass runs the block
 with the groups solved so far in place and sums up, over the tokens x that reach a group,
 
-    second moment  M = mean of x xᵀ           drift  D = mean of (r - x) xᵀ,  r the original input of the same token
+    second moment  H = mean of x xᵀ           drift  D = mean of (r - x) xᵀ,  r the original input of the same token
 
-of inputs x rounded as the quantized layer will round them. The solver then minimises tr((Q - W) M (Q - W)ᵀ) over codes
+of inputs x rounded as the quantized layer will round them. The solver then minimises tr((Q - W) H (Q - W)ᵀ) over codes
 Q, with W moved by the drift first. A layer that writes to the residual stream makes up for the stream's error as well:
 W moves by the mean of s xᵀ too, with s a share of that error (see `stream`).
+
+Where there is a guard, the last rows only judge: the weights before rounding on the inputs that they would ideally get
+are compared with the quantized layers on the inputs that they do get, and a group that is too far off gets another
+format.
 """
 
 from __future__ import annotations
@@ -36,152 +40,8 @@ from quant.recipes.blocks import Stop
 from quant.recipes.plan import LayerPlan
 from quant.recipes.recipe import presets
 
-# `promote_group` asks the guard whether a group's quantized output is close enough to the original.
-#
-# Both are computed on held-out rows: the weights before rounding on the inputs that they would ideally get, and the
-# quantized layers on the inputs that they do get.
-
-
-# `promote` gives a layer the next format of a guard's list, and `relative_error` is the error that the guard limits.
-#
-# The walk measures; the functions here only decide, and write down why.
-
-
-def relative_error(reference: torch.Tensor, output: torch.Tensor) -> float:
-    """Returns ‖output - reference‖ / ‖reference‖, Frobenius norms in float64.
-
-    Infinite where `output` has NaN or infinity, or differs from a reference that is all zeros.
-
-    Raises:
-        ValueError: the shapes differ, or `reference` is not finite.
-    """
-    if reference.shape != output.shape:
-        raise ValueError(f"reference {list(reference.shape)} and output {list(output.shape)} differ in shape")
-    reference = reference.double()
-    norm = float(torch.linalg.vector_norm(reference))
-    if not torch.isfinite(reference).all():
-        raise ValueError("the reference output holds NaN or infinity; no error can be measured against it")
-    error = float(torch.linalg.vector_norm(output.double() - reference))
-    # Before the division: an output of zeros that is met exactly is not an error.
-    if error == 0:
-        return 0.0
-    return error / norm if norm > 0 and math.isfinite(error) else math.inf
-
-
-def promote(layer: LayerPlan, error: float, limit: float, ladder: Sequence[Format | None]) -> LayerPlan:
-    """Returns `layer` with the next format of its list where `error` exceeds `limit`, else `layer` itself.
-
-    An activation in the format that goes with the weight's moves with it; one in another format, or none, stays.
-
-    Args:
-        ladder: formats in the order in which they are tried; None stands for 16 bit.
-
-    Returns:
-        The entry, its reason extended by the error, the limit and the new format. At the end of the list the format
-        stays and the reason says so.
-
-    Raises:
-        ValueError: the layer's format is not in its list.
-    """
-    if layer.weight is None or error <= limit:
-        return layer
-    if layer.weight not in ladder:
-        listed = ", ".join(_name(format) for format in ladder)
-        raise ValueError(f"{layer.name}: its format {layer.weight} is not in its list of formats to try ({listed})")
-    finding = f"relative error {error:.3g} in {layer.weight} exceeds the limit {limit:.3g}"
-    position = ladder.index(layer.weight) + 1
-    if position == len(ladder):
-        return _explain(layer, f"{finding}, but it is the last format in its list")
-    # Score and cost belong to the previous format, so they are dropped with it.
-    following = ladder[position]
-    activation = layer.activation
-    if following is None:
-        activation = None
-    # W4A4 becomes W8A8, but an input that was chosen apart from the weight stays.
-    elif activation in (layer.weight, activation_of(layer.weight)):
-        activation = activation_of(following)
-    promoted = replace(layer, weight=following, activation=activation, score=None, cost=None)
-    return _explain(promoted, f"{finding}, so {_name(following)} instead")
-
-
-def activation_of(weight: Format) -> Format | None:
-    """Returns the format of inputs that goes with a weight format: as its preset says, or the same one."""
-    preset = presets().get(weight.name)
-    if preset is None:
-        return weight
-    return parse_format(preset.activation)
-
-
-def _name(format: Format | None) -> str:
-    return "16 bit" if format is None else format.name
-
-
-def _explain(layer: LayerPlan, sentence: str) -> LayerPlan:
-    return replace(layer, reason=f"{layer.reason}; {sentence}" if layer.reason else sentence)
-
-
 HeldOut = tuple[torch.Tensor, torch.Tensor]
 """Of a group on a held-out row: its input, and the input of the original model."""
-
-
-def promote_group(block: Block, group: Group, targets: Mapping[str, torch.Tensor], held_out: Sequence[HeldOut]) -> bool:
-    """Gives a group that the guard refuses the next format of its list.
-
-    Returns:
-        Whether the group is to be solved again.
-    """
-    guard = block.settings.guard
-    assert guard is not None
-    error = _output_error(block, group, targets, held_out)
-    promoted = [promote(member, error, guard.limit, guard.formats_for(member)) for member in group.members]
-    changed = promoted[0].weight != group.members[0].weight
-    group.members = [with_supported_solver(member) for member in promoted]
-    for member, name in zip(group.members, group.names, strict=True):
-        block.solutions[name] = (member, block.solutions[name][1])
-    if not changed:
-        return False
-    # Back to the state before this group was solved.
-    for name in group.names:
-        original = block.stand_ins.pop(name).original
-        if name in block.original_biases:
-            original.bias.data = block.original_biases.pop(name)
-        block.module.set_submodule(name, original)
-        block.targets[name] = targets[name]
-    if group.members[0].weight is None:
-        _keep_in_16_bit(block, group)
-        return False
-    group.pipeline = get_pipeline(group.members[0].solver)
-    fix_input_scale(block, group)
-    return True
-
-
-def _output_error(
-    block: Block, group: Group, targets: Mapping[str, torch.Tensor], held_out: Sequence[HeldOut]
-) -> float:
-    """Returns the largest relative error of the members' outputs.
-
-    The members of a group share a format, so that the worst of them decides.
-    """
-    references = [torch.cat([nn.functional.linear(r, targets[n].to(r)) for _, r in held_out]) for n in group.names]
-    outputs = [torch.cat([block.stand_ins[n].product(x) for x, _ in held_out]) for n in group.names]
-    try:
-        return max(relative_error(r, output) for r, output in zip(references, outputs, strict=True))
-    except ValueError as error:
-        raise ValueError(f"{group.members[0].name}: {error}") from None
-
-
-def _keep_in_16_bit(block: Block, group: Group) -> None:
-    for member, name in zip(group.members, group.names, strict=True):
-        block.solutions[name] = (member, None)
-        block.learned.pop(name, None)
-        if group.parts.pre_scale is not None:
-            # In 16 bit nothing scales the input at run time, so the weight takes the scale back.
-            weight = weight_of(block.module, name)
-            weight.data = weight * group.parts.pre_scale.to(weight)
-        del block.targets[name]
-
-
-_Pair = tuple[int, list[torch.Tensor]]  # of a held-out batch: its number, original input and input
 _DATA_FREE = "mse"  # the solver of effort 1
 
 
@@ -208,22 +68,18 @@ def round_stage(block: Block, stage: list[Group]) -> None:
     moments, held_out = _collect(block, stage)
     guarded = block.settings.guard is not None
     targets = {name: block.targets[name] for group in stage for name in group.names} if guarded else {}
-    solve_siblings(block, stage, moments, _owners(stage))
+    owners = None  # all ranks solve the only group together
+    if len(stage) > 1 and any(group.pipeline.reconstruction for group in stage):
+        owners = [0] * len(stage)  # where blocks are refined
+    elif len(stage) > 1:
+        owners = dealt([sum(member.numel for member in group.members) for group in stage])
+    solve_siblings(block, stage, moments, owners)
     for group, pairs in zip(stage, held_out, strict=True):
         while pairs and promote_group(block, group, targets, pairs):
             moments, (pairs,) = _collect(block, [group])
             solve_siblings(block, [group], moments)
     for group in stage:
         group.inputs.clear()
-
-
-def _owners(stage: Sequence[Group]) -> list[int] | None:
-    """Returns the rank that solves each of several groups; None where all ranks solve the only one together."""
-    if len(stage) == 1:
-        return None
-    if any(group.pipeline.reconstruction for group in stage):
-        return [0] * len(stage)  # where blocks are refined
-    return dealt([sum(member.numel for member in group.members) for group in stage])
 
 
 # ---- statistics
@@ -235,10 +91,12 @@ def _collect(block: Block, stage: list[Group]) -> tuple[list[Moments], list[list
     columns = stage[0].members[0].shape[-1]
     later = len(stage) > 1 and sum(group.tokens for group in stage) < len(stage) * columns
     moments = [Moments(later=later) for _ in stage]
-    held_out: list[list[_Pair]] = [[] for _ in stage]
-    judging = _held_out_batches(block)
+    held_out: list[list[tuple[int, list[torch.Tensor]]]] = [[] for _ in stage]
+    count = block.batches
+    # The last eighth of the batches only judge, where there is a guard; at least one.
+    judging = range(count - max(count // 8, 1), count) if block.settings.guard else range(0)
 
-    def watch(group: Group, sums: Moments, held: list[_Pair]) -> Callable[..., None]:
+    def watch(group: Group, sums: Moments, held: list[tuple[int, list[torch.Tensor]]]) -> Callable[..., None]:
         def hook(module: nn.Module, args: tuple[Any, ...]) -> None:
             x = args[0].reshape(-1, args[0].shape[-1])
             if len(x) == 0:
@@ -260,13 +118,7 @@ def _collect(block: Block, stage: list[Group]) -> tuple[list[Moments], list[list
             block.run_until_stopped(block.calls.quantized)
     if not judging:
         return moments, [[] for _ in stage]
-    return moments, [[_pair(tensors) for _, tensors in block.exchange.in_order(held)] for held in held_out]
-
-
-def _held_out_batches(block: Block) -> range:
-    """Returns the batches that only judge, where there is a guard: the last eighth, at least one."""
-    count = block.batches
-    return range(count - max(count // 8, 1), count) if block.settings.guard else range(0)
+    return moments, [[(x, r) for _, (x, r) in block.exchange.in_order(held)] for held in held_out]
 
 
 def _drift(block: Block, group: Group, x: torch.Tensor) -> torch.Tensor | None:
@@ -282,10 +134,7 @@ def _drift(block: Block, group: Group, x: torch.Tensor) -> torch.Tensor | None:
 
 
 def _residual(block: Block, group: Group) -> torch.Tensor | None:
-    """Returns the part of the residual stream's error that the group's output makes up for.
-
-    None for a group that does not write to the stream.
-    """
+    """Returns the part of the residual stream's error that the group makes up for; None if it does not write there."""
     share = group.pipeline.rounding.shares_where(group.activation is not None).residual
     # The solver sees the members of a group as one weight, but each would write to the stream by itself.
     if not share or len(group.names) > 1 or not _is_aligned(block, group):
@@ -313,20 +162,13 @@ def _add(
         return
     rounded = group.round_input(x)
     errors = rounded - group.input(x) if group.pipeline.spec.rank and group.activation is not None else None
-    weights = _token_weights(block, group, x)
-    if weights is not None:
+    own = group.token_weights[block.batch.index] if group.token_weights and _is_aligned(block, group) else None
+    if own is not None and len(own) == len(x):
+        weights = own[:, None].to(x)
         rounded = rounded * weights
         errors, drift, residual = (None if part is None else part * weights for part in (errors, drift, residual))
     noise = None if errors is None else errors.float().square().sum(0)
     sums.add(block.batch.index, rounded, drift, rows, noise, residual)
-
-
-def _token_weights(block: Block, group: Group, x: torch.Tensor) -> torch.Tensor | None:
-    """Returns the weights of the tokens of a batch of inputs `x`, `[tokens, 1]`; None where all weigh as much."""
-    if not group.token_weights or not _is_aligned(block, group):
-        return None
-    weights = group.token_weights[block.batch.index]
-    return weights[:, None].to(x) if len(weights) == len(x) else None
 
 
 # ---- solving
@@ -367,7 +209,11 @@ def _solve_part(
 ) -> None:
     """Solves some groups from their statistics, or from the pooled ones of all siblings, and puts them in place."""
     stats = [_statistics_for(block, group, own, siblings) for group, own in zip(groups, own_stats, strict=True)]
-    tokens = [_tokens_of(group, own) for group, own in zip(groups, own_stats, strict=True)]
+    # How many tokens each solution rests on; 0 for pooled statistics.
+    tokens = [
+        (0 if own is None else own.tokens) if group.pipeline.needs_moment else group.tokens
+        for group, own in zip(groups, own_stats, strict=True)
+    ]
     rank, world = rank_and_world()
     together = owners is None or world == 1
     own: dict[int, _Rounded] = {}
@@ -387,13 +233,6 @@ def _solve_part(
             _put_in_place(block, group, used, rounded, count)
 
 
-def _tokens_of(group: Group, stats: LayerStats | None) -> int:
-    """Returns how many tokens the solution of a group rests on; 0 for pooled statistics."""
-    if not group.pipeline.needs_moment:
-        return group.tokens
-    return 0 if stats is None else stats.tokens
-
-
 def _statistics_for(
     block: Block, group: Group, stats: LayerStats | None, siblings: LayerStats | None
 ) -> LayerStats | None:
@@ -404,7 +243,12 @@ def _statistics_for(
     if not group.pipeline.needs_moment:
         return None
     if stats is None and siblings is None:
-        _solve_without_data(group)
+        # Such as a group of a vision tower under text: it gets a solver that needs no data.
+        if group.activation is not None and group.activation.is_static:
+            raise ValueError(f"{group.members[0].name}: no calibration token reached it; give more text, or exclude it")
+        group.members = [replace(member, solver=_DATA_FREE) for member in group.members]
+        group.pipeline = get_pipeline(_DATA_FREE)
+        group.notes.append(f"no calibration token reached it: solved with {_DATA_FREE}, which looks at none")
     elif stats is None:
         group.notes.append("no calibration token reached it: solved on the pooled statistics of its siblings")
     elif group.pipeline.rounding.feeds_back and stats.tokens < group.members[0].shape[-1]:
@@ -412,15 +256,6 @@ def _statistics_for(
         group.notes.append(f"{seen}: a singular second moment, damped; more text would do better")
     used = stats or siblings
     return used if used is None or group.outputs is None else replace(used, outputs=group.outputs)
-
-
-def _solve_without_data(group: Group) -> None:
-    """Gives a group that no token reached, such as one of a vision tower under text, a solver that needs no data."""
-    if group.activation is not None and group.activation.is_static:
-        raise ValueError(f"{group.members[0].name}: no calibration token reached it; give more text, or exclude it")
-    group.members = [replace(member, solver=_DATA_FREE) for member in group.members]
-    group.pipeline = get_pipeline(_DATA_FREE)
-    group.notes.append(f"no calibration token reached it: solved with {_DATA_FREE}, which looks at none")
 
 
 def _take_branches(
@@ -516,3 +351,100 @@ def _correct_bias(block: Block, group: Group, name: str, stand_in: StandIn, stat
     bias.data = bias + correction.to(bias)
     if "bias corrected" not in group.notes:
         group.notes.append("bias corrected")
+
+
+# ---- the guard
+
+
+def promote_group(block: Block, group: Group, targets: Mapping[str, torch.Tensor], held_out: Sequence[HeldOut]) -> bool:
+    """Gives a group that the guard refuses the next format of its list; returns whether it is to be solved again."""
+    guard = block.settings.guard
+    assert guard is not None
+    references = [torch.cat([nn.functional.linear(r, targets[n].to(r)) for _, r in held_out]) for n in group.names]
+    outputs = [torch.cat([block.stand_ins[n].product(x) for x, _ in held_out]) for n in group.names]
+    # The members of a group share a format, so that the worst of them decides.
+    name = group.members[0].name
+    error = max(relative_error(r, output, name) for r, output in zip(references, outputs, strict=True))
+    promoted = [promote(member, error, guard.limit, guard.formats_for(member)) for member in group.members]
+    changed = promoted[0].weight != group.members[0].weight
+    group.members = [with_supported_solver(member) for member in promoted]
+    for member, name in zip(group.members, group.names, strict=True):
+        block.solutions[name] = (member, block.solutions[name][1])
+    if not changed:
+        return False
+    # Back to the state before this group was solved.
+    for name in group.names:
+        original = block.stand_ins.pop(name).original
+        if name in block.original_biases:
+            original.bias.data = block.original_biases.pop(name)
+        block.module.set_submodule(name, original)
+        block.targets[name] = targets[name]
+    if group.members[0].weight is None:
+        for member, name in zip(group.members, group.names, strict=True):
+            block.solutions[name] = (member, None)
+            block.learned.pop(name, None)
+            if group.parts.pre_scale is not None:
+                # In 16 bit nothing scales the input at run time, so the weight takes the scale back.
+                weight = weight_of(block.module, name)
+                weight.data = weight * group.parts.pre_scale.to(weight)
+            del block.targets[name]
+        return False
+    group.pipeline = get_pipeline(group.members[0].solver)
+    fix_input_scale(block, group)
+    return True
+
+
+def relative_error(reference: torch.Tensor, output: torch.Tensor, name: str = "layer") -> float:
+    """Returns ‖output - reference‖ / ‖reference‖, Frobenius norms in float64.
+
+    Infinite where `output` has NaN or infinity, or differs from a reference that is all zeros.
+    """
+    if reference.shape != output.shape:
+        raise ValueError(f"{name}: reference {list(reference.shape)} and output {list(output.shape)} differ in shape")
+    reference = reference.double()
+    norm = float(torch.linalg.vector_norm(reference))
+    if not torch.isfinite(reference).all():
+        raise ValueError(f"{name}: the reference output holds NaN or infinity; no error can be measured against it")
+    error = float(torch.linalg.vector_norm(output.double() - reference))
+    # Before the division: an output of zeros that is met exactly is not an error.
+    if error == 0:
+        return 0.0
+    return error / norm if norm > 0 and math.isfinite(error) else math.inf
+
+
+def promote(layer: LayerPlan, error: float, limit: float, ladder: Sequence[Format | None]) -> LayerPlan:
+    """Returns `layer` with the next format of its list where `error` exceeds `limit`, else `layer` itself.
+
+    An activation in the format that goes with the weight's moves with it; one in another format, or none, stays. The
+    reason tells the error, the limit and the new format; at the end of the list the format stays.
+
+    Args:
+        ladder: formats in the order in which they are tried; None stands for 16 bit.
+    """
+    if layer.weight is None or error <= limit:
+        return layer
+    if layer.weight not in ladder:
+        listed = ", ".join("16 bit" if format is None else format.name for format in ladder)
+        raise ValueError(f"{layer.name}: its format {layer.weight} is not in its list of formats to try ({listed})")
+    finding = f"relative error {error:.3g} in {layer.weight} exceeds the limit {limit:.3g}"
+    before = f"{layer.reason}; " if layer.reason else ""
+    position = ladder.index(layer.weight) + 1
+    if position == len(ladder):
+        return replace(layer, reason=f"{before}{finding}, but it is the last format in its list")
+    following, activation = ladder[position], layer.activation
+    if following is None:
+        activation = None
+    # W4A4 becomes W8A8, but an input that was chosen apart from the weight stays.
+    elif activation in (layer.weight, activation_of(layer.weight)):
+        activation = activation_of(following)
+    reason = f"{before}{finding}, so {'16 bit' if following is None else following.name} instead"
+    # Score and cost belong to the previous format, so they are dropped with it.
+    return replace(layer, weight=following, activation=activation, score=None, cost=None, reason=reason)
+
+
+def activation_of(weight: Format) -> Format | None:
+    """Returns the format of inputs that goes with a weight format: as its preset says, or the same one."""
+    preset = presets().get(weight.name)
+    if preset is None:
+        return weight
+    return parse_format(preset.activation)

@@ -1,6 +1,8 @@
 """`solve_plan` executes a plan: it calibrates, solves every planned weight and installs the quantized modules.
 
-Plans whose solvers look only at weights are executed by `solve_weights`, all others by `solve_blocks`.
+Plans whose solvers look only at weights are executed by `solve_weights`, all others by `solve_blocks`: there each layer
+is solved on the inputs that the quantized layers before it give, block by block (`walk`), and each solution is
+measured, installed and, where the run has a store, kept. The peak of memory is one decoder block and its inputs.
 """
 
 from __future__ import annotations
@@ -54,12 +56,6 @@ from quant.recipes.module_replacement import as_linears
 from quant.recipes.plan import Guard, LayerPlan, Parts, Plan
 from quant.recipes.plan_check import check_plan_fits
 
-# Solvers that need data see each layer's inputs as the quantized layers before it give them, block by block.
-#
-# The peak of memory is one decoder block and its inputs. `quant.calibration.walk.walk` solves; here each solution
-# is measured, installed and, where the run has a store, kept.
-
-
 Rounded = Callable[[str, torch.Tensor], None]
 """Takes a layer's name and the weight that was rounded, `[..., out, in]`."""
 
@@ -77,8 +73,11 @@ def solve_blocks(
     """
     walked = [layer for layer in plan.quantized if layer.kind in (LayerKind.LINEAR, LayerKind.EXPERTS)]
     names = {layer.name for layer in walked}
-    plan = plan.replace_layers(_without_data(layer) for layer in plan.quantized if layer.name not in names)
     # Heads, embeddings and convolutions stand outside of decoder blocks, where the walk holds no inputs of them.
+    for layer in plan.quantized:
+        if layer.name not in names and solver_needs_data(layer):
+            kind = f"solved with mse: {layer.solver} takes what stands in blocks, not a {layer.kind}"
+            plan = plan.replace_layers([replace(layer, solver="mse", reason=f"{layer.reason}; {kind}")])
     outside = replace(plan, layers=tuple(layer for layer in plan.layers if layer.name not in names))
     measured = replace(plan, layers=tuple(layer for layer in plan.layers if layer.kind != LayerKind.LINEAR))
     # Before the walk, while every layer still gets its original inputs.
@@ -167,16 +166,6 @@ def _result(layer: LayerPlan, weight: torch.Tensor, before: torch.Tensor, solved
     return replace(result, relative_error=error, snr_db=-20 * math.log10(error))
 
 
-def _without_data(layer: LayerPlan) -> LayerPlan:
-    if not solver_needs_data(layer):
-        return layer
-    reason = f"{layer.reason}; solved with mse: {layer.solver} takes what stands in blocks, not a {layer.kind}"
-    return replace(layer, solver="mse", reason=reason)
-
-
-# Checks of a model before it is quantized: the plan fits it, and its weights hold neither NaN nor infinity.
-
-
 def check_solvable(model: nn.Module, plan: Plan) -> None:
     """Raises ValueError where a plan cannot be executed on a model, judging by names, shapes and devices."""
     check_plan_fits(plan, find_layers(model))
@@ -246,7 +235,7 @@ def solve_plan(
     """
     session = session or Session()
     check_solvable(model, plan)
-    by_block = _looks_at_data(plan)
+    by_block = plan.guard is not None or any(solver_needs_data(layer) for layer in plan.quantized)
     if by_block:
         # Solvers with data sum their moments over ranks; solvers without data share groups through the store's files.
         Exchange(session.device).begin_connecting()
@@ -254,8 +243,13 @@ def solve_plan(
     read_stored(model, _needed_throughout(model, plan))
     if session.rank == 0:  # an error there ends the other ranks; each of them would read all of the model
         check_unquantized(model, plan)
-    settings = _settings(plan)
-    plan, data = _with_inputs(model, plan, data, session)
+    settings = Settings(observer=observer_of(plan), guard=Guard.parse(plan.guard) if plan.guard is not None else None)
+    if data is None and lacks_data(plan):
+        data, record = mixed_text(model, plan, session=session)
+        plan = with_calibration(plan, [{"source": "mix", **record}])
+    # Positional and keyword arguments become one list of calls, each bound to the forward signature.
+    elif data is not None and not isinstance(data, torch.Tensor | Inputs):
+        data = inputs_of(data, model)
     session = session.for_model(model)
     started = time.perf_counter()
     seconds: dict[str, float] = {}
@@ -287,17 +281,6 @@ def solve_plan(
     return Quantized(model, plan, layers, seconds)
 
 
-def _with_inputs(model: nn.Module, plan: Plan, data: Any, session: Session) -> tuple[Plan, Any]:
-    """Returns calibration data as the walk takes it, and the plan with a record of text that was written for it."""
-    if data is None and lacks_data(plan):
-        data, record = mixed_text(model, plan, session=session)
-        return with_calibration(plan, [{"source": "mix", **record}]), data
-    # Positional and keyword arguments become one list of calls, each bound to the forward signature.
-    if data is not None and not isinstance(data, torch.Tensor | Inputs):
-        data = inputs_of(data, model)
-    return plan, data
-
-
 def _with_scales(
     model: nn.Module, plan: Plan, heads: Plan, data: Any, session: Session
 ) -> tuple[Plan, dict[str, torch.Tensor]]:
@@ -308,11 +291,6 @@ def _with_scales(
     measured = replace(plan, layers=tuple({donor.name: donor for donor in donors.values()}.values()))
     scales = input_scales_of(model, measured, data, session, "input scales of prediction heads")
     return heads, {name: scales[donor.name] for name, donor in donors.items()}
-
-
-def _looks_at_data(plan: Plan) -> bool:
-    """Returns whether weights are solved on the inputs that they get, block by block."""
-    return plan.guard is not None or any(solver_needs_data(layer) for layer in plan.quantized)
 
 
 def _kv_scales(model: nn.Module, plan: Plan, data: Any, session: Session) -> dict[str, torch.Tensor]:
@@ -348,8 +326,3 @@ def _needed_throughout(model: nn.Module, plan: Plan) -> list[str]:
         return list(unread)
     quantized = {layer.tensor_name for layer in plan.quantized if layer.kind != LayerKind.CONV}
     return [name for name in unread if name not in quantized]
-
-
-def _settings(plan: Plan) -> Settings:
-    """Returns the settings of the walk that the plan fixes."""
-    return Settings(observer=observer_of(plan), guard=Guard.parse(plan.guard) if plan.guard is not None else None)

@@ -76,7 +76,7 @@ def solve_weights(
         return [w for member, w in weights if member.kind != LayerKind.EXPERTS or not hasattr(w, "stored")]
 
     with torch.no_grad():
-        for members, weights in Prefetcher(session.device).steps(own, weights_of):
+        for members, weights in Prefetcher(session.device).in_turn(own, weights_of):
             finished = put_back(store, _step(members), model)
             if finished is not None:
                 results |= finished[1]

@@ -123,7 +123,7 @@ def _find_folds(block: Block) -> list[Fold | None]:
         first = min((order.index(name) for name in group.names if name in order), default=0)
         before = reversed(order[:first])
         # A linear layer that is not to be quantized has no target, and its weight must stay.
-        producers = [name for name in before if name in block.targets or _is_vector(module.get_submodule(name))]
+        producers = [name for name in before if name in block.targets or weight_of(module, name).dim() == 1]
         folds.append(find_fold(module, call, group.names, producers) if group.pipeline.transforms else None)
     return folds
 
@@ -160,10 +160,6 @@ def _scale_gradients(block: Block, name: str, divisor: torch.Tensor) -> None:
     factors = nn.functional.pad(factor, (0, count * width - len(factor))).view(count, width)
     scaled = outputs.block_moments * factors[:, None] * factors[:, :, None]
     group.outputs = replace(outputs, block_moments=scaled)
-
-
-def _is_vector(module: nn.Module) -> bool:
-    return module.weight.dim() == 1  # type: ignore[operator]
 
 
 def rotate(block: Block, group: Group) -> None:

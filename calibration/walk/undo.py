@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import nn
@@ -25,60 +24,41 @@ _PARTS = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
 @contextmanager
 def restored_on_error(model: nn.Module) -> Iterator[None]:
     """Restores `model` if an exception leaves the block: modules, tensors, values, modes, attributes and config."""
-    original = _Original(model)
+    modules = [
+        (module, {name: value.copy() if name in _PARTS else value for name, value in vars(module).items()})
+        for module in model.modules()
+    ]
+    originals = [
+        # Vectors and numbers are copied, for they may be written in place.
+        (t, t.data, t.requires_grad, t.detach().clone() if t.dim() < 2 and not t.is_meta else None)
+        for t in {id(t): t for t in (*model.parameters(), *model.buffers())}.values()
+    ]
+    config = getattr(model, "config", None)
+    settings = dict(vars(config)) if hasattr(config, "__dict__") else None
     try:
         yield
     except BaseException:
-        original.restore()
-        raise
-
-
-class _Original:
-    """The parts of a model by reference."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.modules = [(module, _attributes(module)) for module in model.modules()]
-        tensors = {id(t): t for t in (*model.parameters(), *model.buffers())}
-        self.tensors = [(t, t.data, t.requires_grad, _copy(t)) for t in tensors.values()]
-        config = getattr(model, "config", None)
-        self.config = (config, dict(vars(config))) if hasattr(config, "__dict__") else None
-
-    def restore(self) -> None:
-        """Puts everything back."""
-        for module, attributes in self.modules:
+        for module, attributes in modules:
             for name in _PARTS:
                 # The dictionaries themselves stay: others may hold them.
                 live, before = vars(module)[name], attributes[name]
                 live.clear()
                 live.update(before)
-            attributes = {name: vars(module)[name] if name in _PARTS else attributes[name] for name in attributes}
+                attributes[name] = live
             vars(module).clear()
             vars(module).update(attributes)
         with torch.inference_mode(False), torch.no_grad():
-            for tensor, data, requires_grad, values in self.tensors:
+            for tensor, data, requires_grad, values in originals:
                 tensor.data = data
                 tensor.requires_grad_(requires_grad)
-                if values is not None and not _equal_bits(data, values):
+                # A vector that did not change, bit for bit, is never written, because it may belong to a file.
+                if values is not None and not torch.equal(_bits(data), _bits(values)):
                     data.copy_(values)
-        if self.config is not None:
-            config, attributes = self.config
+        if settings is not None:
             vars(config).clear()
-            vars(config).update(attributes)
+            vars(config).update(settings)
+        raise
 
 
-def _attributes(module: nn.Module) -> dict[str, Any]:
-    """Returns all attributes of a module, with the dictionaries of its parts copied."""
-    return {name: value.copy() if name in _PARTS else value for name, value in vars(module).items()}
-
-
-def _copy(tensor: torch.Tensor) -> torch.Tensor | None:
-    """Returns a copy of the values of a vector or a number."""
-    return tensor.detach().clone() if tensor.dim() < 2 and not tensor.is_meta else None
-
-
-def _equal_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Returns whether they are equal bit for bit, NaN included.
-
-    A vector that did not change is never written, because it may belong to a file.
-    """
-    return torch.equal(*(each.detach().reshape(-1).contiguous().view(torch.uint8) for each in (a, b)))
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().reshape(-1).contiguous().view(torch.uint8)

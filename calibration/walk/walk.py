@@ -1,7 +1,7 @@
 """`solve_sequentially` solves every layer on the inputs that it will really get.
 
 Rotations that can be merged into the model are merged first. Then come the blocks in order of execution, each with all
-calibration rows at once; `solve_block` takes one through these steps (`walk/steps`):
+calibration rows at once; `solve_block` takes one through these steps:
 
 1. *Observe.* The original block runs on the original hidden states. The inputs of its layers are kept.
 2. *Transform.* An input scale is chosen for each fusion group, folded into its producer and into the weights.
@@ -11,7 +11,7 @@ calibration rows at once; `solve_block` takes one through these steps (`walk/ste
    where activations are quantized, go into a second moment; where they are not, their distance from the original
    inputs goes into the drift.
 4. *Guard.* If there is one, the last rows only judge: a group whose output on them is too far off gets another format.
-5. *Fused experts*, each on the tokens that reach it; see `experts`.
+5. *Fused experts*, each on the tokens that reach it.
 6. *Reconstruct*, where requested: the whole block is refined against the output of the original.
 7. The quantized block gives the hidden states for the next one.
 
@@ -85,22 +85,17 @@ from quant.recipes.blocks import (
 from quant.recipes.layers import LayerKind, expert_matrices
 from quant.recipes.plan import LayerPlan, Plan, groups_of
 
-# A `Chain` is a run of consecutive blocks, with their calls and the hidden states between them.
+# ---- chains of blocks
 #
-# Between two blocks of a chain only the hidden state changes, and the mappings in which some models hand keys and values
-# on (`handed_on`). So the calls of all blocks are captured once, and each block gets the hidden states that the block
-# before it gave.
-
-
-# Blocks may hand on more than the hidden state, in a mapping among their arguments: one fills it, others read it.
-#
-# The last blocks of Gemma 3n and Gemma 4 attend to keys and values of an earlier one (`shared_kv_states`):
+# Between two blocks of a chain only the hidden state changes, and the mappings in which some models hand keys and
+# values on. The last blocks of Gemma 3n and Gemma 4 attend to those of an earlier one (`shared_kv_states`):
 #
 #     block 0 ──hidden──▶ block 1 ──hidden──▶ block 2 ──hidden──▶ …
 #                           └──── keys, values ────▶┘
 #
-# A walk that calls block after block, each on all batches, must therefore give each batch a mapping of its own.
-# Original and quantized hidden states need two: a quantized block attends to the keys of the quantized block before it.
+# So the calls of all blocks are captured once, each block gets the hidden states that the block before it gave, and
+# each batch has a mapping of its own. Original and quantized hidden states need two: a quantized block attends to the
+# keys of the quantized block before it.
 
 
 Slot = int | str
@@ -111,18 +106,16 @@ HandedOn = Mapping[Slot, "UserDict[Any, Any]"]
 def handed_on(calls: Mapping[str, Call]) -> HandedOn:
     """Returns the mappings that the blocks of one pass hand on, as they are before the first block."""
     first, *later = calls.values()
-    mappings: dict[Slot, UserDict[Any, Any]] = {i: value for i, value in enumerate(first.args) if _is_mapping(value)}
+    mappings: dict[Slot, UserDict[Any, Any]] = {
+        i: value for i, value in enumerate(first.args) if isinstance(value, UserDict)
+    }
     for name, value in first.kwargs.items():
         # A plain dict holds arguments as a rule; one that was empty at first and is not any more was filled by a block.
-        if _is_mapping(value):
+        if isinstance(value, UserDict):
             mappings[name] = value
         elif type(value) is dict and not value and any(call.kwargs.get(name) for call in later):
             mappings[name] = UserDict()
     return copied(mappings)
-
-
-def _is_mapping(value: Any) -> bool:
-    return isinstance(value, UserDict)
 
 
 def copied(mappings: HandedOn) -> HandedOn:
@@ -132,7 +125,7 @@ def copied(mappings: HandedOn) -> HandedOn:
 
 def is_filled(call: Call) -> bool:
     """Returns whether a mapping among the arguments of a block holds something."""
-    return any(_is_mapping(value) and value for value in (*call.args, *call.kwargs.values()))
+    return any(isinstance(value, UserDict) and value for value in (*call.args, *call.kwargs.values()))
 
 
 @dataclass(frozen=True, eq=False)
@@ -222,102 +215,17 @@ class Chain:
             self.quantized = [copied(mappings) for mappings in self.original]
         captured = [by_block[name].with_arguments(own) for by_block, own in zip(self.calls, self.original, strict=True)]
         calls = [moved(call, device, dtype) for call in captured]
-        quantized = [
-            call.with_arguments(own).with_hidden(state)
-            for call, own, state in zip(calls, self.quantized, states.quantized, strict=True)
-        ]
-        original = [
-            call.with_arguments(own).with_hidden(state)
-            for call, own, state in zip(calls, self.original, states.original, strict=True)
-        ]
+
+        def on(handed_on: Sequence[HandedOn], hidden: Sequence[torch.Tensor]) -> list[Call]:
+            own = zip(calls, handed_on, hidden, strict=True)
+            return [call.with_arguments(mappings).with_hidden(state) for call, mappings, state in own]
+
         few = moved(self.few_calls[name], device, dtype).with_arguments(self.few)
+        quantized, original = on(self.quantized, states.quantized), on(self.original, states.original)
         return quantized, original, few.with_hidden(states.few.to(device, dtype))
 
 
-# `reconstruct` refines a finished block against the output of the original one, by AutoRound.
-#
-# Steps of gradient descent follow each other, so one rank takes them all, on the calibration rows of all ranks.
-
-
-def reconstruct(block: Block, outputs: Sequence[torch.Tensor]) -> None:
-    """Refines the roundings of a block, where a group's solver includes it.
-
-    Args:
-        outputs: the hidden states that the original block gave, for each of this rank's batches.
-
-    Raises:
-        ValueError: the block holds fused experts, or its output is not finite.
-    """
-    # One setting for the block, whose layers are learned together.
-    settings = next((g.pipeline.reconstruction for g in block.groups if g.pipeline.reconstruction), None)
-    if settings is None:
-        return
-    # Remembered outputs have no gradient, and would come from the earlier weights.
-    block.remembered.forget()
-    if block.experts:
-        raise ValueError(
-            f"{block.experts[0].name}: solver autoround learns linear layers, and these are fused experts; "
-            "use 'gptq' for the model, or exclude them"
-        )
-    layers = {}
-    for name, target in block.learned.items():
-        member, solved = block.solutions[name]
-        assert solved is not None
-        layers[name] = BlockLayer(target, solved.weight, member.activation, solved.input_scale, solved.parts)
-    for stand_in in block.stand_ins.values():
-        # Stand-ins next to the learned layers must no longer remember their outputs.
-        stand_in.keeps = False
-        stand_in.outputs.clear()
-    calls = moved(block.calls.quantized, block.device)
-    refined = _on_first_rank(block, calls, moved(outputs, block.device), layers, settings)
-    if not math.isfinite(refined.before):
-        first = block.groups[0].members[0].name
-        raise ValueError(f"{first}: NaN or infinity in the output of its block, which autoround would refine")
-    note = f"block error {refined.before:.3g} before autoround, {refined.after:.3g} after"
-    for name, weight in refined.weights.items():
-        member, solved = block.solutions[name]
-        assert solved is not None
-        block.solutions[name] = (member, replace(solved, weight=weight, notes=(*solved.notes, note)))
-        stand_in = block.stand_ins[name]
-        stand_in.dense = weight.dequantize(stand_in.dense.dtype)
-
-
-def _on_first_rank(
-    block: Block,
-    calls: Sequence[Call],
-    outputs: Sequence[torch.Tensor],
-    layers: Mapping[str, BlockLayer],
-    settings: Reconstruction,
-) -> Reconstructed:
-    """Returns the weights that the first rank learns from the rows of all ranks, on every rank."""
-    if rank_and_world()[1] == 1:
-        return reconstruct_block(block.module, calls, outputs, layers, settings)
-    cpu = torch.device("cpu")
-    own = [
-        (number_of(index), moved(call, cpu), output.to(cpu))
-        for index, (call, output) in enumerate(zip(calls, outputs, strict=True))
-    ]
-    # Ranks exchange Python objects through the CPU, whatever their devices.
-    everywhere = at_first(own)
-    learned: list[Reconstructed] = []
-
-    def learn() -> tuple[float, float]:
-        assert everywhere is not None
-        batches = sorted((batch for part in everywhere for batch in part), key=itemgetter(0))
-        all_calls = [moved(call, block.device) for _, call, _ in batches]
-        all_outputs = [output.to(block.device) for _, _, output in batches]
-        learned.append(reconstruct_block(block.module, all_calls, all_outputs, layers, settings))
-        return learned[0].before, learned[0].after
-
-    before, after = from_first(learn)
-    solved = {index: {name: each.weights[name]} for each in learned for index, name in enumerate(layers)}
-    outlines = [({name: layer.quantized.shape}, layer.quantized.format) for name, layer in layers.items()]
-    # Codes and scales as they are: decoding and rounding again could differ by a bit.
-    parts = all_solved(solved, outlines, block.exchange)
-    return Reconstructed({name: weight for part in parts for name, weight in part.items()}, before, after)
-
-
-# `ModelWalk` opens the blocks of a model one after the other, and closes them when they are solved.
+# ---- the walk over a model
 #
 # An open block has copies of its weights on the session's device, and the calls of all calibration rows with the hidden
 # states that the block before it gave. Closing it restores the original tensors, passes the solutions to the caller,
@@ -362,32 +270,28 @@ class ModelWalk:
         self.stored = stored_dtype(self.model)
         self.dtype = self.settings.dtype_for(self.stored)
 
-    # ---- the model around the blocks
-
     def merge_rotations(self) -> None:
         """Merges rotations into the modules around, in the model itself, before the walk."""
         linears = (layer for layer in self.layers if layer.kind == LayerKind.LINEAR)
         merging = [layer for layer in linears if get_pipeline(layer.solver).spec.merges_rotations]
-        learned = [layer for layer in merging if get_pipeline(layer.solver).spec.learns_rotation]
-        # `check_solvers` refuses a plan with both.
-        if learned:
-            device = self._device_of_whole()
-            self.merged = merge_learned_rotation(self.model, self.few, self.batches, learned, device, self.session)
-        elif merging:
-            device = self._device_of_whole()
-            blocks = block_names(self.model)
+        if not merging:
+            return
+        device = self._device_of_whole()
+        # `check_solvers` refuses a plan with both kinds.
+        if get_pipeline(merging[0].solver).spec.learns_rotation:
+            self.merged = merge_learned_rotation(self.model, self.few, self.batches, merging, device, self.session)
+        else:
             names = [layer.name for layer in merging]
+            blocks = block_names(self.model)
             self.merged = merge_rotations(self.model.to(device), self.few.to(device), blocks, names)
             self.model.to(self.home)
 
     def measure_outputs(self) -> None:
         """Measures the gradients at outputs, in the original model, where a solver needs them."""
         linears = [layer for layer in self.layers if layer.kind == LayerKind.LINEAR]
-        groups = [
-            members for members in groups_of(linears).values() if get_pipeline(members[0].solver).rounding.two_sided
-        ]
         experts = [[layer] for layer in self.layers if layer.kind == LayerKind.EXPERTS]
-        groups += [members for members in experts if get_pipeline(members[0].solver).rounding.two_sided]
+        groups = [*groups_of(linears).values(), *experts]
+        groups = [members for members in groups if get_pipeline(members[0].solver).rounding.two_sided]
         if groups:
             self.outputs = output_moments(self.model, groups, self.batches, self.session)
 
@@ -457,8 +361,6 @@ class ModelWalk:
         self.block_name = chain.names[0]
         return states, chain.names[finished:]
 
-    # ---- one block
-
     def open_block(self, chain: Chain, name: str, copies: list[torch.Tensor], states: States) -> Block:
         """Returns a block with its weights and its calls on the device where it is worked on."""
         self.block_name = name
@@ -481,7 +383,13 @@ class ModelWalk:
         """
         results = block.results()  # the original modules are in the block again, and go home with it
         block.copies.restore_dtypes()
-        weights = [_weight_of(self.model, layer) for layer, _ in results]
+        # `.data`, since a parameter that goes home must not be referred to here.
+        weights = [
+            expert_matrices(self.model, layer.name)
+            if layer.kind == LayerKind.EXPERTS
+            else weight_of(self.model, layer.name).data
+            for layer, _ in results
+        ]
         block.copies.keep_changes()
         for (layer, solved), weight in zip(results, weights, strict=True):
             self.apply(layer, solved, weight)
@@ -551,13 +459,6 @@ class ModelWalk:
         return device if device is not None and fits(self.model, device) else self.home
 
 
-def _weight_of(model: nn.Module, layer: LayerPlan) -> torch.Tensor:
-    """Returns the weight of a layer as it is now; a parameter that goes home keeps no reference to it."""
-    if layer.kind == LayerKind.EXPERTS:
-        return expert_matrices(model, layer.name)  # type: ignore[no-any-return]
-    return weight_of(model, layer.name).data
-
-
 def solve_sequentially(
     model: nn.Module,
     plan: Plan,
@@ -599,7 +500,7 @@ def solve_sequentially(
             chain = captured.pop() if captured else walk.capture(names)
             states, unfinished = walk.begin(chain)
             with reporting_block(lambda: walk.block_name, session):
-                for name, copies in Prefetcher(session.device, whole=False).steps(unfinished, walk.tensors_of):
+                for name, copies in Prefetcher(session.device, whole=False).in_turn(unfinished, walk.tensors_of):
                     block = walk.open_block(chain, name, copies, states)
                     outputs = solve_block(block, needs_output=name != names[-1])
                     states = walk.close_block(name, block, outputs) or states
@@ -618,10 +519,10 @@ def solve_block(block: Block, *, needs_output: bool) -> States | None:
     Returns:
         The hidden states behind the block, if another one follows.
     """
-    settings, calls = block.settings, block.calls
+    calls, corrects = block.calls, _corrects_stream(block)
     # Before anything changes the block: `few` follows the original model throughout.
-    few_output = _run_few(block) if needs_output or _corrects_stream(block) else calls.few.hidden
-    if settings.guard is None and all(group.pipeline.at_once for group in block.groups):
+    few_output = _run_few(block, corrects) if needs_output or corrects else calls.few.hidden
+    if block.settings.guard is None and all(group.pipeline.at_once for group in block.groups):
         outputs = _solve_at_once(block)
         return States(outputs, outputs, few_output) if needs_output else None
     # The steps 1 to 7 of the module docstring.
@@ -634,10 +535,9 @@ def solve_block(block: Block, *, needs_output: bool) -> States | None:
         round_stage(block, stage)
         block.remember_finished()
     for experts in block.experts:
+        error = partial(_stream_error, block, experts.path)
         with block.stream.following(block.module):
-            experts.solve(
-                partial(block.run_until_stopped, calls.quantized), partial(_stream_error, block, experts.path)
-            )
+            experts.solve(partial(block.run_until_stopped, calls.quantized), error)
     reconstruct(block, reference)
     return States(block.run(calls.quantized), reference, few_output) if needs_output else None
 
@@ -645,29 +545,24 @@ def solve_block(block: Block, *, needs_output: bool) -> States | None:
 def _corrects_stream(block: Block) -> bool:
     """Returns whether a layer of the block is to make up for the error of the residual stream."""
     # The model itself as the block of layers outside of blocks takes token ids, and has no stream.
-    in_stream = block.calls.few.hidden.is_floating_point()
+    if not block.calls.few.hidden.is_floating_point():
+        return False
     members = [*(g.members[0] for g in block.groups), *(m for e in block.experts for m in e.members)]
-    return in_stream and any(
-        get_pipeline(m.solver).rounding.shares_where(m.activation is not None).residual for m in members
-    )
+    return any(get_pipeline(m.solver).rounding.shares_where(m.activation is not None).residual for m in members)
 
 
 def _stream_error(block: Block, name: str) -> torch.Tensor | None:
     return block.stream.error(name, block.batch.index)
 
 
-def _run_few(block: Block) -> torch.Tensor:
-    """Returns the output of the original block on a few tokens.
-
-    The same pass finds the layers that write to the stream.
-    """
+def _run_few(block: Block, corrects_stream: bool) -> torch.Tensor:
+    """Returns the output of the original block on a few tokens; the pass finds the layers that write to the stream."""
     few = block.calls.few
     run = partial(block.module, *few.args, **few.kwargs)
-    if not _corrects_stream(block):
+    if not corrects_stream:
         return output_of(run())
     names = [name for group in block.groups for name in group.names]
-    experts = [each.path for each in block.experts]
-    block.stream.writers, result = find_writers(block.module, run, names, experts)
+    block.stream.writers, result = find_writers(block.module, run, names, [each.path for each in block.experts])
     if not block.stream.writers and block.groups:
         block.groups[-1].notes.append(
             "no layer of its block was seen to add to the residual stream, whose error is left as it is"
@@ -687,3 +582,80 @@ def _solve_at_once(block: Block) -> list[torch.Tensor]:
     for experts in block.experts:
         experts.solve(partial(block.run_until_stopped, block.calls.original))
     return outputs
+
+
+def reconstruct(block: Block, outputs: Sequence[torch.Tensor]) -> None:
+    """Refines the roundings of a block by AutoRound, where a group's solver includes it.
+
+    `outputs` are the hidden states that the original block gave, for each of this rank's batches.
+    """
+    # One setting for the block, whose layers are learned together.
+    settings = next((g.pipeline.reconstruction for g in block.groups if g.pipeline.reconstruction), None)
+    if settings is None:
+        return
+    # Remembered outputs have no gradient, and would come from the earlier weights.
+    block.remembered.forget()
+    if block.experts:
+        raise ValueError(
+            f"{block.experts[0].name}: solver autoround learns linear layers, and these are fused experts; "
+            "use 'gptq' for the model, or exclude them"
+        )
+    layers = {}
+    for name, target in block.learned.items():
+        member, solved = block.solutions[name]
+        assert solved is not None
+        layers[name] = BlockLayer(target, solved.weight, member.activation, solved.input_scale, solved.parts)
+    for stand_in in block.stand_ins.values():
+        # Stand-ins next to the learned layers must no longer remember their outputs.
+        stand_in.keeps = False
+        stand_in.outputs.clear()
+    calls = moved(block.calls.quantized, block.device)
+    refined = _on_first_rank(block, calls, moved(outputs, block.device), layers, settings)
+    if not math.isfinite(refined.before):
+        first = block.groups[0].members[0].name
+        raise ValueError(f"{first}: NaN or infinity in the output of its block, which autoround would refine")
+    note = f"block error {refined.before:.3g} before autoround, {refined.after:.3g} after"
+    for name, weight in refined.weights.items():
+        member, solved = block.solutions[name]
+        assert solved is not None
+        block.solutions[name] = (member, replace(solved, weight=weight, notes=(*solved.notes, note)))
+        stand_in = block.stand_ins[name]
+        stand_in.dense = weight.dequantize(stand_in.dense.dtype)
+
+
+def _on_first_rank(
+    block: Block,
+    calls: Sequence[Call],
+    outputs: Sequence[torch.Tensor],
+    layers: Mapping[str, BlockLayer],
+    settings: Reconstruction,
+) -> Reconstructed:
+    """Returns the weights that the first rank learns from the rows of all ranks, on every rank.
+
+    Steps of gradient descent follow each other, so one rank takes them all.
+    """
+    if rank_and_world()[1] == 1:
+        return reconstruct_block(block.module, calls, outputs, layers, settings)
+    cpu = torch.device("cpu")
+    own = [
+        (number_of(index), moved(call, cpu), output.to(cpu))
+        for index, (call, output) in enumerate(zip(calls, outputs, strict=True))
+    ]
+    # Ranks exchange Python objects through the CPU, whatever their devices.
+    everywhere = at_first(own)
+    learned: list[Reconstructed] = []
+
+    def learn() -> tuple[float, float]:
+        assert everywhere is not None
+        batches = sorted((batch for part in everywhere for batch in part), key=itemgetter(0))
+        all_calls = [moved(call, block.device) for _, call, _ in batches]
+        all_outputs = [output.to(block.device) for _, _, output in batches]
+        learned.append(reconstruct_block(block.module, all_calls, all_outputs, layers, settings))
+        return learned[0].before, learned[0].after
+
+    before, after = from_first(learn)
+    solved = {index: {name: each.weights[name]} for each in learned for index, name in enumerate(layers)}
+    outlines = [({name: layer.quantized.shape}, layer.quantized.format) for name, layer in layers.items()]
+    # Codes and scales as they are: decoding and rounding again could differ by a bit.
+    parts = all_solved(solved, outlines, block.exchange)
+    return Reconstructed({name: weight for part in parts for name, weight in part.items()}, before, after)
