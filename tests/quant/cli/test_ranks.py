@@ -37,6 +37,7 @@ from quant.models.open_model import open_model
 
 ROWS, SEQLEN = 16, 32  # four batches of the walk
 _SECONDS = 120
+ENDED = (1, -signal.SIGTERM)  # codes of a rank that lost its connection to another, or was ended by the launcher
 
 
 @pytest.fixture(scope="module")
@@ -267,7 +268,7 @@ def test_ranks_with_other_files_are_named(home: Path, tmp_path: Path) -> None:
         same = options(home, "llama", tmp_path / "out", "--format=nvfp4a16", "--solver=gptq")
         work = [lambda given=given: quantize_command(given) for given in (same, [changed.get(o, o) for o in same])]
         codes, said = in_ranks(work, tmp_path / "log")
-        assert codes == [2, -signal.SIGTERM]
+        assert codes[0] == 2 and codes[1] in ENDED
         assert re.match(rf"error: rank 1 on \S+ differs from rank 0 in {what}", said[0]), said
         assert said[0].count("\n") == 1 and said[1] == ""
     assert not (tmp_path / "out").exists()
@@ -277,7 +278,8 @@ def test_ranks_with_other_files_are_named(home: Path, tmp_path: Path) -> None:
     ]
     codes, said = in_ranks(work, tmp_path / "log")
     assert (
-        codes == [2, -signal.SIGTERM]
+        codes[0] == 2
+        and codes[1] in ENDED
         and "error: rank 1 on " in said[0]
         and "differs from rank 0 in the text" in said[0]
     ), said
@@ -306,7 +308,7 @@ def test_the_first_rank_looks_for_nan_in_what_stays(home: Path, tmp_path: Path) 
     arguments = options(home, "llama", tmp_path / "out", "--format=nvfp4a16", "--solver=rtn")
     arguments[0] = str(tmp_path / "llama")
     codes, said = in_ranks([lambda: quantize_command(arguments)] * 2, tmp_path / "log")
-    assert codes == [2, -signal.SIGTERM]
+    assert codes[0] == 2 and codes[1] in ENDED
     assert re.search(r"error: .*model\.norm\.weight \[64\] holds 1 values that are NaN", said[0]), said
     assert said[0].count("\n") == 1 and said[1] == ""
     assert not (tmp_path / "out").exists()
