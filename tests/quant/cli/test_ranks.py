@@ -37,7 +37,8 @@ from quant.models.open_model import open_model
 
 ROWS, SEQLEN = 16, 32  # four batches of the walk
 _SECONDS = 120
-ENDED = (1, -signal.SIGTERM)  # codes of a rank that lost its connection to another, or was ended by the launcher
+# Codes of a rank that lost its connection to another, or was ended by the launcher.
+ENDED = (1, -signal.SIGTERM, 128 + signal.SIGTERM)
 
 
 @pytest.fixture(scope="module")
