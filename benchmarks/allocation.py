@@ -92,9 +92,9 @@ def measure(name: str, model_name: str, device: str) -> dict[str, Any]:
         exact = exact_bits(model)
     else:
         solver, how = configuration.split(", ")
-        effort = Counts(rounds=0, measurements=0) if how == "scores" else Counts()
+        counts = Counts(measurements=0) if how == "scores" else Counts()
         found = allocate(
-            model, calibration, Goal(bits=float(bits)), formats=SETTINGS[setting], solver=solver, effort=effort
+            model, calibration, Goal(bits=float(bits)), formats=SETTINGS[setting], solver=solver, counts=counts
         )
         predicted = found.record.chosen.kl_predicted
         model = (found.quantized or quant.quantize(model, found.plan, calibration.to(device))).model

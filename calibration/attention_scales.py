@@ -45,7 +45,7 @@ import torch
 from torch import nn
 
 from quant.base.errors import known_names
-from quant.calibration.attention_names import Watch, watching_attention
+from quant.calibration.attention_names import watching_attention
 from quant.calibration.observers import Observer, get_observer
 from quant.calibration.placement import device_of, placed
 from quant.calibration.ranks import gathered, own_batches
@@ -100,16 +100,17 @@ def collect_attention_scales(
     # k and v are rounded once, on their way into the cache: its format decides their range.
     operands = {"q": attention_format, "k": kv_format or attention_format, "v": kv_format or attention_format}
     _check_formats(operands.values(), granularity)
-    observers: dict[str, dict[str, list[Observer]]] = {}
-    make = get_observer(observer)
-    watch = _watcher(model, operands, make, by_head=granularity == "head", observers=observers)
-    latent = None if attention_format is not None else kv_format
+    # Latent attention caches one vector, which is watched for a cache alone.
+    watched = _Watched(
+        model, get_observer(observer), operands, None if attention_format is not None else kv_format,
+        by_head=granularity == "head",
+    )  # fmt: skip
     home = device_of(model)
     with (
         torch.no_grad(),
         placed(model, session.device) as device,
-        _watching_latents(model, latent, make, observers),
-        watching_attention(model, watch),
+        watched.latents(),
+        watching_attention(model, watched.operands_of),
     ):
         rows = rows.to(device)
         # Other observers count all rows on every rank, because histograms of several ranks cannot be merged.
@@ -117,12 +118,17 @@ def collect_attention_scales(
             model(rows[index : index + 1])
             session.report("calibrate", index + 1, len(rows))
     ranges = {
-        name: {operand: _amax(by_head, granularity).cpu() for operand, by_head in by_operand.items()}
-        for name, by_operand in observers.items()
+        name: {operand: torch.stack([each.amax() for each in heads]).cpu() for operand, heads in by_operand.items()}
+        for name, by_operand in watched.observers.items()
     }
+    if granularity != "head":
+        ranges = {name: {operand: amax.squeeze(0) for operand, amax in each.items()} for name, each in ranges.items()}
     # A maximum is the same in any order, so only the rows of maxima are shared among ranks.
     if observer == "absmax":
-        ranges = _largest(ranges)
+        everywhere, ranges = gathered(ranges), {}
+        for name, by_operand in ((name, each) for of_rank in everywhere for name, each in of_rank.items()):
+            module = ranges.setdefault(name, {})
+            module |= {o: torch.maximum(module.get(o, amax), amax) for o, amax in by_operand.items()}
     if not ranges:
         raise ValueError(
             f"{type(model).__name__}: no attention was seen on {len(rows)} calibration row(s); KV-cache and attention "
@@ -134,62 +140,54 @@ def collect_attention_scales(
     }
 
 
-def _watcher(
-    model: nn.Module,
-    operands: Mapping[str, Format | None],
-    make: Callable[..., Observer],
-    *,
-    by_head: bool,
-    observers: dict[str, dict[str, list[Observer]]],
-) -> Watch:
-    """Returns a function that shows the operands of every attention to observers, which it makes as modules come up.
+class _Watched:
+    """Shows the operands of every attention to observers, which it makes as modules come up."""
 
-    Args:
-        operands: format of q, k and v; None is not observed.
-        observers: filled, by module and operand.
-    """
-    # Attention functions are handed the module and not its name.
-    names = {module: name for name, module in model.named_modules()}
+    def __init__(
+        self,
+        model: nn.Module,
+        make: Callable[..., Observer],
+        operands: Mapping[str, Format | None],
+        latent: Format | None,
+        *,
+        by_head: bool,
+    ) -> None:
+        self.make, self.operands, self.latent, self.by_head = make, operands, latent, by_head
+        self.observers: dict[str, dict[str, list[Observer]]] = {}  # of each KV head, by module and operand
+        # Attention functions are handed the module and not its name.
+        self.names = {module: name for name, module in model.named_modules()}
+        self.norms = latent_norms(model) if latent is not None else {}
 
-    def watch(module: nn.Module, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-        name = names[module]
-        if "latent" in observers.get(name, {}):  # its norm has run before
-            observers[name]["latent"][0].update(rotary_key(module, k))
+    def operands_of(self, module: nn.Module, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Shows q, k and v of one call."""
+        name = self.names[module]
+        by_operand = self.observers.setdefault(name, {})
+        if "latent" in by_operand:  # its norm has run before
+            by_operand["latent"][0].update(rotary_key(module, k))
             return
-        heads = k.shape[1] if by_head else 1
+        heads = k.shape[1] if self.by_head else 1
         for operand, x in (("q", q), ("k", k), ("v", v)):
-            format = operands[operand]
-            if format is None:
+            if self.operands[operand] is None:
                 continue
-            of_heads = observers.setdefault(name, {}).setdefault(operand, [])
-            if not of_heads:
+            if operand not in by_operand:
                 labels = [f"{name} {operand}" + (f" head {head}" if heads > 1 else "") for head in range(heads)]
-                of_heads += [make(format, name=label) for label in labels]
+                by_operand[operand] = [self.make(self.operands[operand], name=label) for label in labels]
             # [batch, heads, tokens, head_dim]: for q, the query heads of a KV head lie side by side.
-            for head_observer, part in zip(of_heads, x.tensor_split(heads, dim=1), strict=True):
-                head_observer.update(part)
+            for observer, part in zip(by_operand[operand], x.tensor_split(heads, dim=1), strict=True):
+                observer.update(part)
 
-    return watch
+    @contextmanager
+    def latents(self) -> Iterator[None]:
+        """Shows the vectors that latent attention caches while open."""
 
+        def hook(name: str, norm: nn.Module, args: tuple[Any, ...], output: torch.Tensor) -> None:
+            by_operand = self.observers.setdefault(name, {})
+            if "latent" not in by_operand:
+                by_operand["latent"] = [self.make(self.latent, name=f"{name} latent vector")]
+            by_operand["latent"][0].update(output)
 
-@contextmanager
-def _watching_latents(
-    model: nn.Module,
-    format: Format | None,
-    make: Callable[..., Observer],
-    observers: dict[str, dict[str, list[Observer]]],
-) -> Iterator[None]:
-    """Shows the vectors that latent attention caches to observers while open; with no format nothing is watched."""
-
-    def hook(name: str, norm: nn.Module, args: tuple[Any, ...], output: torch.Tensor) -> None:
-        of_module = observers.setdefault(name, {})
-        if "latent" not in of_module:
-            of_module["latent"] = [make(format, name=f"{name} latent vector")]
-        of_module["latent"][0].update(output)
-
-    norms = latent_norms(model) if format is not None else {}
-    with removing(norm.register_forward_hook(partial(hook, name)) for name, norm in norms.items()):
-        yield
+        with removing(norm.register_forward_hook(partial(hook, name)) for name, norm in self.norms.items()):
+            yield
 
 
 def _check_formats(formats: Any, granularity: str) -> None:
@@ -204,21 +202,6 @@ def _check_formats(formats: Any, granularity: str) -> None:
             )
     if granularity not in CACHE_GRANULARITIES:
         raise ValueError(f"unknown granularity {granularity!r}; {known_names(granularity, CACHE_GRANULARITIES)}")
-
-
-def _amax(observers: list[Observer], granularity: str) -> torch.Tensor:
-    amax = torch.stack([observer.amax() for observer in observers])
-    return amax if granularity == "head" else amax.squeeze(0)
-
-
-def _largest(own: Mapping[str, Mapping[str, torch.Tensor]]) -> dict[str, dict[str, torch.Tensor]]:
-    """Returns the largest values of all ranks, by module and operand."""
-    largest: dict[str, dict[str, torch.Tensor]] = {}
-    for part in gathered(own):
-        for name, operands in part.items():
-            module = largest.setdefault(name, {})
-            module |= {o: torch.maximum(module.get(o, amax), amax) for o, amax in operands.items()}
-    return largest
 
 
 def _scales(
@@ -253,10 +236,7 @@ def kv_scale_tensors(scales: Mapping[str, AttentionScales], dtype: torch.dtype) 
 
 
 def _cached(amax: Mapping[str, torch.Tensor], operand: str) -> torch.Tensor:
-    """Returns the magnitude of the values that the cache holds for k or v.
-
-    One vector stands for both in latent attention.
-    """
+    """Returns the magnitude of the values that the cache holds for k or v; in latent attention one vector is both."""
     return amax["latent"] if "latent" in amax else amax[operand]
 
 

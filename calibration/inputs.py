@@ -8,7 +8,13 @@ texts, an encoder-decoder two texts. Here each row is one call with arguments of
     a DataLoader, a list, any iterable      its items: a tensor, a tuple of positional or a dict of keyword arguments
     a function of the model                 the calls that it makes
 
-Padded batches are taken apart into their rows, without the padding (`calibration/inputs.py`).
+Padded batches are taken apart into their rows, without the padding. Attention hides it, but the layers around it
+compute on padding like on any token, and it would count in second moments and scales, although no output depends on it.
+The values of each token (positions, types, labels) are cut with it:
+
+    input_ids [2, 5]    attention_mask [2, 5]        input_ids [1, 3]    input_ids [1, 5]
+    7 4 9 0 0           1 1 1 0 0                    7 4 9               8 3 5 1 2
+    8 3 5 1 2           1 1 1 1 1
 
 Everything that walks over token rows slices them, splits them into batches and calls `model(batch)`. `Inputs` slice
 and split alike, and while `taking_inputs` is open the model takes a batch of them for the arguments that it holds.
@@ -30,18 +36,6 @@ from quant.calibration.evaluating import evaluating
 from quant.calibration.placement import device_of
 from quant.formats.tensor import moved
 from quant.recipes.blocks import Call, is_cache, stored_dtype
-
-# `unpadded` takes padding out of calibration inputs, where statistics would count it.
-#
-# A batch of texts of different lengths is padded, and a mask says where. Attention hides the padding, but the layers
-# around it compute on it like on any token, and it would count in second moments and scales, although no output depends
-# on it. So a padded batch is taken apart into its rows, and each row is cut down to the tokens that its mask shows, as
-# `texts.documents` cuts texts. The values of each token (positions, types, labels) are cut with it:
-#
-#     input_ids [2, 5]    attention_mask [2, 5]        input_ids [1, 3]    input_ids [1, 5]
-#     7 4 9 0 0           1 1 1 0 0                    7 4 9               8 3 5 1 2
-#     8 3 5 1 2           1 1 1 1 1
-
 
 # Prefixes of the names of the ids and of their mask: an encoder-decoder has both of each side.
 _SIDES = ("", "decoder_")
@@ -76,7 +70,10 @@ def unpadded(call: Mapping[str, Any], takes: Collection[str]) -> list[dict[str, 
     for row in range(rows):
         shown = {side: mask[row] for side, mask in masks.items()}
         if all(bool(tokens.any()) for tokens in shown.values()):
-            shown_calls.append(_cut(call if rows == 1 else _row(call, row), shown, takes))
+            own = dict(call)
+            if rows > 1:
+                own = tree_map(lambda v, row=row: v[row : row + 1] if isinstance(v, torch.Tensor) else v, own)
+            shown_calls.append(_cut(own, shown, takes))
     return shown_calls
 
 
@@ -102,12 +99,6 @@ def _shown_tokens(call: Mapping[str, Any], side: str) -> torch.Tensor | None:
             "only x, as in data=(x for x, y in loader)"
         )
     return mask.bool()
-
-
-def _row(call: Mapping[str, Any], row: int) -> dict[str, Any]:
-    return tree_map(  # type: ignore[no-any-return]
-        lambda value: value[row : row + 1] if isinstance(value, torch.Tensor) else value, dict(call)
-    )
 
 
 def _cut(call: Mapping[str, Any], shown: Mapping[str, torch.Tensor], takes: Collection[str]) -> dict[str, Any]:
@@ -186,10 +177,7 @@ class Inputs:
         return [Inputs(batch) for batch in batches]
 
     def as_tensor(self, model: nn.Module) -> torch.Tensor | None:
-        """Returns the rows as one tensor, where all have one shape and each is the model's only argument.
-
-        Else None.
-        """
+        """Returns the rows as one tensor, where all have one shape and each is the model's only argument. Else None."""
         first = next(iter(inspect.signature(model.forward).parameters), None)
         values = [[*args, *(kwargs[name] for name in kwargs if name == first)] for args, kwargs in self.calls]
         tensors = [value[0] for value in values if len(value) == 1 and isinstance(value[0], torch.Tensor)]

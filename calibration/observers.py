@@ -26,32 +26,20 @@ from torch.nn.functional import pad
 from quant.base.errors import known_names
 from quant.formats.format import Format, Number
 
-# A `Histogram` counts a stream of magnitudes; its result does not depend on how the stream was cut.
-#
-# The range is always a power of two, [0, 2^exponent), cut into a power of two of equal bins. A batch that goes
-# beyond it doubles the range as often as is needed, and each doubling adds neighbouring bins in pairs: the bin of x
-# is floor(x / width), and floor(floor(a) / 2) = floor(a / 2), so every value is where it would be had the final
-# range been known from the start. Batches can come in any order and any size and the counts are the same integers.
-# The price is that the largest value may sit just above the middle of the range, so at least 2048 of 4096 bins are
-# in use.
-#
-# Zeros are counted apart. They are exact in every format, and a rectified or padded tensor has so many of them that
-# one bin for them and for its smallest values would say nothing about either.
-
-
 # Below 2^-100 bins stop getting finer: the factor that maps a value to its bin must stay a float32.
 _SMALLEST_EXPONENT = -100
 
 
 class Histogram:
-    """Counts of |x| over a stream of batches.
+    """Counts of |x| over a stream of batches; the result does not depend on how the stream was cut.
 
-    Attributes:
-        bins: number of bins, a power of two.
-        exponent: the range is [0, 2^exponent).
-        amax: largest magnitude seen, exact.
-        counts: int64 `[bins]`, zeros left out; on the device of the data.
-        zeros: int64 scalar, number of zeros.
+    The range is always a power of two, [0, 2^exponent), cut into a power of two of equal bins. A batch that goes beyond
+    it doubles the range as often as is needed, and each doubling adds neighbouring bins in pairs: the bin of x is
+    floor(x / width), and floor(floor(a) / 2) = floor(a / 2), so every value is where it would be had the final range
+    been known from the start. The price is that the largest value may sit just above the middle of the range.
+
+    Zeros are counted apart. They are exact in every format, and a rectified or padded tensor has so many of them that
+    one bin for them and for its smallest values would say nothing about either.
     """
 
     def __init__(self, bins: int = 4096) -> None:
@@ -148,11 +136,9 @@ class Observer(Protocol):
 
     def update(self, x: torch.Tensor) -> None:
         """Adds a batch `[..., rows, columns]`, floating point, on any device; an empty one changes nothing."""
-        ...
 
     def amax(self) -> torch.Tensor:
         """Returns the largest magnitude, a float32 scalar on the device of the data."""
-        ...
 
 
 def block_amax(x: torch.Tensor, format: Format) -> torch.Tensor:

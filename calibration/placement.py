@@ -23,20 +23,7 @@ from torch import nn
 from quant.base.processor import in_memory, populate, value_of
 from quant.recipes.blocks import block_names, reads_experts, removing
 
-# A `Prefetcher` copies the next step's tensors in a thread while the present step is worked on.
-#
-# On the way to a GPU the bytes pass through pinned buffers and a stream of their own, so that the step waits for neither
-# the disk, nor the page cache, nor the bus:
-#
-#     reader threads     file -> buffer 0    file -> buffer 1    file -> buffer 2    …   wait until its last copy is read
-#     stream                                 buffer 0 -> GPU     buffer 1 -> GPU     …
-#
-# Readers begin with a buffer before the one before it is full: they are never idle while Python hands out work.
-#
-# Where tensors are worked on where they are, the thread reads the pages of mapped files into memory.
-
-
-Step = TypeVar("Step")
+Item = TypeVar("Item")
 
 _BUFFERS, _BUFFER_BYTES = 4, 1 << 25
 _BEING_FILLED = 2  # buffers at a time
@@ -45,7 +32,17 @@ _READERS = 8  # threads that fill a buffer: one brings about 3 GB/s from the pag
 
 @dataclass(eq=False)
 class Prefetcher:
-    """Copies tensors to a device in a thread, until it is closed."""
+    """Copies tensors to a device in a thread, until it is closed.
+
+    On the way to a GPU the bytes pass through pinned buffers and a stream of their own, so that the work on the present
+    tensors waits for neither the disk, nor the page cache, nor the bus:
+
+        reader threads    file -> buffer 0    file -> buffer 1    file -> buffer 2   …   wait for its last copy
+        stream                                buffer 0 -> GPU     buffer 1 -> GPU     …
+
+    Readers begin with a buffer before the one before it is full: they are never idle while Python hands out work. Where
+    tensors are worked on where they are, the thread reads the pages of mapped files into memory.
+    """
 
     device: torch.device | None  # the device with its index; None leaves each tensor on its device
     whole: bool = True
@@ -54,17 +51,17 @@ class Prefetcher:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="prefetch")
         self._copying: _CopyStream | None = None
 
-    def steps(
-        self, steps: Sequence[Step], tensors_of: Callable[[Step], Sequence[torch.Tensor]]
-    ) -> Iterator[tuple[Step, list[torch.Tensor]]]:
-        """Yields each step with its tensors on the device, while the next step's tensors are copied; then closes."""
+    def in_turn(
+        self, items: Sequence[Item], tensors_of: Callable[[Item], Sequence[torch.Tensor]]
+    ) -> Iterator[tuple[Item, list[torch.Tensor]]]:
+        """Yields each item with its tensors on the device, while the next item's tensors are copied; then closes."""
         try:
-            waiting = [self.fetch(tensors_of(step)) for step in steps[:1]]
-            for following, step in enumerate(steps, 1):
+            waiting = [self.fetch(tensors_of(item)) for item in items[:1]]
+            for following, item in enumerate(items, 1):
                 tensors = waiting.pop()()
-                waiting += [self.fetch(tensors_of(next_step)) for next_step in steps[following : following + 1]]
-                yield step, tensors
-                tensors.clear()  # the caller's name for it lives until the next step, whose tensors have come by then
+                waiting += [self.fetch(tensors_of(next_item)) for next_item in items[following : following + 1]]
+                yield item, tensors
+                tensors.clear()  # the caller's name for it lives until the next item, whose tensors have come by then
         finally:
             self.close()
 
@@ -129,7 +126,7 @@ class _CopyStream:
             self.read[index].synchronize()
             share = max(-(-len(part) // _READERS), 1 << 20)
             pieces = zip(part.split(share), self.buffers[index][: len(part)].split(share), strict=True)
-            work = [self.readers.submit(_read, *pair) for pair in pieces]
+            work = [self.readers.submit(_read_into, *pair) for pair in pieces]
             self.filling.append((index, target[start : start + len(part)], work))
             if len(self.filling) >= _BEING_FILLED:
                 self._send()
@@ -149,7 +146,7 @@ class _CopyStream:
         self.read[index].record(self.stream)
 
 
-def _read(source: torch.Tensor, target: torch.Tensor) -> None:
+def _read_into(source: torch.Tensor, target: torch.Tensor) -> None:
     populate(source)
     ctypes.memmove(target.data_ptr(), source.data_ptr(), len(source))  # only on this thread
 
@@ -248,7 +245,7 @@ def placed(
     borrowed: dict[int, DeviceCopies] = {}
     prefetcher = Prefetcher(device, whole=whole and filler is None)
     try:
-        steps = Prefetcher(device, whole=prefetcher.whole).steps(parts if whole else parts[:1], tensors_to_copy)
+        steps = Prefetcher(device, whole=prefetcher.whole).in_turn(parts if whole else parts[:1], tensors_to_copy)
         for index, (part, copies) in enumerate(steps):
             borrowed[index] = DeviceCopies(part, copies, device, dtype)
         visited = {} if whole else dict(enumerate(blocks, 1))

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 import os
-import pickle
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -32,7 +31,6 @@ Outline = tuple[tuple[int, ...], torch.dtype]
 # long over a large file.
 _GATHERING, _PATIENCE = timedelta(minutes=10), timedelta(days=7)
 
-_MESSAGE = 1 << 10  # bytes that ranks exchange at least
 _SMALL = 1 << 22  # bytes of tensors that a rank sends in one message
 
 _joined = False
@@ -89,21 +87,9 @@ def gathered(value: T) -> list[T]:
     """Returns the value of each rank, in their order; it is pickled on its way."""
     if rank_and_world()[1] == 1:
         return [value]
-    own = pickle.dumps(value)
-    # Most values fit into the message that says how long they are.
-    messages = _exchanged(len(own).to_bytes(8, "little") + own, _MESSAGE)
-    sizes = [int.from_bytes(message[:8], "little") for message in messages]
-    whole = _exchanged(own, max(sizes)) if max(sizes) > _MESSAGE - 8 else [message[8:] for message in messages]
-    return [pickle.loads(message[:size]) for message, size in zip(whole, sizes, strict=True)]
-
-
-def _exchanged(message: bytes, size: int) -> list[bytes]:
-    """Returns the messages of all ranks, cut or filled up to `size` bytes."""
-    # All messages of a gathering have one length, so that a single all_gather carries them.
-    own = torch.frombuffer(bytearray(message[:size].ljust(size)), dtype=torch.uint8)
-    messages = [torch.empty_like(own) for _ in range(rank_and_world()[1])]
-    dist.all_gather(messages, own)
-    return [tensor.numpy().tobytes() for tensor in messages]
+    values: list[Any] = [None] * rank_and_world()[1]
+    dist.all_gather_object(values, value)
+    return values
 
 
 def from_first(make: Callable[[], T]) -> T:

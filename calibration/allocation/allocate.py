@@ -3,11 +3,8 @@
     score      the loss that each group would cause in each format              `calibration.sensitivity.scores`
     solve      the best choice within the budget by those scores                `calibration.sensitivity.knapsack`
     measure    the joint loss of that choice, with all groups quantized together
-    correct    one backward pass at the quantized model gives the gain of each change there; the best few are made,
-               measured again, and kept if they did gain
-    search     changes and exchanges near that, each measured, until none helps `quant.calibration.allocation.measure_choices`,
-    or in a
-               model that the plan's solver has solved `quant.calibration.allocation.real_solver`
+    search     for a budget, single changes near that, each measured, until none helps (`measure_choices.Search`), or in
+               a model that the plan's solver has solved (`real_solver`)
 
 Scores are estimates that add up. They ignore that errors of different groups cancel or amplify each other, and that the
 loss does not grow in proportion to the error. So a limit on the loss is never checked by the sum: `--max-kl` searches
@@ -21,7 +18,10 @@ all groups as well, and the best one wins.
 The loop measures on a model whose layers can be switched between formats at run time, with the codes and scales that
 quantizing gives. The result of a solver that works from data (GPTQ, AWQ) depends on the layers before: scores and loop
 then use its result for each group by itself (`calibration.sensitivity.group_solutions`), and the choice is quantized
-for real, measured, and corrected.
+for real, measured, and chosen again.
+
+`make_space` refuses everything that can be refused before anything is measured: a format that no layer can take, a
+runtime that has none of them, a constraint that leaves a group without a choice.
 """
 
 from __future__ import annotations
@@ -30,26 +30,22 @@ import functools
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Concatenate, NamedTuple, ParamSpec, TypeVar, Unpack
+from typing import Concatenate, ParamSpec, TypeVar, Unpack
 
 import torch
 from torch import nn
 
 from quant.base.errors import UserError, option
 from quant.base.listener import Progress
-from quant.calibration.allocation.curve import Loop, MeasuredChoice
+from quant.calibration.allocation.curve import Loop
 from quant.calibration.allocation.goal import (
-    DEFAULT_FORMATS,
     AllocationRecord,
     Chosen,
     Constraint,
     ConstraintKind,
-    CurvePoint,
     Goal,
     OptionArguments,
     Options,
-    RunModel,
-    Uniform,
     Verified,
 )
 from quant.calibration.allocation.measure_choices import Bench, Counts, HeldOut
@@ -77,11 +73,6 @@ from quant.recipes.plan_make import make_plan
 from quant.recipes.recipe import KEEP, Recipe, matched
 from quant.recipes.targets import TARGETS, Target, get_target
 
-# `make_space` finds the formats that each fusion group of a model may take.
-#
-# Everything that can be refused is refused here, before anything is measured: a format that no layer can take, a
-# runtime that has none of them, a constraint that leaves a group without a choice.
-
 
 def make_space(model: nn.Module, goal: Goal, options: Options) -> Space:
     """Returns the choices that an allocation has for `model`."""
@@ -101,13 +92,17 @@ def make_space(model: nn.Module, goal: Goal, options: Options) -> Space:
         for group, members in groups.items()
     }
     for runtime in runtimes:
-        _check_runtime(runtime, allowed, candidates)
+        if not any(c.weight is not None for choices in allowed.values() for c in choices):
+            requested = ", ".join(c.name for c in candidates if c.weight is not None)
+            has = ", ".join(dict.fromkeys(map(str, runtime.pairs)))
+            raise UserError(f"{runtime.name} runs none of {requested} for this model's layers; it has {has}")
     for constraint in options.constraints:
         _constrain(constraint, matched(constraint.match, base.by_name), groups, allowed, by_name)
     fixed_layers = [layer for layer in base.layers if layer.name not in quantized]
     # By identity, since tied weights are one tensor under several names.
     planned = {id(p) for layer in base.layers for p in _parameters_of(model, layer)}
-    unplanned_bytes = sum(t.nbytes for t in _tensors(model) if id(t) not in planned)
+    tensors = {id(t): t for t in (*model.parameters(), *model.buffers())}
+    unplanned_bytes = sum(t.nbytes for key, t in tensors.items() if key not in planned)
     cache_bytes = kv_cache_bytes(getattr(model, "config", None), goal.context, goal.batch, base.kv_cache)
     timing = goal.timing
     return Space(
@@ -125,11 +120,13 @@ def make_space(model: nn.Module, goal: Goal, options: Options) -> Space:
 
 
 def _plan_each(model: nn.Module, candidates: Sequence[Candidate], options: Options) -> dict[str, Plan]:
-    """Returns the plan of each candidate for all layers, by its name; candidates that no layer can take are left out."""
+    """Returns the plan of each candidate for all layers, by its name; without candidates that no layer can take."""
     plans: dict[str, Plan] = {}
     refusal: UserError | None = None
     for candidate in (c for c in candidates if c.weight is not None):
-        recipe = _recipe_of(candidate, options.solver, options.kv_cache)
+        activation = candidate.activation.name if candidate.activation else KEEP
+        kv_cache = options.kv_cache or KEEP
+        recipe = Recipe(candidate.name, candidate.weight_format.name, activation, options.solver, kv_cache=kv_cache)
         try:
             plan = make_plan(model, recipe, include=options.include, exclude=options.exclude, run=options.run)
             plan = replace(plan, provenance={**(options.provenance or {}), **plan.provenance})
@@ -156,11 +153,6 @@ def _without_convs(plan: Plan) -> Plan:
     return plan
 
 
-def _recipe_of(candidate: Candidate, solver: str, kv_cache: str | None) -> Recipe:
-    activation = candidate.activation.name if candidate.activation else KEEP
-    return Recipe(candidate.name, candidate.weight_format.name, activation, solver, kv_cache=kv_cache or KEEP)
-
-
 def _fits(candidate: Candidate, layer: LayerPlan, plan: Plan | None, runtimes: Sequence[Target], mixed: bool) -> bool:
     """Returns whether a layer can take a candidate: its plan quantizes the layer, and every runtime runs it."""
     planned = candidate.weight is None or (plan is not None and plan.by_name[layer.name].weight is not None)
@@ -170,23 +162,10 @@ def _fits(candidate: Candidate, layer: LayerPlan, plan: Plan | None, runtimes: S
 
 
 def _bytes_read(fixed: Sequence[LayerPlan]) -> int:
-    """Returns the bytes of layers with a fixed format that a decoding step reads.
-
-    Of an embedding, only a row a token.
-    """
+    """Returns the bytes of fixed layers that a decoding step reads; of an embedding only a row a token."""
     # A head that is tied to an embedding has no bytes of its own in the plan, but each step reads it in 16 bit.
     heads = (2 * layer.numel for layer in fixed if layer.kind == LayerKind.HEAD and layer.tied_to is not None)
     return sum(layer.nbytes for layer in fixed if layer.kind != LayerKind.EMBEDDING) + sum(heads)
-
-
-def _check_runtime(
-    runtime: Target, allowed: Mapping[str, Sequence[Candidate]], candidates: Sequence[Candidate]
-) -> None:
-    if any(c.weight is not None for choices in allowed.values() for c in choices):
-        return
-    requested = ", ".join(c.name for c in candidates if c.weight is not None)
-    has = ", ".join(dict.fromkeys(map(str, runtime.pairs)))
-    raise UserError(f"{runtime.name} runs none of {requested} for this model's layers; it has {has}")
 
 
 def _constrain(
@@ -229,13 +208,9 @@ def _parameters_of(model: nn.Module, layer: LayerPlan) -> list[torch.Tensor]:
     return [weight] if isinstance(weight, torch.Tensor) else []
 
 
-def _tensors(model: nn.Module) -> list[torch.Tensor]:
-    return list({id(t): t for t in (*model.parameters(), *model.buffers())}.values())
-
-
 # Rounds switchable layers where the plan's solver works from data.
 _STAND_IN = "mse"
-_EFFORT = Counts()
+_COUNTS = Counts()
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
@@ -275,7 +250,7 @@ def allocate(
     goal: Goal,
     *,
     held_out: HeldOut | None = None,
-    effort: Counts = _EFFORT,
+    counts: Counts = _COUNTS,
     device: Device = None,
     progress: Progress | None = None,
     **options: Unpack[OptionArguments],
@@ -285,11 +260,11 @@ def allocate(
     Args:
         model: called as `model(rows)`.
         rows: calibration token ids, int64 `[rows, seqlen]`. Ranges of inputs are measured on all of them, scores on
-            the first `effort.score_rows`, the joint loss of budgets on those that follow, and the local search on
+            the first `counts.score_rows`, the joint loss of budgets on those that follow, and the local search on
             those after them. For a limit on the loss without `held_out`, half of the rows are held out first.
         goal: budgets and limits.
         held_out: rows on which a limit on the loss must hold, and the rows that verify it.
-        effort: the number of measurements.
+        counts: the numbers of rows and measurements.
         device: the device where the model runs and is solved; its weights are copied there as they are needed. By
             default where it is.
         progress: a function that is called as `progress(stage, done, total)`.
@@ -307,109 +282,81 @@ def allocate(
     rows = rows.to(device_of(model))
     if goal.has_limit and held_out is None:
         rows, held_out = HeldOut.from_calibration(rows)
-    texts = _divided(rows, held_out, effort)
     space = make_space(model, goal, settings)
     # Infeasible budgets are refused before the model runs for the first time.
     space.explain(goal, space.problem())
-    scored = _scored(model, space, rows, texts.scored, settings, session)
-    loop = _loop(model, space, scored, texts, goal, effort, session)
-    layers, device = (each for members in space.groups.values() for each in members), loop.bench.searched.device
-    rows_solved = rows_where_solved(layers, space.candidates.values(), goal, settings.solver, len(rows), effort, device)
-    decision = _decided(loop, searches=not rows_solved)
+    loop, scoring, seconds_to_score = _loop(model, space, rows, held_out, goal, counts, settings, session)
+    bench, layers = loop.bench, (each for members in space.groups.values() for each in members)
+    rows_solved = rows_where_solved(
+        layers, space.candidates.values(), goal, settings.solver, len(rows), counts, bench.searched.device
+    )
+    # Layers are switchable only inside; afterwards the model has its own modules again.
+    with bench.switchable.ready():
+        best = loop.run(searches=not rows_solved)
+        # Single formats are measured for the report even where the budget has no room for them.
+        uniform = bench.uniform(loop.problem)
+        verified, curve = bench.verified(best.choice), loop.curve()
+    quantized: Quantized | None = None
     # So far groups were rounded by a stand-in or solved one by one. The plan's solver decides in the end.
-    if scored.is_estimate:
+    if scoring.solver != settings.solver or scoring.solutions:
         real = RealSolver(model, loop, rows, settings.dtype, session)
-        if rows_solved:
-            decision = replace(decision, best=better_where_solved(real, decision.best, rows_solved))
-        decision = _solved(decision, real)
-    seconds = time.perf_counter() - started - scored.seconds
-    return _allocation(decision, loop, seconds)
+        best = better_where_solved(real, best, rows_solved) if rows_solved else best
+        best, quantized = (real.within_loss if goal.has_limit else real.within_budget)(best)
+        # Single formats that were solved for real are compared by their real loss.
+        uniform = tuple(replace(each, kl=real.uniform.get(each.name, each.kl)) for each in uniform)
+        verified = real.verified(quantized)
+        quantized = replace(quantized, plan=_with_verified(quantized.plan, verified))
+    chosen = Chosen(
+        bits=space.bits(best.choice),
+        kl_predicted=loop.problem.total(SCORE, best.choice),
+        kl_measured=best.measured,
+        bytes=space.bytes(best.choice),
+        memory=space.bytes(best.choice) + space.fixed_bytes,
+        seconds=space.seconds(best.choice, loop.problem),
+        timing=space.timing_name,
+    )
+    seconds = time.perf_counter() - started - seconds_to_score
+    record = AllocationRecord(
+        goal.budget, chosen, curve, uniform, tuple(loop.rounds), seconds, bench.divergence.unit, verified
+    )
+    return Allocation(_with_verified(loop.plan(best.choice), verified), record, loop.scores, quantized)
 
 
-class _Scored(NamedTuple):
-    """The scores of all groups, and the model whose layers can be switched between the scored formats."""
-
-    scores: Sensitivity
-    switchable: SwitchableModel
-    is_estimate: bool
-    seconds: float
-
-
-def _scored(
-    model: nn.Module, space: Space, rows: torch.Tensor, scored_rows: torch.Tensor, options: Options, session: Session
-) -> _Scored:
-    """Scores each group in each format; ranges of inputs are measured on all rows, and scores on `scored_rows`."""
+def _loop(
+    model: nn.Module,
+    space: Space,
+    rows: torch.Tensor,
+    held_out: HeldOut | None,
+    goal: Goal,
+    counts: Counts,
+    options: Options,
+    session: Session,
+) -> tuple[Loop, Scoring, float]:
+    """Scores each group in each format; returns the loop that measures choices by the scores, and seconds to score."""
+    # With too few rows, the later uses take the rows of the scores again.
+    scored, remaining = rows[: counts.score_rows], rows[counts.score_rows :]
+    if held_out is None:
+        # Rows that scores were not taken on, so that the joint loss is not measured where the choice was fitted.
+        check, remaining = remaining[: counts.check_rows], remaining[counts.check_rows :]
+        held_out = HeldOut.without_verification(check if len(check) else scored)
+    searched = remaining[: counts.search_rows] if len(remaining) else scored
     amax = measure_amax(model, space.groups, space.candidates, rows, session)
     scoring = _scoring(model, space, rows, options, session)
     started = time.perf_counter()
-    scores = score_groups(
-        model, space.groups, space.allowed, scored_rows, scoring, session, amax=amax, path=options.path
-    )
+    scores = score_groups(model, space.groups, space.allowed, scored, scoring, session, amax=amax, path=options.path)
     # Not `scores.seconds`, which of a table from a file is the time of an earlier run.
     seconds = time.perf_counter() - started
     switchable = SwitchableModel(
         model, space.groups, space.candidates, amax, scoring.solver, stored_dtype(model), scoring.solutions,
         session=session, dtype=options.dtype,
     )  # fmt: skip
-    is_estimate = scoring.solver != options.solver or bool(scoring.solutions)
-    return _Scored(scores, switchable, is_estimate, seconds)
-
-
-def _loop(
-    model: nn.Module, space: Space, scored: _Scored, texts: _Texts, goal: Goal, effort: Counts, session: Session
-) -> Loop:
-    """Returns the loop that measures and corrects choices by these scores."""
-    divergence = divergence_of(model, texts.scored)
     # The switchable model runs on the session's device: the rows follow it once, instead of at each measurement.
-    texts = moved(texts, session.device or device_of(model))
+    held_out, searched = moved((held_out, searched), session.device or device_of(model))
     bench = Bench(
-        scored.switchable, space, divergence, *texts, session, by_perplexity=goal.by_perplexity,
-        expected=len(space.candidates) + effort.rounds + (5 if goal.has_limit else 0)
-        + effort.probes(texts.searched.device),
+        switchable, space, divergence_of(model, scored), held_out, searched, session, by_perplexity=goal.by_perplexity,
+        expected=len(space.candidates) + (5 if goal.has_limit else counts.probes(searched.device)),
     )  # fmt: skip
-    return Loop(space.problem(scored.scores), space, scored.scores, bench, goal, effort)
-
-
-@dataclass(frozen=True, eq=False)
-class _Decision:
-    """The best choice, and what the report compares it with."""
-
-    best: MeasuredChoice
-    uniform: tuple[Uniform, ...]
-    verified: tuple[Verified, ...]
-    curve: tuple[CurvePoint, ...]
-    quantized: Quantized | None = None
-
-
-def _decided(loop: Loop, *, searches: bool) -> _Decision:
-    """Returns the decision by losses of the switchable model; `searches` measures single changes of it, too."""
-    # Layers are switchable only inside; afterwards the model has its own modules again.
-    with loop.bench.switchable.ready():
-        best = loop.run(searches=searches)
-        # Single formats are measured for the report even where the budget has no room for them.
-        uniform = loop.bench.uniform(loop.problem)
-        return _Decision(best, uniform, loop.bench.verified(best.choice), loop.curve())
-
-
-def _solved(decision: _Decision, real: RealSolver) -> _Decision:
-    """Returns the decision by losses of models that the plan's own solver has solved."""
-    has_limit = real.loop.goal.has_limit
-    best, quantized = (real.within_loss if has_limit else real.within_budget)(decision.best)
-    # Single formats that were solved for real are compared by their real loss.
-    uniform = tuple(replace(each, kl=real.uniform.get(each.name, each.kl)) for each in decision.uniform)
-    verified = real.verified(quantized)
-    quantized = replace(quantized, plan=_with_verified(quantized.plan, verified))
-    return _Decision(best, uniform, verified, decision.curve, quantized)
-
-
-def _allocation(decision: _Decision, loop: Loop, seconds: float) -> Allocation:
-    """Returns the allocation of a decision, with its plan and record."""
-    record = AllocationRecord(
-        loop.goal.budget, _chosen(decision.best, loop), decision.curve, decision.uniform, tuple(loop.rounds), seconds,
-        loop.bench.divergence.unit, decision.verified,
-    )  # fmt: skip
-    plan = _with_verified(loop.plan(decision.best.choice), decision.verified)
-    return Allocation(plan, record, loop.scores, decision.quantized)
+    return Loop(space.problem(scores), space, scores, bench, goal, counts), scoring, seconds
 
 
 @_on_linears
@@ -434,43 +381,12 @@ def score(
 def check_feasible(
     model: nn.Module,
     goal: Goal,
-    *,
-    formats: str | Sequence[str] = DEFAULT_FORMATS,
-    include: Sequence[str] = (),
-    exclude: Sequence[str] = (),
-    constraints: Sequence[Constraint] = (),
-    kv_cache: str | None = None,
-    run: RunModel | None = None,
+    **options: Unpack[OptionArguments],
 ) -> None:
     """Refuses goals that `allocate` would refuse, from shapes alone, before there are rows; with the same arguments."""
     # No rows and no scores yet: the knapsack of `space.problem()` has only costs.
-    options = Options(
-        formats=formats, include=include, exclude=exclude, constraints=constraints, kv_cache=kv_cache, run=run
-    )
-    space = make_space(model, goal, options)
+    space = make_space(model, goal, Options(**options))
     space.explain(goal, space.problem())
-
-
-class _Texts(NamedTuple):
-    """Rows of token ids by their use, int64 `[rows, seqlen]`, in the order in which `Bench` takes them."""
-
-    scored: torch.Tensor
-    held_out: HeldOut
-    searched: torch.Tensor
-
-
-def _divided(rows: torch.Tensor, held_out: HeldOut | None, effort: Counts) -> _Texts:
-    """Returns calibration rows for scores, for the joint loss without `held_out`, and for the search, in this order.
-
-    With too few rows, the later uses take the rows of the scores again.
-    """
-    scored, remaining = rows[: effort.score_rows], rows[effort.score_rows :]
-    if held_out is None:
-        # Rows that scores were not taken on, so that the joint loss is not measured where the choice was fitted.
-        check, remaining = remaining[: effort.check_rows], remaining[effort.check_rows :]
-        held_out = HeldOut.without_verification(check if len(check) else scored)
-    searched = remaining[: effort.search_rows] if len(remaining) else scored
-    return _Texts(scored, held_out, searched)
 
 
 def _scoring(model: nn.Module, space: Space, rows: torch.Tensor, options: Options, session: Session) -> Scoring:
@@ -489,20 +405,6 @@ def _scoring(model: nn.Module, space: Space, rows: torch.Tensor, options: Option
         rows = rows.to(session.device)
         solutions = solve_each_group(model, space.groups, space.allowed, rows, options.solver, stored, session, home)
     return replace(scoring, solutions=solutions)
-
-
-def _chosen(best: MeasuredChoice, loop: Loop) -> Chosen:
-    """Returns the chosen allocation with its costs, for the record."""
-    space, problem, formats = loop.space, loop.problem, best.choice
-    return Chosen(
-        bits=space.bits(formats),
-        kl_predicted=problem.total(SCORE, formats),
-        kl_measured=best.measured,
-        bytes=space.bytes(formats),
-        memory=space.bytes(formats) + space.fixed_bytes,
-        seconds=space.seconds(formats, problem),
-        timing=space.timing_name,
-    )
 
 
 def _with_verified(plan: Plan, verified: Sequence[Verified]) -> Plan:

@@ -1,4 +1,10 @@
-"""A `Goal` holds the budgets and limits of an allocation, a `Constraint` restricts the formats of single layers."""
+"""A `Goal` holds the budgets and limits of an allocation, and an `AllocationRecord` its decision and measurements.
+
+`report.json` holds the record under "allocation" and the sensitivity table that it started from under "sensitivity".
+`kl` means KL(base‖model) in nats, of next tokens or of classes, or 1 − cosine of the embeddings for an encoder; `unit`
+says which. Bits are counted over all weights that the allocator may choose a format for, including weights that it left
+in 16 bit; codes, scales and pads count, and embeddings, norms and output heads do not.
+"""
 
 from __future__ import annotations
 
@@ -19,15 +25,6 @@ from quant.calibration.sensitivity.table import KEPT
 from quant.formats.format import is_16bit
 from quant.kernels.base.hardware import GPUS
 from quant.recipes.targets import TARGETS
-
-# An `AllocationRecord` holds the decision of an allocation, its predictions and its measurements.
-#
-# The sensitivity table that it started from is `quant.calibration.sensitivity.table.Sensitivity`; `report.json` holds the
-# two under "allocation" and "sensitivity". `kl` means KL(base‖model) in nats, of next tokens or of classes, or 1 − cosine
-# of the embeddings for an encoder; `unit` says which.
-#
-# Bits are counted over all weights that the allocator may choose a format for, including weights that it left in 16 bit;
-# codes, block scales, global scales and pads count, and embeddings, norms and output heads do not.
 
 
 class BudgetKind(StrEnum):
@@ -252,9 +249,6 @@ class Constraint:
         if not separator or not match or not format_:
             raise UserError(f"{kind.option} {text!r}: write it as GLOB=FORMAT, such as '*.down_proj=fp8'")
         return cls(kind, match, KEPT.name if is_16bit(format_) else format_)
-
-
-# `Options` are the settings of an allocation: formats on offer, solver and scoring. The goal is apart.
 
 
 DEFAULT_FORMATS = ("nvfp4", "fp8")

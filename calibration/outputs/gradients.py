@@ -47,7 +47,7 @@ from quant.calibration.shrinkage import MomentSpread
 from quant.calibration.statistics import LayerStats, MomentSum, add_up, rows_of
 from quant.kernels.linear.experts import can_run_experts_one_by_one, experts_forward
 from quant.recipes.blocks import block_names, removing
-from quant.recipes.layers import LayerKind, Stacking, output_head, stacking_of_experts
+from quant.recipes.layers import LayerKind, output_head, stacking_of_experts
 from quant.recipes.module_replacement import forwarding, other_tensors, run_with
 from quant.recipes.plan import LayerPlan
 
@@ -84,20 +84,20 @@ def output_moments(
     session: Session,
     draws: int | None = None,
 ) -> OutputMoments:
-    """Returns A of the outputs of fusion groups, from this and the other ranks' batches.
-
-    Args:
-        model: called as `model(batch)`.
-    """
-    result = OutputMoments()
+    """Returns A of the outputs of fusion groups, from this and the other ranks' batches."""
     width, reason = _width(groups, session), "too little memory for the gradients' second moment"
     if any(hasattr(parameter, "stored") for parameter in model.parameters()):
         width, reason = None, "weights that stay in their files would be read anew for every batch"
     if width is None:
-        result.missing = {members[0].name: reason for members in groups}
-        return result
-    unseen = [m for m in groups if m[0].kind == LayerKind.EXPERTS and not _shows_outputs(model, m[0].name)]
-    result.missing = {members[0].name: "its module does not show outputs of experts" for members in unseen}
+        return OutputMoments(missing={members[0].name: reason for members in groups})
+    # Modules of experts that cannot run so that each expert's output is seen.
+    unseen = [
+        members
+        for members in groups
+        if members[0].kind == LayerKind.EXPERTS
+        and not can_run_experts_one_by_one(model.get_submodule(members[0].name.rpartition(".")[0]))
+    ]
+    result = OutputMoments(missing={m[0].name: "its module does not show outputs of experts" for m in unseen})
     groups = [members for members in groups if members not in unseen]
     sums = {members[0].name: MomentSum(_even_width(members, width)) for members in groups}
     device = session.device or device_of(model)
@@ -150,31 +150,21 @@ def _token_weights(powers: Mapping[str, list[torch.Tensor]], exchange: Exchange)
     return {name: [root / means[name] for root in of_group] for name, of_group in roots.items()}
 
 
-def _shows_outputs(model: nn.Module, name: str) -> bool:
-    """Returns whether the module of a projection of experts can run so that each expert's output is seen."""
-    module = model.get_submodule(name.rpartition(".")[0])
-    return can_run_experts_one_by_one(module)
-
-
 def _width(groups: Sequence[Sequence[LayerPlan]], session: Session) -> int | None:
     """Returns how many outputs a block of A spans; None where not even the least fits."""
     device = session.device
     on_gpu = device is not None and device.type == "cuda"
     memory = free_memory(device) if on_gpu and device is not None else session.usable_memory()
-    sizes = [_outputs(members) for members in groups]
+    sizes = [sum(member.shape[-2] for member in members) for members in groups]
     for width in _WIDTHS["cuda" if on_gpu else "cpu"]:
         if memory is None or sum(4 * size * min(size, width) for size in sizes) <= _SHARE * memory:
             return width
     return None
 
 
-def _outputs(members: Sequence[LayerPlan]) -> int:
-    return sum(member.shape[-2] for member in members)
-
-
 def _even_width(members: Sequence[LayerPlan], width: int) -> int | None:
     """Returns the width of even blocks of at most `width` outputs; None for one block."""
-    size = _outputs(members)
+    size = sum(member.shape[-2] for member in members)
     if size <= width:
         return None
     count = -(-size // width)
@@ -365,7 +355,9 @@ class _Pass:
     ) -> torch.Tensor:
         if name not in planned:
             return y
-        members, order = planned[name], _row_order(stacking_of_experts(module, name), y)
+        members, rows = planned[name], torch.arange(y.shape[-1], device="cpu")
+        # The positions among the outputs y `[tokens, out]` of a module of the rows of an expert's matrix.
+        order = stacking_of_experts(module, name).outputs(rows).argsort().to(y.device)
         return self._with_gradient(y, lambda gradient: self._add(members, members[0].name, gradient[:, order]))
 
     def _add(self, members: Sequence[LayerPlan], name: str, gradient: torch.Tensor) -> None:
@@ -425,14 +417,16 @@ class _Pass:
         wide = torch.float32 if self.device.type == "cpu" else narrow
 
         def moved(value: Any) -> Any:
-            return value.to(self.device, wide if _is_narrow(value) else None) if _is_tensor(value) else value
+            if not isinstance(value, torch.Tensor):
+                return value
+            return value.to(self.device, wide if _is_narrow(value) else None)
 
         args, kwargs = tree_map(moved, args), tree_map(moved, kwargs)
         with forwarding(module, forward):
             result = run_with(module, tensors, *args, **kwargs)
         if narrow is None or wide is narrow:
             return result
-        return tree_map(lambda v: v.to(narrow) if _is_tensor(v) and v.dtype is wide else v, result)
+        return tree_map(lambda v: v.to(narrow) if isinstance(v, torch.Tensor) and v.dtype is wide else v, result)
 
 
 def _by_batch(parts: list[torch.Tensor], batches: Sequence[Any]) -> list[torch.Tensor]:
@@ -442,15 +436,6 @@ def _by_batch(parts: list[torch.Tensor], batches: Sequence[Any]) -> list[torch.T
         values = torch.cat(parts)
         return list(values.split(counts)) if len(values) == sum(counts) else []
     return parts if len(parts) == len(batches) else []
-
-
-def _row_order(stacking: Stacking, y: torch.Tensor) -> torch.Tensor:
-    """Returns the positions among the outputs y `[tokens, out]` of a module of the rows of an expert's matrix."""
-    return stacking.outputs(torch.arange(y.shape[-1], device="cpu")).argsort().to(y.device)
-
-
-def _is_tensor(value: Any) -> bool:
-    return isinstance(value, torch.Tensor)
 
 
 def _is_narrow(value: Any) -> bool:

@@ -136,7 +136,7 @@ def check_evaluable(model: nn.Module, rows: torch.Tensor | Inputs) -> None:
 
 
 def run_probe(model: nn.Module, probe: torch.Tensor) -> torch.Tensor:
-    """Returns the logits of a model for token ids, int64 `[rows, tokens]`, or its first output where it has no logits."""
+    """Returns the logits of a model for token ids, int64 `[rows, tokens]`, or its first output if it has none."""
     try:
         with torch.no_grad():
             return logits_of(model, probe.to(device_of(model)))

@@ -20,8 +20,9 @@ stream needs s / (u v) of y; v is known from the same pass, and u of every token
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -218,7 +219,11 @@ def find_writers(
         return hook
 
     def after(name: str) -> Callable[..., None]:
-        return lambda module, args, result: note(Point(name, True), _output(result))
+        def hook(module: nn.Module, args: tuple[Any, ...], result: Any) -> None:
+            with suppress(IndexError, StopIteration):  # a module without outputs
+                note(Point(name, True), output_of(result))
+
+        return hook
 
     modules = dict(block.named_modules())
     handles = [m.register_forward_pre_hook(before(n), with_kwargs=True) for n, m in modules.items()]
@@ -231,25 +236,11 @@ def find_writers(
     if values:
         samples = list(torch.stack([value.flatten()[chosen[0]].double() for _, value, _ in values]).cpu().numpy())
     states = [_State(point, value, sample, time) for (point, value, time), sample in zip(values, samples, strict=True)]
-    search = _Search(_once(states), began, eps, modules)
-    return search.writers(
-        [name for name in layers if name in began], [name for name in experts if name in began]
-    ), result
-
-
-def _output(result: Any) -> Any:
-    try:
-        return output_of(result)
-    except (IndexError, StopIteration):
-        return None
-
-
-def _once(states: list[_State]) -> list[_State]:
-    """Returns the states of points that one pass meets once: a module that is called twice names no state."""
-    counts: dict[Point, int] = {}
-    for state in states:
-        counts[state.point] = counts.get(state.point, 0) + 1
-    return [state for state in states if counts[state.point] == 1]
+    # A module that is called twice in the pass names no state.
+    counts = Counter(state.point for state in states)
+    search = _Search([state for state in states if counts[state.point] == 1], began, eps, modules)
+    reached = [[name for name in names if name in began] for names in (layers, experts)]
+    return search.writers(*reached), result
 
 
 def _distinct(states: Iterable[_State]) -> list[_State]:
@@ -368,10 +359,7 @@ class _Search:
 
 
 def _channel_gain(y: torch.Tensor, out: torch.Tensor, eps: float) -> torch.Tensor | None:
-    """Returns v `[channels]` where out = u v ⊙ y with one u for a token.
-
-    None otherwise, as after a bias.
-    """
+    """Returns v `[channels]` where out = u v ⊙ y with one u for a token; None otherwise, as after a bias."""
     ratio = out / torch.where(y == 0, torch.ones_like(y), y)
     reference = ratio.abs().median(1).values[:, None]
     # A padding token may be zero throughout, and carries no information.

@@ -11,8 +11,9 @@ but no faster than without a baseline.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from quant.calibration.sensitivity.divergence import Divergence, Later
 from quant.calibration.sensitivity.switchable_model import CallCache, SwitchableModel
 from quant.calibration.texts.rows import trial_rows
 from quant.recipes.blocks import find_chains, removing
+from quant.recipes.module_replacement import forwarding
 
 # Rows run together up to this many tokens.
 _BATCH_TOKENS = 4096
@@ -33,11 +35,7 @@ _LOGITS_SHARE, _RESERVE = 0.25, 16 << 30
 
 
 class CachedRun:
-    """Measures the mean divergence of choices on one text.
-
-    Args:
-        rows: token ids, int64 `[rows, seqlen]`.
-    """
+    """Measures the mean divergence of choices on one text, int64 `[rows, seqlen]`; `by_row` runs rows one by one."""
 
     def __init__(
         self, switchable: SwitchableModel, divergence: Divergence, rows: torch.Tensor, *, by_row: bool = False
@@ -46,7 +44,12 @@ class CachedRun:
         self.by_row = by_row
         self.batch_rows = 1 if by_row else max(_BATCH_TOKENS // rows.shape[1], 1)
         self.batches = rows.split(self.batch_rows)
-        self.chain = _chain(switchable, trial_rows(rows))
+        # The names of the model's blocks if they form a single chain, else none.
+        self.chain: list[str] = []
+        if switchable.blocks:
+            few = trial_rows(rows)
+            chains = find_chains(switchable.model, switchable.blocks, lambda: switchable.model(few))
+            self.chain = chains[0] if len(chains) == 1 else []
         # Number of the block of each group; groups outside the chain count as the first block, so no block is skipped.
         self.block_index = {
             group: next((i for i, block in enumerate(self.chain) if group.startswith(f"{block}.")), 0)
@@ -61,14 +64,14 @@ class CachedRun:
         """Measures `choice` with a whole run, and caches that run."""
         self._remember_references()
         self.choice, self.outputs, self.caches = dict(choice), [], []
-        self.switchable.set(choice)
+        self.switchable.formats.set(choice)
         budget = _ACTIVATIONS.get(self.rows.device.type, _ACTIVATIONS["cpu"])
         total = 0.0
         for i in range(len(self.batches)):
             # An equal share for each batch, so that the first ones do not use up the budget.
             cache = CallCache(budget // len(self.batches))
-            with self.switchable.caching(cache), self._collected() as outputs:
-                total += self._measured(i)
+            with self.switchable.formats.caching(cache), self._collected() as outputs:
+                total += self._start(i)()
             cache.writing = False
             self.outputs.append(outputs)
             self.caches.append(cache)
@@ -86,7 +89,7 @@ class CachedRun:
     def start_loss(self, choice: Mapping[str, str]) -> Later:
         """Starts `loss`; the function that is returned waits for it. Another choice can be started before."""
         self._remember_references()
-        self.switchable.set(choice)
+        self.switchable.formats.set(choice)
         if self.choice is None:
             return self._start_mean([self._start(i) for i in range(len(self.batches))])
         changed = [g for g in self.block_index if choice.get(g) != self.choice.get(g)]
@@ -94,30 +97,26 @@ class CachedRun:
         first = min((self.block_index[g] for g in changed), default=0)
         sums = []
         for i in range(len(self.batches)):
-            with self.switchable.caching(self.caches[i]), self._skipped(first, self.outputs[i]):
+            with self.switchable.formats.caching(self.caches[i]), self._skipped(first, self.outputs[i]):
                 sums.append(self._start(i))
         return self._start_mean(sums)
 
     def loss_of(self, divergence: Divergence) -> float:
         """Returns the mean divergence of another model, which `divergence` runs, from the original of this one."""
-        return self._mean(sum(self._measured(i, divergence) for i in range(len(self.batches))))
+        return self._mean(sum(self._start(i, divergence)() for i in range(len(self.batches))))
 
     def losses(self, choice: Mapping[str, str]) -> list[float]:
         """Returns the mean divergence of each batch in `choice`, with a whole run."""
         self._remember_references()
-        self.switchable.set(choice)
+        self.switchable.formats.set(choice)
         losses = self.losses_of(self.divergence)
-        self.switchable.forget_inputs()
+        self.switchable.formats.forget_inputs()
         return losses
 
     def losses_of(self, divergence: Divergence) -> list[float]:
         """Returns the mean divergence on each batch of another model, which `divergence` runs."""
-        sums = [self._measured(i, divergence) for i in range(len(self.batches))]
+        sums = [self._start(i, divergence)() for i in range(len(self.batches))]
         return [max(s, 0.0) / self.divergence.count(batch) for s, batch in zip(sums, self.batches, strict=True)]
-
-    def _measured(self, i: int, divergence: Divergence | None = None) -> float:
-        """Returns the summed divergence on batch number `i`."""
-        return self._start(i, divergence)()
 
     def _start(self, i: int, divergence: Divergence | None = None) -> Later:
         """Starts to measure the summed divergence on batch number `i`."""
@@ -125,13 +124,13 @@ class CachedRun:
         return divergence.measure(self.batches[i], self.references[i], i * self.batch_rows)
 
     def _mean(self, total: float) -> float:
-        self.switchable.forget_inputs()
+        self.switchable.formats.forget_inputs()
         # Rounding may make a distance of zero slightly negative.
         return max(total, 0.0) / self.divergence.count(self.rows)
 
     def _start_mean(self, sums: Sequence[Later]) -> Later:
         """Returns a function that waits for the sums of all batches, and returns their mean."""
-        self.switchable.forget_inputs()
+        self.switchable.formats.forget_inputs()
         return lambda: self._mean(sum(wait() for wait in sums))
 
     def _remember_references(self) -> None:
@@ -144,7 +143,7 @@ class CachedRun:
             # Rows that run one by one are measured once or twice.
             room = 0 if self.by_row else int(_LOGITS_SHARE * (free_memory(self.rows.device) - _RESERVE))
         keep = 4 * self.rows.numel() * vocabulary <= room
-        self.switchable.set({})
+        self.switchable.formats.set({})
         self.references = [self.divergence.reference(batch, keep=keep) for batch in self.batches]
 
     @contextmanager
@@ -158,23 +157,8 @@ class CachedRun:
     @contextmanager
     def _skipped(self, first: int, outputs: list[Any]) -> Iterator[None]:
         """Makes blocks of the chain before number `first` return `outputs` instead of computing them, while open."""
-        skipped = [self.switchable.model.get_submodule(name) for name in self.chain[:first]]
-        for module, output in zip(skipped, outputs, strict=False):
-            module.forward = _constant(output)
-        try:
+        with ExitStack() as stack:
+            for name, output in zip(self.chain[:first], outputs, strict=False):
+                constant = partial(lambda result, *args, **kwargs: result, output)
+                stack.enter_context(forwarding(self.switchable.model.get_submodule(name), constant))
             yield
-        finally:
-            for module in skipped:
-                del module.forward
-
-
-def _chain(switchable: SwitchableModel, few: torch.Tensor) -> list[str]:
-    """Returns the names of the model's blocks if they form a single chain, else none."""
-    chains = (
-        find_chains(switchable.model, switchable.blocks, lambda: switchable.model(few)) if switchable.blocks else []
-    )
-    return chains[0] if len(chains) == 1 else []
-
-
-def _constant(output: Any) -> Callable[..., Any]:
-    return lambda *args, **kwargs: output

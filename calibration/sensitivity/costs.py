@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -94,53 +94,34 @@ def kv_cache_bytes(config: Any, context: int, batch: int, format: Format | None 
         format: the format of keys and values; None is 16 bit.
     """
     config = text_config(config)
-    if not getattr(config, "num_hidden_layers", None) or not _has_cache(config):
+    names = getattr(config, "architectures", None) or []
+    # Only a model that generates token by token has a cache.
+    generates = getattr(config, "is_decoder", False) or any("CausalLM" in n or "Conditional" in n for n in names)
+    count = getattr(config, "num_hidden_layers", None)
+    if not count or not generates:
         return 0
+    kinds = getattr(config, "layer_types", None) or ["full_attention"] * count
+    # Layers that reuse the keys and values of an earlier one (Gemma 3n, Gemma 4) cache none of their own.
+    sharing = getattr(config, "kv_sharing_modes", None) or [None] * count
+    # Where layers differ (Gemma 4's head dimension), transformers 5.24 refuses to read the field of the whole config.
+    layers = getattr(config, "per_layer_config", None) or [config] * count
     total = 0
-    for layer, kind in _cached_layers(config):
-        if not getattr(layer, "num_attention_heads", None):
+    for layer, kind, shared in zip(layers, kinds, sharing, strict=True):
+        # transformers' names: linear_attention, mamba, conv (LFM2) have a state of fixed size, not a cache.
+        has_state = any(name in kind for name in ("linear", "mamba", "conv"))
+        if shared == "reuse" or has_state or not getattr(layer, "num_attention_heads", None):
             continue
         window = getattr(layer, "sliding_window", None)
         tokens = batch * (min(context, window) if "sliding" in kind and window else context)
-        heads, width = _cached(layer)
+        if getattr(layer, "kv_lora_rank", None) is not None:
+            # One vector for keys and values: the compressed one, and the part of the key with the rotary positions.
+            copies, heads, width = 1, 1, layer.kv_lora_rank + layer.qk_rope_head_dim
+        else:
+            copies, heads = 2, getattr(layer, "num_key_value_heads", None) or layer.num_attention_heads
+            width = getattr(layer, "head_dim", None) or layer.hidden_size // layer.num_attention_heads
         shape = (tokens * heads, width)
-        # Keys and values; latent attention caches one vector for both.
-        copies = 1 if _latent(layer) else 2
         total += copies * (format.nbytes(shape) if format else 2 * math.prod(shape))
     return total
-
-
-def _cached_layers(config: Any) -> Iterator[tuple[Any, str]]:
-    """Yields the config and the kind of attention of each layer with a cache that grows."""
-    layers = config.num_hidden_layers
-    kinds = getattr(config, "layer_types", None) or ["full_attention"] * layers
-    # Layers that reuse the keys and values of an earlier one (Gemma 3n, Gemma 4) cache none of their own.
-    sharing = getattr(config, "kv_sharing_modes", None) or [None] * layers
-    # Where layers differ (Gemma 4's head dimension), transformers 5.24 refuses to read the field of the whole config.
-    own = getattr(config, "per_layer_config", None)
-    for index, (kind, shared) in enumerate(zip(kinds, sharing, strict=True)):
-        # transformers' names: linear_attention, mamba, conv (LFM2) have a state of fixed size, not a cache.
-        if shared != "reuse" and not any(name in kind for name in ("linear", "mamba", "conv")):
-            yield (config if own is None else own[index]), kind
-
-
-def _has_cache(config: Any) -> bool:
-    """Returns whether a model of this config generates token by token, and so has a cache."""
-    names = getattr(config, "architectures", None) or []
-    return bool(getattr(config, "is_decoder", False)) or any("CausalLM" in n or "Conditional" in n for n in names)
-
-
-def _latent(config: Any) -> bool:
-    return getattr(config, "kv_lora_rank", None) is not None
-
-
-def _cached(config: Any) -> tuple[int, int]:
-    """Returns the shape (heads, width) of the keys of one token in one layer."""
-    if _latent(config):
-        # The compressed vector, and the part of the key that carries the rotary positions.
-        return 1, config.kv_lora_rank + config.qk_rope_head_dim
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    return heads, getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
 class Timing(Protocol):
@@ -159,11 +140,9 @@ class Timing(Protocol):
 
     def linear(self, layer: LayerPlan, tokens: int) -> float:
         """Returns the seconds of `layer`'s matmul, in its formats, on `tokens` tokens."""
-        ...
 
     def read(self, nbytes: int) -> float:
         """Returns the seconds to read `nbytes` of memory."""
-        ...
 
 
 @dataclass(frozen=True)

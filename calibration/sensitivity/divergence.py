@@ -105,14 +105,12 @@ class Divergence(Protocol):
 
     def count(self, rows: torch.Tensor) -> int:
         """Returns the number of values that a sum over `rows` adds up."""
-        ...
 
     def reference(self, rows: torch.Tensor, *, keep: bool = False) -> Any:
         """Returns the output of the original model, in the form that `measure` compares with.
 
         Call it before any change.
         """
-        ...
 
     def measure(self, rows: torch.Tensor, reference: Any, first_row: int = 0) -> Later:
         """Starts to compute the summed divergence of the model as it is now.
@@ -120,15 +118,9 @@ class Divergence(Protocol):
         Returns:
             A function that waits for the sum; it raises NotFinite for NaN or infinity at a position.
         """
-        ...
 
     def probe(self, rows: torch.Tensor, generator: torch.Generator, first_row: int = 0) -> None:
         """Runs one backward pass from a random probe through the model as it is now; raises as `measure` does."""
-        ...
-
-    def descend(self, rows: torch.Tensor, reference: Any, first_row: int = 0) -> float:
-        """Runs one backward pass from the summed divergence, and returns it; raises as `measure` does."""
-        ...
 
 
 def divergence_of(model: nn.Module, rows: torch.Tensor) -> Divergence:
@@ -184,7 +176,7 @@ class NextToken(Logits):
 
             logits = self._fast_logits(base[part]) if slices is None else slices[index]
             return kl_of_logits(logits, self._difference(hidden[part], base[part], None))
-        p = self._base(reference, index, part)
+        p = self._p(base[part]) if slices is None else slices[index]
         return _kl(p, self._difference(hidden[part], base[part], p).float())
 
     def _sum(self, values: torch.Tensor, rows: torch.Tensor, part: slice, quantity: str, first_row: int) -> float:
@@ -218,49 +210,21 @@ class NextToken(Logits):
         return total
 
     def probe(self, rows: torch.Tensor, generator: torch.Generator, first_row: int = 0) -> None:
-        def loss(index: int, part: slice, logp: torch.Tensor) -> torch.Tensor:
-            return -logp.gather(1, _drawn(logp.detach().exp(), generator))[:, 0]
-
-        self._backward(rows, loss, first_row)
-
-    def descend(self, rows: torch.Tensor, reference: Any, first_row: int = 0) -> float:
-        def loss(index: int, part: slice, logp: torch.Tensor) -> torch.Tensor:
-            p = self._base(reference, index, part)
-            # Σ p ln(p / p'), with 0 ln 0 = 0.
-            return (torch.xlogy(p, p) - p * logp.masked_fill(p == 0, 0)).sum(dim=-1)
-
-        return self._backward(rows, loss, first_row)
-
-    def _backward(
-        self, rows: torch.Tensor, loss: Callable[[int, slice, torch.Tensor], torch.Tensor], first_row: int
-    ) -> float:
-        """Runs backward from the summed losses of positions; the head takes one slice of positions at a time."""
         with torch.enable_grad():
             hidden = self.hidden(rows)
             # The head's backward pass runs slice by slice into `gradient`, and the body's once for the whole row: the
             # logits of a row never exist together.
             gradient = torch.empty_like(hidden)
-            total = 0.0
-            for index, part in enumerate(self.parts(hidden)):
+            for part in self.parts(hidden):
                 leaf = hidden[part].detach().requires_grad_(True)
-                values = loss(index, part, self.logp(leaf))
-                total += self._sum(values, rows, part, "the loss", first_row)
-                (gradient[part],) = torch.autograd.grad(values.sum(), leaf)
+                logp = self.logp(leaf)
+                nll = -logp.gather(1, _drawn(logp.detach().exp(), generator))[:, 0]
+                self._sum(nll, rows, part, "the loss", first_row)
+                (gradient[part],) = torch.autograd.grad(nll.sum(), leaf)
             hidden.backward(gradient)
-        return total
-
-    def _base(self, reference: Any, index: int, part: slice) -> torch.Tensor:
-        """Returns the original's distribution at the positions of slice `index`, float32 `[positions, vocabulary]`."""
-        hidden, slices = reference
-        with torch.no_grad():
-            if slices is None:
-                return self._p(hidden[part])
-            whole: torch.Tensor = slices[index]
-            return whole.softmax(dim=-1) if self._has_fast_logits(hidden) else whole
 
     def _p(self, hidden: torch.Tensor) -> torch.Tensor:
-        logits = self._fast_logits(hidden) if self._has_fast_logits(hidden) else self.logits(hidden).float()
-        return logits.softmax(dim=-1)
+        return self.logits(hidden).float().softmax(dim=-1)
 
     def _has_fast_logits(self, hidden: torch.Tensor) -> bool:
         return bool(self.split) and type(self.head) is nn.Linear and has_pairs(hidden)
@@ -327,13 +291,6 @@ class Embeddings:
             values = (embedding * direction).sum(dim=-1)
             self._sum(values, first_row)()
             values.sum().backward()
-
-    def descend(self, rows: torch.Tensor, reference: Any, first_row: int = 0) -> float:
-        with torch.enable_grad():
-            values = 1 - (self._embed(rows) * reference).sum(dim=-1)
-            total = self._sum(values, first_row)()
-            values.sum().backward()
-        return total
 
     def _embed(self, rows: torch.Tensor) -> torch.Tensor:
         """Returns the mean of the last hidden states, normalized: `[rows, hidden]`."""

@@ -102,7 +102,9 @@ def solve_each_group(
         if pipeline.transforms or any(c.activation is not None for choices in part.values() for c in choices):
             _watch(model, watched, batches, inputs.add)
         works = {
-            group: [_Work(c, _Task(model, groups[group], solver, stored, rows.device), inputs, group) for c in choices]
+            group: [
+                _Work(c, _weights_of(model, groups[group]), solver, stored, rows.device, inputs, group) for c in choices
+            ]
             for group, choices in part.items()
         }
         if any(work.pipeline.needs_moment for choices in works.values() for work in choices):
@@ -197,38 +199,34 @@ class _Inputs:
             sample = self.sample.setdefault(group, [])
             sample.append(sampled(x, self.every, len(sample)).clone())
 
-    def of(self, group: str) -> GroupInputs:
-        """Returns the statistics in the form that transforms take."""
-        sample = torch.cat(self.sample[group])
-        mean = self.total[group] / self.tokens[group]
-        return GroupInputs(sample, mean, self.amax[group])
 
-
-@dataclass(frozen=True, eq=False)
-class _Task:
-    """A group to solve."""
-
-    model: nn.Module
-    members: Sequence[LayerPlan]
-    solver: str
-    stored: torch.dtype
-    device: torch.device
+def _weights_of(model: nn.Module, members: Sequence[LayerPlan]) -> dict[str, torch.Tensor]:
+    return {member.name: model.get_submodule(member.name).weight.detach() for member in members}  # type: ignore[operator]
 
 
 class _Work:
     """One group in one format: its input scale, and the second moment of the scaled and rounded input."""
 
-    def __init__(self, candidate: Candidate, task: _Task, inputs: _Inputs, group: str) -> None:
-        self.candidate, self.task = candidate, task
-        self.pipeline = get_pipeline(with_branch(task.solver, candidate.rank) if candidate.rank else task.solver)
-        self.weights = {m.name: task.model.get_submodule(m.name).weight.detach() for m in task.members}  # type: ignore[operator]
+    def __init__(
+        self,
+        candidate: Candidate,
+        weights: Mapping[str, torch.Tensor],
+        solver: str,
+        stored: torch.dtype,
+        device: torch.device,
+        inputs: _Inputs,
+        group: str,
+    ) -> None:
+        self.candidate, self.weights, self.stored, self.device = candidate, weights, stored, device
+        self.pipeline = get_pipeline(with_branch(solver, candidate.rank) if candidate.rank else solver)
         self.divisor = self.input_scale = None
         self.moment = MomentSum()
         # A solver that works from one pass over the original inputs sees them unrounded.
         self.activation = None if self.pipeline.at_once else candidate.activation
         if self.pipeline.transforms and group in inputs.tokens:
-            statistics = inputs.of(group)
-            weight = torch.cat([w.to(task.device).float() for w in self.weights.values()])
+            mean = inputs.total[group] / inputs.tokens[group]
+            statistics = GroupInputs(torch.cat(inputs.sample[group]), mean, inputs.amax[group])
+            weight = torch.cat([w.to(device).float() for w in weights.values()])
             divisor = torch.ones_like(statistics.amax)
             # Transforms follow each other: each sees the weight and the input that earlier transforms have scaled.
             for transform in self.pipeline.transforms:
@@ -237,23 +235,22 @@ class _Work:
             self.divisor = divisor
         if candidate.activation is not None and group in inputs.amax:
             amax = inputs.amax[group] if self.divisor is None else inputs.amax[group] / self.divisor
-            self.input_scale = static_input_scale(amax.amax(), candidate.activation, task.stored)
+            self.input_scale = static_input_scale(amax.amax(), candidate.activation, stored)
 
     def solve(self) -> GroupSolution | None:
         """Returns the group solved in the format; None without statistics of its input."""
-        stored = self.task.stored
         stats: LayerStats | None = self.moment.stats()
         # AWQ with plain rounding needs the divisor and no second moment.
         if stats is None and (self.pipeline.needs_moment or self.divisor is None):
             return None
-        weights = {name: w.to(self.task.device) for name, w in self.weights.items()}
+        weights = {name: w.to(self.device) for name, w in self.weights.items()}
         weights = {name: w.float() if self.divisor is None else w * self.divisor for name, w in weights.items()}
         branches: dict[str, Branch] = {}
         if self.candidate.rank:
             assert stats is not None
-            weights, branches, stats = take_branches(weights, stats, self.candidate.rank, stored)
+            weights, branches, stats = take_branches(weights, stats, self.candidate.rank, self.stored)
         solved = solve_group(
-            weights, dict.fromkeys(weights, stats), self.candidate.weight_format, self.pipeline.rounding, stored
+            weights, dict.fromkeys(weights, stats), self.candidate.weight_format, self.pipeline.rounding, self.stored
         )
         return GroupSolution(solved, self.divisor, self.input_scale, branches)
 

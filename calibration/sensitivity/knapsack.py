@@ -22,7 +22,6 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -74,14 +73,7 @@ class Near:
 def solve(
     problem: KnapsackProblem, limits: Mapping[str, float], *, minimize: str = SCORE, near: Near | None = None
 ) -> np.ndarray:
-    """Returns the best choice within `limits`.
-
-    Args:
-        limits: largest sum by resource: keys of `problem.costs`, or "score".
-
-    Returns:
-        Index of the format of each group, int64 `[G]`.
-    """
+    """Returns the best choice within `limits` by resource ("score" is one): the format of each group, int64 `[G]`."""
     require_scipy()
     check_feasible(problem, limits)
     # HiGHS may exceed a limit by its tolerance, 1e-6: lower the limit by twice the excess and solve again.
@@ -134,73 +126,44 @@ def pareto(problem: KnapsackProblem, resource: str, points: int = 25) -> list[np
 
 def _milp(problem: KnapsackProblem, limits: Mapping[str, float], minimize: str, near: Near | None) -> np.ndarray:
     """Returns the optimum, up to the solver's tolerances."""
-    rows, columns = problem.allowed.nonzero()  # one variable for each allowed pair
-    program = _program(problem, rows, columns, limits, minimize, near)
-    x = _run_milp(program)
-    if x is None:
-        raise Infeasible(f"no choice keeps {_listed(limits)} together")
-    # x is 0 or 1 up to the tolerance: the largest of a group's variables is its format.
-    variables = np.full(problem.scores.shape, -np.inf)
-    variables[rows, columns] = x
-    choice: np.ndarray = variables.argmax(axis=1)
-    return choice
-
-
-@dataclass(frozen=True, eq=False)
-class _Program:
-    """min objective · x subject to low ≤ matrix · x ≤ high, 0 ≤ x ≤ 1."""
-
-    objective: np.ndarray
-    matrix: Any
-    low: np.ndarray
-    high: np.ndarray
-
-
-def _program(
-    problem: KnapsackProblem,
-    rows: np.ndarray,
-    columns: np.ndarray,
-    limits: Mapping[str, float],
-    minimize: str,
-    near: Near | None,
-) -> _Program:
+    from scipy.optimize import Bounds, LinearConstraint, milp
     from scipy.sparse import csr_array, vstack
 
+    rows, columns = problem.allowed.nonzero()  # one variable for each allowed pair
     count, groups = len(rows), len(problem.groups)
     tables = {SCORE: problem.scores, **problem.costs}
-    objective = tables[minimize][rows, columns]
     # Σ_f x[g, f] = 1: a row for each group, with ones at its variables.
     matrices = [csr_array((np.ones(count), (rows, np.arange(count))), shape=(groups, count))]
-    low, high = [np.ones(groups)], [np.ones(groups)]
+    low, high = [1.0] * groups, [1.0] * groups
     for name, limit in limits.items():
         values = tables[name][rows, columns]
         # Coefficients about 1: the solver's tolerances are absolute.
         unit = max(float(np.median(np.abs(values))), 1e-300)
         matrices.append(csr_array(values[None] / unit))
-        low.append(np.array([-np.inf]))
-        high.append(np.array([limit / unit]))
+        low.append(-np.inf)
+        high.append(limit / unit)
     # At least G − changes groups keep the format of the known choice: Σ x[g, choice[g]] ≥ G − changes.
     if near is not None:
         matrices.append(csr_array((near.choice[rows] == columns).astype(float)[None]))
-        low.append(np.array([float(groups - near.changes)]))
-        high.append(np.array([float(groups)]))
-    scale = max(float(np.abs(objective).mean()), 1e-300)
-    return _Program(objective / scale, vstack(matrices).tocsc(), np.concatenate(low), np.concatenate(high))
-
-
-def _run_milp(program: _Program) -> np.ndarray | None:
-    from scipy.optimize import Bounds, LinearConstraint, milp
-
+        low.append(float(groups - near.changes))
+        high.append(float(groups))
+    objective = tables[minimize][rows, columns]
     with _silent_stdout():
         result = milp(
-            program.objective,
-            constraints=LinearConstraint(program.matrix, program.low, program.high),
-            integrality=np.ones(len(program.objective)),
+            objective / max(float(np.abs(objective).mean()), 1e-300),
+            constraints=LinearConstraint(vstack(matrices).tocsc(), np.array(low), np.array(high)),
+            integrality=np.ones(count),
             bounds=Bounds(0, 1),
             # Within 1e-6 of the optimum, or the best after 20 s.
             options={"mip_rel_gap": 1e-6, "time_limit": 20.0},
         )
-    return result.x  # type: ignore[no-any-return]
+    if result.x is None:
+        raise Infeasible(f"no choice keeps {_listed(limits)} together")
+    # x is 0 or 1 up to the tolerance: the largest of a group's variables is its format.
+    variables = np.full(problem.scores.shape, -np.inf)
+    variables[rows, columns] = result.x
+    choice: np.ndarray = variables.argmax(axis=1)
+    return choice
 
 
 @contextmanager

@@ -6,9 +6,20 @@
 
 `fisher` is the second-order expansion of the KL that `kl` measures, where L is the likelihood of a token that the model
 itself proposes (see `divergence`) and errors of different tokens are taken to be independent; for embeddings, which
-average tokens, the sum over a row is squared. `token_products` computes the products.
+average tokens, the sum over a row is squared. With Y = x Wᵀ and, in a format, Y_q = x_q W_qᵀ, a token's product is
 
-`kl` runs the model from the group's block on, and multiplies only the changes; see `baseline`.
+    ∂L/∂Y · (Y_q − Y) = (∂L/∂Y · (W_q − W)) · x_q + (∂L/∂Y · W) · (x_q − x)
+
+and for a branch (see `switchable_model`) ∂L/∂Y · ((x − x_q) (B A)ᵀ) besides, so neither output is ever formed: a format
+costs one more product with the output gradient, while the backward pass is at that layer anyway. Members of a group are
+added up before any square, because their errors reach the loss together.
+
+`kl` runs the model from the group's block on, and multiplies only the changes; see `cached_run`.
+
+Ranks share the work by units: rows, or blocks for `kl`. The result of a unit depends only on its name. Rank r of n does
+the units r, r + n, r + 2n, …; then every rank gets all results and adds them up in the order of the names, so that sums
+of floating-point numbers are the same, to the bit, on any number of ranks. After each unit a rank writes its results to
+a file of its own; a run that is started again, on any number of ranks, reads all files and does the remaining units.
 """
 
 from __future__ import annotations
@@ -36,6 +47,7 @@ from quant.calibration.sensitivity.cached_run import CachedRun
 from quant.calibration.sensitivity.divergence import Divergence, NotFinite, divergence_of, finite, finite_sum
 from quant.calibration.sensitivity.group_solutions import GroupSolution, Key, digest_of
 from quant.calibration.sensitivity.switchable_model import (
+    FormatChoice,
     LayerGradient,
     SwitchableLayer,
     SwitchableModel,
@@ -48,42 +60,27 @@ from quant.calibration.session import Session
 from quant.recipes.blocks import all_arguments, removing, stored_dtype
 from quant.recipes.plan import LayerPlan
 
-# `run_units` divides work among ranks, keeps results on disk and adds them up in one order.
-#
-# A unit has a name and a small dict of numbers as its result, which depends only on the name. Rank r of n does the units
-# r, r + n, r + 2n, …; then every rank gets all results and adds them up in the order of the names, so that sums of
-# floating-point numbers are the same, to the bit, on any number of ranks. After each unit a rank writes its results to a
-# file of its own; a run that is started again, on any number of ranks, reads all files and does the remaining units.
-
-
 Result = dict[str, dict[str, float]]
+"""Sums by group and format."""
 
 
 def run_units(
-    names: Sequence[str],
-    work: Callable[[str], Result],
-    session: Session,
-    *,
-    key: str = "",
-    path: Path | None = None,
+    names: Sequence[str], work: Callable[[str], Result], session: Session, *, key: str = "", path: Path | None = None
 ) -> dict[str, Result]:
-    """Returns the results of all units by name.
-
-    Args:
-        path: partial results are written to files of this name with a suffix; None writes none.
-    """
+    """Returns the results of all units by name; partial ones are written to files named after `path`, if given."""
     rank, world = session.rank, session.world
     # All ranks must start from the same results, or they would divide the other units differently: one rank may have
     # read the files before another wrote its first result.
-    done = _from_all(_read(path, key) if path else {})
+    earlier = [_units_in(file, key) for file in _files_of_ranks(path)] if path else []
+    done = _from_all({name: result for units in earlier for name, result in units.items()})
     names_of_rank = [name for name in names if name not in done][rank::world]
     own: dict[str, Result] = {}
     for count, name in enumerate(names_of_rank, 1):
         own[name] = work(name)
         # After each unit, with the results of earlier runs: a file of a rank is only ever written by that rank.
         if path is not None:
-            held = {"key": key, "units": {**_units_in(_part(path, rank), key), **own}}
-            write_atomically(_part(path, rank), json.dumps(held, allow_nan=False))
+            file = path.with_name(f"{path.name}.part{rank}")
+            write_atomically(file, json.dumps({"key": key, "units": {**_units_in(file, key), **own}}, allow_nan=False))
         session.report("score", len(names) - len(names_of_rank) + count, len(names))
     done = _from_all({**done, **own})
     return {name: done[name] for name in names}
@@ -109,43 +106,21 @@ def remove_parts(path: Path) -> None:
     """Deletes, on the first rank, the files of partial results of `path`, once the whole table is written."""
     wait_for_all()
     if rank_and_world()[0] == 0:
-        for part in _parts(path):
-            part.unlink(missing_ok=True)
+        for file in _files_of_ranks(path):
+            file.unlink(missing_ok=True)
 
 
-def _part(path: Path, rank: int) -> Path:
-    return path.with_name(f"{path.name}.part{rank}")
-
-
-def _parts(path: Path) -> list[Path]:
+def _files_of_ranks(path: Path) -> list[Path]:
     return sorted(path.parent.glob(f"{path.name}.part*")) if path.parent.is_dir() else []
 
 
-def _read(path: Path, key: str) -> dict[str, Result]:
-    units: dict[str, Result] = {}
-    for part in _parts(path):
-        units |= _units_in(part, key)
-    return units
-
-
-def _units_in(part: Path, key: str) -> dict[str, Result]:
+def _units_in(file: Path, key: str) -> dict[str, Result]:
     try:
-        held = read_json(part, "partial scores", lambda fields: typed(dict[str, Any], fields, "scores"))
+        held = read_json(file, "partial scores", lambda fields: typed(dict[str, Any], fields, "scores"))
         own: dict[str, Result] = typed(dict[str, Result], held.get("units"), "units")
     except (OSError, ValueError):  # a damaged file costs its units, not the run
         return {}
     return own if held.get("key") == key else {}
-
-
-# `TokenProducts` estimates the change of a loss by formats, to first and second order, in one backward pass.
-#
-# With Y = x Wᵀ and, in a format, Y_q = x_q W_qᵀ, a token's term is
-#
-#     ∂L/∂Y · (Y_q − Y) = (∂L/∂Y · (W_q − W)) · x_q + (∂L/∂Y · W) · (x_q − x)
-#
-# and for a branch (see `switchable_model`) ∂L/∂Y · ((x − x_q) (B A)ᵀ) besides, so neither output is ever formed: a format
-# costs one more product with the output gradient, while the backward pass is at that layer anyway. Members of a group are
-# added up before any square, because their errors reach the loss together.
 
 
 # Inputs of all layers of a batch that autograd may hold; above this, blocks are recomputed in the backward pass.
@@ -162,57 +137,43 @@ class TokenProducts:
     a new call, and the sums over tokens of the call before are complete.
     """
 
-    def __init__(self, switchable: SwitchableModel, allowed: Allowed) -> None:
-        self.switchable, self.allowed = switchable, allowed
+    def __init__(self, formats: FormatChoice, allowed: Allowed, *, by_token: bool) -> None:
+        self.formats, self.allowed, self.by_token = formats, allowed, by_token
         self.group = ""
         self.input: torch.Tensor | None = None
         self.products: dict[str, torch.Tensor] = {}
-        self.square: Result = {}
-        self.linear: Result = {}
+        self.sums: Result = {}
 
     def observe(self, layer: SwitchableLayer, call: LayerGradient) -> None:
-        """Adds one call of a layer."""
-        group, switchable = layer.group, self.switchable
+        """Adds one call of a layer, which is in 16 bit."""
+        group, formats = layer.group, self.formats
         if self.group != group or not same_tensor(self.input, call.x):
             self._flush()
             self.group, self.input = group, call.x
-        now = switchable.current(group)
-        x_now = switchable.round_input(group, call.x, now)
-        for candidate in {c.name: c for c in (*self.allowed[group], KEPT)}.values():
-            if candidate.name == now.name:
-                continue
-            x = switchable.round_input(group, call.x, candidate)
-            # (∂L/∂Y · W) · (x_q − x), with the weight and input of the present format in the place of W and x.
-            product = vecdot(call.back, x - x_now)
-            change = switchable.weights.difference(layer, candidate, now, call.index)
-            if change is not None:
-                # (∂L/∂Y · (W_q − W)) · x_q
-                product = product + vecdot((call.gradient.to(change.dtype) @ change).to(x.dtype), x)
-            # The branch of the new format is added, the branch of the present format subtracted.
-            for each, rounded, sign in ((candidate, x, 1), (now, x_now, -1)):
-                unrounded = switchable.weights.branch_output(layer, each, call.x, rounded)
-                if unrounded is not None:
-                    product = product + sign * vecdot(call.gradient, unrounded)
+        for candidate in (c for c in self.allowed[group] if c.name != KEPT.name):
+            x = formats.round_input(group, call.x, candidate)
+            change = formats.difference(layer, candidate, call.index)
+            product = vecdot(call.back, x - call.x) + vecdot((call.gradient.to(change.dtype) @ change).to(x.dtype), x)
+            unrounded = formats.branch_output(layer, candidate, call.x, x)
+            if unrounded is not None:
+                product = product + vecdot(call.gradient, unrounded)
             self.products[candidate.name] = self.products.get(candidate.name, 0.0) + product.flatten()
 
     def squares(self) -> Result:
-        """Returns the sum over tokens of the squared products."""
+        """Returns the sum over tokens of the squared products, or the square of their sum, as errors of tokens do."""
         self._flush()
-        return self.square
-
-    def sums(self) -> Result:
-        """Returns the sum over tokens of the products: the change of the loss, to first order."""
-        self._flush()
-        return self.linear
+        if self.by_token:
+            return self.sums
+        return {group: {name: v * v for name, v in by_format.items()} for group, by_format in self.sums.items()}
 
     def _flush(self) -> None:
         for name, product in self.products.items():
             name_token = partial("{}, token {}".format, f"{self.group} in {name}")
-            for sums, value in ((self.square, product.square()), (self.linear, product)):
-                by_format = sums.setdefault(self.group, {})
-                by_format[name] = by_format.get(name, 0.0) + finite_sum(value, name_token, "its score")
+            value = finite_sum(product.square() if self.by_token else product, name_token, "its score")
+            by_format = self.sums.setdefault(self.group, {})
+            by_format[name] = by_format.get(name, 0.0) + value
         self.products, self.input = {}, None
-        self.switchable.forget_inputs()
+        self.formats.forget_inputs()
 
 
 @contextmanager
@@ -225,19 +186,12 @@ def observed(switchable: SwitchableModel, observe: Callable[..., None], tokens: 
     # Bytes of one token's inputs and outputs in all layers.
     features = sum(sum(layer.plan.shape[-2:]) * layer.original.dtype.itemsize for layer in switchable.layers.values())
     names = switchable.blocks if 2 * tokens * features > _ACTIVATION_BYTES else []
-    switchable.observe = observe
+    switchable.formats.observe = observe
     try:
         with recomputed(switchable.model, names):
             yield
     finally:
-        switchable.observe = None
-
-
-# The three methods that score formats. Each divides its work into units, which ranks share.
-#
-# FisherMethod   a unit is a row: one forward and one backward pass for each probe
-# OutputMethod   a unit is a row: one forward pass
-# KlMethod       a unit is a block: each of its groups in each format, from the block to the end of the model
+        switchable.formats.observe = None
 
 
 @dataclass
@@ -270,19 +224,13 @@ class FisherMethod(Method):
         # One generator a row: its draws do not depend on which rank scores which rows.
         generator = torch.Generator().manual_seed(self.seed * 1_000_003 + index)
         row = self.rows[index : index + 1]
-        self.switchable.set({})
+        self.switchable.formats.set({})
         squares: dict[str, Result] = {}
         for probe in range(self.divergence.probes):
-            products = TokenProducts(self.switchable, self.allowed)
+            products = TokenProducts(self.switchable.formats, self.allowed, by_token=self.divergence.by_token)
             with observed(self.switchable, products.observe, row.numel()):
                 self.divergence.probe(row, generator, index)
-            if self.divergence.by_token:
-                # Errors of tokens are independent: Σ over tokens of (g · δ)².
-                squares[str(probe)] = products.squares()
-            else:
-                # Tokens are averaged before they are compared: (Σ over tokens of g · δ)².
-                sums = products.sums()
-                squares[str(probe)] = {g: {c: v * v for c, v in scores.items()} for g, scores in sums.items()}
+            squares[str(probe)] = products.squares()
         return total(squares)
 
     def finish(self, sums: Result) -> Result:
@@ -309,21 +257,21 @@ class OutputMethod(Method):
             for candidate in self.allowed[module.group]:
                 if candidate.weight is None:
                     continue
-                weight = self.switchable.weights.dense(module, candidate, expert).to(out.dtype)
-                x = self.switchable.round_input(module.group, args[0], candidate)
+                weight = self.switchable.formats.dense(module, candidate, expert).to(out.dtype)
+                x = self.switchable.formats.round_input(module.group, args[0], candidate)
                 error = torch.nn.functional.linear(x, weight, module.bias) - out
-                unrounded = self.switchable.weights.branch_output(module, candidate, args[0], x)
+                unrounded = self.switchable.formats.branch_output(module, candidate, args[0], x)
                 error = error if unrounded is None else error + unrounded
                 square = finite(float(error.double().square().sum()), f"{layer} in {candidate.name}", "its output")
                 group_sums[candidate.name] = group_sums.get(candidate.name, 0.0) + square
 
-        self.switchable.set({})
+        self.switchable.formats.set({})
         hooks = (layer.register_forward_hook(hook, with_kwargs=True) for layer in self.switchable.layers.values())
         try:
             with torch.no_grad(), removing(hooks):
                 self.switchable.model(self.rows[index : index + 1])
         finally:
-            self.switchable.forget_inputs()
+            self.switchable.formats.forget_inputs()
         return sums
 
     def finish(self, sums: Result) -> Result:
@@ -337,26 +285,25 @@ class KlMethod(Method):
     """One unit is one block: each of its groups in each format, from the block to the end of the model."""
 
     def __post_init__(self) -> None:
-        self.baseline = CachedRun(self.switchable, self.divergence, self.rows)
+        self.cached_run = CachedRun(self.switchable, self.divergence, self.rows)
         self.groups: dict[str, list[str]] = {}
         for group in self.switchable.groups:
-            block = next((block for block in self.baseline.chain if group.startswith(f"{block}.")), "")
+            block = next((block for block in self.cached_run.chain if group.startswith(f"{block}.")), "")
             self.groups.setdefault(f"block {block}" if block else "rest", []).append(group)
         self.names = list(self.groups)
 
     def work(self, name: str) -> Result:
-        if self.baseline.choice is None:  # the run in 16 bit, once for all units of this rank
-            self.baseline.start({})
-        return {
-            group: {c.name: self._loss(group, c.name) for c in self.allowed[group] if c.weight is not None}
-            for group in self.groups[name]
-        }
-
-    def _loss(self, group: str, format: str) -> float:
-        try:
-            return self.baseline.loss({group: format})
-        except NotFinite as error:
-            raise NotFinite(f"{group} in {format}: {error}") from None
+        if self.cached_run.choice is None:  # the run in 16 bit, once for all units of this rank
+            self.cached_run.start({})
+        sums: Result = {}
+        for group in self.groups[name]:
+            sums[group] = {}
+            for candidate in (c for c in self.allowed[group] if c.weight is not None):
+                try:
+                    sums[group][candidate.name] = self.cached_run.loss({group: candidate.name})
+                except NotFinite as error:
+                    raise NotFinite(f"{group} in {candidate.name}: {error}") from None
+        return sums
 
 
 METHOD_CLASSES: dict[str, type[Method]] = {"fisher": FisherMethod, "kl": KlMethod, "output": OutputMethod}
@@ -398,7 +345,10 @@ def score_groups(
             interruption. None writes no file.
     """
     started = time.perf_counter()
-    key = _key(model, groups, allowed, rows, *_key_settings(scoring, session.seed, amax))
+    # The settings that scores depend on; their order is part of the key in files of earlier runs.
+    ranges = None if amax is None else {name: float(value) for name, value in amax.items()}
+    settings = [scoring.method, scoring.solver, scoring.dtype, session.seed, ranges]
+    key = _key(model, groups, allowed, rows, *settings, *([digest_of(scoring.solutions)] if scoring.solutions else []))
     if path is not None and path.exists() and (table := Sensitivity.load(path)).key == key:
         remove_parts(path)  # of a run that was stopped when its table was written
         return table
@@ -415,32 +365,23 @@ def score_groups(
         method = method_class(switchable, allowed, rows.to(session.device), divergence, session.seed)
         results = run_units(method.names, method.work, session, key=key, path=path)
     scores = method.finish(total(results))
-    _complete(scores, groups, allowed, scoring.method)
+    silent = [name for name in groups if name not in scores and allowed[name]]
+    if scoring.method == "fisher":
+        # They were called, because ranges were measured, but the output that is compared does not depend on them: the
+        # pooler of a classifier that does not use it.
+        scores |= {name: {c.name: 0.0 for c in allowed[name]} for name in silent}
+    elif silent:
+        raise ValueError(f"{silent[0]}: never called on the calibration text ({len(silent)} such groups)")
     entries = tuple(_entry(name, members, allowed[name], scores.get(name, {})) for name, members in groups.items())
-    unit, seconds = _unit(scoring.method, divergence), time.perf_counter() - started
+    unit = UNITS["output"] if scoring.method == "output" else divergence.unit
+    unit = f"second-order estimate; {unit}" if scoring.method == "fisher" else unit
+    seconds = time.perf_counter() - started
     table = Sensitivity(scoring.method, (*candidates, KEPT.name), unit, len(rows), rows.shape[1], entries, key, seconds)
     if path is not None:
         if session.rank == 0:
             table.save(path)
         remove_parts(path)
     return table
-
-
-def _complete(scores: Result, groups: Mapping[str, Sequence[LayerPlan]], allowed: Allowed, method: str) -> None:
-    """Gives groups without a gradient scores of zero; raises ValueError for groups that were never called."""
-    silent = [name for name in groups if name not in scores and allowed[name]]
-    if method == "fisher":
-        # They were called, because ranges were measured, but the output that is compared does not depend on them: the
-        # pooler of a classifier that does not use it.
-        scores |= {name: {c.name: 0.0 for c in allowed[name]} for name in silent}
-    elif silent:
-        raise ValueError(f"{silent[0]}: never called on the calibration text ({len(silent)} such groups)")
-
-
-def _unit(method: str, divergence: Divergence) -> str:
-    if method == "output":
-        return UNITS["output"]
-    return divergence.unit if method == "kl" else f"second-order estimate; {divergence.unit}"
 
 
 def _entry(
@@ -457,13 +398,6 @@ def _entry(
         bits={c: 8 * n / numel for c, n in nbytes.items()},
         bytes=nbytes,
     )
-
-
-def _key_settings(scoring: Scoring, seed: int, amax: Mapping[str, torch.Tensor] | None) -> list[Any]:
-    """Returns the settings that scores depend on; their order is part of the key in files of earlier runs."""
-    ranges = None if amax is None else {name: float(value) for name, value in amax.items()}
-    settings = [scoring.method, scoring.solver, scoring.dtype, seed, ranges]
-    return [*settings, digest_of(scoring.solutions)] if scoring.solutions else settings
 
 
 def _key(

@@ -28,7 +28,7 @@ import hashlib
 import random
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from importlib import resources
 from typing import Any, TypeVar
 
@@ -59,42 +59,40 @@ Record = dict[str, Any]
 """How rows came about, as plans keep it: shape, seed, hash, tokens of each part, why there is no own text if so."""
 
 
-@dataclass(frozen=True)
-class TextWriter:
-    """A causal language model that can write text."""
-
-    model: nn.Module
-    why_not: str | None = None  # the reason why the mixture should do without its text; None if it may have some
-
-
 def mixture_rows(
-    writer: TextWriter | None,
+    model: nn.Module | None,
     tokenizer: Any | None,
     session: Session,
     *,
     samples: int,
     seqlen: int,
     own_only: bool = False,
+    why_not: str | None = None,
 ) -> tuple[torch.Tensor, Record]:
-    """Returns the rows of calibration text as the module docstring describes them, and how they came about.
+    """Returns the rows of calibration text, int64 `[rows, seqlen]` on the CPU, and how they came about.
 
-    Returns:
-        int64 `[rows, seqlen]` on the CPU, and the record.
+    Args:
+        model: the causal language model that writes, where it is to run; None takes samples alone.
+        tokenizer: without one, all text is the model's own.
+        why_not: the reason why the mixture should do without the model's text, if there are samples.
     """
-    model = None if writer is None else writer.model
     start = start_token(tokenizer) if tokenizer is not None or model is None else first_token(model, None)
     end = getattr(tokenizer, "eos_token_id", None)
     needed = samples * (seqlen - (start is not None))
     length = max(2, min(PIECE, needed // samples))
     generator = random.Random(session.seed)
-    stock = {} if tokenizer is None or own_only else _shuffled_pieces(tokenizer, length, start, end, generator)
+    stock: dict[str, list[torch.Tensor]] = {}  # pieces of each file of samples, in a random order
+    if tokenizer is not None and not own_only:
+        stock = {name: _pieces(name, tokenizer, length, start, end) for name in SHARES if name != OWN}
+        for pieces in stock.values():
+            generator.shuffle(pieces)
     # Samples first: the model then writes as many tokens as they leave open.
     parts = _first_pieces(stock, _apportioned(-(-needed // length), SHARES), length)
-    why_not = "no model that writes" if writer is None else writer.why_not
-    if writer is not None and (why_not is None or not stock):
+    why_not = "no model that writes" if model is None else why_not
+    if model is not None and (why_not is None or not stock):
         openings = _openings(stock, tokenizer, length, start, generator) if stock else [[]]
         try:
-            parts[OWN] = _own_pieces(writer.model, tokenizer, needed - _tokens(parts), length, openings, end, session)
+            parts[OWN] = _own_pieces(model, tokenizer, needed - _tokens(parts), length, openings, end, session)
         except torch.OutOfMemoryError:
             raise
         # A model that is not a causal language model fails in its own way; the samples then take over all shares.
@@ -105,8 +103,15 @@ def mixture_rows(
     if OWN not in parts:
         if not stock:
             raise ValueError("no calibration text: it takes a model that writes, or a tokenizer for the samples")
-        parts = _without_own(stock, needed, length)
-    chain = torch.cat(_interleaved(parts))[:needed]
+        # The first pieces of every part by its share, until they hold `needed` tokens or are used up.
+        count, shares = -(-needed // length), {name: SHARES[name] for name in stock}
+        parts = {name: [] for name in stock}
+        while _tokens(parts) < needed and any(len(parts[name]) < len(pieces) for name, pieces in stock.items()):
+            parts = _first_pieces(stock, _apportioned(count, shares), length)
+            count += 1
+    # Each part is spread evenly over the whole: piece i of n is placed at (i + ½) / n of it.
+    placed_pieces = [((i + 0.5) / len(pieces), piece) for pieces in parts.values() for i, piece in enumerate(pieces)]
+    chain = torch.cat([piece for _, piece in sorted(placed_pieces, key=lambda pair: pair[0])])[:needed]
     rows = cut_rows(chain[None], seqlen, start)
     tokens = {name: _tokens({name: pieces}) for name, pieces in parts.items() if pieces}
     record: Record = {"rows": len(rows), "seqlen": seqlen, "seed": session.seed, "tokens": tokens}
@@ -129,16 +134,6 @@ def turns(document: str) -> list[dict[str, str]]:
     """Returns the messages of a sample of dialogue, whose turns begin with `user: ` and `assistant: `."""
     parts = re.split(r"^(user|assistant): ", document, flags=re.MULTILINE)[1:]
     return [{"role": r, "content": c.strip()} for r, c in zip(parts[::2], parts[1::2], strict=True)]
-
-
-def _shuffled_pieces(
-    tokenizer: Any, length: int, start: int | None, end: int | None, generator: random.Random
-) -> dict[str, list[torch.Tensor]]:
-    """Returns the pieces of all files of samples, by part, each part in a random order."""
-    stock = {name: _pieces(name, tokenizer, length, start, end) for name in SHARES if name != OWN}
-    for pieces in stock.values():
-        generator.shuffle(pieces)
-    return stock
 
 
 def _pieces(name: str, tokenizer: Any, length: int, start: int | None, end: int | None) -> list[torch.Tensor]:
@@ -252,29 +247,8 @@ def _first_pieces(
     return parts
 
 
-def _without_own(stock: Mapping[str, list[torch.Tensor]], needed: int, length: int) -> dict[str, list[torch.Tensor]]:
-    """Returns the first pieces of every part by its share, until they hold `needed` tokens or are used up."""
-    shares = {name: SHARES[name] for name in stock}
-    parts: dict[str, list[torch.Tensor]] = {}
-    count = -(-needed // length)
-    while _tokens(parts) < needed and any(len(parts.get(name, ())) < len(pieces) for name, pieces in stock.items()):
-        parts = _first_pieces(stock, _apportioned(count, shares), length)
-        count += 1
-    return parts
-
-
-def _interleaved(parts: Mapping[str, Sequence[torch.Tensor]]) -> list[torch.Tensor]:
-    """Returns the pieces of all parts, each part spread evenly over the whole."""
-    # Piece i of n is placed at (i + ½) / n of the whole, whatever n is.
-    placed = [((i + 0.5) / len(pieces), piece) for pieces in parts.values() for i, piece in enumerate(pieces)]
-    return [piece for _, piece in sorted(placed, key=lambda pair: pair[0])]
-
-
 def _tokens(parts: Mapping[str, Sequence[torch.Tensor]]) -> int:
     return sum(len(piece) for pieces in parts.values() for piece in pieces)
-
-
-# A plan may need calibration data: which layers do and why, and the plan of a lower effort where none is to be had.
 
 
 T = TypeVar("T")
@@ -336,9 +310,6 @@ def with_calibration(plan: Plan, records: Sequence[Mapping[str, Any]]) -> Plan:
     return replace(plan, provenance={**plan.provenance, "calibration": list(records)})
 
 
-# `mixed_text` has a model write calibration text for itself, for a plan that needs data where the user named none.
-
-
 def mixed_text(
     model: nn.Module,
     plan: Plan,
@@ -349,11 +320,7 @@ def mixed_text(
     seqlen: int = 512,
     own_only: bool = False,
 ) -> tuple[torch.Tensor, Record]:
-    """Returns calibration rows for a plan that needs data and has none: see `quant.calibration.texts.mixture`.
-
-    Returns:
-        int64 `[samples, seqlen]`, and the record of their sources.
-    """
+    """Returns a mixture, int64 `[samples, seqlen]`, and its record, for a plan that needs data and has none."""
     context = getattr(text_config(getattr(model, "config", None)), "max_position_embeddings", None)
     seqlen = min(seqlen, context) if isinstance(context, int) and context > 0 else seqlen
     session = session or Session()
@@ -363,9 +330,9 @@ def mixed_text(
         shape: dict[str, Any] = {"samples": samples, "seqlen": seqlen, "own_only": own_only}
         # Only samples, without the half that the model would write.
         if why_not is not None and tokenizer is not None and not own_only:
-            return mixture_rows(TextWriter(model, why_not=why_not), tokenizer, session, **shape)
+            return mixture_rows(model, tokenizer, session, why_not=why_not, **shape)
         with placed(model, session.device):
-            rows, record = mixture_rows(TextWriter(model), tokenizer, session, **shape)
+            rows, record = mixture_rows(model, tokenizer, session, **shape)
             # The model has not run yet in this case, and samples that it cannot read would fail later inside a solver.
             if "no_own_text" in record:
                 run_probe(model, rows[:1, :2])

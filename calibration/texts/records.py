@@ -68,15 +68,10 @@ def check_corpus(spec: str) -> None:
     corpus = parse_corpus(spec)
     if corpus is None or Path(corpus.path).is_dir():  # a folder may hold images, which take no such package
         return
-    if corpus.reader and Path(corpus.path).is_file():
-        _check_not_empty(corpus)
+    if corpus.reader and Path(corpus.path).is_file() and not Path(corpus.path).stat().st_size:
+        raise ValueError(f"{corpus.path}: empty, it holds no text")
     if importlib.util.find_spec("datasets") is None:
         raise ValueError(_missing_package(corpus))
-
-
-def _check_not_empty(corpus: Corpus) -> None:
-    if not Path(corpus.path).stat().st_size:
-        raise ValueError(f"{corpus.path}: empty, it holds no text")
 
 
 def _missing_package(corpus: Corpus) -> str:
@@ -95,22 +90,18 @@ def read_records(corpus: Corpus, *, seed: int | None = None) -> Iterator[dict[st
     if corpus.reader:
         if not Path(corpus.path).is_file():
             raise FileNotFoundError(f"{corpus.path}: no such file")
-        _check_not_empty(corpus)
+        if not Path(corpus.path).stat().st_size:
+            raise ValueError(f"{corpus.path}: empty, it holds no text")
     with _explained(corpus):
         records = _open(datasets, corpus)
     if isinstance(records, dict):
         records = records[_choose_split(corpus, list(records))]
     with _explained(corpus):
-        records = _undecoded(datasets, records)
+        # Images and sounds stay the bytes of their files: callers that need them decode them.
+        for name, feature in (records.features or {}).items():
+            if isinstance(feature, datasets.Image | datasets.Audio):
+                records = records.cast_column(name, type(feature)(decode=False))
         yield from records if seed is None else records.shuffle(seed=seed, buffer_size=SHUFFLE_WINDOW)
-
-
-def _undecoded(datasets: Any, records: Any) -> Any:
-    """Returns the records with images and sounds as the bytes of their files: callers that need them decode them."""
-    for name, feature in (records.features or {}).items():
-        if isinstance(feature, datasets.Image | datasets.Audio):
-            records = records.cast_column(name, type(feature)(decode=False))
-    return records
 
 
 @contextmanager

@@ -10,8 +10,21 @@ or a safetensors file are cut as they are.
 
     text.txt  ids.safetensors  tensor      token_rows
     data.jsonl  folder/  hf:org/name       records of a data set                   quant.calibration.texts.records
-    a data loader, a list of texts, …      batches and documents                   quant.calibration.texts.rows
+    a data loader, a list of texts, …      batches and documents
     self, or None                          text that the model itself writes       quant.calibration.texts.self_written
+
+Batches and documents are, in a list or one by one:
+
+    "a text"                                     tokenized
+    [{"role": "user", "content": …}, …]          through the tokenizer's chat template; ShareGPT's from/value too
+    {"input_ids": …, "attention_mask": …}        a training script's batch; padding is left out by the mask
+    {"messages": …} {"text": …} …                a record of a data set: its column of chats or of text
+    tensor [tokens] or [documents, tokens]       ids
+    (inputs, targets)                            the inputs
+
+Packed documents follow one another and are cut every `seqlen` tokens. An end-of-text token closes each text, as in
+pretraining; ids and chats have their own. An unpacked row is the beginning of one document, and documents shorter than
+`seqlen` are left out, since padding would add tokens to every statistic that the model never sees.
 """
 
 from __future__ import annotations
@@ -19,9 +32,9 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypedDict, Unpack
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,23 +43,8 @@ from torch import nn
 
 from quant.calibration.attention_names import text_config
 from quant.calibration.session import Session
-from quant.calibration.texts.records import SHUFFLE_WINDOW, Corpus, parse_corpus, read_records
+from quant.calibration.texts.records import SHUFFLE_WINDOW, parse_corpus, read_records
 from quant.calibration.texts.self_written import generate_rows
-
-# Documents of token ids: read from texts, chats, records and tensors, and cut into rows.
-#
-#     "a text"                                     tokenized
-#     [{"role": "user", "content": …}, …]          through the tokenizer's chat template; ShareGPT's from/value too
-#     {"input_ids": …, "attention_mask": …}        a training script's batch; padding is left out by the mask
-#     {"messages": …} {"text": …} …                a record of a data set: its column of chats or of text
-#     tensor [tokens] or [documents, tokens]       ids
-#     (inputs, targets)                            the inputs
-#     a list of any of these                       a batch
-#
-# Packed documents follow one another and are cut every `seqlen` tokens. An end-of-text token closes each text, as in
-# pretraining; ids and chats have their own. An unpacked row is the beginning of one document, and documents shorter than
-# `seqlen` are left out, since padding would add tokens to every statistic that the model never sees.
-
 
 _CHATS = ("messages", "conversations")
 _ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant"}  # ShareGPT's names
@@ -56,38 +54,33 @@ Document = tuple[torch.Tensor, bool]
 
 
 def read_documents(items: Iterable[Any], tokenizer: Any | None, name: str, column: str | None) -> Iterator[Document]:
-    """Yields the documents in `items`, in order; documents without a token are left out.
-
-    Args:
-        tokenizer: a Hugging Face tokenizer; None will do for ids.
-        column: the column of records; None takes the chats, else `text`, else the only column of text.
-    """
+    """Yields the documents in `items`, in order, from `column` of records; documents without a token are left out."""
     for item in items:
-        for ids, is_open in _documents(item, tokenizer, name, column):
-            if len(ids):
-                yield ids, is_open
+        yield from (each for each in _documents(item, tokenizer, name, column) if len(each[0]))
 
 
 def _documents(item: Any, tokenizer: Any | None, name: str, column: str | None) -> Iterator[Document]:
     if item is None:  # an empty cell
         return
+    is_chat = isinstance(item, Sequence) and bool(item) and all(map(_is_turn, item))
+    if tokenizer is None and (is_chat or isinstance(item, str)):
+        raise ValueError(f"{name}: a text needs the model's tokenizer; without one, give token ids")
     if isinstance(item, str):
         # verbose=False: a document may well be longer than the model's context, and is about to be cut.
-        yield _ids(_need(tokenizer, name)(item, verbose=False)["input_ids"], name), True
+        yield _ids(tokenizer(item, verbose=False)["input_ids"], name), True
     elif isinstance(item, Mapping):
         if column is None and "input_ids" in item:
             yield from _id_documents(item["input_ids"], item.get("attention_mask"), name)
         else:
-            chosen = item[choose_column(item, column, name)]
-            yield from _documents(chosen, tokenizer, name, column)
+            yield from _documents(item[_choose_column(item, column, name)], tokenizer, name, column)
     elif isinstance(item, torch.Tensor | np.ndarray):
         yield from _id_documents(item, None, name)
     elif not isinstance(item, Sequence):
         raise ValueError(
             f"{name}: cannot take tokens from {type(item).__name__}; give texts, chats, token ids or dicts of input_ids"
         )
-    elif _is_chat(item):  # before ids: both are lists
-        yield chat_ids(item, _need(tokenizer, name), name), False
+    elif is_chat:  # before ids: both are lists
+        yield chat_ids(item, tokenizer, name), False
     elif item and all(isinstance(i, int | np.integer) for i in item):
         yield _ids(item, name), False
     else:
@@ -97,28 +90,25 @@ def _documents(item: Any, tokenizer: Any | None, name: str, column: str | None) 
             yield from _documents(part, tokenizer, name, column)
 
 
-def choose_column(record: Mapping[str, Any], column: str | None, name: str) -> str:
-    """Returns the column of `record` that holds its document."""
+def _is_turn(value: Any) -> bool:
+    return isinstance(value, Mapping) and ("role" in value or "from" in value)
+
+
+def _choose_column(record: Mapping[str, Any], column: str | None, name: str) -> str:
+    """Returns the column of `record` that holds its document: the chats, else `text`, else the only one of text."""
     if column is None:
         texts = [key for key, value in record.items() if isinstance(value, str)]
         usual = [key for key in (*_CHATS, "text") if record.get(key) is not None]
         column = next(iter(usual), texts[0] if len(texts) == 1 else None)
     if column is None or column not in record:
         problem = f"no column {column!r}" if column else "no column of text that stands out"
-        columns = ", ".join(record)
-        raise ValueError(f"{name}: {problem}; its columns are {columns}. Name one, as in data.jsonl#text")
+        raise ValueError(f"{name}: {problem}; its columns are {', '.join(record)}. Name one, as in data.jsonl#text")
     return column
-
-
-def _need(tokenizer: Any | None, name: str) -> Any:
-    if tokenizer is None:
-        raise ValueError(f"{name}: a text needs the model's tokenizer; without one, give token ids")
-    return tokenizer
 
 
 def _id_documents(ids: Any, mask: Any | None, name: str) -> Iterator[Document]:
     """Yields ids `[tokens]` or `[documents, tokens]`, as tensor, array or ragged lists, without masked tokens."""
-    nested = ids.ndim == 2 if isinstance(ids, torch.Tensor | np.ndarray) else bool(ids) and not _is_number(ids[0])
+    nested = ids.ndim == 2 if isinstance(ids, torch.Tensor | np.ndarray) else bool(ids) and np.ndim(ids[0]) > 0
     rows, masks = (ids, mask) if nested else ([ids], [mask])
     for i, row in enumerate(rows):
         document = _ids(row, name)
@@ -134,14 +124,6 @@ def _ids(values: Any, name: str) -> torch.Tensor:
             f"{name}: expected token ids, integers [tokens] or [documents, tokens]; found {ids.dtype} {list(ids.shape)}"
         )
     return ids.long()
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | np.integer) or (isinstance(value, torch.Tensor) and value.dim() == 0)
-
-
-def _is_chat(item: Sequence[Any]) -> bool:
-    return bool(item) and all(isinstance(turn, Mapping) and ("role" in turn or "from" in turn) for turn in item)
 
 
 def chat_ids(turns: Sequence[Mapping[str, Any]], tokenizer: Any, name: str, *, ask: bool = False) -> torch.Tensor:
@@ -189,9 +171,7 @@ def start_token(tokenizer: Any | None) -> int | None:
 
 
 def cut_rows(ids: torch.Tensor, seqlen: int, start: int | None = None) -> torch.Tensor:
-    """Returns the rows of `seqlen` tokens from documents `[documents, tokens]`.
-
-    No row crosses documents, remainders are dropped.
+    """Returns the rows of `seqlen` tokens from documents `[documents, tokens]`, which no row crosses.
 
     With a start token, every row begins with it, and one that a document begins with already is not doubled.
     """
@@ -215,12 +195,7 @@ def pack_rows(
     name: str,
     start: int | None = None,
 ) -> torch.Tensor:
-    """Returns rows cut every `seqlen` tokens from the chain of all documents; no more are read than the rows need.
-
-    Args:
-        end: id of the token that closes a text; None puts in none.
-        samples: number of rows; None takes all of them.
-    """
+    """Returns rows cut every `seqlen` tokens from the chain of all documents, texts closed by the token `end`."""
     parts: list[torch.Tensor] = []
     tokens, count, texts = 0, 0, False
     for ids, is_open in documents:
@@ -232,7 +207,8 @@ def pack_rows(
         tokens, count = tokens + len(ids), count + 1
         if samples is not None and tokens >= samples * seqlen:  # a stream of terabytes is read no further
             break
-    _check_any(count, name)
+    if not count:
+        raise ValueError(f"{name}: empty, it holds no text and no token")
     rows, needed = cut_rows(torch.cat(parts)[None], seqlen, start if texts else None), samples or 1
     if len(rows) < needed:
         raise ValueError(
@@ -252,7 +228,8 @@ def whole_rows(documents: Iterable[Document], samples: int | None, seqlen: int, 
             rows.append(ids[:seqlen])
         if len(rows) == samples:
             break
-    _check_any(count, name)
+    if not count:
+        raise ValueError(f"{name}: empty, it holds no text and no token")
     if len(rows) < (samples or 1):
         raise ValueError(
             f"{name}: {len(rows)} of {count} document(s) have {seqlen} tokens (the longest has {longest}); "
@@ -261,41 +238,10 @@ def whole_rows(documents: Iterable[Document], samples: int | None, seqlen: int, 
     return torch.stack(rows)
 
 
-def _check_any(count: int, name: str) -> None:
-    if not count:
-        raise ValueError(f"{name}: empty, it holds no text and no token")
-
-
 Text = str | Path | torch.Tensor
 
 FEW = 16
 """Tokens of a row that are enough to try a model on."""
-
-
-class RowArguments(TypedDict, total=False):
-    """The attributes of `RowOptions` as keyword arguments of `calibration_rows`."""
-
-    shuffle: bool
-    pack: bool
-    config: str | None
-    split: str | None
-    column: str | None
-
-
-@dataclass(frozen=True)
-class RowOptions:
-    """How rows are taken from a source."""
-
-    shuffle: bool = False
-    pack: bool = True
-    config: str | None = None
-    split: str | None = None
-    column: str | None = None
-
-    def applied(self, corpus: Corpus) -> Corpus:
-        """Returns the corpus with the configuration, split and column that are given here."""
-        overrides = {"config": self.config, "split": self.split, "column": self.column}
-        return replace(corpus, **{key: value for key, value in overrides.items() if value is not None})
 
 
 def calibration_rows(
@@ -307,7 +253,11 @@ def calibration_rows(
     seed: int = 0,
     model: nn.Module | None = None,
     progress: Callable[[int, int], None] | None = None,
-    **options: Unpack[RowArguments],
+    shuffle: bool = False,
+    pack: bool = True,
+    config: str | None = None,
+    split: str | None = None,
+    column: str | None = None,
 ) -> torch.Tensor:
     """Returns calibration rows from any source.
 
@@ -321,7 +271,10 @@ def calibration_rows(
         seed: the seed of the shuffling and of the model's draws.
         model: writes the text of `"self"`.
         progress: a function that is called as `progress(tokens done, tokens in all)` while the model writes.
-        options: shuffle, pack, config, split and column, see `RowOptions`.
+        shuffle: draws rows from a whole text, and documents of other sources within a window, instead of the first.
+        pack: cuts the chain of all documents; False takes the beginning of every document that is long enough. A
+            text or token file is cut by `token_rows` either way.
+        config, split, column: parts of a data set's name; they override the parts in the source's name.
 
     Returns:
         int64 `[samples, seqlen]`.
@@ -331,7 +284,6 @@ def calibration_rows(
         ValueError: the source cannot be used; the message names the reason and the way out.
     """
     _check_size(samples, seqlen)
-    settings = RowOptions(**options)
     if source is None or (isinstance(source, str) and source == "self"):
         if model is None or samples is None:
             raise ValueError("self: text that a model writes itself needs the model and a number of samples")
@@ -339,17 +291,23 @@ def calibration_rows(
         return generate_rows(model, tokenizer, samples=samples, seqlen=seqlen, session=session)
     corpus = parse_corpus(str(source)) if isinstance(source, str | Path) else None
     if corpus is None and isinstance(source, str | Path | torch.Tensor):
-        _check_name(source)
-        return token_rows(source, tokenizer, samples=samples, seqlen=seqlen, seed=seed if settings.shuffle else None)
+        if isinstance(source, str) and re.fullmatch(r"[\w-]+/[\w-]+", source) and not Path(source).exists():
+            raise FileNotFoundError(f"{source}: no such text file; a data set of the Hugging Face hub is hf:{source}")
+        return token_rows(source, tokenizer, samples=samples, seqlen=seqlen, seed=seed if shuffle else None)
     if corpus is not None:
-        corpus = settings.applied(corpus)
-        name, records = str(source), read_records(corpus, seed=seed if settings.shuffle else None)
+        named = {"config": config, "split": split, "column": column}
+        corpus = replace(corpus, **{key: value for key, value in named.items() if value is not None})
+        name, records = str(source), read_records(corpus, seed=seed if shuffle else None)
         documents = read_documents(records, tokenizer, name, corpus.column)
     else:
         name = f"calibration data ({type(source).__name__})"
-        documents = read_documents(_items_of(source, name), tokenizer, name, settings.column)
-        documents = shuffled(documents, seed) if settings.shuffle else documents
-    if settings.pack:
+        if not isinstance(source, Iterable):
+            raise ValueError(f"{name}: give a file, a data set, token ids or an iterable of texts or batches")
+        # Iterating over a single batch would give the names of its fields.
+        items = [source] if isinstance(source, Mapping | np.ndarray) else source
+        documents = read_documents(items, tokenizer, name, column)
+        documents = shuffled(documents, seed) if shuffle else documents
+    if pack:
         end = getattr(tokenizer, "eos_token_id", None)
         rows = pack_rows(documents, end, samples, seqlen, name, start_token(tokenizer))
     else:
@@ -359,20 +317,8 @@ def calibration_rows(
     return rows
 
 
-def _items_of(source: Any, name: str) -> Iterable[Any]:
-    if not isinstance(source, Iterable):
-        raise ValueError(f"{name}: give a file, a data set, token ids or an iterable of texts or batches")
-    # Iterating over a single batch would give the names of its fields.
-    return [source] if isinstance(source, Mapping | np.ndarray) else source
-
-
 def token_rows(
-    text: Text,
-    tokenizer: Any | None,
-    *,
-    samples: int | None,
-    seqlen: int,
-    seed: int | None = None,
+    text: Text, tokenizer: Any | None, *, samples: int | None, seqlen: int, seed: int | None = None
 ) -> torch.Tensor:
     """Returns the rows of token ids from a text file or from ids that exist already.
 
@@ -516,9 +462,3 @@ def _check_size(samples: int | None, seqlen: int) -> None:
     # torch's sizes are int64: refuse before an allocation overflows.
     if (samples or 1) * seqlen >= 2**62:
         raise ValueError(f"samples={samples} and seqlen={seqlen}: more tokens than there are numbers for")
-
-
-def _check_name(source: Text) -> None:
-    """Tells the user who names a data set of the hub like a file how to name it."""
-    if isinstance(source, str) and re.fullmatch(r"[\w-]+/[\w-]+", source) and not Path(source).exists():
-        raise FileNotFoundError(f"{source}: no such text file; a data set of the Hugging Face hub is hf:{source}")

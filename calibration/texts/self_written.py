@@ -73,7 +73,12 @@ def generate_rows(
     """
     if seqlen < 1 or samples < 1:
         raise ValueError(f"samples={samples} and seqlen={seqlen} must be at least 1")
-    _check_length(model, seqlen)
+    config: Any = getattr(model, "config", None)
+    if getattr(config, "is_encoder_decoder", False):
+        raise ValueError(f"{_no_text(model)}: it is an encoder with a decoder")
+    limit = getattr(config, "max_position_embeddings", None)
+    if isinstance(limit, int) and 0 < limit < seqlen:
+        raise ValueError(f"seqlen={seqlen}: {type(model).__name__} has {limit} positions; lower seqlen")
     start, allowed = first_token(model, tokenizer), _drawable(model, tokenizer)
     rows = torch.empty(samples, seqlen, dtype=torch.int64, device="cpu")
     with torch.inference_mode(), evaluating(model), _plain_attention(model):
@@ -92,29 +97,21 @@ def generate_rows(
 
 
 def _rows_at_once(model: nn.Module, seqlen: int) -> int:
-    """Returns how many rows are generated together.
-
-    It is as many as the memory for their cache allows, if the config gives its size.
-    """
+    """Returns how many rows are generated together: as many as the memory for their cache allows, if that is known."""
     config: Any = getattr(model, "config", None)
     layers, width = getattr(config, "num_hidden_layers", None), getattr(config, "hidden_size", None)
     device = device_of(model)
     if device.type != "cuda" or not isinstance(layers, int) or not isinstance(width, int):
         return ROWS_AT_ONCE
-    heads, shared = (_of_all_layers(config, name) for name in ("num_attention_heads", "num_key_value_heads"))
+    # transformers raises an error for a field in which layers differ (Gemma 4).
+    differing = getattr(config, "per_layer_attributes", None) or ()
+    names = ("num_attention_heads", "num_key_value_heads")
+    heads, shared = (None if name in differing else getattr(config, name, None) for name in names)
     if isinstance(heads, int) and isinstance(shared, int) and 0 < shared < heads:
         width = width * shared // heads
     row_bytes = 2 * layers * width * seqlen * next(model.parameters()).element_size()
     cache_bytes = torch.cuda.get_device_properties(device).total_memory // 8
     return min(max(cache_bytes // max(row_bytes, 1), ROWS_AT_ONCE), _MOST_AT_ONCE)
-
-
-def _of_all_layers(config: Any, name: str) -> Any:
-    """Returns a field of a config.
-
-    None where its layers differ in it (Gemma 4), because transformers then raises an error.
-    """
-    return None if name in (getattr(config, "per_layer_attributes", None) or ()) else getattr(config, name, None)
 
 
 def _uniform(seed: int, row: int, seqlen: int) -> torch.Tensor:
@@ -166,7 +163,9 @@ def _fill(
         if cache is None:  # every step sees the whole prefix again, so the first position's logits can be compared
             at_start = logits[:, 0]
             opening = at_start if opening is None else opening
-            _check_causal(model, opening, at_start)
+            # A tenth is far above the rounding that a batch's shape changes, and far below the effect of a next token.
+            if float((opening - at_start).float().norm()) > 0.1 * float(opening.float().norm()):
+                raise ValueError(f"{_no_text(model)}: what it says at a position depends on later tokens")
         last = logits[:, -1, : len(allowed)].float()
         if not bool(torch.isfinite(last).all()):
             raise ValueError(f"{type(model).__name__} gives NaN or infinite logits at position {position - 1}")
@@ -206,27 +205,8 @@ def _step(model: Any, prefix: torch.Tensor, cache: Any) -> tuple[torch.Tensor, A
     return logits, cache_of(output)
 
 
-def _check_causal(model: nn.Module, opening: torch.Tensor, again: torch.Tensor) -> None:
-    """Raises ValueError if the first position's logits changed when more tokens followed: attention is not causal."""
-    # A tenth is far above the rounding that a batch's shape changes, and far below the effect of seeing the next token.
-    if float((opening - again).float().norm()) > 0.1 * float(opening.float().norm()):
-        raise ValueError(f"{_no_text(model)}: what it says at a position depends on later tokens")
-
-
-def _check_length(model: nn.Module, seqlen: int) -> None:
-    config = getattr(model, "config", None)
-    if getattr(config, "is_encoder_decoder", False):
-        raise ValueError(f"{_no_text(model)}: it is an encoder with a decoder")
-    limit = getattr(config, "max_position_embeddings", None)
-    if isinstance(limit, int) and 0 < limit < seqlen:
-        raise ValueError(f"seqlen={seqlen}: {type(model).__name__} has {limit} positions; lower seqlen")
-
-
 def first_token(model: nn.Module, tokenizer: Any | None) -> int | None:
-    """Returns the start token (BOS) that a model's text begins with.
-
-    None where neither tokenizer nor configs name one.
-    """
+    """Returns the start token (BOS) of a model's text; None where neither tokenizer nor configs name one."""
     for source in (tokenizer, getattr(model, "generation_config", None), getattr(model, "config", None)):
         token = getattr(source, "bos_token_id", None)
         if isinstance(token, int):

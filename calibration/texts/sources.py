@@ -41,18 +41,9 @@ from quant.models.open_model import Source
 from quant.recipes.plan import Plan
 from quant.recipes.plan_make import make_plan, run_on_meta
 
-# Text that a model wrote is cached for later runs, whatever their `--out`.
-#
-# Writing takes minutes on a CPU, and is deterministic: the same model, tokenizer, shape, seed, versions and kind of
-# device give the same rows. They are the cache's key, a SHA-256, so that a run reads exactly the rows that it would
-# have written. Of the weights, pieces that are spread over each file are hashed, together with its size and the time of
-# its last change.
-#
-# Only models that transformers builds from files are cached: a module in memory may have been trained, and the code of
-# a `--model-factory` may have changed. Files lie in `$BLOCKSCALE_CACHE`, by default `$XDG_CACHE_HOME/blockscale` or
-# `~/.cache/blockscale`; `BLOCKSCALE_CACHE=off` turns the cache off.
-
-
+# Text that a model wrote is cached for later runs, whatever their `--out`: writing takes minutes on a CPU, and the same
+# model, tokenizer, shape, seed, versions and kind of device give the same rows. A SHA-256 of these is the cache's key.
+# Files lie in `$BLOCKSCALE_CACHE`, by default `$XDG_CACHE_HOME/blockscale` or `~/.cache/blockscale`.
 VARIABLE = "BLOCKSCALE_CACHE"
 _MOST_FILES = 64  # of about 130 kB each; the oldest go first
 _TOKENIZER_FILES = (".json", ".jinja", ".model", ".txt")
@@ -66,22 +57,34 @@ class TextCache:
 
     @classmethod
     def of(cls, source: Source, session: Session, shape: dict[str, Any]) -> TextCache | None:
-        """Returns the place of the text that a model writes; None where such a text is not cached."""
+        """Returns the place of the text that a model writes; None where such a text is not cached.
+
+        Only models that transformers builds from files are cached: a module in memory may have been trained, and the
+        code of a `--model-factory` may have changed.
+        """
         directory, files = _directory(), source.files.files
         is_built_from_files = source.kind in (SourceKind.HUGGINGFACE, SourceKind.GGUF) and bool(files)
         # Other classes come from a factory or from the model's own Python files.
         is_known_class = type(source.model).__module__.startswith("transformers.")
         if directory is None or not (is_built_from_files and is_known_class):
             return None
+        folder = source.path  # the tokenizer of a GGUF, which is no folder, is in its header
+        small = sorted(folder.iterdir()) if folder is not None and folder.is_dir() else ()
+        tokenizer = [file for file in small if file.suffix in _TOKENIZER_FILES and file.is_file()]
+        # On another kind of device sums round differently, and then another token is drawn. Several machines may share
+        # a home: the vector instructions decide in which order a CPU adds.
+        kind = f"cpu, {torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads"
+        if session.device is not None and session.device.type == "cuda":
+            kind = torch.cuda.get_device_name(session.device)
         depends = {
             "files": source.files.fingerprints(),
             "weights": {file.name: spot_hash(file) for file in files},
-            "tokenizer": _hashes_of_tokenizer(source.path),
+            "tokenizer": {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in tokenizer},
             "dtype": str(source.dtype),
             "shape": shape,
             "seed": session.seed,
             "versions": versions(),
-            "device": _kind_of(session.device),
+            "device": kind,
         }
         return cls(directory / "texts" / f"{hashlib.sha256(json_text(depends).encode()).hexdigest()}.safetensors")
 
@@ -115,22 +118,6 @@ def _directory() -> Path | None:
         return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "blockscale"
     except RuntimeError:
         return None
-
-
-def _kind_of(device: torch.device | None) -> str:
-    """Returns the kind of a device. On another kind sums round differently, and then another token is drawn."""
-    if device is not None and device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    # Several machines may share a home: the vector instructions decide in which order a CPU adds.
-    return f"cpu, {torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads"
-
-
-def _hashes_of_tokenizer(path: Path | None) -> dict[str, str]:
-    """Returns the hash of each small file beside the weights: tokenizer, chat template, generation config."""
-    if path is None or not path.is_dir():
-        return {}  # the tokenizer of a GGUF is in its header
-    names = sorted(file for file in path.iterdir() if file.suffix in _TOKENIZER_FILES and file.is_file())
-    return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in names}
 
 
 MIX, SELF = "mix", "self"
@@ -167,16 +154,17 @@ class Rows:
         """Whether the model writes some of the text."""
         return any(name in WRITTEN for name in self.names)
 
-    def of_source(self, index: int) -> int:
-        """Returns the number of rows of the source of that index, when all sources share them evenly."""
-        return self.samples // len(self.names) + (index < self.samples % len(self.names))
+    def by_source(self) -> dict[str, Rows]:
+        """Returns each source's rows, an even share, in the order of reading: later ones have written text's length."""
+        names = sorted(self.names, key=lambda name: name not in WRITTEN)
+        share, more = divmod(self.samples, len(names))
+        return {
+            name: replace(self, sources=(name,), samples=share + (index < more)) for index, name in enumerate(names)
+        }
 
 
 def sources_of(names: Sequence[str]) -> tuple[str, ...]:
-    """Returns the sources in `names` one by one: `mix+text.txt` is `mix` and `text.txt`.
-
-    No name stands for the mixture.
-    """
+    """Returns the sources one by one: `mix+text.txt` is `mix` and `text.txt`; no name stands for the mixture."""
     sources: list[str] = []
     for name in names or (MIX,):
         while name.startswith((f"{MIX}+", f"{SELF}+")):
@@ -204,23 +192,21 @@ def check_sources(names: Sequence[str], named: str) -> None:
 
 def short_files(rows: Rows) -> list[str]:
     """Returns the files of plain text that may hold fewer tokens than their rows need, by their size alone."""
-    texts = [(index, name) for index, name in enumerate(_written_first(rows.names)) if _is_plain_text(name)]
-    return [name for index, name in texts if Path(name).stat().st_size < _BYTES * rows.of_source(index) * rows.seqlen]
-
-
-def _is_plain_text(name: str) -> bool:
-    return ".safetensors" not in name and Path(name).is_file() and parse_corpus(name) is None
+    return [
+        name
+        for name, each in rows.by_source().items()
+        if ".safetensors" not in name and Path(name).is_file() and parse_corpus(name) is None
+        and Path(name).stat().st_size < _BYTES * each.samples * rows.seqlen
+    ]  # fmt: skip
 
 
 def check_lengths(source: Source, rows: Rows) -> None:
     """Raises ValueError where one of `short_files` is too short for a language model, whose weights are not read."""
     if not source.is_causal_lm:
         return  # rows of other models may be sentences
-    short = short_files(rows)
-    seqlen = within_context(source, rows.seqlen)
-    for index, name in enumerate(_written_first(rows.names)):
-        if name in short:
-            calibration_rows(name, _tokenizer_for(source, name), samples=rows.of_source(index), seqlen=seqlen)
+    by_source, seqlen = rows.by_source(), within_context(source, rows.seqlen)
+    for name in short_files(rows):
+        calibration_rows(name, _tokenizer_for(source, name), samples=by_source[name].samples, seqlen=seqlen)
 
 
 def written_share(names: Sequence[str], *, has_tokenizer: bool) -> float:
@@ -246,24 +232,23 @@ def within_context(source: Source, seqlen: int) -> int:
 
 def named_inputs(source: Source, rows: Rows) -> Inputs | None:
     """Returns inputs by name, images, sounds or pairs of texts; None where the sources are rows of tokens."""
-    names = rows.names
     if source.model is None or rows.is_written:
         return None
-    by_source = {}
-    for index, name in enumerate(names):
+    inputs: dict[str, Inputs] = {}
+    texts = []
+    for name, each in rows.by_source().items():
         # One call at least, which shows whether the source holds inputs; the number of rows is checked by the caller.
-        samples = max(rows.of_source(index), 1)
-        by_source[name] = read_inputs(name, source.model, source.load_processor, samples=samples, seqlen=rows.seqlen)
-    inputs = [each for each in by_source.values() if each is not None]
-    if 0 < len(inputs) < len(by_source):
-        # The first source of each sort, for the message.
-        of_inputs, of_text = (
-            next(name for name, each in by_source.items() if (each is None) is is_text) for is_text in (False, True)
-        )
+        samples = max(each.samples, 1)
+        calls = read_inputs(name, source.model, source.load_processor, samples=samples, seqlen=rows.seqlen)
+        if calls is None:
+            texts.append(name)
+        else:
+            inputs[name] = calls
+    if inputs and texts:
         raise UserError(
-            f"{option('calib', of_inputs)} holds inputs of the model, and {of_text} a text; give one of them"
+            f"{option('calib', next(iter(inputs)))} holds inputs of the model, and {texts[0]} a text; give one of them"
         )
-    return joined(inputs) if inputs else None
+    return joined(list(inputs.values())) if inputs else None
 
 
 def read_calibration(
@@ -274,19 +259,13 @@ def read_calibration(
     listener: Listener = SILENT,
     plan: Plan | None = None,
 ) -> tuple[torch.Tensor | Inputs, list[Record]]:
-    """Returns the calibration data, rows of each source in turn, and a record of each source.
+    """Returns the calibration data, int64 `[samples, seqlen]` or inputs of the model, and a record of each source.
 
-    Args:
-        plan: the plan that names a layer that needs the data, for the error message; None for a plan that is yet to be
-            found.
-
-    Returns:
-        int64 `[samples, seqlen]`, or inputs of the model.
+    The plan, if there is one yet, names a layer that needs the data in the error message.
     """
-    names = rows.names
-    if rows.samples < len(names):
+    if rows.samples < len(rows.names):
         raise UserError(
-            f"{option('calib_samples', rows.samples)}: {option('calib')} names {len(names)} sources, and each "
+            f"{option('calib_samples', rows.samples)}: {option('calib')} names {len(rows.names)} sources, and each "
             "gives a row"
         )
     inputs = named_inputs(source, rows)
@@ -301,14 +280,15 @@ def read_calibration(
         rows = replace(rows, seqlen=fits)
     placed_rows: list[tuple[float, torch.Tensor]] = []
     records: list[Record] = []
-    for index, name in enumerate(_written_first(names)):
-        part = replace(rows, sources=(name,), samples=rows.of_source(index))
+    seqlen = rows.seqlen
+    for name, each in rows.by_source().items():
+        each = replace(each, seqlen=seqlen)
         if name in WRITTEN:
-            text, record = _written_rows(source, name, part, session, listener, plan)
+            text, record = _written_rows(source, name, each, session, listener, plan)
             # Rows are stacked in the end, so later sources follow the length of the written text.
-            rows = replace(rows, seqlen=text.shape[1])
+            seqlen = text.shape[1]
         else:
-            text, record = _file_rows(source, name, part)
+            text, record = _file_rows(source, name, each)
         # The middle of the i-th of n equal intervals of [0, 1]: sorting by it spreads every source over the whole.
         placed_rows += [((i + 0.5) / len(text), row) for i, row in enumerate(text)]
         records.append({"source": name, **record})
@@ -341,17 +321,8 @@ def _written_rows(
 def must_write(source: Source, rows: Rows, session: Session) -> bool:
     """Returns whether the model has to write calibration text: there is some in `rows` that is not in the cache."""
     session = replace(session, seed=rows.seed)
-    for index, name in enumerate(_written_first(rows.names)):
-        if name in WRITTEN:
-            cache = _cache_of(source, name, replace(rows, samples=rows.of_source(index)), session)
-            if cache is None or cache.read() is None:
-                return True
-    return False
-
-
-def _written_first(names: Sequence[str]) -> list[str]:
-    """Returns the sources in the order of reading: written text comes first, because later rows follow its length."""
-    return sorted(names, key=lambda name: name not in WRITTEN)
+    caches = [_cache_of(source, name, each, session) for name, each in rows.by_source().items() if name in WRITTEN]
+    return any(cache is None or cache.read() is None for cache in caches)
 
 
 def _cache_of(source: Source, name: str, rows: Rows, session: Session) -> TextCache | None:
@@ -366,27 +337,23 @@ def _file_rows(source: Source, name: str, rows: Rows) -> tuple[torch.Tensor, Rec
     samples = None if rows.at_most else rows.samples
     text = calibration_rows(name, _tokenizer_for(source, name), samples=samples, seqlen=rows.seqlen, seed=rows.seed)
     text = text[: rows.samples]
-    _check_runs(source, name, text)
-    return text, {"rows": len(text), "seqlen": text.shape[1], "sha256": rows_hash(text)}
-
-
-def _check_runs(source: Source, name: str, rows: torch.Tensor) -> None:
-    """Raises UserError where the model does not run on rows of tokens."""
+    record = {"rows": len(text), "seqlen": text.shape[1], "sha256": rows_hash(text)}
     if source.model is None:
-        return
+        return text, record
     if source.is_causal_lm:
         # Shapes suffice for these: on a CPU, two tokens would read every weight of the model.
         with suppress(Exception):
             run_on_meta(source.model)
-            return
+            return text, record
     try:
-        run_probe(source.model, rows[:1, :2])
+        run_probe(source.model, text[:1, :2])
     except ValueError as error:
         raise UserError(
             f"{option('calib', name)}: {type(source.model).__name__} cannot be calibrated on text: {error}; give a "
             "folder of images or sounds, hf:NAME with a column of them, a .safetensors file of its inputs by name, "
             "or in Python data=, or choose a format that needs none, such as fp8_channel or mxfp8"
         ) from error
+    return text, record
 
 
 def read_texts(source: Source, rows: Rows) -> dict[str, torch.Tensor]:
@@ -439,13 +406,10 @@ def as_rows(model: nn.Module, data: torch.Tensor | Inputs, taker: str) -> torch.
 
 def digest_of(rows: torch.Tensor | Inputs) -> str:
     """Returns SHA-256 of the values of rows or calls."""
-    if isinstance(rows, torch.Tensor):
-        return _tensor_hash(rows)
-    return hashlib.sha256("".join(map(_tensor_hash, rows.tensors())).encode()).hexdigest()
-
-
-def _tensor_hash(tensor: torch.Tensor) -> str:
-    return hashlib.sha256(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data).hexdigest()
+    tensors = [rows] if isinstance(rows, torch.Tensor) else rows.tensors()
+    values = [tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data for tensor in tensors]
+    hashes = [hashlib.sha256(each).hexdigest() for each in values]
+    return hashes[0] if isinstance(rows, torch.Tensor) else hashlib.sha256("".join(hashes).encode()).hexdigest()
 
 
 def _announce_inputs(listener: Listener, verb: str, name: str, inputs: Inputs) -> None:

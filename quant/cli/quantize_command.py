@@ -149,7 +149,7 @@ _OF_PLANS = (
     click.option("--at-least", multiple=True, metavar="GLOB=FORMAT",
                  help="Matching layers get at least FORMAT's bits."),
     click.option("--search", type=click.IntRange(min=0), metavar="N",
-                 help="Measurements that improve the choice.  [default: 500 on a GPU, 0 on a CPU]"),
+                 help="Measurements that improve the choice for a budget.  [default: 500 on a GPU, 0 on a CPU]"),
     click.option("--sensitivity", type=click.Path(path_type=Path),
                  help="File that keeps the scores for the next run."),
 )  # fmt: skip

@@ -65,9 +65,6 @@ from quant.recipes.callers_model import unwrapped
 from quant.recipes.layers import output_head
 from quant.recipes.module_replacement import forwarding
 
-# Distances of a model from its baseline on one batch of token rows, summed over each row in float64.
-
-
 _SOURCES = ("the model's logits", "the baseline's logits", "KL")
 """The tensor that a NaN in one of the first three sums comes from."""
 
@@ -104,23 +101,18 @@ def prediction_sums(
             # `_kl_` destroys the baseline's log-probabilities, so it comes last.
             values[SAME] = logp[0].argmax(dim=-1) == logp[1].argmax(dim=-1).to(target.device)
             values[KL] = _kl_(logp[1].to(target.device), logp[0])
-        _check_finite(values, first_row * positions_per_row + part.start, positions_per_row)
+        bad = ~values.isfinite()
+        if bool(bad.any()):
+            first = first_row * positions_per_row + part.start + int(bad.any(dim=0).nonzero()[0])
+            row, position = divmod(first, positions_per_row)
+            raise ValueError(
+                f"row {row}, position {position}: NaN or infinity in {_SOURCES[int(bad.any(dim=1).nonzero()[0])]}; "
+                "find the layer that makes it, or keep it in 16 bit"
+            )
         by_position[:, part] = values.cpu()
     if worst is not None and len(logits) == 2:
         worst.look(logits, hidden, batch, by_position[KL])
     return by_position.view(4, len(batch), positions_per_row).sum(dim=2).T
-
-
-def _check_finite(values: torch.Tensor, first_position: int, positions_per_row: int) -> None:
-    if bool(values.isfinite().all()):
-        return
-    bad = ~values.isfinite()
-    row, position = divmod(first_position + int(bad.any(dim=0).nonzero()[0]), positions_per_row)
-    source = _SOURCES[int(bad.any(dim=1).nonzero()[0])]
-    raise ValueError(
-        f"row {row}, position {position}: NaN or infinity in {source}; "
-        "find the layer that makes it, or keep it in 16 bit"
-    )
 
 
 def _kl_(logp_base: torch.Tensor, logp: torch.Tensor) -> torch.Tensor:
@@ -136,32 +128,20 @@ def _kl_(logp_base: torch.Tensor, logp: torch.Tensor) -> torch.Tensor:
 def embedding_sums(models: Sequence[nn.Module], batch: torch.Tensor, first_row: int) -> torch.Tensor:
     """Returns the sums of each row `[rows, 3]` over the last hidden states of a model and its baseline."""
     model_hidden, base_hidden = (last_hidden(each(batch.to(device_of(each)))).double().cpu() for each in models)
-    sums = embedded(model_hidden, base_hidden, _row_name(first_row, 0))
-    finite_sum(sums[:, DISTANCE], partial(_row_name, first_row), "an embedding")
+    sums = embedded(model_hidden, base_hidden, f"row {first_row}")
+    finite_sum(sums[:, DISTANCE], lambda index: f"row {first_row + index}", "an embedding")
     return sums
 
 
-def _row_name(first_row: int, index: int) -> str:
-    return f"row {first_row + index}"
-
-
-# `blocks_first` runs a model that a device cannot hold block by block over all rows, not row by row over all blocks.
-#
-# Row by row, every block is copied to the device for every row, or read from the disk where memory does not hold the
-# model either. Here each block is copied once: it runs on the hidden states that the one before it gave, of all
-# batches. The norm and the head behind the last block then run batch by batch in the model itself, whose blocks return
-# the hidden states that they gave before.
-
-
 @contextmanager
-def blocks_first(
-    model: nn.Module,
-    batches: Sequence[torch.Tensor],
-    dtype: torch.dtype | None,
-) -> Iterator[None]:
-    """Requires that `model` is called with `batches`, each once and in this order, and no other input, while open.
+def blocks_first(model: nn.Module, batches: Sequence[torch.Tensor], dtype: torch.dtype | None) -> Iterator[None]:
+    """Runs a model that a device cannot hold block by block over all rows, not row by row over all blocks, while open.
 
-    A model whose blocks do not form a single chain is not changed, and neither is one with few batches.
+    Row by row, every block is copied to the device for every row, or read from the disk where memory does not hold the
+    model either. Here each block is copied once: it runs on the hidden states that the one before it gave, of all
+    batches. The norm and the head behind the last block then run batch by batch in the model itself, whose blocks
+    return the hidden states that they gave before. So the model must be called with `batches`, each once and in this
+    order. One whose blocks do not form a single chain is not changed, and neither is one with few batches.
 
     Args:
         batches: token ids, int64 `[rows, seqlen]`.
@@ -175,7 +155,7 @@ def blocks_first(
     blocks = {name: model.get_submodule(name) for name in names}
     # The first block is on the device while all batches run up to it, and again for its own turn.
     prefetcher = Prefetcher(device, whole=False)
-    steps = prefetcher.steps([names[0], *names], lambda name: tensors_of(blocks[name].modules()))
+    steps = prefetcher.in_turn([names[0], *names], lambda name: tensors_of(blocks[name].modules()))
     borrowed = DeviceCopies(list(blocks[names[0]].modules()), next(steps)[1], device, dtype)
     calls = calls_of_chain(model, names, run)
     borrowed.restore()
@@ -225,12 +205,9 @@ Reporter = Callable[[int, int], None]
 
 
 def evaluate_texts(
-    model: nn.Module,
-    texts: Mapping[str, torch.Tensor | Inputs],
-    *args: Any,
-    worst: WorstPredictions | None = None,
-    **options: Any,
-) -> Evaluation:
+    model: nn.Module, texts: Mapping[str, torch.Tensor | Inputs], *args: Any,
+    worst: WorstPredictions | None = None, **options: Any,
+) -> Evaluation:  # fmt: skip
     """Measures a model on each of several texts or kinds of inputs, by name; further arguments as in `evaluate`."""
     evaluations = []
     for name, rows in texts.items():
@@ -299,7 +276,11 @@ def evaluate(
         with torch.no_grad(), fast_matmul(), prepared(models, dtype, session):
             if predicts_tokens(model, rows[:1, :2]):
                 logits = [Logits(each, output_head(each)) for each in models]
-                with _blocks_first([each for each in logits if each.model in visited], rows, batch_size, dtype):
+                batches = [rows[start : start + batch_size] for start in _starts(rows, batch_size)]
+                with ExitStack() as stack:
+                    for each in (each for each in logits if each.model in visited and batches):
+                        each.decide(batches[0].to(device_of(each.model)))
+                        stack.enter_context(blocks_first(each.model, batches, dtype))
                     evaluation = _evaluate_predictions(logits, rows, batch_size, report, worst)
             else:
                 evaluation = _evaluate_embeddings(models, rows, batch_size, report)
@@ -426,21 +407,15 @@ def _interval(of_rows: torch.Tensor) -> tuple[float, ...] | None:
     return mean_interval(of_rows.tolist(), least=0.0)
 
 
-@contextmanager
-def _blocks_first(logits: Sequence[Logits], rows: torch.Tensor, size: int, dtype: torch.dtype | None) -> Iterator[None]:
-    """Runs the blocks of models that the device cannot hold on all batches first; see `blocks_first`."""
-    batches = [batch for _, batch in _batches(rows, size, lambda done, total: None)]
-    with ExitStack() as stack:
-        for each in logits if batches else ():
-            each.decide(batches[0].to(device_of(each.model)))
-            stack.enter_context(blocks_first(each.model, batches, dtype))
-        yield
+def _starts(rows: torch.Tensor, size: int) -> list[int]:
+    """Returns the number of the first row of each of this rank's batches."""
+    starts = range(0, len(rows), size)
+    return [starts[number] for number in own_batches(len(starts))]
 
 
 def _batches(rows: torch.Tensor, size: int, report: Reporter) -> Iterator[tuple[int, torch.Tensor]]:
     """Yields this rank's batches of rows and the number of their first row; each is reported when it is done."""
-    starts = range(0, len(rows), size)
-    for start in (starts[number] for number in own_batches(len(starts))):
+    for start in _starts(rows, size):
         batch = rows[start : start + size]
         # The caller works on the batch before the generator goes on, so the report comes after the work.
         yield start, batch

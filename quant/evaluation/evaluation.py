@@ -1,4 +1,9 @@
-"""An `Evaluation` holds the measured figures of one model, on one text or several."""
+"""An `Evaluation` holds the measured figures of one model, on one text or several, and `Examples` show what they mean.
+
+A mean over thousands of tokens says how much was lost, and not where. While `evaluate` compares two models,
+`WorstPredictions` keeps the positions with the largest KL(base‖model); `continuations` has both models continue a
+prompt by their likeliest tokens, and `output_errors` compares the outputs of their layers on one row.
+"""
 
 from __future__ import annotations
 
@@ -17,19 +22,6 @@ from quant.calibration.outputs.logits import Logits, logits_of
 from quant.calibration.placement import device_of
 from quant.calibration.ranks import gathered
 from quant.recipes.blocks import output_of
-
-# Examples of a loss: the predictions that moved most, a text before and after, and the error of each layer's output.
-#
-# A mean over thousands of tokens says how much was lost, and not where. While `evaluate` compares two models,
-# `WorstPredictions` keeps the positions with the largest KL(base‖model); `continuations` has both models continue a
-# prompt by their likeliest tokens, and `output_errors` compares the outputs of their layers on one row,
-#
-#     error of a layer = ‖y_q − y‖ / ‖y‖
-#
-# where y_q is the layer's output in the quantized model, whose inputs differ already by the layers before it. A solver
-# such as gptq moves weights away from their originals to bring these outputs closer, so the error of the weights alone
-# would call it worse than rounding to nearest.
-
 
 Decode = Callable[[Sequence[int]], str]
 """A function from token ids to text."""
@@ -122,26 +114,23 @@ def continuations(
     model: nn.Module, baseline: nn.Module, prompt: Sequence[int], decode: Decode, *, tokens: int
 ) -> Continuation:
     """Returns `prompt` and its continuations by both models with their likeliest tokens."""
-    before, after = (_continued(each, prompt, tokens) for each in (baseline, model))
-    return Continuation(decode(prompt), decode(before), decode(after))
-
-
-def _continued(model: nn.Module, prompt: Sequence[int], tokens: int) -> list[int]:
-    # Without a KV cache, which models that are prepared for measuring do not have: texts are short.
-    ids = list(prompt)
-    for _ in range(tokens):
-        ids.append(int(logits_of(model, torch.tensor([ids], device=device_of(model)))[0, -1].argmax()))
-    return ids[len(prompt) :]
+    texts = []
+    for each in (baseline, model):
+        # Without a KV cache, which models that are prepared for measuring do not have: texts are short.
+        ids = list(prompt)
+        for _ in range(tokens):
+            ids.append(int(logits_of(each, torch.tensor([ids], device=device_of(each)))[0, -1].argmax()))
+        texts.append(decode(ids[len(prompt) :]))
+    return Continuation(decode(prompt), *texts)
 
 
 def output_errors(model: nn.Module, baseline: nn.Module, row: torch.Tensor, names: Iterable[str]) -> dict[str, float]:
-    """Returns the relative error of the outputs of layers on one row, by name.
+    """Returns the relative error ‖y_q − y‖ / ‖y‖ of the outputs of layers on one row of token ids `[seqlen]`, by name.
 
-    Layers that are no module of both models, such as experts that are fused in one of them, and outputs of zeros have
-    no entry. Of each output 64 positions are compared, so that outputs of a large model fit into memory.
-
-    Args:
-        row: the token ids `[seqlen]` of the row.
+    The inputs of a quantized layer differ already by the layers before it. A solver such as gptq moves weights away
+    from their originals to bring these outputs closer, so the error of the weights alone would call it worse than
+    rounding to nearest. Layers that are no module of both models, such as experts that are fused in one of them, and
+    outputs of zeros have no entry. Of each output 64 positions are compared, so that large ones fit into memory.
     """
     modules = [dict(each.named_modules()) for each in (model, baseline)]
     names = [name for name in names if all(name in each for each in modules)]

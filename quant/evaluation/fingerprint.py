@@ -1,6 +1,6 @@
 """A `Fingerprint` recognises a model by its logits for fixed token ids.
 
-`quantize` writes one into the report; `quant verify` loads the checkpoint, runs the same ids and compares the logits.
+`quantize` writes one into the report; `quant check` loads the checkpoint, runs the same ids and compares the logits.
 """
 
 from __future__ import annotations

@@ -26,8 +26,6 @@ from quant.kernels.linear.quantized_module import QuantizedModule
 from quant.recipes.blocks import output_of, removing
 from quant.recipes.layers import output_head
 
-# `inputs_moved` measures how far a model's output depends on the last bit of its layers' inputs.
-
 
 @contextmanager
 def inputs_moved(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:

@@ -12,9 +12,8 @@ import torch
 
 from quant.calibration.allocation.allocate import allocate
 from quant.calibration.allocation.goal import Goal
-from quant.calibration.allocation.measure_choices import Counts
+from quant.calibration.allocation.measure_choices import Counts, Search
 from quant.calibration.allocation.real_solver import rows_where_solved
-from quant.calibration.allocation.measure_choices import Search
 from quant.calibration.sensitivity.table import parse_candidates
 from quant.evaluation.evaluate import evaluate
 from quant.recipes.plan_make import make_plan
@@ -42,7 +41,7 @@ def test_gains_are_those_of_the_solved_model(
 
     monkeypatch.setattr(Search, "gains", spied)
     found = allocate(
-        model, ROWS, Goal(bits=6.0), formats=formats, solver=solver, effort=Counts(measurements=60, rounds=1)
+        model, ROWS, Goal(bits=6.0), formats=formats, solver=solver, counts=Counts(measurements=60)
     )
     (table,) = tables
     # Rows 0, 4, 8 and 12 measure, and the others solve.
@@ -68,17 +67,17 @@ def test_gains_are_those_of_the_solved_model(
 
 
 def test_changes_are_measured_for_budgets_on_a_quarter_of_the_rows_and_at_most_32() -> None:
-    plan, effort = make_plan(tiny_models.llama(), "nvfp4a16"), Counts()
+    plan, counts = make_plan(tiny_models.llama(), "nvfp4a16"), Counts()
     cuda, cpu, budget = torch.device("cuda"), torch.device("cpu"), Goal(bits=5)
     formats = parse_candidates("nvfp4a16,fp8a16")
 
     def count(solver: str = "gptq", goal: Goal = budget, rows: int = 100, device: torch.device = cuda) -> int:
-        return rows_where_solved(plan.quantized, formats, goal, solver, rows, effort, device)
+        return rows_where_solved(plan.quantized, formats, goal, solver, rows, counts, device)
 
     assert count() == 25 and count("kfac", rows=400) == 32 and count(rows=15) == 0
     assert count("rtn") == count("awq+gptq") == count(goal=Goal(max_kl=1)) == count(device=cpu) == 0
     branches = parse_candidates("nvfp4a16+lowrank:4,fp8a16")
-    assert rows_where_solved(plan.quantized, branches, budget, "gptq", 100, effort, cuda) == 0
+    assert rows_where_solved(plan.quantized, branches, budget, "gptq", 100, counts, cuda) == 0
 
 
 def test_a_limit_few_rows_and_experts_are_decided_without() -> None:
@@ -87,5 +86,5 @@ def test_a_limit_few_rows_and_experts_are_decided_without() -> None:
         (tiny_models.llama(gain=5), Goal(bits=6.0), ROWS[:8]),
         (tiny_models.mixtral(gain=5), Goal(bits=6.0), ROWS),
     ):
-        found = allocate(model, rows, goal, formats="nvfp4a16,fp8a16", solver="gptq", effort=Counts(measurements=8))
+        found = allocate(model, rows, goal, formats="nvfp4a16,fp8a16", solver="gptq", counts=Counts(measurements=8))
         assert "in a solved model" not in " ".join(layer.reason for layer in found.plan.quantized)

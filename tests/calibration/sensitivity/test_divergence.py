@@ -23,7 +23,7 @@ from quant.calibration.sensitivity.divergence import (
     start_sum,
 )
 from quant.calibration.sensitivity.scores import Scoring, score_groups
-from quant.calibration.sensitivity.switchable_model import SwitchableModel
+from quant.calibration.sensitivity.switchable_model import FormatChoice
 from quant.calibration.sensitivity.table import Candidate, parse_candidates
 from quant.calibration.session import Session
 from quant.calibration.texts.rows import trial_rows
@@ -252,7 +252,7 @@ class Broken(nn.Module):
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
-@pytest.mark.parametrize("when", ["measure", "nll", "probe", "descend"])
+@pytest.mark.parametrize("when", ["measure", "nll", "probe"])
 def test_a_loss_that_is_not_finite_is_an_error_that_names_the_token(value: float, when: str) -> None:
     model = Words(*SHARPNESS["language"])
     rows = torch.randint(0, 50, (4, 9))
@@ -264,13 +264,12 @@ def test_a_loss_that_is_not_finite_is_an_error_that_names_the_token(value: float
         "measure": lambda: found.measure(rows, reference, 10)(),
         "nll": lambda: found.nll(rows, 10),
         "probe": lambda: found.probe(rows, torch.Generator(), 10),
-        "descend": lambda: found.descend(rows, reference, 10),
     }
     with pytest.raises(NotFinite, match=r"^row 12, token 5: NaN or infinity in the .*; find the layer"):
         calls[when]()
 
 
-@pytest.mark.parametrize("when", ["measure", "probe", "descend"])
+@pytest.mark.parametrize("when", ["measure", "probe"])
 def test_so_is_one_of_a_class_or_of_an_embedding(when: str) -> None:
     model, rows = texts()
     for measured, inner in ((model, model), (model.bert, model.bert)):
@@ -281,7 +280,6 @@ def test_so_is_one_of_a_class_or_of_an_embedding(when: str) -> None:
         calls: dict[str, Callable[[], Any]] = {
             "measure": lambda f=found, r=reference: f.measure(rows, r, 100)(),
             "probe": lambda f=found: f.probe(rows, torch.Generator(), 100),
-            "descend": lambda f=found, r=reference: f.descend(rows, r, 100),
         }
         with pytest.raises(NotFinite, match=r"^row 117: NaN or infinity in"):
             calls[when]()
@@ -298,15 +296,15 @@ def test_so_is_one_of_a_class_or_of_an_embedding(when: str) -> None:
 )
 def test_a_format_that_breaks_a_group_is_named(method: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The second layer's input rounds to NaN in the sixth row of a batch, or in the only one."""
-    rounded = SwitchableModel.round_input
+    rounded = FormatChoice.round_input
 
-    def broken(self: SwitchableModel, group: str, x: torch.Tensor, candidate: Candidate) -> torch.Tensor:
+    def broken(self: FormatChoice, group: str, x: torch.Tensor, candidate: Candidate) -> torch.Tensor:
         out = rounded(self, group, x, candidate)
         if group != "2" or candidate.activation is None:
             return out
         return out.index_fill(0, torch.tensor(min(5, len(out) - 1)), torch.nan)
 
-    monkeypatch.setattr(SwitchableModel, "round_input", broken)
+    monkeypatch.setattr(FormatChoice, "round_input", broken)
     model, rows = vectors()
     with pytest.raises(NotFinite, match=message):
         scores(model, rows, method)

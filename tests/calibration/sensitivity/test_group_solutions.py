@@ -122,7 +122,7 @@ def test_products_are_those_of_the_scaled_layer() -> None:
             assert solution.divisor is not None and solution.input_scale is not None
             if members[0].shape[-1] != 64:
                 continue
-            switchable.set({group: "nvfp4"})
+            switchable.formats.set({group: "nvfp4"})
             divided = api_round(x / solution.divisor, solution.input_scale)
             for m in members:
                 with torch.no_grad():

@@ -122,10 +122,10 @@ def test_fisher_is_what_plain_autograd_gives(formats: str) -> None:
     sums = {(g, c.name): 0.0 for g in groups for c in candidates}
     with switchable:
         quantized = {
-            (m.name, c.name): switchable.weights.solved(g, c)[m.name].dequantize()
+            (m.name, c.name): switchable.formats.solved(g, c)[m.name].dequantize()
             for g, members in groups.items() for m in members for c in candidates
         }  # fmt: skip
-        scales = {(g, c.name): switchable.input_scale(g, c) for g in groups for c in candidates}
+        scales = {(g, c.name): switchable.formats.input_scale(g, c) for g in groups for c in candidates}
     for index in range(2):
         seen: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
 
@@ -197,7 +197,7 @@ def test_output_is_the_relative_error_in_float64() -> None:
     error = signal = 0.0
     switchable = SwitchableModel(model, groups, {"mxfp8": candidate}, {})
     with switchable:
-        solved = switchable.weights.solved(name, candidate)
+        solved = switchable.formats.solved(name, candidate)
     x = inputs[0].detach().double()
     x_q = fake_quantize(inputs[0].detach(), candidate.activation).double()
     for m in members:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from quant.calibration.session import Session
-from quant.calibration.texts.mixture import SHARES, TextWriter, mixture_rows, sample_texts, turns
+from quant.calibration.texts.mixture import SHARES, mixture_rows, sample_texts, turns
 from quant.calibration.texts.self_written import generate_rows
 
 BOS, EOS, TURN = 256, 257, 258
@@ -51,10 +51,10 @@ class Upwards(nn.Module):
 
 
 def mixed(samples: int = 16, seqlen: int = 512, **options: Any) -> tuple[torch.Tensor, dict[str, Any]]:
-    options = {"writer": TextWriter(Upwards()), "tokenizer": Bytes()} | options
+    options = {"model": Upwards(), "tokenizer": Bytes()} | options
     session = Session(seed=options.pop("seed", 0))
-    writer, tokenizer = options.pop("writer"), options.pop("tokenizer")
-    return mixture_rows(writer, tokenizer, session, samples=samples, seqlen=seqlen, **options)
+    model, tokenizer = options.pop("model"), options.pop("tokenizer")
+    return mixture_rows(model, tokenizer, session, samples=samples, seqlen=seqlen, **options)
 
 
 def pieces_of(rows: torch.Tensor) -> list[bytes]:
@@ -115,16 +115,16 @@ def test_samples_stand_in_where_the_model_does_not_write() -> None:
 
     silent = Silent()
     silent.table = nn.Embedding(259, 8)
-    rows, record = mixed(8, writer=TextWriter(silent))
+    rows, record = mixed(8, model=silent)
     assert rows.shape == (8, 512) and "own text" not in record["tokens"] and "pixels" in record["no_own_text"]
-    told, why = mixed(8, writer=TextWriter(Upwards(), why_not="too large"))
+    told, why = mixed(8, model=Upwards(), why_not="too large")
     assert torch.equal(told, rows) and why["no_own_text"] == "too large"
-    everything, _ = mixed(10_000, writer=None)
+    everything, _ = mixed(10_000, model=None)
     assert 150 < len(everything) < 10_000  # as many rows as the samples give, in bytes
     with pytest.raises(TypeError, match="pixels"):
-        mixed(8, writer=TextWriter(silent), tokenizer=None)
+        mixed(8, model=silent, tokenizer=None)
     with pytest.raises(ValueError, match="no calibration text"):
-        mixed(8, writer=None, tokenizer=None)
+        mixed(8, model=None, tokenizer=None)
 
 
 def test_own_text_alone() -> None:

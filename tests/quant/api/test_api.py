@@ -14,13 +14,13 @@ from torch import nn
 
 from quant.base.errors import UserError
 from quant.calibration.session import Session
-from quant.calibration.texts.mixture import TextWriter, mixture_rows
-from quant.calibration.walk.input_scales import calibrate
+from quant.calibration.texts.mixture import mixture_rows
+from quant.calibration.walk.collect import calibrate
 from quant.calibration.walk.solve_weights import apply_plan, solve_state_dict
 from quant.formats.format import FORMATS
 from quant.formats.tensor import fake_quantize
 from quant.formats.tensor import quantize as quantize_tensor
-from quant.kernels.linear.expert_modules import QuantExperts
+from quant.kernels.linear.experts import QuantExperts
 from quant.kernels.linear.quant_linear import QuantLinear
 from quant.models.open_model import open_model
 from quant.recipes.layers import find_layers
@@ -136,7 +136,7 @@ def test_a_language_model_without_data_calibrates_on_what_it_writes(base: nn.Mod
     alone, given = copy.deepcopy(base), copy.deepcopy(base)
     done = quantize(alone, "nvfp4", progress=lambda stage, done, total: stages.update({stage: total}))
     # This model has 128 positions.
-    rows, record = mixture_rows(TextWriter(base), None, Session(), samples=32, seqlen=128)
+    rows, record = mixture_rows(base, None, Session(), samples=32, seqlen=128)
     quantize(given, "nvfp4", rows)
     assert stages["generate"] >= 32 * 127 and done.plan.provenance["calibration"] == [{"source": "mix", **record}]
     for layer in done.plan.quantized:
