@@ -1,4 +1,8 @@
-"""The command `quantize` turns a model into a quantized checkpoint with its plan and report."""
+"""The command `quantize` turns a model into a quantized checkpoint with its plan and report.
+
+`quant plan make` shares its options of formats, calibration and machine. Budgets other than `--bits`, and what experts
+change about a plan, are options of `quant plan make` alone, whose plan `quantize --plan` runs.
+"""
 
 from __future__ import annotations
 
@@ -27,12 +31,6 @@ from quant.cli.command import (
 from quant.cli.completion import FORMAT_NAMES, MODELS, OBSERVERS, PRESET_LIST, PRESETS, RUNTIMES, SOLVERS, SOURCES
 from quant.cli.console import CONSOLE, listener, print_plan
 from quant.models.startup import read_ahead, skip_image_packages
-
-# Options of a run, which `quantize` and `quant plan make` share: formats, calibration, budgets and machine.
-#
-# `--help` shows them by purpose. Budgets other than `--bits`, and what experts change about a plan, are options of
-# `quant plan make` alone, whose plan `quantize --plan` runs.
-
 
 GROUPS = {
     "Formats": (
