@@ -219,7 +219,7 @@ def grouped_layers(model: nn.Module, run: Callable[[nn.Module], Any] | None) -> 
     Layers that no run calls get the groups of their siblings, or the groups that their names suggest.
     """
     layers = group_experts(find_layers(model))
-    seen, obstacle = Watched(), None
+    seen, failure = Watched(), None
     # Without values, some models cannot read what decides how they go on: a plan without weights tries all ways.
     is_outline = any(parameter.is_meta for parameter in model.parameters())
     # From the cheapest to the most expensive: shapes, then two tokens, then images or sounds of zeros. BF16 is the only
@@ -232,16 +232,16 @@ def grouped_layers(model: nn.Module, run: Callable[[nn.Module], Any] | None) -> 
                 attempt(model)
             # Attempts that failed half-way have seen layers that this one may have skipped.
             watched.add(seen)
-            seen, obstacle = watched, None
+            seen, failure = watched, None
             break
         except Exception as error:  # the model's own code, which may fail in any way on a stand-in input
             if attempt is run and not is_outline:
                 raise UserError(f"the model failed on the given example input: {error}") from error
-            obstacle = f"{type(model).__name__} does not run on token ids; in Python, pass run="
+            failure = f"{type(model).__name__} does not run on token ids; in Python, pass run="
             seen.add(watched)
     # Experts that the router did not choose were never called, though their siblings were.
-    layers = group_unseen(seen.of(layers, complete=obstacle is None), model)
-    return layers, obstacle if without_group(layers) else None
+    layers = group_unseen(seen.of(layers, complete=failure is None), model)
+    return layers, failure if without_group(layers) else None
 
 
 def _fusion_record(layers: Sequence[Layer], plan: Plan, unknown: str | None) -> dict[str, Any]:

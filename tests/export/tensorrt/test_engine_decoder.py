@@ -101,7 +101,7 @@ def test_profiles_that_the_cache_does_not_take(tmp_path: Path) -> None:
     model = serving_samples.decoder("llama-64", num_hidden_layers=1, dtype=torch.float16)
     path = export_onnx(model, tmp_path / "m.onnx", capacity=256)
     for shapes, words in (
-        ("sequence=1:128:512", r"a sequence of 512 does not fit into a KV cache of 256 \(--capacity\)"),
+        ("sequence=1:128:512", r"a sequence of 512 does not fit into a KV cache of 256 \(capacity=\)"),
         ("past=1:2:3", r"no input or dimension 'past'"),
     ):
         with pytest.raises(ValueError, match=words):

@@ -72,7 +72,7 @@ def test_shapes_that_fit() -> None:
         ([Q, (3, 2, 500, 128), (3, 2, 500, 128), SCALES], "batch and dim must agree"),
         (
             [(2, 8, 300, 96), (2, 2, 5, 96), (2, 2, 5, 96), SCALES],
-            "must be known, one of 64, 128, 256. Use --attention",
+            "must be known, one of 64, 128, 256. Use attention=",
         ),
         ([(2, 8, 300, None), (2, 2, 5, -1), (2, 2, 5, None), SCALES], r"q \[2, 8, 300, '\?'\]"),
         ([Q, KV, KV, (1,)], r"scales \[3\]"),

@@ -19,12 +19,12 @@ from samples import BASE
 from torch import nn
 
 import quant
-from quant.generate.quantized_kv_cache import QuantizedKVCache
 from quant.base.errors import UserError
 from quant.cli.main import main
 from quant.cli.quantize_command import quantize_command
 from quant.formats.format import FORMATS
 from quant.generate.quantized_attention import IMPLEMENTATIONS, quantized_attention, register
+from quant.generate.quantized_kv_cache import QuantizedKVCache
 from quant.kernels.attention.kv_pages import first_scale, round_kv
 from quant.recipes.blocks import cache_argument
 
@@ -321,8 +321,8 @@ def test_the_model_is_as_before_afterwards(model: nn.Module) -> None:
 
 def test_mistakes(model: nn.Module) -> None:
     for options, message in (
-        ({"attention": "int8"}, "--attention int8: unknown; known: fp8, 16bit"),
-        ({"kv_cache": "mxfp4"}, "--kv-cache mxfp4: unknown; known: fp8, nvfp4, 16bit"),
+        ({"attention": "int8"}, 'attention="int8": unknown; known: fp8, 16bit'),
+        ({"kv_cache": "mxfp4"}, 'kv_cache="mxfp4": unknown; known: fp8, nvfp4, 16bit'),
     ):
         with pytest.raises(UserError, match=message), quantized_attention(model, **options):
             pass
