@@ -36,7 +36,6 @@ within 2^-8 of a unit in the last place of one rounding.
 from __future__ import annotations
 
 import weakref
-from functools import lru_cache
 
 import torch
 import triton
@@ -48,7 +47,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from quant.formats.format import E2M1, E4M3, FORMATS
 from quant.formats.tensor import BlockScaledTensor
-from quant.kernels.base.launch import CachedLaunch
+from quant.kernels.base.launch import cached_launch
 
 # One word and the scales of its two rows to four words of two products: codes 0 and 1 are of the first row.
 _PRODUCTS = gl.constexpr("""{
@@ -223,15 +222,10 @@ def dequantize_prepacked(weight: BlockScaledTensor, dtype: torch.dtype = torch.b
     """Returns `[out, in]` of a prepacked weight in `dtype`, each value rounded once."""
     N, K = weight.shape
     out = torch.empty(N, K, dtype=dtype, device=weight.codes.device)
-    _dequantizer(N, K)(weight.codes, weight.scale, weight.global_scale, out, K)
-    return out
-
-
-@lru_cache(maxsize=256)
-def _dequantizer(N: int, K: int) -> CachedLaunch:
-    """Returns the launch of `sm90_nvfp4_dequantize` for weights of a shape."""
     tiles = _tiles_of(K)
-    return CachedLaunch(sm90_nvfp4_dequantize, (K // 64 // tiles, N // 64), {"tiles": tiles, "num_warps": 4})
+    launch = cached_launch(sm90_nvfp4_dequantize, (K // 64 // tiles, N // 64), tiles=tiles, num_warps=4)
+    launch(weight.codes, weight.scale, weight.global_scale, out, K)
+    return out
 
 
 def prepacked_to_e4m3(weight: BlockScaledTensor) -> tuple[Tensor, Tensor]:

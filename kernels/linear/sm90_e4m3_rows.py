@@ -14,7 +14,6 @@ The price is a second rounding of W, of up to one part in 16, and the rounding o
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache
 
 import torch
 import triton
@@ -24,7 +23,7 @@ from torch import Tensor
 from quant.formats.format import E4M3
 from quant.formats.tensor import BlockScaledTensor
 from quant.kernels.base.hardware import current
-from quant.kernels.base.launch import BoundedTable, CachedLaunch
+from quant.kernels.base.launch import BoundedTable, cached_launch
 from quant.kernels.base.portable_dependent_launch import overlap_options, start_next, wait_for_previous
 from quant.kernels.base.portable_small_floats import encode_scale, larger, quotient_to_code, reciprocal
 from quant.kernels.linear import sm90_codes_gemm_many
@@ -75,19 +74,12 @@ def rows_to_e4m3(x: Tensor) -> tuple[Tensor, Tensor]:
     codes = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=x.device)
     scale = torch.empty(len(x), dtype=torch.float32, device=x.device)
     pairs = x.view(torch.int32)
-    _rounding(*x.shape, x.device)(pairs, codes.view(torch.int32), scale, x.stride(0), x.shape[1])
-    return codes, scale
-
-
-@lru_cache(maxsize=256)
-def _rounding(tokens: int, columns: int, device: torch.device) -> CachedLaunch:
     # At least four words a thread: with two, 192 and 256 columns came out wrong on an H100 (Triton 3.6 and 3.7).
-    width = max(triton.next_power_of_2(columns // 4), 128)
-    constants = {
-        "largest": E4M3.max, "width": width, "num_warps": min(width // 128, 16),
-        **overlap_options(torch.empty(0, device=device)),
-    }  # fmt: skip
-    return CachedLaunch(rows_to_e4m3_kernel, (tokens,), constants)
+    width = max(triton.next_power_of_2(x.shape[1] // 4), 128)
+    options = {"largest": E4M3.max, "width": width, "num_warps": min(width // 128, 16), **overlap_options(x)}
+    launch = cached_launch(rows_to_e4m3_kernel, (len(x),), **options)
+    launch(pairs, codes.view(torch.int32), scale, x.stride(0), x.shape[1])
+    return codes, scale
 
 
 def multiply_in_e4m3(
