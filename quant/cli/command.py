@@ -358,7 +358,14 @@ def _at_revision(params: dict[str, Any], revision: str) -> None:
 
 def command_line(ctx: click.Context) -> str:
     """Returns the command as it was given."""
-    return shlex.join([str(ctx.info_name), *ctx.meta[_ARGUMENTS]])
+    names = _names(ctx)
+    return shlex.join([*(["quant"] if len(names) > 1 else []), *names, *ctx.meta[_ARGUMENTS]])
+
+
+def _names(ctx: click.Context) -> list[str]:
+    """Returns the names by which the toolbox finds a command, such as `plan make`."""
+    is_inside = ctx.parent is not None and ctx.parent.parent is not None
+    return [*(_names(ctx.parent) if is_inside and ctx.parent is not None else []), str(ctx.command.name)]
 
 
 def _joins_ranks(ctx: click.Context) -> bool:
@@ -366,7 +373,7 @@ def _joins_ranks(ctx: click.Context) -> bool:
     devices = ctx.params.pop("devices")
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         if devices not in (None, 1):
-            ctx.exit(launch(str(ctx.info_name), ctx.meta[_ARGUMENTS], devices))
+            ctx.exit(launch([*_names(ctx), *ctx.meta[_ARGUMENTS]], devices))
         return False
     from quant.calibration.ranks import join, rank_and_world
 

@@ -16,8 +16,8 @@ from quant.base.errors import UserError, counted
 from quant.base.processor import cores
 
 
-def launch(command: str, arguments: Sequence[str], count: int) -> int:
-    """Runs a command of the toolbox as `count` ranks of this machine, and gives its exit code."""
+def launch(command: Sequence[str], count: int) -> int:
+    """Runs a command of the toolbox, with its arguments, as `count` ranks of this machine; gives its exit code."""
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -33,7 +33,7 @@ def launch(command: str, arguments: Sequence[str], count: int) -> int:
     )  # fmt: skip
     try:
         # The same interpreter; a console script of another environment could be first on PATH.
-        elastic_launch(config, sys.executable)("-m", "quant", command, *arguments)
+        elastic_launch(config, sys.executable)("-m", "quant", *command)
     except SignalException as stopped:
         return 128 + int(stopped.sigval)
     except ChildFailedError as error:

@@ -389,7 +389,7 @@ def test_the_launcher_gives_the_exit_code_of_the_rank_that_failed(
         ("die", 128 + signal.SIGKILL, "error: rank 1 was killed by signal 9; run the same command again\n"),
     ):
         monkeypatch.setenv("OMP_NUM_THREADS", "6")
-        assert torchrun.launch("quantize", [argument], 2) == code
+        assert torchrun.launch(["quantize", argument], 2) == code
         assert capfd.readouterr() == (f"0 of 2 on 127.0.0.1: -m quant quantize {argument}\n", error)
 
 
