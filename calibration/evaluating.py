@@ -117,10 +117,7 @@ def without_cache(configs: Iterable[Any]) -> Iterator[None]:
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Puts a model into evaluation mode, and restores the mode of each module at the end.
-
-    A module that has replaced another one takes over its mode; a new module takes the mode of its parent.
-    """
+    """Puts a model into evaluation mode; each module gets its mode back, one in another's place that of the other."""
     modes = {name: module.training for name, module in model.named_modules(remove_duplicate=False)}
     # Weak references, because replaced layers must be freed; one that a caller still holds gets its mode back.
     training = [weakref.ref(module) for module in model.modules() if module.training]

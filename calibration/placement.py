@@ -442,10 +442,7 @@ class _ExpertsOnDevice:
 
 @contextmanager
 def experts_on_device(block: nn.Module, device: torch.device | None) -> Iterator[None]:
-    """Keeps experts that a block reads from their files on a GPU with room for them while open.
-
-    Solving a block reads each of its experts a dozen times, by every pass over a batch of rows among others.
-    """
+    """Keeps experts of a block in files on a GPU with room for them while open: solving reads each a dozen times."""
     parameters = {id(p): p for p in block.parameters() if reads_experts(p)}
     size = sum(p.stored.shape.numel() * p.dtype.itemsize for p in parameters.values())  # type: ignore[attr-defined]
     if not size or device is None or device.type != "cuda" or size > _EXPERTS_SHARE * free_memory(device):

@@ -184,10 +184,7 @@ class Loop:
         return MeasuredChoice(choice, self._note(choice, present.measured * after / before))
 
     def _against_uniform(self, present: MeasuredChoice) -> MeasuredChoice:
-        """Returns one format for all groups where that is within the budgets and measured to be better.
-
-        Scores and gains are estimates, and with little to choose between a mix can end worse than no mix.
-        """
+        """Returns one format for all groups where it measures better: a mix by estimates can end worse than no mix."""
         best, best_name = present, ""
         for name, choice in self.uniform_within_budgets().items():
             measured = self.bench.loss(choice)

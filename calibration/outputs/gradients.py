@@ -305,10 +305,7 @@ class _Pass:
         return output, lambda generator: draw(generator=generator)
 
     def _head_gradient(self, hidden: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-        """Returns the gradient for the inputs of the head.
-
-        It takes a slice of positions at a time, because logits of all positions would not fit.
-        """
+        """Returns the gradient for the head's inputs; slice by slice, because logits of all positions would not fit."""
         gradient, head = torch.empty_like(hidden), self.logits.head
         assert head is not None
         tensors = self._elsewhere(head)

@@ -124,10 +124,7 @@ class Divergence(Protocol):
 
 
 def divergence_of(model: nn.Module, rows: torch.Tensor) -> Divergence:
-    """Returns the divergence for `model`.
-
-    It compares next tokens if the model has an output head, and classes if it returns one vector a row.
-    """
+    """Returns the divergence for `model`: of next tokens with an output head, of classes for one vector a row."""
     head = output_head(model)
     if head is not None:
         return NextToken(model, head)

@@ -108,10 +108,7 @@ def check_feasible(problem: KnapsackProblem, limits: Mapping[str, float]) -> Non
 
 
 def pareto(problem: KnapsackProblem, resource: str, points: int = 25) -> list[np.ndarray]:
-    """Returns the best choices for `points` limits of `resource`, from its smallest sum to the best choice's.
-
-    Limits are denser near the smallest sum, where the curve bends most and where budgets lie.
-    """
+    """Returns the best choices for limits of `resource`, denser near its smallest sum, where the curve bends most."""
     low = smallest(problem, resource)
     unbounded = problem.scores.argmin(axis=1)
     high = max(problem.total(resource, unbounded), low)

@@ -495,10 +495,7 @@ def measure_amax(
     rows: torch.Tensor,
     session: Session,
 ) -> dict[str, torch.Tensor]:
-    """Returns the largest input magnitude of each layer, as `SwitchableModel.amax` takes it.
-
-    Empty if no candidate needs it.
-    """
+    """Returns the largest input magnitude of each layer; empty if no candidate needs it."""
     if not any(candidate.has_static_scale for candidate in candidates.values()):
         return {}
     names = [layer.name for members in groups.values() for layer in members]

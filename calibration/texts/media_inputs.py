@@ -181,10 +181,7 @@ class Sample:
 
 
 def read_samples(source: str | Path, count: int, *, pairs: bool) -> list[Sample] | None:
-    """Returns the first `count` samples of a folder or data set, or fewer.
-
-    None where it holds neither images nor sounds.
-    """
+    """Returns the first `count` samples of a folder or data set; None where it holds neither images nor sounds."""
     path = Path(source)
     if path.is_dir():
         files = sorted(f for f in path.rglob("*") if f.suffix.lower() in (*IMAGES, *SOUNDS) and f.is_file())

@@ -270,10 +270,7 @@ def solver_needs_data(layer: LayerPlan) -> bool:
 
 
 def lacks_data(plan: Plan) -> str | None:
-    """Returns the error message for a plan that needs calibration text and has none.
-
-    None where the plan needs no text.
-    """
+    """Returns the error message for a plan that needs calibration text and has none; None where it needs no text."""
     # The most specific reason comes first: a solver or a static scale names a layer, guard and KV cache the whole plan.
     way_out = "pass calibration data: --calib SOURCE, or data= in Python"
     for layer in plan.quantized:

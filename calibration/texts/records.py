@@ -39,10 +39,7 @@ class Corpus:
 
 
 def parse_corpus(spec: str) -> Corpus | None:
-    """Returns the corpus that a string names, as the module docstring lists them.
-
-    None for anything else, such as a text file.
-    """
+    """Returns the corpus that a string names (see the module); None for anything else, such as a text file."""
     if spec.startswith("hf:"):
         parts, _, column = spec[3:].partition("#")
         name, config, split = [*parts.split(":", 2), "", ""][:3]
@@ -61,10 +58,7 @@ def parse_corpus(spec: str) -> Corpus | None:
 
 
 def check_corpus(spec: str) -> None:
-    """Raises ValueError for an empty file, or a source that needs a package that is missing.
-
-    It opens nothing, so that a run is refused before its model is loaded.
-    """
+    """Raises ValueError for an empty file, or a source whose package is missing; it opens nothing."""
     corpus = parse_corpus(spec)
     if corpus is None or Path(corpus.path).is_dir():  # a folder may hold images, which take no such package
         return

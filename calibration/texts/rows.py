@@ -59,7 +59,7 @@ def read_documents(items: Iterable[Any], tokenizer: Any | None, name: str, colum
         yield from (each for each in _documents(item, tokenizer, name, column) if len(each[0]))
 
 
-def _documents(item: Any, tokenizer: Any | None, name: str, column: str | None) -> Iterator[Document]:
+def _documents(item: Any, tokenizer: Any, name: str, column: str | None) -> Iterator[Document]:
     if item is None:  # an empty cell
         return
     is_chat = isinstance(item, Sequence) and bool(item) and all(map(_is_turn, item))

@@ -122,10 +122,7 @@ def _uniform(seed: int, row: int, seqlen: int) -> torch.Tensor:
 
 
 def _template(openings: Sequence[Sequence[int]], start: int | None, seqlen: int) -> torch.Tensor:
-    """Returns how each token is chosen, int64 `[rows, seqlen]`.
-
-    An id stands for itself, `_LIKELY` for argmax, and `_DRAWN` for a random draw.
-    """
+    """Returns how each token is chosen, int64 `[rows, seqlen]`: an id is itself, `_LIKELY` argmax, `_DRAWN` a draw."""
     template = torch.full((len(openings), seqlen), _DRAWN, device="cpu")
     for row, opening in zip(template, openings, strict=True):
         if start is None and not len(opening):
@@ -235,10 +232,7 @@ def _drawable(model: nn.Module, tokenizer: Any | None) -> torch.Tensor:
 
 @contextmanager
 def _plain_attention(model: Any) -> Iterator[None]:
-    """Matrix products and a softmax instead of fused attention while the block runs, on a CPU.
-
-    With one query a row, fusing saves no memory traffic, and torch's fused CPU kernel takes about twice as long.
-    """
+    """Eager attention while open, on a CPU: torch's fused kernel takes twice as long for one query a row."""
     before = getattr(getattr(model, "config", None), "_attn_implementation", None)
     on_cpu = next(model.parameters()).device.type == "cpu"
     if before != "sdpa" or not on_cpu or not hasattr(model, "set_attn_implementation"):

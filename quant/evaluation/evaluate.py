@@ -278,9 +278,9 @@ def evaluate(
                 logits = [Logits(each, output_head(each)) for each in models]
                 batches = [rows[start : start + batch_size] for start in _starts(rows, batch_size)]
                 with ExitStack() as stack:
-                    for each in (each for each in logits if each.model in visited and batches):
-                        each.decide(batches[0].to(device_of(each.model)))
-                        stack.enter_context(blocks_first(each.model, batches, dtype))
+                    for of_model in (of_model for of_model in logits if of_model.model in visited and batches):
+                        of_model.decide(batches[0].to(device_of(of_model.model)))
+                        stack.enter_context(blocks_first(of_model.model, batches, dtype))
                     evaluation = _evaluate_predictions(logits, rows, batch_size, report, worst)
             else:
                 evaluation = _evaluate_embeddings(models, rows, batch_size, report)
@@ -290,10 +290,7 @@ def evaluate(
 def _evaluate_predictions(
     logits: Sequence[Logits], rows: torch.Tensor, size: int, report: Reporter, worst: WorstPredictions | None
 ) -> Evaluation:
-    """Returns the figures over the next tokens of rows of text.
-
-    `logits` are of the model, then of the baseline if any.
-    """
+    """Returns the figures over next tokens of rows; `logits` are of the model, then of the baseline if any."""
     sums = torch.cat(
         _in_order(
             (start, prediction_sums(logits, batch, start, worst)) for start, batch in _batches(rows, size, report)
