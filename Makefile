@@ -64,6 +64,7 @@ lint: .venv/.dev
 	$(RUN) ruff check .
 	$(RUN) ruff format --check .
 	$(RUN) mypy
+	.venv/bin/lint-imports
 
 docs: .venv/.docs  ## the documentation as a site in out/docs; a broken link is an error
 	NO_MKDOCS_2_WARNING=1 $(RUN) mkdocs build --strict

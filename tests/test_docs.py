@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from samples import ROOT
-from test_layering import PARTS
+from test_layering import FILES, ROOMS
 
 import quant
 from quant.formats.format import FORMATS
@@ -21,9 +21,9 @@ PLACE = re.compile(r"`((?:[\w.]+/)+[\w.]+\.\w+)(?::([\w.]+))?`")
 LINK = re.compile(r"\]\(([^)#:]+)\)")
 # Names of files and modules in comments and docstrings: `kernels/base/weight_layout.py`,
 # `calibration.sensitivity.scores`.
-FOLDERS = "|".join((*PARTS, "tests", "benchmarks", "docs"))
+FOLDERS = "|".join((*ROOMS, "quant", "tests", "benchmarks", "docs"))
 FILE = re.compile(rf"(?<![\w/.-])((?:{FOLDERS})/[\w/]*\w\.(?:py|toml|md))\b")
-MODULE = re.compile(rf"`(?:quant\.)?((?:{'|'.join(PARTS.keys() - {'quant'})})(?:\.\w+)+)`")
+MODULE = re.compile(rf"`(?:quant\.)?((?:{'|'.join(ROOMS)})(?:\.\w+)+)`")
 
 
 def definitions(file: Path) -> set[str]:
@@ -61,19 +61,18 @@ def test_the_way_of_a_weight_has_at_most_twelve_stops() -> None:
     assert [int(number) for number, _ in stops] == list(range(1, len(stops) + 1)) and 8 <= len(stops) <= 12
 
 
-def test_the_map_of_rooms_is_the_one_that_is_enforced() -> None:
-    rows = [
-        [cell.strip().strip("`") for cell in line.split("|")[1:4]]
-        for line in (ROOT / "CONTRIBUTING.md").read_text().splitlines()
-        if line.startswith("| ") and line.count("|") == 5
-    ]
-    found: dict[str, list[str]] = {}
-    for room, _, part in rows[1:]:
-        found.setdefault(room or list(found)[-1], []).append(part.replace("·", "."))
-    assert {room: tuple(parts) for room, parts in found.items()} == PARTS
+def test_the_map_of_rooms_names_every_folder() -> None:
+    """A row names one or more folders; the folders below them are part of the room."""
+    table = (ROOT / "CONTRIBUTING.md").read_text().partition("## Rooms")[2].partition("## Where")[0]
+    rooms = {
+        name for row in re.findall(r"^\| (`.+?`) \|", table, re.MULTILINE) for name in re.findall(r"`([\w/]+)`", row)
+    }
+    folders = {file.parent for file in FILES} - {Path("quant"), Path("export")}
+    assert [room for room in rooms if Path(room) not in folders and not (ROOT / room).is_dir()] == []
+    assert [folder for folder in folders if not rooms & {folder.as_posix(), *map(Path.as_posix, folder.parents)}] == []
 
 
-@pytest.mark.parametrize("room", [*PARTS, "tests", "benchmarks"])
+@pytest.mark.parametrize("room", [*ROOMS, "quant", "tests", "benchmarks"])
 def test_every_file_and_module_that_the_code_names_is_there(room: str) -> None:
     """Names in comments and docstrings outlive the files that they name; test_layering.py invents some."""
     missing = []
