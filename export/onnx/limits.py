@@ -123,23 +123,19 @@ _INPUTS: dict[str, tuple[str, ...]] = {
     "int4_g64": (),
     "int4_g32": (),
 }
-# The format to use in place of one that cannot be exported, and the reason.
+# Formats that cannot be exported: the format to use in its place, and the reason; without one it is a format of inputs.
 _INSTEAD = {
-    "mxfp4": "nvfp4",
-    "mxfp6": "fp8",
-    "mxfp6_e3m2": "fp8",
-    "mxfp8_e5m2": "mxfp8",
-    "fp8_token": "fp8_channel",
-    "fp8_group": "fp8_block with 16-bit inputs",
-    "int8_token": "int8",
-    "int8_tensor": "int8",
-}
-_WHY = {
-    "mxfp4": "TensorRT has no E2M1 weights with E8M0 scales",
-    "mxfp6": "ONNX has no 6-bit numbers at this opset",
-    "mxfp6_e3m2": "ONNX has no 6-bit numbers at this opset",
-    "mxfp8_e5m2": "TensorRT does not import E5M2 weights",
-    "fp8_group": "TensorRT reads only the first scale of each row of FP8 weights blocked along their inputs",
+    "mxfp4": ("nvfp4", "TensorRT has no E2M1 weights with E8M0 scales"),
+    "mxfp6": ("fp8", "ONNX has no 6-bit numbers at this opset"),
+    "mxfp6_e3m2": ("fp8", "ONNX has no 6-bit numbers at this opset"),
+    "mxfp8_e5m2": ("mxfp8", "TensorRT does not import E5M2 weights"),
+    "fp8_token": ("fp8_channel", ""),
+    "fp8_group": (
+        "fp8_block with 16-bit inputs",
+        "TensorRT reads only the first scale of each row of FP8 weights blocked along their inputs",
+    ),
+    "int8_token": ("int8", ""),
+    "int8_tensor": ("int8", ""),
 }
 # Of TensorRT's fused FP8 attention.
 _NATIVE_HEAD_DIMS = (64, 128)
@@ -153,8 +149,8 @@ def layer_problem(
     `static_scale` says whether the layer has a calibrated input scale; `activation` is None for 16-bit inputs.
     """
     if weight.name not in _INPUTS:
-        reason = _WHY.get(weight.name, f"{weight} is a format of inputs")
-        return f"{weight} weights cannot be exported: {reason}; use {_INSTEAD.get(weight.name, 'fp8')}"
+        instead, reason = _INSTEAD.get(weight.name, ("fp8", ""))
+        return f"{weight} weights cannot be exported: {reason or f'{weight} is a format of inputs'}; use {instead}"
     if len(shape) == 2 and not weight.divides(shape):
         block = weight.block_shape(shape)[1]
         return (

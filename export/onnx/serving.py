@@ -139,35 +139,30 @@ def serving_program(
     with attending(model, function, masked=False):
         # A first pass without values tells the shapes of the cache, which is an input of the pass that is traced.
         past = function.cache_inputs(cache_shapes(model, function), capacity)
-        inputs = serving_inputs()
-        exported = trace_serving(ServingGraph(model, function), inputs, past, shapes, capacity)
-    outputs = [LOGITS, *map(new_name, past)]
-    program = translate(exported, {**inputs, **past}, outputs, MODEL_PREFIX, model, opset=SERVING_OPSET)
+        exported, inputs = trace_serving(ServingGraph(model, function), past, shapes, capacity)
+    program = translate(exported, inputs, [LOGITS, *map(new_name, past)], MODEL_PREFIX, model, opset=SERVING_OPSET)
     program.metadata_props[CAPACITY_KEY] = str(capacity)
     return program
 
 
-def serving_inputs() -> dict[str, GraphInput]:
-    """Returns examples of a step's tokens, by the names of the graph's inputs, on torch's default device."""
-    return {
-        IDS: GraphInput(torch.zeros(2, 5, dtype=torch.long), ("batch", "sequence")),
-        LENGTHS: GraphInput(torch.tensor([3, 2]), ("batch",)),
-        LAST: GraphInput(torch.tensor([4, 3]), ("batch",)),
-    }
-
-
 def trace_serving(
-    graph: nn.Module,
-    inputs: Mapping[str, GraphInput],
-    past: Mapping[str, GraphInput],
-    shapes: str | Sequence[str] | None,
-    capacity: int,
-) -> torch.export.ExportedProgram:
-    """Traces a module with the arguments of `ServingGraph` over any rows and steps of up to `capacity` tokens."""
+    graph: nn.Module, past: Mapping[str, GraphInput], shapes: str | Sequence[str] | None, capacity: int
+) -> tuple[torch.export.ExportedProgram, dict[str, GraphInput]]:
+    """Traces a module with the arguments of `ServingGraph` over any rows and steps of up to `capacity` tokens.
+
+    Returns the graph and its inputs, on the device of the cache.
+    """
+    device = next(iter(past.values())).example.device
+    inputs = {
+        IDS: GraphInput(torch.zeros(2, 5, dtype=torch.long, device=device), ("batch", "sequence")),
+        LENGTHS: GraphInput(torch.tensor([3, 2], device=device), ("batch",)),
+        LAST: GraphInput(torch.tensor([4, 3], device=device), ("batch",)),
+    }
     ranges = dimension_ranges(inputs, shapes, longest=capacity)
     check_sequence(ranges[SEQUENCE][1], capacity)
     arguments = ({name: x.example for name, x in inputs.items()}, [x.example for x in past.values()])
-    return trace(graph, arguments, {**inputs, **past}, ranges, split=len(inputs))
+    every = {**inputs, **past}
+    return trace(graph, arguments, every, ranges, split=len(inputs)), every
 
 
 def check_decoder(model: nn.Module, capacity: int | None) -> None:

@@ -19,7 +19,6 @@ import numpy as np
 import pytest
 
 from quant.export.tensorrt import plugin
-from quant.export.tensorrt import plugin as plugin_tensorrt
 from quant.export.tensorrt.plugin import (
     Attributes,
     check_shapes,
@@ -133,7 +132,7 @@ def test_the_scale_is_in_the_kernel() -> None:
 
 def test_full_tensorrt_builds_for_one_gpu() -> None:
     with pytest.raises(ValueError, match=r"full TensorRT builds for the GPU it runs on, not for \[90, 100\]"):
-        plugin_tensorrt.register(SimpleNamespace(__name__="tensorrt"), [90, 100])
+        plugin.register(SimpleNamespace(__name__="tensorrt"), [90, 100])
 
 
 BUILD = """
@@ -141,9 +140,9 @@ import json, sys
 import onnx
 import tensorrt_rtx as trt
 from onnx import TensorProto as T, helper as h
-from quant.export.engine import plugin, plugin_tensorrt
+from quant.export.tensorrt import plugin
 
-plugin_tensorrt.register(trt, [89, 120])
+plugin.register(trt, [89, 120])
 bf16, dim = T.BFLOAT16, 64
 nodes = [h.make_node("QuantizeLinear", [n, "one", "zero"], [n + "8"]) for n in "qkv"]
 known = dict(domain="quant", plugin_version="1", plugin_namespace="quant", name="attention")

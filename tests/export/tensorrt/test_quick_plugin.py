@@ -26,7 +26,7 @@ import tensorrt as trt
 import tensorrt.plugin as trtp
 from tensorrt.plugin._lib import QDP_REGISTRY
 from tensorrt.plugin._tensor import SymIntExpr
-from quant.export.engine import plugin_tensorrt
+from quant.export.tensorrt import plugin
 from quant.export.tensorrt.plugin import Attributes, compile_attention
 from quant.kernels.attention.attention_operands import tiles_for
 
@@ -63,7 +63,7 @@ class Desc:
 registry = Registry()
 trt.get_plugin_registry = lambda: registry
 SymIntExpr._exprBuilder, trt.IDimensionExpr = Expressions(), Number
-plugin_tensorrt.register_quick(trt, trtp, 90)
+plugin.register_quick(trt, trtp, 90)
 (name, definition), = QDP_REGISTRY.items()
 shapes = ((2, 8, 300, 128), (2, 2, 500, 128), (2, 2, 500, 128))
 inputs = [*(Desc(shape, trt.fp8) for shape in shapes), Desc((3,), trt.float32)]
