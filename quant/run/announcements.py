@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from quant.base.errors import megabytes, option
+from quant.base.errors import megabytes
 from quant.base.listener import Listener
 from quant.calibration.placement import describe
 from quant.calibration.session import Session
@@ -31,17 +31,6 @@ def announce_untied_head(listener: Listener, plan: Plan) -> None:
         listener.message(
             f"{heads[0].name} shares the weight of {heads[0].tied_to}; a learned rotation gives it one of its own, "
             f"which takes {megabytes(sum(2 * head.numel for head in heads))} more in 16 bit"
-        )
-
-
-def announce_rounding_of_choice(listener: Listener, plan: Plan) -> None:
-    """Says that a budget's formats are chosen for weights rounded to nearest, where the plan has better solvers."""
-    solver = next((layer.solver for layer in plan.quantized if layer.solver != "rtn"), None)
-    if solver is not None:
-        listener.message(
-            f"formats are chosen for weights rounded to nearest, and then solved by {solver}; "
-            f"{option('solver', solver)} "
-            "chooses them for solved weights, which takes longer (docs/budgets.md)"
         )
 
 

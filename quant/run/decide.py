@@ -44,7 +44,7 @@ from quant.recipes.plan_check import refuse
 from quant.recipes.plan_make import make_plan
 from quant.recipes.recipe import KEEP, Recipe, matched
 from quant.recipes.solver_names import solver_of
-from quant.run.announcements import announce_effort, announce_rounding_of_choice
+from quant.run.announcements import announce_effort
 from quant.run.data import announce_budget, calibration_data, evaluation_data
 from quant.run.job import Decision, Job
 from quant.run.request import Request
@@ -183,8 +183,12 @@ def for_budget(job: Job, goal: Goal) -> Decision:
     takes_default = request.solver is None and request.effort is None and not goal.has_limit
     example = _example_plan(job, options["formats"], None if takes_default else solver)
     announce_budget(job, example, goal, parse_candidates(options["formats"]), solver)
-    if takes_default:
-        announce_rounding_of_choice(job.listener, example)
+    better = next((layer.solver for layer in example.quantized if layer.solver != "rtn"), None)
+    if takes_default and better is not None:
+        job.listener.message(
+            f"formats are chosen for weights rounded to nearest, and then solved by {better}; "
+            f"{option('solver', better)} chooses them for solved weights, which takes longer (docs/budgets.md)"
+        )
     with job.stages() as (staged, _):
         rows, records, held_out = _rows(staged, goal)
         if job.tries_loading:

@@ -102,11 +102,17 @@ def quantize(
     # Names inside of DDP and torch.compile have prefixes, which would go into plan and checkpoint.
     model = unwrapped(model, "quantize")
     check_original(model, "quantize")  # before a forward loop runs
+    if forward_loop is not None:
+        if data is not None:
+            raise UserError("data= and forward_loop= both give calibration inputs; pass one of them")
+        data = recorded(model, forward_loop)
+    elif data is not None and not isinstance(data, torch.Tensor | Inputs):
+        data = inputs_of(data, model)  # an iterable of calls, which is read once and kept
     budget = AllocationRequest(bits=bits, max_kl=max_kl, formats=formats)
     # Nobody named the default recipe, so it does not contradict a budget; another one does, and is refused.
     is_unnamed = budget != AllocationRequest() and recipe == _RECIPE
     request = Request(
-        model, recipe=None if is_unnamed else recipe, data=_data_of(model, data, forward_loop), budget=budget,
+        model, recipe=None if is_unnamed else recipe, data=data, budget=budget,
         include=include, exclude=exclude, lm_head=lm_head, kv_cache=kv_cache, attention=attention, solver=solver,
         effort=effort, run=run, guard=guard, observer=observer, tokenizer=tokenizer, device=device,
     )  # fmt: skip
@@ -116,15 +122,3 @@ def quantize(
     # A run in memory always ends with a module; only runs of files end with a report.
     assert quantized is not None
     return quantized
-
-
-def _data_of(
-    model: nn.Module, data: Any, forward_loop: Callable[[nn.Module], Any] | None
-) -> torch.Tensor | Inputs | None:
-    """Returns calibration data as a run takes it: rows of token ids, or calls of the model."""
-    if forward_loop is not None:
-        if data is not None:
-            raise UserError("data= and forward_loop= both give calibration inputs; pass one of them")
-        return recorded(model, forward_loop)
-    # Tensors and `Inputs` are read as they are; anything else is an iterable of calls, which is read once and kept.
-    return data if data is None or isinstance(data, torch.Tensor | Inputs) else inputs_of(data, model)
