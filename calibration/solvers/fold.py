@@ -26,7 +26,6 @@ from quant.recipes.blocks import Call, all_arguments, output_of, removing
 
 # Modeling code computes norms and rotary embeddings in float32 whatever it is given.
 _TOLERANCE = 1e-6
-_ONE_PLUS, _PLAIN = "one_plus", "plain"
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,7 +34,7 @@ class Fold:
 
     producer: str  # name, within the block, of the module that scales its output
     owner: torch.Tensor  # output channel of the producer behind each input channel, int64 [in]
-    style: str = _PLAIN  # "plain", or "one_plus" for norms that multiply by 1 + weight
+    offset: int = 0  # 1 for norms that multiply by 1 + weight
 
 
 def find_fold(block: nn.Module, call: Call, readers: Sequence[str], producers: Sequence[str]) -> Fold | None:
@@ -49,14 +48,14 @@ def find_fold(block: nn.Module, call: Call, readers: Sequence[str], producers: S
         assert isinstance(weight, torch.Tensor)
         if before_input.shape[-1] % len(weight):
             continue
-        for style in (_PLAIN, _ONE_PLUS) if weight.dim() == 1 else (_PLAIN,):
-            owner = _trace_channels(block, call, readers[0], before_input, module, style)
-            if owner is not None and _is_neutral(block, call, readers, before_output, module, owner, style):
-                return Fold(name, owner, style)
+        for offset in (0, 1) if weight.dim() == 1 else (0,):
+            owner = _trace_channels(block, call, readers[0], before_input, module, offset)
+            if owner is not None and _is_neutral(block, call, readers, before_output, module, owner, offset):
+                return Fold(name, owner, offset)
     return None
 
 
-def apply_fold(module: nn.Module, scale: torch.Tensor, style: str, stored: torch.dtype | None = None) -> torch.Tensor:
+def apply_fold(module: nn.Module, scale: torch.Tensor, offset: int, stored: torch.dtype | None = None) -> torch.Tensor:
     """Divides the output channels of `module` by `scale` `[channels]`, and returns the division after rounding.
 
     A norm's weight is stored in 16 bit (`stored`) and rounded to it; the layers behind are scaled by the rounded value,
@@ -65,11 +64,11 @@ def apply_fold(module: nn.Module, scale: torch.Tensor, style: str, stored: torch
     weight = module.weight
     assert isinstance(weight, torch.Tensor)
     with torch.no_grad():
-        old = weight.double() + (1 if style == _ONE_PLUS else 0)
+        old = weight.double() + offset
         by = scale.double().to(weight.device)
         if weight.dim() == 1:
-            new = (old / by - (1 if style == _ONE_PLUS else 0)).to(stored or weight.dtype).to(weight.dtype)
-            became = new.double() + (1 if style == _ONE_PLUS else 0)
+            new = (old / by - offset).to(stored or weight.dtype).to(weight.dtype)
+            became = new.double() + offset
             by = torch.where((old != 0) & (became != 0), old / became, torch.ones_like(old))
             weight.copy_(torch.where(by == 1, weight, new))
         else:
@@ -82,12 +81,12 @@ def apply_fold(module: nn.Module, scale: torch.Tensor, style: str, stored: torch
 
 
 def _trace_channels(
-    block: nn.Module, call: Call, reader: str, before: torch.Tensor, module: nn.Module, style: str
+    block: nn.Module, call: Call, reader: str, before: torch.Tensor, module: nn.Module, offset: int
 ) -> torch.Tensor | None:
     """Returns which output channel of `module` feeds each channel of the reader; None if the path is not linear."""
     channels = len(module.weight)  # type: ignore[arg-type]
     factors = torch.linspace(1, 2, channels, dtype=torch.float64, device=before.device)
-    with _scaled(module, factors, style):
+    with _scaled(module, factors, offset):
         after, _ = _run(block, call, reader)
     if after is None or after.shape != before.shape:
         return None
@@ -117,7 +116,7 @@ def _is_neutral(
     before: torch.Tensor,
     module: nn.Module,
     owner: torch.Tensor,
-    style: str,
+    offset: int,
 ) -> bool:
     """Returns whether dividing the producer and multiplying the readers leaves the block's output as it was."""
     channels = len(module.weight)  # type: ignore[arg-type]
@@ -125,7 +124,7 @@ def _is_neutral(
     weights = [block.get_submodule(name).weight for name in readers]
     originals = [weight.detach().clone() for weight in weights]  # type: ignore[operator]
     try:
-        with _scaled(module, factors, style), torch.no_grad():
+        with _scaled(module, factors, offset), torch.no_grad():
             for weight in weights:
                 weight.mul_(factors[owner])  # type: ignore[operator]
             _, after = _run(block, call, None)
@@ -137,11 +136,11 @@ def _is_neutral(
 
 
 @contextmanager
-def _scaled(module: nn.Module, factors: torch.Tensor, style: str) -> Iterator[None]:
+def _scaled(module: nn.Module, factors: torch.Tensor, offset: int) -> Iterator[None]:
     """Divides the output channels of a module by factors while open."""
     originals = [(p, p.detach().clone()) for p in module.parameters(recurse=False)]
     try:
-        apply_fold(module, factors, style)
+        apply_fold(module, factors, offset)
         yield
     finally:
         with torch.no_grad():

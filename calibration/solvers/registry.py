@@ -6,8 +6,8 @@
     scaling + rotation + lowrank + rounding + autoround        awq+gptq, rotation:64+gptq, awq+lowrank:16+gptq
 
 `rotation:64` rotates the inputs in blocks of up to 64 at run time; `rotation:merge` rotates only where the modules
-around can absorb the rotation (see `rotations.merge`), `rotation:learned` rotates the residual stream by a matrix that
-is learned for FP8 (see `rotations.learn`), and `awq:merge` scales only where they can absorb the scale (see `fold`).
+around can absorb the rotation (see `rotation`), `rotation:learned` rotates the residual stream by a matrix that
+is learned for FP8 (see `learned_rotation`), and `awq:merge` scales only where they can absorb the scale (see `fold`).
 Every part may be left out: a transform without a rounding is followed by `mse`, a rotation, branch or reconstruction by
 `gptq`.
 """

@@ -1,6 +1,6 @@
 """A `Block` is one block of the model while it is quantized: its calls, its groups, and the layers solved so far.
 
-The steps in `walk/steps` read and fill it; `sequential` says in which order. Until the block is finished, a `StandIn`
+The stages of the walk read and fill it; `walk` says in which order. Until the block is finished, a `StandIn`
 takes the place of each solved layer, so that the groups after it get the inputs that the quantized layers before them
 give.
 """

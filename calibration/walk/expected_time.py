@@ -1,14 +1,9 @@
 """`expected_time` says how long a plan will take before it begins, from the model's shapes and one table of rates.
 
-A plan that works from data has two stages that take long. *Writing text* runs the model once a token, for up to 64 rows
-at a time: each step multiplies by every weight, and spends some extra time on each layer. *Solving* runs the
-calibration tokens through each block a few times, adds up second moments of its inputs, and rounds.
-
-The table has a rate for products and a rate for rounding of each kind of device, and the elementwise operations that
-each solver takes for a weight. The CPU's rates are those of one core of an AMD EPYC, the GPU's those of an H100, where
-`gptq` took 6.0 s for SmolLM2-135M with 32 rows of 512 tokens and 5.8 s for six blocks of Llama-3-8B's shape. Another
-device may well be twice as fast or slow: from the first block on, the progress bar tells the time that is left by the
-blocks that are solved.
+*Writing text* runs the model once a token. *Solving* runs the calibration tokens through each block a few times, adds
+up second moments of its inputs, and rounds. The CPU's rates are those of one core of an AMD EPYC, the GPU's those of an
+H100, where `gptq` took 6.0 s for SmolLM2-135M with 32 rows of 512 tokens. Another device may be twice as fast or slow:
+from the first block on, the progress bar shows the time that is left by the blocks that are solved.
 """
 
 from __future__ import annotations
@@ -34,21 +29,21 @@ class _Rates(NamedTuple):
     products: float  # operations a second of matrix products, of one core of a CPU
     rounding: float  # elementwise operations a second of solvers, of one core of a CPU
     layer: float  # seconds that a layer takes whatever its size, where its solver needs data
-    writing: float  # bytes of weights a second, in a step that writes one token a row
 
 
-_RATES = {"cpu": _Rates(8e10, 2e9, 0.01, 4e9), "cuda": _Rates(1e14, 3e12, 0.02, 4e11)}
-_ROUNDING = {"rtn": 120, "gptq": 5000, "gptq_plain": 5000, "kfac": 8000, "local_hessian": 600}  # operations a weight
+_RATES = {"cpu": _Rates(8e10, 6e9, 0.01), "cuda": _Rates(1e14, 3e12, 0.02)}
+_ROUNDING = {"rtn": 120, "gptq": 5000, "gptq_plain": 5000, "kfac": 8000, "local_hessian": 2000}  # operations a weight
 _SEARCH = 550  # of other solvers, which search scales
 _SCALING, _LEARNING = 1400, 700  # of a transform's trials, and of a step of reconstruction
 _PASSES = 4  # of all tokens through each block
-_A_STEP = 0.0001  # seconds that a linear layer adds to a forward pass of a few tokens
+# Writing: seconds that a linear layer adds to a step, and how much longer than its products the rest of a step takes.
+_A_STEP, _BESIDE = 0.0001, 8
 
 
 class ExpectedTime(NamedTuple):
     """Seconds that a plan will take, without opening the model and writing the checkpoint."""
 
-    writing: float  # calibration text that the model writes
+    writing: float  # of calibration text by the model
     solving: float
 
 
@@ -63,7 +58,7 @@ def expected_time(
     if written:
         length = min(PIECE, seqlen)
         steps = math.ceil(math.ceil(written / length) / ROWS_AT_ONCE) * length
-        writing = steps * (_weights(plan) * next(model.parameters()).itemsize / rates.writing + len(layers) * _A_STEP)
+        writing = 2 * written * _weights(plan) * _BESIDE / rates.products + steps * len(layers) * _A_STEP
     solving = 0.0
     for members in groups_of(layers).values():
         pipeline = get_pipeline(members[0].solver)
@@ -105,9 +100,8 @@ def time_of_rows(model: nn.Module, plan: Plan, session: Session, rows: int, seql
 
 def operations(pipeline: Pipeline) -> int:
     """Estimates the elementwise operations that a solver takes for each weight."""
-    steps = 0 if pipeline.reconstruction is None else pipeline.reconstruction.steps
-    rounding = _ROUNDING.get(pipeline.spec.rounding, _SEARCH)
-    return rounding + _SCALING * len(pipeline.transforms) + _LEARNING * steps
+    learning = _LEARNING * pipeline.reconstruction.steps if pipeline.reconstruction else 0
+    return _ROUNDING.get(pipeline.spec.rounding, _SEARCH) + _SCALING * len(pipeline.transforms) + learning
 
 
 def passes(pipeline: Pipeline, rows: int, *, on_gpu: bool) -> int:

@@ -1,7 +1,7 @@
-"""`round_stage` rounds groups on the inputs that the layers solved before them give.
+"""`round_siblings` rounds groups on the inputs that the layers solved before them give.
 
-A stage is one group, or all sibling experts of a mixture, whose statistics one pass collects. The pass runs the block
-with the groups solved so far in place and sums up, over the tokens x that reach a group,
+Siblings are the same layers of the experts of a mixture, whose statistics one pass collects; every other group is
+alone. The pass runs the block with the groups solved so far in place and sums up, over the tokens x that reach a group,
 
     second moment  H = mean of x xᵀ           drift  D = mean of (r - x) xᵀ,  r the original input of the same token
 
@@ -54,44 +54,44 @@ class _Rounded:
     targets: Mapping[str, torch.Tensor]
 
 
-def stages_of(block: Block) -> list[list[Group]]:
+def sibling_groups(block: Block) -> list[list[Group]]:
     """Returns groups whose statistics one pass collects: sibling experts together, all others one by one."""
     routed = {group.pattern for group in block.groups if group.tokens < block.tokens}
-    stages: dict[str, list[Group]] = {}
+    by_pattern: dict[str, list[Group]] = {}
     for index, group in enumerate(block.groups):
-        stages.setdefault(group.pattern if group.pattern in routed else str(index), []).append(group)
-    return list(stages.values())
+        by_pattern.setdefault(group.pattern if group.pattern in routed else str(index), []).append(group)
+    return list(by_pattern.values())
 
 
-def round_stage(block: Block, stage: list[Group]) -> None:
-    """Solves the groups of a stage; the guard may have some of them solved again in another format."""
-    moments, held_out = _collect(block, stage)
+def round_siblings(block: Block, siblings: list[Group]) -> None:
+    """Solves sibling groups, or one group; the guard may have some of them solved again in another format."""
+    moments, held_out = _collect(block, siblings)
     guarded = block.settings.guard is not None
-    targets = {name: block.targets[name] for group in stage for name in group.names} if guarded else {}
-    owners = None  # all ranks solve the only group together
-    if len(stage) > 1 and any(group.pipeline.reconstruction for group in stage):
-        owners = [0] * len(stage)  # where blocks are refined
-    elif len(stage) > 1:
-        owners = dealt([sum(member.numel for member in group.members) for group in stage])
-    solve_siblings(block, stage, moments, owners)
-    for group, pairs in zip(stage, held_out, strict=True):
+    targets = {name: block.targets[name] for group in siblings for name in group.names} if guarded else {}
+    owners: list[int] | None = None  # all ranks solve the only group together
+    if len(siblings) > 1 and any(group.pipeline.reconstruction for group in siblings):
+        owners = [0] * len(siblings)  # where blocks are refined
+    elif len(siblings) > 1:
+        owners = dealt([sum(member.numel for member in group.members) for group in siblings])
+    solve_siblings(block, siblings, moments, owners)
+    for group, pairs in zip(siblings, held_out, strict=True):
         while pairs and promote_group(block, group, targets, pairs):
             moments, (pairs,) = _collect(block, [group])
             solve_siblings(block, [group], moments)
-    for group in stage:
+    for group in siblings:
         group.inputs.clear()
 
 
 # ---- statistics
 
 
-def _collect(block: Block, stage: list[Group]) -> tuple[list[Moments], list[list[HeldOut]]]:
+def _collect(block: Block, siblings: list[Group]) -> tuple[list[Moments], list[list[HeldOut]]]:
     """Returns the sums over the inputs of each group; for the guard also its inputs on held-out rows."""
     # Tokens that a router has sent to many experts take less memory than the experts' moments.
-    columns = stage[0].members[0].shape[-1]
-    later = len(stage) > 1 and sum(group.tokens for group in stage) < len(stage) * columns
-    moments = [Moments(later=later) for _ in stage]
-    held_out: list[list[tuple[int, list[torch.Tensor]]]] = [[] for _ in stage]
+    columns = siblings[0].members[0].shape[-1]
+    later = len(siblings) > 1 and sum(group.tokens for group in siblings) < len(siblings) * columns
+    moments = [Moments(later=later) for _ in siblings]
+    held_out: list[list[tuple[int, list[torch.Tensor]]]] = [[] for _ in siblings]
     count = block.batches
     # The last eighth of the batches only judge, where there is a guard; at least one.
     judging = range(count - max(count // 8, 1), count) if block.settings.guard else range(0)
@@ -107,17 +107,17 @@ def _collect(block: Block, stage: list[Group]) -> tuple[list[Moments], list[list
                 held.append((number, [x, group.input(x) if drift is None else group.input(x) + drift]))
             if number not in judging or block.batches == 1:
                 _add(block, group, sums, x, rows_of(args[0]), drift, residual)
-            if len(stage) == 1 and group.calls == 1:
+            if len(siblings) == 1 and group.calls == 1:
                 raise Stop
 
         return hook
 
-    hooks = {g.names[0]: watch(g, m, h) for g, m, h in zip(stage, moments, held_out, strict=True)}
-    if judging or any(group.pipeline.needs_moment for group in stage):
+    hooks = {g.names[0]: watch(g, m, h) for g, m, h in zip(siblings, moments, held_out, strict=True)}
+    if judging or any(group.pipeline.needs_moment for group in siblings):
         with block.hooked(hooks), block.stream.following(block.module):
             block.run_until_stopped(block.calls.quantized)
     if not judging:
-        return moments, [[] for _ in stage]
+        return moments, [[] for _ in siblings]
     return moments, [[(x, r) for _, (x, r) in block.exchange.in_order(held)] for held in held_out]
 
 
@@ -175,40 +175,40 @@ def _add(
 
 
 def solve_siblings(
-    block: Block, stage: list[Group], moments: Sequence[Moments], owners: Sequence[int] | None = None
+    block: Block, siblings: list[Group], moments: Sequence[Moments], owners: Sequence[int] | None = None
 ) -> None:
     """Solves sibling groups; one that no token reached gets the pooled statistics of the others.
 
     Args:
         owners: the ranks that solve them; None where each rank solves them all, sharing their rows.
     """
-    parts = slices_that_fit(len(stage), stage[0].members[0].shape[-1], moments[0].sum.width)
+    parts = slices_that_fit(len(siblings), siblings[0].members[0].shape[-1], moments[0].sum.width)
     ranks = [None if owners is None else owners[part] for part in parts]
-    siblings = None
+    average = None
     counts = [sum(of_ranks) for of_ranks in zip(*gathered([each.tokens for each in moments]), strict=True)]
-    if any(group.pipeline.needs_moment and not tokens for group, tokens in zip(stage, counts, strict=True)):
+    if any(group.pipeline.needs_moment and not tokens for group, tokens in zip(siblings, counts, strict=True)):
         for part, solvers in zip(parts, ranks, strict=True):
             # No name holds the statistics of a part: they are as large as its moments, and the next part needs room.
-            siblings = pooled(
+            average = pooled(
                 stats_of(moments[part], block.exchange, solvers, again=True),
                 block.exchange,
                 solvers,
                 sum(counts),
-                siblings,
+                average,
             )
     for part, solvers in zip(parts, ranks, strict=True):
-        _solve_part(block, stage[part], stats_of(moments[part], block.exchange, solvers), siblings, solvers)
+        _solve_part(block, siblings[part], stats_of(moments[part], block.exchange, solvers), average, solvers)
 
 
 def _solve_part(
     block: Block,
     groups: list[Group],
     own_stats: Sequence[LayerStats | None],
-    siblings: LayerStats | None,
+    average: LayerStats | None,
     owners: Sequence[int] | None,
 ) -> None:
     """Solves some groups from their statistics, or from the pooled ones of all siblings, and puts them in place."""
-    stats = [_statistics_for(block, group, own, siblings) for group, own in zip(groups, own_stats, strict=True)]
+    stats = [_statistics_for(block, group, own, average) for group, own in zip(groups, own_stats, strict=True)]
     # How many tokens each solution rests on; 0 for pooled statistics.
     tokens = [
         (0 if own is None else own.tokens) if group.pipeline.needs_moment else group.tokens
@@ -234,7 +234,7 @@ def _solve_part(
 
 
 def _statistics_for(
-    block: Block, group: Group, stats: LayerStats | None, siblings: LayerStats | None
+    block: Block, group: Group, stats: LayerStats | None, average: LayerStats | None
 ) -> LayerStats | None:
     """Returns the statistics that a group is solved on: its own, or its siblings'; a note for the plan says which."""
     if block.settings.guard is None:
@@ -242,7 +242,7 @@ def _statistics_for(
         group.batch_numbers.clear()
     if not group.pipeline.needs_moment:
         return None
-    if stats is None and siblings is None:
+    if stats is None and average is None:
         # Such as a group of a vision tower under text: it gets a solver that needs no data.
         if group.activation is not None and group.activation.is_static:
             raise ValueError(f"{group.members[0].name}: no calibration token reached it; give more text, or exclude it")
@@ -254,7 +254,7 @@ def _statistics_for(
     elif group.pipeline.rounding.feeds_back and stats.tokens < group.members[0].shape[-1]:
         seen = f"{stats.tokens} tokens for {group.members[0].shape[-1]} inputs"
         group.notes.append(f"{seen}: a singular second moment, damped; more text would do better")
-    used = stats or siblings
+    used = stats or average
     return used if used is None or group.outputs is None else replace(used, outputs=group.outputs)
 
 

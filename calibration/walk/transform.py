@@ -136,11 +136,11 @@ def _fold(block: Block, fold: Fold, scale: torch.Tensor) -> torch.Tensor:
     if fold.producer in block.targets:
         block.targets[fold.producer] = block.targets[fold.producer] / divisor[:, None]
         _scale_gradients(block, fold.producer, divisor)
-        apply_fold(module, divisor, fold.style)
+        apply_fold(module, divisor, fold.offset)
         return scale
     # A norm keeps the dtype of the checkpoint, to which its weight is rounded: the inputs are divided by the rounded
     # quotient.
-    return apply_fold(module, divisor, fold.style, block.stored)[fold.owner]
+    return apply_fold(module, divisor, fold.offset, block.stored)[fold.owner]
 
 
 def _scale_gradients(block: Block, name: str, divisor: torch.Tensor) -> None:

@@ -68,7 +68,7 @@ from quant.calibration.walk.fused_experts import FusedExperts
 from quant.calibration.walk.group import Group, Settings, Solved, gather, weight_of
 from quant.calibration.walk.learned_rotation import merge_learned_rotation
 from quant.calibration.walk.observe import observe, observe_and_sum
-from quant.calibration.walk.round import round_stage, solve_siblings, stages_of
+from quant.calibration.walk.round import round_siblings, sibling_groups, solve_siblings
 from quant.calibration.walk.transform import fix_input_scale, rotate, scale_inputs
 from quant.formats.tensor import moved
 from quant.recipes.blocks import (
@@ -531,8 +531,8 @@ def solve_block(block: Block, *, needs_output: bool) -> States | None:
     for group in block.groups:
         rotate(block, group)
         fix_input_scale(block, group)
-    for stage in stages_of(block):
-        round_stage(block, stage)
+    for groups in sibling_groups(block):
+        round_siblings(block, groups)
         block.remember_finished()
     for experts in block.experts:
         error = partial(_stream_error, block, experts.path)
@@ -577,8 +577,8 @@ def _solve_at_once(block: Block) -> list[torch.Tensor]:
     siblings: dict[str, list[Group]] = {}
     for group in block.groups:
         siblings.setdefault(group.pattern, []).append(group)
-    for stage in siblings.values():
-        solve_siblings(block, stage, [sums[group.names[0]] for group in stage])
+    for groups in siblings.values():
+        solve_siblings(block, groups, [sums[group.names[0]] for group in groups])
     for experts in block.experts:
         experts.solve(partial(block.run_until_stopped, block.calls.original))
     return outputs

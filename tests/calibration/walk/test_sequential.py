@@ -160,7 +160,7 @@ def test_folding_leaves_the_block_as_it_was() -> None:
             assert found is not None
             producer = block.get_submodule(found.producer)
             by = torch.rand(len(producer.weight), dtype=torch.float64) + 0.5
-            became = apply_fold(producer, by, found.style)
+            became = apply_fold(producer, by, found.offset)
             block.get_submodule(reader).weight.mul_(became[found.owner])
         after = output_of(block(*call.args, **call.kwargs))
     assert float((after - before).norm() / before.norm()) < 1e-6
@@ -178,11 +178,11 @@ def test_a_norm_of_one_plus_weight_is_folded_as_such() -> None:
     block = nn.Sequential(OnePlus(), nn.Linear(8, 4).double())
     call = Call((torch.randn(1, 5, 8).double(),), {}, 0)
     found = find_fold(block, call, ["1"], ["0"])
-    assert found is not None and found.style == "one_plus"
+    assert found is not None and found.offset == 1
     x = call.args[0]
     with torch.no_grad():
         before = block(x)
-        by = apply_fold(block[0], torch.rand(8) + 0.5, found.style)
+        by = apply_fold(block[0], torch.rand(8) + 0.5, found.offset)
         block[1].weight.mul_(by)
         torch.testing.assert_close(block(x), before, rtol=1e-6, atol=1e-7)
 
@@ -191,7 +191,7 @@ def test_a_folded_norm_is_compensated_for_its_own_rounding() -> None:
     norm = nn.LayerNorm(64).to(torch.bfloat16)
     norm.weight.data.uniform_(0.5, 2)
     old = norm.weight.detach().double().clone()
-    by = apply_fold(norm, torch.rand(64) + 0.5, "plain")
+    by = apply_fold(norm, torch.rand(64) + 0.5, 0)
     torch.testing.assert_close(norm.weight.detach().double() * by.double(), old, rtol=1e-7, atol=0)
 
 

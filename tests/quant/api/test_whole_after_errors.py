@@ -11,8 +11,8 @@ import torch
 from slow_cases import quick_cases
 from torch import nn
 
-from quant.calibration.solvers import merge_rotations as rotation_merge
-from quant.calibration.walk import solve_blocks, solve_weights, walk
+from quant.calibration.solvers import rotation as rotation_merge
+from quant.calibration.walk import solve, solve_weights, walk
 from quant.calibration.walk.solve_weights import apply_plan
 from quant.recipes.plan_make import make_plan
 from quant.recipes.recipe import Recipe
@@ -34,7 +34,7 @@ def failing(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
 
     def fail_at(count: int) -> None:
         installed = []
-        for module in (solve_blocks, solve_weights):
+        for module in (solve, solve_weights):
             install = module.install_weight
 
             def counted(*args: Any, install: Any = install, **options: Any) -> None:
@@ -114,15 +114,15 @@ def test_a_block_that_is_half_solved_is_whole_again(
     build: Callable[..., nn.Module], solver: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Stand-ins are in the block by then, and its weights are in float32."""
-    rounded, round_stage = [], walk.round_stage
+    rounded, round_siblings = [], walk.round_siblings
 
     def stop_at_fourth(*args: Any) -> None:
         rounded.append(args)
         if len(rounded) == 4:
             raise Stopped
-        round_stage(*args)
+        round_siblings(*args)
 
-    monkeypatch.setattr(walk, "round_stage", stop_at_fourth)
+    monkeypatch.setattr(walk, "round_siblings", stop_at_fourth)
     model = build(dtype=torch.bfloat16, gain=2.0).train()
     checked(model, lambda m: quantize(m, "nvfp4", IDS, solver=solver))
 
@@ -183,7 +183,7 @@ def test_a_model_that_was_stopped_is_quantized_as_one_that_was_not(failing: Call
     model = tiny_models.llama(tie_word_embeddings=False, gain=2.0)
     expected = quantize(copy.deepcopy(model), "nvfp4", IDS, effort=2).model.state_dict()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(solve_blocks, "use_expert_modules", lambda model, plan: 1 // 0)
+        patch.setattr(solve, "use_expert_modules", lambda model, plan: 1 // 0)
         with pytest.raises(ZeroDivisionError):
             quantize(model, "nvfp4", IDS, effort=2)
     result = quantize(model, "nvfp4", IDS, effort=2).model.state_dict()
