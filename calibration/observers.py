@@ -18,7 +18,6 @@ Other formats find all their scales at run time and have nothing to observe (`Fo
 from __future__ import annotations
 
 import math
-from typing import Protocol
 
 import torch
 from torch.nn.functional import pad
@@ -129,18 +128,6 @@ _LADDER, _OCTAVES, _STEPS = 160, 10, 33
 _VALUES_A_BIN = 64
 
 
-class Observer(Protocol):
-    """Watches a stream of batches and gives the amax to calibrate to."""
-
-    def __init__(self, format: Format, *, name: str = "tensor") -> None: ...
-
-    def update(self, x: torch.Tensor) -> None:
-        """Adds a batch `[..., rows, columns]`, floating point, on any device; an empty one changes nothing."""
-
-    def amax(self) -> torch.Tensor:
-        """Returns the largest magnitude, a float32 scalar on the device of the data."""
-
-
 def block_amax(x: torch.Tensor, format: Format) -> torch.Tensor:
     """Returns the largest magnitude of each block of `x` `[..., rows, columns]`, shaped as the block scales."""
     rows, columns = format.block_shape(x.shape)
@@ -149,68 +136,73 @@ def block_amax(x: torch.Tensor, format: Format) -> torch.Tensor:
     return amax
 
 
-def _watched(x: torch.Tensor, format: Format) -> torch.Tensor:
-    """Returns the magnitudes of `x` that the static scale of a per-tensor format has to cover."""
-    return block_amax(x, format) if format.global_scale else x.abs()
-
-
-def _check_finite(amax: torch.Tensor, x: torch.Tensor, name: str, batch: int) -> None:
-    if not bool(torch.isfinite(amax)):
-        bad = int((~torch.isfinite(x.float())).sum())
-        raise ValueError(
-            f"{name}: {bad} NaN or infinite value(s) of {x.numel()} in calibration batch {batch}; "
-            "look at the model's dtype and at that batch"
-        )
-
-
-class AbsMax:
-    """The largest magnitude seen. See `Observer`."""
+class Observer:
+    """Watches a stream of batches and gives the amax to calibrate to."""
 
     def __init__(self, format: Format, *, name: str = "tensor") -> None:
-        self.format, self.name = format, name
-        self._batch = -1
-        self._amax: torch.Tensor | None = None
+        self.format, self.name, self._batch = format, name, -1
 
     def update(self, x: torch.Tensor) -> None:
+        """Adds a batch `[..., rows, columns]`, floating point, on any device; an empty one changes nothing."""
         self._batch += 1
         if x.numel() == 0:
             return
         x = x.detach()
         amax = x.abs().amax().float()
-        _check_finite(amax, x, self.name, self._batch)
-        self._amax = amax if self._amax is None else torch.maximum(self._amax, amax)
+        if not bool(torch.isfinite(amax)):
+            bad = int((~torch.isfinite(x.float())).sum())
+            raise ValueError(
+                f"{self.name}: {bad} NaN or infinite value(s) of {x.numel()} in calibration batch {self._batch}; "
+                "look at the model's dtype and at that batch"
+            )
+        self._add(x, amax)
+
+    def _add(self, x: torch.Tensor, amax: torch.Tensor) -> None:
+        raise NotImplementedError
 
     def amax(self) -> torch.Tensor:
-        if self._amax is None:
-            raise _unseen(self.name)
+        """Returns the largest magnitude, a float32 scalar on the device of the data."""
+        chosen = self._chosen()
+        if chosen is None:
+            raise ValueError(f"{self.name}: the observer saw no values; run calibration data through the layer first")
+        return chosen
+
+    def _chosen(self) -> torch.Tensor | None:
+        raise NotImplementedError
+
+
+class AbsMax(Observer):
+    """The largest magnitude seen."""
+
+    _amax: torch.Tensor | None = None
+
+    def _add(self, x: torch.Tensor, amax: torch.Tensor) -> None:
+        self._amax = amax if self._amax is None else torch.maximum(self._amax, amax)
+
+    def _chosen(self) -> torch.Tensor | None:
         return self._amax
 
 
-class _HistogramObserver:
+class _HistogramObserver(Observer):
     """The base of observers that choose amax from a histogram, each by its own `_choose`."""
 
     def __init__(self, format: Format, *, name: str = "tensor", bins: int = 4096) -> None:
-        self.format, self.name = format, name
+        super().__init__(format, name=name)
         self.histogram = Histogram(bins)
-        self._batch = -1
 
     @property
     def number(self) -> Number:
         """The number on whose grid the watched magnitudes are rounded."""
         return self.format.scale if self.format.global_scale else self.format.element
 
-    def update(self, x: torch.Tensor) -> None:
-        self._batch += 1
-        if x.numel() == 0:
-            return
-        magnitude = _watched(x.detach(), self.format).float()
-        amax = magnitude.amax()
-        _check_finite(amax, x, self.name, self._batch)
-        self.histogram.add(magnitude, float(amax))
+    def _add(self, x: torch.Tensor, amax: torch.Tensor) -> None:
+        # The magnitudes that the static scale of a per-tensor format has to cover.
+        watched = block_amax(x, self.format) if self.format.global_scale else x.abs()
+        self.histogram.add(watched.float(), float(amax))
 
-    def amax(self) -> torch.Tensor:
+    def _chosen(self) -> torch.Tensor | None:
         if not self.histogram.total:
-            raise _unseen(self.name)
+            return None
         chosen = self._choose() if self.histogram.amax > 0 else 0.0
         return torch.tensor(chosen, dtype=torch.float32, device=self.histogram.counts.device)
 
@@ -219,7 +211,7 @@ class _HistogramObserver:
 
 
 class Percentile(_HistogramObserver):
-    """The magnitude that `percentile` percent of the values do not exceed. See `Observer`."""
+    """The magnitude that `percentile` percent of the values do not exceed."""
 
     def __init__(self, format: Format, *, name: str = "tensor", bins: int = 4096, percentile: float = 99.99) -> None:
         super().__init__(format, name=name, bins=bins)
@@ -232,7 +224,7 @@ class Percentile(_HistogramObserver):
 
 
 class MSE(_HistogramObserver):
-    """The amax with the smallest expected squared error. See `Observer` and `squared_errors`."""
+    """The amax with the smallest expected squared error. See `squared_errors`."""
 
     def _choose(self) -> float:
         ladder = self.histogram.amax * torch.logspace(0, -_OCTAVES, _LADDER, base=2, dtype=torch.float64)
@@ -244,7 +236,7 @@ class MSE(_HistogramObserver):
 
 
 class Entropy(_HistogramObserver):
-    """The amax with the smallest KL divergence. See `Observer` and `divergences`.
+    """The amax with the smallest KL divergence. See `divergences`.
 
     With few values in a bin, the divergence measures the noise of the counts, which falls as the range narrows, so
     that less data would mean more clipping. So bins are merged until they hold 64 values each on average (the noise is
@@ -341,10 +333,6 @@ def divergences(histogram: Histogram, number: Number) -> tuple[torch.Tensor, tor
 def _prefix(x: torch.Tensor) -> torch.Tensor:
     """Returns the sums of the first 0, 1, … elements."""
     return pad(x.cumsum(0), (1, 0))
-
-
-def _unseen(name: str) -> ValueError:
-    return ValueError(f"{name}: the observer saw no values; run calibration data through the layer first")
 
 
 OBSERVERS: dict[str, type[Observer]] = {

@@ -110,13 +110,7 @@ class Store:
         """Reads the steps that other ranks have written since."""
 
     def moving(self, made_of: Mapping[str, str]) -> Any:
-        """Returns the log that moves steps into the files of the checkpoint as these are written.
-
-        None where none is kept.
-
-        Args:
-            made_of: the name of the model's layer or tensor that each tensor of the checkpoint is made of, by its name.
-        """
+        """Returns the log that moves steps into the checkpoint's files; `made_of` names the layer of each tensor."""
         return None
 
     def shards(self) -> list[str]:
@@ -154,7 +148,6 @@ class Session:
         *,
         progress: Progress | None = None,
         memory: int | None = None,
-        store: Store | None = None,
         seed: int = 0,
     ) -> Session:
         """Returns a session from the arguments of a public function.
@@ -162,7 +155,7 @@ class Session:
         Args:
             device: "auto", "cpu", "cuda", "cuda:N", or a device; None is where the model is.
         """
-        return cls(find_device(device), memory, progress, store or Store(), seed)
+        return cls(find_device(device), memory, progress, seed=seed)
 
     @property
     def rank(self) -> int:

@@ -23,7 +23,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -124,27 +124,6 @@ def kv_cache_bytes(config: Any, context: int, batch: int, format: Format | None 
     return total
 
 
-class Timing(Protocol):
-    """Seconds of kernels on one GPU.
-
-    Attributes:
-        name: the name of the GPU or the table.
-        measured: whether the times were measured.
-    """
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def measured(self) -> bool: ...
-
-    def linear(self, layer: LayerPlan, tokens: int) -> float:
-        """Returns the seconds of `layer`'s matmul, in its formats, on `tokens` tokens."""
-
-    def read(self, nbytes: int) -> float:
-        """Returns the seconds to read `nbytes` of memory."""
-
-
 @dataclass(frozen=True)
 class Roofline:
     """Bounds on kernel times from a GPU's data sheet."""
@@ -239,6 +218,10 @@ class LatencyTable:
     def read(self, nbytes: int) -> float:
         """Returns seconds to read `nbytes`."""
         return nbytes / self.bandwidth
+
+
+Timing = Roofline | LatencyTable
+"""Seconds of kernels on one GPU."""
 
 
 def get_timing(name: str) -> Timing:

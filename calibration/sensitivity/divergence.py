@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -84,45 +84,6 @@ def start_sum(values: torch.Tensor, name_of: Callable[[int], str], quantity: str
     return wait
 
 
-class Divergence(Protocol):
-    """A distance to the original model, over rows of token ids.
-
-    Attributes:
-        unit: the unit of the divergence.
-        probes: number of random probes for each row.
-        by_token: whether errors of different tokens of a row count as independent. They do where each token is
-            compared by itself; an average over tokens keeps only their common part.
-    """
-
-    @property
-    def unit(self) -> str: ...
-
-    @property
-    def probes(self) -> int: ...
-
-    @property
-    def by_token(self) -> bool: ...
-
-    def count(self, rows: torch.Tensor) -> int:
-        """Returns the number of values that a sum over `rows` adds up."""
-
-    def reference(self, rows: torch.Tensor, *, keep: bool = False) -> Any:
-        """Returns the output of the original model, in the form that `measure` compares with.
-
-        Call it before any change.
-        """
-
-    def measure(self, rows: torch.Tensor, reference: Any, first_row: int = 0) -> Later:
-        """Starts to compute the summed divergence of the model as it is now.
-
-        Returns:
-            A function that waits for the sum; it raises NotFinite for NaN or infinity at a position.
-        """
-
-    def probe(self, rows: torch.Tensor, generator: torch.Generator, first_row: int = 0) -> None:
-        """Runs one backward pass from a random probe through the model as it is now; raises as `measure` does."""
-
-
 def divergence_of(model: nn.Module, rows: torch.Tensor) -> Divergence:
     """Returns the divergence for `model`: of next tokens with an output head, of classes for one vector a row."""
     head = output_head(model)
@@ -137,7 +98,9 @@ class NextToken(Logits):
     """KL of next-token distributions."""
 
     unit = "nats: KL(base‖model) of the next token"
-    probes = 1
+    probes = 1  # random probes for each row
+    # Errors of different tokens of a row count as independent, as each token is compared by itself; an average over
+    # tokens keeps only their common part.
     by_token = True
 
     def __init__(self, model: nn.Module, head: nn.Module | None) -> None:
@@ -146,9 +109,11 @@ class NextToken(Logits):
         self.paired: PairedWeight | None = None  # the same for the base's logits, on a GPU
 
     def count(self, rows: torch.Tensor) -> int:
+        """Returns the number of values that a sum over `rows` adds up."""
         return rows.shape[0] * (rows.shape[1] - 1)
 
     def reference(self, rows: torch.Tensor, *, keep: bool = False) -> Any:
+        """Returns the original model's output as `measure` compares with it; `keep` includes whole distributions."""
         with torch.no_grad():
             hidden = self.hidden(rows)
             parts = self.parts(hidden, with_gradient=False) if keep else []
@@ -157,6 +122,7 @@ class NextToken(Logits):
             return hidden, [output(hidden[part]) for part in parts] or None
 
     def measure(self, rows: torch.Tensor, reference: Any, first_row: int = 0) -> Later:
+        """Starts to compute the summed divergence of the model as it is now; NotFinite names its row and token."""
         with torch.no_grad():
             hidden = self.hidden(rows)
             parts = self.parts(hidden, with_gradient=False)
@@ -207,6 +173,7 @@ class NextToken(Logits):
         return total
 
     def probe(self, rows: torch.Tensor, generator: torch.Generator, first_row: int = 0) -> None:
+        """Runs one backward pass from a random probe through the model as it is now; raises as `measure` does."""
         with torch.enable_grad():
             hidden = self.hidden(rows)
             # The head's backward pass runs slice by slice into `gradient`, and the body's once for the whole row: the
@@ -292,6 +259,10 @@ class Embeddings:
     def _embed(self, rows: torch.Tensor) -> torch.Tensor:
         """Returns the mean of the last hidden states, normalized: `[rows, hidden]`."""
         return torch.nn.functional.normalize(last_hidden(self.model(rows)).float().mean(dim=1), dim=-1)
+
+
+Divergence = NextToken | Embeddings
+"""A distance to the original model, over rows of token ids."""
 
 
 def last_hidden(result: Any) -> torch.Tensor:
