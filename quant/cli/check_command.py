@@ -91,7 +91,7 @@ def check_command(ctx: click.Context, directory: str, **options: Any) -> None:
     if is_export and source is None and (path.is_dir() or path.suffix in (".onnx", ".pt2")):
         raise UserError(f"{directory}: name the checkpoint that it was exported from with --source")
     kind = list(_OPTIONS)[0 if not is_export else 1 if source is not None else 2]
-    foreign = set().union(*_OPTIONS.values()) - set(_OPTIONS[kind])
+    foreign = {name for names in _OPTIONS.values() for name in names} - set(_OPTIONS[kind])
     for parameter in ctx.command.params:
         is_given = ctx.get_parameter_source(str(parameter.name)) is click.core.ParameterSource.COMMANDLINE
         if parameter.name in foreign and is_given:
