@@ -21,6 +21,7 @@ from quant.calibration.allocation.measure_choices import Counts, rows_of_choice
 from quant.calibration.session import Session
 from quant.calibration.texts.mixture import mixture_rows
 from quant.calibration.texts.sources import sources_of, written_share
+from quant.calibration.walk import expected_time as expected_times
 from quant.calibration.walk.expected_time import expected_time, in_words, time_of_rows
 from quant.cli.main import main
 from quant.recipes.solver_names import solver_of
@@ -186,7 +187,9 @@ def test_sources_of_calibration() -> None:
     assert written_share(("self",), has_tokenizer=True) == 1.0 and written_share(("a",), has_tokenizer=True) == 0.0
 
 
-def test_the_expected_time_follows_the_work() -> None:
+def test_the_expected_time_follows_the_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    slow = expected_times._RATES["cpu"]._replace(products=1e9 / torch.get_num_threads())
+    monkeypatch.setitem(expected_times._RATES, "cpu", slow)
     model = tiny_models.llama()
 
     def seconds(solver: str, **work: Any) -> float:

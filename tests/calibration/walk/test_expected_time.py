@@ -18,7 +18,8 @@ def test_the_time_that_is_told_is_of_the_size_of_the_time_that_is_taken(solver: 
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        model = tiny_models.llama(hidden_size=256, intermediate_size=1024, num_attention_heads=4)
+        sizes = {"hidden_size": 256, "intermediate_size": 1024, "max_position_embeddings": 128}
+        model = tiny_models.llama(**sizes, num_attention_heads=4)
         plan = quant.make_plan(model, "nvfp4a16", solver=solver)
         ids = torch.randint(0, model.config.vocab_size, (8, 128), generator=torch.Generator().manual_seed(0))
         told = expected_time(model, plan, rows=8, seqlen=128).solving
