@@ -320,10 +320,7 @@ class Plan:
         """Arguments of `quant.quantized_attention` that run the model as planned."""
         # The scales that the model holds are one a tensor or one a head; the codes are the same.
         cache = FORMATS["fp8"] if self.kv_cache is FP8_HEAD else self.kv_cache
-        return {
-            "kv_cache": cache.name if cache else None,
-            "attention": self.attention.name if self.attention else None,
-        }
+        return {"kv_cache": cache.name if cache else None, "attention": self.attention.name if self.attention else None}
 
     def to_dict(self) -> dict[str, Any]:
         """Returns JSON-ready form, as in the module docstring."""

@@ -16,14 +16,7 @@ from quant.base.errors import UserError, counted, option
 from quant.base.json_files import JsonData, read_json, typed
 from quant.recipes.groups import patterns
 from quant.recipes.layers import QUANTIZABLE, Layer, LayerKind
-from quant.recipes.plan import (
-    LayerPlan,
-    Plan,
-    bits_per_weight,
-    check_guard_and_observer,
-    layer_problem,
-    sharers_of,
-)
+from quant.recipes.plan import LayerPlan, Plan, bits_per_weight, check_guard_and_observer, layer_problem, sharers_of
 from quant.recipes.solver_names import parse_solver
 from quant.recipes.targets import TARGETS, Target
 

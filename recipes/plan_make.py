@@ -34,15 +34,7 @@ from quant.formats.format import cache_format, is_16bit, parse_format
 from quant.recipes.blocks import block_names, without_experts
 from quant.recipes.callers_model import check_original, unwrapped
 from quant.recipes.groups import Watched, group_experts, group_name, group_unseen, patterns, watching, without_group
-from quant.recipes.layers import (
-    QUANTIZABLE,
-    ROUTER,
-    Layer,
-    LayerKind,
-    find_layers,
-    layers_of_state_dict,
-    obstacle,
-)
+from quant.recipes.layers import QUANTIZABLE, ROUTER, Layer, LayerKind, find_layers, layers_of_state_dict, obstacle
 from quant.recipes.module_replacement import other_tensors, run_with
 from quant.recipes.plan import ODD_INPUTS, LayerPlan, Plan, groups_of
 from quant.recipes.plan_check import BY_NAME, NOT_RUN, NOT_SEEN
@@ -67,17 +59,10 @@ _KEPT_NAMES = {
     "vision tower: small compared with the language model and sensitive": ("*vision*", "*visual.*", "*image_encoder*"),
     "audio tower: small compared with the language model and sensitive": ("*audio_tower*", "*audio_encoder*"),
     "projector into the language model: small, and text never reaches it": (
-        "*multi_modal_projector*",
-        "*mm_projector*",
-        "*modality_projection*",
-        "*.connector.*",
-        "*.aligner.*",
-        "*.merger.*",
-        "*image_to_text_projection*",
-        "*.embed_audio.*",
-        "*audio_projection*",
+        "*multi_modal_projector*", "*mm_projector*", "*modality_projection*", "*.connector.*", "*.aligner.*",
+        "*.merger.*", "*image_to_text_projection*", "*.embed_audio.*", "*audio_projection*",
     ),
-}
+}  # fmt: skip
 
 
 def make_plan(
