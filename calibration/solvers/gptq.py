@@ -594,11 +594,7 @@ def _slabs(upper: Tensor) -> dict[int, int]:
 
 
 def corrected_weight(
-    weight: Tensor,
-    drift: Tensor | None,
-    factor: Factor,
-    residual: Tensor | None = None,
-    parts: Sequence[slice] = WHOLE,
+    weight: Tensor, drift: Tensor | None, factor: Factor, residual: Tensor | None = None, parts: Sequence[slice] = WHOLE
 ) -> Tensor:
     """Returns W + (W drift + residual) H⁻¹: maps the inputs as they are closest to the outputs as they should be.
 

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
@@ -20,7 +21,7 @@ from quant.calibration.outputs.stream import Stream
 from quant.calibration.placement import DeviceCopies
 from quant.calibration.ranks import Exchange, gathered
 from quant.calibration.walk.fused_experts import FusedExperts
-from quant.calibration.walk.group import CurrentBatch, Group, RememberedModules, Settings, Solved, StandIn, weight_of
+from quant.calibration.walk.group import CurrentBatch, Group, Settings, Solved, StandIn, weight_of
 from quant.formats.tensor import moved
 from quant.recipes.blocks import Call, Stop, all_arguments, output_of, removing
 from quant.recipes.plan import LayerPlan
@@ -79,7 +80,7 @@ class Block:
         self.learned: dict[str, torch.Tensor] = {}
         self.original_biases: dict[str, torch.Tensor] = {}
         self.module_calls: Counter[str] = Counter()
-        self.remembered = RememberedModules(calls.batch)
+        self.remembered: list[nn.Module] = []
         self.stream = Stream()
 
     def run(self, calls: Sequence[Call]) -> list[torch.Tensor]:
@@ -128,18 +129,35 @@ class Block:
             # A module that is called twice a pass would need two memories; one with a forward of its own is watched.
             if not solved or not once or "forward" in vars(module) or any(m in unfinished for m in module.modules()):
                 continue
-            self.remembered.add(module)
+            module.forward = self._once_a_batch(module.forward)
+            self.remembered.append(module)
             for member in (member for group in inside for member in group.names):
                 if member in self.stand_ins:
                     # The module remembers from here on, so its layers need not.
                     self.stand_ins[member].keeps = False
+
+    def _once_a_batch(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        outputs: dict[int, Any] = {}
+
+        def remembered(*args: Any, **kwargs: Any) -> Any:
+            if self.batch.index not in outputs:
+                outputs[self.batch.index] = forward(*args, **kwargs)
+            return outputs[self.batch.index]
+
+        return remembered
+
+    def forget(self) -> None:
+        """Restores the original `forward` methods of modules that return their remembered outputs."""
+        for module in self.remembered:
+            del module.forward
+        self.remembered.clear()
 
     def results(self) -> list[tuple[LayerPlan, Solved | None]]:
         """Returns each layer as planned, or as the guard promoted it, with its solution; None for a 16-bit layer.
 
         Puts the original modules back into the block.
         """
-        self.remembered.forget()
+        self.forget()
         for name, stand_in in self.stand_ins.items():
             self.module.set_submodule(name, stand_in.original)
         linear = [self.solutions[name] for group in self.groups for name in group.names]

@@ -89,11 +89,7 @@ _SQUARES = 11
 
 
 def block_bytes(
-    block: nn.Module,
-    layers: Sequence[LayerPlan],
-    tokens: int,
-    dtype: torch.dtype,
-    scratch: Scratch = IN_MEMORY,
+    block: nn.Module, layers: Sequence[LayerPlan], tokens: int, dtype: torch.dtype, scratch: Scratch = IN_MEMORY
 ) -> int:
     """Estimates the peak number of bytes that solving a block takes, without the page cache.
 

@@ -276,12 +276,7 @@ def put_back(module: nn.Module, parameters: Mapping[str, nn.Parameter]) -> None:
 
 
 def calibrate(
-    model: nn.Module,
-    plan: Plan,
-    data: torch.Tensor | None,
-    *,
-    device: Device = None,
-    progress: Progress | None = None,
+    model: nn.Module, plan: Plan, data: torch.Tensor | None, *, device: Device = None, progress: Progress | None = None
 ) -> dict[str, torch.Tensor]:
     """Returns static activation scales by layer name, float32 scalars; one for all members of a fusion group.
 

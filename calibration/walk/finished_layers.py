@@ -104,11 +104,7 @@ class BlockKeeper(BlockStore):
     """
 
     def __init__(
-        self,
-        session: Session,
-        model: nn.Module,
-        results: dict[str, LayerResult],
-        noted: list[LayerPlan],
+        self, session: Session, model: nn.Module, results: dict[str, LayerResult], noted: list[LayerPlan]
     ) -> None:
         self.store, self.model, self.results, self.noted = session.store, model, results, noted
         self.memory = session.usable_memory()

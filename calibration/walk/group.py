@@ -14,12 +14,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from quant.calibration.observers import get_observer
 from quant.calibration.ranks import Exchange, number_of
 from quant.calibration.solvers.interfaces import sampled
 from quant.calibration.solvers.registry import Pipeline, get_pipeline
 from quant.calibration.solvers.rotation import matrix_of
-from quant.calibration.statistics import LayerStats, round_activation, static_input_scale
+from quant.calibration.statistics import LayerStats, round_activation
 from quant.formats.format import Format
 from quant.formats.tensor import BlockScaledTensor
 from quant.kernels.linear.quant_linear import RunTimeParts
@@ -129,22 +128,6 @@ class Group:
         """Returns the input as the quantized layer sees it."""
         return round_activation(self.input(x), self.activation, self.input_scale)
 
-    def fix_input_scale(self, observer: str, stored: torch.dtype) -> None:
-        """Sets the static scale of the input's format, from the original inputs, where the format has one."""
-        self.input_scale = None
-        if self.activation is None or self.amax is None or not self.activation.is_static:
-            return
-        # A rotation mixes channels, so the maxima of the unrotated ones say nothing about it.
-        if observer == "absmax" and not self.parts.hadamard:
-            # Channel maxima scale with their channel, so no second pass over the inputs is needed.
-            amax = (self.amax if self.divisor is None else self.amax / self.divisor).amax()
-        else:
-            range_observer = get_observer(observer)(self.activation, name=self.members[0].name)
-            for x in self.inputs_of_all_ranks():
-                range_observer.update(self.scaled(x))
-            amax = range_observer.amax()
-        self.input_scale = static_input_scale(amax, self.activation, stored, self.members[0].name)
-
 
 def gather(members: Sequence[LayerPlan], prefix: str) -> list[Group]:
     """Returns linear layers by fusion group; names within the block leave `prefix` out."""
@@ -152,12 +135,6 @@ def gather(members: Sequence[LayerPlan], prefix: str) -> list[Group]:
         Group(group, [layer.name.removeprefix(prefix) for layer in group], get_pipeline(group[0].solver))
         for group in groups_of(members).values()
     ]
-
-
-# A `StandIn` remembers a solved layer's outputs, because the passes over a block repeat each other's beginnings.
-#
-# A solved layer becomes a `StandIn`; a module in which every layer is solved, such as attention, returns its output of
-# the pass before. Both remember by batch, and `CurrentBatch` holds the number of the one that runs.
 
 
 @dataclass(eq=False)
@@ -174,6 +151,8 @@ class CurrentBatch:
 
 class StandIn(Substitute):
     """A solved layer while its block is being worked on: dense weights, and a memory of its outputs by batch.
+
+    The passes over a block repeat each other's beginnings, so that it need not compute them again.
 
     Args:
         dense: the quantized weight of the layer, `[out, in]`, in 16 or 32 bit.
@@ -225,33 +204,3 @@ def weight_of(block: nn.Module, name: str) -> torch.Tensor:
     weight = block.get_submodule(name).weight
     assert isinstance(weight, torch.Tensor)
     return weight
-
-
-class RememberedModules:
-    """Modules that return their output of the pass before, until `forget`."""
-
-    def __init__(self, batch: CurrentBatch) -> None:
-        self.batch = batch
-        self.modules: list[nn.Module] = []
-
-    def add(self, module: nn.Module) -> None:
-        """Runs `module` once more for each batch, and never again."""
-        module.forward = _once_a_batch(module.forward, self.batch)
-        self.modules.append(module)
-
-    def forget(self) -> None:
-        """Restores the original `forward` methods."""
-        for module in self.modules:
-            del module.forward
-        self.modules.clear()
-
-
-def _once_a_batch(forward: Callable[..., Any], batch: CurrentBatch) -> Callable[..., Any]:
-    outputs: dict[int, Any] = {}
-
-    def remembered(*args: Any, **kwargs: Any) -> Any:
-        if batch.index not in outputs:
-            outputs[batch.index] = forward(*args, **kwargs)
-        return outputs[batch.index]
-
-    return remembered

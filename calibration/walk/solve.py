@@ -210,12 +210,7 @@ def check_unquantized(model: nn.Module, plan: Plan) -> None:
 
 
 def solve_plan(
-    model: nn.Module,
-    plan: Plan,
-    data: Any = None,
-    session: Session | None = None,
-    *,
-    rounded: Rounded | None = None,
+    model: nn.Module, plan: Plan, data: Any = None, session: Session | None = None, *, rounded: Rounded | None = None
 ) -> Quantized:
     """Quantizes `model` in place, as `plan` says.
 

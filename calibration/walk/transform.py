@@ -15,10 +15,11 @@ from dataclasses import replace
 import torch
 from torch import nn
 
+from quant.calibration.observers import get_observer
 from quant.calibration.solvers.fold import Fold, apply_fold, find_fold, modules_in_order
 from quant.calibration.solvers.interfaces import SAMPLED_TOKENS, GroupInputs
 from quant.calibration.solvers.rotation import rotate_weight, rotation_block
-from quant.calibration.statistics import round_activation
+from quant.calibration.statistics import round_activation, static_input_scale
 from quant.calibration.walk.block import Block
 from quant.calibration.walk.group import Group, weight_of
 from quant.formats.format import E4M3
@@ -79,9 +80,21 @@ def fix_input_scale(block: Block, group: Group) -> None:
     fine, but other values fall on its grid: values of loud channels that hardly change from token to token, whose error
     would be the same at every token.
     """
-    group.fix_input_scale(block.settings.observer, block.stored)
-    first, activation = group.input_scale, group.activation
-    if first is None or activation is None or not searches_input_scale(block, group):
+    observer, activation = block.settings.observer, group.activation
+    group.input_scale = None
+    if activation is None or group.amax is None or not activation.is_static:
+        return
+    # A rotation mixes channels, so the maxima of the unrotated ones say nothing about it.
+    if observer == "absmax" and not group.parts.hadamard:
+        # Channel maxima scale with their channel, so no second pass over the inputs is needed.
+        amax = (group.amax if group.divisor is None else group.amax / group.divisor).amax()
+    else:
+        range_observer = get_observer(observer)(activation, name=group.members[0].name)
+        for x in group.inputs_of_all_ranks():
+            range_observer.update(group.scaled(x))
+        amax = range_observer.amax()
+    first = group.input_scale = static_input_scale(amax, activation, block.stored, group.members[0].name)
+    if first is None or not searches_input_scale(block, group):
         return
     every = max(group.tokens // SAMPLED_TOKENS, 1)
     x = torch.cat([group.scaled(x).float() for x in group.inputs_of_all_ranks(every)])

@@ -594,7 +594,7 @@ def reconstruct(block: Block, outputs: Sequence[torch.Tensor]) -> None:
     if settings is None:
         return
     # Remembered outputs have no gradient, and would come from the earlier weights.
-    block.remembered.forget()
+    block.forget()
     if block.experts:
         raise ValueError(
             f"{block.experts[0].name}: solver autoround learns linear layers, and these are fused experts; "
