@@ -16,8 +16,8 @@ from quant.cli.main import main
 from quant.evaluation.evaluation import Evaluation
 from quant.formats.format import get_format
 from quant.recipes.plan import Plan
-from quant.report.summary import next_steps
 from quant.report.report import Report
+from quant.report.summary import next_steps
 
 Make = Callable[..., tuple[Report, Plan]]
 
