@@ -64,8 +64,7 @@ _OPTIONS = {
 @REVISION
 @QUIET
 @JSON
-@click.pass_context
-def check_command(ctx: click.Context, directory: str, **options: Any) -> None:
+def check_command(directory: str, **options: Any) -> None:
     """Check TARGET: a quantized checkpoint, or what `quant export` made of one.
 
     \b
@@ -92,6 +91,7 @@ def check_command(ctx: click.Context, directory: str, **options: Any) -> None:
         raise UserError(f"{directory}: name the checkpoint that it was exported from with --source")
     kind = list(_OPTIONS)[0 if not is_export else 1 if source is not None else 2]
     foreign = {name for names in _OPTIONS.values() for name in names} - set(_OPTIONS[kind])
+    ctx = click.get_current_context()
     for parameter in ctx.command.params:
         is_given = ctx.get_parameter_source(str(parameter.name)) is click.core.ParameterSource.COMMANDLINE
         if parameter.name in foreign and is_given:
