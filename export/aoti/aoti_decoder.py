@@ -37,7 +37,6 @@ from quant.export.onnx.serving import (
     ServingGraph,
     cache_shapes,
     check_decoder,
-    serving_inputs,
     trace_serving,
 )
 from quant.kernels.linear.quantized_module import restore_layout
@@ -91,8 +90,8 @@ def decoder_program(
     with attending(model, function, masked=False), scales_as_matrices(model):
         caches = cache_shapes(model, function)
         with next(model.parameters()).device:
-            inputs, past = serving_inputs(), function.cache_inputs(caches, capacity)
-        program = trace_serving(InPlaceGraph(model, function), inputs, past, shapes, capacity)
+            past = function.cache_inputs(caches, capacity)
+        program, _ = trace_serving(InPlaceGraph(model, function), past, shapes, capacity)
     share_input_scales(program)
     return program, caches
 

@@ -31,6 +31,7 @@ import numpy as np
 
 from quant.base.errors import known_names
 from quant.export.onnx.opsets import CACHE_PLUGIN
+from quant.export.onnx.quantized_cache import CACHE_FORMATS
 from quant.export.tensorrt.plugin import (
     KERNELS,
     BundledKernel,
@@ -45,7 +46,6 @@ from quant.export.tensorrt.plugin import (
 from quant.kernels.attention.attention_operands import DIMS
 from quant.kernels.base.ptx import compile_kernel
 
-CACHE_FORMATS = ("fp8", "nvfp4")
 CACHE_DTYPES = {"BF16": "*bf16", "FP16": "*fp16"}
 # Rows of the tiles of queries: heads of a group times new tokens. Only the largest is used without splits, too.
 FEW, MANY = (8, 16), 64

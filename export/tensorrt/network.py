@@ -11,13 +11,12 @@ Each refusal names the layer and an alternative. The failing combinations were f
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from quant.base.errors import option
-from quant.base.extras import install_command
+from quant.base.extras import require
 from quant.export.onnx.dynamic_shapes import (
     FP8_ATTENTION_MINIMUM,
     Input,
@@ -51,7 +50,7 @@ _NOT_IMPORTED = {
 
 def load_graph(path: Path) -> Any:
     """Loads the ONNX model in a file, its external data left on disk; ValueError if the file holds none."""
-    onnx = require("onnx")
+    onnx = require("onnx", "onnx")
     if not path.is_file():
         raise FileNotFoundError(f"{path}: no such ONNX file")
     try:
@@ -69,7 +68,7 @@ def load_graph(path: Path) -> Any:
 
 def check_graph(model: Any, target: GpuTarget) -> None:
     """Raises ValueError for the first node that TensorRT miscompiles or the target cannot run, by layer."""
-    onnx = require("onnx")
+    onnx = require("onnx", "onnx")
     types = {tensor.name: onnx.TensorProto.DataType.Name(tensor.data_type) for tensor in model.graph.initializer}
     producer = {name: node for node in model.graph.node for name in node.output}
     shapes = _shapes(model)
@@ -251,13 +250,3 @@ def _attribute(node: Any, name: str, default: Any) -> Any:
 def _node_label(node: Any) -> str:
     layer = layer_of(node)
     return f"{layer} ({node.op_type})" if layer else f"node {node.name or node.output[0]} ({node.op_type})"
-
-
-def require(module: str) -> Any:
-    """Imports a module; ValueError names the extra that installs it."""
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        raise ValueError(
-            f"engines need the package `{module}`, which is not installed: {install_command('onnx')}"
-        ) from error
