@@ -69,11 +69,7 @@ def text_config(config: Any) -> Any:
 
 @contextmanager
 def watching_attention(model: nn.Module, watch: Watch) -> Iterator[None]:
-    """Calls `watch(module, q, k, v)` before each attention of a transformers model while open.
-
-    q is `[batch, heads, tokens, head_dim]`; k and v the same with KV heads, k after RoPE. Models of other libraries are
-    not changed.
-    """
+    """Calls `watch(module, q, k, v)`, each `[batch, heads, tokens, head_dim]`, k after RoPE, before each attention."""
     with implementations_kept(model) as before:
         if not before:
             yield

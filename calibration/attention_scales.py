@@ -266,11 +266,7 @@ def rotary_key(module: nn.Module, key: torch.Tensor) -> torch.Tensor:
 
 @contextmanager
 def latents_changed(model: nn.Module, change: Callable[[nn.Module, torch.Tensor], torch.Tensor]) -> Iterator[None]:
-    """Makes latent attentions expand their keys and values from `change(attention, latent)`, while open.
-
-    Args:
-        change: a function of an attention module and a latent vector `[batch, tokens, rank]`.
-    """
+    """Makes latent attentions expand `change(attention, latent [batch, tokens, rank])` to keys and values."""
 
     def hook(attention: nn.Module, norm: nn.Module, args: tuple[Any, ...], output: torch.Tensor) -> torch.Tensor:
         return change(attention, output)

@@ -395,9 +395,6 @@ def _tensors(call: Arguments) -> list[torch.Tensor]:
 
 
 def _outline(call: Arguments) -> Any:
-    """Returns a key that is equal for calls that can be joined.
-
-    It holds their arguments, and the shapes and dtypes of their tensors.
-    """
+    """Returns a key that is equal for calls that can be joined: their tree, shapes and dtypes."""
     values, spec = tree_flatten(call)
     return spec, [(v.shape, v.dtype) if isinstance(v, torch.Tensor) else v for v in values]

@@ -39,10 +39,7 @@ _sharing: ContextVar[bool] = ContextVar("sharing", default=False)
 
 
 def rank_and_world() -> tuple[int, int]:
-    """Returns this process's rank and the number of ranks: (0, 1) before `join`.
-
-    A training script has a process group of its own, and may quantize on only one of its ranks.
-    """
+    """Returns this process's rank and the number of ranks: (0, 1) before `join`, also in a training script's group."""
     return (dist.get_rank(), dist.get_world_size()) if _joined else (0, 1)
 
 
@@ -162,10 +159,7 @@ class Exchange:
     device: torch.device | None = None
 
     def begin_connecting(self) -> None:
-        """Begins to connect the GPUs of all ranks: NCCL takes seconds for it, in which their weights are read.
-
-        All ranks must come here together.
-        """
+        """Begins to connect all GPUs: NCCL takes seconds, in which weights are read. All ranks come here together."""
         global _meeting
         _met()
         if rank_and_world()[1] > 1 and self.device is not None and self.device.type == "cuda":

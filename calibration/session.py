@@ -173,10 +173,7 @@ class Session:
         return self if elsewhere(model, self.device) else replace(self, device=None)
 
     def usable_memory(self) -> int | None:
-        """Returns the bytes of memory that the run may use now; None where the system does not report it.
-
-        A container's limit holds whatever the user allows: beyond it the kernel ends the process.
-        """
+        """Returns the bytes that the run may use, at most a container's limit; None where the system is silent."""
         if self.memory is None:
             return memory_left()
         limit = memory_limit()

@@ -230,10 +230,7 @@ def add_up(total: torch.Tensor | None, part: torch.Tensor | None) -> torch.Tenso
 
 
 def rows_of(x: torch.Tensor) -> int:
-    """Returns the number of calibration rows in a layer's input.
-
-    1 behind a router, which gathers tokens of all rows in one matrix.
-    """
+    """Returns the calibration rows in a layer's input; 1 behind a router, which gathers tokens of all rows."""
     return len(x) if x.dim() == 3 else 1
 
 

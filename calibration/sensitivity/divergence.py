@@ -56,11 +56,7 @@ Later = Callable[[], float]
 
 
 def finite_sum(values: torch.Tensor, name_of: Callable[[int], str], quantity: str) -> float:
-    """Returns the sum in float64.
-
-    Args:
-        values: one for each position, `[positions]`.
-    """
+    """Returns the float64 sum of values `[positions]`; NotFinite names the first bad position."""
     return start_sum(values, name_of, quantity)()
 
 

@@ -154,10 +154,7 @@ def _watch(
     batches: Sequence[torch.Tensor],
     add: Callable[[str, torch.Tensor, int], None],
 ) -> None:
-    """Calls `add(group, input, rows)` for every input `[tokens, in]` of the layers `names`.
-
-    `rows` is the number of calibration rows in the input, as `MomentSum.add` takes it. Passes end at the last layer.
-    """
+    """Calls `add(group, input [tokens, in], rows)` for the inputs of layers; passes end at the last layer."""
     calls: Counter[str] = Counter()
     last: str | None = None
 

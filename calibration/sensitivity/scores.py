@@ -178,11 +178,7 @@ class TokenProducts:
 
 @contextmanager
 def observed(switchable: SwitchableModel, observe: Callable[..., None], tokens: int) -> Iterator[None]:
-    """Shows every layer's input and output gradient to `observe` in backward passes over `tokens` tokens, while open.
-
-    If the activations of all blocks are too large for autograd to keep, it keeps the blocks' inputs and runs each
-    block again in the backward pass.
-    """
+    """Shows layers' inputs and gradients to `observe` in backward passes; blocks that are too large run again."""
     # Bytes of one token's inputs and outputs in all layers.
     features = sum(sum(layer.plan.shape[-2:]) * layer.original.dtype.itemsize for layer in switchable.layers.values())
     names = switchable.blocks if 2 * tokens * features > _ACTIVATION_BYTES else []

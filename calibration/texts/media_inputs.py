@@ -90,10 +90,7 @@ def _at_rate(sound: np.ndarray, rate: int, new_rate: int, name: str) -> np.ndarr
 
 
 def _read_pcm(content: bytes) -> tuple[np.ndarray, int | None]:
-    """Returns the samples `[samples, channels]` and sampling rate of a WAV file with PCM.
-
-    The rate is None for any other file.
-    """
+    """Returns samples `[samples, channels]` and rate of a WAV file with PCM; the rate None for any other file."""
     try:
         with wave.open(io.BytesIO(content)) as file:
             width, count, rate = file.getsampwidth(), file.getnchannels(), file.getframerate()
@@ -468,10 +465,7 @@ _MEDIA = {"pixel_values", "input_features", "input_values"}
 def read_inputs(
     source: str | Path, model: nn.Module, processor: Callable[[], Any], *, samples: int, seqlen: int
 ) -> Inputs | None:
-    """Returns the first `samples` inputs of a source.
-
-    None where it holds rows of tokens, or a text for a model of tokens.
-    """
+    """Returns the first `samples` inputs of a source; None where it holds rows of tokens, or text for such models."""
     path, parameters = Path(source), set(inspect.signature(model.forward).parameters)
     is_seq2seq = DECODER in parameters
     inputs: Inputs | None = None

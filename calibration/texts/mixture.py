@@ -154,10 +154,7 @@ def _text(text: str, tokenizer: Any, start: int | None) -> torch.Tensor:
 
 
 def _chat(messages: list[dict[str, str]], tokenizer: Any, start: int | None, *, ask: bool = False) -> torch.Tensor:
-    """Returns the token ids of a chat without the start token.
-
-    The chat goes through the template, or is joined with the names of its roles where there is none.
-    """
+    """Returns a chat's ids without start token, by the template or joined by roles; `ask` ends before the answer."""
     try:
         return _bare(chat_ids(messages, tokenizer, "samples", ask=ask), start)
     except ValueError:  # no template, or one that does not take these roles
@@ -220,10 +217,7 @@ def _own_pieces(
 
 
 def _apportioned(count: int, shares: Mapping[str, float]) -> dict[str, int]:
-    """Returns `count` pieces divided by shares into whole numbers by largest remainders.
-
-    On a tie the first part gets one.
-    """
+    """Returns `count` pieces divided by shares into whole numbers by largest remainders; of a tie the first."""
     total = sum(shares.values())
     exact = {name: count * share / total for name, share in shares.items()}
     counts = {name: int(number) for name, number in exact.items()}
