@@ -32,7 +32,7 @@ class _Rates(NamedTuple):
 
 
 _RATES = {"cpu": _Rates(8e10, 6e9, 0.01), "cuda": _Rates(1e14, 3e12, 0.02)}
-_ROUNDING = {"rtn": 120, "gptq": 5000, "gptq_plain": 5000, "kfac": 12000, "local_hessian": 2000}  # operations a weight
+_ROUNDING = {"rtn": 120, "gptq": 5000, "gptq_plain": 5000, "kfac": 8000, "local_hessian": 600}  # operations a weight
 _SEARCH = 550  # of other solvers, which search scales
 _SCALING, _LEARNING = 1400, 700  # of a transform's trials, and of a step of reconstruction
 _PASSES = 4  # of all tokens through each block
