@@ -255,7 +255,8 @@ def _check_fused(plan: Plan, target: Target) -> tuple[list[Problem], set[str]]:
         for names in target.fused:
             if last in names and layer.kind == LayerKind.LINEAR:
                 siblings.setdefault((parent, names), []).append(layer)
-    problems, followed = [], set[str]()
+    problems: list[Problem] = []
+    followed: set[str] = set()
     for (parent, names), members in siblings.items():
         members.sort(key=lambda m: names.index(m.name.rpartition(".")[2]))
         # In the merged matrix the rows of the next member follow, so only the last may end within a tile.
