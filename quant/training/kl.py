@@ -54,12 +54,7 @@ Head = Callable[[torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True, eq=False)
 class LogitTeacher:
-    """A teacher whose logits are computed as they are needed.
-
-    Attributes:
-        hidden: inputs of its head, `[positions, hidden]`.
-        head: the head that gives the logits.
-    """
+    """A teacher whose logits are computed as they are needed, from inputs of its head, `[positions, hidden]`."""
 
     hidden: torch.Tensor
     head: Head
@@ -67,10 +62,7 @@ class LogitTeacher:
     def gradient(self, logits: torch.Tensor, part: slice, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns KL at each position of a slice, and its gradient by the student's logits, both without the factor T².
 
-        Args:
-            logits: the student's, float32 `[positions, vocabulary]`; overwritten.
-            part: the part of the positions.
-            temperature: T.
+        The student's `logits`, float32 `[positions, vocabulary]`, are overwritten.
         """
         teacher_logits = self.head(self.hidden[part].to(logits.device)).float()
         if teacher_logits.shape != logits.shape:
@@ -88,19 +80,12 @@ class LogitTeacher:
 
 @dataclass(frozen=True, eq=False)
 class TopTeacher:
-    """A teacher whose likeliest tokens are known.
+    """A teacher whose likeliest tokens are known."""
 
-    Attributes:
-        tokens: int `[positions, k]`.
-        logp: their log-probabilities at the temperature, float32 `[positions, k]`.
-        name: the name of the model in messages.
-        vocabulary: number of tokens that the teacher knows; None if that is unknown.
-    """
-
-    tokens: torch.Tensor
-    logp: torch.Tensor
-    name: str = "the cached teacher"
-    vocabulary: int | None = None
+    tokens: torch.Tensor  # int `[positions, k]`
+    logp: torch.Tensor  # their log-probabilities at the temperature, float32 `[positions, k]`
+    name: str = "the cached teacher"  # of the model in messages
+    vocabulary: int | None = None  # number of tokens that the teacher knows
 
     def gradient(self, logits: torch.Tensor, part: slice, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns the same as `LogitTeacher.gradient`."""
@@ -156,8 +141,14 @@ class ChunkedKL(torch.autograd.Function):
         total = hidden.new_full((), len(hidden), dtype=torch.float32) if weights is None else weights.sum()
         factor = torch.where(total > 0, temperature**2 / total, 0)
         # Gradients of the head's parameters are summed in FP32 over slices; the input's gradient needs no sum.
-        slices = _slices(hidden, head)
-        power = _slice_power(slices)
+        step = 1
+        if len(hidden):
+            with torch.no_grad():
+                vocabulary = head(hidden[:1]).shape[-1]
+            step = max(_SLICE_ELEMENTS.get(hidden.device.type, _SLICE_ELEMENTS["cpu"]) // vocabulary, 1)
+        slices = [slice(start, min(start + step, len(hidden))) for start in range(0, len(hidden), step)]
+        # Of a slice's gradients: the more positions add up, the smaller.
+        power = 2.0 ** math.floor(math.log2(_SLICE_SUM / slices[0].stop)) if slices else 1.0
         for part in slices:
             states = hidden[part].detach().requires_grad_(hidden.requires_grad)
             with torch.enable_grad():
@@ -214,8 +205,7 @@ def chunked_kl(
         mask: the positions that count, bool or weights `[positions]`; None counts all. Without any the loss is 0.
         parameters: the parameters of the head, if it is not a module.
 
-    Returns:
-        A float32 scalar with gradients of `hidden` and of the head's parameters.
+    Returns a float32 scalar with gradients of `hidden` and of the head's parameters.
     """
     if temperature <= 0:
         raise UserError(f"temperature is {temperature}; expected a number above 0")
@@ -225,38 +215,21 @@ def chunked_kl(
     return ChunkedKL.apply(hidden, head, teacher, temperature, weights, *parameters)  # type: ignore[no-any-return, no-untyped-call]
 
 
-def _slice_power(slices: list[slice]) -> float:
-    """Returns the power of two that a slice's gradients are multiplied by: the more positions add up, the smaller."""
-    return 2.0 ** math.floor(math.log2(_SLICE_SUM / slices[0].stop)) if slices else 1.0
-
-
 def _product(tensor: torch.Tensor, factor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Returns `tensor · factor`, computed in float32 and rounded once; no tensor in float32 is kept on the way."""
     return torch.mul(tensor, factor, out=torch.empty_like(tensor, dtype=dtype))
 
 
-def _slices(hidden: torch.Tensor, head: Head) -> list[slice]:
-    """Returns the slices of positions, each with about as many logits as suit the device."""
-    if not len(hidden):
-        return []
-    with torch.no_grad():
-        vocabulary = head(hidden[:1]).shape[-1]
-    step = max(_SLICE_ELEMENTS.get(hidden.device.type, _SLICE_ELEMENTS["cpu"]) // vocabulary, 1)
-    return [slice(start, min(start + step, len(hidden))) for start in range(0, len(hidden), step)]
-
-
 # Distillation applies a model's output head, and the operations that follow it, to a slice of positions at a time.
 #
-# Models change the products of their head on the way to logits. Gemma caps them softly, Granite divides them, Cohere
-# multiplies them:
+# Models change the products of their head on the way to logits: Gemma caps them softly, Granite divides them, Cohere
+# multiplies them.
 #
 #     logits = cap · tanh(y · times / over / cap),    y = head(hidden)
 #
 # `run_to_head` runs the whole model, wrappers and hooks included, with a head that remembers its input. At a model's
 # first run that head multiplies a few positions, and the model's logits of them are compared with the operations that
-# its config names. A model that does something else (Chameleon rules the tokens of images out) is run whole, with its
-# own logits.
-
+# its config names. A model that does something else (Chameleon rules the tokens of images out) is run whole.
 
 # Fields of configs in transformers 5.24, by what they do to the products of the head.
 _TIMES = ("logit_scale", "lm_head_multiplier", "output_multiplier")
@@ -267,16 +240,11 @@ _COMPARED = 8  # positions
 
 @dataclass(frozen=True)
 class Tail:
-    """The operations that a model applies to the products of its head.
-
-    Attributes:
-        times, over: factor and divisor of the products.
-        cap: limit of the soft cap after them; None for a model without one.
-    """
+    """The operations that a model applies to the products of its head."""
 
     times: float = 1.0
     over: float = 1.0
-    cap: float | None = None
+    cap: float | None = None  # limit of the soft cap after them
 
     def __call__(self, products: torch.Tensor) -> torch.Tensor:
         """Returns the logits, in the model's own operations."""
@@ -339,7 +307,7 @@ def run_to_head(
         if tail is not None and len(seen) == 1:
             return seen[0][0], states(result), LogitHead(head, tail)
     result = call()
-    return _logits(result, named), states(result), _identity
+    return _logits(result, named), states(result), lambda logits: logits
 
 
 def _without_head(
@@ -392,10 +360,6 @@ def _logits(result: Any, named: bool = False) -> torch.Tensor:
     if named and isinstance(result, Mapping):
         raise UserError(f"{type(result).__name__}: the model gives no logits; distillation is for language models")
     return output_of(result)
-
-
-def _identity(logits: torch.Tensor) -> torch.Tensor:
-    return logits
 
 
 @contextmanager

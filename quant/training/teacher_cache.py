@@ -1,6 +1,6 @@
 """A teacher's likeliest tokens are kept in a file, so that a student trains without the teacher in memory.
 
-    quant.cache_teacher(teacher, rows, "teacher.safetensors", k=64)
+    cache_teacher(teacher, rows, "teacher.safetensors", k=64)
 
     rows       int32 [rows, seqlen]       the token ids that the teacher read
     tokens     int32 [rows, seqlen, k]    its k likeliest next tokens at each position
@@ -86,30 +86,19 @@ def cache_teacher(
 
 @dataclass(frozen=True, eq=False)
 class CachedTeacher:
-    """The teacher of a file that `cache_teacher` wrote; its tensors are mapped, and read row by row.
-
-    Attributes:
-        path: the file.
-        rows: token ids, int64 `[rows, seqlen]`.
-        temperature: the temperature of its log-probabilities.
-        vocabulary: tokens that the teacher knows.
-    """
+    """The teacher of a file that `cache_teacher` wrote; its tensors are mapped, and read row by row."""
 
     path: Path
-    rows: torch.Tensor
-    temperature: float
-    vocabulary: int
+    rows: torch.Tensor  # token ids, int64 `[rows, seqlen]`
+    temperature: float  # of its log-probabilities
+    vocabulary: int  # tokens that the teacher knows
     _tokens: torch.Tensor
     _logp: torch.Tensor
     _index: dict[str, int]
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> CachedTeacher:
-        """Opens a file.
-
-        Raises:
-            UserError: it is not a file of `cache_teacher`.
-        """
+        """Opens a file; UserError if it is not one of `cache_teacher`."""
         path = Path(path)
         if path.is_dir():
             raise UserError(
@@ -119,7 +108,9 @@ class CachedTeacher:
             with safe_open(path, framework="pt") as file:
                 metadata = file.metadata() or {}
                 if metadata.get("kind") != _KIND:
-                    raise UserError(f"{path}: holds no cached teacher; write one with quant.cache_teacher")
+                    raise UserError(
+                        f"{path}: holds no cached teacher; write one with cache_teacher of quant.training.teacher_cache"
+                    )
                 tensors = {name: file.get_tensor(name) for name in ("rows", "tokens", "logp")}
                 temperature, vocabulary = float(metadata["temperature"]), int(metadata["vocabulary"])
         except (OSError, SafetensorError, KeyError, ValueError) as error:

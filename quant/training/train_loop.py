@@ -1,6 +1,18 @@
 """A plain training loop for models that `prepare_qat` prepared: AdamW, a warm-up, a cosine to zero, clipped gradients.
 
 `quant distill` and the benchmark run this loop. A Trainer of any library can do the same.
+
+A step of a small model is thousands of kernels that the host launches one by one, and it takes longer to launch most
+of them than they run. On a GPU a CUDA graph holds them all, and one launch replays it:
+
+    step 1     op by op: kernels are compiled and caches filled; random numbers that are drawn are noticed
+    step 2     op by op, timed
+    step 3     recorded, and replayed for the first time, which takes longer
+    step 4..6  replayed, and so is every later step if the fastest of them was faster than step 2
+
+A step that a graph cannot hold runs op by op: one with random numbers, or with experts or a teacher for which the
+host looks at the values of a batch. A replay repeats the recorded kernels, so the loss must depend on nothing that
+changes except the batch and the parameters.
 """
 
 from __future__ import annotations
@@ -20,36 +32,18 @@ from quant.recipes.plan import Plan
 from quant.training.qat_layers import Packed
 from quant.training.rounded_weight import RoundedWeight
 
-# The forward and the backward pass of a training step, on a GPU recorded once and replayed.
-#
-# A step of a small model is thousands of kernels that the host launches one by one, and it takes longer to launch most
-# of them than they run. A CUDA graph holds them all, and one launch replays it:
-#
-#     step 1     op by op: kernels are compiled and caches filled; random numbers that are drawn are noticed
-#     step 2     op by op, timed
-#     step 3     recorded, and replayed for the first time, which takes longer
-#     step 4..6  replayed, and so is every later step if the fastest of them was faster than step 2
-#
-# A step that a graph cannot hold runs op by op: one with random numbers, or with experts or a teacher for which the
-# host looks at the values of a batch. A replay repeats the recorded kernels, so the loss must depend on nothing that
-# changes except the batch and the parameters.
-
-
 _JUDGED = 6  # steps whose seconds are compared before the recording is kept for good
+# The share of steps in which the rate rises, the largest norm of the gradients, and AdamW's decay rates. These forget
+# squared gradients sooner than torch's 0.999, whose average would span more steps than a whole run has.
+_WARM_UP, _CLIP, _BETAS = 0.05, 1.0, (0.9, 0.95)
 
 Loss = Callable[[torch.Tensor], torch.Tensor]
 
 
 class Passes:
-    """Computes a loss and its gradients, batch after batch.
+    """Computes a loss, a scalar of a batch on the parameters' device, and its gradients, batch after batch.
 
-    Args:
-        loss: the loss of a batch on the device of the parameters, a scalar; on a GPU it runs in BF16 by autocast.
-        learned: parameters, whose gradients each call writes anew.
-        record: whether passes may be recorded.
-
-    Attributes:
-        replays: whether the last call was a replay.
+    On a GPU the loss runs in BF16 by autocast, and passes may be recorded. Each call writes the gradients anew.
     """
 
     def __init__(self, loss: Loss, learned: Sequence[nn.Parameter], *, record: bool = True) -> None:
@@ -57,8 +51,8 @@ class Passes:
         self._may_record = record and all(p.is_cuda and p.device == self._device for p in learned)
         self._seconds: list[float] = []
         self._graph: torch.cuda.CUDAGraph | None = None
-        self._batch = self._found = torch.empty(0)
-        self.replays = False
+        self._batch = self._loss_value = torch.empty(0)
+        self.replays = False  # whether the last call was a replay
 
     def __call__(self, batch: torch.Tensor) -> float:
         """Returns the loss of a batch, token ids int64 `[batch, seqlen]`; parameters have its gradients."""
@@ -69,11 +63,15 @@ class Passes:
         if self._graph is not None and self.replays:
             self._batch.copy_(batch)
             self._graph.replay()
-            value = self._found.item()
+            value = self._loss_value.item()
         else:
             # A graph would replay the same random numbers; a step that draws any changes the state of a generator.
             before = self._generators() if self._may_record and not self._seconds else None
-            value = self._op_by_op(batch)
+            for parameter in self._learned:
+                parameter.grad = None
+            loss = self._of(batch.to(self._device))
+            loss.backward()
+            value = loss.item()
             self._may_record &= before is None or before == self._generators()
         if len(self._seconds) < _JUDGED:
             self._seconds.append(time.perf_counter() - started)
@@ -88,16 +86,9 @@ class Passes:
 
     def _forget(self, gradients: Mapping[nn.Parameter, torch.Tensor]) -> None:
         self._graph, self._may_record = None, False
-        self._batch = self._found = torch.empty(0)
+        self._batch = self._loss_value = torch.empty(0)
         for parameter in self._learned:
             parameter.grad = gradients.get(parameter)
-
-    def _op_by_op(self, batch: torch.Tensor) -> float:
-        for parameter in self._learned:
-            parameter.grad = None
-        loss = self._of(batch.to(self._device))
-        loss.backward()
-        return loss.item()
 
     def _of(self, batch: torch.Tensor) -> torch.Tensor:
         with torch.autocast(self._device.type, torch.bfloat16, enabled=self._device.type == "cuda"):
@@ -111,8 +102,8 @@ class Passes:
             parameter.grad = None  # so that gradients are written to memory of the graph
         try:
             with torch.cuda.graph(graph):
-                self._found = self._of(self._batch)
-                self._found.backward()
+                self._loss_value = self._of(self._batch)
+                self._loss_value.backward()
         except RuntimeError:  # of CUDA, at whatever cannot be recorded; the batch has its turn op by op
             torch.cuda.set_stream(stream)  # which a failed recording does not leave
             torch.cuda.synchronize(self._device)
@@ -126,37 +117,19 @@ class Passes:
         return (random.getstate(), *(state.numpy().tobytes() for state in states))
 
 
-# The share of steps in which the rate rises, the largest norm of the gradients, and AdamW's decay rates. These forget
-# squared gradients sooner than torch's 0.999, whose average would span more steps than a whole run has.
-_WARM_UP, _CLIP, _BETAS = 0.05, 1.0, (0.9, 0.95)
-
-
 @dataclass(frozen=True)
 class Hyperparameters:
-    """The hyperparameters of a training run.
+    """The hyperparameters of a training run."""
 
-    Attributes:
-        steps: the number of steps of the optimizer.
-        batch: rows a step.
-        rate: peak learning rate of AdamW.
-        seed: the seed of the order of the rows.
-    """
-
-    steps: int
-    batch: int
-    rate: float
-    seed: int = 0
+    steps: int  # of the optimizer
+    batch: int  # rows a step
+    rate: float  # peak learning rate of AdamW
+    seed: int = 0  # of the order of the rows
 
 
 @dataclass(frozen=True)
 class Trained:
-    """The losses and times of a training loop.
-
-    Attributes:
-        losses: the losses of each step.
-        seconds: the seconds of each step.
-        replayed: whether steps were recorded and replayed on a GPU.
-    """
+    """The losses and seconds of each step of a training loop, and whether steps were recorded and replayed."""
 
     losses: list[float]
     seconds: list[float]
@@ -172,15 +145,10 @@ def train(
     record: bool = True,
     progress: Callable[[int, int, float], None] | None = None,
 ) -> Trained:
-    """Trains the parameters of `model` that need gradients.
+    """Trains the parameters of `model` that need gradients; on a GPU it computes in BF16 by autocast.
 
-    Args:
-        model: changed in place; on a GPU it computes in BF16 by autocast.
-        loss: the loss of a batch, token ids int64 `[batch, seqlen]` on the model's device.
-        rows: token ids, int64 `[rows, seqlen]`, in a new random order each time they are used up.
-        hyperparameters: steps, rows a step and learning rate.
-        record: whether steps on a GPU may be recorded and replayed, as `Passes` says.
-        progress: a function that is called with (steps done, steps in all, loss).
+    `loss` is of a batch, token ids int64 `[batch, seqlen]` on the model's device. The rows, `[rows, seqlen]`, come in a
+    new random order each time they are used up. `progress` is called with (steps done, steps in all, loss).
 
     Raises:
         UserError: fewer than one step or row, or a loss that is not finite.
@@ -250,11 +218,7 @@ def train_only_rounded(model: nn.Module) -> None:
 
 
 class StoredDtypes:
-    """The dtypes of a model's tensors.
-
-    Args:
-        model: the model before `prepare_qat`.
-    """
+    """The dtypes of a model's tensors, before `prepare_qat`."""
 
     def __init__(self, model: nn.Module) -> None:
         self._compute = next((parameter.dtype for parameter in model.parameters()), torch.float32)

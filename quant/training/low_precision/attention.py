@@ -35,14 +35,10 @@ _REGISTRATION = "_fp8_attention_in_training"  # attribute of a model
 
 
 class _Registration:
-    """Makes our attention known to transformers; in a pickled model, also in the process that reads it.
-
-    Args:
-        before: configs that name our attention, and the names that they had. A config itself would save them.
-    """
+    """Makes our attention known to transformers; in a pickled model, also in the process that reads it."""
 
     def __init__(self, before: Sequence[tuple[Any, str]]) -> None:
-        self.before = before
+        self.before = before  # configs that name our attention, and the names that they had; a config would save them
         modeling = require("transformers.modeling_utils", "hf")
         masking = require("transformers.masking_utils", "hf")
         modeling.AttentionInterface.register(IMPLEMENTATION, _attend)
@@ -80,11 +76,7 @@ def check_attention(model: nn.Module, attention: str) -> None:
 
 
 def attend_in_fp8(model: Any) -> str:
-    """Has a model attend in FP8 in training; returns how this machine computes it, for the log.
-
-    Raises:
-        UserError: the model's attention is its own and cannot be replaced.
-    """
+    """Has a model attend in FP8 in training; returns how this machine computes it, for the log."""
     _Registration([])
     with implementations_kept(model) as before:
         model.set_attn_implementation(IMPLEMENTATION)
@@ -129,17 +121,15 @@ def _attend(
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     if module.training:
-        q, k, v = (_rounded(x) for x in (q, k, v))
+        # To E4M3 and back, a scale for 128 tokens; gradients pass through.
+        q, k, v = (
+            ValueOf.apply(x, (codes.float() * scale_of_rows(scale, x.shape, None)).to(x.dtype))  # type: ignore[no-untyped-call]
+            for x, (codes, scale) in ((x, quantize_blocks(x.detach())) for x in (q, k, v))
+        )
     if mask is None and call.is_causal:
         mask = _mask_of(q.shape[2], k.shape[2], call.sliding_window, q.device)
     out, _ = sdpa_attention_forward(module, q, k, v, mask, scaling=call.scaling, is_causal=call.is_causal)
     return out, None
-
-
-def _rounded(x: torch.Tensor) -> torch.Tensor:
-    """Rounds `[batch, heads, tokens, dim]` to E4M3 and back, a scale for 128 tokens; gradients pass through."""
-    codes, scale = quantize_blocks(x.detach())
-    return ValueOf.apply(x, (codes.float() * scale_of_rows(scale, x.shape, None)).to(x.dtype))  # type: ignore[no-any-return, no-untyped-call]
 
 
 def _mask_of(queries: int, keys: int, window: int | None, device: torch.device) -> torch.Tensor | None:

@@ -93,8 +93,7 @@ class LowPrecisionStack(ExpertStack):
     @property
     def held(self) -> torch.Tensor:
         """The parameter in the owner; with an adapter of PEFT, while the owner runs, their sum."""
-        held: torch.Tensor = getattr(self.owner, self.parameter_name)
-        return held
+        return getattr(self.owner, self.parameter_name)  # type: ignore[no-any-return]
 
     @property
     def trains(self) -> bool:
@@ -298,16 +297,10 @@ class WeighRows(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        rows: torch.Tensor,
-        weights: torch.Tensor,
-        positions: torch.Tensor,
-        slots: torch.Tensor,
-        dtype: torch.dtype,
+        ctx: Any, rows: torch.Tensor, weights: torch.Tensor, positions: Any, slots: Any, dtype: torch.dtype
     ) -> torch.Tensor:
         ctx.save_for_backward(rows, positions, slots, weights)
-        y: torch.Tensor = torch.ops.quant.weigh_rows(rows, positions, weights, len(weights), dtype)
-        return y
+        return torch.ops.quant.weigh_rows(rows, positions, weights, len(weights), dtype)  # type: ignore[no-any-return]
 
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -322,12 +315,8 @@ def grouped_experts(
     Between the products, PyTorch's operations would take as long as these: SwiGLU and the weighted sum are one kernel
     for each direction.
 
-    Args:
-        module: that `takes` accepts.
-        first, down: the stacks of its projections.
-        hidden: `[tokens, hidden]`.
-        index: expert of each token and slot, `[tokens, k]`; indices beyond the last expert count nothing.
-        weights: the router's, `[tokens, k]`.
+    `index` has the expert of each token and slot, `[tokens, k]`; indices beyond the last expert count nothing.
+    `weights` are the router's, `[tokens, k]`.
     """
     groups = group_by_expert(index, module.num_experts, block_of_tokens(first.low_precision.recipe))
     x = hidden.to(autocast_dtype(hidden) or hidden.dtype)
@@ -356,13 +345,11 @@ class SwiGLU(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, both: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(both)
-        y: torch.Tensor = torch.ops.quant.swiglu(both)
-        return y
+        return torch.ops.quant.swiglu(both)  # type: ignore[no-any-return]
 
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> torch.Tensor:
-        d_both: torch.Tensor = torch.ops.quant.swiglu_backward(dy, *ctx.saved_tensors)
-        return d_both
+        return torch.ops.quant.swiglu_backward(dy, *ctx.saved_tensors)  # type: ignore[no-any-return]
 
 
 def register() -> None:

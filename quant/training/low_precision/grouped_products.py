@@ -127,13 +127,11 @@ class _RowProducts:
 
     def rows(self, x: torch.Tensor, format: Format) -> _Rounded:
         """Rounds each row of `x` `[rows, columns]`."""
-        operand: _Rounded = torch.ops.quant.e4m3_rows(x)
-        return operand
+        return torch.ops.quant.e4m3_rows(x)  # type: ignore[no-any-return]
 
     def columns(self, x: torch.Tensor, format: Format) -> _Rounded:
         """Rounds each column of `x` `[rows, columns]` within the rows of an expert; codes are transposed."""
-        operand: _Rounded = torch.ops.quant.e4m3_columns(x, self.offsets, False, None)
-        return operand
+        return torch.ops.quant.e4m3_columns(x, self.offsets, False, None)  # type: ignore[no-any-return]
 
     def y(self, x: _Rounded, weight: torch.Tensor, format: Format, dtype: torch.dtype) -> torch.Tensor:
         codes, scale = torch.ops.quant.e4m3_rows(weight.flatten(0, 1))
@@ -173,13 +171,11 @@ class _BlockProducts:
 
     def rows(self, x: torch.Tensor, format: Format) -> _Rounded:
         """Rounds `x` `[rows, columns]` in blocks along the columns."""
-        operand: _Rounded = torch.ops.quant.e4m3_blocks(x, *format.block, x.dtype)
-        return operand
+        return torch.ops.quant.e4m3_blocks(x, *format.block, x.dtype)  # type: ignore[no-any-return]
 
     def columns(self, x: torch.Tensor, format: Format) -> _Rounded:
         """Rounds `x` `[rows, columns]` in blocks along the rows."""
-        operand: _Rounded = torch.ops.quant.e4m3_blocks(x, *format.block[::-1], x.dtype)
-        return operand
+        return torch.ops.quant.e4m3_blocks(x, *format.block[::-1], x.dtype)  # type: ignore[no-any-return]
 
     def y(self, x: _Rounded, weight: torch.Tensor, format: Format, dtype: torch.dtype) -> torch.Tensor:
         matrices = _rounded_stack(weight, *format.block, dtype)

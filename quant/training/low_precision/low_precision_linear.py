@@ -29,6 +29,16 @@ class LowPrecisionLinear(nn.Linear):
 
     low_precision: LowPrecision
 
+    @property
+    def held(self) -> torch.Tensor:
+        """The parameter that trains."""
+        return self.weight
+
+    @property
+    def trains(self) -> bool:
+        """Whether the layer is in training mode."""
+        return self.training
+
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Maps `[..., in]` to `[..., out]`, in the dtype of `input`, or autocast's."""
         # The backward pass of delayed scaling changes a history, which no compiled graph can.

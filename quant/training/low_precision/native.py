@@ -46,11 +46,8 @@ class NormInput(NamedTuple):
         rows = self.x.reshape(-1, self.x.shape[-1])
         # As models write it: the compiler then finds that the gradient needs the same numbers.
         rstd = torch.rsqrt(self.x.float().pow(2).mean(-1, keepdim=True) + self.eps).reshape(-1)
-        operands: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
-        operands = torch.ops.quant.fp8_block_rms_norm(
-            rows, rstd, self.factor, self.normalized, self.dtype, rule, columns
-        )
-        return operands
+        options = self.factor, self.normalized, self.dtype, rule, columns
+        return torch.ops.quant.fp8_block_rms_norm(rows, rstd, *options)  # type: ignore[no-any-return]
 
 
 def origin_of(x: torch.Tensor) -> NormInput | None:
@@ -86,8 +83,7 @@ class NativeProducts:
 
     def __call__(self, x: torch.Tensor, weight: torch.Tensor, state: LowPrecision, whole: torch.Tensor) -> torch.Tensor:
         """Computes the product; blocks have scales of their own, so that shards of `whole` need nothing of it."""
-        y: torch.Tensor = _BlockProducts.apply(x, weight, self, state, origin_of(x))  # type: ignore[no-untyped-call]
-        return y
+        return _BlockProducts.apply(x, weight, self, state, origin_of(x))  # type: ignore[no-any-return, no-untyped-call]
 
     def operands(self, x: torch.Tensor, is_trained: bool, origin: NormInput | None) -> _Operands:
         """Returns the operands of an input `[..., columns]`, with the transposed ones if its weight is trained.
@@ -115,8 +111,7 @@ class NativeProducts:
 
     def quantize(self, x: torch.Tensor, square: bool = False, rows: bool = True, columns: bool = True) -> _Operands:
         """Quantizes `x` `[R, C]` in blocks of 1×128, or squares, for sums over its columns, its rows, or both."""
-        operands: _Operands = torch.ops.quant.fp8_block_operands(x, self.rule, square, rows, columns)
-        return operands
+        return torch.ops.quant.fp8_block_operands(x, self.rule, square, rows, columns)  # type: ignore[no-any-return]
 
     def quantize_stacked(
         self, weights: Sequence[torch.Tensor], rows: bool = True, columns: bool = True
@@ -125,8 +120,7 @@ class NativeProducts:
 
         Returns codes and scale of each, and the transposed ones of all outputs, one weight after another.
         """
-        operands: list[torch.Tensor] = torch.ops.quant.fp8_block_stacked(weights, self.rule, rows, columns)
-        return operands
+        return torch.ops.quant.fp8_block_stacked(weights, self.rule, rows, columns)  # type: ignore[no-any-return]
 
     def transposed(
         self, weight: torch.Tensor, codes_t: torch.Tensor, scale_t: torch.Tensor

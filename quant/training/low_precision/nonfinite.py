@@ -37,14 +37,7 @@ _Layers = Mapping[str, LowPrecisionLinear | LowPrecisionStack]
 
 
 class GradientWatch:
-    """Watches the gradients of one model in low-precision training.
-
-    Args:
-        action: one of `ACTIONS`.
-
-    Raises:
-        UserError: another action.
-    """
+    """Watches the gradients of one model in low-precision training; UserError for an action of another name."""
 
     _watches: ClassVar[weakref.WeakKeyDictionary[nn.Module, GradientWatch]] = weakref.WeakKeyDictionary()
     _hook: ClassVar[Any] = None
@@ -91,18 +84,14 @@ class GradientWatch:
             watch._warns_of_resuming = False
 
     def check(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Stops or skips where gradients of `optimizer` for parameters of `model` are not finite.
-
-        Raises:
-            UserError: they are not, and the action is "stop".
-        """
+        """Stops, by a UserError, or skips where gradients of `optimizer` for parameters of `model` are not finite."""
         held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         identities = {id(parameter) for parameter in held}
-        layers = {n: layer for n, layer in trained_layers(model).items() if id(_parameter(layer)) in identities}
+        layers = {n: layer for n, layer in trained_layers(model).items() if id(layer.held) in identities}
         if self._warns_of_resuming and layers:
             self._warns_of_resuming = False
             _warn_of_resuming(optimizer, layers)
-        if self._warns_of_eval_mode and layers and not any(_is_training(layer) for layer in layers.values()):
+        if self._warns_of_eval_mode and layers and not any(layer.trains for layer in layers.values()):
             self._warns_of_eval_mode = False
             warnings.warn(
                 f"{next(iter(layers))}: the model trains in eval mode, in which it computes each product twice, and "
@@ -131,7 +120,7 @@ def _warn_of_resuming(optimizer: torch.optim.Optimizer, layers: _Layers) -> None
     name, layer = next(iter(layers.items()))
     recipe = layer.low_precision.recipe
     needs_history = recipe.history or (recipe.input is not None and recipe.input.is_static)
-    if needs_history and optimizer.state.get(_parameter(layer)):
+    if needs_history and optimizer.state.get(layer.held):
         warnings.warn(
             f"{name}: its optimizer has made steps, and the largest magnitudes that {recipe.name} remembers begin now; "
             "to resume a checkpoint, load the state of the report that to_low_precision_training returned: "
@@ -144,10 +133,8 @@ def _warn_of_resuming(optimizer: torch.optim.Optimizer, layers: _Layers) -> None
 def nonfinite_line(model: nn.Module, layers: _Layers, identities: set[int] | None = None) -> str | None:
     """Returns where NaN or infinity came into the gradients of a model; None where all are finite.
 
-    Args:
-        model: that trains.
-        layers: its layers in low precision.
-        identities: of the parameters whose gradients count; None counts all.
+    `layers` are its layers in low precision, `identities` those of the parameters whose gradients count, or None for
+    all.
     """
     parameters = {
         name: parameter
@@ -158,7 +145,7 @@ def nonfinite_line(model: nn.Module, layers: _Layers, identities: set[int] | Non
     if not broken:
         return None
     # Every rank of FSDP2 reads the weights, whose largest magnitudes are common; notes are each rank's own.
-    if weights := _not_finite({name: _parameter(layer).detach() for name, layer in layers.items()}):
+    if weights := _not_finite({name: layer.held.detach() for name, layer in layers.items()}):
         return f"{weights[0]}: its weight holds NaN or infinity"
     notes = {name: layer.low_precision for name, layer in layers.items()}
     if inputs := [name for name, state in notes.items() if _overflowed(state.largest_input)]:
@@ -166,19 +153,10 @@ def nonfinite_line(model: nn.Module, layers: _Layers, identities: set[int] | Non
     ids = {id(parameters[name]) for name in broken}
     origins = [name for name, state in notes.items() if _overflowed(state.largest_gradient)]
     # Layers of a compiled graph leave no note; then the gradients have to do.
-    origins = origins or [name for name, layer in layers.items() if id(_parameter(layer)) in ids]
+    origins = origins or [name for name, layer in layers.items() if id(layer.held) in ids]
     if origins:
         return f"{origins[-1]}: its gradient holds NaN or infinity in {notes[origins[-1]].recipe.name}"
     return f"{broken[-1]}: its gradient holds NaN or infinity"
-
-
-def _parameter(layer: LowPrecisionLinear | LowPrecisionStack) -> nn.Parameter:
-    parameter: Any = layer.held if isinstance(layer, LowPrecisionStack) else layer.weight
-    return parameter  # type: ignore[no-any-return]
-
-
-def _is_training(layer: LowPrecisionLinear | LowPrecisionStack) -> bool:
-    return bool(layer.owner.training if isinstance(layer, LowPrecisionStack) else layer.training)  # type: ignore[union-attr]
 
 
 def _overflowed(largest: torch.Tensor | None) -> bool:
@@ -190,17 +168,15 @@ def _not_finite(tensors: Mapping[str, Any]) -> list[str]:
     """Returns the names of the tensors that hold NaN or infinity."""
     if not tensors:
         return []
-    # The largest magnitude is finite if and only if all numbers are. One read serves all tensors.
-    flags = [_largest(tensor).isfinite() for tensor in tensors.values()]
+    # The largest magnitude is finite if and only if all numbers are. One read serves all tensors. Sparse gradients of
+    # embeddings have a norm of their values alone.
+    norms = [
+        torch.linalg.vector_norm(tensor.coalesce().values() if tensor.is_sparse else tensor, torch.inf)
+        for tensor in tensors.values()
+    ]
+    flags = [(norm.full_tensor() if hasattr(norm, "full_tensor") else norm).isfinite() for norm in norms]
     finite = torch.stack([flag.to(flags[0].device) for flag in flags]).tolist()
     return [name for name, is_finite in zip(tensors, finite, strict=True) if not is_finite]
-
-
-def _largest(tensor: Any) -> torch.Tensor:
-    # Sparse gradients of embeddings have a norm of their values alone.
-    norm: Any = torch.linalg.vector_norm(tensor.coalesce().values() if tensor.is_sparse else tensor, torch.inf)
-    whole: torch.Tensor = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
-    return whole
 
 
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
