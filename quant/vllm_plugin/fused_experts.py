@@ -87,8 +87,8 @@ class BlockscaleExperts(mk.FusedMoEExpertsModular):
     """vLLM's names for the weights that the class takes."""
     takes_bias: ClassVar[bool] = False
 
-    def weight_of(self, layer: torch.nn.Module, name: str) -> BlockScaledTensor:
-        """Returns the stack of experts "w13" (gate and up) or "w2" (down) in the parameters that vLLM has loaded."""
+    def weight_of(self, name: str, codes: torch.Tensor, scale: torch.Tensor) -> BlockScaledTensor:
+        """Returns the stack of experts "w13" (gate and up) or "w2" (down), from the parameters that vLLM has loaded."""
         raise NotImplementedError
 
     @property
@@ -162,7 +162,8 @@ class BlockscaleExperts(mk.FusedMoEExpertsModular):
         # By stack, whether the first weights of the layer fitted the layout of our kernels.
         fitted = vars(layer).setdefault("blockscale_fitted", {})
         for name in ("w13", "w2"):
-            weight = self.weight_of(layer, name)
+            parameters = getattr(layer, f"{name}_weight"), getattr(layer, f"{name}_weight_scale")
+            weight = self.weight_of(name, *(parameter.data for parameter in parameters))
             if name not in fitted and releases.loads_placeholders():
                 weight = loaded_weights.placeholder(weight)
             label = f"{getattr(layer, 'layer_name', type(layer).__name__)}.{name}"
@@ -266,9 +267,8 @@ class BlockscaleNvFp4Experts(BlockscaleExperts):
     format = "nvfp4"
     weight_keys = (kNvfp4Static,)
 
-    def weight_of(self, layer: torch.nn.Module, name: str) -> BlockScaledTensor:
+    def weight_of(self, name: str, codes: torch.Tensor, scale: torch.Tensor) -> BlockScaledTensor:
         second = self.g1_alphas if name == "w13" else self.g2_alphas
-        codes, scale = getattr(layer, f"{name}_weight").data, getattr(layer, f"{name}_weight_scale").data
         return loaded_weights.nvfp4_weight(codes, scale, second)
 
 
@@ -307,16 +307,13 @@ class BlockscaleMxFp4Experts(BlockscaleExperts):
     weight_keys = (kMxfp4Static,)
     takes_bias = True
 
-    def weight_of(self, layer: torch.nn.Module, name: str) -> BlockScaledTensor:
-        return loaded_weights.mxfp4_weight(
-            getattr(layer, f"{name}_weight").data, getattr(layer, f"{name}_weight_scale").data
-        )
+    def weight_of(self, name: str, codes: torch.Tensor, scale: torch.Tensor) -> BlockScaledTensor:
+        return loaded_weights.mxfp4_weight(codes, scale)
 
 
 def takes(config: FusedMoEConfig) -> bool:
-    """Returns whether our class runs the experts of a layer; the log says why not."""
-    reason = refusal(BlockscaleMxFp4Experts, config, kMxfp4Static, None)
-    if reason:
+    """Returns whether our class runs the experts of a layer in MXFP4; the log says why not."""
+    if reason := refusal(BlockscaleMxFp4Experts, config, kMxfp4Static, None):
         logger.warning_once("Blockscale: fused experts in mxfp4 stay with vLLM: %s", reason)
     return not reason
 
@@ -382,8 +379,7 @@ class BlockscaleFp8Experts(BlockscaleExperts):
     format = "fp8_channel"
     weight_keys: ClassVar[tuple[QuantKey, ...]] = (kFp8StaticTensorSym, kFp8StaticChannelSym)
 
-    def weight_of(self, layer: torch.nn.Module, name: str) -> BlockScaledTensor:
-        codes, scale = getattr(layer, f"{name}_weight").data, getattr(layer, f"{name}_weight_scale").data
+    def weight_of(self, name: str, codes: torch.Tensor, scale: torch.Tensor) -> BlockScaledTensor:
         return loaded_weights.fp8_experts_weight(codes, scale)
 
 
@@ -393,8 +389,7 @@ class BlockscaleFp8BlockExperts(BlockscaleFp8Experts):
     format = "fp8_block"
     weight_keys = (kFp8Static128BlockSym,)
 
-    def weight_of(self, layer: torch.nn.Module, name: str) -> BlockScaledTensor:
-        codes, scale = getattr(layer, f"{name}_weight").data, getattr(layer, f"{name}_weight_scale").data
+    def weight_of(self, name: str, codes: torch.Tensor, scale: torch.Tensor) -> BlockScaledTensor:
         return loaded_weights.fp8_weight(codes, scale, blocks=True)
 
 

@@ -75,10 +75,8 @@ def fp8_weight(codes: torch.Tensor, scale: torch.Tensor, *, blocks: bool) -> Blo
 def fp8_experts_weight(codes: torch.Tensor, scale: torch.Tensor) -> BlockScaledTensor:
     """Returns FP8 experts `[experts, out, in]` with a scale for each row.
 
-    Args:
-        codes: `[experts, out, in]`.
-        scale: `[experts, out, 1]`, or one for each matrix that was joined into an expert's, `[experts, matrices]` or
-            `[experts]`.
+    vLLM's scale is `[experts, out, 1]`, or one for each matrix that was joined into an expert's, `[experts, matrices]`
+    or `[experts]`.
     """
     experts, rows, _ = codes.shape
     if scale.dim() < 3:
@@ -89,9 +87,7 @@ def fp8_experts_weight(codes: torch.Tensor, scale: torch.Tensor) -> BlockScaledT
 
 
 def arranged(weight: BlockScaledTensor) -> tuple[BlockScaledTensor, str]:
-    """Returns `weight` in the layout of this GPU's fastest kernel.
-
-    Otherwise it is unchanged, with the reason why it has no such layout.
+    """Returns `weight` in the layout of this GPU's fastest kernel; or unchanged, with the reason for having none.
 
     A format that kernels read in the order of the checkpoint is unchanged, too, without a reason. The buffers in which
     kernels count arrivals are made here too, because they must exist before a CUDA graph is captured.
@@ -108,15 +104,9 @@ def arranged(weight: BlockScaledTensor) -> tuple[BlockScaledTensor, str]:
 def arranged_as_before(weight: BlockScaledTensor, fitted: bool | None, name: str) -> tuple[BlockScaledTensor, str]:
     """Returns `arranged`, for weights that a server may load into the memory of earlier ones of the same layer.
 
-    The layer's kernel was chosen for the first weights, and CUDA graphs call it: later ones keep its layout.
-
-    Args:
-        weight: the weight as it was loaded.
-        fitted: whether the first weights fitted the layout of our kernels; None if these are the first.
-        name: the layer's name, for the error.
-
-    Raises:
-        ValueError: the first weights fitted, and these do not.
+    The layer's kernel was chosen for the first weights, and CUDA graphs call it: later ones keep its layout. `fitted`
+    says whether the first weights fitted the layout of our kernels; None if these are the first. ValueError says that
+    the first weights fitted, and these do not.
     """
     if fitted is False:
         reserve(weight.codes)
@@ -203,9 +193,7 @@ def _linear_fp8_prefill(
     if is_faster_in_fp8(tokens, (rows, columns)):
         weight = BlockScaledTensor(codes, scale, FORMATS[weight_format], (rows, columns), global_scale)
         return multiply_in_fp8(x, weight, bias)
-    return torch.ops.quant.linear(  # type: ignore[no-any-return]
-        x, codes, scale, global_scale, bias, None, weight_format, ""
-    )
+    return torch.ops.quant.linear(x, codes, scale, global_scale, bias, None, weight_format, "")  # type: ignore[no-any-return]
 
 
 def multiply_in_fp8(x: torch.Tensor, weight: BlockScaledTensor, bias: torch.Tensor | None) -> torch.Tensor:

@@ -31,7 +31,8 @@ from quant.vllm_plugin import loaded_weights
 TOLERANCE = 2.0**-7
 """Largest relative error of a product with inputs in bfloat16; the kernels' own is near 2^-9."""
 OUT, IN, TOKENS, EXPERTS = 128, 256, (1, 80), 4
-
+# Of attention: the keys and values of 24 tokens in two of three pages.
+_KV_HEADS, _DIM, _PAGE, _LENGTH, _TABLE = 2, 64, 16, 24, torch.tensor([[2, 0]], dtype=torch.int32, device="cpu")
 
 _results: dict[tuple[str, str], str] = {}
 
@@ -172,40 +173,40 @@ class SelfTest:
         )
 
     def _attention_error(self) -> float:
-        from quant.kernels.attention.portable_paged_attention import attend_pages
+        """Returns the error of one query over an NVFP4 cache that our kernel has written."""
         from quant.kernels.attention.portable_paged_kv_cache import write_kv_slots
 
-        heads, kv_heads, dim, page, length = 4, 2, 64, 16, 24
-        scales = torch.full((2, kv_heads), 1 / 600, dtype=torch.float32)
-        k, v = (_sample(length * kv_heads, dim, i).view(length, kv_heads, dim).bfloat16() for i in (0, 1))
-        q = _sample(heads, dim, 2).view(1, heads, 1, dim).bfloat16()
-        table, lengths = torch.tensor([[2, 0]], dtype=torch.int32), torch.tensor([length], dtype=torch.int32)
-        cache = torch.zeros(3, kv_heads, page, cell_bytes(dim), dtype=torch.uint8)
-        oracle = pages_of(cache, kv_heads, page, dim, (scales[0], scales[1]))
+        scales = torch.full((2, _KV_HEADS), 1 / 600, dtype=torch.float32)
+        k, v = (_sample(_LENGTH * _KV_HEADS, _DIM, i).view(_LENGTH, _KV_HEADS, _DIM).bfloat16() for i in (0, 1))
+        cache = torch.zeros(3, _KV_HEADS, _PAGE, cell_bytes(_DIM), dtype=torch.uint8)
+        oracle = pages_of(cache, _KV_HEADS, _PAGE, _DIM, (scales[0], scales[1]))
         write_reference(
-            oracle, table, torch.zeros(1, dtype=torch.float32), k.transpose(0, 1)[None], v.transpose(0, 1)[None]
+            oracle, _TABLE, torch.zeros(1, dtype=torch.float32), k.transpose(0, 1)[None], v.transpose(0, 1)[None]
         )
-        expected = paged_reference(q, oracle, table, lengths)
-        scales, table, lengths = scales.to(self.device), table.to(self.device), lengths.to(self.device)
-        pages = pages_of(torch.zeros_like(cache, device=self.device), kv_heads, page, dim, (scales[0], scales[1]))
-        slots = torch.tensor([int(table[0, i // page]) * page + i % page for i in range(length)], device=self.device)
-        write_kv_slots(pages, slots, k.to(self.device), v.to(self.device))
-        tiles = decode_tiles_for(pages, heads // kv_heads, kv_heads, length, 132)
-        y = attend_pages(q.to(self.device), pages, table, lengths, AttentionOptions(causal=True), tiles)
-        return _relative(y, expected.double())
+        scales = scales.to(self.device)
+        pages = pages_of(torch.zeros_like(cache, device=self.device), _KV_HEADS, _PAGE, _DIM, (scales[0], scales[1]))
+        slots = [int(_TABLE[0, i // _PAGE]) * _PAGE + i % _PAGE for i in range(_LENGTH)]
+        write_kv_slots(pages, torch.tensor(slots, device=self.device), k.to(self.device), v.to(self.device))
+        return self._paged_error(oracle, pages)
 
     def _decoding_error(self) -> float:
+        """Returns the error of one query over pages in 16 bit."""
+        # As in vLLM's blocks: tokens, then heads, and the key of a head beside its value.
+        block = _sample(3 * _PAGE * _KV_HEADS, 2 * _DIM, 0).view(3, _PAGE, _KV_HEADS, 2 * _DIM)
+        oracle, pages = (
+            KVPages(each[..., :_DIM], each[..., _DIM:], None, _DIM)
+            for each in (block.bfloat16().transpose(1, 2), block.bfloat16().transpose(1, 2).to(self.device))
+        )
+        return self._paged_error(oracle, pages)
+
+    def _paged_error(self, oracle: KVPages, pages: KVPages) -> float:
         from quant.kernels.attention.portable_paged_attention import attend_pages
 
-        heads, kv_heads, dim, page, length = 4, 2, 64, 16, 24
-        # As in vLLM's blocks: tokens, then heads, and the key of a head beside its value.
-        block = _sample(3 * page * kv_heads, 2 * dim, 0).view(3, page, kv_heads, 2 * dim).bfloat16().transpose(1, 2)
-        q = _sample(heads, dim, 2).view(1, heads, 1, dim).bfloat16()
-        table, lengths = torch.tensor([[2, 0]], dtype=torch.int32), torch.tensor([length], dtype=torch.int32)
-        expected = paged_reference(q, KVPages(block[..., :dim], block[..., dim:], None, dim), table, lengths)
-        block = block.to(self.device)
-        pages = KVPages(block[..., :dim], block[..., dim:], None, dim)
-        tiles = decode_tiles_for(pages, heads // kv_heads, kv_heads, length, 132)
-        table, lengths = table.to(self.device), lengths.to(self.device)
-        y = attend_pages(q.to(self.device), pages, table, lengths, AttentionOptions(causal=True), tiles)
-        return _relative(y, expected.double())
+        q = _sample(2 * _KV_HEADS, _DIM, 2).view(1, 2 * _KV_HEADS, 1, _DIM).bfloat16()
+        lengths = torch.tensor([_LENGTH], dtype=torch.int32)
+        expected = paged_reference(q, oracle, _TABLE, lengths)
+        tiles = decode_tiles_for(pages, 2, _KV_HEADS, _LENGTH, 132)
+        q, table, lengths = moved((q, _TABLE, lengths), self.device)
+        return _relative(
+            attend_pages(q, pages, table, lengths, AttentionOptions(causal=True), tiles), expected.double()
+        )

@@ -110,23 +110,22 @@ def note_linear(weight: BlockScaledTensor, bias: torch.Tensor | None) -> None:
     """Notes a weight `[out, in]` as a layer holds it, with its bias; layers that are alike count once."""
     # With tensor parallelism one GPU adds the bias, and the others multiply without it.
     for added in (None,) if bias is None else (None, bias):
-        _linear[_kind(weight, added)] = _without_memory(weight, added)
+        kind, without_memory = _noted(weight, added)
+        _linear[kind] = without_memory
 
 
 def note_experts(weight: BlockScaledTensor, bias: torch.Tensor | None, slots: int) -> None:
     """Notes a stack of experts that Hopper's kernel takes; a token of a step gives them `slots` rows."""
-    kind = _kind(weight, bias), slots
-    _experts[kind] = *_without_memory(weight, bias), slots
+    kind, without_memory = _noted(weight, bias)
+    _experts[kind, slots] = *without_memory, slots
 
 
-def _kind(weight: BlockScaledTensor, bias: torch.Tensor | None) -> Any:
-    return weight.format.name, weight.codes.dtype, weight.shape, None if bias is None else bias.dtype
-
-
-def _without_memory(
+def _noted(
     weight: BlockScaledTensor, bias: torch.Tensor | None
-) -> tuple[BlockScaledTensor, torch.Tensor | None]:
-    return moved(weight, "meta"), None if bias is None else bias.detach().to("meta")
+) -> tuple[Any, tuple[BlockScaledTensor, torch.Tensor | None]]:
+    """Returns what makes layers alike, and weight and bias without memory."""
+    kind = weight.format.name, weight.codes.dtype, weight.shape, None if bias is None else bias.dtype
+    return kind, (moved(weight, "meta"), None if bias is None else bias.detach().to("meta"))
 
 
 def needed_variants(tokens: int, device: torch.device) -> Variants:
