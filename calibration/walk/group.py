@@ -96,10 +96,6 @@ class Group:
         # experts.3.up_proj and experts.7.up_proj are siblings: experts.#.up_proj.
         return re.sub(r"\d+", "#", "|".join(self.names)) + f":{self.members[0].shape[-1]}"
 
-    def input(self, x: torch.Tensor) -> torch.Tensor:
-        """Returns the input as the quantized layer sees it, before its rounding."""
-        return self.parts.input(x)
-
     def pool(self, exchange: Exchange, tokens: int) -> None:
         """Adds up the magnitudes of all ranks, batch by batch; `tokens` reached any of them."""
         for _, (amax, total) in exchange.in_order(self.magnitudes):
@@ -115,18 +111,14 @@ class Group:
         for _, (x,) in Exchange(self.amax.device).in_order(own):
             yield x
 
-    def original(self, batch: int) -> torch.Tensor:
-        """Returns the input of the original model, `[tokens, in]`, scaled and rotated as the quantized one is."""
-        return self.scaled(self.inputs[batch])
-
     def scaled(self, x: torch.Tensor) -> torch.Tensor:
-        """Returns an original input, scaled and rotated as the quantized one is."""
+        """Returns an input of the original model, `[tokens, in]`, scaled and rotated as the quantized one is."""
         x = x if self.divisor is None else x / self.divisor.to(x)
         return RunTimeParts(hadamard=self.parts.hadamard).input(x)
 
     def round_input(self, x: torch.Tensor) -> torch.Tensor:
         """Returns the input as the quantized layer sees it."""
-        return round_activation(self.input(x), self.activation, self.input_scale)
+        return round_activation(self.parts.input(x), self.activation, self.input_scale)
 
 
 def gather(members: Sequence[LayerPlan], prefix: str) -> list[Group]:

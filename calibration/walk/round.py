@@ -104,7 +104,7 @@ def _collect(block: Block, siblings: list[Group]) -> tuple[list[Moments], list[l
             drift, residual = _drift(block, group, x), _residual(block, group)
             number = block.batch.number
             if number in judging:
-                held.append((number, [x, group.input(x) if drift is None else group.input(x) + drift]))
+                held.append((number, [x, group.parts.input(x) if drift is None else group.parts.input(x) + drift]))
             if number not in judging or block.batches == 1:
                 _add(block, group, sums, x, rows_of(args[0]), drift, residual)
             if len(siblings) == 1 and group.calls == 1:
@@ -130,7 +130,7 @@ def _drift(block: Block, group: Group, x: torch.Tensor) -> torch.Tensor | None:
     correction = group.pipeline.rounding.shares_where(group.activation is not None).drift
     if not correction or not _is_aligned(block, group):
         return None
-    return (group.original(block.batch.index) - group.input(x)).mul_(correction)
+    return (group.scaled(group.inputs[block.batch.index]) - group.parts.input(x)).mul_(correction)
 
 
 def _residual(block: Block, group: Group) -> torch.Tensor | None:
@@ -161,7 +161,7 @@ def _add(
     if not group.pipeline.needs_moment:
         return
     rounded = group.round_input(x)
-    errors = rounded - group.input(x) if group.pipeline.spec.rank and group.activation is not None else None
+    errors = rounded - group.parts.input(x) if group.pipeline.spec.rank and group.activation is not None else None
     own = group.token_weights[block.batch.index] if group.token_weights and _is_aligned(block, group) else None
     if own is not None and len(own) == len(x):
         weights = own[:, None].to(x)
