@@ -23,6 +23,7 @@ import torch
 from torch import nn
 
 from quant.base.errors import listed
+from quant.export.checkpoint.files import modelopt
 from quant.export.checkpoint.files.names import EXPERT_PARTS, StoredNames, cut_experts, stored_names
 from quant.export.checkpoint.files.read_tensors import TensorFiles
 from quant.export.checkpoint.files.tensor_file import DeferredTensor
@@ -130,6 +131,7 @@ def unused_tensors(
         name
         for name in candidates
         if not (name in written or name in own or names.of_model(name) in own or is_quantized(name, written))
+        and modelopt.kv_name_of_module(name) not in written
     ]
     ignored = (*(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()), *_COMPUTED)
     carried = {name for name in lacking if any(re.search(pattern, name) for pattern in ignored)}

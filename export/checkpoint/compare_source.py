@@ -95,11 +95,11 @@ class _Pair:
 
     directory: Path
     home: Path
-    given: nn.Module | None
+    module: nn.Module | None
 
     @cached_property
     def model(self) -> nn.Module:
-        return self.given or outline(self.directory)
+        return self.module or outline(self.directory)
 
     @cached_property
     def names(self) -> StoredNames:

@@ -29,8 +29,8 @@ from quant.export.checkpoint.files.read_tensors import (
     TensorFiles,
     carried_shapes,
     head_shapes,
+    in_file,
     layer_tensor_names,
-    place,
     read_layer,
     read_parts,
 )
@@ -187,7 +187,7 @@ def fill(opened: Checkpoint, *, built: bool) -> nn.Module:
         # This toolkit writes an empty tensor of this name, so that transformers stops there (`StoredNames.stopped`).
         if layer.kind == LayerKind.EXPERTS and layer.name in tensors and tensors[layer.name].numel():
             raise UserError(
-                f"{place(tensors, layer.name)} is left over, because its experts are quantized one by one; quantize "
+                f"{in_file(tensors, layer.name)} is left over, because its experts are quantized one by one; quantize "
                 "the model again, or download it again"
             )
         weight, input_scale = read_layer(tensors, layer)
@@ -206,7 +206,7 @@ def fill(opened: Checkpoint, *, built: bool) -> nn.Module:
     for layer in plan.quantized:
         # A search for NaN among FP8 codes reads every byte. The module searches when a forward has the codes in memory
         # anyway, and names this file.
-        model.get_submodule(layer.name).check_at_first_use(place(tensors, f"{layer.name}.weight"))  # type: ignore[operator]
+        model.get_submodule(layer.name).check_at_first_use(in_file(tensors, f"{layer.name}.weight"))  # type: ignore[operator]
     return model
 
 
@@ -273,11 +273,11 @@ def kv_scale_problems(tensors: Mapping[str, torch.Tensor]) -> Iterator[str]:
     scales = {name: tensors[name] for name in tensors if name.endswith(KV_SCALES)}
     for name, scale in scales.items():
         if problem := scale_problem(scale):
-            yield f"{place(tensors, name)} {problem}; calibrate the KV cache again"
+            yield f"{in_file(tensors, name)} {problem}; calibrate the KV cache again"
         attention, _, operand = name.rpartition(".")
         other = f"{attention}.{'v' if operand == 'k_scale' else 'k'}_scale"
         if other not in scales:
-            yield f"{place(tensors, other)} is missing next to {name}; calibrate the KV cache again"
+            yield f"{in_file(tensors, other)} is missing next to {name}; calibrate the KV cache again"
 
 
 def untied_in(opened: Checkpoint, plan: Plan) -> dict[str, Any]:
@@ -307,7 +307,7 @@ def suspect_problems(model: nn.Module, scan: Scan, tensors: TensorFiles) -> Iter
         if tensors.stored_name(name) in suspects and (
             problem := value_problem(tensors[name], is_buffer=name in buffers)
         ):
-            yield f"{place(tensors, name)} {problem}; repair the model, or download it again"
+            yield f"{in_file(tensors, name)} {problem}; repair the model, or download it again"
 
 
 def dtype_problems(
@@ -320,7 +320,7 @@ def dtype_problems(
         # FP8 counts as integers: codes in the place of a 16-bit tensor have lost their scales.
         if current is not None and is_wide_float(current) != is_wide_float(tensor):
             yield (
-                f"{place(source, name)} is {str(tensor.dtype).removeprefix('torch.')}, and the model holds "
+                f"{in_file(source, name)} is {str(tensor.dtype).removeprefix('torch.')}, and the model holds "
                 f"{str(current.dtype).removeprefix('torch.')}; quantize the model again, or download it again"
             )
 

@@ -139,7 +139,7 @@ class _Subject:
     """A checkpoint under test, and the scales that `_tensors` reads for `_groups`."""
 
     directory: Path
-    given: nn.Module | None
+    module: nn.Module | None
     scales: dict[str, dict[str, torch.Tensor | None]] = field(default_factory=dict)
 
     @cached_property
@@ -165,12 +165,12 @@ class _Subject:
                 f"{option('model_factory')}, or "
                 "pass it in Python"
             )
-        return Checkpoint(self.directory, self.given or outline(self.directory))
+        return Checkpoint(self.directory, self.module or outline(self.directory))
 
     @property
     def is_described(self) -> bool:
         """Whether there is a module, or a config that says how to build it."""
-        return self.given is not None or (self.directory / "config.json").is_file()
+        return self.module is not None or (self.directory / "config.json").is_file()
 
     @cached_property
     def plan(self) -> Plan:
@@ -277,7 +277,7 @@ def _forward(subject: _Subject, failed: bool) -> Iterator[str]:
         raise _NotCheckedError("the findings above come first")
     _ = subject.opened  # raises _NotCheckedError if the model cannot be built
     # Loaded as a user would load it: the checks before read tensors, and filled no model.
-    model = load(subject.directory, subject.given)
+    model = load(subject.directory, subject.module)
     held = subject.report.get("fingerprint") if (subject.directory / REPORT_FILE).is_file() else None
     expected = None if held is None else Fingerprint.from_dict(held)
     with quantized_attention(model, **subject.plan.run_time):

@@ -82,7 +82,6 @@ class QATCallback(Callback):  # type: ignore[misc, valid-type]
             pl_module.load_state_dict(state)
         model = self._model(pl_module)
         self._pack(model)
-        assert self.plan is not None
         if self._out is not None and trainer.is_global_zero:
             save(model, self.plan, self._out, tokenizer=self._tokenizer, overwrite=True)
 

@@ -15,14 +15,7 @@ from quant.export.checkpoint.load import open_runnable
 
 @register_model("blockscale")
 class BlockscaleLM(HFLM):  # type: ignore[misc]
-    """lm-eval's model of transformers, with quantized checkpoints opened by `quant.load`.
-
-    Args:
-        pretrained: a model, or the path or name of one, quantized or not.
-        tokenizer: a tokenizer; by default the one in the model's directory.
-        device: the device where the model runs; by default where it is, or the CPU.
-        options: other arguments of `HFLM`, such as `batch_size` and `max_length`.
-    """
+    """lm-eval's model of transformers for a model, or its path or name; `options` are other arguments of `HFLM`."""
 
     def __init__(
         self, pretrained: str | Path | nn.Module, tokenizer: Any = None, device: str | None = None, **options: Any

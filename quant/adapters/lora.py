@@ -6,15 +6,11 @@
     merged = quant.merge_lora(model, rows)         # quantized again by the plan's solvers
     quant.save(merged.model, merged.plan, DIR)
 
-PEFT looks up the adapter class of an unknown layer among the custom modules of a `LoraConfig`, where `lora` registers
-ours. The base stays packed: a gradient passes through it to its input, and the adapters train in 16 or 32 bit. Other
-adapters are PEFT's own. On a model that `prepare_qat` prepared, LoRA is inside of the rounding, and `pack` packs the
-weights that PEFT has merged.
-
-Merging changes the weight by less than a step of its format in most places, so rounding again could lose much of the
-training. `merge_lora` therefore dequantizes the layers, has PEFT merge (DoRA and rsLoRA too), solves them by the plan's
-solver with calibration data if it takes any, and measures the loss. Layers that share a global scale with an adapted
-one are solved again together with it, because a runtime fuses them.
+The base stays packed: a gradient passes through it to its input, and the adapters train in 16 or 32 bit. On a model
+that `prepare_qat` prepared, LoRA is inside of the rounding, and `pack` packs the weights that PEFT has merged. Merging
+changes the weight by less than a step of its format in most places, so rounding again could lose much of the training:
+`merge_lora` dequantizes the layers, has PEFT merge (DoRA and rsLoRA too), solves them by the plan's solver with
+calibration data if it takes any, and measures the loss.
 """
 
 from __future__ import annotations
@@ -101,7 +97,7 @@ def merge_lora(
 
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model
     adapted, plan = _adapted_layers(inner, plan)
-    # A shared scale is chosen for all members of its group, so one adapter has the whole group solved again.
+    # A shared scale is chosen for all members of its group, which a runtime fuses: one adapter has all solved again.
     again = [layer for members in _together(plan) for layer in members if any(m.name in adapted for m in members)]
     # PEFT merges into `base_layer.weight`, which only a dense layer has as a parameter: layers with adapters become
     # dense before the merge. The others of their groups follow after it, when PEFT's wrappers are gone.
@@ -166,12 +162,10 @@ def _together(plan: Plan) -> list[list[LayerPlan]]:
 
 
 def _solved_again(layer: LayerPlan, adapted: Any) -> LayerPlan:
-    """Returns the plan of a layer that is solved again: transforms that its neighbours absorbed are not repeated.
-
-    The dequantized layer holds its weight `[out, in]`, also where the original model has it transposed.
-    """
+    """Returns the plan of a layer that is solved again, without transforms that its neighbours absorbed."""
     spec = get_pipeline(layer.solver).spec
     solver = spec.rounding if spec.transforms or spec.merges_rotations else layer.solver
     cause = "LoRA merged" if layer.name in adapted else "a fused layer got a LoRA"
     reason = f"{layer.reason}; {cause}, quantized again by {solver}"
+    # The dequantized layer holds its weight `[out, in]`, also where the original model has it transposed.
     return replace(layer, solver=solver, parts=Parts(), reason=reason, transposed=False)

@@ -126,7 +126,6 @@ class LoraQATLinear(Linear):  # type: ignore[misc]
     def unload_and_optionally_merge_module(
         self, merge: bool, safe_merge: bool = False, adapter_names: list[str] | None = None
     ) -> QATLinear:
-        """Returns the layer in training without the adapter, or with it in its weight."""
         if merge:
             self.merge(safe_merge, adapter_names)
         base: QATLinear = self.get_base_layer()
@@ -322,7 +321,6 @@ class LoraQuantExperts(ExpertStack, LoraLayer):  # type: ignore[misc]
 
     @property
     def dtype(self) -> torch.dtype:
-        """As of the quantized experts."""
         return self.base_layer.dtype  # type: ignore[no-any-return]
 
     def _factors(self, adapter: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -338,11 +336,9 @@ class LoraQuantExperts(ExpertStack, LoraLayer):  # type: ignore[misc]
         return [self._factors(name) for name in self.active_adapters if name in self.lora_A]
 
     def product(self, x: torch.Tensor, index: int) -> torch.Tensor:
-        """Maps `[tokens, in]` to `[tokens, out]` through expert `index`, the adapters included."""
         return _add(self.base_layer.product(x, index), x, index, self._active)
 
     def dense(self, index: int) -> torch.Tensor:
-        """Returns the values `[out, in]` of one expert, the adapters included."""
         weight: torch.Tensor = self.base_layer.dense(index)
         for down, up in self._active:
             weight = (weight + up[index] @ down[index]).to(weight.dtype)
@@ -398,11 +394,7 @@ _INTO_THE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga", "mica")
 
 
 def prepare(config: Any, model: nn.Module) -> None:
-    """Makes PEFT put the adapters of `config` on the quantized layers of a model, or inside the rounding of QAT.
-
-    LoRA goes by PEFT's experimental hook for classes of layers that it does not know. Without it `get_peft_model`
-    refuses a QuantLinear as an unsupported target.
-    """
+    """Makes PEFT put the adapters of `config` on the quantized layers of a model, or inside the rounding of QAT."""
     if not hasattr(LoraConfig, "_register_custom_module"):
         raise UserError("this version of peft has no LoraConfig._register_custom_module; install one from 0.19 to 0.21")
     kind, modules = type(config).__name__, list(model.modules())
@@ -429,4 +421,5 @@ def prepare(config: Any, model: nn.Module) -> None:
                 f"init_lora_weights={initialization!r} subtracts the adapter from the weights, and quantized ones stay "
                 "as they are; leave it True, or take 'gaussian', 'orthogonal' or 'eva'"
             )
+        # Without this experimental hook `get_peft_model` refuses a QuantLinear as an unsupported target.
         config._register_custom_module({QuantLinear: LoraQuantLinear, QuantExperts: LoraQuantExperts})

@@ -18,18 +18,10 @@ from quant.recipes.plan import LayerPlan, Plan
 
 
 def modelopt_config(plan: Plan) -> dict[str, Any]:
-    """Returns the config with which `mtq.quantize` quantizes the layers of `plan` to its formats.
+    """Returns the config with which `mtq.quantize` quantizes the layers of `plan` to its formats, by "max".
 
-    Layers that differ only by numbers share an entry where all that match it have the same formats.
-
-    Args:
-        plan: the plan of a model whose modules have the plan's names.
-
-    Returns:
-        `quant_cfg`, which turns all quantizers off first, and `algorithm`.
-
-    Raises:
-        UserError: ModelOpt has no such format, or a layer has a rotation, a branch or a factor of its inputs.
+    Layers that differ only by numbers share an entry where all that match it have the same formats. UserError: ModelOpt
+    has no such format, or a layer has a rotation, a branch or a factor of its inputs.
     """
     # ModelOpt applies the entries in order, and the last that matches wins: all quantizers off, then the plan's layers
     # on.
@@ -61,17 +53,13 @@ def modelopt_config(plan: Plan) -> dict[str, Any]:
 
 def _pattern(plan: Plan, layer: LayerPlan) -> tuple[str, set[str]]:
     """Returns a pattern for `layer` and all layers like it, and the names that match the pattern."""
-    pattern = re.sub(r"(?<=\.)\d+(?=\.)", "*", _literal(layer.name))
+    literal = re.sub(r"([*?[])", r"[\1]", layer.name)  # matches nothing else
+    pattern = re.sub(r"(?<=\.)\d+(?=\.)", "*", literal)
     matching = [other for other in plan.layers if fnmatchcase(other.name, pattern)]
     if all((other.kind, other.weight, other.activation) == (layer.kind, layer.weight, layer.activation)
            for other in matching):  # fmt: skip
         return pattern, {other.name for other in matching}
-    return _literal(layer.name), {layer.name}
-
-
-def _literal(name: str) -> str:
-    """Returns `name` as a pattern that matches nothing else."""
-    return re.sub(r"([*?[])", r"[\1]", name)
+    return literal, {layer.name}
 
 
 def _input(name: str, format: Format) -> dict[str, Any]:

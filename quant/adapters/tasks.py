@@ -52,18 +52,9 @@ def evaluate_tasks(
 ) -> list[TaskScore]:
     """Runs tasks or groups of lm-eval on a causal language model of transformers, or on the path or name of one.
 
-    Args:
-        model: the model, quantized or not.
-        tasks: names; several may be joined by commas.
-        tokenizer: the tokenizer of the model; for a path or name, it is found there.
-        task_path: a folder with YAML files of tasks of your own.
-        shots: solved examples before each question; None takes the task's own number.
-        limit: documents of each task; None takes all.
-        batch_size: requests that run together.
-        device: the device where the model runs; by default where it is.
-
-    Raises:
-        UserError: lm-eval is not installed, or knows no such task.
+    Names of `tasks` may be joined by commas; `task_path` is a folder with YAML files of tasks of your own. `shots` are
+    solved examples before each question, by default the task's own number, and `limit` documents of each task, by
+    default all. UserError: lm-eval is not installed, or knows no such task.
     """
     lm_eval = require("lm_eval", "lm-eval")
     managers = require("lm_eval.tasks", "lm-eval")

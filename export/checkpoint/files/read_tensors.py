@@ -205,7 +205,7 @@ class TensorFiles(Mapping[str, torch.Tensor]):
         """Returns the name that a tensor has in its file."""
         return self._where[name][1]
 
-    def place(self, name: str) -> str:
+    def in_file(self, name: str) -> str:
         """Returns the file that a tensor is in and its name there, for messages; the directory where there is none."""
         if name not in self._where:
             return f"{self._directory}: {name}"
@@ -298,8 +298,9 @@ def read_layer(tensors: Mapping[str, torch.Tensor], plan: LayerPlan) -> tuple[Bl
     def read(name: str, shape: tuple[int, ...]) -> tuple[BlockScaledTensor, torch.Tensor | None]:
         own = {key: tensors[f"{name}.{key}"] for key in below.get(name, ()) if key not in outside}
         for key, problem in matrix_problems(own, plan.weight_format, plan.activation, shape):
-            tensor = place(tensors, f"{name}.{key}")
-            raise ValueError(f"{tensor} {problem}; quantize the model again, or download it again")
+            raise ValueError(
+                f"{in_file(tensors, f'{name}.{key}')} {problem}; quantize the model again, or download it again"
+            )
         return layout_of_tensors(own).decompress(own, plan.weight_format)
 
     if plan.kind != LayerKind.EXPERTS:
@@ -347,9 +348,9 @@ def _joined(parts: list[torch.Tensor]) -> torch.Tensor:
     return parts[0].new_empty(sum(len(part) for part in parts), *parts[0].shape[1:])
 
 
-def place(tensors: Mapping[str, torch.Tensor], name: str) -> str:
+def in_file(tensors: Mapping[str, torch.Tensor], name: str) -> str:
     """Returns how messages call a tensor: by its file and its name there, where it is in one."""
-    return tensors.place(name) if isinstance(tensors, TensorFiles) else name
+    return tensors.in_file(name) if isinstance(tensors, TensorFiles) else name
 
 
 def planned_parts(plan: LayerPlan) -> list[str]:
@@ -366,7 +367,7 @@ def read_parts(tensors: Mapping[str, torch.Tensor], plan: LayerPlan) -> RunTimeP
         if name not in tensors:
             raise ValueError(f"{plan.name}: the checkpoint has no tensor {name}, which the plan names")
         if problem := value_problem(tensors[name]):
-            raise ValueError(f"{place(tensors, name)} {problem}; quantize the model again, or download it again")
+            raise ValueError(f"{in_file(tensors, name)} {problem}; quantize the model again, or download it again")
     pre_scale, down, up = (tensors[f"{plan.name}.{s}"] if s in suffixes else None for s in RUN_TIME_PARTS)
     parts = RunTimeParts(pre_scale, planned.hadamard, None if down is None or up is None else (down, up))
     if plan.kind != LayerKind.EXPERTS:

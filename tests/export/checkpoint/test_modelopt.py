@@ -135,6 +135,20 @@ def test_an_nvfp4_kv_cache_is_read_and_written_in_its_own_layout_only(tmp_path: 
     assert [place.name for place in tmp_path.iterdir()] == ["again"]
 
 
+@ROUNDED
+@pytest.mark.parametrize("planned", [False, True])
+def test_a_model_that_was_read_from_this_layout_saves_itself_in_the_other(planned: bool, tmp_path: Path) -> None:
+    """Scales of the KV cache have a name each, also where the source has them under ModelOpt's."""
+    source = GOLDENS / "modelopt" / "fp8"
+    if planned:
+        convert(source, tmp_path / "planned", "modelopt")
+    quant.load(tmp_path / "planned" if planned else source).save_pretrained(tmp_path / "out")
+    convert(source, tmp_path / "other", "compressed-tensors")
+    saved, converted = (load_file(tmp_path / name / "model.safetensors") for name in ("out", "other"))
+    assert saved.keys() == converted.keys() and any(name.endswith(".k_scale") for name in saved)
+    assert all(torch.equal(tensor.view(-1), converted[name].view(-1)) for name, tensor in saved.items())
+
+
 @pytest.mark.parametrize("golden", [*MODELOPT, "nvfp4"])
 def test_loading_gives_the_values_of_the_peers_tensors(golden: str) -> None:
     """Dequantized here in float64 from the file's tensors as ModelOpt defines them."""

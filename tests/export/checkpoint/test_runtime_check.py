@@ -14,8 +14,16 @@ import tiny_models
 
 from quant.base.errors import UserError
 from quant.export.checkpoint.load import load
-from quant.export.checkpoint.runtime_check import _compare, _layer, check_runtime
-from quant.export.checkpoint.runtime_probe import Notes, continue_greedily, kernel_name, score, watch_vllm
+from quant.export.checkpoint.runtime_check import (
+    Notes,
+    _compare,
+    _layer,
+    check_runtime,
+    continue_greedily,
+    kernel_name,
+    score,
+    watch_vllm,
+)
 from quant.export.checkpoint.save import save
 from quant.kernels.linear.quant_linear import QuantLinear
 from quant.recipes.plan_make import make_plan
