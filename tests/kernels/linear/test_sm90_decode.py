@@ -99,9 +99,7 @@ def test_every_number_is_decoded_exactly(form: str) -> None:
             exact = values_of(element, codes)
             if not np.isfinite(exact).all():
                 continue
-            found = run(
-                sm90_decode.assembly(form), given, word(np.stack([high, high])), word(np.stack([low, low]))
-            )
+            found = run(sm90_decode.assembly(form), given, word(np.stack([high, high])), word(np.stack([low, low])))
             wanted = exact.astype(np.float64) * np.float32(scale)
             if kind == "two":
                 # Half a unit in the last place, and 2^-8 of one for the second rounding.

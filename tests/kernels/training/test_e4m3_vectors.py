@@ -1,6 +1,5 @@
 """The kernels that round rows and columns to E4M3 under powers of two, interpreted, give the codes of the reference."""
 
-
 import pytest
 import torch
 
