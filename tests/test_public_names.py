@@ -66,11 +66,11 @@ def test_a_type_checker_checks_calls_of_users(checker: str, tmp_path: Path) -> N
         assert not [line for line in output.splitlines() if "examples/" in line and '"quant"' in line], output
     else:
         pytest.importorskip("pyright", reason="pyright is not installed")
-        output = _checked(["pyright", str(user)])
+        output = _checked(["pyright", f"--pythonpath={sys.executable}", str(user)])
         if "quantize" not in output:
             pytest.skip("pyright is installed, and its Node.js cannot be downloaded here")
         assert 'No parameter named "text"' in output, output
-        assert 'Type of "quant.quantize" is "(model: Module' in output, output
+        assert 'Type of "quant.quantize" is "(model: Module, recipe: str | Recipe | Plan' in output, output
 
 
 def _checked(command: list[str]) -> str:
