@@ -123,8 +123,7 @@ def _pack_low_precision(model: nn.Module, layers: Mapping[str, LowPrecisionLinea
             )
     for name, layer in layers.items():
         state = layer.low_precision
-        is_stack = isinstance(layer, LowPrecisionStack)
-        weights[name] = layer.packed() if is_stack else packed_weight(layer.weight, state)
+        weights[name] = layer.packed() if isinstance(layer, LowPrecisionStack) else packed_weight(layer.weight, state)
         scale = input_scale(state, layer.weight.dtype)
         scales[name] = None if scale is None else scale.to(layer.weight.device)
     recipe = recipes.pop()
@@ -135,8 +134,8 @@ def _pack_low_precision(model: nn.Module, layers: Mapping[str, LowPrecisionLinea
     plan = make_plan(model, stored_format(recipe).name, include=list(layers), solver="rtn")
     reason = f"codes and scales of training in {recipe.name}"
     plan = plan.replace_layers(replace(layer, reason=reason) for layer in plan.quantized)
-    for layer in plan.quantized:
-        install_weight(model, layer, weights[layer.name], scales[layer.name])
+    for planned in plan.quantized:
+        install_weight(model, planned, weights[planned.name], scales[planned.name])
     use_expert_modules(model, plan)
     mark_quantized(model)
     return plan

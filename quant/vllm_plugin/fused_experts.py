@@ -68,7 +68,6 @@ Layer = Any
 
 _GLOBAL_SCALE = "blockscale_global_scale"
 """Of a layer's parameters with the global scales of its experts, behind `w13_` and `w2_`."""
-QuantizationArgs = compressed_tensors_fp8.QuantizationArgs
 QuantizationStrategy = compressed_tensors_fp8.QuantizationStrategy
 KEYS: dict[str, QuantKey] = {
     QuantizationStrategy.TENSOR: kFp8StaticTensorSym,
@@ -396,7 +395,7 @@ class BlockscaleFp8BlockExperts(BlockscaleFp8Experts):
 class BlockscaleFp8MoEMethod(compressed_tensors_fp8.CompressedTensorsW8A8Fp8MoEMethod):
     """FP8 experts of compressed-tensors without a quantization of inputs."""
 
-    def __init__(self, weight_quant: QuantizationArgs, moe: FusedMoEConfig) -> None:
+    def __init__(self, weight_quant: Any, moe: FusedMoEConfig) -> None:
         """Raises ValueError for a layer that our kernels do not take, because vLLM has none for it."""
         # vLLM's own constructor would look for a kernel that rounds inputs.
         CompressedTensorsMoEMethod.__init__(self, moe)
@@ -424,7 +423,7 @@ class BlockscaleFp8MoEMethod(compressed_tensors_fp8.CompressedTensorsW8A8Fp8MoEM
         )
 
 
-def weight_only(quant_config: Any, layer: Layer, layer_name: str) -> QuantizationArgs | None:
+def weight_only(quant_config: Any, layer: Layer, layer_name: str) -> Any:
     """Returns the scheme of weights of a layer's experts where they are in FP8 and inputs in 16 bit; None elsewhere."""
     quant_config._add_fused_moe_to_target_scheme_map()
     projections = [getattr(layer, f"ckpt_{name}_proj_name", f"{name}_proj") for name in ("gate", "up", "down")]

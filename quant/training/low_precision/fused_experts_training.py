@@ -215,13 +215,15 @@ def low_precision_experts_forward(
     return _trained_forward(self, stacks, *inputs)
 
 
-def _trained_forward(self: Any, stacks: dict[str, LowPrecisionStack], *inputs: torch.Tensor) -> torch.Tensor:
+def _trained_forward(
+    self: Any, stacks: dict[str, LowPrecisionStack], hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor
+) -> torch.Tensor:
     """Runs an experts module with the recipe's products: in groups where they can be, else one expert at a time."""
     first, down = (stacks.get(name) for name in ("gate_up_proj" if self.has_gate else "up_proj", "down_proj"))
     # Where one projection stays in 16 bit, experts run one by one.
-    if first is not None and down is not None and takes(self, inputs[0], first.low_precision.recipe):
-        return grouped_experts(self, first, down, *inputs)
-    return experts_forward(_Projections(self, stacks), *inputs)
+    if first is not None and down is not None and takes(self, hidden, first.low_precision.recipe):
+        return grouped_experts(self, first, down, hidden, index, weights)
+    return experts_forward(_Projections(self, stacks), hidden, index, weights)
 
 
 def takes_experts(module: Any, recipe: TrainingRecipe) -> bool:

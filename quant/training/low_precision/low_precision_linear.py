@@ -18,7 +18,8 @@ from torch.nn import functional
 
 from quant.base.errors import UserError
 from quant.kernels.base.custom_ops import autocast_dtype
-from quant.training.low_precision.native_fusions import cast, merged_product
+from quant.training.low_precision.native import cast
+from quant.training.low_precision.native_fusions import merged_product
 from quant.training.low_precision.operands import Operand, multiply, operand_of, transform_tokens
 from quant.training.low_precision.state import LowPrecision, deployed_layer
 from quant.training.low_precision.training_recipe import TrainingRecipe
