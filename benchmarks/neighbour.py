@@ -51,7 +51,7 @@ def run(model: Path, solver: str, rows: tuple[int, int], waiting: dict[str, str]
     out, text = model.parent / "out", model.parent / "rows.safetensors"
     vocabulary = json.loads((model / "config.json").read_text(encoding="utf-8"))["vocab_size"]
     save_file({"input_ids": torch.randint(2, vocabulary, rows, generator=torch.Generator().manual_seed(1))}, text)
-    command = [sys.executable, "-c", "from quant.cli.quantize_command import quantize_command as q; q()", str(model)]
+    command = [sys.executable, "-c", "from quant.cli.quantize import quantize_command as q; q()", str(model)]
     command += ["--format=nvfp4a16", f"--solver={solver}", f"--out={out}", "--restart", "--overwrite", "--quiet"]
     command += ["--device=cpu", f"--calib={text}", f"--calib-samples={rows[0]}", f"--seqlen={rows[1]}"]
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_WAIT", "GOMP", "KMP"))}

@@ -213,7 +213,7 @@ def _anonymous_bytes(process: int) -> int:
 
 def profiled(arguments: list[str]) -> None:
     """The command `quantize` in this process, profiled."""
-    from quant.cli.quantize_command import quantize_command
+    from quant.cli.quantize import quantize_command
 
     activities = [torch.profiler.ProfilerActivity.CUDA] if torch.cuda.is_available() else []
     python = cProfile.Profile()

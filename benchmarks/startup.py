@@ -31,7 +31,7 @@ from pathlib import Path
 
 _IMPORTED = re.compile(r"import time:\s+(\d+) \|\s+\d+ \|\s+(\S+)")
 _LIMIT = 600  # seconds of one process
-_HELP = "from quant.cli.quantize_command import quantize_command; quantize_command.main(prog_name='quantize')"
+_HELP = "from quant.cli.quantize import quantize_command; quantize_command.main(prog_name='quantize')"
 
 
 def main() -> None:

@@ -78,7 +78,7 @@ def make(out: Path, source: str) -> None:
     from quant.export.checkpoint.save import save
     from quant.models.open_model import open_model
     from quant.recipes.plan_make import make_plan
-    from quant.run.quantize import quantize
+    from quant.run.api import quantize
 
     args = argparse.Namespace(name=DENSE, model=source, steps=300, device="cuda")
     model = trained(args) if source == "bytes" else open_model(source).model

@@ -93,7 +93,7 @@ def make(out: Path, model: str, steps: int, device: str) -> None:
     from quant.export.checkpoint.convert import convert
     from quant.export.checkpoint.save import save
     from quant.recipes.plan_make import make_plan
-    from quant.run.quantize import quantize
+    from quant.run.api import quantize
 
     name = DENSE if model == "dense" else "qwen3_moe"
     args = argparse.Namespace(name=name, model="bytes", steps=steps, device=device)

@@ -111,7 +111,7 @@ def make(args: argparse.Namespace) -> None:
     from quant.formats.format import FORMATS, FP8_HEAD
     from quant.models.open_model import open_model
     from quant.recipes.plan_make import make_plan
-    from quant.run.quantize import quantize
+    from quant.run.api import quantize
 
     rows, evaluation = token_rows(args)
     is_file = args.name == DENSE and args.model != "bytes"

@@ -75,7 +75,7 @@ def make(out: Path, models: set[str]) -> None:
 
     from quant.export.checkpoint.save import save
     from quant.recipes.plan_make import make_plan
-    from quant.run.quantize import quantize
+    from quant.run.api import quantize
 
     for name in models:
         family, sizes, preset, head = MODELS[name]

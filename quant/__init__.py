@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import warnings
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.2.0"
@@ -61,7 +62,7 @@ if TYPE_CHECKING:
     from quant.recipes.recipe import Recipe as Recipe
     from quant.recipes.recipe import Rule as Rule
     from quant.report.report import Report as Report
-    from quant.run.quantize import quantize as quantize
+    from quant.run.api import quantize as quantize
     from quant.training.distill import distill as distill
     from quant.training.low_precision.conversion import to_low_precision_training as to_low_precision_training
     from quant.training.low_precision.training_recipe import TrainingRecipe as TrainingRecipe
@@ -97,7 +98,7 @@ _PUBLIC = {
     "quant.recipes.plan_make": ("make_plan",),
     "quant.recipes.recipe": ("Recipe", "Rule"),
     "quant.report.report": ("Report",),
-    "quant.run.quantize": ("quantize",),
+    "quant.run.api": ("quantize",),
     "quant.training.distill": ("distill",),
     "quant.training.low_precision.conversion": ("to_low_precision_training",),
     "quant.training.low_precision.training_recipe": ("TrainingRecipe",),
@@ -109,7 +110,8 @@ _HOME = {name: module for module, names in _PUBLIC.items() for name in names}
 
 __all__ = ["__version__", *_HOME]
 
-# Names that were attributes of `quant` up to 0.2, and what they are called since; the table goes with 0.4.
+# Attributes of `quant` up to 0.2, and what they are called since. One with a single new name still works, with a
+# warning; the table goes with 0.4.
 _RENAMED = {
     "Allocation": "quant.calibration.allocation.allocate.Allocation",
     "DistillMixin": "quant.training.trainer.DistillMixin",
@@ -138,7 +140,12 @@ _RENAMED = {
 
 def __getattr__(name: str) -> Any:
     if name in _RENAMED:
-        raise AttributeError(f"quant.{name} is {_RENAMED[name]} since 0.3")
+        new = _RENAMED[name]
+        if new.startswith("quant.") and new.replace(".", "").isidentifier():
+            warnings.warn(f"quant.{name} is {new} since 0.3", FutureWarning, stacklevel=2)
+            module, _, attribute = new.rpartition(".")
+            return getattr(importlib.import_module(module), attribute)
+        raise AttributeError(f"quant.{name} is {new} since 0.3")
     if name not in _HOME:
         raise AttributeError(f"module 'quant' has no attribute {name!r}")
     value = getattr(importlib.import_module(_HOME[name]), name)

@@ -100,7 +100,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run_command(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     """Runs a command line in this process; a status other than 0 fails the test with its output."""
     from quant.cli.main import main
-    from quant.cli.quantize_command import quantize_command
+    from quant.cli.quantize import quantize_command
 
     command = {"quantize": quantize_command, "quant": main}[words[0]]
     with pytest.raises(SystemExit) as end:

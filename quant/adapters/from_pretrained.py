@@ -46,7 +46,7 @@ from quant.kernels.linear.install import install_kv_scales, install_weight, mark
 from quant.recipes.layers import LayerKind
 from quant.recipes.plan import Plan
 from quant.recipes.recipe import Recipe
-from quant.run.quantize import quantize
+from quant.run.api import quantize
 
 METHOD = "blockscale"
 """Name of our quantizer in transformers' registry."""

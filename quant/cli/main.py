@@ -17,7 +17,7 @@ from click.shell_completion import CompletionItem
 from quant import __version__
 
 COMMANDS = {
-    "quantize": ("quant.cli.quantize_command:quantize_command", "Quantize a model and write a checkpoint."),
+    "quantize": ("quant.cli.quantize:quantize_command", "Quantize a model and write a checkpoint."),
     "plan": ("quant.cli.plan_command:plan_group", "Make, show, compare, edit and check plan files."),
     "sensitivity": ("quant.cli.sensitivity_command:sensitivity_command", "Score what each layer loses in each format."),
     "distill": (

@@ -15,7 +15,7 @@ from quant.base.extras import importing
 from quant.cli.command import JSON, Toolbox, command_line, echo, model_options, print_json
 from quant.cli.completion import MODELS, RUNTIMES
 from quant.cli.console import listener, page, print_plan, print_table
-from quant.cli.quantize_command import RunCommand, plan_options, request_of, run_options
+from quant.cli.quantize import RunCommand, plan_options, request_of, run_options
 from quant.export.checkpoint.files.directory import check_apart
 from quant.models.startup import skip_image_packages, stored_layers
 from quant.recipes.plan import PLAN_FILE, Plan, edit, parse_setting, set_guard_and_observer, set_kv_cache

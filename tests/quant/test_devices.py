@@ -30,9 +30,8 @@ from quant.calibration.placement import find_device, placed
 from quant.calibration.session import Session
 from quant.calibration.texts.mixture import mixed_text
 from quant.calibration.walk import learned_rotation
-from quant.calibration.walk.walk import BlockStore
 from quant.calibration.walk.group import Settings
-from quant.calibration.walk.walk import ModelWalk
+from quant.calibration.walk.walk import BlockStore, ModelWalk
 from quant.evaluation.evaluate import evaluate
 from quant.kernels.linear.experts import QuantExperts
 from quant.kernels.linear.quant_linear import QuantLinear

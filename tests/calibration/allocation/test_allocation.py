@@ -37,7 +37,7 @@ from quant.calibration.sensitivity.costs import kv_cache_bytes
 from quant.calibration.sensitivity.knapsack import Infeasible
 from quant.calibration.sensitivity.table import Sensitivity
 from quant.cli.main import main
-from quant.cli.quantize_command import quantize_command
+from quant.cli.quantize import quantize_command
 from quant.evaluation.evaluate import evaluate
 from quant.export.checkpoint.files.write_tensors import plan_of_model
 from quant.kernels.linear.quant_linear import QuantLinear
@@ -47,7 +47,7 @@ from quant.recipes.plan import Plan
 from quant.recipes.plan_make import make_plan
 from quant.report.report import Report
 from quant.report.summary import _kept_budget, summary
-from quant.run.quantize import quantize
+from quant.run.api import quantize
 from quant.run.request import AllocationRequest
 
 VOCABULARY = 61

@@ -17,7 +17,7 @@ from quant.calibration.allocation.real_solver import rows_where_solved
 from quant.calibration.sensitivity.table import parse_candidates
 from quant.evaluation.evaluate import evaluate
 from quant.recipes.plan_make import make_plan
-from quant.run.quantize import quantize
+from quant.run.api import quantize
 
 ROWS = torch.randint(0, 61, (16, 24), generator=torch.Generator().manual_seed(3))
 

@@ -18,7 +18,7 @@ from quant.calibration.session import Session
 from quant.evaluation.evaluate import evaluate
 from quant.recipes.plan import LayerPlan, groups_of
 from quant.recipes.plan_make import make_plan
-from quant.run.quantize import quantize
+from quant.run.api import quantize
 
 VOCABULARY, SEQLEN, ROWS = 61, 24, 8
 

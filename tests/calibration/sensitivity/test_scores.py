@@ -32,7 +32,7 @@ from quant.evaluation.evaluate import evaluate
 from quant.formats.tensor import fake_quantize
 from quant.recipes.plan import LayerPlan, groups_of
 from quant.recipes.plan_make import make_plan
-from quant.run.quantize import quantize
+from quant.run.api import quantize
 
 ROWS, SEQLEN, VOCABULARY = 6, 24, 61
 

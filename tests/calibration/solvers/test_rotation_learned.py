@@ -18,11 +18,11 @@ from quant.calibration.solvers.registry import check_solvers
 from quant.calibration.solvers.rotation import merge_residual_rotation
 from quant.calibration.walk import learned_rotation as merging
 from quant.calibration.walk.learned_rotation import learned_rotation, loss_and_gradient
-from quant.cli.quantize_command import quantize_command
+from quant.cli.quantize import quantize_command
 from quant.export.checkpoint.load import load
 from quant.recipes.plan_make import make_plan
 from quant.recipes.recipe import Recipe
-from quant.run.quantize import quantize
+from quant.run.api import quantize
 
 IDS = torch.randint(0, 64, (8, 24), generator=torch.Generator().manual_seed(3))
 SOLVER = "awq:merge+rotation:learned+kfac"

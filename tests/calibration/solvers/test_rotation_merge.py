@@ -16,7 +16,7 @@ from quant.calibration.solvers.rotation import find_residual, merge_head_rotatio
 from quant.kernels.linear.quant_linear import QuantLinear
 from quant.kernels.rounding.hadamard import hadamard_transform
 from quant.recipes.blocks import capture
-from quant.run.quantize import quantize
+from quant.run.api import quantize
 
 IDS = torch.randint(0, 200, (2, 12), generator=torch.Generator().manual_seed(3))
 

@@ -21,7 +21,7 @@ from quant.calibration.solvers.registry import get_pipeline
 from quant.calibration.solvers.solve_group import solve_group
 from quant.calibration.statistics import LayerStats, MomentSum, pooled_stats, round_activation
 from quant.calibration.walk.group import Settings
-from quant.cli.quantize_command import quantize_command
+from quant.cli.quantize import quantize_command
 from quant.export.checkpoint.load import load
 from quant.formats.format import FORMATS
 from quant.kernels.linear.experts import QuantExperts
@@ -29,7 +29,7 @@ from quant.kernels.linear.quant_linear import QuantLinear
 from quant.models.open_model import open_model
 from quant.recipes.blocks import capture, output_of
 from quant.recipes.plan import Plan
-from quant.run.quantize import quantize
+from quant.run.api import quantize
 
 transformers = pytest.importorskip("transformers")
 

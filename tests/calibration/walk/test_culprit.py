@@ -8,7 +8,7 @@ import pytest
 import tiny_models
 import torch
 
-from quant.run.quantize import quantize
+from quant.run.api import quantize
 
 ROWS = torch.randint(0, 64, (4, 16), generator=torch.Generator().manual_seed(0))
 

@@ -17,7 +17,7 @@ from quant.calibration.walk.fused_experts import FusedExperts
 from quant.calibration.walk.transform import _scale_gradients
 from quant.kernels.linear.experts import experts_forward
 from quant.recipes.layers import LayerKind
-from quant.run.quantize import quantize
+from quant.run.api import quantize
 
 
 def _rows(count: int, seed: int) -> torch.Tensor:

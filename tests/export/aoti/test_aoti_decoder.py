@@ -19,7 +19,7 @@ from serving_samples import CAPACITY, NEW
 import quant
 from quant.base.errors import UserError
 from quant.cli.main import main
-from quant.cli.quantize_command import quantize_command
+from quant.cli.quantize import quantize_command
 from quant.evaluation.outputs import inputs_moved
 from quant.export.aoti import aoti_session
 from quant.export.aoti.aoti_decoder import DECODER_BODIES, decoder_program

@@ -13,7 +13,7 @@ from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 
 import quant
-from quant.cli.quantize_command import quantize_command
+from quant.cli.quantize import quantize_command
 from quant.export.checkpoint.verify import verify
 
 transformers = pytest.importorskip("transformers", reason="needs the extra hf")

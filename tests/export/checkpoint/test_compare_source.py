@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from samples import BASE, GOLDENS
 
 from quant.cli.check_command import check_command
-from quant.cli.quantize_command import quantize_command
+from quant.cli.quantize import quantize_command
 from quant.export.checkpoint.compare_source import compare_with_source
 from quant.export.checkpoint.verify import verify
 

@@ -14,7 +14,7 @@ from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 
 import quant
-from quant.cli.quantize_command import quantize_command
+from quant.cli.quantize import quantize_command
 from quant.export.checkpoint.verify import verify
 from quant.models.open_model import open_model
 from quant.models.prediction_heads import BlocksBeforeHeads, attach_head_layer, head_layers

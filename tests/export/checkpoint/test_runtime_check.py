@@ -27,7 +27,7 @@ from quant.export.checkpoint.runtime_check import (
 from quant.export.checkpoint.save import save
 from quant.kernels.linear.quant_linear import QuantLinear
 from quant.recipes.plan_make import make_plan
-from quant.run.quantize import quantize
+from quant.run.api import quantize
 
 
 def checkpoint(folder: Path, kind: str = "llama", format: str = "nvfp4a16", gain: float = 3.0) -> Path:

@@ -11,7 +11,7 @@ import torch
 from click.testing import CliRunner
 
 import quant
-from quant.cli.quantize_command import quantize_command
+from quant.cli.quantize import quantize_command
 from quant.export.checkpoint.load import load
 from quant.models.files import companion_files
 

@@ -25,7 +25,7 @@ pytest.importorskip("onnxscript", reason="needs the extra onnx")
 pytest.importorskip("onnxruntime", reason="needs the extra onnx")
 pytest.importorskip("transformers", reason="needs the extra hf")
 
-from quant.cli.quantize_command import quantize_command
+from quant.cli.quantize import quantize_command
 from quant.models.huggingface import load_tokenizer
 
 FINAL = 1

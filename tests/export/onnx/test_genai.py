@@ -15,7 +15,7 @@ from samples import write_short_base
 
 import quant
 from quant.cli.main import main
-from quant.cli.quantize_command import quantize_command
+from quant.cli.quantize import quantize_command
 
 pytest.importorskip("onnxscript", reason="needs the extra onnx")
 pytest.importorskip("transformers", reason="needs the extra hf")

@@ -18,7 +18,7 @@ from quant.calibration.attention_scales import collect_attention_scales
 from quant.formats.format import FORMATS
 from quant.recipes.plan import Plan
 from quant.recipes.plan_make import make_plan
-from quant.run.quantize import quantize
+from quant.run.api import quantize
 
 onnx = pytest.importorskip("onnx", reason="needs the extra onnx")
 pytest.importorskip("onnxscript", reason="needs the extra onnx")

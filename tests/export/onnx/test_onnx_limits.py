@@ -14,7 +14,7 @@ from quant.formats.format import FORMATS
 from quant.formats.tensor import quantize
 from quant.kernels.linear.experts import QuantExperts
 from quant.kernels.linear.quant_linear import QuantLinear
-from quant.run.quantize import quantize as quantize_model
+from quant.run.api import quantize as quantize_model
 
 
 @pytest.mark.parametrize(

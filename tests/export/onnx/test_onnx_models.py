@@ -12,7 +12,7 @@ from samples import TEXTS
 from quant.calibration.texts.rows import calibration_rows
 from quant.models.huggingface import load
 from quant.models.open_model import open_model
-from quant.run.quantize import quantize
+from quant.run.api import quantize
 
 onnx = pytest.importorskip("onnx", reason="needs the extra onnx")
 pytest.importorskip("onnxscript", reason="needs the extra onnx")

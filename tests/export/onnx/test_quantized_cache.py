@@ -18,7 +18,7 @@ from quant.formats.format import FORMATS
 from quant.generate.quantized_attention import quantized_attention
 from quant.kernels.attention.kv_pages import decode_kv, encode_kv
 from quant.recipes.plan import Plan
-from quant.run.quantize import quantize
+from quant.run.api import quantize
 
 onnx = pytest.importorskip("onnx", reason="needs the extra onnx")
 pytest.importorskip("onnxscript", reason="needs the extra onnx")

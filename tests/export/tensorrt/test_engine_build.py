@@ -23,7 +23,7 @@ from quant.export.tensorrt.build import BuildOptions, build_engine, export_engin
 from quant.export.tensorrt.engine_file import read_engine
 from quant.export.tensorrt.gpu_targets import choose_common_library, choose_library, resolve_target, resolve_targets
 from quant.export.tensorrt.network import check_graph
-from quant.run.quantize import quantize
+from quant.run.api import quantize
 
 SHAPES = "tokens=1:16:64"
 

@@ -24,7 +24,7 @@ from quant.export.tensorrt.audit import TENSORS
 from quant.export.tensorrt.build import BuildOptions, export_engine
 from quant.formats.format import FORMATS
 from quant.recipes.plan import Plan
-from quant.run.quantize import quantize
+from quant.run.api import quantize
 
 onnx = pytest.importorskip("onnx", reason="needs the extra onnx")
 pytest.importorskip("onnxscript", reason="needs the extra onnx")

@@ -23,7 +23,7 @@ from quant.export.tensorrt.engine_file import read_engine
 from quant.formats.format import FORMATS
 from quant.models.huggingface import load
 from quant.models.open_model import open_model
-from quant.run.quantize import quantize
+from quant.run.api import quantize
 
 pytestmark = pytest.mark.slow
 

@@ -27,7 +27,7 @@ from quant.recipes.layers import find_layers
 from quant.recipes.plan_check import check_plan_fits, fusion_warnings
 from quant.recipes.plan_make import make_plan
 from quant.recipes.recipe import get_recipe
-from quant.run.quantize import quantize
+from quant.run.api import quantize
 from quant.training.qat import prepare_qat
 
 transformers = pytest.importorskip("transformers")

@@ -13,7 +13,7 @@ from quant.generate.generate import generate
 from quant.kernels.linear.quant_linear import QuantLinear
 from quant.recipes.layers import find_layers
 from quant.recipes.plan_make import make_plan
-from quant.run.quantize import quantize
+from quant.run.api import quantize
 from quant.training.pack import pack
 from quant.training.qat import prepare_qat
 

@@ -26,7 +26,7 @@ from quant.recipes.layers import LayerKind
 from quant.recipes.plan import Plan
 from quant.recipes.plan_make import make_plan
 from quant.recipes.recipe import Recipe, Rule, presets
-from quant.run.quantize import quantize
+from quant.run.api import quantize
 
 transformers = pytest.importorskip("transformers")
 

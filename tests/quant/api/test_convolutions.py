@@ -17,7 +17,7 @@ from torch import nn
 import quant
 from quant.base.errors import UserError
 from quant.calibration.walk.solve import solve_plan
-from quant.cli.quantize_command import quantize_command
+from quant.cli.quantize import quantize_command
 from quant.export.checkpoint.files import modelopt
 from quant.formats.format import FORMATS
 from quant.formats.tensor import quantize

@@ -12,9 +12,9 @@ from safetensors.torch import load_file
 from samples import BASE, GOLDENS
 
 import quant
-from quant.generate.quantized_attention import quantized_attention
 from quant.export.checkpoint.files.compressed_tensors import read_config
 from quant.export.checkpoint.files.names import StoredNames
+from quant.generate.quantized_attention import quantized_attention
 from quant.recipes.blocks import cache_of
 from quant.recipes.recipe import get_recipe
 

@@ -16,7 +16,7 @@ from quant.kernels.linear.embedding import QuantEmbedding
 from quant.kernels.linear.quant_linear import QuantLinear
 from quant.recipes.plan_make import make_plan
 from quant.recipes.recipe import Rule, get_recipe
-from quant.run.quantize import quantize
+from quant.run.api import quantize
 
 transformers = pytest.importorskip("transformers", reason="the [hf] extra installs it")
 

@@ -24,10 +24,10 @@ def plan() -> Plan:
 
 
 def test_errors_name_parameters_in_python_and_options_in_commands(plan: Plan, tmp_path: Any) -> None:
-    with pytest.raises(quant.UserError, match=r"settings='\*\.q_proj=fp9'"):
-        quant.edit_plan(plan, "*.q_proj=fp9")
+    with pytest.raises(quant.UserError, match=r"^set='\*\.q_proj=fp9'"):
+        plan.set("*.q_proj", "fp9")
     with pytest.raises(quant.UserError, match=r"or pass whole_groups=True$"):
-        quant.edit_plan(plan, "*.q_proj=fp8_channel")
+        plan.set("*.q_proj", "fp8_channel")
     with pytest.raises(ValueError, match=r"name a baseline=$"):
         quant.evaluate(torch.nn.Linear(4, 4), torch.zeros(2, 4, 4))
     with pytest.raises(quant.UserError, match=r'^to="onx": no such kind'):

@@ -17,7 +17,7 @@ from click.testing import CliRunner
 from safetensors.torch import load_file
 
 import quant
-from quant.cli.quantize_command import quantize_command
+from quant.cli.quantize import quantize_command
 
 transformers = pytest.importorskip("transformers")
 

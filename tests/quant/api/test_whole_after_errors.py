@@ -16,7 +16,7 @@ from quant.calibration.walk import solve, solve_weights, walk
 from quant.calibration.walk.solve_weights import apply_plan
 from quant.recipes.plan_make import make_plan
 from quant.recipes.recipe import Recipe
-from quant.run.quantize import quantize
+from quant.run.api import quantize
 from quant.training.qat import prepare_qat
 
 transformers = pytest.importorskip("transformers")

@@ -14,7 +14,7 @@ from quant.evaluation.evaluate import evaluate
 from quant.export.checkpoint.load import load
 from quant.export.checkpoint.save import save
 from quant.recipes.plan_make import make_plan
-from quant.run.quantize import quantize
+from quant.run.api import quantize
 from quant.training.low_precision.conversion import to_low_precision_training
 from quant.training.qat import prepare_qat
 

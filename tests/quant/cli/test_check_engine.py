@@ -15,7 +15,7 @@ from serving_samples import greedy_tokens
 
 import quant
 from quant.cli.main import main
-from quant.cli.quantize_command import quantize_command
+from quant.cli.quantize import quantize_command
 from quant.recipes.plan import Plan
 
 onnx = pytest.importorskip("onnx", reason="needs the extra onnx")

@@ -22,7 +22,7 @@ from samples import BASE
 
 from quant.cli import console
 from quant.cli.main import COMMANDS, RENAMED, main
-from quant.cli.quantize_command import MOVED, quantize_command
+from quant.cli.quantize import MOVED, quantize_command
 from quant.evaluation.evaluation import loss_text
 from quant.export.checkpoint.load import load
 from quant.formats.format import FORMATS
@@ -403,7 +403,7 @@ def test_what_is_quantized_already(tmp_path: Path) -> None:
 FULL_DISK = """
 import resource
 resource.setrlimit(resource.RLIMIT_FSIZE, (20000, 20000))
-from quant.cli.quantize_command import quantize_command
+from quant.cli.quantize import quantize_command
 quantize_command()
 """
 

@@ -10,7 +10,7 @@ from click.testing import CliRunner
 from samples import BASE
 
 from quant.cli.main import main
-from quant.cli.quantize_command import quantize_command
+from quant.cli.quantize import quantize_command
 from quant.kernels.base import hardware, timing
 from quant.kernels.base.hardware import GPUS
 from quant.kernels.base.timing import Ceiling

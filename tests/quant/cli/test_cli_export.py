@@ -15,7 +15,7 @@ from click.testing import CliRunner, Result
 from samples import BASE, TEXTS, write_short_base
 
 from quant.cli.main import main
-from quant.cli.quantize_command import quantize_command
+from quant.cli.quantize import quantize_command
 from quant.export.exporters import EXPORTERS
 from quant.export.kinds import KINDS
 from quant.recipes.plan import Plan
@@ -193,7 +193,7 @@ def test_a_module_of_a_factory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     )
     monkeypatch.syspath_prepend(tmp_path)
     from quant.export.checkpoint.save import save
-    from quant.run.quantize import quantize
+    from quant.run.api import quantize
 
     model = importlib.import_module("perceptron").make().eval()
     plan = quantize(model, "nvfp4a16", run=lambda m: m(torch.zeros(1, 64))).plan

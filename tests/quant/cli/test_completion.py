@@ -10,7 +10,7 @@ import pytest
 from click.shell_completion import ShellComplete
 
 from quant.cli.main import COMMANDS, main
-from quant.cli.quantize_command import quantize_command
+from quant.cli.quantize import quantize_command
 from quant.formats.format import FORMATS
 from quant.recipes.recipe import presets
 from quant.recipes.solver_names import ROUNDINGS

@@ -14,7 +14,7 @@ import quant
 from quant.cli import console
 from quant.cli import console as tables
 from quant.cli.main import main
-from quant.cli.quantize_command import quantize_command
+from quant.cli.quantize import quantize_command
 from quant.recipes.plan import Plan
 from quant.recipes.plan_make import make_plan
 

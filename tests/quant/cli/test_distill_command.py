@@ -18,7 +18,7 @@ from torch import nn
 
 import quant
 from quant.cli.distill_command import distill_command
-from quant.cli.quantize_command import quantize_command
+from quant.cli.quantize import quantize_command
 from quant.evaluation.evaluation import loss_text
 from quant.generate.quantized_attention import quantized_attention
 from quant.kernels.base.weight_layout import prepack, prepack_refusal

@@ -11,7 +11,7 @@ import torch
 from click.testing import CliRunner
 
 import quant
-from quant.cli.quantize_command import quantize_command
+from quant.cli.quantize import quantize_command
 from quant.kernels.linear.quant_linear import QuantLinear
 
 pytest.importorskip("transformers")

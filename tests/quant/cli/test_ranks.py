@@ -31,7 +31,7 @@ from quant.calibration.walk import step_store as store_module
 from quant.calibration.walk.step_store import partial_path
 from quant.cli import torchrun
 from quant.cli.evaluate_command import evaluate_command
-from quant.cli.quantize_command import quantize_command
+from quant.cli.quantize import quantize_command
 from quant.export.checkpoint.load import load
 from quant.models.open_model import open_model
 

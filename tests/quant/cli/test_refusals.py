@@ -25,7 +25,7 @@ from quant.base.errors import UserError
 from quant.calibration.texts.sources import check_sources
 from quant.cli.command import Command
 from quant.cli.main import main
-from quant.cli.quantize_command import quantize_command
+from quant.cli.quantize import quantize_command
 from quant.recipes.layers import LayerKind, find_layers
 from quant.recipes.plan import LayerPlan, Plan
 from quant.recipes.plan_check import check_plan_fits

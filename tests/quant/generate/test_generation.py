@@ -11,7 +11,7 @@ from samples import BASE
 from torch import nn
 
 from quant.cli.main import main
-from quant.cli.quantize_command import quantize_command
+from quant.cli.quantize import quantize_command
 from quant.export.checkpoint.load import load
 from quant.generate.generate import cast_unquantized, generate
 from quant.kernels.linear.quant_linear import QuantLinear

@@ -21,7 +21,7 @@ from torch import nn
 import quant
 from quant.base.errors import UserError
 from quant.cli.main import main
-from quant.cli.quantize_command import quantize_command
+from quant.cli.quantize import quantize_command
 from quant.formats.format import FORMATS
 from quant.generate.quantized_attention import IMPLEMENTATIONS, quantized_attention, register
 from quant.generate.quantized_kv_cache import QuantizedKVCache

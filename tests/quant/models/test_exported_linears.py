@@ -9,7 +9,7 @@ from click.testing import CliRunner
 from torch import nn
 
 import quant
-from quant.cli.quantize_command import quantize_command
+from quant.cli.quantize import quantize_command
 
 
 class Net(nn.Module):

@@ -21,7 +21,7 @@ from samples import BASE, GOLDENS
 import quant
 from quant.base.errors import UserError
 from quant.cli.main import main
-from quant.cli.quantize_command import quantize_command
+from quant.cli.quantize import quantize_command
 from quant.models import files as hub
 from quant.models.open_model import open_model
 

@@ -23,7 +23,7 @@ from torch import nn
 import quant
 from quant.base.errors import UserError
 from quant.cli.main import main
-from quant.cli.quantize_command import quantize_command
+from quant.cli.quantize import quantize_command
 from quant.export.checkpoint.load import open_runnable
 from quant.models.open_model import open_model
 from quant.models.quantized_tensors import QuantizedTensors

@@ -19,7 +19,7 @@ from samples import BASE, ROOT
 
 import quant
 from quant.cli.main import main
-from quant.cli.quantize_command import quantize_command
+from quant.cli.quantize import quantize_command
 
 Stop = tuple[str, str]
 SOLVER = ("calibration/solvers/gptq.py", "Gptq.__call__")
