@@ -49,12 +49,7 @@ def build(request: dict[str, Any], out: TextIO) -> dict[str, Any]:
     for module in request["plugins"]:
         archs = [int(name.removeprefix("SM")) for name in request["compute_capabilities"]]
         importlib.import_module(module).register(trt, archs)
-    parser = trt.OnnxParser(network, logger)
-    if not parser.parse(Path(request["graph"]).read_bytes(), request["model"]):
-        error = parser.get_error(0) if parser.num_errors else None
-        if error is None:
-            raise BuildError(logger.worst or "the ONNX parser gave no reason", logger.node)
-        raise BuildError(f"operator {error.node_operator()}: {error.desc()}", error.node_name())
+    _parse(trt, network, logger, request)
     record = {**json.loads(request["record"]), "builder": f"{trt.__name__} {trt.__version__}"}
     network.name = RECORD + json.dumps(record, allow_nan=False)
     config = builder.create_builder_config()
@@ -94,6 +89,17 @@ def build(request: dict[str, Any], out: TextIO) -> dict[str, Any]:
     # File-backed pages included; in kilobytes but on macOS.
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
     return {"version": trt.__version__, "layers": network.num_layers, "peak_rss_bytes": peak}
+
+
+def _parse(trt: Any, network: Any, logger: Any, request: dict[str, Any]) -> None:
+    # A function of its own, which frees the parser before the build.
+    parser = trt.OnnxParser(network, logger)
+    if parser.parse(Path(request["graph"]).read_bytes(), request["model"]):
+        return
+    error = parser.get_error(0) if parser.num_errors else None
+    if error is None:
+        raise BuildError(logger.worst or "the ONNX parser gave no reason", logger.node)
+    raise BuildError(f"operator {error.node_operator()}: {error.desc()}", error.node_name())
 
 
 def _logger(trt: Any, out: TextIO) -> Any:
