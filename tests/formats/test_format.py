@@ -10,8 +10,23 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quant.formats.format import FORMATS, Format, get_format, packed_width, parse_format
-from quant.formats.format import BF16, E2M1, E2M3, E3M2, E4M3, E5M2, E8M0, FP32, INT4, INT8
+from quant.formats.format import (
+    BF16,
+    E2M1,
+    E2M3,
+    E3M2,
+    E4M3,
+    E5M2,
+    E8M0,
+    FORMATS,
+    FP32,
+    INT4,
+    INT8,
+    Format,
+    get_format,
+    packed_width,
+    parse_format,
+)
 from quant.formats.tensor import quantize
 
 # element, block, block scale, global scale, and bits a weight in the limit of a large matrix, scales counted.

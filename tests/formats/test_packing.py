@@ -6,8 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quant.formats.format import E2M1, E2M3
-from quant.formats.rounding import pack, unpack
-from quant.formats.rounding import decode
+from quant.formats.rounding import decode, pack, unpack
 
 
 def test_four_bit_bytes_even_index_in_the_low_nibble() -> None:

@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from quant.formats.format import FORMATS, Format
-from quant.formats.format import E4M3, NUMBERS
+from quant.formats.format import E4M3, FORMATS, NUMBERS, Format
 from quant.formats.scaling import HEADROOM, SCALE_RULES, global_scale_of, scale_of
 from quant.formats.tensor import BlockScaledTensor, quantize
 

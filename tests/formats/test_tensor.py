@@ -15,8 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quant.formats.format import FORMATS, Format
-from quant.formats.format import E4M3
+from quant.formats.format import E4M3, FORMATS, Format
 from quant.formats.rounding import unpack
 from quant.formats.scaling import SCALE_RULES
 from quant.formats.tensor import (

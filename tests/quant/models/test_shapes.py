@@ -11,8 +11,8 @@ import pytest
 from samples import BASE
 
 from quant.base.errors import UserError
-from quant.models.startup import stored_layers
 from quant.models.open_model import open_model
+from quant.models.startup import stored_layers
 from quant.recipes.layers import find_layers
 from quant.recipes.plan import Plan
 from quant.recipes.plan_check import validate
