@@ -210,7 +210,8 @@ def grouped_layers(model: nn.Module, run: Callable[[nn.Module], Any] | None) -> 
     # From the cheapest to the most expensive: shapes, then two tokens, then images or sounds of zeros. BF16 is the only
     # dtype that torch's grouped matmul for experts takes on meta.
     in_bf16 = partial(run_on_meta, dtype=torch.bfloat16)
-    stand_ins = [] if run and not is_outline else [run_on_meta, in_bf16, _run_one_row, _run_stand_in]
+    stand_ins: list[Callable[[nn.Module], Any]] = [run_on_meta, in_bf16, _run_one_row, _run_stand_in]
+    stand_ins = [] if run and not is_outline else stand_ins
     for attempt in [run, *stand_ins] if run else stand_ins:
         try:
             with watching(model, layers) as watched:
