@@ -324,24 +324,15 @@ class Plan:
 
     def to_dict(self) -> dict[str, Any]:
         """Returns JSON-ready form, as in the module docstring."""
-        return {
-            "schema_version": SCHEMA_VERSION,
-            "layers": [layer.to_dict() for layer in self.layers],
-            "kv_cache": self.kv_cache.name if self.kv_cache else None,
-            "attention": self.attention.name if self.attention else None,
-            "guard": self.guard,
-            "observer": self.observer,
-            "target": self.target,
-            "provenance": self.provenance,
-        }
+        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        fields |= {key: fields[key].name if fields[key] else None for key in ("kv_cache", "attention")}
+        return {"schema_version": SCHEMA_VERSION, **fields, "layers": [layer.to_dict() for layer in self.layers]}
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> Plan:
         """Undoes `to_dict`; also reads schema version 1, whose guard and observer are in the provenance.
 
-        Raises:
-            ValueError: a wrong schema version, an unknown field, kind or format, a layer named twice, or a
-                fusion group whose members disagree on a format or a solver.
+        A field that cannot be read, and a fusion group whose members disagree, is a ValueError.
         """
         fields = dict(typed(dict[str, Any], fields, "plan"))
         version = fields.pop("schema_version", None)
@@ -349,7 +340,11 @@ class Plan:
             raise ValueError(f"plan schema_version is {version!r}; this release reads 1 and {SCHEMA_VERSION}")
         check_fields(fields, cls, "plan")
         if version == 1:
-            fields = _from_version_1(fields)
+            if unknown := sorted(_VERSION_2 & fields.keys()):
+                raise ValueError(f"plan: unknown field(s) {', '.join(unknown)} in schema version 1")
+            provenance = typed(dict[str, Any], fields.get("provenance", {}), "provenance")
+            executed = {key: value for key in sorted(_VERSION_2 & provenance.keys()) if (value := provenance.pop(key))}
+            fields = {**fields, **executed, "provenance": provenance}
         fields = {key: typed(_PLAN_FIELDS[key], value, key) for key, value in fields.items()}
         for key, value in fields.get("provenance", {}).items():
             typed(_PROVENANCE.get(key, Any), value, f"provenance {key}")
@@ -420,15 +415,6 @@ _VERSION_2 = {"guard", "observer"}  # fields that schema version 1 held in the p
 _DIMENSIONS, _ELEMENTS = 8, 2**60
 
 
-def _from_version_1(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Converts fields of schema version 1 to version 2: a guard and an observer leave the provenance."""
-    if unknown := sorted(_VERSION_2 & fields.keys()):
-        raise ValueError(f"plan: unknown field(s) {', '.join(unknown)} in schema version 1")
-    provenance = typed(dict[str, Any], fields.get("provenance", {}), "provenance")
-    executed = {key: provenance.pop(key) for key in sorted(_VERSION_2 & provenance.keys())}
-    return {**fields, **{key: value for key, value in executed.items() if value}, "provenance": provenance}
-
-
 def groups_of(layers: Iterable[LayerPlan]) -> dict[str, list[LayerPlan]]:
     """Returns layers by fusion group in order of first appearance; a layer without a group is its own."""
     groups: dict[str, list[LayerPlan]] = {}
@@ -461,11 +447,7 @@ class Guard(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> Guard:
-        """Returns a guard from `LIMIT [FORMAT …]`; without formats, a layer beyond the limit stays in 16 bit.
-
-        Raises:
-            ValueError: the limit is not a positive number, or a format is unknown.
-        """
+        """Returns a guard from `LIMIT [FORMAT …]`; without formats, a layer beyond the limit stays in 16 bit."""
         first, *names = text.split() or [""]
         try:
             limit = float(first)
@@ -498,13 +480,7 @@ class Setting:
 
 
 def parse_setting(text: str) -> Setting:
-    """Reads `GLOB=FORMAT[:SOLVER][@INPUT]`; `keep` or `16bit` in place of a format is 16 bit.
-
-    A preset that is no format, such as nvfp4a16 or fp8a16, stands for its weights and inputs.
-
-    Raises:
-        UserError: not of that form, or an unknown format or solver.
-    """
+    """Reads `GLOB=FORMAT[:SOLVER][@INPUT]`; a preset that is no format, such as fp8a16, is weight and input."""
     # From the right: a glob may hold "=", a format and a solver may not.
     glob, equals, value = text.rpartition("=")
     named = option("set", repr(text))
@@ -533,10 +509,6 @@ def edit(plan: Plan, settings: Sequence[Setting], *, whole_groups: bool = False)
 
     Norms, embeddings and the like, and convolutions in 16 bit, are passed over where a glob also matches linear layers.
     A layer that changes loses its score, which was another format's, and the run-time parts of its old solver.
-
-    Raises:
-        UserError: a glob that matches nothing to quantize, a format that does not divide a layer, or a fusion group
-            that would be split; all layers concerned are named.
     """
     changes: dict[str, Setting] = {}
     for setting in settings:
@@ -551,7 +523,7 @@ def edit(plan: Plan, settings: Sequence[Setting], *, whole_groups: bool = False)
     inputs_too = any(layer.activation is not None for layer in plan.quantized)
     edited = plan.replace_layers(_set(plan.by_name[name], setting, inputs_too) for name, setting in changes.items())
     blocked: dict[str, list[str]] = {}
-    sharers = sharers_of(edited)
+    sharers = sharers_of(edited.layers)
     for name in changes:
         if problem := layer_problem(edited.by_name[name], sharers.get(name)):
             blocked.setdefault(problem, []).append(name)
@@ -651,11 +623,7 @@ def set_kv_cache(plan: Plan, name: str) -> Plan:
 
 
 def set_guard_and_observer(plan: Plan, guard: str | None = None, observer: str | None = None) -> Plan:
-    """Returns `plan` with another guard and observer; None leaves the plan's, an empty guard takes it away.
-
-    Raises:
-        ValueError: a guard that cannot be read, or an unknown observer, even if it is the plan's own.
-    """
+    """Returns `plan` with another guard and observer; None leaves the plan's, an empty guard takes it away."""
     guard = plan.guard if guard is None else guard or None
     plan = replace(plan, guard=guard, observer=plan.observer if observer is None else observer)
     check_guard_and_observer(plan)
@@ -669,9 +637,9 @@ def check_guard_and_observer(plan: Plan) -> None:
     check_observer(plan.observer)
 
 
-def sharers_of(plan: Plan) -> dict[str, str]:
-    """Returns layers whose weight another layer has too, and which."""
-    return {layer.tied_to: layer.name for layer in plan.layers if layer.tied_to is not None}
+def sharers_of(layers: Iterable[LayerPlan | Layer]) -> dict[str, str]:
+    """Returns, by the names of layers that own a shared weight, another layer that has it too."""
+    return {layer.tied_to: layer.name for layer in layers if layer.tied_to is not None}
 
 
 def layer_problem(layer: LayerPlan, sharer: str | None) -> str | None:

@@ -20,6 +20,7 @@ from quant.recipes.plan import LayerPlan, Plan, bits_per_weight, check_guard_and
 from quant.recipes.solver_names import parse_solver
 from quant.recipes.targets import TARGETS, Target
 
+_KEEP_IT = "keep it in 16 bit"
 NOT_RUN = "a bare state dict cannot be run"
 BY_NAME = "fusion_groups_by_name"
 """Key of the provenance: fusion groups that come from names, because no run called their layers; `*` is a number."""
@@ -85,11 +86,7 @@ def read_plan(path: str | Path) -> tuple[Plan, list[Problem]]:
     """Returns a plan file with everything in it that can be read, and a problem for every part that cannot.
 
     `Plan.load` stops at the first mistake; this goes on, so that all can be corrected at once.
-
-    Raises:
-        UserError: no file, no JSON, or no plan at all.
     """
-    path = Path(path)
 
     def with_layers(document: Any) -> dict[str, Any]:
         fields: dict[str, Any] = typed(dict[str, Any], document, "plan")
@@ -124,13 +121,7 @@ def read_plan(path: str | Path) -> tuple[Plan, list[Problem]]:
 
 
 def validate(plan: Plan, layers: Sequence[Layer] | None = None, target: Target | None = None) -> list[Problem]:
-    """Finds every problem that would stop `plan` or make its result wrong, from shapes alone.
-
-    Args:
-        plan: the plan as `read_plan` gives it.
-        layers: the layers of the model it is for; None checks the plan by itself.
-        target: runtime that the result is for.
-    """
+    """Finds every problem that would stop `plan`, on a model of `layers` if given, or make its result wrong."""
     problems = _check_model(plan, layers) if layers is not None else []
     problems += _check_layers(plan)
     try:
@@ -183,28 +174,27 @@ def _raise(problems: Sequence[Problem]) -> None:
 
 
 def _check_model(plan: Plan, layers: Sequence[Layer]) -> list[Problem]:
-    have = {layer.name: layer for layer in layers}
-    # Tied weights in the other direction: the layer that owns a weight, and one that uses it too.
-    sharers = {layer.tied_to: layer.name for layer in layers if layer.tied_to is not None}
-    problems = []
+    have, sharers = {layer.name: layer for layer in layers}, sharers_of(layers)
+    problems, what = [], ""
     for planned in plan.layers:
-        layer = have.get(planned.name)
-        if layer is None:
-            problems.append(
-                Problem(planned.name, "is not in the model", "remove it, or name the model the plan is for")
-            )
+        layer, remedy = have.get(planned.name), "name the model the plan is for"
         # The tests go from the coarsest mistake to the finest, and a layer gets one problem.
+        if layer is None:
+            what, remedy = "is not in the model", f"remove it, or {remedy}"
         elif layer.shape != planned.shape:
             what = f"is {list(layer.shape)} in the model and {list(planned.shape)} in the plan"
-            problems.append(Problem(planned.name, what, "name the model the plan is for"))
-        elif planned.weight is not None and _as_multiplied(layer) != _as_multiplied(planned):
+        elif planned.weight is None:
+            continue
+        elif _as_multiplied(layer) != _as_multiplied(planned):
             what = f"is {_as_multiplied(layer)} in the model and {_as_multiplied(planned)} in the plan"
-            problems.append(Problem(planned.name, what, "name the model the plan is for"))
-        elif planned.weight is not None and (other := layer.tied_to or sharers.get(layer.name)) and not planned.tied_to:
+        elif (other := layer.tied_to or sharers.get(layer.name)) and not planned.tied_to:
             what = f"its weight is also that of {other} in the model, and is stored once and in 16 bit"
-            problems.append(Problem(planned.name, what, "keep it in 16 bit"))
-        elif planned.weight is not None and layer.obstacle is not None:
-            problems.append(Problem(planned.name, layer.obstacle, "keep it in 16 bit"))
+            remedy = _KEEP_IT
+        elif layer.obstacle is not None:
+            what, remedy = layer.obstacle, _KEEP_IT
+        else:
+            continue
+        problems.append(Problem(planned.name, what, remedy))
     for name, layer in have.items():
         # A plan may leave out parameters that no plan can quantize.
         if name not in plan.by_name and layer.kind != LayerKind.PARAMETER:
@@ -220,7 +210,7 @@ def _as_multiplied(layer: Layer | LayerPlan) -> str:
 
 def _check_layers(plan: Plan) -> list[Problem]:
     problems = []
-    sharers = sharers_of(plan)
+    sharers = sharers_of(plan.layers)
     for layer in plan.layers:
         if problem := layer_problem(layer, sharers.get(layer.name)):
             problems.append(Problem(layer.name, problem, "choose another format, or keep it in 16 bit"))

@@ -36,7 +36,7 @@ from quant.recipes.callers_model import check_original, unwrapped
 from quant.recipes.groups import Watched, group_experts, group_name, group_unseen, patterns, watching, without_group
 from quant.recipes.layers import QUANTIZABLE, ROUTER, Layer, LayerKind, find_layers, layers_of_state_dict, obstacle
 from quant.recipes.module_replacement import other_tensors, run_with
-from quant.recipes.plan import ODD_INPUTS, LayerPlan, Plan, groups_of
+from quant.recipes.plan import ODD_INPUTS, LayerPlan, Plan, groups_of, sharers_of
 from quant.recipes.plan_check import BY_NAME, NOT_RUN, NOT_SEEN
 from quant.recipes.recipe import KEEP, Recipe, Rule, get_recipe, matched, named_format, no_match
 from quant.recipes.solver_names import parse_solver, solver_of
@@ -142,11 +142,8 @@ def _edited_recipe(recipe: str | Recipe, solver: str | None, exclude: Sequence[s
 def _with_solver_of(
     effort: int, recipe: Recipe, layers: Sequence[Layer], can_run: bool
 ) -> tuple[Recipe, dict[str, Any]]:
-    """Returns `recipe` with the solver of an effort, and the record of that choice for the provenance.
-
-    A model that cannot run (a bare state dict) has no data for more than effort 1.
-    """
-    level = effort if can_run else min(effort, 1)
+    """Returns `recipe` with the solver of an effort, and the record of that choice for the provenance."""
+    level = effort if can_run else min(effort, 1)  # a bare state dict has no data for more
     # Fused experts as in transformers 5, or one module for each expert as before: `solver_of` treats both alike.
     experts = any(layer.kind == LayerKind.EXPERTS or ".experts." in layer.name for layer in layers)
     solver = solver_of(level, recipe.activation, experts=experts)
@@ -167,10 +164,7 @@ def _head_rules(layers: Sequence[Layer], lm_head: str) -> list[Rule]:
 
 
 def without_data(plan: Plan, reason: str) -> Plan | None:
-    """Returns `plan` with the solver of effort 1 where its effort chose one that needs data; None where it chose none.
-
-    `reason` says why there is no data.
-    """
+    """Returns `plan` with effort 1 where its effort chose a solver that needs data; None where it chose none."""
     chosen = plan.provenance.get("effort")
     if not isinstance(chosen, dict) or chosen["level"] < 2:
         return None
@@ -210,9 +204,10 @@ def grouped_layers(model: nn.Module, run: Callable[[nn.Module], Any] | None) -> 
     # From the cheapest to the most expensive: shapes, then two tokens, then images or sounds of zeros. BF16 is the only
     # dtype that torch's grouped matmul for experts takes on meta.
     in_bf16 = partial(run_on_meta, dtype=torch.bfloat16)
-    stand_ins: list[Callable[[nn.Module], Any]] = [run_on_meta, in_bf16, _run_one_row, _run_stand_in]
-    stand_ins = [] if run and not is_outline else stand_ins
-    for attempt in [run, *stand_ins] if run else stand_ins:
+    attempts: list[Callable[[nn.Module], Any]] = [run] if run else []
+    if is_outline or not run:
+        attempts += [run_on_meta, in_bf16, _run_one_row, _run_stand_in]
+    for attempt in attempts:
         try:
             with watching(model, layers) as watched:
                 attempt(model)
@@ -231,10 +226,7 @@ def grouped_layers(model: nn.Module, run: Callable[[nn.Module], Any] | None) -> 
 
 
 def _fusion_record(layers: Sequence[Layer], plan: Plan, unknown: str | None) -> dict[str, Any]:
-    """Returns the record in a plan's provenance about fusion groups of quantized layers that no run has called.
-
-    `unknown` says why nothing has run the model to its end, if so.
-    """
+    """Returns the record about fusion groups of quantized layers that no run has called; `unknown` says why, if so."""
     quantized = {layer.name: layer.group for layer in plan.quantized}
     named = [quantized[layer.name] for layer in layers if layer.is_named and layer.name in quantized]
     alone = [layer.name for layer in without_group(layers) if layer.name in quantized]
@@ -299,11 +291,7 @@ def kv_cache_name(name: str, option: str) -> str:
 
 
 def resolve(layers: Sequence[Layer], recipe: Recipe, *, only: Sequence[str] = ()) -> Plan:
-    """Applies `recipe` to the layers of a model; with globs in `only`, a layer that matches none stays in 16 bit.
-
-    Raises:
-        ValueError: a glob matches no layer, or rules give members of one fusion group different formats.
-    """
+    """Applies `recipe` to the layers of a model; with globs in `only`, a layer that matches none stays in 16 bit."""
     names = [layer.name for layer in layers]
     globs = {glob: matched(glob, names).keys() for glob in (*(rule.match for rule in recipe.rules), *only)}
     for glob, its_names in globs.items():
@@ -386,8 +374,7 @@ def _choice(
 ) -> Rule:
     """Returns the formats, the solver and the reason that the recipe has for a layer, whose shape does not count yet.
 
-    `globs` are the names that each glob matches, `included` only of the globs of `--include`, `broad` the globs that
-    match quantizable layers, and `house` the reasons for layers that the house rules keep in 16 bit.
+    `globs` and `included` have the names that each glob matches; `broad` are globs that match quantizable layers.
     """
     choice = Rule("*", recipe.weight, recipe.activation, recipe.solver, f"recipe {recipe.name}")
     by = [glob for glob, names in included.items() if layer.name in names]
@@ -413,21 +400,15 @@ def _plan_layer(layer: Layer, choice: Rule, recipe: Recipe) -> LayerPlan:
     weight, activation = named_format(choice.weight, recipe.name), named_format(choice.activation, recipe.name)
     if layer.kind == LayerKind.EMBEDDING:
         activation = None  # its input is a number of a row
-    reason = choice.reason or ""
+    solver, reason = choice.solver or recipe.solver or "rtn", choice.reason or ""
     if weight is not None and (refusal := obstacle(layer, weight, activation)):
         weight, reason = None, refusal
+    if weight is None:
+        activation = None
     return LayerPlan(
-        name=layer.name,
-        kind=layer.kind,
-        shape=layer.shape,
-        weight=weight,
-        activation=activation if weight is not None else None,
-        solver=choice.solver or recipe.solver or "rtn",
-        reason=reason,
-        group=layer.group,
-        tied_to=layer.tied_to,
+        layer.name, layer.kind, layer.shape, weight, activation, solver, reason, layer.group, layer.tied_to,
         transposed=layer.transposed,
-    )
+    )  # fmt: skip
 
 
 def _override(choice: Rule, rule: Rule, recipe: Recipe) -> Rule:
@@ -444,8 +425,7 @@ def _override(choice: Rule, rule: Rule, recipe: Recipe) -> Rule:
 
 def _keep_shared(layers: list[LayerPlan]) -> list[LayerPlan]:
     """Leaves weights that another layer shares in 16 bit: the two could not be stored once and read twice."""
-    # `tied_to` names the owner; here the owner looks up a sharer.
-    sharers = {layer.tied_to: layer.name for layer in layers if layer.tied_to is not None}
+    sharers = sharers_of(layers)
     return [
         replace(layer, weight=None, activation=None, reason=f"its weight is also that of {sharer}")
         if layer.weight is not None and (sharer := sharers.get(layer.name))
@@ -470,13 +450,11 @@ def _without_routers(layers: list[LayerPlan]) -> list[LayerPlan]:
 
 def _keep_whole_groups(layers: list[LayerPlan]) -> list[LayerPlan]:
     """Gives the members of a fusion group one format: where one was kept for its shape, all are."""
-    groups = groups_of(layers)
-
-    def whole(layer: LayerPlan) -> LayerPlan:
-        kept_member = next((m for m in groups[layer.group or layer.name] if m.weight is None), None)
-        if layer.weight is None or kept_member is None:
-            return layer
-        reason = f"fused with {kept_member.name}, which stays in 16 bit ({kept_member.reason})"
-        return replace(layer, weight=None, activation=None, reason=reason)
-
-    return [whole(layer) for layer in layers]
+    kept = {name: m for name, members in groups_of(layers).items() for m in reversed(members) if m.weight is None}
+    whole = []
+    for layer in layers:
+        if layer.weight is not None and (member := kept.get(layer.group or layer.name)) is not None:
+            reason = f"fused with {member.name}, which stays in 16 bit ({member.reason})"
+            layer = replace(layer, weight=None, activation=None, reason=reason)
+        whole.append(layer)
+    return whole

@@ -28,11 +28,7 @@ _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # of Linux's fcntl.h
 
 
 def write_atomically(path: str | Path, content: str | bytes) -> None:
-    """Writes a file; an old file of its name stays until the new one is on the disk.
-
-    Raises:
-        OSError: it cannot be written; the old file is as it was.
-    """
+    """Writes a file; an old file of its name stays until the new one is on the disk."""
     path = Path(path)
     with _temporary(path, Path.touch) as beside:
         beside.write_bytes(content.encode() if isinstance(content, str) else content)
@@ -101,9 +97,6 @@ def claimed(path: Path) -> Iterator[None]:
     """Claims `path` while open: no other process can, and this one may claim it again.
 
     The lock is on a file beside `path`, and ends with the process: a file that a dead process left is no obstacle.
-
-    Raises:
-        OSError: another process has it; the message says which.
     """
     path = path.resolve()
     if sys.platform == "win32" or path in _CLAIMED:
@@ -166,11 +159,7 @@ def recover(path: Path) -> None:
 
 
 def replace_directory(new: Path, path: Path) -> None:
-    """Puts the directory `new` at `path`; an old directory there moves to `new`, or is deleted.
-
-    Raises:
-        OSError: it cannot be put there; `path` is as it was.
-    """
+    """Puts the directory `new` at `path`; an old directory there moves to `new`, or is deleted."""
     sync_tree(new)
     if not path.exists():
         new.rename(path)
@@ -190,13 +179,8 @@ def replace_directory(new: Path, path: Path) -> None:
 
 def _exchange(a: Path, b: Path) -> bool:
     """Exchanges two directories in one step; False where the system or the file system cannot."""
-    if sys.platform != "linux":
-        return False
-    rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
-    if rename is None:
-        return False
-    failed: int = rename(_AT_FDCWD, os.fsencode(a), _AT_FDCWD, os.fsencode(b), _RENAME_EXCHANGE)
-    return not failed
+    rename = getattr(ctypes.CDLL(None), "renameat2", None) if sys.platform == "linux" else None
+    return rename is not None and not rename(_AT_FDCWD, os.fsencode(a), _AT_FDCWD, os.fsencode(b), _RENAME_EXCHANGE)
 
 
 def _left_over(path: Path, kind: str) -> list[Path]:
@@ -205,7 +189,6 @@ def _left_over(path: Path, kind: str) -> list[Path]:
 
 
 def _remove(path: Path) -> None:
-    """Deletes a file or directory, if it is there."""
     if path.is_dir():
         shutil.rmtree(path, ignore_errors=True)
     else:

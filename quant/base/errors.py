@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import html
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 
@@ -34,15 +34,9 @@ _CONTROLS = {*range(0x20), *range(0x7F, 0xA0), *range(0x202A, 0x202F), *range(0x
 _ESCAPED = {code: f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}" for code in _CONTROLS}
 
 
-Spelling = Callable[[str], str]
-"""Spells a field of a request as the user wrote it: `--lm-head` in a command, `lm_head=` in Python."""
-
 _IN_COMMAND = ContextVar("_IN_COMMAND", default=False)
 # Parameters of public functions that are not called like their option.
 _PARAMETERS = {"calib": "data", "input": "inputs", "engine_feature": "features", "format": "recipe"}
-
-# Fields whose option does not repeat their name; the command has --recipe FILE and --format NAME.
-_OPTIONS_OF_FIELDS = {"recipe": "--format", "recipe_file": "--recipe", "plan_file": "--plan", "eval_texts": "--eval"}
 
 
 class UserError(ValueError):
@@ -63,12 +57,7 @@ def in_command() -> Iterator[None]:
 
 
 def option(name: str, value: object = None) -> str:
-    """Spells an option in a message: `--kv-cache fp8` while a command runs, and `kv_cache="fp8"` in Python.
-
-    Args:
-        name: the option's name with underscores: `kv_cache`.
-        value: its value; True for an option that is a flag, and None where the message names only the option.
-    """
+    """Spells an option and its value in a message: `--kv-cache fp8` in a command, and `kv_cache="fp8"` in Python."""
     if _IN_COMMAND.get():
         words = f"--{name.replace('_', '-')}"
         return words if value is None or value is True else f"{words} {value}"
@@ -79,16 +68,6 @@ def option(name: str, value: object = None) -> str:
         return f'{parameter}={{"{key}": "{dims}"}}'
     is_literal = re.fullmatch(r"(True|nan|inf|-?[\d.]+|['\"].*)?", text)
     return f"{parameter}={text}" if is_literal else f'{parameter}="{text}"'
-
-
-def as_option(field: str) -> str:
-    """Returns the option of the command `quantize`."""
-    return _OPTIONS_OF_FIELDS.get(field) or f"--{field.replace('_', '-')}"
-
-
-def as_parameter(field: str) -> str:
-    """Returns the parameter of `quant.quantize`."""
-    return f"{field}="
 
 
 def printable(text: str) -> str:
@@ -104,10 +83,8 @@ def counted(n: int, noun: str) -> str:
 def megabytes(nbytes: float) -> str:
     """Returns bytes in decimal units with three to four digits: '86.5 MB', '1.23 GB'."""
     for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if nbytes >= size:
-            value = nbytes / size
-            # Digits behind the point: two below 10, one below 100.
-            digits = (value < 10) + (value < 100)
+        if (value := nbytes / size) >= 1:
+            digits = (value < 10) + (value < 100)  # behind the point
             return f"{value:.{digits}f} {unit}"
     return f"{nbytes:.0f} B"
 

@@ -63,16 +63,15 @@ def memory_limit(root: Path = _ROOT) -> int | None:
 
 
 def memory_left(root: Path = _ROOT) -> int | None:
-    """Returns the bytes that the process may still take, of the machine's and of each control group's.
-
-    None if it is unknown.
-
-    The page cache is not counted as taken: the kernel drops it when memory is needed.
-    """
+    """Returns the bytes that the process may still take, of the machine's and each control group's; None if unknown."""
     remaining = []
     for group, limit in _memory_groups(root):
         used = next((int(w) for name in ("memory.current", "memory.usage_in_bytes") for w in _words(group / name)), 0)
-        remaining.append(max(limit - used + _page_cache(group), 0))
+        # The page cache is not counted as taken: the kernel drops it when memory is needed. In version 1 a plain number
+        # leaves out the groups within, and `total_` includes them.
+        sizes = dict(line.split() for line in _lines(group / "memory.stat"))
+        cached = sum(int(sizes.get(f"total_{k}", sizes.get(k, 0))) for k in ("inactive_file", "active_file"))
+        remaining.append(max(limit - used + cached, 0))
     available = [line.split()[1] for line in _lines(root / "proc/meminfo") if line.startswith("MemAvailable:")]
     remaining += [1024 * int(kilobytes) for kilobytes in available]
     return min(remaining, default=None)
@@ -83,11 +82,8 @@ def set_up_threads(environment: MutableMapping[str, str]) -> str | None:
 
     Threads that wait by spinning take the time that the others need as soon as anything else runs on the machine: of
     two threads on two cores with a busy neighbour one waits, spinning, for the one that has no core. Sleeping at once
-    costs an eighth on a quiet machine, where the other thread is nearly always there within microseconds. With a quota,
-    threads beyond it only wait for each other.
-
-    Returns:
-        A sentence for the user where the quota is less than the cores; None otherwise.
+    costs an eighth on a quiet machine, where the other thread is nearly always there within microseconds. Returns a
+    sentence for the user where the quota is less than the cores; None otherwise.
     """
     if not any(name in environment for name in (*_WAITING, "KMP_BLOCKTIME")):
         environment.update(_WAITING)
@@ -117,16 +113,6 @@ def _memory_groups(root: Path) -> Iterator[tuple[Path, int]]:
             for word in _words(group / name):
                 if word.isdigit() and int(word) < _NO_LIMIT:
                     yield group, int(word)
-
-
-def _page_cache(group: Path) -> int:
-    """Returns the bytes of files that a control group holds and the kernel may drop.
-
-    In version 1 a plain number leaves out the groups within, and `total_` includes them.
-    """
-    sizes = dict(line.split() for line in _lines(group / "memory.stat"))
-    kinds = ("inactive_file", "active_file")
-    return sum(int(sizes.get(f"total_{kind}", sizes.get(kind, 0))) for kind in kinds)
 
 
 def _groups(controller: str, root: Path) -> Iterator[Path]:
@@ -171,11 +157,7 @@ _POPULATE_READ = 22  # of Linux's mman.h
 
 
 def in_memory(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns the tensor, its pages in memory where they are contiguous.
-
-    Raises:
-        ValueError: as `populate`.
-    """
+    """Returns the tensor, its pages in memory where they are contiguous; ValueError as `populate`."""
     import torch
 
     if type(tensor) is torch.Tensor and tensor.device.type == "cpu" and tensor.is_contiguous():
@@ -184,11 +166,7 @@ def in_memory(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def populate(part: torch.Tensor) -> None:
-    """Brings the pages of contiguous bytes, uint8, into memory; one fault a page would take longer.
-
-    Raises:
-        ValueError: they are mapped from a file that has become shorter; touching them would end the process.
-    """
+    """Brings the pages of contiguous bytes, uint8, into memory; ValueError for a file that has become shorter."""
     start, end = part.data_ptr(), part.data_ptr() + part.nbytes
     start -= start % mmap.PAGESIZE
     advise = _madvise()

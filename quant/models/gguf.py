@@ -16,6 +16,7 @@ import math
 import os
 import re
 import warnings
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from importlib.util import find_spec
@@ -58,31 +59,23 @@ _EMPTY = (None, 0, 0.0, "none")
 
 
 def set_rope(config: Any, file: Any) -> None:
-    """Gives a config of transformers, whose `rope_parameters` change, the scaling that its GGUF file has.
-
-    Raises:
-        UserError: a scaling that transformers has no name for; the message names the key or tensor.
-    """
-    architecture = file.fields["general.architecture"].contents()
-    fields = {
-        key.removeprefix(f"{architecture}.rope."): field.contents()
-        for key, field in file.fields.items()
-        if key.startswith(f"{architecture}.rope.")
-    }
+    """Gives a config of transformers, whose `rope_parameters` change, the scaling that its GGUF file has."""
+    prefix = f"{file.fields['general.architecture'].contents()}.rope."
+    fields = {key.removeprefix(prefix): f.contents() for key, f in file.fields.items() if key.startswith(prefix)}
     tensors = {t.name: np.asarray(t.data, np.float64) for t in file.tensors if t.name in FREQUENCY_TENSORS}
     parameters = getattr(config, "rope_parameters", None)
     # Gemma 3 and 4 have parameters for each kind of layer; llama.cpp scales only full attention.
     if isinstance(parameters, dict) and "full_attention" in parameters:
         parameters = parameters["full_attention"]
     scaling = _of_metadata(fields, config.max_position_embeddings) if hasattr(config, "max_position_embeddings") else {}
-    if "rope_freqs.weight" in tensors and not _are_proportional(parameters, tensors["rope_freqs.weight"]):
+    divisors = tensors.get("rope_freqs.weight")
+    if divisors is not None and not _are_proportional(parameters, divisors):
         if scaling:
             raise UserError(
                 f"rope_freqs.weight and rope.scaling.type {scaling['rope_type']} scale the same frequencies"
             )
         base = parameters.get("rope_theta") if isinstance(parameters, dict) else None
-        base = float(base or fields.get("freq_base") or 10000.0)
-        scaling = _of_divisors(tensors["rope_freqs.weight"], base, config)
+        scaling = _of_divisors(divisors, float(base or fields.get("freq_base") or 10000.0), config)
     if "rope_factors_long.weight" in tensors or scaling.get("rope_type") == "longrope":
         scaling = _longrope(fields, tensors)
     if not scaling:
@@ -100,10 +93,7 @@ def set_rope(config: Any, file: Any) -> None:
 
 
 def _of_metadata(fields: Mapping[str, Any], context: int) -> dict[str, Any]:
-    """Returns the scaling that metadata name, as `rope_parameters` has it; empty without one.
-
-    `fields` have their names below `ARCH.rope.`, and `context` is the longest position of the model.
-    """
+    """Returns the scaling that metadata name, as `rope_parameters` has it; `context` is the longest position."""
     factor = float(fields.get("scaling.factor") or fields.get("scale_linear") or 1.0)
     # llama.cpp treats a factor without a type as linear.
     kind = fields.get("scaling.type", "linear")
@@ -134,22 +124,17 @@ def _of_metadata(fields: Mapping[str, Any], context: int) -> dict[str, Any]:
 
 def _longrope(fields: Mapping[str, Any], tensors: Mapping[str, np.ndarray[Any, Any]]) -> dict[str, Any]:
     """Returns LongRoPE's divisors: for texts within the context of the first training, and for longer ones."""
-    original = fields.get("scaling.original_context_length")
+    original, attention = fields.get("scaling.original_context_length"), fields.get("scaling.attn_factor")
     missing = [name for name in FREQUENCY_TENSORS[1:] if name not in tensors]
-    if missing or not original:
-        raise UserError(
-            f"LongRoPE without {missing[0] if missing else 'rope.scaling.original_context_length'}; convert the file "
-            "again from the original model"
-        )
-    scaling: dict[str, Any] = {
-        "rope_type": "longrope",
-        "long_factor": tensors["rope_factors_long.weight"].tolist(),
-        "short_factor": tensors["rope_factors_short.weight"].tolist(),
+    missing += [] if original else ["rope.scaling.original_context_length"]
+    if missing:
+        raise UserError(f"LongRoPE without {missing[0]}; convert the file again from the original model")
+    long, short = (tensors[name].tolist() for name in FREQUENCY_TENSORS[1:])
+    return {
+        "rope_type": "longrope", "long_factor": long, "short_factor": short,
         "original_max_position_embeddings": int(original),
-    }
-    if attention := fields.get("scaling.attn_factor"):
-        scaling["attention_factor"] = float(attention)
-    return scaling
+        **({"attention_factor": float(attention)} if attention else {}),
+    }  # fmt: skip
 
 
 def _are_proportional(parameters: Any, divisors: np.ndarray[Any, Any]) -> bool:
@@ -264,10 +249,7 @@ def _vocabulary_problems(tokenizer: Any, tokens: Sequence[str], types: Sequence[
     """Yields the first id with another token in the tokenizer than in the file; any of several ids of one will do."""
     matched = [i for i, kind in enumerate(types) if kind in (_NORMAL, _CONTROL, _USER_DEFINED, _BYTE)]
     read = tokenizer.convert_ids_to_tokens(list(range(len(tokens))))
-    ids: dict[bytes, int] = {}
-    for token in tokens:
-        key = _spelling(token)
-        ids[key] = ids.get(key, 0) + 1
+    ids = Counter(map(_spelling, tokens))
     for i in matched:
         # T5's files call its sentinels, <extra_id_0> and so on, [PAD32000].
         if tokens[i].startswith("[PAD") or ids[_spelling(tokens[i])] > 1:
@@ -285,11 +267,9 @@ def _merge_problems(tokenizer: Any, merges: Sequence[str] | None) -> Iterator[st
     read = [pair if isinstance(pair, str) else " ".join(pair) for pair in model.get("merges", ())]
     if len(read) != len(merges):
         yield f"the file has {len(merges):,} merges, and {len(read):,} are read"
-        return
-    for i, (ours, theirs) in enumerate(zip(merges, read, strict=True)):
-        if ours != theirs:
-            yield f"merge {i} is {ours!r} in the file, and {theirs!r} as it is read"
-            return
+    elif read != list(merges):
+        i = next(i for i, merge in enumerate(merges) if merge != read[i])
+        yield f"merge {i} is {merges[i]!r} in the file, and {read[i]!r} as it is read"
 
 
 def _edge_problems(tokenizer: Any, name: str, token: int | None, *, adds: bool) -> Iterator[str]:
@@ -332,11 +312,7 @@ _COMPUTED = re.compile(r"^rope_(freqs|factors_long|factors_short)\.weight$|\.att
 
 
 def load(path: Path, dtype: torch.dtype, meta: bool) -> nn.Module:
-    """Returns the model in a GGUF file, dequantized to `dtype`, in evaluation mode, its config like any other model's.
-
-    With `meta` it is built on the meta device from the file's header. A file that is damaged, or of an architecture
-    that transformers' loader does not know, is a UserError.
-    """
+    """Returns the model in a GGUF file, dequantized to `dtype`; with `meta`, on the meta device from its header."""
     from quant.models import huggingface
 
     transformers = require("transformers", "hf")
@@ -366,25 +342,25 @@ def load(path: Path, dtype: torch.dtype, meta: bool) -> nn.Module:
 def _dropped_tensors() -> Iterator[list[str]]:
     """Collects, while open, the tensors of a GGUF file that transformers has no name for and silently drops."""
     dropped: list[str] = []
+
+    def recording(process: Any) -> Any:
+        """Returns a processor's method, called for each tensor, that also notes those without a name."""
+
+        def process_and_record(self: Any, weights: Any, name: str, **options: Any) -> Any:
+            result = process(self, weights=weights, name=name, **options)  # its name is None if it is in the model now
+            if result.name is not None and result.name not in options["tensor_key_mapping"]:
+                dropped.append(name)
+            return result
+
+        return process_and_record
+
     with contextlib.ExitStack() as stack:
         # Releases of transformers without this module report such tensors as they do for safetensors.
         if find_spec(_LOADER):
             loader = require(_LOADER, "hf")
             for processor in {loader.TensorProcessor, *loader.TENSOR_PROCESSORS.values()}:
-                stack.enter_context(_replaced(processor, "process", _recording(processor.process, dropped)))
+                stack.enter_context(_replaced(processor, "process", recording(processor.process)))
         yield dropped
-
-
-def _recording(process: Any, dropped: list[str]) -> Any:
-    """Returns a processor's method, which the loader calls for each tensor, that also notes those without a name."""
-
-    def process_and_record(self: Any, weights: Any, name: str, **options: Any) -> Any:
-        result = process(self, weights=weights, name=name, **options)  # its name is None if it is in the model by now
-        if result.name is not None and result.name not in options["tensor_key_mapping"]:
-            dropped.append(name)
-        return result
-
-    return process_and_record
 
 
 def _refuse_dropped(model: Any, path: Path, names: list[str]) -> None:
@@ -403,8 +379,7 @@ def _refuse_dropped(model: Any, path: Path, names: list[str]) -> None:
 
     for name in names:
         block = _BLOCK.match(name)
-        is_head = ".nextn." in name or (block is not None and blocks is not None and int(block[1]) >= blocks)
-        if is_head:
+        if ".nextn." in name or (block is not None and blocks is not None and int(block[1]) >= blocks):
             heads.append(name)
         # Tied embeddings may be in the file twice.
         elif not _COMPUTED.search(name) and not (name == "output.weight" and repeats_embedding()):
@@ -478,11 +453,7 @@ def gguf_reader() -> type[Any]:
 
 @contextlib.contextmanager
 def shared_parsing() -> Iterator[None]:
-    """Makes `gguf.GGUFReader` parse a file only once while open.
-
-    The results are the same, and the memory of the parsed file is released at the end. transformers' GGUF progress
-    bar, which ignores transformers' own switch for progress bars, obeys it inside.
-    """
+    """Makes `gguf.GGUFReader` parse a file once while open, and transformers' GGUF progress bar obey its switch."""
     gguf = require("gguf", "hf")
     logging = require("transformers.utils.logging", "hf")
     read = cache(gguf_reader())

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from quant.base.errors import Spelling, UserError, as_option, as_parameter
+from quant.base.errors import UserError
 from quant.calibration.allocation.goal import DEFAULT_FORMATS, Constraint, ConstraintKind, Goal
 from quant.calibration.allocation.measure_choices import Counts
 from quant.calibration.inputs import Inputs
@@ -39,6 +39,13 @@ from quant.recipes.recipe import KEEP, Recipe, get_recipe
 from quant.recipes.solver_names import DEFAULT_OBSERVER
 
 _BUDGETS = ("bits", "fit", "latency", "max_kl", "max_ppl_increase")
+# Fields whose option does not repeat their name; the command has --recipe FILE and --format NAME.
+_OPTIONS = {"recipe": "--format", "recipe_file": "--recipe", "plan_file": "--plan", "eval_texts": "--eval"}
+
+
+def spelled(field: str, in_memory: bool) -> str:
+    """Returns a field as the user wrote it: `--lm-head` in a command, `lm_head=` in Python, for a module in memory."""
+    return f"{field}=" if in_memory else _OPTIONS.get(field) or f"--{field.replace('_', '-')}"
 
 
 @dataclass(frozen=True)
@@ -61,12 +68,9 @@ class AllocationRequest:
     sensitivity: Path | None = None
     search: int | None = None
 
-    def goal(self, spell: Spelling = as_option) -> Goal | None:
-        """Returns the goal of the allocation; None where no budget and no limit is given.
-
-        Raises:
-            UserError: a quantity that cannot be read, or an option that has no meaning without a budget.
-        """
+    def goal(self, in_memory: bool = False) -> Goal | None:
+        """Returns the goal of the allocation; None where no budget and no limit is given."""
+        spell = partial(spelled, in_memory=in_memory)
         for size, users in (("ctx", ("fit",)), ("batch", ("fit", "latency"))):
             # The class attribute of a dataclass field is its default; a default that is given explicitly does no harm.
             is_given = getattr(self, size) != getattr(type(self), size)
@@ -78,7 +82,7 @@ class AllocationRequest:
             for name in needless:
                 if getattr(self, name) not in (None, (), "", []):
                     # The parameters of `quant.quantize` are fewer than the options.
-                    *most, last = map(spell, _BUDGETS if spell is as_option else ("bits", "max_kl"))
+                    *most, last = map(spell, ("bits", "max_kl") if in_memory else _BUDGETS)
                     budgets = f"{', '.join(most)} or {last}"
                     raise UserError(f"{spell(name)} needs something to allocate for: {budgets}")
             return None
@@ -111,11 +115,7 @@ class AllocationRequest:
 
 
 def read_quantity(option: str, text: str | None, kind: str) -> float | None:
-    """Returns a quantity with its unit, such as 24GB.
-
-    Raises:
-        UserError: it cannot be read; the message names the option.
-    """
+    """Returns a quantity with its unit, such as 24GB; UserError, which names the option, if it cannot be read."""
     try:
         return None if text is None else parse_quantity(text, kind)
     except ValueError as error:
@@ -182,7 +182,7 @@ class Request:
 
     def spell(self, field: str) -> str:
         """Returns a field's name as the user wrote it."""
-        return as_parameter(field) if self.is_in_memory else as_option(field)
+        return spelled(field, self.is_in_memory)
 
     @property
     def calibration_rows(self) -> Rows:
@@ -238,7 +238,7 @@ class Request:
     @cached_property
     def goal(self) -> Goal | None:
         """The budgets and limits for which formats are chosen; None where a recipe or plan says them."""
-        return self.budget.goal(as_parameter if self.is_in_memory else as_option)
+        return self.budget.goal(self.is_in_memory)
 
     @cached_property
     def memory_bytes(self) -> int | None:
@@ -281,11 +281,7 @@ class Request:
         )
 
     def check(self) -> None:
-        """Refuses options that cannot be read or contradict each other; the model is not opened for that.
-
-        Raises:
-            UserError: the message names the option and the way out.
-        """
+        """Refuses options that cannot be read or contradict each other; the model is not opened for that."""
         if self.is_in_memory:
             check_original(unwrapped(self.model, "quantize"), "quantize")
             data = self.data if isinstance(self.data, torch.Tensor) else None
