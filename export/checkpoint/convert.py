@@ -17,7 +17,7 @@ from quant.export.checkpoint.files import modelopt
 from quant.export.checkpoint.files.directory import check_apart, new_directory
 from quant.export.checkpoint.files.layout import Layout
 from quant.export.checkpoint.files.layouts import LAYOUTS
-from quant.export.checkpoint.files.read_tensors import Scan, layer_tensor_names, read_layer, read_parts, weight_files
+from quant.export.checkpoint.files.read_tensors import layer_tensor_names, read_layer, read_parts
 from quant.export.checkpoint.files.tensor_file import CHECKSUMS, write_checksums
 from quant.export.checkpoint.files.write_tensors import SECOND_LEVEL, clear_flag, layer_weights, write_tensors
 from quant.export.checkpoint.model_card import CARD, is_own_card, write_card
@@ -143,7 +143,7 @@ def _converted(opened: Checkpoint, dtype: torch.dtype, layout: Layout) -> Iterat
     unquantized = {name: tensors[name] for name in tensors if name not in owned}
     refuse(kv_scale_problems(tensors))
     refuse(dtype_problems(opened.model, unquantized, tensors))
-    refuse(suspect_problems(opened.model, Scan(weight_files(opened.directory)), tensors))
+    refuse(suspect_problems(opened.model, tensors))
     for name in unquantized:
         # Only scales of the KV cache differ between layouts in both name and form: ModelOpt has `k_proj.k_scale` and
         # one number, compressed-tensors `k_scale` and one number or one for each head.

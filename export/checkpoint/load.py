@@ -11,7 +11,6 @@ from torch import nn
 from quant.base.errors import UserError, option
 from quant.export.checkpoint.files.layouts import LAYOUTS, layout_of_config
 from quant.export.checkpoint.files.names import StoredNames
-from quant.export.checkpoint.files.read_tensors import Scan, weight_files
 from quant.export.checkpoint.open_checkpoint import (
     CONFIG_TABLES,
     Checkpoint,
@@ -26,7 +25,7 @@ from quant.export.checkpoint.pretrained import attach
 from quant.models.files import SourceKind, find_checkpoint, find_model
 from quant.models.huggingface import remote_code
 from quant.models.open_model import Source, open_model
-from quant.models.quantized_config import AFTER_TRAINING, is_in_training
+from quant.models.quantized_config import AFTER_TRAINING, QuantMethod, is_in_training
 from quant.models.state_dict import call_factory
 from quant.recipes.plan import PLAN_FILE, Plan
 from quant.report.saved_report import saved_report
@@ -79,12 +78,10 @@ def load(
         path = find_checkpoint(directory)
         if not is_checkpoint(path):
             raise no_checkpoint(path)
-        # The headers are read first, so that a truncated file is found before the model is built. FP8 codes are most of
-        # a checkpoint, and are checked when their layer first runs.
-        scan = Scan(weight_files(path), fp8=False)
         opened = Checkpoint(path, model or outline(path))
         loaded = fill(opened, built=model is None)
-        refuse(suspect_problems(loaded, scan, opened.tensors))
+        # FP8 codes are most of a checkpoint, and are checked when their layer first runs.
+        refuse(suspect_problems(loaded, opened.tensors, fp8=False))
         # The model's `save_pretrained` writes codes from here on, and `quantization_plan` is its plan.
         attach(loaded, opened.plan)
         return loaded.eval().to(device)
@@ -104,10 +101,10 @@ def no_checkpoint(directory: Path) -> UserError:
         )
     if is_in_training(config):
         return UserError(f"{directory}: {AFTER_TRAINING}")
-    return UserError(
-        f"{directory}: quantized by {config.get('quant_method')}; only {' and '.join(LAYOUTS)} run as they are, and "
-        "quant.open_model and `quantize` dequantize others"
-    )
+    method, way_out = config.get("quant_method"), "; quantize the original model with quant.quantize instead"
+    if method in list(QuantMethod):
+        way_out = ", and quant.open_model and `quantize` dequantize others"
+    return UserError(f"{directory}: quantized by {method}; only {' and '.join(LAYOUTS)} run as they are{way_out}")
 
 
 def quantization_configs(directory: Path) -> dict[str, dict[str, Any] | None]:

@@ -25,7 +25,6 @@ from quant.export.checkpoint.files.layout import MODELOPT
 from quant.export.checkpoint.files.layouts import LAYOUTS, layout_of_config, plan_problems, scale_problem, value_problem
 from quant.export.checkpoint.files.names import StoredNames, expert_names, matrix_names, stored_names
 from quant.export.checkpoint.files.read_tensors import (
-    Scan,
     TensorFiles,
     carried_shapes,
     head_shapes,
@@ -296,17 +295,16 @@ def flag_problems(opened: Checkpoint, plan: Plan) -> Iterator[str]:
         )
 
 
-def suspect_problems(model: nn.Module, scan: Scan, tensors: TensorFiles) -> Iterator[str]:
-    """Yields the tensors of the model, in the files of `scan`, that hold NaN or infinity."""
-    suspects = scan.suspects()
-    if not suspects:
-        return
+def suspect_problems(model: nn.Module, tensors: TensorFiles, *, fp8: bool = True) -> Iterator[str]:
+    """Yields the float tensors of the files that hold NaN or infinity; those in FP8 only if asked."""
     # A mask may hold -infinity, and is a buffer; a parameter with infinity is damaged.
     buffers = {name for name, _ in model.named_buffers()}
-    for name in tensors:
-        if tensors.stored_name(name) in suspects and (
-            problem := value_problem(tensors[name], is_buffer=name in buffers)
-        ):
+    for name, tensor in tensors.items():
+        # The NaN of E8M0 scales is found where these are read.
+        is_float = tensor.dtype.is_floating_point and tensor.dtype != torch.float8_e8m0fnu
+        if not is_float or (tensor.dtype.itemsize == 1 and not fp8):
+            continue
+        if problem := value_problem(tensor, is_buffer=name in buffers):
             yield f"{in_file(tensors, name)} {problem}; repair the model, or download it again"
 
 

@@ -27,7 +27,7 @@ from quant.base.json_files import JsonData, read_json, typed
 from quant.evaluation.fingerprint import Fingerprint, fingerprint_problem
 from quant.export.checkpoint.compare_source import compare_with_source
 from quant.export.checkpoint.files.layouts import plan_problems
-from quant.export.checkpoint.files.read_tensors import Scan, layer_tensor_names, read_layer, read_parts, weight_files
+from quant.export.checkpoint.files.read_tensors import layer_tensor_names, read_layer, read_parts, weight_files
 from quant.export.checkpoint.files.tensor_file import CHECKSUMS, read_checksums, sha256_of
 from quant.export.checkpoint.load import is_checkpoint, load, no_checkpoint, quantization_configs
 from quant.export.checkpoint.open_checkpoint import (
@@ -223,7 +223,6 @@ def _plan(subject: _Subject, failed: bool) -> Iterator[str]:
 
 def _tensors(subject: _Subject, failed: bool) -> Iterator[str]:
     opened, owned = subject.opened, set()
-    scan = Scan(weight_files(subject.directory))
     for layer in subject.plan.quantized:
         owned.update(layer_tensor_names(opened.tensors, layer))
         try:
@@ -239,7 +238,7 @@ def _tensors(subject: _Subject, failed: bool) -> Iterator[str]:
     unquantized = {name: opened.tensors[name] for name in opened.tensors if name not in owned}
     yield from dtype_problems(opened.model, unquantized, opened.tensors)
     yield from flag_problems(opened, subject.plan)
-    yield from suspect_problems(opened.model, scan, opened.tensors)
+    yield from suspect_problems(opened.model, opened.tensors)
 
 
 def _groups(subject: _Subject, failed: bool) -> Iterator[str]:

@@ -34,11 +34,9 @@ from quant.base.errors import UserError
 from quant.export.checkpoint.files.names import EXPERT_PARTS
 from quant.export.checkpoint.files.read_tensors import (
     RUN_TIME_PARTS,
-    Scan,
     read_buffers,
     read_layer,
     read_parts,
-    weight_files,
 )
 from quant.export.checkpoint.open_checkpoint import KV_SCALES, Checkpoint, kv_scale_problems, refuse, suspect_problems
 from quant.export.checkpoint.pretrained import attach
@@ -169,7 +167,7 @@ class Quantizer(HfQuantizer):  # type: ignore[misc]
             scales = {name: checkpoint.tensors[name] for name in checkpoint.tensors if name.endswith(KV_SCALES)}
             device = next(model.parameters()).device
             install_kv_scales(model, {name: scale.to(device) for name, scale in scales.items()})
-        refuse(suspect_problems(model, Scan(weight_files(checkpoint.directory)), checkpoint.tensors))
+        refuse(suspect_problems(model, checkpoint.tensors))
         mark_quantized(model)
         attach(model, checkpoint.plan)
         return model

@@ -16,9 +16,10 @@ Codes below eight bits lie two to a byte, the even column in the low half; MXFP6
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from functools import lru_cache, reduce
 from operator import or_
+from re import _compiler, _parser  # type: ignore[attr-defined]
 from typing import Any
 
 import torch
@@ -32,33 +33,12 @@ from quant.recipes.layers import LayerKind
 from quant.recipes.plan import LayerPlan, Plan
 
 # Patterns of other tools' checkpoints, `re:…` in `targets` and `ignore`, are matched in bounded time: a checkpoint may
-# come from anybody, and Python's `re` takes exponentially long for `(a+)+b`. A pattern is matched by the *set* of
-# positions that each part can reach, an integer with one bit a position; groups that repeat, and look-aheads, are
-# worked out once for each position. google-re2 has the same guarantee, but no look-ahead, and published checkpoints
-# have them: `re:^(?!.*experts).*$` keeps everything but the experts in 16 bit.
-#
-#     x        (S & where(x)) << 1                        where(x): positions of the name at which x stands
-#     x*       ((((S & W) + W) ^ W) | S), W = where(x)    the carry runs through neighbouring bits
-#     (?=A)    S & {p : A matches from p}
-#
-# (`x*` is MatchStar of Cameron et al., "Bitwise data parallelism in regular expression matching", PACT 2014.)
+# come from anybody, and Python's `re` takes exponentially long for `(a+)+b`. `re` parses the pattern; each part then
+# maps the *set* of positions where it may begin to those where it can end, an integer with one bit a position. Groups
+# that repeat, and look-aheads, are worked out once for each position. google-re2 has the same guarantee, but no
+# look-ahead, and published checkpoints have them: `re:^(?!.*experts).*$` keeps everything but the experts in 16 bit.
 LONGEST = 1000
 """Characters of a pattern."""
-_TOKENS = re.compile(
-    r"""
-    (?P<comment> \(\?\#[^)]*\) )
-  | (?P<group>   \( (?: \?: | \?= | \?! | \?P<\w+> | (?!\?) ) )
-  | (?P<close>   \) )
-  | (?P<either>  \| )
-  | (?P<repeat>  (?: [*+?] | \{ (?: (?P<least>\d+) (?P<range>,(?P<most>\d*))? | ,(?P<at_most>\d*) ) \} )
-                 (?P<mode>[?+]?) )
-  | (?P<anchor>  \^ | \$ | \\[AZzbB] )
-  | (?P<char>    \[ \^? \]? (?: \\. | [^\]\\] )* \]
-               | \\ (?: x[0-9a-fA-F]{2} | u[0-9a-fA-F]{4} | U[0-9a-fA-F]{8} | N\{[^}]*\} | 0[0-7]{0,2} | [0-7]{3} | \D )
-               | [^\\(] )
-    """,
-    re.DOTALL | re.VERBOSE,
-)
 Matcher = Callable[[str, int], int]
 """From a name and a set of positions to the set of positions at which the part can end."""
 
@@ -80,104 +60,61 @@ def matches(pattern: str, name: str) -> bool:
 def _compiled(pattern: str) -> Matcher:
     if len(pattern) > LONGEST:
         raise ValueError(f"the pattern {pattern[:50]!r}… has {len(pattern):,} characters; at most {LONGEST:,} are read")
-    # The parser below may rely on a pattern that is well formed: groups are closed, repetitions follow something.
     try:
-        re.compile(pattern)
+        tree = _parser.parse(pattern)
     except (re.error, RecursionError, OverflowError) as error:
         raise ValueError(f"the pattern {pattern!r} is not a regular expression ({error})") from None
-    return _branches(_tokens(pattern), pattern)
+    if tree.state.flags != re.UNICODE:
+        raise ValueError(f"the pattern {pattern!r} has flags, which are not read; write it without")
+    return _sequence(tree, pattern)
 
 
-def _tokens(pattern: str) -> Iterator[re.Match[str]]:
-    end = 0
-    while end < len(pattern):
-        token = _TOKENS.match(pattern, end)
-        if token is None or token["mode"] == "+":
-            raise ValueError(
-                f"the pattern {pattern!r} has a part that is not read, {pattern[end:][:10]!r}; write it without"
-            )
-        end = token.end()
-        if token["comment"] is None:
-            yield token
+def _sequence(tree: Any, pattern: str) -> Matcher:
+    """Returns the parts of a parsed pattern, one after the other."""
+    parts = [_part(str(op), argument, tree[index : index + 1], pattern) for index, (op, argument) in enumerate(tree)]
+    return lambda name, starts: reduce(lambda reached, part: part(name, reached) if reached else 0, parts, starts)
 
 
-def _branches(tokens: Iterator[re.Match[str]], pattern: str) -> Matcher:
-    """Returns the part up to the end of its group, such as the branches `b` and `c` of `a(b|c)*d`."""
-    branches: list[list[Matcher]] = [[]]
-    char = ""  # the last token, if it is a character that a repetition may follow
-    for token in tokens:
-        if token["close"]:
-            break
-        parts = branches[-1]
-        if token["either"]:
-            branches.append([])
-        elif token["repeat"]:
-            # {3}, {3,}, {3,5}, {,5}; None is without limit.
-            if token["repeat"][0] in "*+?":
-                least, most = int(token["repeat"][0] == "+"), 1 if token["repeat"][0] == "?" else None
-            else:
-                least, at_most = int(token["least"] or 0), token["most"] or token["at_most"]
-                exact = token["least"] is not None and not token["range"]
-                most = least if exact else (int(at_most) if at_most else None)
-            parts[-1] = _star(char) if char and (least, most) == (0, None) else _repeated(parts[-1], least, most)
-        elif token["group"]:
-            inside = _branches(tokens, pattern)
-            parts.append(_ahead(inside, token["group"] == "(?=") if token["group"] in ("(?=", "(?!") else inside)
-        elif token["anchor"]:
-            parts.append(lambda name, starts, at=token["anchor"]: starts & _where(at, name))
-        else:
-            parts.append(lambda name, starts, at=token["char"]: (starts & _where(at, name)) << 1)
-        char = token["char"] or ""
-    sequences = [_sequence(parts) for parts in branches]
-    return lambda name, starts: reduce(or_, (sequence(name, starts) for sequence in sequences))
+def _part(op: str, argument: Any, tree: Any, pattern: str) -> Matcher:
+    """Returns one operation of `re`, the only one in `tree`."""
+    if op in ("LITERAL", "NOT_LITERAL", "ANY", "IN", "AT"):
+        # Characters move each position where one stands by one; anchors keep those where they hold.
+        is_at, move = _compiler.compile(tree).finditer, int(op != "AT")
+        where = lru_cache(4096)(lambda name: sum(1 << match.start() for match in is_at(name)))
+        return lambda name, starts: (starts & where(name)) << move
+    if op == "SUBPATTERN" and argument[1:3] == (0, 0):
+        return _sequence(argument[3], pattern)
+    if op == "BRANCH":
+        branches = [_sequence(branch, pattern) for branch in argument[1]]
+        return lambda name, starts: reduce(or_, (branch(name, starts) for branch in branches))
+    if op in ("MAX_REPEAT", "MIN_REPEAT"):
+        least, most, part = argument
+        return _repeated(_sequence(part, pattern), least, most)
+    if op in ("ASSERT", "ASSERT_NOT") and argument[0] == 1:  # a look-ahead
+        ahead = _sequence(argument[1], pattern)
+        return _from_each(lambda name, start: start if bool(ahead(name, start)) == (op == "ASSERT") else 0)
+    raise ValueError(f"the pattern {pattern!r} has a part that is not read, {op}; write it without")
 
 
-@lru_cache(4096)
-def _where(token: str, name: str) -> int:
-    """Returns the positions of a name at which a character, a set of characters or an anchor stands."""
-    return sum(1 << match.start() for match in re.finditer(token, name))
+def _from_each(from_one: Matcher) -> Matcher:
+    """Returns a part that is worked out once for each position: sets of them would take exponentially many."""
+    cached = lru_cache(4096)(from_one)
 
-
-def _star(token: str) -> Matcher:
-    # name  a a a b a      where = 1 1 1 0 1      (lowest bit first)
-    # starts at position 0          S = 1 0 0 0 0
-    # where + (S & where)             = 0 0 0 1 1      the carry leaves the run of ones at its end, position 3
-    # ^ where                         = 1 1 1 1 0      positions 0 to 3 can be reached
     def ends(name: str, starts: int) -> int:
-        where = _where(token, name)
-        return (((starts & where) + where) ^ where) | starts
+        reached = 0
+        while starts:
+            reached |= cached(name, starts & -starts)
+            starts &= starts - 1
+        return reached
 
     return ends
 
 
-def _sequence(parts: list[Matcher]) -> Matcher:
-    def ends(name: str, starts: int) -> int:
-        for part in parts:
-            if not starts:
-                break
-            starts = part(name, starts)
-        return starts
-
-    return ends
-
-
-def _ahead(part: Matcher, expected: bool) -> Matcher:
-    """Returns a look-ahead: the positions from which `part` matches, or does not."""
-
-    @lru_cache(4096)
-    def holds(name: str, position: int) -> bool:
-        return (part(name, position) != 0) is expected
-
-    return lambda name, starts: sum(position for position in _bits(starts) if holds(name, position))
-
-
-def _repeated(part: Matcher, least: int, most: int | None) -> Matcher:
-    # From each position once, and not from each set: nested repetitions would take exponentially many sets.
-    @lru_cache(4096)
-    def from_one(name: str, position: int) -> int:
-        reached = position if not least else 0
-        level, count = position, 0
-        while level and (most is None or count < most):
+def _repeated(part: Matcher, least: int, most: int) -> Matcher:
+    def from_one(name: str, start: int) -> int:
+        reached = start if not least else 0
+        level, count = start, 0
+        while level and count < most:
             following = part(name, level)
             count += 1
             if count > least:
@@ -189,20 +126,7 @@ def _repeated(part: Matcher, least: int, most: int | None) -> Matcher:
             level = following
         return reached
 
-    def ends(name: str, starts: int) -> int:
-        reached = 0
-        for position in _bits(starts):
-            reached |= from_one(name, position)
-        return reached
-
-    return ends
-
-
-def _bits(positions: int) -> Iterator[int]:
-    """Yields each position of a set, as a set of its own."""
-    while positions:
-        yield positions & -positions
-        positions &= positions - 1
+    return _from_each(from_one)
 
 
 # The `quantization_config` follows. Its argument blocks are computed from `Format`; only the layout's own names are

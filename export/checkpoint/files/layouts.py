@@ -2,7 +2,7 @@
 
 Files may be damaged, edited, or of a faulty tool, and so are checked while they are read:
 
-    codes               present, of the format's dtype and shape; FP8 without NaN (`Scan`, or at first use)
+    codes               present, of the format's dtype and shape; FP8 without NaN (`suspect_problems`, or at first use)
     block scales        E4M3: neither negative nor NaN (zero is an empty block of other tools); E8M0: not NaN
     other scales        one number or the shape of the format, positive and finite
     any other tensor    refused: a zero point, or an input scale of inputs that stay in 16 bit, changes results

@@ -21,7 +21,6 @@ from samples import BASE, GOLDENS
 import quant
 from quant.base.errors import UserError
 from quant.cli.main import main
-from quant.export.checkpoint.files.read_tensors import Scan
 from quant.models.huggingface import load_processor, load_tokenizer
 from quant.models.open_model import open_model
 
@@ -245,9 +244,7 @@ def test_a_header_that_points_outside_its_file_is_refused_at_once(tmp_path: Path
     next(v for k, v in header.items() if v.get("dtype") == "F8_E4M3")["data_offsets"] = [0, 2**63]
     text = json.dumps(header).encode()
     file.write_bytes(len(text).to_bytes(8, "little") + text + file.read_bytes()[8 + length :])
-    with pytest.raises(ValueError, match=r"model\.safetensors: truncated or damaged .*lies outside the file"):
-        Scan([file])
-    with pytest.raises(ValueError, match=r"model\.safetensors"):
+    with pytest.raises(ValueError, match=r"model\.safetensors: truncated or damaged"):
         quant.load(source)
 
 
