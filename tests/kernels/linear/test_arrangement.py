@@ -278,10 +278,10 @@ def kernels_of(format: Format, tokens: int) -> set[str]:
         few, many = {"sm90_nvfp4_gemm_few"}, {"sm90_codes_gemm_many"}
         return few if tokens <= tiles.PREPACKED_FEW else many if tokens <= tiles.FEW else few | many
     if tokens <= tiles.STORED_FEW:
-        return {"codes_gemm"}
+        return {"portable_codes_gemm"}
     if format.name in tiles.STORED_FORMATS and (tokens <= tiles.STORED_MOST or not format.block[1]):
         return {"sm90_codes_gemm_many"}
-    return {"codes_gemm"} if tokens <= tiles.FEW else {"dispatch"}  # where the library multiplies
+    return {"portable_codes_gemm"} if tokens <= tiles.FEW else {"dispatch"}  # where the library multiplies
 
 
 @pytest.mark.gpu
@@ -322,7 +322,7 @@ def test_which_kernel_an_h100_takes(format: str, monkeypatch: pytest.MonkeyPatch
     """The same on any machine: what is chosen for an arranged weight, without a launch."""
     monkeypatch.setattr(hardware, "current", lambda index=0: GPUS["h100"])
     files = {
-        tiles.Tiles: "codes_gemm",
+        tiles.Tiles: "portable_codes_gemm",
         tiles.GluonTiles: "sm90_nvfp4_gemm_few",
         tiles.PrefillTiles: "sm90_codes_gemm_many",
     }
