@@ -32,13 +32,7 @@ from quant.export.aoti.package import (
     share_input_scales,
 )
 from quant.export.onnx.decoder_graph import attending
-from quant.export.onnx.serving import (
-    CachedAttention,
-    ServingGraph,
-    cache_shapes,
-    check_decoder,
-    trace_serving,
-)
+from quant.export.onnx.serving import CachedAttention, ServingGraph, cache_shapes, check_decoder, trace_serving
 from quant.kernels.linear.quantized_module import restore_layout
 
 _SCATTER = "quant::onnx_scatter"

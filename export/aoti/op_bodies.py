@@ -104,10 +104,7 @@ def multiply(rows: Rows, weight: BlockScaledTensor, bias: torch.Tensor | None) -
     x, (tokens, columns), features = rows.values, rows.values.shape, weight.shape[0]
     y = x.new_empty(tokens, features)
     codes, scale, second = compilable(weight.codes), compilable(weight.scale), weight.global_scale
-    for tiles, tiles_m, is_on in (
-        (FEW_TILES, rows.few_tiles, rows.few),
-        (MANY_TILES, rows.many_tiles, 1 - rows.few),
-    ):
+    for tiles, tiles_m, is_on in ((FEW_TILES, rows.few_tiles, rows.few), (MANY_TILES, rows.many_tiles, 1 - rows.few)):
         # Pointers that the kernel does not read, where there is no second scale, no bias, and no part of a sum.
         kernel[-(-features // tiles.block_n) * is_on, tiles_m, 1](
             x, codes, scale, scale if second is None else second, x if bias is None else bias, y, y, y,
@@ -267,14 +264,10 @@ def exported_attention(
     return fp8_attention(q8, k8, v8, operand_scales, causal=causal, softmax_scale=scale, dtype=dtype).to(q.dtype)
 
 
-BODIES: dict[str, Callable[..., torch.Tensor]] = {
-    LINEAR: _linear,
-    CONV: _conv,
-    EXPORTED_ATTENTION: exported_attention,
-}
+BODIES: dict[str, Callable[..., torch.Tensor]] = {LINEAR: _linear, CONV: _conv, EXPORTED_ATTENTION: exported_attention}
 """The bodies of quantized layers and of attention, by the names of their ops."""
 INNER_BODIES: dict[str, Callable[..., torch.Tensor]] = {
-    "quant::fp8_attention": partial(run_fp8_attention, in_graph=True),
+    "quant::fp8_attention": partial(run_fp8_attention, in_graph=True)
 }
 """The bodies of ops that other bodies call."""
 

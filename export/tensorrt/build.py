@@ -50,14 +50,7 @@ from quant.export.tensorrt.audit import (
     receipt_path,
 )
 from quant.export.tensorrt.gpu_targets import FEATURES, GpuTarget, choose_common_library, resolve_targets
-from quant.export.tensorrt.network import (
-    ATTENTION,
-    check_backend,
-    check_graph,
-    label_nodes,
-    load_graph,
-    make_profiles,
-)
+from quant.export.tensorrt.network import ATTENTION, check_backend, check_graph, label_nodes, load_graph, make_profiles
 from quant.recipes.plan import Plan
 
 # -I keeps the environment and the current directory out of sys.path; the folders come as an argument.
@@ -188,10 +181,7 @@ def timing_cache(backend: str, target: GpuTarget) -> str | None:
 
 RECEIPT_VERSION = 1
 # They import torch, so the build process loads a plugin only if the graph holds it.
-PLUGIN_MODULES = {
-    PLUGIN: "quant.export.tensorrt.plugin",
-    CACHE_PLUGIN: "quant.export.tensorrt.cache_plugin",
-}
+PLUGIN_MODULES = {PLUGIN: "quant.export.tensorrt.plugin", CACHE_PLUGIN: "quant.export.tensorrt.cache_plugin"}
 
 
 @dataclass(frozen=True)

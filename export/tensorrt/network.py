@@ -78,11 +78,7 @@ def check_graph(model: Any, target: GpuTarget) -> None:
 
 
 def _node_problems(
-    node: Any,
-    types: Mapping[str, str],
-    producer: Mapping[str, Any],
-    shapes: Mapping[str, Any],
-    target: GpuTarget,
+    node: Any, types: Mapping[str, str], producer: Mapping[str, Any], shapes: Mapping[str, Any], target: GpuTarget
 ) -> Iterator[str]:
     """Yields reasons why TensorRT does not run a node as it is."""
     for name in node.input:

@@ -70,12 +70,7 @@ def lora(config: Any, model: nn.Module) -> Any:
 
 
 def merge_lora(
-    model: Any,
-    data: Any = None,
-    plan: Plan | None = None,
-    *,
-    device: Device = None,
-    progress: Progress | None = None,
+    model: Any, data: Any = None, plan: Plan | None = None, *, device: Device = None, progress: Progress | None = None
 ) -> Quantized:
     """Merges the active adapters into the quantized layers, which are quantized again as the plan says.
 

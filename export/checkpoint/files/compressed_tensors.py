@@ -442,10 +442,7 @@ def expected_tensors(format: Format, activation: Format | None, shape: tuple[int
 
 
 def compress(
-    weight: BlockScaledTensor,
-    input_scale: torch.Tensor | None,
-    dtype: torch.dtype,
-    activation: Format | None = None,
+    weight: BlockScaledTensor, input_scale: torch.Tensor | None, dtype: torch.dtype, activation: Format | None = None
 ) -> dict[str, torch.Tensor]:
     """Returns the tensors of one linear layer; float scales in `dtype` if that represents them, as it does ours."""
     # A weight is read as code · block scale / weight_global_scale. Our global scale is a factor, and is stored as
