@@ -12,7 +12,7 @@ import os
 import warnings
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 
 
 def _check_links() -> None:
