@@ -6,9 +6,8 @@ import copy
 
 from torch import nn
 
-import quant
-from quant.kernels.linear.quant_linear import QuantLinear
 from quant.adapters.lora_layers import dense_linear
+from quant.kernels.linear.quant_linear import QuantLinear
 
 
 def dequantized(model: nn.Module) -> nn.Module:

@@ -47,8 +47,7 @@ from quant.export.checkpoint.files.names import cut_experts, expert_names
 from quant.export.checkpoint.load import load
 from quant.kernels.linear.experts import ExpertStack
 from quant.models.huggingface import patch_forward
-from quant.recipes.layers import expert_matrices
-from quant.recipes.layers import LayerKind
+from quant.recipes.layers import LayerKind, expert_matrices
 from quant.recipes.plan import PLAN_FILE, Plan
 from quant.run.request import Request
 from quant.run.run import run

@@ -17,8 +17,8 @@ from safetensors.torch import load_file, save_file
 from samples import ROOT
 
 import quant
-from quant.kernels.linear.quant_linear import QuantLinear
 from quant.cli.main import main
+from quant.kernels.linear.quant_linear import QuantLinear
 
 pytest.importorskip("transformers", reason="the extra hf")
 

@@ -14,8 +14,7 @@ from samples import BASE, GOLDENS
 from quant.calibration.attention_names import watching_attention
 from quant.calibration.attention_scales import AttentionScales, collect_attention_scales, kv_scale_tensors
 from quant.calibration.session import Session
-from quant.formats.format import FORMATS, Format
-from quant.formats.format import E4M3
+from quant.formats.format import E4M3, FORMATS, Format
 from quant.formats.rounding import round_to
 
 transformers = pytest.importorskip("transformers")

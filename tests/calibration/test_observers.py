@@ -22,8 +22,7 @@ from quant.calibration.observers import (
     get_observer,
     squared_errors,
 )
-from quant.formats.format import FORMATS, Format
-from quant.formats.format import E2M1, E3M2, E4M3, E5M2, FP32, INT8, NUMBERS, Number
+from quant.formats.format import E2M1, E3M2, E4M3, E5M2, FORMATS, FP32, INT8, NUMBERS, Format, Number
 from quant.formats.tensor import fake_quantize
 from quant.recipes import solver_names
 

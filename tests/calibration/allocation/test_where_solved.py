@@ -40,9 +40,7 @@ def test_gains_are_those_of_the_solved_model(
         return tables[-1]
 
     monkeypatch.setattr(Search, "gains", spied)
-    found = allocate(
-        model, ROWS, Goal(bits=6.0), formats=formats, solver=solver, counts=Counts(measurements=60)
-    )
+    found = allocate(model, ROWS, Goal(bits=6.0), formats=formats, solver=solver, counts=Counts(measurements=60))
     (table,) = tables
     # Rows 0, 4, 8 and 12 measure, and the others solve.
     measured = torch.arange(16) % 4 == 0

@@ -13,8 +13,7 @@ from quant.calibration.outputs import gradients as module
 from quant.calibration.outputs.gradients import output_moments
 from quant.calibration.session import Session
 from quant.formats.format import FORMATS
-from quant.recipes.layers import Stacking
-from quant.recipes.layers import LayerKind
+from quant.recipes.layers import LayerKind, Stacking
 from quant.recipes.plan import LayerPlan
 
 

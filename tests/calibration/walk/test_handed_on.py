@@ -13,8 +13,7 @@ from slow_cases import quick_cases
 
 import quant
 from quant.calibration.walk import block as block_module
-from quant.calibration.walk.walk import States
-from quant.calibration.walk.walk import ModelWalk
+from quant.calibration.walk.walk import ModelWalk, States
 from quant.recipes.blocks import output_of
 
 transformers = pytest.importorskip("transformers")

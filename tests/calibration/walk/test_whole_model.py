@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import quant
-from quant.calibration.statistics import LayerStats, MomentSum
+from quant.calibration.statistics import MomentSum
 from quant.calibration.walk.fused_experts import FusedExperts
 from quant.calibration.walk.transform import _scale_gradients
 from quant.kernels.linear.experts import experts_forward

@@ -19,7 +19,7 @@ from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
 from quant.formats.format import FORMATS
 from quant.formats.tensor import BlockScaledTensor, quantize
-from quant.vllm_plugin import fused_experts, releases
+from quant.vllm_plugin import fp8_experts, fused_experts, mxfp4_experts, releases
 
 COUNT, HIDDEN, INNER, TOKENS = 4, 64, 128, 5
 
@@ -130,8 +130,8 @@ def check(method: Any, layer: torch.nn.Module, weights: dict[str, BlockScaledTen
 @pytest.mark.parametrize("limit", [None, 1e6] if releases.limits_activations() else [None])
 def test_mxfp4_of_compressed_tensors(limit: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
-    method = fused_experts.BlockscaleMxFp4MoEMethod(moe_config(swiglu_limit=limit))
-    assert method.experts_cls is fused_experts.BlockscaleMxFp4Experts
+    method = mxfp4_experts.BlockscaleMxFp4MoEMethod(moe_config(swiglu_limit=limit))
+    assert method.experts_cls is mxfp4_experts.BlockscaleMxFp4Experts
     layer, weights = layer_of(method), stacks("mxfp4")
     for name, weight in weights.items():
         getattr(layer, f"{name}_weight_packed").data.copy_(weight.codes)
@@ -157,11 +157,11 @@ def test_a_gpu_without_tokens_has_nothing_to_add_up() -> None:
 def test_mxfp4_of_gpt_oss(monkeypatch: pytest.MonkeyPatch) -> None:
     """Gate and up alternate, and both projections have a bias; vLLM's own choice is made first, and overruled."""
     torch.manual_seed(0)
-    vllms = fused_experts.mxfp4
+    vllms = mxfp4_experts.mxfp4
     monkeypatch.setattr(vllms, "select_mxfp4_moe_backend", lambda moe: (vllms.Mxfp4MoeBackend.MARLIN, object))
     config = moe_config(has_bias=True, activation=MoEActivation.SWIGLUOAI)
-    method = fused_experts.BlockscaleGptOssMoEMethod(config)
-    assert method.experts_cls is fused_experts.BlockscaleMxFp4Experts
+    method = mxfp4_experts.BlockscaleGptOssMoEMethod(config)
+    assert method.experts_cls is mxfp4_experts.BlockscaleMxFp4Experts
     layer, weights = layer_of(method), stacks("mxfp4")
     for name, weight in weights.items():
         getattr(layer, f"{name}_weight").data.copy_(weight.codes)
@@ -208,10 +208,10 @@ class Loaded:
         if format == "nvfp4":
             self.method = nvfp4_method(monkeypatch)
         elif format == "mxfp4":
-            self.method = fused_experts.BlockscaleMxFp4MoEMethod(moe_config())
+            self.method = mxfp4_experts.BlockscaleMxFp4MoEMethod(moe_config())
         else:
             scheme = QuantizationArgs(num_bits=8, type="float", strategy="channel")
-            self.method = fused_experts.BlockscaleFp8MoEMethod(scheme, moe_config())
+            self.method = fp8_experts.BlockscaleFp8MoEMethod(scheme, moe_config())
         self.layer = layer_of(self.method)
         self.layer.quant_method = self.method
         reload.record_metadata_for_reloading(self.layer)
@@ -289,7 +289,7 @@ def test_fp8_weights(strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     structure = {"block_structure": [128, 128]} if strategy == "block" else {}
     scheme = QuantizationArgs(num_bits=8, type="float", strategy=strategy, **structure)
     monkeypatch.setattr(parallel_state, "get_tp_group", lambda: SimpleNamespace(world_size=1, rank_in_group=0))
-    method = fused_experts.BlockscaleFp8MoEMethod(scheme, moe_config(hidden_dim=HIDDEN))
+    method = fp8_experts.BlockscaleFp8MoEMethod(scheme, moe_config(hidden_dim=HIDDEN))
     layer, weights = layer_of(method), stacks("fp8_block" if strategy == "block" else "fp8_channel")
     if strategy == "tensor":
         # Gate and up have a scale each.
@@ -330,9 +330,9 @@ def test_experts_that_only_we_could_run_are_refused_by_name(changes: dict[str, A
 
     scheme = QuantizationArgs(num_bits=8, type="float", strategy="channel")
     with pytest.raises(ValueError, match=f"no kernel for experts with FP8 weights .*{reason}.*--format fp8_channel"):
-        fused_experts.BlockscaleFp8MoEMethod(scheme, moe_config(**changes))
+        fp8_experts.BlockscaleFp8MoEMethod(scheme, moe_config(**changes))
     if "has_bias" not in changes:
-        assert fused_experts.BlockscaleMxFp4MoEMethod(moe_config(**changes)).experts_cls.__name__ == "MarlinExperts"
+        assert mxfp4_experts.BlockscaleMxFp4MoEMethod(moe_config(**changes)).experts_cls.__name__ == "MarlinExperts"
 
 
 class Scheme:
@@ -355,31 +355,31 @@ def test_only_weight_only_fp8_has_our_method() -> None:
     rows = QuantizationArgs(num_bits=8, type="float", strategy="token", dynamic=True)
     mxfp8 = QuantizationArgs(num_bits=8, type="float", strategy="group", group_size=32)
     int8 = QuantizationArgs(num_bits=8, type="int", strategy="channel")
-    assert fused_experts.weight_only(Scheme(fp8), layer, "experts") is fp8
+    assert fp8_experts.weight_only(Scheme(fp8), layer, "experts") is fp8
     for scheme in (Scheme(fp8, rows), Scheme(mxfp8), Scheme(int8), Scheme(None)):
-        assert fused_experts.weight_only(scheme, layer, "experts") is None
+        assert fp8_experts.weight_only(scheme, layer, "experts") is None
 
 
 def test_our_methods_take_the_places_of_vllms(monkeypatch: pytest.MonkeyPatch) -> None:
-    tensors, oss = fused_experts.compressed_tensors_mxfp4, fused_experts.mxfp4
+    tensors, oss = mxfp4_experts.compressed_tensors_mxfp4, mxfp4_experts.mxfp4
     for module, name in ((tensors, "CompressedTensorsW4A4Mxfp4MoEMethod"), (oss, "GptOssMxfp4MoEMethod")):
         monkeypatch.setattr(module, name, getattr(module, name))
-    of = fused_experts.CompressedTensorsMoEMethod
+    of = fp8_experts.CompressedTensorsMoEMethod
     monkeypatch.setattr(of, "get_moe_method", staticmethod(of.get_moe_method))
     for _ in range(2):
         assert (
-            fused_experts.install_mxfp4_experts() == "experts in MXFP4"
-            and fused_experts.install_fp8_experts() == "experts with FP8 weights"
+            mxfp4_experts.install_mxfp4_experts() == "experts in MXFP4"
+            and fp8_experts.install_fp8_experts() == "experts with FP8 weights"
         )
     layer = SimpleNamespace(moe_config=moe_config(), ckpt_gate_proj_name="gate_proj", ckpt_up_proj_name="up_proj")
     layer.ckpt_down_proj_name = "down_proj"
     from compressed_tensors.quantization import QuantizationArgs
 
     fp8 = QuantizationArgs(num_bits=8, type="float", strategy="channel")
-    assert type(of.get_moe_method(Scheme(fp8), layer, "experts")) is fused_experts.BlockscaleFp8MoEMethod
+    assert type(of.get_moe_method(Scheme(fp8), layer, "experts")) is fp8_experts.BlockscaleFp8MoEMethod
     fp4 = QuantizationArgs(num_bits=4, type="float", strategy="group", group_size=32)
     real = Scheme(fp4)
     real._is_mxfp4 = lambda weights: True  # type: ignore[attr-defined]
     real._is_mxfp4_w4a8_fp8 = lambda weights, inputs: False  # type: ignore[attr-defined]
-    assert type(of.get_moe_method(real, layer, "experts")) is fused_experts.BlockscaleMxFp4MoEMethod
-    assert oss.GptOssMxfp4MoEMethod is fused_experts.BlockscaleGptOssMoEMethod
+    assert type(of.get_moe_method(real, layer, "experts")) is mxfp4_experts.BlockscaleMxFp4MoEMethod
+    assert oss.GptOssMxfp4MoEMethod is mxfp4_experts.BlockscaleGptOssMoEMethod

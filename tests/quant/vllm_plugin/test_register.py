@@ -92,20 +92,20 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> Any:
     from vllm._custom_ops import reshape_and_cache_flash
     from vllm.v1.attention.backends import flash_attn
 
-    from quant.vllm_plugin import fused_experts, linear_kernels
+    from quant.vllm_plugin import fp8_experts, fused_experts, linear_kernels, mxfp4_experts
 
     # vLLM imports it where there is a GPU.
     monkeypatch.setattr(flash_attn, "reshape_and_cache_flash", reshape_and_cache_flash, raising=False)
-    return SimpleNamespace(linear=linear_kernels, experts=fused_experts)
+    return SimpleNamespace(linear=linear_kernels, experts=fused_experts, mxfp4=mxfp4_experts, fp8=fp8_experts)
 
 
 def classes(vllm: Any) -> list[type]:
     names = ("NvFp4Linear", "MxFp4Linear", "Mxfp8Linear", "Int4Linear", "Fp8Linear")
     experts = [
         vllm.experts.BlockscaleNvFp4Experts,
-        vllm.experts.BlockscaleMxFp4Experts,
-        vllm.experts.BlockscaleFp8Experts,
-        vllm.experts.BlockscaleFp8BlockExperts,
+        vllm.mxfp4.BlockscaleMxFp4Experts,
+        vllm.fp8.BlockscaleFp8Experts,
+        vllm.fp8.BlockscaleFp8BlockExperts,
     ]
     return [getattr(vllm.linear, f"Blockscale{name}Kernel") for name in names] + experts
 
@@ -170,7 +170,7 @@ def test_a_part_that_vllm_has_changed_stays_with_vllm(
 
     monkeypatch.setattr(nvfp4, "select_nvfp4_moe_backend", chosen := lambda config, weight_key, activation_key: None)
     # Other tests may have installed this part, which has no second look at what it has offered.
-    monkeypatch.setattr(vllm.experts.CompressedTensorsMoEMethod, "get_moe_method", staticmethod(lambda *args: None))
+    monkeypatch.setattr(vllm.fp8.CompressedTensorsMoEMethod, "get_moe_method", staticmethod(lambda *args: None))
     monkeypatch.setattr(register, "plugin_refusal", lambda: "")
 
     def finalize_weight_and_reduce_impl(self: Any, scheme: Any) -> None: ...
