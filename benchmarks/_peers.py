@@ -24,8 +24,7 @@ import torch
 from torch import nn
 
 from quant.export.checkpoint.load import load
-from quant.formats.format import FORMATS, Format
-from quant.formats.format import E2M1, E4M3
+from quant.formats.format import E2M1, E4M3, FORMATS, Format
 from quant.formats.rounding import round_to
 from quant.formats.tensor import fake_quantize
 

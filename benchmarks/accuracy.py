@@ -80,8 +80,8 @@ from quant.evaluation.evaluate import evaluate_texts
 from quant.evaluation.evaluation import Evaluation
 from quant.formats.format import FORMATS
 from quant.models.open_model import open_model
-from quant.recipes.solver_names import rows_of, solver_of
 from quant.recipes.recipe import Recipe
+from quant.recipes.solver_names import rows_of, solver_of
 
 TITLE = "Accuracy after quantization"
 TOKENS = Path(__file__).parent / "data" / "smollm2_wikitext2_512.safetensors"

@@ -44,8 +44,8 @@ from quant.formats.format import FORMATS
 from quant.formats.tensor import quantize
 from quant.generate.fused_decoder import Decoder, decoder_refusal
 from quant.kernels.attention.forward import fp8_attention
-from quant.kernels.linear.rounded_products import round_to_e4m3
 from quant.kernels.linear.quant_linear import QuantLinear
+from quant.kernels.linear.rounded_products import round_to_e4m3
 from quant.recipes.blocks import cache_of
 
 HIDDEN, HEADS, KV_HEADS, DIM, MLP = 4096, 32, 8, 128, 14336

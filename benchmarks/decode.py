@@ -28,10 +28,10 @@ from gemm import random_weight
 from torch import nn
 
 from quant.formats.format import FORMATS
-from quant.kernels.attention.paged_attention import paged_attention
 from quant.kernels.attention.kv_pages import KVPages
-from quant.kernels.base.weight_layout import prepack, prepack_refusal
+from quant.kernels.attention.paged_attention import paged_attention
 from quant.kernels.attention.portable_decoder_step import add_rmsnorm, greedy, rotate_and_store, swiglu
+from quant.kernels.base.weight_layout import prepack, prepack_refusal
 from quant.kernels.linear.quant_linear import QuantLinear
 
 HIDDEN, INTERMEDIATE, HEADS, KV_HEADS, HEAD = 4096, 14336, 32, 8, 128

@@ -12,8 +12,7 @@ from pathlib import Path
 
 from _svg import GREY, INK, rectangle, text, write
 
-from quant.formats.format import FORMATS, Format
-from quant.formats.format import Number
+from quant.formats.format import FORMATS, Format, Number
 
 SIGN, EXPONENT, MANTISSA, INTEGER, WIDE = "#d1495b", "#edae49", "#7fc8a9", "#8ab6d6", "#d8dee4"
 WIDTH, HEIGHT, CELL = 740, 176, 22

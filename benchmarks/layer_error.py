@@ -25,8 +25,7 @@ from _texts import SEQLEN, python_rows, reference_rows
 from torch import Tensor, nn
 
 import quant
-from quant.calibration.solvers.gptq import Factor, block_order, factorize
-from quant.calibration.solvers.gptq import gptq
+from quant.calibration.solvers.gptq import Factor, block_order, factorize, gptq
 from quant.calibration.solvers.local_hessian import local_hessian
 from quant.calibration.solvers.registry import RoundToNearest
 from quant.calibration.solvers.solve_group import shared_global_scale

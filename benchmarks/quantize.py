@@ -31,8 +31,7 @@ from _table import machine, show, versions
 
 from quant.base.extras import install_command
 from quant.base.json_files import json_text
-from quant.formats.format import FORMATS
-from quant.formats.format import E2M1
+from quant.formats.format import E2M1, FORMATS
 from quant.formats.rounding import round_to
 from quant.formats.tensor import quantize
 
