@@ -38,11 +38,7 @@ _LONGEST = 500  # characters of a message that is not ours
 
 
 def read_fields(file: Path) -> dict[str, Any]:
-    """Returns the fields of a JSON file that came with a model.
-
-    Raises:
-        UserError: it cannot be read, or holds no JSON object.
-    """
+    """Returns the fields of a JSON file that came with a model; UserError if it cannot be read, or has no fields."""
     try:
         return read_json(file, "valid JSON", lambda document: typed(dict[str, Any], document, "the document"))
     except (ValueError, OSError) as error:
@@ -73,10 +69,7 @@ def check_numbers(file: Path) -> None:
 
 
 def check_processor(file: Path) -> None:
-    """Raises UserError for the config of a processor that would take all memory for one image or sound.
-
-    It has NaN, infinity, or a size far beyond any processor's.
-    """
+    """Raises UserError for the config of a processor with NaN, infinity, or a size far beyond any processor's."""
     check_numbers(file)
     for name, value in _leaves(read_fields(file)):
         most = _OF_PROCESSORS.get(name)
@@ -95,19 +88,16 @@ def read_generation_config(model: Any, path: Path) -> None:
 
 
 def check_sizes(config: Any, files: Iterable[Path], where: Path) -> None:
-    """Raises UserError for a config whose model could never be in the weight files: listing its parts takes forever.
-
-    It has more blocks than tensors in the files, or a size beyond the number of weights in them.
-    """
+    """Raises UserError for more blocks than tensors in the files, or a size beyond the weights: listing never ends."""
     # The whole numbers that sizes follow from; Aria has a table by numbers.
     sizes = ((n, v) for n, v in _leaves(config.to_dict()) if isinstance(v, int) and _SIZE.search(str(n)))
     wide = {name: value for name, value in sizes if value > _USUAL[name in _BLOCKS]}
     if not wide:
         return
-    nbytes, tensors = 0, 0
-    for file in files:
-        nbytes += file.stat().st_size
-        tensors += len(safetensors_file(file).keys()) if file.suffix == ".safetensors" else _USUAL[True]
+    files = list(files)
+    nbytes = sum(file.stat().st_size for file in files)
+    counts = (len(safetensors_file(f).keys()) if f.suffix == ".safetensors" else _USUAL[True] for f in files)
+    tensors = sum(counts)
     for name, value in wide.items():
         # A block has at least one tensor, and no single dimension comes near twice the bytes of all weights.
         if value > (tensors if name in _BLOCKS else 2 * nbytes):
@@ -122,10 +112,7 @@ def _leaves(fields: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 @contextmanager
 def explained(where: str | Path) -> Iterator[None]:
-    """Turns what transformers or a model's own code raises while open into a UserError of one line.
-
-    It begins with `where`. This package's own exceptions and out-of-memory errors pass.
-    """
+    """Turns what transformers or a model's own code raises while open into a UserError of one line, after `where`."""
     try:
         yield
     except (UserError, MemoryError):
@@ -187,10 +174,7 @@ def described_by(model: Any, directory: Path | None) -> Path | None:
 
 
 def difference_of_class(model: Any, directory: Path) -> str | None:
-    """Returns why config.json of a directory does not describe a model: another architecture or class.
-
-    A text model that was taken out of one with images has other names of tensors and another config.
-    """
+    """Returns why config.json of a directory does not describe a model, such as the text part of one with images."""
     fields = read_fields(directory / "config.json")
     names, own = fields.get("architectures") or [type(model).__name__], type(model).__name__
     if fields.get("model_type") != getattr(model.config, "model_type", None):

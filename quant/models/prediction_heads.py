@@ -40,10 +40,7 @@ _DATA_FREE = "mse"  # the solver of effort 1
 
 
 def counterpart(name: str, plan: Plan, names: StoredNames, shape: Sequence[int] | None = None) -> LayerPlan | None:
-    """Returns the layer of the model that plays the part of a head's layer, named as on disk, in the last block.
-
-    With the `shape` of the head's weight, the counterpart's must be the same.
-    """
+    """Returns the layer, of the `shape`, that plays the part of a head's layer, named as on disk, in the last block."""
     match = _IN_BLOCK.fullmatch(names.of_model(f"{name}.weight").removesuffix(".weight"))
     if match is None:
         return None
@@ -99,8 +96,7 @@ def split_heads(plan: Plan, heads: Collection[str]) -> tuple[Plan, Plan]:
 def scale_donors(plan: Plan, heads: Plan, names: StoredNames) -> tuple[Plan, dict[str, LayerPlan]]:
     """Returns the plan of the heads, and by the names of those with a static input scale the layers that give it.
 
-    A layer that needs a scale and has no counterpart stays in 16 bit in that plan; a counterpart is planned in the
-    format of its head.
+    A layer without one stays in 16 bit in that plan; a counterpart is planned in the format of its head.
     """
     layers, donors = [], {}
     for layer in heads.layers:
@@ -140,10 +136,7 @@ class BlocksBeforeHeads(nn.ModuleList):
 
 
 def attach_head_layer(model: nn.Module, name: str, weight: torch.Tensor) -> None:
-    """Puts a linear layer without a bias into a model, at the path `name`, where it has no module yet.
-
-    The layer holds the very tensor `weight`, `[out, in]`, perhaps on the meta device.
-    """
+    """Puts a linear layer that holds the very tensor `weight`, `[out, in]`, at the path `name`, which is free yet."""
     *path, last = name.split(".")
     parent = model
     for part in path:

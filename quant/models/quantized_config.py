@@ -35,12 +35,8 @@ _LAYOUTS = (
     "float-quantized", "naive-quantized", "int-quantized", "pack-quantized", "nvfp4-pack-quantized",
     "mxfp4-pack-quantized", "mxfp6-pack-quantized", "mxfp8-quantized", "mixed-precision", "dense",
 )  # fmt: skip
-# Where a config says which of its method's layouts it is.
-_LAYOUT_KEYS = {
-    "gptq": ("checkpoint_format", "format"),
-    "awq": ("version", "format"),
-    "compressed-tensors": ("format",),
-}
+# Where a config says which of its method's layouts it is, besides "format".
+_LAYOUT_KEYS = {"gptq": "checkpoint_format", "awq": "version"}
 _FIELDS: dict[str, Any] = {
     "bits": int | None, "config_groups": dict[str, dict[str, Any]] | None, "group_size": int | None,
     "sparsity_config": dict[str, Any] | None, "weight_block_size": list[int] | None,
@@ -120,10 +116,7 @@ def is_in_training(fields: Mapping[str, Any]) -> bool:
 
 
 def quantization_of(path: Path, config: Mapping[str, Any]) -> Quantization | None:
-    """Returns how the checkpoint in a directory is quantized; None where its config says nothing of that.
-
-    One that nothing here decodes, or that this toolkit has made, is a UserError.
-    """
+    """Returns how the checkpoint in a directory is quantized; UserError for one that cannot be decoded."""
     # Multimodal models may have the table in the config of a part, such as `text_config`.
     sections = (config, *(part for part in config.values() if isinstance(part, dict)))
     keys = ("quantization_config", "compression_config")
@@ -171,7 +164,7 @@ def _why_not(quantization: Quantization) -> str | None:
         return f"by a recipe that is still in training; {AFTER_TRAINING}"
     if method not in list(QuantMethod):
         return f"by {method}, which cannot be read here; {WAY_OUT}, or one in {', '.join(QuantMethod)}"
-    layout = next((str(config[key]).lower() for key in _LAYOUT_KEYS.get(method, ()) if config.get(key)), "")
+    layout = str(config.get(_LAYOUT_KEYS.get(method, "")) or config.get("format") or "").lower()
     if method == QuantMethod.GPTQ and layout not in ("", "gptq", "gptq_v2"):
         return f"by GPTQ in the layout {layout!r}; the layouts gptq and gptq_v2 can be read: {WAY_OUT}"
     if method == QuantMethod.AWQ and (layout not in ("", "gemm") or config.get("bits", 4) != 4):
@@ -181,8 +174,7 @@ def _why_not(quantization: Quantization) -> str | None:
     if (config.get("sparsity_config") or {}).get("format", "dense") != "dense" or layout not in ("", *_LAYOUTS):
         return f"in the compressed-tensors layout {layout}, which cannot be read here; {WAY_OUT}"
     if config.get("transform_config"):
-        # An original in 16 bit cannot hold the transform of the inputs, and without it the weights are of another
-        # model.
+        # An original in 16 bit cannot hold the transform of the inputs.
         return f"and its weights are rotated or scaled (transform_config), which their inputs must be, too; {WAY_OUT}"
     return None
 
@@ -195,11 +187,7 @@ def refuse_packed(
 ) -> None:
     """Raises UserError for a tensor that is codes or scales, where no config says how to decode it.
 
-    Args:
-        file: the file that holds them.
-        dtypes: the dtypes of the tensors to look at, as safetensors call them.
-        names: the names of all tensors in the file; by default the keys of `dtypes`.
-        clause: the second clause of the message.
+    `dtypes` are those of the tensors to look at, as safetensors call them, and `names` those of all in the file.
     """
     names = dtypes if names is None else names
     advice = f"give the model's directory with its config.json, or {WAY_OUT}"

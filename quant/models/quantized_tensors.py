@@ -75,8 +75,7 @@ class QuantizedTensors(Mapping[str, torch.Tensor]):
         shape = self.packed[name].shape
         if len(shape) == 2:
             return self.matrix(name)
-        # Matrix by matrix: decoding goes through float32, of which only one expert's is in memory, not the whole
-        # stack's.
+        # Matrix by matrix: decoding goes through float32, of which only one expert's is in memory.
         out = torch.empty(shape, dtype=self.dtype)
         for index in range(shape[0]):
             out[index] = self.matrix(name, index)
@@ -262,9 +261,7 @@ _CHUNK_ELEMENTS = 1 << 20
 def scaled(parts: Parts, dtype: torch.dtype, blocks: Iterable[Block]) -> torch.Tensor:
     """Returns a matrix of floating-point or INT8 codes with scales, under compressed-tensors' or ModelOpt's names.
 
-    `parts` are `weight` or `weight_packed`, `weight_scale`, and perhaps `weight_global_scale`, `weight_scale_2` or
-    `weight_zero_point`; `blocks` are the (rows, columns) that the config says share a scale, where 0 is the whole axis.
-    Scales that fit none of them are a ValueError.
+    `blocks` are the (rows, columns) that the config says share a scale, where 0 is the whole axis.
     """
     codes, scale = parts["weight_packed" if "weight_packed" in parts else "weight"], parts["weight_scale"]
     if scale.dtype == torch.float8_e8m0fnu:
@@ -302,10 +299,8 @@ def _format_of(codes: torch.Tensor, scale: torch.Tensor, second: bool, blocks: I
 def _grid(scale: Sequence[int], shape: tuple[int, int]) -> tuple[int, int]:
     """Returns the rows and columns of scales: `[]`, `[1]`, `[out]`, `[out, 1]`, or blocks in 2 or 4 dimensions."""
     sizes = list(scale)
-    if len(sizes) == 4:
-        return sizes[0], sizes[2]
-    if len(sizes) == 2:
-        return sizes[0], sizes[1]
+    if len(sizes) in (2, 4):
+        return sizes[0], sizes[len(sizes) // 2]
     if sizes == [shape[0]]:
         return shape[0], 1
     return (1, 1) if sizes in ([], [1]) else (0, 0)
@@ -389,12 +384,5 @@ def _affine(
     return out
 
 
-FIND: dict[QuantMethod, Callable[[str, QuantizedTensors, Quantization], Found | None]] = {
-    QuantMethod.FP8: _find_scaled,
-    QuantMethod.FBGEMM_FP8: _find_scaled,
-    QuantMethod.MXFP4: _find_mxfp4,
-    QuantMethod.GPTQ: _find_words,
-    QuantMethod.AWQ: _find_words,
-    QuantMethod.COMPRESSED_TENSORS: _find_scaled,
-    QuantMethod.MODELOPT: _find_scaled,
-}
+_FIND_OTHERS = {QuantMethod.MXFP4: _find_mxfp4, QuantMethod.GPTQ: _find_words, QuantMethod.AWQ: _find_words}
+FIND = {method: _FIND_OTHERS.get(method, _find_scaled) for method in QuantMethod}

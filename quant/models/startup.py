@@ -40,10 +40,7 @@ _MEDIA = ("image", "vision", "visual", "video", "audio", "speech", "pixel", "mel
 
 
 def skip_image_packages(*models: str | Path) -> bool:
-    """Makes transformers treat these packages as not installed, if all `models` are text models.
-
-    Returns whether it has done so: a process that has loaded torch or transformers already is not a command's own.
-    """
+    """Makes transformers treat these packages as not installed, if all `models` are text models; returns whether."""
     if {"torch", "transformers"} & sys.modules.keys() or find_spec("transformers") is None:
         return False
     if not all(is_text_model(Path(model).expanduser()) for model in models):
@@ -61,10 +58,7 @@ def skip_image_packages(*models: str | Path) -> bool:
 
 
 def is_text_model(directory: Path) -> bool:
-    """Returns whether a directory holds a causal language model of only text, whose code is transformers' own.
-
-    False for a config that cannot be read: the loader's message names the reason.
-    """
+    """Returns whether a directory holds a causal language model of only text, whose code is transformers' own."""
     if not (directory / "config.json").is_file() or any((directory / name).exists() for name in _PROCESSOR_FILES):
         return False
     try:
@@ -92,11 +86,7 @@ _SHARE = 0.5  # of the memory that is left: a cache that is full drops what was 
 
 
 def read_ahead(*models: str | Path) -> threading.Thread | None:
-    """Starts a thread that reads the weight files of models, in the order in which they are opened.
-
-    A name on the hub, which may have to be downloaded first, is left to the loader. None where there is nothing to
-    read, or it is unknown how much fits.
-    """
+    """Starts a thread that reads the weight files of models on the disk, in the order in which they are opened."""
     files = [file for model in models for file in files_to_read(Path(model).expanduser())]
     memory = memory_left()
     if not files or memory is None:
@@ -145,11 +135,10 @@ def _is_cached(file: int, offset: int, size: int) -> bool:
 
 
 def stored_layers(model: str, plan: Plan) -> list[Layer] | None:
-    """Returns the layers of a model from the headers of its files; None where that takes the model itself.
+    """Returns the layers of a model from the headers of its files, in about a second and without torch.
 
-    A plan is checked by names and shapes, in about a second and without torch. Where the tensors are exactly those that
-    the plan names, that is enough. Otherwise the caller builds the model on the meta device, because its modules may be
-    named, split or fused differently from the stored tensors.
+    None where the tensors are not exactly those that the plan names: modules may be named, split or fused differently,
+    so that the caller builds the model on the meta device.
     """
     path = find_model(model)
     if path.is_dir():

@@ -43,9 +43,7 @@ class LazyStateDict(Mapping[str, torch.Tensor]):
     def __init__(
         self, names: Iterable[str], read: Callable[[str], torch.Tensor], dtype: torch.dtype | None = None
     ) -> None:
-        self._names = dict.fromkeys(names)
-        self._read = read
-        self._dtype = dtype
+        self._names, self._read, self._dtype = dict.fromkeys(names), read, dtype
 
     def __getitem__(self, name: str) -> torch.Tensor:
         if name not in self._names:
@@ -131,9 +129,8 @@ def open_safetensors(path: Path, dtype: torch.dtype | None, meta: bool) -> LazyS
 def build(factory: str, tensors: Mapping[str, torch.Tensor], where: str, meta: bool) -> nn.Module:
     """Returns the module that `factory` makes, holding `tensors`: their memory and dtype, not the factory's.
 
-    Parameters that the factory, "package.module:function", ties stay tied; the file needs only one of their names.
-    Names may have the parts that wrappers of PyTorch add: `module.` of DDP, `_orig_mod.` of torch.compile. A module
-    that does not fit the state dict, which errors call `where`, is a UserError.
+    Parameters that the factory ties stay tied; the file needs only one of their names, which may have the parts that
+    wrappers of PyTorch add: `module.` of DDP, `_orig_mod.` of torch.compile. Errors call the state dict `where`.
     """
     model = call_factory(factory, meta=meta)
     shared: dict[int, list[str]] = {}
@@ -156,8 +153,7 @@ def build(factory: str, tensors: Mapping[str, torch.Tensor], where: str, meta: b
             raise UserError(f"{where}: {name} is {list(values[name].shape)}, and {factory} makes it {list(shape)}")
         if name in renamed and stored[name] != name and not meta and not torch.equal(renamed[name], values[name]):
             raise UserError(f"{where}: {factory} ties {name} to {stored[name]}, but the file's tensors differ")
-    # `assign` keeps the file's mapped memory and dtype. It makes a parameter of each name, so ties are made again
-    # below.
+    # `assign` keeps the file's mapped memory and dtype. It makes a parameter of each name, so ties are made again.
     model.load_state_dict(values, assign=True)
     for first, *other_names in shared.values():
         for name in other_names:
@@ -171,18 +167,17 @@ def call_factory(factory: str, *, meta: bool = False) -> nn.Module:
     module_name, _, function = factory.partition(":")
     if not module_name or not function:
         raise UserError(f"{option('model_factory', repr(factory))}: expected package.module:function")
+    named = option("model_factory", factory)
     try:
         make = getattr(importlib.import_module(module_name), function)
     except ImportError as error:
-        raise UserError(
-            f"{option('model_factory', factory)}: cannot import {module_name} ({error}); is it on PYTHONPATH?"
-        ) from error
+        raise UserError(f"{named}: cannot import {module_name} ({error}); is it on PYTHONPATH?") from error
     except AttributeError:
-        raise UserError(f"{option('model_factory', factory)}: {module_name} has no function {function}") from None
+        raise UserError(f"{named}: {module_name} has no function {function}") from None
     with torch.device("meta" if meta else "cpu"):
         model = make()
     if not isinstance(model, nn.Module):
-        raise UserError(f"{option('model_factory', factory)} returned a {type(model).__name__}; expected an nn.Module")
+        raise UserError(f"{named} returned a {type(model).__name__}; expected an nn.Module")
     return model
 
 
@@ -194,10 +189,7 @@ def _refuse(problem: str, names: list[str], factory: str) -> None:
 
 
 def restore_linears(model: nn.Module) -> None:
-    """Makes modules of the calls of `aten.linear` that are the only readers of their weight and bias.
-
-    A weight with other readers stays as it is, because these would go on reading it in 16 bit.
-    """
+    """Makes modules of the calls of `aten.linear` that are the only readers of their weight and bias."""
     if not isinstance(model, GraphModule):
         return
     calls: dict[str, list[Node]] = {}
@@ -232,15 +224,13 @@ def _are_only_readers(call: Node, calls: list[Node]) -> bool:
 
 
 def _restore_linear(model: GraphModule, path: str, calls: list[Node]) -> None:
-    held = model.get_submodule(path)
+    held: Any = model.get_submodule(path)
     weight, bias = held.weight, getattr(held, "bias", None)
-    assert isinstance(weight, nn.Parameter)
     # The constructor would fill a matrix with random numbers, only for the next line to replace it.
     with torch.device("meta"):
         linear = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None)
-    linear.weight, linear.bias = weight, bias  # type: ignore[assignment]
-    linear.train(model.training)
-    model.set_submodule(path, linear)
+    linear.weight, linear.bias = weight, bias
+    model.set_submodule(path, linear.train(model.training))
     for call in calls:
         with model.graph.inserting_before(call):
             new = model.graph.call_module(path, (call.args[0],))
@@ -249,8 +239,7 @@ def _restore_linear(model: GraphModule, path: str, calls: list[Node]) -> None:
         call.replace_all_uses_with(new)
         read = [node for node in call.args[1:] if isinstance(node, Node)]
         model.graph.erase_node(call)
-        # A get_attr that nobody reads still names the 16-bit parameter, which goes when the module is quantized: `lint`
-        # and every forward pass would fail on it.
+        # A get_attr that nobody reads names the 16-bit parameter, which goes when the module is quantized.
         for node in read:
             if not node.users:
                 model.graph.erase_node(node)
@@ -262,11 +251,7 @@ _CHECKPOINT_KEYS = ("state_dict", "model_state_dict", "model")
 def load_pickle(
     path: Path, dtype: torch.dtype | None, unsafe: bool, meta: bool
 ) -> tuple[nn.Module | None, LazyStateDict | None]:
-    """Returns the module or the state dict in a `torch.save` file; exactly one of the two.
-
-    A file that is damaged, holds more than tensors (unless `unsafe`), no state dict, or codes and scales, is a
-    UserError.
-    """
+    """Returns the module or the state dict in a `torch.save` file, exactly one; `unsafe` admits more than tensors."""
     content = _unpickle(path, unsafe)
     while isinstance(content, Mapping):  # a training checkpoint {"model": …, "optimizer": …}
         inner = next((content[k] for k in _CHECKPOINT_KEYS if isinstance(content.get(k), Mapping | nn.Module)), None)
@@ -280,8 +265,7 @@ def load_pickle(
     not_tensors = [str(name) for name, value in content.items() if not isinstance(value, torch.Tensor)]
     if not_tensors or not content:
         fault = f"{', '.join(not_tensors[:3])} is not a tensor" if not_tensors else "it is empty"
-        wrapper = _CHECKPOINT_KEYS[0]
-        raise UserError(f"{path}: not a state dict ({fault}); save model.state_dict(), or wrap it as {wrapper!r}")
+        raise UserError(f"{path}: not a state dict ({fault}); save model.state_dict(), or wrap it as 'state_dict'")
     tensors = {str(name): tensor.detach() for name, tensor in content.items()}
     refuse_packed(path, {name: DTYPE_NAMES.get(tensor.dtype, "") for name, tensor in tensors.items()})
     if meta:
@@ -311,11 +295,7 @@ def _unpickle(path: Path, unsafe: bool) -> Any:
 
 
 def load_exported(path: Path, dtype: torch.dtype | None, unsafe: bool) -> nn.Module:
-    """Returns the module of a `torch.export.save` archive, with its linear layers as modules again.
-
-    A file that is damaged or not trusted (`unsafe`), or has another dtype (its graph has its casts built in), is a
-    UserError.
-    """
+    """Returns the module of a `torch.export.save` archive that is trusted, with its linear layers as modules again."""
     if not unsafe:
         raise UserError(
             f"{path}: opening an exported program runs code that it holds; if you trust its author, pass "

@@ -78,10 +78,7 @@ class StoredWeight:
 
 
 class StoredExperts(StoredWeight):
-    """A parameter `[experts, out, in]` whose matrices are stored one by one.
-
-    `names` are theirs, expert by expert, those of one expert in the order of its rows.
-    """
+    """A parameter `[experts, out, in]` whose matrices are stored one by one, by `names` in the order of its rows."""
 
     def __init__(self, files: Files, names: Sequence[str], shape: torch.Size) -> None:
         super().__init__(files, names[0])
@@ -108,9 +105,8 @@ class StoredExperts(StoredWeight):
 def open_stored(model: nn.Module, files: Files) -> bool:
     """Fills a model that is on the meta device, its weights left where they are stored as far as they are not mapped.
 
-    Returns whether that was possible: every tensor of the model must be in the files, in its dtype and shape; every
-    other tensor of the files must be one that the model's class ignores; and some must be stored in another form. If
-    not, the model cannot be used any more.
+    Returns whether that was possible; if not, the model cannot be used any more. Every tensor of the model must be in
+    the files, in its dtype and shape; their other tensors must be ones that the class ignores; some must not be mapped.
     """
     expected = dict(model.state_dict(keep_vars=True))
     mapped, left, used = _divided(model, files, expected)
@@ -142,9 +138,7 @@ def _divided(
 
     Those that transformers keeps in float32 become float32, in `expected` too.
     """
-    mapped: dict[str, torch.Tensor] = {}
-    left: dict[str, StoredWeight] = {}
-    used = set()
+    mapped, left, used = dict[str, torch.Tensor](), dict[str, StoredWeight](), set[str]()
     # Patterns of the modules that transformers keeps in float32, searched for in names as it does.
     wide = [re.compile(p.replace("*", ".*")) for p in getattr(model, "_keep_in_fp32_modules_strict", None) or ()]
     for name, tensor in expected.items():
@@ -153,14 +147,13 @@ def _divided(
             left[name] = StoredExperts(files, matrices, tensor.shape)
             used.update(matrices)
         elif name in files:
-            if files.is_mapped(name) and any(pattern.search(name) for pattern in wide):
-                mapped[name] = files[name].float()
-                expected[name] = expected[name].float()
-            elif files.is_mapped(name):
-                mapped[name] = files[name]
-            else:
-                left[name] = StoredWeight(files, name)
             used.add(name)
+            if not files.is_mapped(name):
+                left[name] = StoredWeight(files, name)
+            elif any(pattern.search(name) for pattern in wide):
+                mapped[name], expected[name] = files[name].float(), tensor.float()
+            else:
+                mapped[name] = files[name]
     return mapped, left, used
 
 
