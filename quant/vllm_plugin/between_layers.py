@@ -20,6 +20,7 @@ Until a linear layer has taken our kernels, and for other inputs than each kerne
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -43,26 +44,15 @@ logger = init_logger("vllm.blockscale")
 MOST_COLUMNS = 32768
 
 
-def _add_rmsnorm(x: torch.Tensor, *arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    from quant.kernels.attention.portable_decoder_step import add_rmsnorm
+def _kernel(name: str) -> Callable[..., Any]:
+    """Returns a kernel of the decoder's step, whose file is imported when the kernel is called: it needs Triton."""
 
-    return add_rmsnorm(x, *arguments)
+    def call(*arguments: Any) -> Any:
+        from quant.kernels.attention import portable_decoder_step
 
+        return getattr(portable_decoder_step, name)(*arguments)
 
-def _rmsnorm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    return _add_rmsnorm(x, None, weight, eps)[0]
-
-
-def _swiglu(both: torch.Tensor) -> torch.Tensor:
-    from quant.kernels.attention.portable_decoder_step import swiglu
-
-    return swiglu(both)
-
-
-def _rotate(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    from quant.kernels.attention.portable_decoder_step import rotate
-
-    return rotate(*arguments)
+    return call
 
 
 # As custom ops, so that torch.compile takes each for one node of known shapes and does not trace into Triton.
@@ -70,25 +60,25 @@ register(
     "quant::add_rmsnorm",
     "(Tensor x, Tensor residual, Tensor weight, float eps) -> (Tensor, Tensor)",
     lambda x, *_: (torch.empty_like(x), torch.empty_like(x)),
-    default=_add_rmsnorm,
+    default=_kernel("add_rmsnorm"),
 )
 register(
     "quant::rmsnorm",
     "(Tensor x, Tensor weight, float eps) -> Tensor",
     lambda x, *_: torch.empty_like(x),
-    default=_rmsnorm,
+    default=lambda x, weight, eps: _kernel("add_rmsnorm")(x, None, weight, eps)[0],
 )
 register(
     "quant::swiglu",
     "(Tensor both) -> Tensor",
     lambda both: both.new_empty(both.shape[0], both.shape[1] // 2),
-    default=_swiglu,
+    default=_kernel("swiglu"),
 )
 register(
     "quant::rotate",
     "(Tensor positions, Tensor q, Tensor k, Tensor cache, int dim) -> (Tensor, Tensor)",
     lambda positions, q, k, *_: (q.new_empty(q.shape), k.new_empty(k.shape)),
-    default=_rotate,
+    default=_kernel("rotate"),
 )
 
 
@@ -258,17 +248,16 @@ def install_rotations() -> str:
 
     replace_function(flash_attn, "reshape_and_cache_flash", wrap)
     for name, cls in vars(rotary_embedding).items():
-        if isinstance(cls, type) and issubclass(cls, RotaryEmbedding) and _only_angles_differ(cls):
+        # Where a class rotates as its base does, only the angles in its cache are its own.
+        if (
+            isinstance(cls, type)
+            and issubclass(cls, RotaryEmbedding)
+            and cls.forward is CustomOp.forward
+            and cls.forward_native is RotaryEmbedding.forward_native
+            and cls.forward_cuda is RotaryEmbedding.forward_cuda
+        ):
             op_registry_oot.setdefault(name, type(f"Blockscale{name}", (BlockscaleRotation, cls), {}))
     return "rotations and cache writes between them"
-
-
-def _only_angles_differ(cls: type) -> bool:
-    """Returns whether a class rotates as its base does, so that only the angles in its cache are its own."""
-    forward = cls.forward is CustomOp.forward  # type: ignore[attr-defined]
-    return forward and all(
-        getattr(cls, name) is getattr(RotaryEmbedding, name) for name in ("forward_native", "forward_cuda")
-    )
 
 
 def install_decode_attention() -> str:

@@ -20,7 +20,6 @@ reorder them); nothing is emulated.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -28,31 +27,9 @@ import vllm.model_executor.layers.fused_moe.modular_kernel as mk
 from vllm import envs
 from vllm.logger import init_logger
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
-from vllm.model_executor.layers.fused_moe.config import (
-    FusedMoEConfig,
-    FusedMoEParallelConfig,
-    FusedMoEQuantConfig,
-    fp8_w8a16_moe_quant_config,
-)
+from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig, FusedMoEParallelConfig
 from vllm.model_executor.layers.fused_moe.oracle import nvfp4
-from vllm.model_executor.layers.fused_moe.oracle.fp8 import Fp8MoeBackend, make_fp8_moe_kernel
-from vllm.model_executor.layers.fused_moe.oracle.mxfp4 import Mxfp4MoeBackend, make_mxfp4_moe_kernel
-from vllm.model_executor.layers.quantization import mxfp4
-from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe import CompressedTensorsMoEMethod
-from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe import (
-    compressed_tensors_moe_w4a4_mxfp4 as compressed_tensors_mxfp4,
-)
-from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe import (
-    compressed_tensors_moe_w8a8_fp8 as compressed_tensors_fp8,
-)
-from vllm.model_executor.layers.quantization.utils.quant_utils import (
-    QuantKey,
-    kFp8Static128BlockSym,
-    kFp8StaticChannelSym,
-    kFp8StaticTensorSym,
-    kMxfp4Static,
-    kNvfp4Static,
-)
+from vllm.model_executor.layers.quantization.utils.quant_utils import QuantKey, kNvfp4Static
 from vllm.model_executor.utils import replace_parameter
 from vllm.platforms import current_platform
 
@@ -68,13 +45,6 @@ Layer = Any
 
 _GLOBAL_SCALE = "blockscale_global_scale"
 """Of a layer's parameters with the global scales of its experts, behind `w13_` and `w2_`."""
-QuantizationStrategy = compressed_tensors_fp8.QuantizationStrategy
-KEYS: dict[str, QuantKey] = {
-    QuantizationStrategy.TENSOR: kFp8StaticTensorSym,
-    QuantizationStrategy.CHANNEL: kFp8StaticChannelSym,
-    QuantizationStrategy.BLOCK: kFp8Static128BlockSym,
-}
-"""vLLM's name for FP8 weights, by the strategy of their scales."""
 
 
 class BlockscaleExperts(mk.FusedMoEExpertsModular):
@@ -299,60 +269,6 @@ def refusal(
     return SelfTest.on_current_gpu().experts_failure(cls.format)
 
 
-class BlockscaleMxFp4Experts(BlockscaleExperts):
-    """MXFP4 experts, with a bias or without."""
-
-    format = "mxfp4"
-    weight_keys = (kMxfp4Static,)
-    takes_bias = True
-
-    def weight_of(self, name: str, codes: torch.Tensor, scale: torch.Tensor) -> BlockScaledTensor:
-        return loaded_weights.mxfp4_weight(codes, scale)
-
-
-def takes(config: FusedMoEConfig) -> bool:
-    """Returns whether our class runs the experts of a layer in MXFP4; the log says why not."""
-    if reason := refusal(BlockscaleMxFp4Experts, config, kMxfp4Static, None):
-        logger.warning_once("Blockscale: fused experts in mxfp4 stay with vLLM: %s", reason)
-    return not reason
-
-
-class BlockscaleGptOssMoEMethod(mxfp4.GptOssMxfp4MoEMethod):
-    """The experts of gpt-oss as its own checkpoints have them."""
-
-    def __init__(self, moe: FusedMoEConfig) -> None:
-        super().__init__(moe)
-        if takes(moe):
-            self.mxfp4_backend, self.experts_cls = Mxfp4MoeBackend.EMULATION, BlockscaleMxFp4Experts
-
-    def process_weights_after_loading(self, layer: Layer) -> None:
-        super().process_weights_after_loading(layer)
-        if self.experts_cls is BlockscaleMxFp4Experts:
-            arrange_once(self, layer)
-
-
-class BlockscaleMxFp4MoEMethod(compressed_tensors_mxfp4.CompressedTensorsW4A4Mxfp4MoEMethod):
-    """Experts in MXFP4 as compressed-tensors writes them; vLLM gives them to Marlin."""
-
-    experts_cls: type[Any]
-
-    def __init__(self, moe: FusedMoEConfig) -> None:
-        super().__init__(moe)
-        if self.experts_cls is compressed_tensors_mxfp4.MarlinExperts and takes(moe):
-            self.experts_cls = BlockscaleMxFp4Experts
-
-    def process_weights_after_loading(self, layer: Layer) -> None:
-        if self.experts_cls is not BlockscaleMxFp4Experts:
-            super().process_weights_after_loading(layer)
-            return
-        for name in ("w13_weight", "w2_weight"):
-            codes = getattr(layer, f"{name}_packed").data
-            delattr(layer, f"{name}_packed")
-            layer.register_parameter(name, torch.nn.Parameter(codes, requires_grad=False))
-        # The backend is one that keeps inputs in 16 bit.
-        make_kernel(self, layer, partial(make_mxfp4_moe_kernel, mxfp4_backend=Mxfp4MoeBackend.MARLIN))
-
-
 def make_kernel(method: Any, layer: Layer, make: Callable[..., Any]) -> None:
     """Makes the kernel of a method whose `experts_cls` is ours, by vLLM's function, for the loaded parameters."""
     method.moe_quant_config = method.get_fused_moe_quant_config(layer)
@@ -370,71 +286,6 @@ def arrange_once(method: Any, layer: Layer) -> None:
     experts = method.moe_kernel.fused_experts
     if not hasattr(experts, "layer"):
         experts.process_weights_after_loading(layer)
-
-
-class BlockscaleFp8Experts(BlockscaleExperts):
-    """FP8 experts with a scale a row."""
-
-    format = "fp8_channel"
-    weight_keys: ClassVar[tuple[QuantKey, ...]] = (kFp8StaticTensorSym, kFp8StaticChannelSym)
-
-    def weight_of(self, name: str, codes: torch.Tensor, scale: torch.Tensor) -> BlockScaledTensor:
-        return loaded_weights.fp8_experts_weight(codes, scale)
-
-
-class BlockscaleFp8BlockExperts(BlockscaleFp8Experts):
-    """FP8 experts with a scale a 128 × 128 block."""
-
-    format = "fp8_block"
-    weight_keys = (kFp8Static128BlockSym,)
-
-    def weight_of(self, name: str, codes: torch.Tensor, scale: torch.Tensor) -> BlockScaledTensor:
-        return loaded_weights.fp8_weight(codes, scale, blocks=True)
-
-
-class BlockscaleFp8MoEMethod(compressed_tensors_fp8.CompressedTensorsW8A8Fp8MoEMethod):
-    """FP8 experts of compressed-tensors without a quantization of inputs."""
-
-    def __init__(self, weight_quant: Any, moe: FusedMoEConfig) -> None:
-        """Raises ValueError for a layer that our kernels do not take, because vLLM has none for it."""
-        # vLLM's own constructor would look for a kernel that rounds inputs.
-        CompressedTensorsMoEMethod.__init__(self, moe)
-        blocks = weight_quant.strategy == QuantizationStrategy.BLOCK
-        self.weight_quant, self.input_quant, self.static_input_scales = weight_quant, None, False
-        self.weight_block_size = list(weight_quant.block_structure or ()) if blocks else None
-        self.block_quant = blocks
-        self.experts_cls = BlockscaleFp8BlockExperts if blocks else BlockscaleFp8Experts
-        reason = refusal(self.experts_cls, moe, KEYS[weight_quant.strategy], None)
-        if blocks and self.weight_block_size != [128, 128]:
-            reason = f"blocks of {self.weight_block_size}, where it takes 128 × 128"
-        if reason:
-            raise ValueError(
-                f"vLLM has no kernel for experts with FP8 weights and inputs in 16 bit, and Blockscale's takes no "
-                f"{reason}; quantize with --format fp8_channel, which rounds inputs too"
-            )
-
-    def process_weights_after_loading(self, layer: Layer) -> None:
-        # The backend is one that keeps inputs in 16 bit.
-        make_kernel(self, layer, partial(make_fp8_moe_kernel, fp8_backend=Fp8MoeBackend.MARLIN))
-
-    def get_fused_moe_quant_config(self, layer: Layer) -> FusedMoEQuantConfig:
-        return fp8_w8a16_moe_quant_config(
-            w1_scale=layer.w13_weight_scale, w2_scale=layer.w2_weight_scale, block_shape=self.weight_block_size
-        )
-
-
-def weight_only(quant_config: Any, layer: Layer, layer_name: str) -> Any:
-    """Returns the scheme of weights of a layer's experts where they are in FP8 and inputs in 16 bit; None elsewhere."""
-    quant_config._add_fused_moe_to_target_scheme_map()
-    projections = [getattr(layer, f"ckpt_{name}_proj_name", f"{name}_proj") for name in ("gate", "up", "down")]
-    schemes = [quant_config.get_scheme_dict(layer, f"{layer_name}.0.{projection}") for projection in projections]
-    # vLLM says what is wrong with projections that differ.
-    if schemes[0] is None or any(scheme != schemes[0] for scheme in schemes):
-        return None
-    quantized, inputs = schemes[0].get("weights"), schemes[0].get("input_activations")
-    if quantized is None or inputs is not None or quantized.type != "float" or quantized.num_bits != 8:
-        return None
-    return quantized if quantized.strategy in KEYS and not quantized.dynamic else None
 
 
 def install_nvfp4_experts() -> str:
@@ -456,28 +307,3 @@ def install_nvfp4_experts() -> str:
 
     replace_function(nvfp4, "select_nvfp4_moe_backend", wrap, in_importers=True)
     return "experts in NVFP4"
-
-
-def install_mxfp4_experts() -> str:
-    """Puts our methods in the places of vLLM's, which looks these names up when it meets a layer."""
-    check_classes(BlockscaleMxFp4Experts, BlockscaleGptOssMoEMethod, BlockscaleMxFp4MoEMethod)
-    mxfp4.GptOssMxfp4MoEMethod = BlockscaleGptOssMoEMethod
-    compressed_tensors_mxfp4.CompressedTensorsW4A4Mxfp4MoEMethod = BlockscaleMxFp4MoEMethod
-    return "experts in MXFP4"
-
-
-def install_fp8_experts() -> str:
-    """Wraps the function that finds the method of a layer's experts."""
-    check_classes(BlockscaleFp8Experts, BlockscaleFp8BlockExperts, BlockscaleFp8MoEMethod)
-
-    def wrap(theirs: Any) -> Any:
-        def get_moe_method(quant_config: Any, layer: Layer, layer_name: str) -> Any:
-            quantized = weight_only(quant_config, layer, layer_name)
-            if quantized is None:
-                return theirs(quant_config, layer, layer_name)
-            return BlockscaleFp8MoEMethod(quantized, layer.moe_config)
-
-        return get_moe_method
-
-    replace_function(CompressedTensorsMoEMethod, "get_moe_method", wrap)
-    return "experts with FP8 weights"

@@ -26,8 +26,8 @@ from quant.vllm_plugin.switches import install_graph_key, switches, unknown_swit
 _PARTS = {
     "linear": ("linear_kernels", "install_linear_kernels"),
     "experts": ("fused_experts", "install_nvfp4_experts"),
-    "mxfp4_experts": ("fused_experts", "install_mxfp4_experts"),
-    "fp8_experts": ("fused_experts", "install_fp8_experts"),
+    "mxfp4_experts": ("mxfp4_experts", "install_mxfp4_experts"),
+    "fp8_experts": ("fp8_experts", "install_fp8_experts"),
     "attention": ("nvfp4_attention", "install_attention_backend"),
     "warm_up": ("warm_up", "install_warm_up"),
     "overlap": ("between_layers", "install_norms"),

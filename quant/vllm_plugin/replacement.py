@@ -12,13 +12,9 @@ from typing import Any
 def replace_function(
     owner: Any, name: str, wrap: Callable[[Any], Callable[..., Any]], *, in_importers: bool = False
 ) -> None:
-    """Puts `wrap(theirs)` in the place of vLLM's function, once however often it is called.
+    """Puts `wrap(theirs)` in the place of a function of the module or class `owner`, once however often it is called.
 
-    Args:
-        owner: the module or class with the function.
-        name: its name there.
-        wrap: returns our function, which may call vLLM's.
-        in_importers: whether modules of vLLM that imported the function by name get ours too.
+    With `in_importers`, modules of vLLM that imported the function by name get ours too.
     """
     theirs = getattr(owner, name)
     if getattr(theirs, "is_blockscale", False):
