@@ -293,7 +293,11 @@ class Command(click.Command):
             with terminable(), warnings_in_one_line(quiet=quiet):
                 joined = "devices" in ctx.params and _joins_ranks(ctx)
                 if revision is not None:
-                    _at_revision(ctx.params, revision)
+                    # Commands call their first argument one or the other.
+                    argument = "model" if "model" in ctx.params else "directory"
+                    if ctx.params[argument] is None:
+                        raise UserError(f"--revision {revision} needs --model")
+                    ctx.params[argument] = with_revision(str(ctx.params[argument]), revision)
                 try:
                     result = super().invoke(ctx)
                 finally:
@@ -345,15 +349,6 @@ def _as_line(error: Exception) -> tuple[str, int]:
     if os.environ.get("WORLD_SIZE", "1") != "1" and any(sign in message for sign in signs):
         return "another rank ended", _FOLLOWED
     return explained(error, message), _BUG
-
-
-def _at_revision(params: dict[str, Any], revision: str) -> None:
-    """Adds --revision to the name of the command's model."""
-    # Commands call their first argument one or the other.
-    argument = "model" if "model" in params else "directory"
-    if params[argument] is None:
-        raise UserError(f"--revision {revision} needs --model")
-    params[argument] = with_revision(str(params[argument]), revision)
 
 
 def command_line(ctx: click.Context) -> str:

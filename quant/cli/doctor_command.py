@@ -207,14 +207,10 @@ def _print_gpu(out: Console, gpu: dict[str, Any]) -> None:
         rates = ", ".join(f"{name} {rate:g}" for name, rate in gpu["tflops"].items())
         out.print(f"  by its data sheet: {gpu['memory_bandwidth'] / 1e12:.2f} TB/s; TFLOP/s {rates}")
     out.print(f"  multiplies as they are: {', '.join(gpu['native_formats'])}; {gpu['tuned_shapes']} tuned shapes")
-    now = gpu["readings"]
-    if now:
-        out.print("  now: " + ", ".join(_reading(name, value) for name, value in now.items()))
-
-
-def _reading(name: str, value: float) -> str:
-    """Returns `power_watts` and 123.4 as "power 123 W"."""
-    units = {"watts": "W", "celsius": "°C", "mhz": "MHz", "bytes": "GiB"}
-    # The keys of `--json` carry their unit, such as `power_watts`.
-    what, _, unit = name.rpartition("_")
-    return f"{what.replace('_', ' ')} {value / 2**30 if unit == 'bytes' else value:.0f} {units[unit]}"
+    units, readings = {"watts": "W", "celsius": "°C", "mhz": "MHz", "bytes": "GiB"}, []
+    for name, value in gpu["readings"].items():
+        # The keys of `--json` carry their unit: `power_watts` and 123.4 are shown as "power 123 W".
+        what, _, unit = name.rpartition("_")
+        readings.append(f"{what.replace('_', ' ')} {value / 2**30 if unit == 'bytes' else value:.0f} {units[unit]}")
+    if readings:
+        out.print(f"  now: {', '.join(readings)}")

@@ -9,29 +9,15 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from quant.base.errors import UserError
-from quant.cli.command import (
-    ATTENTION,
-    DEVICE,
-    DEVICES,
-    JSON,
-    KV_CACHE,
-    QUIET,
-    Command,
-    attention_options,
-    model_options,
-    print_json,
-)
+from quant.cli import command as cli
 from quant.cli.completion import MODELS
 from quant.cli.console import bar, fitting, listener, page, print_table
 from quant.models.files import WatchedFiles
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     import torch
     from torch import nn
 
-    from quant.adapters.tasks import TaskScore
     from quant.base.listener import Listener
     from quant.calibration.inputs import Inputs
     from quant.calibration.session import Session
@@ -40,7 +26,7 @@ if TYPE_CHECKING:
     from quant.models.open_model import Source
 
 
-@click.command("evaluate", cls=Command)
+@click.command("evaluate", cls=cli.Command)
 @click.argument("model", shell_complete=MODELS)
 @click.option(
     "--text", "texts", multiple=True, type=click.Path(path_type=Path),
@@ -59,13 +45,13 @@ if TYPE_CHECKING:
 @click.option("--task-path", type=click.Path(path_type=Path), help="Folder with YAML files of tasks of your own.")
 @click.option("--shots", type=click.IntRange(min=0), help="Solved examples before each question of --tasks.")
 @click.option("--limit", type=click.IntRange(min=1), help="Documents of each of --tasks.  [default: all]")
-@DEVICE
-@DEVICES
-@ATTENTION
-@KV_CACHE
-@model_options
-@QUIET
-@JSON
+@cli.DEVICE
+@cli.DEVICES
+@cli.ATTENTION
+@cli.KV_CACHE
+@cli.model_options
+@cli.QUIET
+@cli.JSON
 def evaluate_command(
     model: str, texts: tuple[Path, ...], data: tuple[str, ...], baseline: str | None, tasks: str | None, device: str,
     quiet: bool, as_json: bool, **options: Any,
@@ -100,7 +86,7 @@ def evaluate_command(
     loading = {name: options[name] for name in ("model_factory", "unsafe_load")}
     source, module = open_runnable(model, **loading)
     announce_source(terminal, source)
-    formats = attention_options(source.path, options["attention"], options["kv_cache"])
+    formats = cli.attention_options(source.path, options["attention"], options["kv_cache"])
     # Attention is patched only on the module of the model; the baseline keeps its own.
     attention, batch_size = quantized_attention(module, **formats), options["batch_size"]
     if tasks is not None:
@@ -109,9 +95,18 @@ def evaluate_command(
                 module.to(session.device), tasks, source.load_tokenizer(), batch_size=batch_size, **of_tasks
             )
         if as_json:
-            print_json([dataclasses.asdict(score) for score in scores])
+            cli.print_json([dataclasses.asdict(score) for score in scores])
         elif not quiet:
-            _print_scores(scores)
+            columns = {
+                "!task": [score.task for score in scores],
+                "metric": [
+                    each.metric if each.filter == "none" else f"{each.metric} ({each.filter})" for each in scores
+                ],
+                "!>value": [f"{score.value:.4f}" for score in scores],
+                "!>± standard error": ["–" if score.stderr is None else f"{score.stderr:.4f}" for score in scores],
+                "!>documents": [f"{score.samples:,}" for score in scores],
+            }
+            print_table(columns, drops=("documents",))
         return
     # Both models are in memory together, since each row is run through both.
     other = open_runnable(baseline, **loading)[1] if baseline else None
@@ -121,7 +116,7 @@ def evaluate_command(
     with attention, bar("evaluate", quiet or as_json) as advance:
         result = evaluate_texts(module, rows, other, batch_size=batch_size, device=session.device, progress=advance)
     if as_json:
-        print_json(result.to_dict())
+        cli.print_json(result.to_dict())
     elif not quiet:
         _print_evaluation(result)
 
@@ -140,17 +135,6 @@ def _read_texts(
     hashes = {f"the text {name}": digest_of(text) for name, text in texts.items()}
     check_same(hashes, session, WatchedFiles(source.path).files)
     return texts
-
-
-def _print_scores(scores: Sequence[TaskScore]) -> None:
-    columns = {
-        "!task": [score.task for score in scores],
-        "metric": [each.metric if each.filter == "none" else f"{each.metric} ({each.filter})" for each in scores],
-        "!>value": [f"{score.value:.4f}" for score in scores],
-        "!>± standard error": ["–" if score.stderr is None else f"{score.stderr:.4f}" for score in scores],
-        "!>documents": [f"{score.samples:,}" for score in scores],
-    }
-    print_table(columns, drops=("documents",))
 
 
 def _print_evaluation(result: Evaluation) -> None:

@@ -56,16 +56,9 @@ class _Kind(click.Choice):  # type: ignore[type-arg]  # generic from click 8.2 o
 @QUIET
 @JSON
 def export_command(
-    directory: Path,
-    kind: str,
-    out: Path | None,
-    inputs: tuple[str, ...],
-    calib: tuple[str, ...],
-    model_factory: str | None,
-    quiet: bool,
-    as_json: bool,
-    **options: Any,
-) -> None:
+    directory: Path, kind: str, out: Path | None, inputs: tuple[str, ...], calib: tuple[str, ...],
+    model_factory: str | None, quiet: bool, as_json: bool, **options: Any,
+) -> None:  # fmt: skip
     """Export DIRECTORY, a checkpoint that `quantize --out` wrote, to ONNX, a TensorRT engine or a package.
 
     Every layer of the exported file is compared with PyTorch, and a file that differs is not written. The result is
@@ -80,11 +73,17 @@ def export_command(
     from quant.export.export_model import export_model
     from quant.models.state_dict import call_factory
 
+    shapes: dict[str, str] = {}  # dtype and dimensions of each `--input` by its name
+    for text in inputs:
+        name, _, dtype_and_dims = text.partition(":")
+        if name in shapes:
+            raise UserError(f"--input {name} is given twice; each input has one dtype and one shape")
+        shapes[name] = dtype_and_dims
     exported = export_model(
         directory,
         kind,
         out,
-        inputs=_by_name(inputs),
+        inputs=shapes,
         data=calib,
         module=call_factory(model_factory) if model_factory else None,
         listener=listener(quiet or as_json),
@@ -94,17 +93,6 @@ def export_command(
         print_json(exported.record)
     elif not quiet:
         _print(exported.record, exported.path)
-
-
-def _by_name(texts: tuple[str, ...]) -> dict[str, str]:
-    """Returns dtype and dimensions of each `--input` by its name."""
-    inputs: dict[str, str] = {}
-    for text in texts:
-        name, _, dtype_and_dims = text.partition(":")
-        if name in inputs:
-            raise UserError(f"--input {name} is given twice; each input has one dtype and one shape")
-        inputs[name] = dtype_and_dims
-    return inputs
 
 
 def _print(record: Mapping[str, Any], out: Path) -> None:

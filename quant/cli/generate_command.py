@@ -11,21 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from quant.base.errors import UserError
-from quant.cli.command import (
-    ATTENTION,
-    DEVICE,
-    JSON,
-    KV_CACHE,
-    QUIET,
-    REVISION,
-    SEED,
-    TRUST,
-    UNSAFE,
-    Command,
-    attention_options,
-    echo,
-    print_json,
-)
+from quant.cli import command as cli
 from quant.cli.completion import MODELS
 from quant.cli.console import listener, status
 from quant.models.files import find_checkpoint
@@ -34,26 +20,26 @@ if TYPE_CHECKING:
     from quant.export.onnx.engine_session import EngineSession
 
 
-@click.command("generate", cls=Command)
+@click.command("generate", cls=cli.Command)
 @click.argument("model", shell_complete=MODELS)
 @click.option("--prompt", "prompts", required=True, multiple=True, help="Text to continue. Repeatable with --engine.")
 @click.option("--max-new-tokens", default=64, show_default=True, help="Maximum number of tokens to add.")
-@DEVICE
+@cli.DEVICE
 @click.option("--dtype", help="bfloat16, float16 or float32, for what is not quantized.  [default: the model's]")
-@ATTENTION
-@KV_CACHE
+@cli.ATTENTION
+@cli.KV_CACHE
 @click.option("--engine", type=click.Path(path_type=Path), metavar="FILE", help="Run this file, which was exported "
               "from the checkpoint MODEL: an ONNX file in onnxruntime, an engine in TensorRT, or a .pt2 of "
               "AOTInductor, which is code and needs --unsafe-load.")  # fmt: skip
 @click.option("--temperature", default=0.0, show_default=True, help="With --engine: 0 takes the likeliest token.")
 @click.option("--top-k", default=0, show_default=True, help="With --engine: number of tokens to draw among; 0 is all.")
 @click.option("--top-p", default=1.0, show_default=True, help="With --engine: draw among tokens of this probability.")
-@SEED
-@UNSAFE
-@TRUST
-@REVISION
-@QUIET
-@JSON
+@cli.SEED
+@cli.UNSAFE
+@cli.TRUST
+@cli.REVISION
+@cli.QUIET
+@cli.JSON
 def generate_command(
     model: str, prompts: tuple[str, ...], max_new_tokens: int, engine: Path | None, unsafe_load: bool, quiet: bool,
     as_json: bool, **choices: Any,
@@ -100,15 +86,15 @@ def _run_session(
             session, find_checkpoint(model), prompts, max_new_tokens, sampling=chosen, on_text=on_text
         )
     if as_json:
-        print_json({**dataclasses.asdict(written), "tokens_per_second": written.tokens_per_second})
+        cli.print_json({**dataclasses.asdict(written), "tokens_per_second": written.tokens_per_second})
         return
     if not single:
         for prompt, text in zip(prompts, written.texts, strict=True):
-            echo(prompt + text)
+            cli.echo(prompt + text)
     if not quiet:
         count = sum(map(len, written.tokens))
         rate = f"{count} tokens in {written.seconds:.2f} s, {written.tokens_per_second:.1f} a second"
-        echo(f"{rate}, on {written.backend}", err=True)
+        cli.echo(f"{rate}, on {written.backend}", err=True)
 
 
 def _run_model(
@@ -125,18 +111,18 @@ def _run_model(
     announce_source(terminal, source)
     if not source.is_causal_lm:
         raise UserError(f"{model} ({type(module).__name__}) is not a causal language model; it cannot continue text")
-    options |= attention_options(source.path, options["attention"], options["kv_cache"])
+    options |= cli.attention_options(source.path, options["attention"], options["kv_cache"])
     # JSON has the text whole; without it, pieces appear as they are decoded.
     with nullcontext() if as_json else _line(prompt) as on_text:
         written = generate(module, source.load_tokenizer(), prompt, max_new_tokens, **options, on_text=on_text)
     if as_json:
-        print_json({**dataclasses.asdict(written), "tokens_per_second": written.tokens_per_second})
+        cli.print_json({**dataclasses.asdict(written), "tokens_per_second": written.tokens_per_second})
     elif not quiet:
         rate = f"{len(written.tokens)} tokens in {written.seconds:.2f} s, {written.tokens_per_second:.1f} a second"
-        echo(f"{rate}, on {written.device}: {written.kernels}, {written.decoder}", err=True)
+        cli.echo(f"{rate}, on {written.device}: {written.kernels}, {written.decoder}", err=True)
         if written.kv_cache_bytes is not None or written.attention != "16bit":
             size = f" ({written.kv_cache_bytes:,} bytes of pages)" if written.kv_cache_bytes is not None else ""
-            echo(f"attention in {written.attention}, KV cache in {written.kv_cache}{size}", err=True)
+            cli.echo(f"attention in {written.attention}, KV cache in {written.kv_cache}{size}", err=True)
 
 
 @contextmanager
@@ -147,7 +133,7 @@ def _line(prompt: str) -> Iterator[Callable[[str], None]]:
     def show(piece: str) -> None:
         nonlocal begun
         # The prompt waits for the first piece, so that an error before it leaves no half line.
-        echo(piece if begun else prompt + piece, newline=False)
+        cli.echo(piece if begun else prompt + piece, newline=False)
         begun = True
 
     try:
@@ -156,4 +142,4 @@ def _line(prompt: str) -> Iterator[Callable[[str], None]]:
             show("")
     finally:
         if begun:
-            echo("")
+            cli.echo("")

@@ -20,10 +20,7 @@ COMMANDS = {
     "quantize": ("quant.cli.quantize:quantize_command", "Quantize a model and write a checkpoint."),
     "plan": ("quant.cli.plan_command:plan_group", "Make, show, compare, edit and check plan files."),
     "sensitivity": ("quant.cli.sensitivity_command:sensitivity_command", "Score what each layer loses in each format."),
-    "distill": (
-        "quant.cli.distill_command:distill_command",
-        "Train a quantized checkpoint by distillation.",
-    ),
+    "distill": ("quant.cli.distill_command:distill_command", "Train a quantized checkpoint by distillation."),
     "inspect": ("quant.cli.inspect_command:inspect_command", "List the layers of a quantized checkpoint."),
     "report": ("quant.cli.inspect_command:report_command", "Write the HTML report of a checkpoint again."),
     "evaluate": ("quant.cli.evaluate_command:evaluate_command", "Measure perplexity, and KL to a baseline."),

@@ -239,22 +239,16 @@ def _arrow(change: Change, text: Any) -> str:
     return sides[0] if sides[0] == sides[1] else " → ".join(sides)
 
 
-def _hardware_notes(plan: Plan, target: str | None) -> Counter[str]:
-    """The conditions under which a runtime runs the formats of a plan, and the number of layers of each."""
-    runtime = None if target is None else get_target(target)
-    notes: Counter[str] = Counter()
-    for layer in plan.quantized:
-        pair = None if runtime is None else runtime.pair(layer.weight_format, layer.activation)
-        if pair is not None and pair.note:
-            notes[f"{pair}: {pair.note}"] += 1
-    return notes
-
-
 def _print_problems(plan: Plan, problems: list[Problem], model: str | None, target: str | None) -> None:
     out = page()
     against = " and ".join(filter(None, (f"model {model}" if model else "", f"target {target}" if target else "")))
     if not problems:
-        notes = _hardware_notes(plan, target)
+        # The conditions under which the runtime runs the formats of the plan, and the number of layers of each.
+        notes, runtime = Counter[str](), None if target is None else get_target(target)
+        for layer in plan.quantized:
+            pair = None if runtime is None else runtime.pair(layer.weight_format, layer.activation)
+            if pair is not None and pair.note:
+                notes[f"{pair}: {pair.note}"] += 1
         conditions = (f" with {against}" if against else "") + (" under these conditions:" if notes else "")
         out.print(f"{counted(len(plan.layers), 'layer')}, no problem{conditions}")
         for note, count in notes.items():

@@ -15,19 +15,7 @@ import click
 from quant import __version__
 from quant.base.extras import importing
 from quant.calibration.sensitivity.table import METHODS
-from quant.cli.command import (
-    DEVICE,
-    DEVICES,
-    JSON,
-    QUIET,
-    REVISION,
-    SEED,
-    TRUST,
-    UNSAFE,
-    Command,
-    command_line,
-    print_json,
-)
+from quant.cli import command as cli
 from quant.cli.completion import FORMAT_NAMES, MODELS, OBSERVERS, PRESET_LIST, PRESETS, RUNTIMES, SOLVERS, SOURCES
 from quant.cli.console import CONSOLE, listener, print_plan
 from quant.models.startup import read_ahead, skip_image_packages
@@ -49,7 +37,7 @@ GROUPS = {
 }  # fmt: skip
 
 
-class RunCommand(Command):
+class RunCommand(cli.Command):
     """A command whose `--help` shows its options by purpose."""
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
@@ -115,7 +103,7 @@ _ROUNDING = (
     click.option("--eval-samples", type=click.IntRange(min=1), default=16, show_default=True,
                  help="Rows of each --eval."),
     click.option("--seqlen", type=click.IntRange(min=1), default=512, show_default=True, help="Tokens per row."),
-    SEED,
+    cli.SEED,
 )  # fmt: skip
 _BUDGET = (
     click.option("--bits", type=float,
@@ -152,11 +140,11 @@ _OF_PLANS = (
                  help="File that keeps the scores for the next run."),
 )  # fmt: skip
 _MACHINE = (
-    DEVICE, DEVICES,
+    cli.DEVICE, cli.DEVICES,
     click.option("--memory", metavar="SIZE", help="Memory that may be used: 8GB.  [default: what is free]"),
     click.option("--model-factory", metavar="PACKAGE.MODULE:FUNCTION",
                  help="Function that builds the module, for a state dict or a directory of weights."),
-    UNSAFE, TRUST, QUIET, JSON,
+    cli.UNSAFE, cli.TRUST, cli.QUIET, cli.JSON,
 )  # fmt: skip
 
 
@@ -169,7 +157,7 @@ def run_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 def plan_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """Adds the options of `quant plan make` alone."""
-    for option in (*_OF_PLANS, REVISION):
+    for option in (*_OF_PLANS, cli.REVISION):
         command = option(command)
     return command
 
@@ -215,10 +203,10 @@ def quantize_command(quiet: bool, as_json: bool, **options: Any) -> None:
         from quant.run.run import run
 
     out = options["out"]
-    outcome = run(request_of(options, command_line(click.get_current_context())), listener(quiet or as_json))
+    outcome = run(request_of(options, cli.command_line(click.get_current_context())), listener(quiet or as_json))
     if as_json:
         # A dry run has a plan and no report.
-        print_json((outcome.report or outcome.plan).to_dict())
+        cli.print_json((outcome.report or outcome.plan).to_dict())
     elif outcome.report is not None and not quiet:
         print_summary(outcome.report, CONSOLE)
         CONSOLE.print(f"written to {out}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
@@ -15,9 +15,6 @@ from quant.cli.completion import MODELS, PRESET_LIST, SOLVERS, SOURCES
 from quant.cli.console import listener, print_table
 from quant.export.checkpoint.files.directory import check_apart
 from quant.models.files import WatchedFiles, find_model
-
-if TYPE_CHECKING:
-    from quant.calibration.sensitivity.table import Sensitivity
 
 
 @click.command("sensitivity", cls=Command)
@@ -87,15 +84,10 @@ def sensitivity_command(
     if as_json:
         print_json(sensitivity.to_dict())
     elif not quiet:
-        _print_table(sensitivity)
-
-
-def _print_table(sensitivity: Sensitivity) -> None:
-    """Prints groups by falling score, with the scores of each format."""
-    formats = [name for name in sensitivity.formats if name != "keep"]
-    groups = sorted(sensitivity.groups, key=lambda group: -max(group.scores.values()))
-    columns = {"group": [group.name for group in groups], "!>weights": [f"{group.numel:,}" for group in groups]}
-    for name in formats:
-        columns[f"!>{name}"] = [f"{group.scores[name]:.2e}" if name in group.scores else "–" for group in groups]
-    # Names of groups are long, so they are broken before a format goes.
-    print_table(columns, title=f"{sensitivity.method}: {sensitivity.unit}", drops=("weights", *formats[:0:-1]))
+        formats = [name for name in sensitivity.formats if name != "keep"]
+        groups = sorted(sensitivity.groups, key=lambda group: -max(group.scores.values()))
+        columns = {"group": [group.name for group in groups], "!>weights": [f"{group.numel:,}" for group in groups]}
+        for name in formats:
+            columns[f"!>{name}"] = [f"{group.scores[name]:.2e}" if name in group.scores else "–" for group in groups]
+        # Names of groups are long, so they are broken before a format goes.
+        print_table(columns, title=f"{sensitivity.method}: {sensitivity.unit}", drops=("weights", *formats[:0:-1]))

@@ -13,15 +13,7 @@ from quant.calibration.allocation.goal import AllocationRecord, Budget, BudgetKi
 from quant.calibration.sensitivity.table import Candidate, GroupScores, Sensitivity, parse_candidates
 from quant.recipes.plan import Plan
 from quant.recipes.recipe import KEEP
-from quant.report.section import (
-    COLOURS,
-    Section,
-    block_starts,
-    coloured,
-    number,
-    percentage,
-    role_and_block,
-)
+from quant.report.section import COLOURS, Section, block_starts, coloured, number, percentage, role_and_block
 from quant.report.summary import verified_text
 
 

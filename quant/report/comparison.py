@@ -87,17 +87,14 @@ def totals(a: ComparedRun, b: ComparedRun) -> list[tuple[str, str, str, str]]:
     for name in sorted({name for each in formats for name in each}):
         before, after = (each.count(name) for each in formats)
         rows.append((f"layers in {name}", str(before), str(after), f"{after - before:+d}"))
-    for text in dict.fromkeys(each.text for run in (x, y) for each in _texts(run)):
-        rows += _figures(text, *(next((e for e in _texts(run) if e.text == text), None) for run in (x, y)))
+    texts = [{each.text: each for each in run.evaluation.texts} if run.evaluation else {} for run in (x, y)]
+    for text in {**texts[0], **texts[1]}:
+        rows += _figures(text, texts[0].get(text), texts[1].get(text))
     for stage in dict.fromkeys([*x.seconds, *y.seconds]):
         times = [run.seconds.get(stage) for run in (x, y)]
         cells = ["–" if time is None else f"{time:.1f} s" for time in times]
         rows.append((f"time to {stage}", cells[0], cells[1], _ratio(*times)))
     return rows
-
-
-def _texts(report: Report) -> Sequence[Evaluation]:
-    return report.evaluation.texts if report.evaluation else ()
 
 
 def _figures(text: str | None, a: Evaluation | None, b: Evaluation | None) -> list[tuple[str, str, str, str]]:
@@ -123,14 +120,10 @@ def _figures(text: str | None, a: Evaluation | None, b: Evaluation | None) -> li
             change = f"{100 * (after - before):+.1f} points" if is_share else _ratio(before, after)
         rows.append((f"{label}{where}", cells[0], cells[1], change))
         if label in ("KL", "1 − cosine"):
-            rows.append(("95% interval", _interval(a), _interval(b), ""))
+            ends = [None if each is None else each.interval for each in (a, b)]
+            intervals = ["–" if each is None else "–".join(map(number, each)) for each in ends]
+            rows.append(("95% interval", intervals[0], intervals[1], ""))
     return rows
-
-
-def _interval(evaluation: Evaluation | None) -> str:
-    if evaluation is None or evaluation.interval is None:
-        return "–"
-    return "–".join(map(number, evaluation.interval))
 
 
 def _ratio(before: float | None, after: float | None) -> str:
@@ -177,11 +170,9 @@ def _errors(
     text = "The errors of both runs, layer by layer."
     if not of_outputs:
         has_outputs = any(layer is not None and layer.output_error is not None for pair in pairs for layer in pair)
-        which = (
-            "Only one of them measured outputs on evaluation text"
-            if has_outputs
-            else ("Outputs were not measured in both")
-        )
+        which = "Only one of them measured outputs on evaluation text"
+        if not has_outputs:
+            which = "Outputs were not measured in both"
         text += f" {which}, so these are the errors of the weights by themselves."
     return Section("Error by layer", text, None, chart)
 

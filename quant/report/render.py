@@ -21,12 +21,7 @@ from quant.recipes.plan import Plan
 from quant.recipes.solver_names import DEFAULT_OBSERVER
 from quant.report.allocation_charts import budget_text, heat_map, pareto, rounds, waterfall
 from quant.report.charts import continuation, errors, memory, predictions, receipt, sizes, texts, usage
-from quant.report.section import (
-    Section,
-    format_colours,
-    number,
-    short_name,
-)
+from quant.report.section import Section, format_colours, number, short_name
 from quant.report.summary import interval_text
 
 if TYPE_CHECKING:

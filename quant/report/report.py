@@ -199,10 +199,7 @@ class Report(JsonData):
     def complete(self, plan: Plan, directory: Path, hashes: Mapping[str, str]) -> None:
         """Writes the report of a checkpoint, as JSON and as HTML, before the directory appears under its name.
 
-        Args:
-            plan: the plan that was executed.
-            directory: the directory of the unfinished checkpoint.
-            hashes: SHA-256 of each weight file, by name.
+        `hashes` are the SHA-256 of each weight file, by name.
         """
         self.files = dict(hashes)
         # Sizes on disk replace the plan's estimate; they include the headers of the files.

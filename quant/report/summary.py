@@ -45,8 +45,11 @@ def summary(report: Report) -> list[tuple[str, str]]:
     """Returns the headline figures as pairs of label and text."""
     quantized = any(layer.format is not None for layer in report.layers)
     bits = f"{report.effective_bits:.3f} per quantized weight, scales counted" if quantized else "nothing is quantized"
+    ratio, shrinking = report.ratio, "as large as before"
+    if not 0.995 <= ratio < 1.005:
+        shrinking = f"{ratio:.2f}× smaller" if ratio > 1 else f"{1 / ratio:.2f}× larger"
     rows = [
-        ("size", f"{megabytes(report.bytes_before)} → {megabytes(report.bytes_after)} ({_shrinking(report.ratio)})"),
+        ("size", f"{megabytes(report.bytes_before)} → {megabytes(report.bytes_after)} ({shrinking})"),
         ("effective bits", bits),
     ]
     # One line for each format, and for each width of layers that are not quantized.
@@ -158,12 +161,6 @@ def verified_text(record: AllocationRecord, verified: Verified) -> str:
     quantity = "perplexity" if percent else "loss"
     where = f"{counted(verified.rows, 'row')} of {verified.text} that took no part in the choice"
     return f"{quantity} {text(verified.loss)} (limit {text(record.budget.value)}{interval}) on {where}"
-
-
-def _shrinking(ratio: float) -> str:
-    if 0.995 <= ratio < 1.005:
-        return "as large as before"
-    return f"{ratio:.2f}× smaller" if ratio > 1 else f"{1 / ratio:.2f}× larger"
 
 
 # KL in nats of the default solver on SmolLM2-135M, from docs/benchmarks.md: by the weight format where inputs are in

@@ -16,17 +16,8 @@ from quant.calibration.outputs.logits import check_evaluable
 from quant.calibration.placement import device_of
 from quant.calibration.sensitivity.table import Candidate
 from quant.calibration.solvers.registry import get_pipeline
+from quant.calibration.texts import sources
 from quant.calibration.texts.mixture import Record, lacks_data, solver_needs_data, with_calibration, with_data
-from quant.calibration.texts.sources import (
-    as_rows,
-    digest_of,
-    must_write,
-    read_calibration,
-    read_evaluation,
-    tokenizer_if_any,
-    within_context,
-    written_share,
-)
 from quant.calibration.walk.expected_time import expected_time, in_words, time_of_rows
 from quant.calibration.walk.solve import check_solvable
 from quant.models.stored_weights import read_stored, stored_in
@@ -76,7 +67,7 @@ def _kept_data(job: Job, plan: Plan) -> tuple[Data, list[Record]]:
         read_stored(job.model, stored_in(job.model))  # or each token would read every weight again
     data, records = calibration_data(job, lambda: plan)
     # Ranks read their own files, and a resumed run may find the text changed: either would mix two calibrations.
-    digest = digest_of(data)
+    digest = sources.digest_of(data)
     check_same({f"the calibration text {rows.label}": digest}, job.session)
     if rows.is_written:
         assert isinstance(data, torch.Tensor)
@@ -89,14 +80,14 @@ def _kept_data(job: Job, plan: Plan) -> tuple[Data, list[Record]]:
 def calibration_data(job: Job, plan: Callable[[], Plan]) -> tuple[Data, list[Record]]:
     """Returns the calibration data of a request and a record of each source; `plan` needs it, which messages say."""
     rows = job.request.calibration_rows
-    return read_calibration(
+    return sources.read_calibration(
         job.source, rows, job.session, listener=job.listener, plan=plan() if rows.is_written else None
     )
 
 
 def evaluation_data(job: Job) -> dict[str, Data]:
     """Returns the rows or inputs of each evaluation source by its name; the model runs on all of them."""
-    data = read_evaluation(job.source, job.request.evaluation_rows, job.session, listener=job.listener)
+    data = sources.read_evaluation(job.source, job.request.evaluation_rows, job.session, listener=job.listener)
     for rows in data.values():
         check_evaluable(job.model, rows)
     return data
@@ -107,7 +98,9 @@ def verification_data(job: Job, decision: Decision) -> Mapping[str, Data]:
     data = evaluation_data(job)
     if decision.allocation is None or not decision.allocation.record.verified or not data:
         return data
-    return dict(HeldOut.halves({name: as_rows(job.model, rows, "a limit") for name, rows in data.items()}).verify)
+    return dict(
+        HeldOut.halves({name: sources.as_rows(job.model, rows, "a limit") for name, rows in data.items()}).verify
+    )
 
 
 def announce_time(job: Job, decision: Decision) -> None:
@@ -167,7 +160,7 @@ def announce_budget(job: Job, plan: Plan, goal: Goal, candidates: Sequence[Candi
 
 def _text_size(job: Job, *, will_write: bool) -> tuple[int, int, int]:
     """Returns the rows and tokens a row of the calibration text, and the tokens that the model will write."""
-    samples, seqlen = job.request.calibration_samples, within_context(job.source, job.request.seqlen)
-    share = written_share(job.request.calib, has_tokenizer=tokenizer_if_any(job.source) is not None)
-    writes = will_write and share > 0 and must_write(job.source, job.request.calibration_rows, job.session)
+    samples, seqlen = job.request.calibration_samples, sources.within_context(job.source, job.request.seqlen)
+    share = sources.written_share(job.request.calib, has_tokenizer=sources.tokenizer_if_any(job.source) is not None)
+    writes = will_write and share > 0 and sources.must_write(job.source, job.request.calibration_rows, job.session)
     return samples, seqlen, round(share * samples * seqlen) if writes else 0

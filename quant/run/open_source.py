@@ -75,8 +75,11 @@ def load(request: Request, listener: Listener) -> Job:
     torch.manual_seed(request.seed)  # a caller's module does not change the caller's random numbers
     started = time.perf_counter()
     with listener.step(f"loading {request.model}"), importing():  # transformers, most of the time
-        if not request.reads_no_weights:
-            _check_lengths(request)
+        if not request.reads_no_weights and short_files(request.calibration_rows):
+            # Text that is too short is refused before the weights are read: headers and tokenizer suffice.
+            shapes = _open(request, meta=True)
+            if request.goal is not None or lacks_data(plan_for(request, shapes)):
+                check_lengths(shapes, request.calibration_rows)
         source = _open(
             request,
             meta=request.reads_no_weights,
@@ -86,15 +89,6 @@ def load(request: Request, listener: Listener) -> Job:
     announce_source(listener, source)
     sized = request if source.model is None else request.for_model(source.model)
     return Job(sized, source, session, listener, {"load": time.perf_counter() - started})
-
-
-def _check_lengths(request: Request) -> None:
-    """Refuses calibration text that is too short before the weights are read: headers and tokenizer suffice."""
-    if not short_files(request.calibration_rows):
-        return
-    source = _open(request, meta=True)
-    if request.goal is not None or lacks_data(plan_for(request, source)):
-        check_lengths(source, request.calibration_rows)
 
 
 def _open(request: Request, *, meta: bool, stream: bool = False) -> Source:

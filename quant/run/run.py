@@ -20,7 +20,6 @@ from dataclasses import replace
 from quant.base.extras import versions
 from quant.base.listener import SILENT, Listener
 from quant.calibration.ranks import leave, rank_and_world, wait_for_all
-from quant.calibration.session import Session
 from quant.calibration.solvers.gptq import compile_ahead
 from quant.calibration.solvers.registry import get_pipeline
 from quant.calibration.walk.step_store import DirectoryStore
@@ -105,13 +104,9 @@ def resumable(job: Job, plan: Plan) -> Iterator[Job]:
         "the version of": versions(),
         "the seed": request.seed,
         # Sums on a CPU and on a GPU round differently; a finished layer of the other would not fit its neighbours.
-        "the kind of device": _device_type(job.session),
+        "the kind of device": "cpu" if job.session.device is None else job.session.device.type,
     }
     with DirectoryStore(request.out, depends, source.files, restart=request.restart) as store:
         if not store.is_complete:
             store.expect("device", kind_of(job.session))  # each kind of GPU rounds sums in its own way
         yield replace(job, session=replace(job.session, store=store))
-
-
-def _device_type(session: Session) -> str:
-    return "cpu" if session.device is None else session.device.type

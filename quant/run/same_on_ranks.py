@@ -22,10 +22,7 @@ from quant.models.files import spot_hash
 def check_same(values: Mapping[str, str], session: Session, files: Sequence[Path] = ()) -> None:
     """Checks that all ranks have the same values, files, versions and kind of device.
 
-    Args:
-        values: hashes or names that the result depends on, by their names in the error message.
-        session: the session of this rank; GPUs of different kinds would round differently.
-        files: the files of the model.
+    `values` are hashes or names that the result depends on, by their names in the error message.
 
     Raises:
         UserError: ranks differ; the message names the first rank that does, and the value.
