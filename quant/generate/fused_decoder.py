@@ -166,11 +166,8 @@ class Decoder:
 
     def __init__(self, model: nn.Module, room: int, *, has_quantized_cache: bool = False) -> None:
         body: Any = model.model
-        device, dtype, self.room = (
-            _device(model),
-            body.norm.weight.dtype,
-            room,
-        )  # the norms have the dtype of activations
+        # The norms have the dtype of activations.
+        device, dtype, self.room = _device(model), body.norm.weight.dtype, room
         self.embed, self.head, self.norm = body.embed_tokens, model.get_output_embeddings(), _of_norm(body.norm)  # type: ignore[operator]
         pages = -(-room // _PAGE)
         self.has_quantized_cache = has_quantized_cache

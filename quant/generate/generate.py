@@ -214,11 +214,7 @@ def _generate_by_transformers(model: nn.Module, ids: torch.Tensor, stream: TextS
 
 
 def _decode(
-    model: nn.Module,
-    ids: torch.Tensor,
-    max_new_tokens: int,
-    tell: Callable[[list[int]], object],
-    cache: Any = None,
+    model: nn.Module, ids: torch.Tensor, max_new_tokens: int, tell: Callable[[list[int]], object], cache: Any = None
 ) -> str:
     """Decodes the tokens after `ids` `[1, tokens]` by `Decoder`, or returns why transformers has to give them.
 

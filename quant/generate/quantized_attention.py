@@ -324,7 +324,7 @@ def _attend(
         q, k, v, scales = _rounded(module, q, k, v, fp8, **options)
     if call.s_aux is not None and mask is None:
         # Kernels have no sinks; `_masked` does.
-        mask = _mask_of(call, q.shape[2], k.shape[2], q.device)
+        mask = mask_of(call, q.shape[2], k.shape[2], q.device)
     if mask is not None:
         out = _masked(q, k, v, mask[..., : k.shape[2]], fp8, sinks=call.s_aux, **options)
     else:
@@ -334,7 +334,7 @@ def _attend(
     return out.transpose(1, 2).contiguous(), None
 
 
-def _mask_of(call: AttentionCall, queries: int, keys: int, device: torch.device) -> torch.Tensor:
+def mask_of(call: AttentionCall, queries: int, keys: int, device: torch.device) -> torch.Tensor:
     """Returns which keys each query sees, bool `[1, 1, queries, keys]`; the queries are the last tokens."""
     if not call.is_causal:
         return torch.ones(1, 1, queries, keys, dtype=torch.bool, device=device)

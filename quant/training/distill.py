@@ -42,19 +42,11 @@ from quant.models.open_model import Source
 from quant.recipes.plan import Plan
 from quant.report.report import Distillation, Report, kv_cache_of
 from quant.run.announcements import announce_device
+from quant.training import train_loop
 from quant.training.distillation_loss import AnyTeacher, Batch, distillation_loss
 from quant.training.pack import pack
 from quant.training.qat import prepare_qat
 from quant.training.teacher_cache import CachedTeacher, cache_teacher, is_cached_teacher
-from quant.training.train_loop import (
-    Hyperparameters,
-    StoredDtypes,
-    Trained,
-    default_rate,
-    train,
-    train_only_norms,
-    train_only_rounded,
-)
 
 _WORSE = 1.02  # times the KL before training; rounding by itself does not change it by as much
 _SHARED = 0.99  # of the smaller vocabulary; a fine-tuned model adds a token or two
@@ -95,30 +87,12 @@ def distill(
 
 @overload
 def distill(
-    student: str | Path,
-    teacher: str | Path,
-    *,
-    out: str | Path,
-    data: str | Sequence[str] = ...,
-    samples: int = ...,
-    seqlen: int = ...,
-    steps: int = ...,
-    batch_size: int = ...,
-    lr: float | None = ...,
-    temperature: float = ...,
-    hidden: float = ...,
-    train: str = ...,
-    scales: str = ...,
-    eval_texts: Sequence[str | Path] = ...,
-    eval_samples: int = ...,
-    cache_teacher: str | Path | None = ...,
-    top: int = ...,
-    seed: int = ...,
-    overwrite: bool = ...,
-    device: str = ...,
-    listener: Listener = ...,
-    command: str = ...,
-) -> Report: ...
+    student: str | Path, teacher: str | Path, *, out: str | Path, data: str | Sequence[str] = ..., samples: int = ...,
+    seqlen: int = ..., steps: int = ..., batch_size: int = ..., lr: float | None = ..., temperature: float = ...,
+    hidden: float = ..., train: str = ..., scales: str = ..., eval_texts: Sequence[str | Path] = ...,
+    eval_samples: int = ..., cache_teacher: str | Path | None = ..., top: int = ..., seed: int = ...,
+    overwrite: bool = ..., device: str = ..., listener: Listener = ..., command: str = ...,
+) -> Report: ...  # fmt: skip
 
 
 def distill(
@@ -378,11 +352,7 @@ def _training_rows(
 
 
 def _measure(
-    student: nn.Module,
-    plan: Plan,
-    texts: Mapping[str, torch.Tensor],
-    baseline: nn.Module | None,
-    session: Session,
+    student: nn.Module, plan: Plan, texts: Mapping[str, torch.Tensor], baseline: nn.Module | None, session: Session
 ) -> Evaluation | None:
     """Measures a model on each text, with attention and KV cache in the plan's formats; None without texts."""
     if not texts:
@@ -393,7 +363,7 @@ def _measure(
 
 def _train(
     student: nn.Module, plan: Plan, inputs: DistillInputs, options: DistillOptions, progress: StageProgress
-) -> tuple[Plan, float, Trained]:
+) -> tuple[Plan, float, train_loop.Trained]:
     """Trains the quantized weights of `student`, or its norms; it is quantized again afterwards.
 
     Returns:
@@ -401,19 +371,19 @@ def _train(
     """
     # Noted before `prepare_qat` makes float32 of weights: the written checkpoint has the dtypes of the one it started
     # from.
-    dtypes = StoredDtypes(student)
+    dtypes = train_loop.StoredDtypes(student)
     only_norms = options.train == "norms"
     # The original's weights that were rounded are a start for weights that are trained.
     plan = prepare_qat(student, plan, scales=options.scales, original=None if only_norms else inputs.model)
     if device_of(student).type == "cpu":
         student.float()  # processors multiply FP32 faster, and untrained parameters come back without loss
-    (train_only_norms if only_norms else train_only_rounded)(student)
-    rate = default_rate(plan, options.train) if options.lr is None else options.lr
-    trained = train(
+    (train_loop.train_only_norms if only_norms else train_loop.train_only_rounded)(student)
+    rate = train_loop.default_rate(plan, options.train) if options.lr is None else options.lr
+    trained = train_loop.train(
         student.train(),
         partial(distillation_loss, student, inputs.teacher, temperature=options.temperature, hidden=options.hidden),
         inputs.rows,
-        Hyperparameters(options.steps, options.batch_size, rate, options.seed),
+        train_loop.Hyperparameters(options.steps, options.batch_size, rate, options.seed),
         progress=lambda done, total, _: progress("train", done, total),
     )
     student.eval()

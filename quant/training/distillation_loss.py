@@ -20,7 +20,7 @@ from quant.calibration.evaluating import evaluating
 from quant.calibration.placement import device_of
 from quant.recipes.callers_model import inner_model
 from quant.recipes.solver_names import parse_solver
-from quant.training.kl import LogitHead, LogitTeacher, Teacher, chunked_kl, run_to_head
+from quant.training.kl import LogitTeacher, Teacher, chunked_kl, run_to_head
 from quant.training.rounded_weight import plan_in_training
 from quant.training.teacher_cache import CachedTeacher
 
@@ -69,17 +69,13 @@ def distillation_loss(
             moved = {name: value.to(device) for name, value in inputs.items() if isinstance(value, torch.Tensor)}
             head_inputs, teacher_states, teacher_head = run_to_head(teacher, moved, wants_hidden)
         targets = LogitTeacher(head_inputs.flatten(0, 1), teacher_head)
-    # autograd does not see the head inside `chunked_kl`, which finds the gradients of these parameters itself.
-    head_parameters = head.parameters() if isinstance(head, LogitHead) else ()
     if outputs.shape[:-1] != ids.shape:
         raise UserError(
             f"{type(inner_model(student)).__name__}: gives outputs {list(outputs.shape)} for token ids "
             f"{list(ids.shape)}; distillation is for causal language models, with logits at each token"
         )
     counted = _counted(inputs)
-    loss = chunked_kl(
-        outputs.flatten(0, 1), head, targets, temperature=temperature, mask=counted, parameters=head_parameters
-    )
+    loss = chunked_kl(outputs.flatten(0, 1), head, targets, temperature=temperature, mask=counted)
     if wants_hidden:
         loss = loss + hidden * _distance(states, teacher_states, counted).to(loss.device)
     return loss

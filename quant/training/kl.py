@@ -23,7 +23,7 @@ its gradient does not change the student's proportions among the others.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import product
@@ -84,21 +84,16 @@ class TopTeacher:
 
     tokens: torch.Tensor  # int `[positions, k]`
     logp: torch.Tensor  # their log-probabilities at the temperature, float32 `[positions, k]`
-    name: str = "the cached teacher"  # of the model in messages
-    vocabulary: int | None = None  # number of tokens that the teacher knows
+    name: str  # of the model in messages
+    vocabulary: int  # tokens that the teacher knows
 
     def gradient(self, logits: torch.Tensor, part: slice, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns the same as `LogitTeacher.gradient`."""
         tokens, logp = self.tokens[part].to(logits.device).long(), self.logp[part].to(logits.device).float()
-        if self.vocabulary not in (None, logits.shape[-1]):
+        if self.vocabulary != logits.shape[-1]:
             raise UserError(
                 f"{self.name} knows {self.vocabulary:,} tokens and the student's vocabulary has {logits.shape[-1]:,}; "
                 "cache a teacher of the same family"
-            )
-        if self.vocabulary is None and tokens.numel() and int(tokens.max()) >= logits.shape[-1]:
-            raise UserError(
-                f"{self.name} knows token {int(tokens.max()):,}, and the student's vocabulary has "
-                f"{logits.shape[-1]:,}; cache a teacher of the same family"
             )
         logq = logits.div_(temperature).log_softmax(dim=-1)
         p, top_logq = logp.exp(), logq.gather(-1, tokens)
@@ -191,26 +186,17 @@ def chunked_kl(
     *,
     temperature: float = 1.0,
     mask: torch.Tensor | None = None,
-    parameters: Sequence[torch.Tensor] | None = None,
 ) -> torch.Tensor:
     """Returns the mean forward KL from a teacher's to the student's next tokens, times T².
 
-    Only the logits of one slice are in memory at a time.
-
-    Args:
-        hidden: inputs of the student's head, `[positions, hidden]`.
-        head: the student's: a module, or a function with `parameters`.
-        teacher: the teacher's next-token probabilities at these positions.
-        temperature: divides the logits of both; the factor T² keeps the gradients' size (Hinton et al., 2015).
-        mask: the positions that count, bool or weights `[positions]`; None counts all. Without any the loss is 0.
-        parameters: the parameters of the head, if it is not a module.
-
-    Returns a float32 scalar with gradients of `hidden` and of the head's parameters.
+    Only the logits of one slice are in memory at a time. The result, a float32 scalar, has gradients of `hidden`, the
+    inputs `[positions, hidden]` of the student's head, and of the head's parameters if it is a module or a `LogitHead`.
+    The factor T² keeps the gradients' size (Hinton et al., 2015). `mask` has the positions that count, bool or weights;
+    None counts all, and without any the loss is 0.
     """
     if temperature <= 0:
         raise UserError(f"temperature is {temperature}; expected a number above 0")
-    if parameters is None:
-        parameters = tuple(head.parameters()) if isinstance(head, nn.Module) else ()
+    parameters = tuple(head.parameters()) if isinstance(head, nn.Module | LogitHead) else ()
     weights = None if mask is None else mask.flatten().to(hidden.device, torch.float32)
     return ChunkedKL.apply(hidden, head, teacher, temperature, weights, *parameters)  # type: ignore[no-any-return, no-untyped-call]
 

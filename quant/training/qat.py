@@ -44,15 +44,8 @@ from quant.kernels.linear.experts import QuantExperts
 from quant.kernels.linear.install import mark_quantized
 from quant.kernels.linear.quant_linear import QuantLinear, RunTimeParts
 from quant.kernels.training.fake_rounding import weight_steps
+from quant.recipes import callers_model
 from quant.recipes.blocks import stored_dtype
-from quant.recipes.callers_model import (
-    ADAPTERS_AFTER,
-    check_original,
-    optimizers_of,
-    refuse_adapters,
-    uncompiled,
-    unwrapped,
-)
 from quant.recipes.layers import find_layers
 from quant.recipes.plan import LayerPlan, Plan, groups_by_input
 from quant.recipes.plan_check import check_plan_fits
@@ -117,7 +110,7 @@ def prepare_qat(
             format, which has no gradient. Last of all, when the model is prepared: an optimizer of its parameters that
             holds some that it no longer has, lacks learned scales, or has state in the dtype that weights had.
     """
-    model = unwrapped(model, "prepare_qat")
+    model = callers_model.unwrapped(model, "prepare_qat")
     if scales is not None and scales not in SCALES:
         raise UserError(f"scales={scales!r}: unknown; {known_names(scales, SCALES)}")
     if isinstance(track_inputs, bool) or not isinstance(track_inputs, int) or track_inputs < 0:
@@ -130,10 +123,10 @@ def prepare_qat(
     before = {id(parameter): (parameter, parameter.dtype) for parameter in model.parameters()}
     was_quantized = any(isinstance(module, Packed) for module in model.modules())
     if was_quantized:
-        refuse_adapters(model, "prepare_qat", ADAPTERS_AFTER)
+        callers_model.refuse_adapters(model, "prepare_qat", callers_model.ADAPTERS_AFTER)
         plan = _plan_of_quantized(model, plan)
     else:
-        check_original(model, "prepare_qat")
+        callers_model.check_original(model, "prepare_qat")
         if original is not None:
             raise UserError("original= is for a model that is quantized already; this one is in 16 bit: leave it out")
         if plan is None:
@@ -154,7 +147,7 @@ def prepare_qat(
         _check_trainable(plan, model)
         start = Start.of_original(model, plan)
         session = Session.on(device, progress=progress)
-        with restored_on_error(model), uncompiled(model):
+        with restored_on_error(model), callers_model.uncompiled(model):
             _warn_of_bypassed_layers(model, plan)
             plan = solve_plan(model, plan, data, session, rounded=start.rounded.__setitem__).plan
     _check_plan(plan)
@@ -253,7 +246,7 @@ def _check_optimizers(
         for module in model.modules()
         if isinstance(module, RoundedWeight) and module.range_shift is not None
     }
-    for each in optimizers_of(before.keys()):
+    for each in callers_model.optimizers_of(before.keys()):
         parameters = {id(parameter): parameter for group in each.param_groups for parameter in group["params"]}
         # Of a model that was quantized before, an optimizer may still hold the weights from before that.
         lost = sum(key not in own and (was_quantized or key in before) for key in parameters)

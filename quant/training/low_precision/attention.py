@@ -21,7 +21,7 @@ from torch import nn
 from quant.base.errors import UserError, known_names
 from quant.base.extras import require
 from quant.calibration.attention_names import configs_of, implementations_kept, text_config
-from quant.generate.quantized_attention import AttentionCall, mask_unless_causal
+from quant.generate.quantized_attention import AttentionCall, mask_of, mask_unless_causal
 from quant.kernels.attention.attention_operands import DIMS, scale_of_rows
 from quant.kernels.attention.forward import has_attention_kernel
 from quant.kernels.attention.ring import quantize_blocks
@@ -126,16 +126,9 @@ def _attend(
             ValueOf.apply(x, (codes.float() * scale_of_rows(scale, x.shape, None)).to(x.dtype))  # type: ignore[no-untyped-call]
             for x, (codes, scale) in ((x, quantize_blocks(x.detach())) for x in (q, k, v))
         )
-    if mask is None and call.is_causal:
-        mask = _mask_of(q.shape[2], k.shape[2], call.sliding_window, q.device)
+    # SDPA applies a causal mask without a window by itself, where queries are all tokens or the last one.
+    has_window = call.sliding_window is not None and call.sliding_window < k.shape[2]
+    if mask is None and call.is_causal and (has_window or q.shape[2] not in (1, k.shape[2])):
+        mask = mask_of(call, q.shape[2], k.shape[2], q.device)
     out, _ = sdpa_attention_forward(module, q, k, v, mask, scaling=call.scaling, is_causal=call.is_causal)
     return out, None
-
-
-def _mask_of(queries: int, keys: int, window: int | None, device: torch.device) -> torch.Tensor | None:
-    """Returns the mask of a causal call that SDPA does not apply by itself, bool `[queries, keys]`; else None."""
-    window = None if window is None or window >= keys else window
-    if window is None and queries in (1, keys):
-        return None
-    seen = torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)
-    return seen if window is None else seen.triu(keys - queries - window + 1)

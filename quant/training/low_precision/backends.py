@@ -39,11 +39,7 @@ from quant.training.low_precision.training_recipe import RECIPES, TrainingRecipe
 
 BACKENDS = ("auto", "emulated", "native", "torchao", "te")
 
-TORCHAO = {
-    "fp8_tensorwise": "tensorwise",
-    "fp8_rowwise": "rowwise",
-    "fp8_rowwise_wgrad_bf16": "rowwise_with_gw_hp",
-}
+TORCHAO = {"fp8_tensorwise": "tensorwise", "fp8_rowwise": "rowwise", "fp8_rowwise_wgrad_bf16": "rowwise_with_gw_hp"}
 """torchao's names of our recipes."""
 TRANSFORMER_ENGINE = {
     "fp8_delayed": "DelayedScaling",
@@ -70,12 +66,7 @@ class Backend:
 
 
 def choose_backend(backend: str, recipe: TrainingRecipe, parameter: torch.Tensor) -> Backend:
-    """Returns the backend that runs a recipe where a parameter of the model is.
-
-    Args:
-        backend: one of `BACKENDS`; "auto" takes the fastest that is installed and runs the recipe.
-        recipe: to run.
-        parameter: a parameter of the model.
+    """Returns the backend that runs a recipe where a parameter of the model is; "auto" takes the fastest installed one.
 
     Raises:
         UserError: an unknown name, or a backend that does not run the recipe here; the message says which machine does.
@@ -321,11 +312,7 @@ class _EngineHistory(AmaxHistory):
         return self._module.fp8_meta[self._direction]
 
 
-_POSITIONS = {
-    "x": ("scaling_fwd", 0, E4M3.max),
-    "w": ("scaling_fwd", 1, E4M3.max),
-    "dy": ("scaling_bwd", 0, E5M2.max),
-}
+_POSITIONS = {"x": ("scaling_fwd", 0, E4M3.max), "w": ("scaling_fwd", 1, E4M3.max), "dy": ("scaling_bwd", 0, E5M2.max)}
 """Where Transformer Engine holds the history of a tensor, and the largest number of its format."""
 
 

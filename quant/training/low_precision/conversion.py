@@ -51,26 +51,16 @@ _RECIPE = "recipe"  # key of the name in a report's state
 
 @dataclass(frozen=True, eq=False)
 class LowPrecisionTraining:
-    """The changes that `to_low_precision_training` made.
-
-    Attributes:
-        recipe: that the layers follow.
-        backend: that computes the products: "emulated", "native", "torchao" or "te".
-        note: how this machine runs the recipe, for the log.
-        converted: names of the layers whose products are rounded.
-        in_16bit: layers that stay as they were, with the reason, by name.
-        model: that was converted.
-        attention: how attention is computed; None where it was left as it was.
-        too_small: converted layers that are too small to gain time, with the sizes of their weights.
-    """
+    """The changes that `to_low_precision_training` made."""
 
     recipe: TrainingRecipe
-    backend: str
-    note: str
-    converted: tuple[str, ...]
-    in_16bit: Mapping[str, str]
+    backend: str  # that computes the products: "emulated", "native", "torchao" or "te"
+    note: str  # how this machine runs the recipe, for the log
+    converted: tuple[str, ...]  # names of the layers whose products are rounded
+    in_16bit: Mapping[str, str]  # layers that stay as they were, with the reason, by name
     model: nn.Module
-    attention: str | None = None
+    attention: str | None = None  # how it is computed; None where it was left as it was
+    # Converted layers that are too small to gain time, with the sizes of their weights.
     too_small: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
     def at(self, share: float) -> None:

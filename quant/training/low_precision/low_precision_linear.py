@@ -20,9 +20,8 @@ from quant.base.errors import UserError
 from quant.kernels.base.custom_ops import autocast_dtype
 from quant.training.low_precision.native import cast
 from quant.training.low_precision.native_fusions import merged_product
-from quant.training.low_precision.operands import Operand, multiply, operand_of, transform_tokens
+from quant.training.low_precision.operands import multiply, operand_of, transform_tokens
 from quant.training.low_precision.state import LowPrecision, deployed_layer
-from quant.training.low_precision.training_recipe import TrainingRecipe
 
 
 class LowPrecisionLinear(nn.Linear):
@@ -189,7 +188,14 @@ class RoundedProducts(torch.autograd.Function):
                 dx = flat @ weight.to(flat.dtype)
             else:
                 a = operand_of(flat, gradient, recipe.of_gradients, stochastic=stochastic, amax=amax)
-                dx = multiply(a, _transposed_weight(weight, recipe, ctx.w_amax), flat.dtype)
+                format = recipe.weight_for_dx
+                assert format is not None
+                # wᵀ along the outputs has the forward product's codes if blocks are square or the whole tensor.
+                if format.per_tensor or format.has_square_blocks:
+                    b = operand_of(weight, format, recipe, amax=ctx.w_amax).transposed
+                else:
+                    b = operand_of(weight.t(), format, recipe, amax=ctx.w_amax if format.global_scale else None)
+                dx = multiply(a, b, flat.dtype)
             dx = dx.reshape(ctx.shape)
         if ctx.needs_input_grad[1]:
             if gradient is None or recipe.input is None or not recipe.rounds_dw:
@@ -203,12 +209,3 @@ class RoundedProducts(torch.autograd.Function):
                 dw = multiply(a, b, torch.float32)
             dw = dw.to(weight.dtype)
         return dx, dw, None, None, None
-
-
-def _transposed_weight(weight: torch.Tensor, recipe: TrainingRecipe, amax: torch.Tensor | None) -> Operand:
-    """Rounds wᵀ along the outputs: to the forward product's codes if blocks are square or the whole tensor."""
-    format = recipe.weight_for_dx
-    assert format is not None
-    if format.per_tensor or format.has_square_blocks:
-        return operand_of(weight, format, recipe, amax=amax).transposed
-    return operand_of(weight.t(), format, recipe, amax=amax if format.global_scale else None)

@@ -130,13 +130,8 @@ def round_operand(
 ) -> RoundedOperand:
     """Rounds `x` `[rows, columns]` along its columns, over which the product sums.
 
-    Args:
-        x: any float dtype.
-        format: of the operand.
-        recipe: decides on the order of operations and on powers of two.
-        draws: uniform in [0, 1), of the shape of `x`, for stochastic rounding; None rounds to nearest.
-        amax: largest magnitude that the whole tensor is scaled by, float32 scalar, for formats with a tensor scale;
-            None measures it. Values beyond saturate.
+    `draws`, uniform in [0, 1) and of the shape of `x`, round stochastically; None rounds to nearest. `amax`, a float32
+    scalar, is what a format with a tensor scale scales the whole tensor by; None measures it. Values beyond saturate.
     """
     rows, columns = x.shape
     block_rows, block_columns = format.block_shape(x.shape)

@@ -60,37 +60,29 @@ class AmaxHistory:
 
 @dataclass(eq=False)
 class LowPrecision:
-    """Everything that a layer in low-precision training has in addition to its parameters.
+    """Everything that a layer in low-precision training has in addition to its parameters."""
 
-    Attributes:
-        name: of the layer in its model, for messages.
-        recipe: how products are rounded.
-        group: the layers that a runtime merges with this one, itself included: they share the scale of a whole weight.
-        merges: whether native products compute the group as one.
-        siblings: the same layer of every expert of a mixture that is a list of modules. A router may send an expert
-            no token in training; its input is then scaled as theirs.
-        rounds_forward: whether the forward product is rounded; a recipe's schedule turns it off in the end.
-        amax: histories of x, w and dy, by those names. Only histories that the recipe or the deployed layer needs grow.
-        weight_dtype: dtype of the weight in the last forward pass. FSDP2 with `param_dtype=bfloat16` shows the layer a
-            rounded copy of the parameter, and the deployed codes must come from that copy.
-        largest_input, largest_gradient: scalars, the largest magnitude of x and dy, or of their scales, in the passes
-            since the last step of an optimizer: NaN or infinity if one of their numbers was; None where nobody looked.
-        products: of another backend in place of the emulated ones: x, weight, this object, and x of all ranks, to y.
-        deployed: the deployed layer for evaluation, with the tensors that it was made from; see `deployed_layer`.
-    """
-
-    name: str
+    name: str  # of the layer in its model, for messages
     recipe: TrainingRecipe
+    # The layers that a runtime merges with this one, itself included: they share the scale of a whole weight.
     group: Sequence[Any] = ()  # LowPrecisionLinear
-    merges: bool = True
+    merges: bool = True  # whether native products compute the group as one
+    # The same layer of every expert of a mixture that is a list of modules. A router may send an expert no token in
+    # training; its input is then scaled as theirs.
     siblings: Sequence[Any] = ()
-    rounds_forward: bool = True
+    rounds_forward: bool = True  # a recipe's schedule turns it off in the end
+    # Histories of x, w and dy, by those names. Only histories that the recipe or the deployed layer needs grow.
     amax: dict[str, AmaxHistory] = field(default_factory=dict)
+    # Of the weight in the last forward pass. FSDP2 with `param_dtype=bfloat16` shows the layer a rounded copy of the
+    # parameter, and the deployed codes must come from that copy.
     weight_dtype: torch.dtype | None = None
+    # Scalars, the largest magnitude of x and dy, or of their scales, in the passes since the last step of an optimizer:
+    # NaN or infinity if one of their numbers was; None where nobody looked.
     largest_input: torch.Tensor | None = None
     largest_gradient: torch.Tensor | None = None
+    # Of another backend in place of the emulated ones: x, weight, this object, and x of all ranks, to y.
     products: Callable[[torch.Tensor, torch.Tensor, LowPrecision, torch.Tensor], torch.Tensor] | None = None
-    deployed: Any = None
+    deployed: Any = None  # the layer for evaluation, with the tensors that it was made from; see `deployed_layer`
 
     def __post_init__(self) -> None:
         steps = self.recipe.history or INPUT_HISTORY

@@ -64,7 +64,7 @@ def test_loss_and_gradients(
     teacher: Any = LogitTeacher(case.taught, case.teacher_head)
     if k is not None:
         logp = log_softmax(case.teacher_head(case.taught) / temperature, -1)
-        teacher = TopTeacher(logp.topk(k).indices.int(), logp.topk(k).values)
+        teacher = TopTeacher(logp.topk(k).indices.int(), logp.topk(k).values, "teacher", VOCABULARY)
     mask = case.mask if masked else torch.ones(POSITIONS, dtype=torch.bool)
     loss = chunked_kl(case.hidden, case.head, teacher, temperature=temperature, mask=case.mask if masked else None)
     (3 * loss).backward()
@@ -129,13 +129,11 @@ def test_sums_over_slices_are_rounded_once(monkeypatch: pytest.MonkeyPatch) -> N
 def test_no_more_logits_are_kept_than_a_slice(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(kl._SLICE_ELEMENTS, "cpu", 5 * VOCABULARY)
     case, seen = Case(), []
-
-    def head(x: torch.Tensor) -> torch.Tensor:
-        seen.append(len(x))
-        return case.head(x)
+    head = copy.copy(case.head)
+    head.register_forward_pre_hook(lambda _, inputs: seen.append(len(inputs[0])))
 
     teacher = LogitTeacher(case.taught, case.teacher_head)
-    loss = chunked_kl(case.hidden, head, teacher, parameters=tuple(case.head.parameters()))
+    loss = chunked_kl(case.hidden, head, teacher)
     assert max(seen) == 5 and sum(seen) == POSITIONS + 1
     saved = [tensor.shape for tensor in loss.grad_fn.saved_tensors]  # type: ignore[union-attr]
     assert saved == [case.hidden.shape, case.head.weight.shape, case.head.bias.shape]
@@ -250,11 +248,11 @@ def test_what_does_not_count_may_be_anything() -> None:
     hidden.requires_grad_()
     expected = case.exact(1.0, case.mask, None)
     for factor in (1.0, 0.01):
-        loss = chunked_kl(hidden, case.head, teacher, mask=case.mask * factor, parameters=())
+        loss = chunked_kl(hidden, case.head, teacher, mask=case.mask * factor)
         (gradient,) = torch.autograd.grad(loss, hidden)
         assert loss.item() == pytest.approx(expected[0].item(), rel=1e-5)
         torch.testing.assert_close(gradient.double(), expected[1], rtol=1e-4, atol=1e-7)
-    assert chunked_kl(hidden, case.head, teacher, mask=torch.zeros_like(case.mask), parameters=()).item() == 0
+    assert chunked_kl(hidden, case.head, teacher, mask=torch.zeros_like(case.mask)).item() == 0
 
 
 def padded(on_the_left: bool) -> dict[str, torch.Tensor]:
@@ -438,7 +436,7 @@ def test_a_cached_teacher_may_rule_tokens_out() -> None:
     case = Case()
     logits = torch.randn(POSITIONS, VOCABULARY).masked_fill(torch.arange(VOCABULARY) >= K - 2, -torch.inf)
     logp, tokens = logits.log_softmax(-1).topk(K)
-    loss = chunked_kl(case.hidden, case.head, TopTeacher(tokens.int(), logp))
+    loss = chunked_kl(case.hidden, case.head, TopTeacher(tokens.int(), logp, "teacher", VOCABULARY))
     allowed = logits[:, : K - 2].double().log_softmax(-1)
     logq = log_softmax(case.head(case.hidden).double(), -1)[:, : K - 2]
     assert loss.item() == pytest.approx((allowed.exp() * (allowed - logq)).sum(-1).mean().item(), rel=1e-5)
