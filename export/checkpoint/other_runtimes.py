@@ -25,7 +25,6 @@ import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from threading import Thread
 from typing import Any
 
 import torch
@@ -320,21 +319,6 @@ def check_experts(plan: Plan, names: StoredNames) -> None:
             f"{option('allow_missing', True)} to write a checkpoint for only "
             "quant.load and servers"
         )
-
-
-def import_for_trial() -> None:
-    """Imports the package that `trial_load` needs, in a thread.
-
-    With PyTorch 2.11, compressed-tensors imports torch.compile's backend, which takes 4 s. Weights are solved in
-    parallel; without the thread, the end of a run would wait for it.
-    """
-
-    def run() -> None:
-        with contextlib.suppress(Exception):  # the trial imports it again, and reports the error
-            require(_PEER, "hf")
-
-    if importlib.util.find_spec(_PEER) is not None:
-        Thread(target=run, name="import").start()
 
 
 def hold_device_guard() -> None:

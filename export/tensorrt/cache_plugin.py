@@ -29,9 +29,7 @@ from typing import Any
 
 import numpy as np
 
-from quant.base.errors import known_names
 from quant.export.onnx.opsets import CACHE_PLUGIN
-from quant.export.onnx.quantized_cache import CACHE_FORMATS
 from quant.export.tensorrt.plugin import (
     KERNELS,
     BundledKernel,
@@ -43,7 +41,6 @@ from quant.export.tensorrt.plugin import (
     register_creator,
     type_name,
 )
-from quant.kernels.attention.attention_operands import DIMS
 from quant.kernels.base.ptx import compile_kernel
 
 CACHE_DTYPES = {"BF16": "*bf16", "FP16": "*fp16"}
@@ -59,24 +56,14 @@ _PAGES = ("code_page", "block_page")
 
 @dataclass(frozen=True)
 class CacheSpec:
-    """The constants that the kernels are compiled for."""
+    """The constants that the kernels are compiled for; `quantized_cache.check_cache` has refused others."""
 
-    dim: int  # head dimension, one of `DIMS`
+    dim: int  # head dimension
     group: int  # query heads of a KV head
     capacity: int  # tokens of a sequence that the cache holds
-    format: str  # one of `CACHE_FORMATS`
+    format: str  # of the cache, "fp8" or "nvfp4"
     dtype: str  # of q and the output, a key of `CACHE_DTYPES`
     softmax_scale: float = 0.0  # multiplies q·k; 0 stands for 1/√dim
-
-    def __post_init__(self) -> None:
-        if self.dim not in DIMS:
-            raise ValueError(f"cache attention: heads of {self.dim}; the kernels take {', '.join(map(str, DIMS))}")
-        if self.format not in CACHE_FORMATS:
-            raise ValueError(f"cache attention: a cache in {self.format!r}; {known_names(self.format, CACHE_FORMATS)}")
-        if self.dtype not in CACHE_DTYPES:
-            raise ValueError(f"cache attention: q in {self.dtype!r}; {known_names(self.dtype, CACHE_DTYPES)}")
-        if self.capacity % BLOCK_N:
-            raise ValueError(f"cache attention: a capacity of {self.capacity}; it must be a multiple of {BLOCK_N}")
 
 
 def compile_cache_attention(spec: CacheSpec, arch: int) -> list[BundledKernel]:
@@ -256,11 +243,5 @@ def _plugin_class(trt: Any, archs: tuple[int, ...]) -> type[Any]:
             fields = as_fields(self.format, self.softmax_scale, self.kernels)
             self.alive.append(collection := field_collection(trt, fields, self.alive))
             return collection
-
-        def get_workspace_size(self, inputs: Any, outputs: Any) -> int:
-            return 0  # of the build; the C++ class asks for the splits' sums when the engine runs
-
-        def enqueue(self, *arguments: Any) -> None:
-            raise RuntimeError(f"{CACHE_PLUGIN}: load the plugins' C++ library before the engine")
 
     return Plugin

@@ -16,8 +16,9 @@ In an ONNX file the kernel is one node, which TensorRT's parser matches with a p
 `dim` is 64, 128 or 256, known when the engine is built; other sizes may be dynamic. Tensors are dense and row-major.
 
 Full TensorRT takes a *quick-deployable* plugin: its kernel is compiled to PTX when the engine is built, the PTX lies
-inside the engine, and no Python runs later. TensorRT-RTX takes an `IPluginV3`, whose `enqueue` launches the same PTX
-through the CUDA driver. Shapes, types, fields and the launch are plain functions here, tested without TensorRT.
+inside the engine, and no Python runs later. TensorRT-RTX takes an `IPluginV3`; a process that loads its engine has the
+C++ library of `cpp/`, which launches the same PTX. Shapes, types and fields are plain functions here, tested without
+TensorRT.
 """
 
 from __future__ import annotations
@@ -33,7 +34,6 @@ import numpy as np
 from quant.base.errors import option
 from quant.export.onnx.opsets import PLUGIN, PLUGIN_DOMAIN, PLUGIN_VERSION
 from quant.kernels.attention.attention_operands import HEAD_DIMS, Tiles, tiles_for
-from quant.kernels.base.cuda_driver import LoadedKernel
 from quant.kernels.base.ptx import CompiledKernel, compile_kernel
 
 # A bundle is compiled kernels as one text, which a plugin carries in an engine and C++ reads without a library. A
@@ -63,27 +63,6 @@ def pack(kernels: Iterable[BundledKernel]) -> bytes:
     return "".join(parts).encode("ascii")
 
 
-def unpack(text: bytes) -> list[BundledKernel]:
-    """Reads the kernels of a bundle; ValueError if it is none, or is cut off."""
-    if not text.startswith(_FIRST.encode()):
-        raise ValueError("not a bundle of kernels: it does not begin with " + _FIRST.strip())
-    kernels: list[BundledKernel] = []
-    position = len(_FIRST)
-    while position < len(text):
-        end = text.find(b"\n", position)
-        words = text[position:end].decode().split(" ")
-        if end < 0 or len(words) != 8 or len(text) < end + 2 + int(words[7]):
-            raise ValueError(f"a bundle of kernels is cut off after {len(kernels)} of them")
-        role, arch, name, warps, shared, rows, arguments, length = words
-        pairs = (pair.partition(":") for pair in arguments.split(","))
-        ptx = text[end + 1 : end + 1 + int(length)].decode()
-        listed = tuple((parameter, kind) for parameter, _, kind in pairs)
-        compiled = CompiledKernel(name, ptx, int(arch), listed, int(warps), int(shared))
-        kernels.append(BundledKernel(role, int(rows), compiled))
-        position = end + 2 + int(length)
-    return kernels
-
-
 INPUTS = ("q", "k", "v", "scales")
 KERNELS = "kernels"
 """The field of a plugin that holds its kernels."""
@@ -94,20 +73,11 @@ _TRITON_TYPES = {"FP8": "*fp8e4nv", "FP32": "*fp32", "BF16": "*bf16", "FP16": "*
 
 @dataclass(frozen=True)
 class Attributes:
-    """Attributes of the node and fields of the plugin, see above; ValueError for unknown values."""
+    """Attributes of the node and fields of the plugin, see above."""
 
     causal: int = 0
     softmax_scale: float = 0.0
     output_type: int = 16
-
-    def __post_init__(self) -> None:
-        if self.causal not in (0, 1):
-            raise ValueError(f"{PLUGIN}: causal is {self.causal}; expected 0 or 1")
-        if not 0 <= self.softmax_scale < math.inf:
-            raise ValueError(f"{PLUGIN}: softmax_scale is {self.softmax_scale}; it must be positive, or 0 for 1/√dim")
-        if self.output_type not in OUTPUT_TYPES:
-            types = ", ".join(f"{number} ({name})" for number, name in OUTPUT_TYPES.items())
-            raise ValueError(f"{PLUGIN}: output_type is {self.output_type}; known: {types}")
 
     @property
     def io_types(self) -> tuple[str, ...]:
@@ -161,18 +131,6 @@ def check_shapes(shapes: Sequence[Sequence[int | None]], name: str = PLUGIN) -> 
     return dim
 
 
-def infer_types(types: Sequence[str], attributes: Attributes, name: str = PLUGIN) -> str:
-    """Returns the output's type from the inputs', by their TensorRT names.
-
-    Raises ValueError, with the node's `name`, if an input has another type than the kernel reads.
-    """
-    *expected, output = attributes.io_types
-    wrong = [f"{n} is {got}, not {t}" for n, got, t in zip(INPUTS, types, expected, strict=True) if got != t]
-    if wrong:
-        raise ValueError(f"{name}: {'; '.join(wrong)}")
-    return output
-
-
 def compile_attention(dim: int, attributes: Attributes, arch: int) -> CompiledKernel:
     """Compiles the kernel for the engine: PTX for one compute capability, head dimension and mask."""
     from quant.kernels.attention.portable_dense_attention import fp8_dense_attention
@@ -204,31 +162,12 @@ def integer_arguments(q: Sequence[Any], k: Sequence[Any]) -> tuple[Any, Any, Any
     return q[1], k[1], q[2], k[2]
 
 
-def launch(kernel: LoadedKernel, shapes: Sequence[Sequence[int]], addresses: Sequence[int], stream: int = 0) -> None:
-    """Launches the PTX as an engine does."""
-    q, k = shapes
-    grid = launch_grid(q, tiles_for(q[3], kernel.compiled.arch), lambda a, b: -(-a // b))
-    kernel.launch(grid, [*addresses[:4], *integer_arguments(q, k), *addresses[4:]], stream)
-
-
-def bundle_attention(dim: int, attributes: Attributes, archs: Iterable[int]) -> dict[int, BundledKernel]:
+def bundle_attention(dim: int, attributes: Attributes, archs: Iterable[int]) -> bytes:
     """Compiles the kernel for each of these compute capabilities, with its tile's queries, which decide the grid."""
-    return {
-        arch: BundledKernel("attend", tiles_for(dim, arch).block_q, compile_attention(dim, attributes, arch))
+    return pack(
+        BundledKernel("attend", tiles_for(dim, arch).block_q, compile_attention(dim, attributes, arch))
         for arch in archs
-    }
-
-
-def kernel_fields(kernels: Mapping[int, BundledKernel]) -> dict[str, np.ndarray]:
-    """Returns compiled kernels as a field of the plugin: a bundle, which C++ reads too."""
-    return {KERNELS: np.frombuffer(pack(kernels.values()), np.int8)}
-
-
-def kernels_from_fields(values: Mapping[str, Any]) -> dict[int, BundledKernel]:
-    """Reads the kernels that `kernel_fields` packed, by compute capability; none where a node is only being built."""
-    if KERNELS not in values:
-        return {}
-    return {kernel.compiled.arch: kernel for kernel in unpack(np.asarray(values[KERNELS]).tobytes())}
+    )
 
 
 _DATA_TYPES = {"FP32": "FLOAT", "FP16": "HALF"}
@@ -238,18 +177,12 @@ retained: list[Any] = []
 
 
 def register(trt: ModuleType, archs: Sequence[int]) -> None:
-    """Makes the plugin known to TensorRT, before it parses a file or loads an engine with the plugin."""
+    """Makes the plugin known to TensorRT, before it parses a file with the plugin."""
     # Only TensorRT-RTX builds for several architectures, and only full TensorRT has quick-deployable plugins.
     if hasattr(trt, "ComputeCapability"):
         plugin_class = _plugin_class(trt, tuple(archs))
-        # The PTX for each of `archs` is stored in the engine, so a process that loads one needs only this creator, or
-        # one in C++ that launches the same PTX, and neither Triton nor a compiler.
-        register_creator(
-            trt,
-            PLUGIN,
-            Attributes().to_fields(),
-            lambda values: plugin_class(Attributes.from_fields(values), kernels_from_fields(values)),
-        )
+        fields = Attributes().to_fields()
+        register_creator(trt, PLUGIN, fields, lambda values: plugin_class(Attributes.from_fields(values), pack(())))
         return
     if len(archs) != 1:
         raise ValueError(f"{PLUGIN}: full TensorRT builds for the GPU it runs on, not for {list(archs)}")
@@ -315,21 +248,19 @@ def _plugin_class(trt: Any, archs: tuple[int, ...]) -> type[Any]:
     """Returns the `IPluginV3` of TensorRT-RTX, which compiles its kernel for each of `archs`.
 
     Methods are TensorRT's; the builder calls `configure_plugin`, and `get_fields_to_serialize` puts the PTX into the
-    engine. A process that loads the engine calls `enqueue`.
+    engine. A process that loads the engine has the C++ library of `cpp/`, which launches the same PTX.
     """
 
     class Plugin(PluginMethods, *interfaces(trt)):  # type: ignore[misc]
-        def __init__(self, attributes: Attributes, kernels: dict[int, BundledKernel]) -> None:
+        def __init__(self, attributes: Attributes, kernels: bytes) -> None:
             self.begin(PLUGIN, outputs=1)
             self.attributes, self.kernels = attributes, kernels
-            self.loaded: dict[int, LoadedKernel] = {}
 
         def twin(self) -> Any:
             return Plugin(self.attributes, self.kernels)
 
         def get_output_data_types(self, input_types: Any) -> Any:
-            names = [type_name(trt, type_) for type_ in input_types]
-            return [data_type(trt, infer_types(names, self.attributes))]
+            return [data_type(trt, self.attributes.io_types[-1])]
 
         def get_output_shapes(self, inputs: Any, shape_inputs: Any, builder: Any) -> Any:
             output = trt.DimsExprs(4)
@@ -347,27 +278,9 @@ def _plugin_class(trt: Any, archs: tuple[int, ...]) -> type[Any]:
             self.kernels = bundle_attention(dim, self.attributes, archs)
 
         def get_fields_to_serialize(self) -> Any:
-            values = {**self.attributes.to_fields(), **kernel_fields(self.kernels)}
+            values = {**self.attributes.to_fields(), KERNELS: np.frombuffer(self.kernels, np.int8)}
             self.alive.append(collection := field_collection(trt, values, self.alive))
             return collection
-
-        def on_shape_change(self, inputs: Any, outputs: Any) -> None:
-            check_shapes([tuple(x.dims) for x in inputs])
-
-        def enqueue(
-            self, inputs: Any, outputs: Any, input_addresses: Any, output_addresses: Any, workspace: Any, stream: Any
-        ) -> None:
-            # PTX is loaded on the first call, for the CUDA context of the engine exists then.
-            import torch
-
-            major, minor = torch.cuda.get_device_capability()
-            arch = 10 * major + minor
-            if arch not in self.loaded:
-                if arch not in self.kernels:
-                    raise ValueError(f"{PLUGIN}: the engine has kernels for {sorted(self.kernels)}, this GPU is {arch}")
-                self.loaded[arch] = LoadedKernel(self.kernels[arch].compiled)
-            shapes = [tuple(x.dims) for x in inputs[:2]]
-            launch(self.loaded[arch], shapes, [*input_addresses, *output_addresses], stream)
 
     return Plugin
 
@@ -400,6 +313,13 @@ class PluginMethods:
 
     def on_shape_change(self, inputs: Any, outputs: Any) -> None:
         pass
+
+    def enqueue(self, *arguments: Any) -> None:
+        # A launch at every step is no work for Python.
+        raise RuntimeError(f"{self.plugin_name}: load the plugins' C++ library before the engine")
+
+    def get_workspace_size(self, inputs: Any, outputs: Any) -> int:
+        return 0  # of the build; the C++ class of a cache asks for the splits' sums when the engine runs
 
     def get_valid_tactics(self) -> Any:
         return []

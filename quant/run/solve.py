@@ -13,7 +13,6 @@ from quant.calibration.texts.mixture import solver_needs_data
 from quant.calibration.walk.solve import solve_plan
 from quant.calibration.walk.solve_weights import solve_state_dict
 from quant.export.checkpoint.files.compressed_tensors import check_plan
-from quant.export.checkpoint.other_runtimes import import_for_trial
 from quant.recipes.blocks import block_names
 from quant.recipes.layers import LayerKind
 from quant.recipes.plan import Plan, groups_by_input
@@ -25,8 +24,6 @@ def solve(job: Job, decision: Decision, progress: StageProgress) -> SolvedModel:
     if job.source.model is None:
         return _solve_state_dict(job, decision, progress)
     session = job.session
-    if job.tries_loading:
-        import_for_trial()
     # Before solving, which replaces parameters one by one.
     bytes_before = sum(parameter.nbytes for parameter in job.model.parameters())
     quantized = None if decision.allocation is None else decision.allocation.quantized

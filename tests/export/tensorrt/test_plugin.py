@@ -13,7 +13,6 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -23,7 +22,6 @@ from quant.export.tensorrt.plugin import (
     Attributes,
     check_shapes,
     compile_attention,
-    infer_types,
     integer_arguments,
     launch_grid,
 )
@@ -83,13 +81,6 @@ def test_shapes_that_do_not_fit(shapes: list[tuple[int | None, ...]], message: s
         check_shapes(shapes, "layer.3.attention")
 
 
-def test_types() -> None:
-    assert infer_types(("FP8", "FP8", "FP8", "FP32"), Attributes()) == "BF16"
-    assert infer_types(("FP8", "FP8", "FP8", "FP32"), Attributes(output_type=10)) == "FP16"
-    with pytest.raises(ValueError, match="k is FP16, not FP8; scales is FP16, not FP32"):
-        infer_types(("FP8", "FP16", "FP8", "FP16"), Attributes())
-
-
 @pytest.mark.parametrize("attributes", [Attributes(), Attributes(1, 0.0721, 10)])
 def test_fields_round_trip(attributes: Attributes) -> None:
     """As one-element arrays, as scalars, and as the doubles and longs that full TensorRT makes of them."""
@@ -104,21 +95,6 @@ def test_fields_round_trip(attributes: Attributes) -> None:
         assert (again.causal, again.output_type) == (attributes.causal, attributes.output_type)
         assert again.softmax_scale == pytest.approx(attributes.softmax_scale, rel=1e-7)
     assert Attributes.from_fields({}) == Attributes()
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [((2,), "causal is 2"), ((0, -1.0), "softmax_scale is -1.0"), ((0, 0.0, 1), "output_type is 1; known: 16 .BF16.")],
-)
-def test_attributes_that_are_wrong(given: tuple[Any, ...], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        Attributes(*given)
-
-
-def test_kernels_round_trip_through_fields() -> None:
-    kernels = plugin.bundle_attention(64, Attributes(causal=1), (89, 120))
-    assert plugin.kernels_from_fields(plugin.kernel_fields(kernels)) == kernels
-    assert plugin.kernels_from_fields(Attributes().to_fields()) == {}
 
 
 def test_the_scale_is_in_the_kernel() -> None:

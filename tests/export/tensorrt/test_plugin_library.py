@@ -14,8 +14,8 @@ import pytest
 import torch
 from samples import ROOT
 
-from quant.export.tensorrt.cache_plugin import BLOCK_N, CacheSpec, compile_cache_attention
-from quant.export.tensorrt.plugin import Attributes, BundledKernel, compile_attention, pack, unpack
+from quant.export.tensorrt.cache_plugin import CacheSpec, compile_cache_attention
+from quant.export.tensorrt.plugin import Attributes, BundledKernel, compile_attention, pack
 from quant.formats.format import FORMATS
 from quant.kernels.attention.attention_operands import tiles_for
 from quant.kernels.attention.kv_pages import KVPages, write_reference
@@ -36,15 +36,6 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
         if "needs g++" in str(error):
             pytest.skip(str(error))
         raise
-
-
-def test_bundles_round_trip() -> None:
-    kernels = [BundledKernel("split", 8, ANY), BundledKernel("whole", 64, ANY)]
-    assert unpack(pack(kernels)) == kernels
-    with pytest.raises(ValueError, match="cut off after 1 of them"):
-        unpack(pack(kernels)[:-3])
-    with pytest.raises(ValueError, match="not a bundle"):
-        unpack(b"ptx")
 
 
 @pytest.mark.parametrize(
@@ -80,21 +71,6 @@ def test_the_plugins_compile_against_tensorrts_declarations() -> None:
     command = [compiler, *options, str(SOURCES / "plugins.cpp")]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"dim": 80}, "heads of 80; the kernels take 64"),
-        ({"format": "int8"}, "a cache in 'int8'; known: fp8, nvfp4"),
-        ({"dtype": "FP32"}, "q in 'FP32'; known: BF16, FP16"),
-        ({"capacity": BLOCK_N + 1}, "a capacity of 33; it must be a multiple of 32"),
-    ],
-)
-def test_what_no_kernel_takes(changes: dict[str, object], message: str) -> None:
-    fields = {"dim": 64, "group": 2, "capacity": 256, "format": "fp8", "dtype": "BF16"}
-    with pytest.raises(ValueError, match=message):
-        CacheSpec(**{**fields, **changes})  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("name", ["fp8", "nvfp4"])

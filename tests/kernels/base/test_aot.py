@@ -10,8 +10,8 @@ import torch
 from assembler import assemble
 from slow_cases import quick_cases
 
-from quant.export.tensorrt.plugin import Attributes, compile_attention, launch
-from quant.kernels.attention.attention_operands import HEAD_DIMS
+from quant.export.tensorrt.plugin import Attributes, compile_attention, integer_arguments, launch_grid
+from quant.kernels.attention.attention_operands import HEAD_DIMS, tiles_for
 from quant.kernels.base.cuda_driver import LoadedKernel
 from quant.kernels.base.ptx import ARCHITECTURES, CompiledKernel, compile_kernel, without_scratch
 
@@ -141,7 +141,9 @@ def test_gpu_runs_the_very_ptx(dim: int, causal: int, output_type: int, dtype: t
         scales = torch.tensor([0.9, 1.2, 0.3], device="cuda")
         out = torch.full(shapes[0], math.nan, dtype=dtype, device="cuda")
         addresses = [x.data_ptr() for x in (q, k, v, scales, out)]
-        launch(loaded, shapes[:2], addresses, torch.cuda.current_stream().cuda_stream)
+        grid = launch_grid(shapes[0], tiles_for(dim, loaded.compiled.arch), lambda a, b: -(-a // b))
+        arguments = [*addresses[:4], *integer_arguments(*shapes[:2]), *addresses[4:]]
+        loaded.launch(grid, arguments, torch.cuda.current_stream().cuda_stream)
         torch.cuda.synchronize()
         scores = (q.double() * 0.9) @ (k.double() * 1.2).repeat_interleave(heads // kv_heads, 1).mT / math.sqrt(dim)
         if causal:
