@@ -79,12 +79,8 @@ def output_of(result: Any) -> torch.Tensor:
 
 
 def cache_argument(model: Any, cache: Any) -> dict[str, Any]:
-    """Returns `cache` as a keyword argument of a transformers model or its `generate`.
-
-    The name of the argument changed in transformers 5.24.
-    """
-    name = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
-    return {name: cache}
+    """Returns `cache` as a keyword argument, whose name changed in transformers 5.24, of a model or its `generate`."""
+    return {"cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values": cache}
 
 
 def is_cache(value: Any) -> bool:
@@ -136,10 +132,7 @@ def _is_linear(module: nn.Module) -> bool:
 
 @contextmanager
 def without_experts(model: nn.Module, blocks: Iterable[str]) -> Iterator[None]:
-    """Lets modules that read experts from their files return zeros while open, where no value of theirs matters.
-
-    Reading them would take most of the time of a pass over few tokens: 60 GB for Qwen3-30B-A3B.
-    """
+    """Lets modules that read experts from their files (60 GB for Qwen3-30B-A3B) return zeros while open."""
 
     def zeros(hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
         return torch.zeros_like(hidden_states)
@@ -157,10 +150,7 @@ def reads_experts(parameter: nn.Parameter) -> bool:
 
 
 def find_chains(model: nn.Module, names: Sequence[str], run: Callable[[], Any]) -> list[list[str]]:
-    """Returns the blocks `names` in order of execution, grouped into chains; `run` calls the model on a small input.
-
-    Empty where a block is called more than once in a pass: then the whole model must be taken as one block.
-    """
+    """Returns the blocks `names` in order of execution, grouped into chains; `run` calls the model on a small input."""
     order: list[str] = []
     linked: set[str] = set()
     # The output of the block before. It is kept alive, or a new tensor could take its address and pass for it.
@@ -180,15 +170,14 @@ def find_chains(model: nn.Module, names: Sequence[str], run: Callable[[], Any]) 
     handles += [block.register_forward_hook(after) for _, block in blocks]
     with removing(handles), torch.no_grad():
         run()
-    # ALBERT calls one block for every layer: then a name does not identify a call.
+    # ALBERT calls one block for every layer: then a name is no call, and the whole model must be taken as one block.
     if len(set(order)) != len(order):
         return []
     chains: list[list[str]] = []
     for name in order:
-        if name in linked and chains:
-            chains[-1].append(name)
-        else:
-            chains.append([name])
+        if name not in linked or not chains:
+            chains.append([])
+        chains[-1].append(name)
     return chains
 
 
@@ -235,23 +224,17 @@ def calls_of_chain(model: nn.Module, chain: Sequence[str], runs: Sequence[Callab
     equal arguments (the same positions, the same mask), the later blocks are taken to be too; a batch for which it
     is not runs through.
     """
-    if not runs:
-        return []
-    first = capture(model, chain, runs[0])
-    lead = first[chain[0]]
-    calls = [_first_hidden(first, chain)]
-    for run in runs[1:]:
-        lead_call = capture(model, chain[:1], run)[chain[0]]
+    calls: list[dict[str, Call]] = []
+    for run in runs:
         # Rows of one length share positions and masks: one short pass then stands for a whole one.
-        if equal_but_hidden(lead_call, lead):
-            calls.append({**calls[0], chain[0]: lead.with_hidden(lead_call.hidden)})
-        else:
-            calls.append(_first_hidden(capture(model, chain, run), chain))
+        if calls:
+            lead, lead_call = calls[0][chain[0]], capture(model, chain[:1], run)[chain[0]]
+            if equal_but_hidden(lead_call, lead):
+                calls.append({**calls[0], chain[0]: lead.with_hidden(lead_call.hidden)})
+                continue
+        whole = capture(model, chain, run)
+        calls.append({**without_hidden(whole), chain[0]: whole[chain[0]]})
     return calls
-
-
-def _first_hidden(calls: dict[str, Call], chain: Sequence[str]) -> dict[str, Call]:
-    return {**without_hidden(calls), chain[0]: calls[chain[0]]}
 
 
 def without_hidden(calls: Mapping[str, Call]) -> dict[str, Call]:

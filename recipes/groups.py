@@ -52,10 +52,7 @@ class Watched:
         self.input_dims |= {name: other.input_dims[name] for name in new}
 
     def of(self, layers: Sequence[Layer], *, complete: bool = False) -> list[Layer]:
-        """Returns `layers` with fusion groups and the dimensions of inputs filled in.
-
-        After a `complete` pass, which came to its end, a layer whose siblings it called is never called.
-        """
+        """Returns `layers` with the facts; after a `complete` pass, uncalled layers beside called ones are bypassed."""
         called = {parent_of(name) for name in self.input_dims} if complete else ()
         return [
             replace(
@@ -74,9 +71,8 @@ class Watched:
 def watching(model: nn.Module, layers: Sequence[Layer]) -> Iterator[Watched]:
     """Watches the forward pass that runs inside, without gradients and in evaluation mode.
 
-    The result is filled in at the end. If the pass raises, it holds the layers that were called before, without layers
-    of the module that was called last, which may have called only some of them, and without layers that share an input
-    with these.
+    The result is filled in at the end. If the pass raises, it holds the layers that were called before, without those
+    of the module that was called last, which may be incomplete, and without layers that share an input with these.
     """
     import torch
 
@@ -123,8 +119,7 @@ def watching(model: nn.Module, layers: Sequence[Layer]) -> Iterator[Watched]:
 def group_experts(layers: Sequence[Layer]) -> list[Layer]:
     """Returns `layers` with the experts of each module in one group, because they run in one grouped matmul."""
     return [
-        replace(layer, group=layer.name.rpartition(".")[0]) if layer.kind == LayerKind.EXPERTS else layer
-        for layer in layers
+        replace(layer, group=parent_of(layer.name)) if layer.kind == LayerKind.EXPERTS else layer for layer in layers
     ]
 
 
@@ -135,11 +130,11 @@ def parent_of(name: str) -> str:
 
 def group_name(names: Sequence[str]) -> str:
     """Joins the names of a group: `a.q_proj`, `a.k_proj` -> `a.(k_proj|q_proj)`."""
-    prefixes = [name.rpartition(".")[0] for name in names]
-    if len(set(prefixes)) > 1:
+    parents = {parent_of(name) for name in names}
+    if len(parents) > 1:
         return "|".join(names)
     tails = "|".join(name.rpartition(".")[2] for name in names)
-    return f"{prefixes[0]}.({tails})".lstrip(".")
+    return f"{parents.pop()}.({tails})".lstrip(".")
 
 
 _ATTENTION = (("q_proj", "k_proj", "v_proj"), ("query", "key", "value"), ("q", "k", "v"))
@@ -155,17 +150,12 @@ _NUMBER = re.compile(r"\d+")
 
 
 def group_unseen(layers: Sequence[Layer], model: nn.Module | None = None) -> list[Layer]:
-    """Returns `layers` with groups for the linear ones that no pass has called, and that have none.
-
-    The classes of `model` show attention across two inputs; None where there is only a state dict.
-    """
+    """Returns `layers` with groups for linear ones that no pass has called; `model` shows attention across inputs."""
     unseen = {layer.name: layer for layer in layers if _is_unseen(layer) and layer.group is None}
-    groups = _by_sibling(layers, unseen)
     siblings = {_numberless(layer.name) for layer in layers if layer.input_dims is not None}
     # A sibling that was called and has no group is evidence too: its name is not merged here.
-    unknown = [layer for name, layer in unseen.items() if _numberless(name) not in siblings]
-    named = _by_name(unknown, model)
-    groups |= named
+    named = _by_name([layer for name, layer in unseen.items() if _numberless(name) not in siblings], model)
+    groups = _by_sibling(layers, unseen) | named
     return [
         replace(layer, group=groups[layer.name], is_named=layer.name in named) if layer.name in groups else layer
         for layer in layers
@@ -173,10 +163,7 @@ def group_unseen(layers: Sequence[Layer], model: nn.Module | None = None) -> lis
 
 
 def without_group(layers: Iterable[Layer]) -> list[Layer]:
-    """Returns the layers that a runtime may or may not merge: they were not called and are in no group.
-
-    Layers of one module that have one input size may be merged, unless they are numbered modules of a sequence.
-    """
+    """Returns the layers of one module and input size that a runtime may merge: not called, numbered or in a group."""
     layers = list(layers)
     siblings = {_numberless(layer.name) for layer in layers if layer.input_dims is not None}
     beside: dict[tuple[str, int], list[Layer]] = {}

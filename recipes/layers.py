@@ -26,14 +26,8 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
 from quant.formats.format import Format
-from quant.recipes.plain_layers import (
-    PATCHED,
-    conv_obstacle,
-    hook_obstacle,
-    is_conv1d,
-    linear_obstacle,
-    patched_forward,
-)  # fmt: skip
+from quant.recipes import plain_layers
+from quant.recipes.plain_layers import is_conv1d, patched_forward
 
 if TYPE_CHECKING:
     import torch
@@ -125,8 +119,7 @@ EXPERT_NAMES = ("gate_up_proj", "down_proj", "gate_proj", "up_proj", "w1", "w2",
 
 def stacking_of_experts(module: nn.Module, name: str) -> Stacking:
     """Returns how the parameter `name` holds the matrices of experts; ValueError where it holds something else."""
-    stacking = stacking_of(module, name)
-    if stacking is None:
+    if (stacking := stacking_of(module, name)) is None:
         raise ValueError(f"{type(module).__name__}.{name}: holds no matrices of experts")
     return stacking
 
@@ -173,8 +166,7 @@ def expert_matrices(model: nn.Module, name: str, held: Any = None) -> Any:
     stacking = stacking_of_experts(module, last)
     if held is None:
         parameter = module.get_parameter(last)
-        stored = getattr(parameter, "stored", None)
-        if stored is not None:
+        if (stored := getattr(parameter, "stored", None)) is not None:
             return stacking.read(stored)
         held = parameter.detach()
     return stacking.matrices(held)
@@ -207,11 +199,7 @@ class LayerKind(StrEnum):
         return self in (LayerKind.EXPERTS, LayerKind.PARAMETER)
 
     def matrix(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Returns the shape `[..., out, in]` that formats divide into blocks.
-
-        A convolution's `[out, in / groups, kernel...]` becomes `[out, in / groups * kernel]`: a row for each output
-        channel.
-        """
+        """Returns the shape `[..., out, in]` that formats divide: a convolution has a row for each output channel."""
         return (shape[0], math.prod(shape[1:])) if self is LayerKind.CONV else shape
 
 
@@ -242,9 +230,7 @@ class Layer:
 
     name: str  # module path, or parameter path for fused experts
     kind: LayerKind
-    shape: tuple[
-        int, ...
-    ]  # [..., out, in] however the model holds it, or [out, in / groups, kernel...] of a convolution
+    shape: tuple[int, ...]  # [..., out, in] however the model holds it; of a convolution [out, in / groups, kernel...]
     group: str | None = None  # name of its fusion group
     tied_to: str | None = None  # name of the layer whose parameter it shares
     obstacle: str | None = None  # why it cannot be quantized at all, if so
@@ -284,27 +270,19 @@ def find_layers(model: nn.Module) -> list[Layer]:
             input_first = isinstance(module, nn.modules.conv._ConvNd) and module.transposed
             input_first = input_first or is_conv1d(module) or hasattr(module, "stands_for")
             transposed = parameter_name == "weight" and input_first
+            shape = _shape(module, parameter_name, parameter, transposed)
             shared = _SHARED if is_own and id(module) in held_again else None
+            kept = ROUTER if name in routers else _PACKED if parameter_name == "in_proj_weight" else None
+            # torch's parametrizations put the parameter into a submodule; the older functions rename it.
+            if ".parametrizations." in f".{path}" or parameter_name in ("weight_orig", "weight_g", "weight_v"):
+                kept = kept or _COMPUTED
             layers.append(
                 Layer(
-                    path,
-                    kind,
-                    _shape(module, parameter_name, parameter, transposed),
-                    tied_to=None if tied_to == path else tied_to,
+                    path, kind, shape, tied_to=None if tied_to == path else tied_to, kept=kept, transposed=transposed,
                     obstacle=_obstacle(module, kind, tried) or shared,
-                    kept=ROUTER if name in routers else _kept_parameter(path, parameter_name),
-                    transposed=transposed,
                 )
-            )
+            )  # fmt: skip
     return layers
-
-
-def _kept_parameter(path: str, name: str) -> str | None:
-    """Returns why the parameter `name` of a linear layer is not its weight; None otherwise."""
-    if name == "in_proj_weight":
-        return _PACKED
-    # torch's parametrizations put the parameter into a submodule; the older functions rename it.
-    return _COMPUTED if ".parametrizations." in f".{path}" or name in ("weight_orig", "weight_g", "weight_v") else None
 
 
 def _held_again(model: nn.Module) -> set[int]:
@@ -325,11 +303,7 @@ def _held_again(model: nn.Module) -> set[int]:
 
 
 def layers_of_state_dict(shapes: Mapping[str, Sequence[int]]) -> list[Layer]:
-    """Returns layers guessed from the tensor names and shapes of a bare state dict, without a module.
-
-    A 2-D `*.weight` counts as a linear unless its name says embedding, norm or head; 3-D parameters with an expert
-    name are fused experts. Where GPT-2's `c_attn` is `[in, 3 * in]`, layers of its names are stored transposed.
-    """
+    """Returns layers guessed from the tensor names and shapes of a bare state dict, without a module."""
     # GPT-2's c_attn joins q, k and v: [in, 3 · in] as Conv1D stores it, [3 · in, in] as a linear layer would.
     transposed = any(
         name.endswith("c_attn.weight") and len(shape) == 2 and shape[1] == 3 * shape[0]
@@ -342,16 +316,12 @@ def layers_of_state_dict(shapes: Mapping[str, Sequence[int]]) -> list[Layer]:
             kind = _kind_by_name(stem, shape)
             input_first = transposed and len(shape) == 2 and stem.rpartition(".")[2] in _CONV1D_NAMES
             obstacle = _UNKNOWN_CONV if kind == LayerKind.CONV else None
-            layers.append(
-                Layer(
-                    stem, kind, tuple(shape[::-1] if input_first else shape), obstacle=obstacle, transposed=input_first
-                )
-            )
+            outputs_first = tuple(shape[::-1] if input_first else shape)
+            layers.append(Layer(stem, kind, outputs_first, obstacle=obstacle, transposed=input_first))
         elif len(shape) == 3 and last in EXPERT_NAMES:
             pair = [shapes.get(f"{stem}.{part}", ()) for part in ("gate_up_proj", "down_proj")]
-            layers.append(
-                Layer(name, LayerKind.EXPERTS, tuple(shape), obstacle=_TRANSPOSED if are_transposed(*pair) else None)
-            )
+            obstacle = _TRANSPOSED if are_transposed(*pair) else None
+            layers.append(Layer(name, LayerKind.EXPERTS, tuple(shape), obstacle=obstacle))
         elif len(shape) > 1:
             layers.append(Layer(name, LayerKind.PARAMETER, tuple(shape)))
     return layers
@@ -378,15 +348,15 @@ def _obstacle(module: nn.Module, kind: LayerKind, tried: dict[Any, bool]) -> str
     from torch import nn
 
     if kind == LayerKind.CONV:
-        return conv_obstacle(module)
+        return plain_layers.conv_obstacle(module)
     if kind in (LayerKind.EXPERTS, LayerKind.EMBEDDING):
-        return hook_obstacle(module) if patched_forward(module) is None else PATCHED
+        return plain_layers.hook_obstacle(module) if patched_forward(module) is None else plain_layers.PATCHED
     if kind not in (LayerKind.LINEAR, LayerKind.HEAD) or not (isinstance(module, nn.Linear) or is_conv1d(module)):
         return None
     # torch's class for out_proj of nn.MultiheadAttention, whose weight goes to F.multi_head_attention_forward.
     if isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear):
         return _UNCALLED
-    return linear_obstacle(module, tried)
+    return plain_layers.linear_obstacle(module, tried)
 
 
 def _shape(module: nn.Module, name: str, parameter: torch.Tensor, transposed: bool) -> tuple[int, ...]:
@@ -452,10 +422,8 @@ def obstacle(layer: Layer, weight: Format, activation: Format | None) -> str | N
         return f"{weight} is for linear layers; this is a layer of kind '{layer.kind}'"
     if layer.kind == LayerKind.CONV:
         # Kernels take one scale a channel, and one a tensor or image.
-        for format, takes in (
-            (weight, "fp8, fp8_channel or int8"),
-            (activation, "fp8, fp8_token, int8_token or int8_tensor"),
-        ):
+        takes_of_input = "fp8, fp8_token, int8_token or int8_tensor"
+        for format, takes in ((weight, "fp8, fp8_channel or int8"), (activation, takes_of_input)):
             if format is not None and not ((format.per_row or format.per_tensor) and format.scale.is_wide):
                 return f"convolution: no runtime convolves in blocks, as {format} has them; it takes {takes}"
     if layer.kind == LayerKind.EMBEDDING and activation is not None:

@@ -131,9 +131,7 @@ def matched(globs: str | Iterable[str], names: Collection[str]) -> dict[str, Non
     ordered = dict.fromkeys(names)
     exact = {glob for glob in globs if glob in ordered}
     patterns = [glob for glob in globs if glob not in exact]
-    return dict.fromkeys(
-        name for name in ordered if name in exact or any(fnmatchcase(name, pattern) for pattern in patterns)
-    )
+    return dict.fromkeys(n for n in ordered if n in exact or any(fnmatchcase(n, pattern) for pattern in patterns))
 
 
 def no_match(glob: str, names: Iterable[str]) -> str:
@@ -144,11 +142,8 @@ def no_match(glob: str, names: Iterable[str]) -> str:
 def presets() -> dict[str, Recipe]:
     """Returns the recipes that ship with the package, by name."""
     files = [f for f in resources.files("quant.recipes").iterdir() if f.name.endswith(".toml")]
-    recipes = {}
-    for file in sorted(files, key=lambda f: f.name):
-        name = file.name.removesuffix(".toml")
-        recipes[name] = Recipe.from_dict({"name": name, **tomllib.loads(file.read_text(encoding="utf-8"))}, name)
-    return recipes
+    tables = {f.name.removesuffix(".toml"): tomllib.loads(f.read_text(encoding="utf-8")) for f in files}
+    return {name: Recipe.from_dict({"name": name, **tables[name]}, name) for name in sorted(tables)}
 
 
 def get_recipe(name: str) -> Recipe:
@@ -173,11 +168,7 @@ FURTHER_NAMES = ", any of them with a16 at its end, or WEIGHT@INPUT such as nvfp
 
 
 def find_preset(name: str) -> Recipe | None:
-    """Returns the formats of weights and inputs that a name stands for; None for an unknown one.
-
-    A name is a preset; `PRESETa16` such as fp8a16, which leaves its inputs in 16 bit; or `WEIGHT@INPUT` such as
-    nvfp4@fp8 and fp8@16bit, of which an unknown format is a ValueError.
-    """
+    """Returns the formats that a name stands for: a preset, `PRESETa16` with inputs in 16 bit, or `WEIGHT@INPUT`."""
     weight, at, activation = name.partition("@")
     if at:
         inputs = parse_format(activation)

@@ -81,18 +81,10 @@ class SolverSpec(NamedTuple):
 
 @cache
 def parse_solver(name: str) -> SolverSpec:
-    """Returns the parts of a solver's name. Each name is parsed once in a process.
-
-    Raises:
-        ValueError: an unknown part, a part out of order, or a number that a part does not take; the message lists the
-            known ones.
-    """
+    """Returns the parts of a solver's name; ValueError for an unknown part, or one out of order."""
     # The order of parts in a name. Parts of the same order may follow each other, except two roundings.
     order = {**dict.fromkeys(TRANSFORMS, 0), "rotation": 1, "lowrank": 2, **dict.fromkeys(ROUNDINGS, 3), "autoround": 4}
-    merging = {*TRANSFORMS, "rotation"}
-    numbers: dict[str, int] = {}
-    merged: set[str] = set()
-    last = 0
+    numbers, merged, last = dict[str, int](), set[str](), 0
     for part in name.split("+"):
         key, _, number = part.partition(":")
         if key not in order:
@@ -107,7 +99,7 @@ def parse_solver(name: str) -> SolverSpec:
                 f"solver {name!r}: {key!r} comes too late; the order is scaling+rotation+lowrank+rounding+autoround"
             )
         last = order[key]
-        if (number == MERGE and key in merging) or part == f"rotation:{LEARNED}":
+        if (number == MERGE and key in (*TRANSFORMS, "rotation")) or part == f"rotation:{LEARNED}":
             merged.add(key)
         elif number and (key not in STEPS or not number.isdecimal() or int(number) < 1):
             raise ValueError(f"solver {name!r}: {part!r}; only {', '.join(STEPS)} take a number, a whole one from 1")
@@ -133,15 +125,11 @@ def check_observer(name: str) -> None:
 
 
 def with_branch(name: str, rank: int) -> str:
-    """Returns the solver `name` with a low-rank branch before its rounding, in place of one that it may name.
-
-    Raises:
-        ValueError: as `parse_solver`.
-    """
-    spec = parse_solver(name)
-    parts = [part for part in name.split("+") if part.partition(":")[0] not in ("lowrank", spec.rounding, "autoround")]
-    after = [part for part in name.split("+") if part.partition(":")[0] == "autoround"]
-    return "+".join([*parts, f"lowrank:{rank}", spec.rounding, *after])
+    """Returns the solver `name` with a low-rank branch before its rounding, in place of one that it may name."""
+    rounding, parts = parse_solver(name).rounding, name.split("+")
+    before = [part for part in parts if part.partition(":")[0] not in ("lowrank", rounding, "autoround")]
+    after = [part for part in parts if part.partition(":")[0] == "autoround"]
+    return "+".join([*before, f"lowrank:{rank}", rounding, *after])
 
 
 EFFORTS = (0, 1, 2, 3)

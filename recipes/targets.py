@@ -82,8 +82,7 @@ class Target:
         pair = self.pair(layer.weight, layer.activation)
         if pair is None:
             return [self._no_pair(layer)]
-        clauses = []
-        rows = layer.matrix[-2]
+        clauses, rows = [], layer.matrix[-2]
         if mixed and not pair.mixes:
             clauses.append(
                 f"{self.name} does not know {pair} where other layers have other formats, and silently takes it for 16 "
@@ -96,11 +95,8 @@ class Target:
         if layer.kind not in pair.kinds:
             kinds = " and ".join(pair.kinds)
             clauses.append(f"{self.name} runs {pair} for {kinds} layers, not for kind '{layer.kind}'")
-        # Only the parts that the layer really has.
         beyond = layer.parts.to_dict().keys() - set(self.parts)
-        return clauses + [
-            f"{self.name} has nothing to run {what} with" for part, what in _PARTS.items() if part in beyond
-        ]
+        return clauses + [f"{self.name} has nothing to run {_PARTS[part]} with" for part in _PARTS if part in beyond]
 
     def _no_pair(self, layer: LayerPlan) -> str:
         if refusal := self.why_not(layer):
@@ -109,9 +105,8 @@ class Target:
         if inputs:
             planned = layer.activation.name if layer.activation else "16bit"
             return f"{self.name} takes {layer.weight} weights with inputs in {' or '.join(inputs)}, not in {planned}"
-        return (
-            f"{self.name} has no {layer.weight}; it has {', '.join(dict.fromkeys(pair.weight for pair in self.pairs))}"
-        )
+        weights = dict.fromkeys(pair.weight for pair in self.pairs)
+        return f"{self.name} has no {layer.weight}; it has {', '.join(weights)}"
 
     def kv_cache_problem(self, format: Format | None) -> str | None:
         """Returns why the runtime cannot keep its KV cache in `format`, or None."""
@@ -162,6 +157,10 @@ _RTX_SOURCE = (
     "engines built with tensorrt_rtx 1.7.1 and read back; a KV cache in fp8 or nvfp4 by our plugin (--kv-cache), for "
     "programs in C++"
 )
+_GENAI: tuple[tuple[str, str | None], ...] = (
+    ("fp8", "fp8"), ("fp8", None), ("fp8_channel", "fp8_token"), ("fp8_channel", None), ("int8", "int8_token"),
+    ("int8", "int8_tensor"), ("int8", None), *((weight, None) for weight in _INT4),
+)  # fmt: skip
 # Fused experts are unpacked by none of transformers' loaders; the output head is.
 _UNPACKED = (LayerKind.LINEAR, LayerKind.HEAD)
 _ROUNDED = "inputs are rounded as planned"
@@ -177,18 +176,11 @@ _ALL = (
             Pair("mxfp4", None, STORAGE, "on Blackwell some releases round inputs too", source=_VLLM("MXFP4")),
             Pair("mxfp8", "mxfp8", note=_HOPPER, source=_VLLM("MXFP8")),
             *_FP8,
-            *(
-                Pair(weight, None, STORAGE, _HUMMING, kinds, merged, source=_VLLM("WFP8A16"))
-                for weight, kinds, merged in (
-                    ("fp8", _LINEAR, 1),
-                    ("fp8_channel", (LayerKind.LINEAR, LayerKind.HEAD), 1),
-                    ("fp8_block", _LINEAR, 128),
-                )
-            ),
+            Pair("fp8", None, STORAGE, _HUMMING, _LINEAR, source=_VLLM("WFP8A16")),
+            Pair("fp8_channel", None, STORAGE, _HUMMING, _UNPACKED, source=_VLLM("WFP8A16")),
+            Pair("fp8_block", None, STORAGE, _HUMMING, _LINEAR, 128, source=_VLLM("WFP8A16")),
             Pair("int8", "int8_token", note="from SM75", source="_POSSIBLE_KERNELS"),
-            Pair(
-                "int8", "int8_tensor", note="from SM75; read, not run", kinds=_LINEAR, source="_is_static_tensor_w8a8"
-            ),
+            Pair("int8", "int8_tensor", NATIVE, "from SM75; read, not run", _LINEAR, source="_is_static_tensor_w8a8"),
             *(Pair(w, None, STORAGE, source="_POSSIBLE_KERNELS") for w in _INT4),
         ),
         kv_cache=("fp8", "fp8_head"),
@@ -273,9 +265,9 @@ _ALL = (
         refused={
             "fp8@fp8": f"Unsupported weights_quant_strategy: tensor ({_TRTLLM})",
             "mxfp8": f"Unsupported weights_quant_strategy: group ({_TRTLLM})",
-            "nvfp4@16bit": f"a TypeError, for it asks input_activations for a strategy, and they are null ({_TRTLLM})",
             **dict.fromkeys(
-                _INT4, f"a TypeError, for it asks input_activations for a strategy, and they are null ({_TRTLLM})"
+                ("nvfp4@16bit", *_INT4),
+                f"a TypeError, for it asks input_activations for a strategy, and they are null ({_TRTLLM})",
             ),
         },
         misread={"int8@int8_token": f"it looks at num_bits and not at type, and takes the codes for FP8 ({_TRTLLM})"},
@@ -311,26 +303,14 @@ _ALL = (
         "tensorrt-rtx-sm89",
         "TensorRT-RTX engine for Ada, built without a GPU",
         _RTX,
-        kv_cache=_PLUGIN_CACHES,
+        _PLUGIN_CACHES,
         source=_RTX_SOURCE,
     ),
     Target(
         "onnxruntime-genai",
         "onnxruntime-genai 0.18, from `quant export --to onnx --genai`",
         (
-            *(
-                Pair(weight, inputs, STORAGE, "multiplied in FP32 or FP16", _LINEAR)
-                for weight, inputs in (
-                    ("fp8", "fp8"),
-                    ("fp8", None),
-                    ("fp8_channel", "fp8_token"),
-                    ("fp8_channel", None),
-                    ("int8", "int8_token"),
-                    ("int8", "int8_tensor"),
-                    ("int8", None),
-                    *((weight, None) for weight in _INT4),
-                )
-            ),
+            *(Pair(*names, STORAGE, "multiplied in FP32 or FP16", _LINEAR) for names in _GENAI),
             Pair("nvfp4", "nvfp4", note="by the provider of TensorRT-RTX; read, not run", kinds=_LINEAR),
         ),
         source="onnxruntime-genai 0.18 with onnxruntime 1.32 on a CPU: its tokens were those of `quant.load`",

@@ -61,11 +61,7 @@ _REPORTED = (
 
 
 def require(module: str, extra: str) -> ModuleType:
-    """Imports an optional package, such as `"transformers.utils"`, which the extra `hf` installs.
-
-    Raises:
-        UserError: the package is not installed, or is broken; the message says how to install it.
-    """
+    """Imports an optional package, such as `"transformers.utils"`; UserError, with the `extra`, if it cannot."""
     package = module.partition(".")[0]
     try:
         with importing():

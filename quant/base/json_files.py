@@ -16,7 +16,7 @@ import json
 import math
 import re
 import reprlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from enum import StrEnum
 from functools import cache
 from pathlib import Path
@@ -40,21 +40,14 @@ class JsonData:
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> Self:
-        """Undoes `to_dict`.
-
-        Raises:
-            ValueError: an unknown or a missing field, or a value of another type; the message names the field.
-        """
+        """Undoes `to_dict`; ValueError, which names the field, for one that is unknown, missing or of another type."""
         check_fields(fields, cls, cls.__name__)
         hints = _hints(cls)  # type: ignore[arg-type]  # mypy does not see that a class is hashable
         return cls(**{name: typed(hints[name], value, name) for name, value in fields.items()})
 
 
 def check_fields(fields: Any, cls: type, where: str, more: Mapping[str, Any] | None = None) -> None:
-    """Raises ValueError, which begins with `where`, for fields that are no object, unknown, or missing in a dataclass.
-
-    `more` has further names that are allowed.
-    """
+    """Raises ValueError, which begins with `where`, for fields that are neither a dataclass's nor names in `more`."""
     if not isinstance(fields, Mapping):
         raise ValueError(f"{where}: expected an object with fields, not {reprlib.repr(fields)}")
     own = {field.name: field for field in dataclasses.fields(cls)}
@@ -67,10 +60,7 @@ def check_fields(fields: Any, cls: type, where: str, more: Mapping[str, Any] | N
 
 
 def typed(kind: Any, value: Any, where: str) -> Any:
-    """Returns `value` in the type of its annotation: lists become tuples, and objects become dataclasses.
-
-    One of another type, or a whole number beyond 64 bits, is a ValueError that begins with `where`.
-    """
+    """Returns `value` in the type of its annotation: objects become dataclasses; a ValueError begins with `where`."""
     origin, arguments = get_origin(kind), get_args(kind)
     if kind is Any:
         return value
@@ -143,12 +133,7 @@ _HALF = re.compile(r"\\u[dD][89a-fA-F]")  # as JSON writes it, and as Python sho
 
 
 def read_json(path: str | Path, kind: str, make: Callable[[Any], T]) -> T:
-    """Returns the object that `make` makes of a JSON file of a `kind`, such as "a plan".
-
-    Raises:
-        ValueError: the file is not UTF-8, no JSON, nested too deeply, or refused by `make`; the message names it.
-        OSError: it cannot be read.
-    """
+    """Returns the object that `make` makes of a JSON file of a `kind`, such as "a plan"; ValueError names the file."""
     content = Path(path).read_bytes()
     try:
         return make(parse_json(content))
@@ -172,15 +157,10 @@ def parse_json(text: str | bytes) -> Any:
 
 def check_depth(document: Any) -> None:
     """Raises ValueError where lists and objects are nested more than `DEPTH` deep, too deep for recursive readers."""
-    level: list[Any] = [document]
-    for _ in range(DEPTH + 1):
-        level = [item for each in level for item in _items(each) if isinstance(item, dict | list)]
+    level: list[Any] = [[document]]
+    for _ in range(DEPTH + 2):
+        children = (each.values() if isinstance(each, dict) else each for each in level)
+        level = [item for items in children for item in items if isinstance(item, dict | list)]
         if not level:
             return
     raise ValueError(f"nested more than {DEPTH} deep")
-
-
-def _items(value: Any) -> Iterable[Any]:
-    if isinstance(value, dict):
-        return value.values()
-    return value if isinstance(value, list) else ()

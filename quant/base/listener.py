@@ -25,14 +25,7 @@ class StageProgress(Protocol):
         """Reports that `done` steps of `total` are finished."""
 
     def expect(self, stage: str, names: Sequence[str], amounts: Sequence[float], unit: str) -> None:
-        """Announces that a stage begins.
-
-        Args:
-            stage: the name of the stage.
-            names: the layer or block that each step works on.
-            amounts: the amount of work of each step.
-            unit: the unit of the amounts.
-        """
+        """Announces that a stage begins: the layer or block of each step, and the amount of its work in a unit."""
 
 
 class _Counts:

