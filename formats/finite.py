@@ -16,13 +16,9 @@ _PIECE = 1 << 20  # bytes
 _RUN = 64  # pieces that a thread takes in one go
 # Of each dtype, the bits of its largest finite number.
 _LARGEST = {
-    torch.float64: 0x7FEFFFFFFFFFFFFF,
-    torch.float32: 0x7F7FFFFF,
-    torch.bfloat16: 0x7F7F,
-    torch.float16: 0x7BFF,
-    torch.float8_e4m3fn: 0x7E,
-    torch.float8_e5m2: 0x7B,
-}
+    torch.float64: 0x7FEFFFFFFFFFFFFF, torch.float32: 0x7F7FFFFF, torch.bfloat16: 0x7F7F, torch.float16: 0x7BFF,
+    torch.float8_e4m3fn: 0x7E, torch.float8_e5m2: 0x7B,
+}  # fmt: skip
 _SIGNED = {8: (np.int64, torch.int64), 4: (np.int32, torch.int32), 2: (np.int16, torch.int16), 1: (np.int8, torch.int8)}
 
 

@@ -33,11 +33,9 @@ from typing import TYPE_CHECKING, Any
 
 from quant.base.errors import known_names
 
+# Plans name formats, and reading a plan should not take the seconds that importing torch does.
 if TYPE_CHECKING:
     import torch
-
-
-# Plans name formats, and reading a plan should not take the seconds that importing torch does.
 
 
 @dataclass(frozen=True)

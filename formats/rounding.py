@@ -65,15 +65,10 @@ _FP32_MANTISSA, _FP32_BIAS = 23, 127
 def encode(x: torch.Tensor, number: Number) -> torch.Tensor:
     """Returns the codes of the values of `number` that are nearest to `x`.
 
-    Args:
-        x: any shape, floating point; the maths is in float32 (FP64 input is rounded to FP32 first).
-        number: the target; not a wide dtype.
-
-    Returns:
-        The shape of `x`. dtype `number.torch_dtype` where there is one (float8, int8; uint8 for E8M0), else
-        uint8 with the code in the low `number.bits` bits. Values beyond min or max, infinities included, become
-        min or max. NaN stays NaN in FP8 and E8M0, whose NaN also stands for infinity; other numbers have no code for
-        it, and one that is not specified comes out. -0.0 keeps its sign.
+    The maths is in float32 (FP64 is rounded to FP32 first); `number` is not a wide dtype. The codes have the dtype
+    `number.torch_dtype` where there is one (float8, int8; uint8 for E8M0), else uint8 with the code in the low bits.
+    Values beyond min or max, infinities included, become min or max. NaN stays NaN in FP8 and E8M0, whose NaN also
+    stands for infinity; other numbers have no code for it, and any comes out. -0.0 keeps its sign.
     """
     x = x.float()
     if number.torch_dtype in (torch.float8_e4m3fn, torch.float8_e5m2):

@@ -39,10 +39,7 @@ _SHRINK = [1 - 0.01 * k for k in range(65)]
 
 
 def amax_over_blocks(blocks: torch.Tensor) -> torch.Tensor:
-    """Returns the largest magnitude of each block: `[..., R, rows, C, columns]` to `[..., R, 1, C, 1]`.
-
-    NaN if not finite.
-    """
+    """Returns the largest magnitude of each block, NaN if not finite: float32 `[..., R, 1, C, 1]`."""
     return finite_or_nan(blocks.abs().amax(dim=(-3, -1), keepdim=True))
 
 
@@ -61,10 +58,7 @@ def divided(x: torch.Tensor, number: float) -> torch.Tensor:
 
 
 def scale_of(amax: torch.Tensor, largest: float) -> torch.Tensor:
-    """Returns the float32 scale that maps magnitudes `amax` to `largest`.
-
-    1 where `amax` is zero, NaN where it is infinite.
-    """
+    """Returns the float32 scale that maps magnitudes `amax` to `largest`; 1 for zero, NaN for infinity."""
     return nonzero(finite_or_nan(divided(amax.float(), largest)))
 
 
@@ -74,10 +68,7 @@ def nonzero(scale: torch.Tensor) -> torch.Tensor:
 
 
 def global_scale_of(amax: torch.Tensor, format: Format, rule: str | None = None) -> torch.Tensor:
-    """Returns the FP32 global scale of a matrix whose largest magnitude is `amax`; 1 for an all-zero matrix.
-
-    `rule` chooses the block scales; by default it is the format's rule for inputs.
-    """
+    """Returns the FP32 global scale of a matrix with the magnitude `amax`, its blocks by `rule` or that for inputs."""
     return scale_of(amax, format.element.max * HEADROOM.get(rule or format.input_rule, E4M3.max))
 
 
@@ -96,11 +87,9 @@ def _nearest_scale(amax: torch.Tensor, format: Format, global_scale: torch.Tenso
 
 
 def even_rule(blocks: torch.Tensor, format: Format, global_scale: torch.Tensor) -> torch.Tensor:
-    """Returns scales by the rule `even`, see the module docstring.
-
-    Eight-bit elements too round at one mantissa bit, as in torchao and llm-compressor.
-    """
+    """Returns scales by the rule `even`, see the module docstring."""
     _require(format, E8M0, "even")
+    # Eight-bit elements too round at one mantissa bit, as in torchao and llm-compressor.
     mantissa = format.element.mantissa if format.element.bits == 6 else E2M1.mantissa
     # Half a unit of the element's last mantissa bit, added to the bits of a float32: where amax would round up to the
     # next power of two, the sum carries into the exponent field, of which `_floor_scale` takes the floor.

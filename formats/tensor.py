@@ -221,12 +221,8 @@ def quantize_with_scale(
 ) -> BlockScaledTensor:
     """Rounds `weight` against block scales that are already chosen.
 
-    Args:
-        weight: `[..., out, in]`, finite.
-        format: the target.
-        scale: positive block scale values, float32 of shape `format.scale_shape(weight.shape)`, each one
-            representable in `format.scale`.
-        global_scale: float32 `weight.shape[:-2]`, for formats that have one.
+    `weight` `[..., out, in]` is finite; `scale` is float32 of shape `format.scale_shape(weight.shape)`, positive and
+    representable in `format.scale`; `global_scale` is float32 `weight.shape[:-2]`, for formats that have one.
     """
     rows, columns = weight.shape[-2:]
     block_rows, block_columns = format.block_shape(weight.shape)
@@ -277,10 +273,7 @@ def round_with_scale(
     global_scale: torch.Tensor | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor:
-    """Returns `quantize_with_scale(…).dequantize(dtype)` without making codes: the weight of a deployed model.
-
-    Arguments are the same as for `quantize_with_scale`; the result has the shape of `weight`.
-    """
+    """Returns `quantize_with_scale(…).dequantize(dtype)` without making codes: the weight of a deployed model."""
     rows, columns = weight.shape[-2:]
     block_rows, block_columns = format.block_shape(weight.shape)
     step = _step(scale, global_scale, torch.promote_types(dtype, torch.float32))
@@ -319,11 +312,8 @@ def fake_quantize(
 
     NaN and infinity make everything NaN that shares their scale, or, under a static `scale`, themselves.
 
-    Args:
-        x: `[..., tokens, in]`. Block scales are found here, by the format's rule for inputs, `max` for nearly all.
-        format: the activation format.
-        scale: static scale of a per-tensor format, float32 scalar; None measures it.
-        global_scale: static global scale (NVFP4), float32 scalar; None measures it.
+    `x` is `[..., tokens, in]`; `scale` of a per-tensor format and `global_scale` (NVFP4) are static float32 scalars,
+    where None measures. Block scales are found here, by the format's rule for inputs, `max` for nearly all.
     """
     if x.numel() == 0:
         return x
@@ -338,21 +328,14 @@ def fake_quantize(
 
 
 def round_activation(x: torch.Tensor, format: Format, input_scale: torch.Tensor | None) -> torch.Tensor:
-    """Returns `fake_quantize` with a layer's input scale.
-
-    It is the global scale where the format has one, and the scale itself otherwise.
-    """
+    """Returns `fake_quantize` with a layer's input scale: the global one where the format has it, else the scale."""
     if format.global_scale:
         return fake_quantize(x, format, global_scale=input_scale)
     return fake_quantize(x, format, scale=input_scale)
 
 
 def checked_amax(weight: torch.Tensor, name: str) -> torch.Tensor:
-    """Returns the largest magnitude of each matrix, float32 of shape `weight.shape[:-2]`.
-
-    Raises:
-        ValueError: NaN or infinity in `weight` (their count is named); an empty, 1-D or non-floating tensor.
-    """
+    """Returns the largest magnitude of each matrix, float32 `weight.shape[:-2]`; ValueError if it is not finite."""
     shape = list(weight.shape)
     if not weight.dtype.is_floating_point or weight.dtype.itemsize == 1:
         raise ValueError(f"{name} {shape}: dtype {weight.dtype} cannot be quantized; expected FP16, BF16, FP32 or FP64")

@@ -32,11 +32,7 @@ _PACKED = ("qweight", "weight_packed", "weight_scale", "weight_scale_inv")
 
 
 def unwrapped(model: Any, taker: str) -> nn.Module:
-    """Returns the module inside the wrappers of `inner_model`.
-
-    Raises:
-        UserError: `model` is not a module, but a path or an object that holds a module; the message names `taker`.
-    """
+    """Returns the module inside the wrappers of `inner_model`; UserError, which names `taker`, for anything else."""
     if isinstance(model, nn.Module):
         return inner_model(model)
     if isinstance(model, str | os.PathLike):
@@ -109,7 +105,8 @@ def optimizers_of(identities: Collection[int]) -> list[torch.optim.Optimizer]:
 
 def refuse_adapters(model: nn.Module, taker: str, way_out: str) -> None:
     """Raises UserError where PEFT has put adapters on layers of a model, or wraps it for a prompt."""
-    adapted = [name for name, module in model.named_modules() if isinstance(_base_of(module), nn.Module)]
+    modules = model.named_modules()
+    adapted = [name for name, m in modules if isinstance(m._modules.get("base_layer"), nn.Module)]
     if adapted:
         raise UserError(
             f"{adapted[0]}: has an adapter of PEFT, as {counted(len(adapted), 'layer')} of the model in all; {taker} "
@@ -121,10 +118,7 @@ def refuse_adapters(model: nn.Module, taker: str, way_out: str) -> None:
 
 @contextmanager
 def uncompiled(model: nn.Module) -> Iterator[None]:
-    """Makes modules that were compiled in place (`module.compile()`) run as they are written while open.
-
-    The code would be compiled again for each hook and each layer that is replaced.
-    """
+    """Makes modules that were compiled in place run as written while open: each new hook would compile them again."""
     # torch 2: Module.compile() stores the compiled call here, and __call__ prefers it over forward.
     calls = [(module, call) for module in model.modules() if (call := vars(module).get("_compiled_call_impl"))]
     for module, _ in calls:
@@ -134,10 +128,6 @@ def uncompiled(model: nn.Module) -> Iterator[None]:
     finally:
         for module, call in calls:
             module._compiled_call_impl = call
-
-
-def _base_of(module: nn.Module) -> Any:
-    return vars(module)["_modules"].get("base_layer")
 
 
 def _quantized_by(module: nn.Module) -> str | None:

@@ -38,8 +38,7 @@ class Substitute(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            replaced = vars(self).get("_replaced")
-            if replaced is None:
+            if (replaced := vars(self).get("_replaced")) is None:
                 raise
             return getattr(replaced, name)
 
@@ -59,8 +58,7 @@ def other_tensors(model: nn.Module, change: Callable[[torch.Tensor], torch.Tenso
                 continue
             if id(tensor) not in changed:
                 changed[id(tensor)] = change(tensor)
-            other = changed[id(tensor)]
-            if other is not None:
+            if (other := changed[id(tensor)]) is not None:
                 named[f"{path}.{name}".lstrip(".")] = other
     return named
 
@@ -108,9 +106,7 @@ _NEVER = {"forward", "_hf_hook", "_old_forward", "_compiled_call_impl", "stands_
 def take_over(new: Any, old: nn.Module | None) -> None:
     """Gives `new`, just made to replace `old`, its hooks and all that was put on it; parameters stay the same objects.
 
-    Args:
-        new: the replacement; names that it has of its own are not overwritten, for its class gives them a meaning.
-        old: a module of torch, or one that has replaced another itself; None for a parameter, which has none of these.
+    Names that `new` has of its own are not overwritten, for its class gives them a meaning.
     """
     own = {*vars(new), *new._parameters, *new._buffers, *new._modules, "weight", "bias"}
     setattr(new, _OWN, frozenset({*own, _OWN}))

@@ -45,10 +45,7 @@ def hook_obstacle(module: nn.Module) -> str | None:
 
 
 def linear_obstacle(linear: nn.Module, tried: dict[Any, bool]) -> str | None:
-    """Returns why a module with a weight of two dimensions does not compute `x Wᵀ + b`; None if it does.
-
-    `tried` holds verdicts on modules that are alike, and gets this one's.
-    """
+    """Returns why a module does not compute `x Wᵀ + b`; `tried` holds verdicts on modules that are alike."""
     from torch import nn
 
     if (obstacle := hook_obstacle(linear)) is not None:
@@ -58,14 +55,10 @@ def linear_obstacle(linear: nn.Module, tried: dict[Any, bool]) -> str | None:
     if patch is None and not own_call and (type(linear).forward is nn.Linear.forward or is_conv1d(linear)):
         return None
     key = _alike(linear, patch)
-    verdict = tried.get(key) if key is not None else None
-    if verdict is None:
-        verdict = _multiplies(linear)
-        if key is not None:
-            tried[key] = verdict
-    if verdict:
-        return None
-    return OTHERWISE if patch is None else PATCHED
+    verdict = tried[key] if key in tried else _multiplies(linear)
+    if key is not None:
+        tried[key] = verdict
+    return None if verdict else OTHERWISE if patch is None else PATCHED
 
 
 def conv_obstacle(conv: nn.Module) -> str | None:
@@ -75,8 +68,8 @@ def conv_obstacle(conv: nn.Module) -> str | None:
     kinds = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
     plain = next((kind for kind in kinds if isinstance(conv, kind)), None)
     # Functions of the class are compared by identity: a subclass that inherits all three is plain.
-    own = [getattr(type(conv), name, None) for name in ("forward", "_conv_forward", "__call__")]
-    if plain is None or own != [getattr(plain, name, None) for name in ("forward", "_conv_forward", "__call__")]:
+    names = ("forward", "_conv_forward", "__call__")
+    if plain is None or any(getattr(type(conv), name, None) is not getattr(plain, name, None) for name in names):
         return NOT_PLAIN_CONV
     if patched_forward(conv) is not None or "_conv_forward" in vars(conv):
         return PATCHED
@@ -159,8 +152,8 @@ def _with_values(linear: nn.Module, dtype: torch.dtype) -> tuple[nn.Module, dict
         twin.forward = vars(twin)["_old_forward"]
     for module in twin.modules():
         module._compiled_call_impl = None
-        for hooks in (module._forward_hooks, module._forward_pre_hooks):
-            hooks.clear()
+        module._forward_hooks.clear()
+        module._forward_pre_hooks.clear()
     return twin.eval(), state
 
 
