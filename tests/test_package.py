@@ -127,9 +127,9 @@ def contents(wheel: Path) -> dict[str, int]:
 def test_the_wheel_works_without_the_repository(installed: Path) -> None:
     code = """
 import json, torch
-from quant.formats import number, rounding
+from quant.formats import format, rounding
 values = torch.tensor([0.25, 0.75, 2.5, 5.0, -9.0])
-print(json.dumps([number.__file__, rounding.round_to(values, number.E2M1).tolist()]))
+print(json.dumps([format.__file__, rounding.round_to(values, format.E2M1).tolist()]))
 """
     file, rounded = json.loads(run_installed(installed, code))
     assert Path(file) == installed / "quant/formats/format.py"
