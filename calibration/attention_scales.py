@@ -194,12 +194,11 @@ def _check_formats(formats: Any, granularity: str) -> None:
     formats_to_measure = [format for format in formats if format is not None]
     if not formats_to_measure:
         raise ValueError("neither kv_format nor attention_format is given: there is nothing to calibrate")
-    for format in formats_to_measure:
-        if not format.is_static:
-            raise ValueError(
-                f"{format} finds its scales at run time, so there is none to calibrate for the KV cache or attention; "
-                "use fp8 or nvfp4"
-            )
+    if moving := next((format for format in formats_to_measure if not format.is_static), None):
+        raise ValueError(
+            f"{moving} finds its scales at run time, so there is none to calibrate for the KV cache or attention; "
+            "use fp8 or nvfp4"
+        )
     if granularity not in CACHE_GRANULARITIES:
         raise ValueError(f"unknown granularity {granularity!r}; {known_names(granularity, CACHE_GRANULARITIES)}")
 
@@ -222,7 +221,7 @@ def kv_scale_tensors(scales: Mapping[str, AttentionScales], dtype: torch.dtype) 
 
     `….self_attn.k_scale` and `….v_scale` are [1], or [kv_heads, 1, 1] (compressed-tensors' strategy "attn_head").
     """
-    tensors = {}
+    tensors, info = {}, torch.finfo(dtype)
     for name, module in scales.items():
         if module.kv_format is None or not (module.kv_format.is_fp8 and module.kv_format.per_tensor):
             format = module.kv_format or "16 bit"
@@ -231,20 +230,14 @@ def kv_scale_tensors(scales: Mapping[str, AttentionScales], dtype: torch.dtype) 
             scale = attention_scale(_cached(module.amax, operand), FORMATS["fp8"])
             # [1], or [kv_heads, 1, 1], as compressed-tensors registers these parameters.
             scale = scale.view(-1, 1, 1) if scale.dim() else scale.view(1)
-            tensors[f"{name}.{operand}_scale"] = _store(scale, dtype)
+            # tiny · eps is the smallest subnormal number of the dtype: FP16 ends at 2^-24, and no scale may be zero.
+            tensors[f"{name}.{operand}_scale"] = scale.clamp(min=info.tiny * info.eps).to(dtype)
     return tensors
 
 
 def _cached(amax: Mapping[str, torch.Tensor], operand: str) -> torch.Tensor:
     """Returns the magnitude of the values that the cache holds for k or v; in latent attention one vector is both."""
     return amax["latent"] if "latent" in amax else amax[operand]
-
-
-def _store(scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Returns `scale` rounded to `dtype`, never to zero: FP16 ends at 2^-24."""
-    info = torch.finfo(dtype)
-    # tiny · eps is the smallest subnormal number of the dtype.
-    return scale.clamp(min=info.tiny * info.eps).to(dtype)
 
 
 def is_latent(module: nn.Module) -> bool:

@@ -107,11 +107,7 @@ def columns_product(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 
 
 class SplitMatrix:
-    """A float32 matrix for many products, split into two BF16 parts once where a GPU multiplies such pairs.
-
-    Args:
-        matrix: float32 `[n, k]`, or several `[matrices, n, k]`, or its parts.
-    """
+    """Float32 matrices `[…, n, k]` for many products, split into two BF16 parts once where a GPU multiplies pairs."""
 
     def __init__(self, matrix: torch.Tensor | tuple[torch.Tensor, ...]) -> None:
         if isinstance(matrix, torch.Tensor):
@@ -171,19 +167,17 @@ class _PairedLinears(TorchFunctionMode):
         self.weights: dict[tuple[Any, ...], tuple[torch.Tensor, PairedWeight]] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is not linear or kwargs or torch.is_grad_enabled() or not _is_paired(*args[:2]):
+        if func is not linear or kwargs or torch.is_grad_enabled():
             return func(*args, **(kwargs or {}))
         x, weight, *bias = args
+        # Splitting pays for a layer that is large enough, in a dtype that needs it.
+        enough = x.numel() >= _PAIRED_TOKENS * x.shape[-1]
+        if not (enough and weight.dim() == 2 and weight.dtype is torch.float32 and has_pairs(x)):
+            return func(*args)
         key = (weight.data_ptr(), weight._version, weight.shape, weight.stride())
         if key not in self.weights:
             self.weights[key] = (weight, PairedWeight(weight))
         return self.weights[key][1].linear(x, *bias)
-
-
-def _is_paired(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Returns whether a linear layer is large enough for the splitting to pay, in a dtype that needs it."""
-    enough = x.numel() >= _PAIRED_TOKENS * x.shape[-1]
-    return enough and weight.dim() == 2 and weight.dtype is torch.float32 and has_pairs(x)
 
 
 def has_pairs(x: torch.Tensor) -> bool:

@@ -43,16 +43,10 @@ _IDS, _MASK = "input_ids", "attention_mask"
 
 
 def unpadded(call: Mapping[str, Any], takes: Collection[str]) -> list[dict[str, Any]] | None:
-    """Returns a padded call without its padding: one call for each row that shows a token.
+    """Returns a padded call without its padding: one call for each row that shows a token; None where it stays.
 
     A batch whose tensors do not all have a part for each row (images, of which a text may have several) cannot be taken
     apart. It stays as it is, with a warning.
-
-    Args:
-        call: arguments of a model by name.
-
-    Returns:
-        None where the call stays as it is.
     """
     masks = {side: mask for side in _SIDES if (mask := _shown_tokens(call, side)) is not None}
     if all(bool(mask.all()) for mask in masks.values()):
@@ -78,14 +72,7 @@ def unpadded(call: Mapping[str, Any], takes: Collection[str]) -> list[dict[str, 
 
 
 def _shown_tokens(call: Mapping[str, Any], side: str) -> torch.Tensor | None:
-    """Returns which token ids of a call are not padding.
-
-    Args:
-        call: arguments of a model by name.
-
-    Returns:
-        bool `[rows, tokens]`; None where the call has no ids, or no mask `[rows, tokens]` for them.
-    """
+    """Returns which token ids of a call are not padding, bool `[rows, tokens]`; None without ids or a mask for them."""
     ids, mask = call.get(f"{side}{_IDS}"), call.get(f"{side}{_MASK}")
     if not isinstance(ids, torch.Tensor) or not isinstance(mask, torch.Tensor):
         return None
@@ -205,9 +192,13 @@ def inputs_of(data: Any, model: nn.Module) -> Inputs:
     """Returns calibration data other than one tensor as `Inputs`, with floating-point tensors in the model's dtype."""
     if callable(data) and not isinstance(data, Iterable | nn.Module):
         return recorded(model, data)
+    if isinstance(data, str | bytes) or not isinstance(data, Iterable):
+        raise ValueError(
+            f"data is a {type(data).__name__}; give a tensor, named tensors, an iterable of calls of the model, or a "
+            "function that calls it (forward_loop)"
+        )
     # A mapping is one data set by name; in an iterable, each mapping is one call.
-    calls = _rows_of(data) if isinstance(data, Mapping) else [_arguments(item) for item in _items(data)]
-    calls = _without_empty(calls)
+    calls = _without_empty(_rows_of(data) if isinstance(data, Mapping) else [_arguments(item) for item in data])
     if not calls:
         raise ValueError("the calibration data is empty")
     _check_arguments(calls[0], model)
@@ -301,7 +292,9 @@ def call_on_first_row(rows: torch.Tensor | Inputs) -> Callable[[nn.Module], Any]
             try:
                 return model(batch)
             except Exception as error:  # the model's own code, on arguments that it may not be meant for
-                passed = _positional(batch, model)
+                args = batch.arguments()[0] if isinstance(batch, Inputs) else (batch,)
+                named = zip(inspect.signature(model.forward).parameters, args, strict=False)
+                passed = [f"{name} {list(arg.shape)}" for name, arg in named if isinstance(arg, torch.Tensor)]
                 if len(passed) < 2:
                     raise
                 # Batches of a loader are often pairs of an input and a label, and the label is an argument then.
@@ -311,15 +304,6 @@ def call_on_first_row(rows: torch.Tensor | Inputs) -> Callable[[nn.Module], Any]
                 ) from error
 
     return run
-
-
-def _positional(batch: torch.Tensor | Inputs, model: nn.Module) -> list[str]:
-    """Returns the names and shapes of the positional arguments of a call: "input_ids [1, 16]"."""
-    args = batch.arguments()[0] if isinstance(batch, Inputs) else (batch,)
-    names = inspect.signature(model.forward).parameters
-    return [
-        f"{name} {list(arg.shape)}" for name, arg in zip(names, args, strict=False) if isinstance(arg, torch.Tensor)
-    ]
 
 
 def call_of(batch: torch.Tensor | Inputs) -> Call:
@@ -366,15 +350,6 @@ def _rows_of(data: Mapping[str, Any]) -> list[Arguments]:
         raise ValueError(f"the named tensors have different numbers of rows ({listed}); give each as many")
     rows = range(next(iter(counts.values())))
     return [((), {name: value[row : row + 1] for name, value in data.items()}) for row in rows]
-
-
-def _items(data: Any) -> Iterable[Any]:
-    if isinstance(data, str | bytes) or not isinstance(data, Iterable):
-        raise ValueError(
-            f"data is a {type(data).__name__}; give a tensor, named tensors, an iterable of calls of the model, or a "
-            "function that calls it (forward_loop)"
-        )
-    return data
 
 
 def _arguments(item: Any) -> Arguments:

@@ -66,15 +66,15 @@ class Histogram:
         return int(self.amax / self.width) + 1 if self.amax > 0 else 0
 
     def add(self, magnitude: torch.Tensor, amax: float) -> None:
-        """Adds the counts of a batch.
-
-        Args:
-            magnitude: non-negative finite values of any shape; the maths is in float32.
-        """
+        """Adds the counts of a batch of non-negative finite values of any shape; the maths is in float32."""
         self.counts, self.zeros = self.counts.to(magnitude.device), self.zeros.to(magnitude.device)
         self.amax = max(self.amax, amax)
-        if amax > 0:
-            self._grow(math.frexp(amax)[1])
+        doublings = math.frexp(amax)[1] - self.exponent if amax > 0 else 0
+        if doublings > 0:
+            merged = min(1 << doublings, self.bins)
+            grown = torch.zeros_like(self.counts)
+            grown[: self.bins // merged] = self.counts.view(-1, merged).sum(dim=1)
+            self.counts, self.exponent = grown, self.exponent + doublings
         values = magnitude.reshape(-1).float()
         # The factor is a power of two and the product exact; the cast drops the fraction.
         index = (values * (1 / self.width)).int()
@@ -82,15 +82,6 @@ class Histogram:
         counts = torch.bincount(index, minlength=self.bins + 1)
         self.counts += counts[: self.bins]
         self.zeros += counts[self.bins]
-
-    def _grow(self, exponent: int) -> None:
-        doublings = exponent - self.exponent
-        if doublings <= 0:
-            return
-        merged = min(1 << doublings, self.bins)
-        grown = torch.zeros_like(self.counts)
-        grown[: self.bins // merged] = self.counts.view(-1, merged).sum(dim=1)
-        self.counts, self.exponent = grown, exponent
 
     def merged(self, bins: int) -> Histogram:
         """Returns the same histogram in fewer bins, a power of two."""
@@ -255,17 +246,11 @@ class Entropy(_HistogramObserver):
 
 
 def squared_errors(histogram: Histogram, number: Number, amax: torch.Tensor) -> torch.Tensor:
-    """Returns the expected squared error of the values of a histogram, rounded to `number` with a scale of amax / max.
+    """Returns the expected squared error of a histogram's values, rounded to `number`, for each amax, float64 `[n]`.
 
-    The values of a bin are taken to be spread evenly over it, and the error over a bin is an integral in closed
-    form: between two midpoints of the grid the error is (t - g)². Sampling bin centres instead would go wrong
-    where the grid of a float, fine near zero, is finer than the bins.
-
-    Args:
-        amax: candidates, float64 `[n]`.
-
-    Returns:
-        float64 `[n]`: the sum over all values, on the CPU.
+    The values of a bin are taken to be spread evenly over it, and the error over a bin is an integral in closed form:
+    between two midpoints of the grid the error is (t - g)². Sampling bin centres instead would go wrong where the grid
+    of a float, fine near zero, is finer than the bins.
     """
     grid = number.grid().double()
     middle = (grid[1:] + grid[:-1]) / 2
@@ -335,12 +320,7 @@ def _prefix(x: torch.Tensor) -> torch.Tensor:
     return pad(x.cumsum(0), (1, 0))
 
 
-OBSERVERS: dict[str, type[Observer]] = {
-    "absmax": AbsMax,
-    "percentile": Percentile,
-    "mse": MSE,
-    "entropy": Entropy,
-}
+OBSERVERS: dict[str, type[Observer]] = {"absmax": AbsMax, "percentile": Percentile, "mse": MSE, "entropy": Entropy}
 
 
 def get_observer(name: str) -> type[Observer]:

@@ -66,11 +66,9 @@ class Prefetcher:
             self.close()
 
     def fetch(self, tensors: Sequence[torch.Tensor]) -> Callable[[], list[torch.Tensor]]:
-        """Begins to copy tensors.
+        """Begins to copy tensors; returns a function for the thread that uses them, which waits for the copies.
 
-        Returns:
-            A function that waits for the copies and returns them in order, to be called on the thread that uses them.
-            A tensor that is on the device already is returned as it is, and so is a parameter that stays in its file.
+        A tensor that is on the device already is returned as it is, and so is a parameter that stays in its file.
         """
         if self.device is not None and self.device.type == "cuda":
             copies = self._thread.submit(self._to_gpu, tensors)
@@ -108,8 +106,7 @@ class _CopyStream:
         ]
         self.read = [torch.cuda.Event() for _ in range(_BUFFERS)]
         self.readers = ThreadPoolExecutor(_READERS, thread_name_prefix="reader")
-        # Index of the buffer that is filled next.
-        self.next_buffer = 0
+        self.next_buffer = 0  # the index of the buffer that is filled next
         # Of each buffer that is being filled: its index, its place on the GPU, and the work of the readers.
         self.filling: deque[tuple[int, torch.Tensor, list[Future[None]]]] = deque()
 
@@ -117,6 +114,11 @@ class _CopyStream:
         """Returns a copy on the GPU, for work on `stream` after `flush`."""
         if tensor.device.type != "cpu":
             return tensor.to(self.device)
+
+        def read(source: torch.Tensor, target: torch.Tensor) -> None:
+            populate(source)
+            ctypes.memmove(target.data_ptr(), source.data_ptr(), len(source))  # only on this thread
+
         copy = torch.empty(tensor.shape, dtype=tensor.dtype, device=self.device)
         source, target = (t.contiguous().flatten().view(torch.uint8) for t in (tensor, copy))
         for start in range(0, len(source), _BUFFER_BYTES):
@@ -126,7 +128,7 @@ class _CopyStream:
             self.read[index].synchronize()
             share = max(-(-len(part) // _READERS), 1 << 20)
             pieces = zip(part.split(share), self.buffers[index][: len(part)].split(share), strict=True)
-            work = [self.readers.submit(_read_into, *pair) for pair in pieces]
+            work = [self.readers.submit(read, *pair) for pair in pieces]
             self.filling.append((index, target[start : start + len(part)], work))
             if len(self.filling) >= _BEING_FILLED:
                 self._send()
@@ -144,11 +146,6 @@ class _CopyStream:
             piece.result()
         target.copy_(self.buffers[index][: len(target)], non_blocking=True)
         self.read[index].record(self.stream)
-
-
-def _read_into(source: torch.Tensor, target: torch.Tensor) -> None:
-    populate(source)
-    ctypes.memmove(target.data_ptr(), source.data_ptr(), len(source))  # only on this thread
 
 
 def _for_current_stream(copies: list[torch.Tensor], copied: torch.cuda.Event) -> list[torch.Tensor]:
@@ -337,9 +334,7 @@ def tensors_of(modules: Iterable[nn.Module]) -> list[torch.Tensor]:
 class DeviceCopies:
     """Copies on a device that replace the tensors of some modules, until the originals are restored.
 
-    Args:
-        device: the device of the copies; None for the device of the tensors.
-        dtype: the dtype to which copies in `narrow` dtypes are widened; None leaves them.
+    Copies in `narrow` dtypes are widened to `dtype`, if given; a device of None is that of the tensors.
     """
 
     def __init__(

@@ -163,20 +163,20 @@ class Exchange:
         global _meeting
         _met()
         if rank_and_world()[1] > 1 and self.device is not None and self.device.type == "cuda":
-            thread = ThreadPoolExecutor(1, thread_name_prefix="meeting")
-            _meeting = thread.submit(self._connect)
-            thread.shutdown(wait=False)
 
-    def _connect(self) -> None:
-        with torch.cuda.device(self.device):
-            dist.broadcast(torch.zeros(1, device=self.device), src=0)
+            def connect() -> None:
+                with torch.cuda.device(self.device):
+                    dist.broadcast(torch.zeros(1, device=self.device), src=0)
+
+            thread = ThreadPoolExecutor(1, thread_name_prefix="meeting")
+            _meeting = thread.submit(connect)
+            thread.shutdown(wait=False)
 
     def in_order(self, own: Sequence[tuple[int, Sequence[Part]]]) -> Iterator[tuple[int, tuple[Part, ...]]]:
         """Yields the entries of all ranks, in order; every rank must go through all of them.
 
-        Args:
-            own: this rank's entries: each has its number in the order in which one rank would have come to it, and
-                tensors, of which some may be None. Entries of one number keep their order.
+        Each entry has its number in the order in which one rank would have come to it, and tensors, of which some may
+        be None. Entries of one number keep their order.
         """
         if rank_and_world()[1] == 1:
             yield from ((number, tuple(tensors)) for number, tensors in sorted(own, key=lambda entry: entry[0]))
@@ -220,13 +220,10 @@ class Exchange:
     def sum_in_order(
         self, numbers: Sequence[Sequence[int]], make: Callable[[int], torch.Tensor], shape: Sequence[int]
     ) -> torch.Tensor:
-        """Returns the sum of matrices that several ranks hold, in order, on every rank.
+        """Returns the sum of float32 matrices of a shape that several ranks hold, in order, on every rank.
 
         Each rank adds up a slab of rows of all of them, and the slabs are put together. So a rank never holds more than
         two matrices of its own, and the sum is the one that adding matrix after matrix gives.
-
-        Args:
-            shape: the shape of the matrices, which are float32.
         """
         _met()
         rank, world = rank_and_world()

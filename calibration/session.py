@@ -37,7 +37,8 @@ from quant.base.processor import memory_left, memory_limit
 from quant.calibration.placement import Device, elsewhere, find_device
 from quant.calibration.ranks import rank_and_world
 
-Mapped = Callable[[Mapping[str, torch.Tensor]], None]
+Tensors = Mapping[str, torch.Tensor]
+Mapped = Callable[[Tensors], None]
 """Called with the tensors of a step, mapped from their file, when they are written."""
 
 
@@ -45,21 +46,15 @@ Mapped = Callable[[Mapping[str, torch.Tensor]], None]
 class Step:
     """A finished step: its tensors, mapped from their file, and its record, JSON-ready."""
 
-    tensors: Mapping[str, torch.Tensor]
+    tensors: Tensors
     record: Any
 
 
 class Store:
-    """Keeps nothing.
+    """Keeps nothing."""
 
-    Attributes:
-        directory: the directory where finished steps and large temporary files are kept; None keeps both in memory.
-        is_complete: whether an earlier run wrote the whole checkpoint, though perhaps not yet under its name.
-        is_moving: whether some steps are only in the checkpoint's files, so that their tensors hold zeros here.
-    """
-
-    directory: Path | None = None
-    is_complete = False
+    directory: Path | None = None  # where finished steps and large temporary files are kept; None keeps both in memory
+    is_complete = False  # whether an earlier run wrote the whole checkpoint, though perhaps not yet under its name
 
     @property
     def keeps(self) -> bool:
@@ -68,6 +63,7 @@ class Store:
 
     @property
     def is_moving(self) -> bool:
+        """Whether some steps are only in the checkpoint's files, so that their tensors hold zeros here."""
         return False
 
     def __contains__(self, step: str) -> bool:
@@ -78,19 +74,10 @@ class Store:
         """Returns a finished step; None where there is none, or its file is damaged."""
         return None
 
-    def put(
-        self,
-        step: str,
-        tensors: Mapping[str, torch.Tensor],
-        record: Any,
-        then: Mapped | None = None,
-        *,
-        alone: bool = False,
-    ) -> None:
+    def put(self, step: str, tensors: Tensors, record: Any, then: Mapped | None = None, *, alone: bool = False) -> None:
         """Keeps a finished step; a step of this name that was kept before goes when the new one is written.
 
-        Args:
-            alone: whether only this rank has computed them. A step that all ranks have is written by the first.
+        A step that all ranks have is written by the first, one that only this rank has computed (`alone`) by this one.
         """
 
     def drop(self, step: str) -> None:
@@ -143,18 +130,9 @@ class Session:
 
     @classmethod
     def on(
-        cls,
-        device: Device = None,
-        *,
-        progress: Progress | None = None,
-        memory: int | None = None,
-        seed: int = 0,
+        cls, device: Device, *, progress: Progress | None = None, memory: int | None = None, seed: int = 0
     ) -> Session:
-        """Returns a session from the arguments of a public function.
-
-        Args:
-            device: "auto", "cpu", "cuda", "cuda:N", or a device; None is where the model is.
-        """
+        """Returns a session on "auto", "cpu", "cuda", "cuda:N", or a device; None is where the model is."""
         return cls(find_device(device), memory, progress, seed=seed)
 
     @property

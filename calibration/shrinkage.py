@@ -32,11 +32,7 @@ STRENGTH = 2.0
 
 
 class MomentSpread:
-    """Running sums over pieces of text for pairs of a sample of channels.
-
-    Args:
-        like: a tensor `[..., in]` where the inputs are.
-    """
+    """Running sums over pieces of text for pairs of a sample of channels of inputs `[..., in]`."""
 
     def __init__(self, like: torch.Tensor) -> None:
         self.columns, device = like.shape[-1], like.device
@@ -83,11 +79,7 @@ class MomentSpread:
 
 
 def shrink(moment: torch.Tensor, strength: torch.Tensor) -> torch.Tensor:
-    """Returns (1 - λ) M + λ diag(M), in place.
-
-    Args:
-        moment: M `[in, in]`, or blocks of one, `[blocks, k, k]`.
-    """
+    """Returns (1 - λ) M + λ diag(M), in place; M `[in, in]`, or blocks of one, `[blocks, k, k]`."""
     diagonal = moment.diagonal(dim1=-2, dim2=-1)
     original = diagonal.clone()
     moment *= 1 - strength

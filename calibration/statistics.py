@@ -102,11 +102,7 @@ def diagonal_blocks(matrix: torch.Tensor, width: int) -> torch.Tensor:
 def pooled_stats(
     parts: Sequence[LayerStats], tokens: int | None = None, before: LayerStats | None = None
 ) -> LayerStats | None:
-    """Returns the statistics of all tokens together, without the drift.
-
-    Args:
-        tokens: the number of these tokens and of all that are pooled with them; None if none are.
-    """
+    """Returns the statistics of all tokens together, without the drift; `tokens` counts all that are pooled."""
     tokens = sum(stats.tokens for stats in parts) if tokens is None else tokens
     start = before or LayerStats(0)
     second, blocks, noise = start.second_moment, start.block_moments, start.noise
@@ -123,10 +119,9 @@ def _plus(total: torch.Tensor | None, tensor: torch.Tensor | None, share: float)
 
 
 class MomentSum:
-    """Adds up second moments batch by batch. Products are taken in the dtype of the inputs, sums in float32.
+    """Adds up second moments, or their diagonal blocks of a width, batch by batch.
 
-    Args:
-        width: keep only the diagonal blocks of this width; None keeps the whole matrix.
+    Products are taken in the dtype of the inputs, sums in float32.
     """
 
     def __init__(self, width: int | None = None) -> None:
@@ -167,7 +162,10 @@ class MomentSum:
     ) -> None:
         """Adds one batch to the second moments only."""
         if self.width is not None:
-            blocks = _block_products(x, self.width)
+            # [tokens, in] -> [blocks, tokens, width]: one batched product for all diagonal blocks.
+            x = pad(x, (0, -x.shape[1] % self.width)).unflatten(1, (-1, self.width)).transpose(0, 1)
+            with default_matmul():
+                blocks = x.mT @ x
             self.second = blocks.float() if self.second is None else self.second.add_(blocks)
             return
         if self.second is None:
@@ -234,13 +232,6 @@ def rows_of(x: torch.Tensor) -> int:
     return len(x) if x.dim() == 3 else 1
 
 
-def _block_products(x: torch.Tensor, width: int) -> torch.Tensor:
-    # [tokens, in] -> [blocks, tokens, width]: one batched product for all diagonal blocks.
-    x = pad(x, (0, -x.shape[1] % width)).unflatten(1, (-1, width)).transpose(0, 1)
-    with default_matmul():
-        return x.mT @ x
-
-
 def _add_symmetric(total: torch.Tensor, x: torch.Tensor, width: int = 512) -> None:
     """Computes `total += xᵀ x`: of several blocks, only blocks on and above the diagonal."""
     if has_pairs(x):
@@ -259,12 +250,9 @@ def _add_symmetric(total: torch.Tensor, x: torch.Tensor, width: int = 512) -> No
 def static_input_scale(
     amax: torch.Tensor, activation: Format, dtype: torch.dtype, name: str | None = None
 ) -> torch.Tensor | None:
-    """Returns the static scale of inputs whose largest magnitude is `amax`, float32 scalar.
+    """Returns the static scale of inputs whose largest magnitude is `amax`, both float32 scalars.
 
     None for formats that measure theirs.
-
-    Args:
-        amax: float32 scalar.
     """
     if name and activation.is_static and bool(amax == 0):
         warnings.warn(

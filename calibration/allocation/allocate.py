@@ -100,11 +100,15 @@ def make_space(model: nn.Module, goal: Goal, options: Options) -> Space:
         _constrain(constraint, matched(constraint.match, base.by_name), groups, allowed, by_name)
     fixed_layers = [layer for layer in base.layers if layer.name not in quantized]
     # By identity, since tied weights are one tensor under several names.
-    planned = {id(p) for layer in base.layers for p in _parameters_of(model, layer)}
+    planned = {id(model.get_parameter(layer.tensor_name)) for layer in base.layers}
     tensors = {id(t): t for t in (*model.parameters(), *model.buffers())}
     unplanned_bytes = sum(t.nbytes for key, t in tensors.items() if key not in planned)
     cache_bytes = kv_cache_bytes(getattr(model, "config", None), goal.context, goal.batch, base.kv_cache)
     timing = goal.timing
+    # A decoding step reads a row of an embedding, and a head that is tied to it in 16 bit: it has no bytes in the plan.
+    heads = [layer for layer in fixed_layers if layer.kind == LayerKind.HEAD and layer.tied_to is not None]
+    bytes_read = sum(layer.nbytes for layer in fixed_layers if layer.kind != LayerKind.EMBEDDING)
+    bytes_read += cache_bytes + sum(2 * layer.numel for layer in heads)
     return Space(
         base=base,
         groups=groups,
@@ -113,7 +117,7 @@ def make_space(model: nn.Module, goal: Goal, options: Options) -> Space:
         unplanned_bytes=unplanned_bytes,
         cache_bytes=cache_bytes,
         fixed_bytes=sum(layer.nbytes for layer in fixed_layers) + unplanned_bytes + cache_bytes,
-        fixed_seconds=timing.read(_bytes_read(fixed_layers) + cache_bytes) if timing is not None else 0.0,
+        fixed_seconds=timing.read(bytes_read) if timing is not None else 0.0,
         timing=timing,
         batch=goal.batch,
     )
@@ -161,13 +165,6 @@ def _fits(candidate: Candidate, layer: LayerPlan, plan: Plan | None, runtimes: S
     return planned and not any(runtime.problems(candidate.applied(layer), mixed=mixed) for runtime in runtimes)
 
 
-def _bytes_read(fixed: Sequence[LayerPlan]) -> int:
-    """Returns the bytes of fixed layers that a decoding step reads; of an embedding only a row a token."""
-    # A head that is tied to an embedding has no bytes of its own in the plan, but each step reads it in 16 bit.
-    heads = (2 * layer.numel for layer in fixed if layer.kind == LayerKind.HEAD and layer.tied_to is not None)
-    return sum(layer.nbytes for layer in fixed if layer.kind != LayerKind.EMBEDDING) + sum(heads)
-
-
 def _constrain(
     constraint: Constraint,
     names: Collection[str],
@@ -199,13 +196,6 @@ def _constrain(
             has = ", ".join(c.name for c in allowed[group]) or "none"
             raise UserError(f"{option}: {group} cannot take any such format; it can take {has}")
         allowed[group] = remaining
-
-
-def _parameters_of(model: nn.Module, layer: LayerPlan) -> list[torch.Tensor]:
-    if layer.kind.is_named_by_parameter:
-        return [model.get_parameter(layer.name)]
-    weight = getattr(model.get_submodule(layer.name), "weight", None)
-    return [weight] if isinstance(weight, torch.Tensor) else []
 
 
 # Rounds switchable layers where the plan's solver works from data.
@@ -378,11 +368,7 @@ def score(
 
 
 @_on_linears
-def check_feasible(
-    model: nn.Module,
-    goal: Goal,
-    **options: Unpack[OptionArguments],
-) -> None:
+def check_feasible(model: nn.Module, goal: Goal, **options: Unpack[OptionArguments]) -> None:
     """Refuses goals that `allocate` would refuse, from shapes alone, before there are rows; with the same arguments."""
     # No rows and no scores yet: the knapsack of `space.problem()` has only costs.
     space = make_space(model, goal, Options(**options))

@@ -83,7 +83,9 @@ class Loop:
         # The largest sum of scores that keeps the limit so far, and the smallest that breaks it.
         low, high = least, math.inf
         # Less than the least predicted loss within the budgets is infeasible, and the search starts at feasible points.
-        allowance = max(self._limit_as_loss(), least)
+        # ΔNLL and KL have the same size for a calibrated model: KL is the expectation of ΔNLL.
+        limit = math.log1p(self.goal.max_ppl_increase or 0.0) if self.goal.max_kl is None else self.goal.max_kl
+        allowance = max(limit / self.scale, least)
         # Bounds the number of measurements; `_is_close` ends most searches earlier.
         for _ in range(10):
             choice = self._smallest_within(allowance, budgets)
@@ -129,12 +131,6 @@ class Loop:
         except Infeasible:
             return True
         return self.space.bytes(good) - self.space.bytes(next_one) < 0.003 * self.space.bytes(good)
-
-    def _limit_as_loss(self) -> float:
-        if self.goal.max_kl is not None:
-            return self.goal.max_kl / self.scale
-        # ΔNLL and KL have the same size for a calibrated model: KL is the expectation of ΔNLL.
-        return math.log1p(self.goal.max_ppl_increase or 0.0) / self.scale
 
     def limit_text(self) -> str:
         """Returns the limit as the user named it."""

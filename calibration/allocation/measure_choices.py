@@ -57,7 +57,11 @@ class Search:
             flips = self._flips(choice, present, self.measurements // 2)
             local = KnapsackProblem(self.problem.groups, self.problem.candidates, flips, self.problem.costs)
             better, least = None, present * (1 - _LEAST_GAIN)
-            for candidate, loss in self._losses(self._answers(local, choice)):
+            answers = []  # of the knapsack, for each number of changes that has one
+            for changes in _STEPS:
+                with suppress(Infeasible):
+                    answers.append(solve(local, self.limits, near=Near(choice, changes)))
+            for candidate, loss in self._losses(answers):
                 if loss < least:
                     better, least = candidate, loss
             if better is None:
@@ -137,12 +141,6 @@ class Search:
         up, down = (sorted((m for m in flips if up == (extra[m] > 0)), key=lambda m: rate[m]) for up in (True, False))
         half = max(count // 2, 1)
         return up[: max(half, count - len(down))] + down[: max(half, count - len(up))]
-
-    def _answers(self, local: KnapsackProblem, choice: np.ndarray) -> Iterator[np.ndarray]:
-        """Yields the knapsack's answer for each number of changes that has one."""
-        for changes in _STEPS:
-            with suppress(Infeasible):
-                yield solve(local, self.limits, near=Near(choice, changes))
 
 
 _CALIBRATION = "calibration text"

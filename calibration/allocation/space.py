@@ -142,8 +142,10 @@ class Space:
                 layers.append(replace(new, reason=reason, score=entry.scores[name], cost=new.nbytes))
         # `base` has the fixed layers too, with the reasons of their kind.
         plan = self.base.replace_layers(layers)
+        fields = {k: v for k, v in dataclasses.asdict(goal).items() if v not in (None, ())}
+        fields = {k: list(v) if isinstance(v, tuple) else v for k, v in fields.items()}
         note = {
-            "method": scores.method, "formats": list(scores.formats), "goal": _goal_fields(goal),
+            "method": scores.method, "formats": list(scores.formats), "goal": fields,
             "bits": self.bits(choice), "kv_cache_tokens": goal.context * goal.batch,
         }  # fmt: skip
         tokens = goal.context * goal.batch
@@ -177,8 +179,3 @@ def _reason(entry: Any, name: str, rank: int, count: int) -> str:
         gain = f"{entry.scores[name] - entry.scores[c]:.3g} for {(entry.bytes[c] - entry.bytes[name]) / 1e3:,.0f} kB"
         clauses.append(f"{c if c != KEPT.name else '16 bit'} would gain {gain}")
     return "; ".join(clauses)
-
-
-def _goal_fields(goal: Goal) -> dict[str, Any]:
-    fields = {k: v for k, v in dataclasses.asdict(goal).items() if v not in (None, ())}
-    return {k: list(v) if isinstance(v, tuple) else v for k, v in fields.items()}

@@ -99,7 +99,12 @@ def output_moments(
     ]
     result = OutputMoments(missing={m[0].name: "its module does not show outputs of experts" for m in unseen})
     groups = [members for members in groups if members not in unseen]
-    sums = {members[0].name: MomentSum(_even_width(members, width)) for members in groups}
+    sums = {}
+    for members in groups:
+        size = sum(member.shape[-2] for member in members)
+        # Even blocks of at most `width` outputs; None for one block.
+        count = -(-size // width)
+        sums[members[0].name] = MomentSum(None if count <= 1 else -(-size // count // 16) * 16)
     device = session.device or device_of(model)
     if draws is None:
         rows = sum(gathered(sum(len(batch) if isinstance(batch, torch.Tensor) else 1 for batch in batches)))
@@ -162,15 +167,6 @@ def _width(groups: Sequence[Sequence[LayerPlan]], session: Session) -> int | Non
     return None
 
 
-def _even_width(members: Sequence[LayerPlan], width: int) -> int | None:
-    """Returns the width of even blocks of at most `width` outputs; None for one block."""
-    size = sum(member.shape[-2] for member in members)
-    if size <= width:
-        return None
-    count = -(-size // width)
-    return -(-size // count // 16) * 16
-
-
 def _fault(stats: LayerStats | None) -> str:
     """Returns why an A is of no use; empty where it is."""
     if stats is None:
@@ -216,18 +212,10 @@ def _frozen(model: nn.Module) -> Iterator[None]:
 
 
 class _Pass:
-    """Forward and backward passes, with hooks at the outputs of layers.
-
-    Args:
-        sums: filled, by the name of a group's first layer.
-    """
+    """Forward and backward passes, with hooks at the outputs of layers; fills `sums`, by a group's first layer."""
 
     def __init__(
-        self,
-        model: nn.Module,
-        groups: Sequence[Sequence[LayerPlan]],
-        sums: Mapping[str, MomentSum],
-        session: Session,
+        self, model: nn.Module, groups: Sequence[Sequence[LayerPlan]], sums: Mapping[str, MomentSum], session: Session
     ) -> None:
         self.model, self.groups, self.sums, self.session = model, groups, sums, session
         self.device = session.device or device_of(model)
@@ -240,9 +228,8 @@ class _Pass:
     def run(self, batches: Sequence[Any], draws: int) -> dict[str, list[torch.Tensor]]:
         """Adds the gradients of all batches to the sums; for each token `draws` labels are drawn.
 
-        Returns:
-            By group, for each batch, the mean of |g|² over the draws, clipped as for A, `[tokens]`. None of experts, of
-            groups that are not called once a pass, and none where not all batches ran.
+        Returns by group, for each batch, the mean of |g|² over the draws, clipped as for A, `[tokens]`: none of
+        experts, of groups that are not called once a pass, and none where not all batches ran.
         """
         powers: dict[str, list[torch.Tensor]] = {}
         linear = [members for members in self.groups if members[0].kind != LayerKind.EXPERTS]

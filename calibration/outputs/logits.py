@@ -28,11 +28,7 @@ _SLICE_WITHOUT_GRADIENT = {"cuda": 1 << 26}
 
 
 class Logits:
-    """Logits of next tokens: of every position of a row but the last.
-
-    Args:
-        head: the model's last linear layer, whose outputs are logits; None runs the whole model for them.
-    """
+    """Logits of next tokens: of every position of a row but the last; without a `head`, the whole model gives them."""
 
     def __init__(self, model: nn.Module, head: nn.Module | None) -> None:
         self.model, self.head = model, head
@@ -48,7 +44,13 @@ class Logits:
     def decide(self, rows: torch.Tensor) -> None:
         """Tests on a few tokens of `rows`, unless a test was made before, whether the head can be split off."""
         if self.split is None:
-            self.split = self._can_split(trial_rows(rows))
+            few = trial_rows(rows)
+            with torch.no_grad():
+                expected = logits_of(self.model, few).float()
+                split = self._head(self._before_head(few)).float()
+            # Rounding differs by far less than this even in BF16, a forgotten factor by more.
+            is_same = expected.shape == split.shape
+            self.split = is_same and bool((expected - split).abs().max() <= 0.01 * expected.abs().max())
 
     def parts(self, hidden: torch.Tensor, *, with_gradient: bool = True) -> list[slice]:
         """Returns the slices of positions, each with about as many logits as suit the device."""
@@ -90,14 +92,6 @@ class Logits:
         with forwarding(self.head, stand_in):
             self.model(rows)
         return seen[-1]
-
-    def _can_split(self, rows: torch.Tensor) -> bool:
-        with torch.no_grad():
-            expected = logits_of(self.model, rows).float()
-            split = self._head(self._before_head(rows)).float()
-        # Rounding differs by far less than this even in BF16, a forgotten factor by more.
-        same_shape = expected.shape == split.shape
-        return same_shape and bool((expected - split).abs().max() <= 0.01 * expected.abs().max())
 
 
 def logits_of(model: nn.Module, rows: torch.Tensor) -> torch.Tensor:

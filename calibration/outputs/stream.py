@@ -186,11 +186,7 @@ class _State:
 def find_writers(
     block: nn.Module, run: Callable[[], Any], layers: Sequence[str], experts: Sequence[str] = ()
 ) -> tuple[dict[str, Writer], Any]:
-    """Returns the layers of a block that write to the residual stream.
-
-    Returns:
-        Writers by name, and the result of `run`.
-    """
+    """Returns the layers of a block that write to the residual stream, by name, and the result of `run`."""
     values: list[tuple[Point, torch.Tensor, int]] = []
     began: dict[str, int] = {}
     shape: list[torch.Size] = []

@@ -60,12 +60,7 @@ class Memory:
 
 
 def memory_of(plan: Plan, *, unplanned: int = 0, kv_cache: int = 0, tokens: int = 0) -> Memory:
-    """Returns the memory of a plan.
-
-    Args:
-        unplanned: bytes of tensors that are in no plan: biases, position tables.
-        kv_cache: bytes of the KV cache.
-    """
+    """Returns the memory of a plan, of tensors that are in none (biases, position tables) and of a KV cache."""
     codes = scales = embeddings = 0
     other = unplanned
     for layer in plan.layers:
@@ -82,16 +77,12 @@ def memory_of(plan: Plan, *, unplanned: int = 0, kv_cache: int = 0, tokens: int 
 
 
 def kv_cache_bytes(config: Any, context: int, batch: int, format: Format | None = None) -> int:
-    """Returns the bytes of the key-value cache of `batch` sequences of `context` tokens.
+    """Returns the bytes of the key-value cache of `batch` sequences of `context` tokens; a format of None is 16 bit.
 
     Layers with a sliding window hold at most the window's tokens; layers of linear attention, whose state does not
     grow, hold none, and so do layers that reuse the keys and values of another; latent attention (DeepSeek) holds one
     compressed vector a token for all heads. The shape of keys may differ by layer (Gemma 4). A model without attention
     heads (Mamba, RWKV, xLSTM) has a state of fixed size, and no cache that grows.
-
-    Args:
-        config: a transformers config, or None for a model without a cache.
-        format: the format of keys and values; None is 16 bit.
     """
     config = text_config(config)
     names = getattr(config, "architectures", None) or []
@@ -156,7 +147,6 @@ class Roofline:
 
 
 _FLOAT_BITS = {"fp4": 4, "fp8": 8, "bf16": 16}
-
 
 # Fields of a row of a latency table, with their types.
 _ROW: dict[str, Any] = {
@@ -247,11 +237,7 @@ _EXAMPLES = {"size": "24GB or 500MiB", "count": "32k or 4096", "time": "12ms or 
 
 
 def parse_quantity(text: str, kind: str) -> float:
-    """Returns a number with a unit: `24GB`, `32k` (1,024 each, as contexts are counted), `12ms`, `1%`.
-
-    Args:
-        kind: "size" (bytes), "count", "time" (seconds) or "ratio".
-    """
+    """Returns a number with a unit of a kind: `24GB`, `32k` (1,024 each, as contexts are counted), `12ms`, `1%`."""
     match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+(?:e-?[0-9]+)?)\s*([^0-9.]*?)\s*", text, re.IGNORECASE)
     units = _UNITS[kind]
     if match is None or match[2].lower() not in units or not 0 < float(match[1]) < math.inf:

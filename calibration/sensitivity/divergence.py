@@ -151,7 +151,11 @@ class NextToken(Logits):
         # d = (h' − h) Wᵀ; a bias of the head would cancel, and a soft cap is not linear.
         if self.split and self.cap is None and type(self.head) is nn.Linear:
             if self.narrow is None:
-                self.narrow = _narrowed(self.head.weight.detach().to(hidden.dtype), difference_dtype(hidden))
+                self.narrow, dtype = self.head.weight.detach().to(hidden.dtype), difference_dtype(hidden)
+                if dtype is not None:
+                    # The mean of its rows moves all logits together, so far that rounding to `dtype` would hide the
+                    # differences between them.
+                    self.narrow = (self.narrow - self.narrow.mean(dim=0)).to(dtype)
             return torch.nn.functional.linear((hidden - base).to(self.narrow.dtype), self.narrow)
         # A whole model may return −∞ for tokens that it rules out, and −∞ − (−∞) is NaN.
         difference = self.logits(hidden).float() - self.logits(base).float()
@@ -286,14 +290,6 @@ def _kl(p: torch.Tensor, d: torch.Tensor) -> torch.Tensor:
         weight = p64 / p64.sum(dim=-1, keepdim=True)
         kl[far] = (torch.logsumexp(weight.log() + d64, dim=-1) - vecdot(weight, d64)).to(kl.dtype)
     return kl
-
-
-def _narrowed(weight: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
-    """Returns the head's weight `[vocabulary, hidden]` minus the mean of its rows, in `dtype`; None leaves it as it is.
-
-    The mean moves all logits together, and so far that rounding to `dtype` would hide the differences between them.
-    """
-    return weight if dtype is None else (weight - weight.mean(dim=0)).to(dtype)
 
 
 def _drawn(p: torch.Tensor, generator: torch.Generator) -> torch.Tensor:

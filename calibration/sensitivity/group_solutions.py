@@ -74,12 +74,7 @@ def solve_each_group(
     """Solves every group in every format that is allowed for it; without a solver from data, only with branches.
 
     Fused experts, formats that the solver's rounding does not know, and groups that no token reaches are left out.
-
-    Args:
-        model: called as `model(rows)`; not changed.
-        allowed: formats by group.
-        rows: token ids, int64 `[rows, seqlen]`, where the model runs.
-        home: the device where solutions are kept; None keeps them where they are solved.
+    `rows` are where the model runs; solutions are kept at `home`, or where they are solved.
     """
     pipeline = get_pipeline(solver)
     batches = rows.split(max(_BATCH_TOKENS // rows.shape[1], 1))
@@ -101,20 +96,18 @@ def solve_each_group(
         inputs = _Inputs(keep=bool(pipeline.transforms), every=max(rows.numel() // SAMPLED_TOKENS, 1))
         if pipeline.transforms or any(c.activation is not None for choices in part.values() for c in choices):
             _watch(model, watched, batches, inputs.add)
-        works = {
-            group: [
-                _Work(c, _weights_of(model, groups[group]), solver, stored, rows.device, inputs, group) for c in choices
-            ]
-            for group, choices in part.items()
-        }
+        works = {}
+        for group, choices in part.items():
+            weights = {m.name: model.get_parameter(m.tensor_name).detach() for m in groups[group]}
+            works[group] = [_Work(c, weights, solver, stored, rows.device, inputs, group) for c in choices]
         if any(work.pipeline.needs_moment for choices in works.values() for work in choices):
             _watch(model, watched, batches, partial(_add, works))
-        for group, choices in works.items():
-            for work in choices:
+        for group, of_group in works.items():
+            for work in of_group:
                 solution = work.solve()
                 if solution is not None:
                     solutions[group, work.candidate.name] = solution if home is None else moved(solution, home)
-            choices.clear()  # frees the second moments
+            of_group.clear()  # frees the second moments
             done += 1
             session.report("alone", done, len(needed))
     return solutions
@@ -195,10 +188,6 @@ class _Inputs:
             # A copy: a view would keep every token of every layer alive.
             sample = self.sample.setdefault(group, [])
             sample.append(sampled(x, self.every, len(sample)).clone())
-
-
-def _weights_of(model: nn.Module, members: Sequence[LayerPlan]) -> dict[str, torch.Tensor]:
-    return {member.name: model.get_submodule(member.name).weight.detach() for member in members}  # type: ignore[operator]
 
 
 class _Work:

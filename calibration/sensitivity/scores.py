@@ -330,15 +330,10 @@ def score_groups(
     amax: Mapping[str, torch.Tensor] | None = None,
     path: Path | None = None,
 ) -> Sensitivity:
-    """Scores every group in every format that is allowed for it.
+    """Scores every group in every format that is allowed for it, on the ranges `amax` of inputs, or measured on `rows`.
 
-    Args:
-        model: called as `model(rows)`; restored afterwards.
-        allowed: formats by group; `keep` needs no mention.
-        rows: token ids, int64 `[rows, seqlen]`.
-        amax: largest input magnitude of each layer, as `measure_amax` gives it; None measures it on `rows`.
-        path: file of the table: read if it was made from the same model, text and settings, and resumed after an
-            interruption. None writes no file.
+    The file at `path`, if given, holds the table: it is read if it was made from the same model, text and settings, and
+    resumed after an interruption.
     """
     started = time.perf_counter()
     # The settings that scores depend on; their order is part of the key in files of earlier runs.
@@ -397,11 +392,7 @@ def _entry(
 
 
 def _key(
-    model: nn.Module,
-    groups: Mapping[str, Sequence[LayerPlan]],
-    allowed: Allowed,
-    rows: torch.Tensor,
-    *settings: Any,
+    model: nn.Module, groups: Mapping[str, Sequence[LayerPlan]], allowed: Allowed, rows: torch.Tensor, *settings: Any
 ) -> str:
     """Returns SHA-256 over everything that the scores depend on; of each weight, its shape and a few of its values."""
     # 256 values of each weight distinguish models, and hashing all would read 16 GB for an 8B model.

@@ -76,16 +76,11 @@ def reconstruct_block(
     layers: Mapping[str, BlockLayer],
     settings: Reconstruction = Reconstruction(),
 ) -> Reconstructed:
-    """Refines the codes and scales of a block's layers so that the block's output comes closer to `targets`.
+    """Refines the codes and scales of a block's layers so that its outputs `[..., hidden]` come closer to `targets`.
 
     Global scales stay. The error on the held-out calls is never larger than before; a single call serves for both
-    learning and judging.
-
-    Args:
-        block: a block with any modules under the names of `layers` (they are put back); it runs in the dtype of its
-            calls.
-        calls: the calls of the block, on the hidden states that the quantized blocks before it give.
-        targets: output of the original block for each call, `[..., hidden]`.
+    learning and judging. The calls are on the hidden states that the quantized blocks before give, and the block, which
+    may have any modules under the names of `layers`, runs in their dtype.
     """
     if not calls or len(calls) != len(targets):
         raise ValueError(f"reconstruction needs a target for each call of the block: {len(calls)}, {len(targets)}")

@@ -165,12 +165,8 @@ def gptq_together(
 ) -> list[BlockScaledTensor]:
     """Rounds several weights of one shape, each against its own quadratic loss, in the launches of one.
 
-    Args:
-        weights: `[out, in]` each, corrected for the errors of earlier layers.
-        factors: a factor for each, with the inputs in their own order.
-        format: a format whose scales are searched in the loop.
-        global_scales: float32 `[weights]`.
-        sweeps: as in `gptq`.
+    Weights `[out, in]` are corrected for the errors of earlier layers, inputs are in their own order, and the format's
+    scales are searched in the loop; global scales are `[weights]`.
     """
     from quant.kernels.rounding.portable_solvers import solve_nvfp4_window
 
@@ -427,16 +423,9 @@ def solve_window(
 def search_block(
     block: Tensor, U: Tensor, format: Format, global_scale: Tensor, shortlist: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns the best values found for a block and their errors e `[k, n]`, and block scales `[n]`.
+    """Returns the best values for a block `[k, n]` and their errors e `[k, n]`, and block scales `[n]`.
 
-    All candidate scales are tried without feedback first; the best `shortlist` of each row are tried with it.
-
-    Args:
-        block: `[k, n]`.
-        U: `[k, k]`.
-        format: one scale a row of the block.
-        global_scale: float32 scalar, 1 for formats without one.
-        shortlist: how many candidates get the full trial.
+    All candidate scales of each row are tried without feedback first; the best `shortlist` are tried with it.
     """
     amax = block.abs().amax(0)
     if format.scale is E4M3:
@@ -468,13 +457,9 @@ def round_block(
 
 
 def round_with_feedback(block: Tensor, U: Tensor, step: Tensor, element: Number) -> tuple[Tensor, Tensor]:
-    """Returns the values and errors e of a block on each of several grids, both `[k, candidates, n]`.
+    """Returns the values and errors e of a block `[k, n]` on each of several grids, both `[k, candidates, n]`.
 
-    Args:
-        block: `[k, n]`.
-        U: `[k, k]`.
-        step: positive grid steps `[k, candidates, n]`; k may be 1 where all inputs share theirs.
-        element: the grid.
+    Their steps are positive, `[k, candidates, n]`; k may be 1 where all inputs share theirs.
     """
     values = block.new_empty(len(block), *step.shape[1:])
     errors = torch.empty_like(values)
@@ -520,12 +505,9 @@ class Factor:
 
 
 def block_order(power: Tensor, width: int) -> Tensor:
-    """Returns the order of the inputs, int64 `[in]`, the loudest first.
+    """Returns the order of inputs by their power `[in]`, the second moment's diagonal; the loudest come first.
 
     Blocks of `width` inputs are sorted by their sums, and then the inputs within each block.
-
-    Args:
-        power: the second moment's diagonal, `[in]`.
     """
     whole = len(power) // width * width
     blocks = power[:whole].view(-1, width)

@@ -91,14 +91,10 @@ class _OutputBlock(NamedTuple):
 
 
 class _Rows:
-    """The rows of a weight, sorted by piece, then by block of A.
+    """The rows of a weight, sorted by piece, then by diagonal block `[k, k]` of A.
 
-    Args:
-        blocks: the diagonal blocks of A, `[k, k]` each.
-
-    Attributes:
-        order, own_order: the rows by piece, and the positions of the weight's own rows there, int64 `[out]`.
-        bounds: where pieces begin, and the end of the last.
+    `order` and `own_order` are the rows by piece, and the positions of the weight's own rows there, int64 `[out]`;
+    `bounds` is where pieces begin, and the end of the last.
     """
 
     def __init__(self, blocks: Sequence[Tensor], pieces: int, damping: float, device: torch.device) -> None:

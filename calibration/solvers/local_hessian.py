@@ -56,12 +56,7 @@ class LocalHessian(Solver):
 
 
 def local_hessian(weight: Tensor, moments: Tensor, format: Format, global_scale: Tensor | None) -> BlockScaledTensor:
-    """Rounds `weight` block by block.
-
-    Args:
-        weight: `[out, in]`, float32, finite.
-        moments: diagonal blocks of the inputs' second moment, `[in / k, k, k]`.
-    """
+    """Rounds a float32 weight `[out, in]` by the diagonal blocks of the second moment, `[in / k, k, k]`."""
     width = format.block[1]
     second = weight.new_ones(()) if global_scale is None else global_scale
     mean = nonzero(moments.diagonal(dim1=1, dim2=2).mean())

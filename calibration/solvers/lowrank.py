@@ -41,8 +41,7 @@ _OUTPUT_DAMPING = (0.001, 0.01, 0.1, 1.0)
 class LossMetric:
     """A factor of A, by which weights are taken into the metric of the loss and back.
 
-    Args:
-        blocks: the diagonal blocks of A, `[k, k]`, whose sizes add up to the outputs of the weight; none for A = 1.
+    A comes as diagonal blocks `[k, k]` whose sizes add up to the outputs of the weight; none stand for A = 1.
     """
 
     def __init__(self, blocks: Sequence[torch.Tensor], damping: float = _OUTPUT_DAMPING[0]) -> None:
@@ -97,15 +96,10 @@ _PLAIN = LossMetric(())
 def take_branches(
     weights: Mapping[str, torch.Tensor], stats: LayerStats, rank: int, dtype: torch.dtype
 ) -> tuple[dict[str, torch.Tensor], dict[str, Branch], LayerStats]:
-    """Takes a branch off each of several weights that read one input.
+    """Takes a branch off each of several weights `[out, in]` that read one input.
 
-    Args:
-        weights: `[out, in]`.
-        stats: the statistics of the input; residual and branch together make up for its drift, and for the stream's
-            error.
-
-    Returns:
-        The residuals and the branches, by layer name, and statistics without the drift to solve the residuals with.
+    Residual and branch together make up for the input's drift, and for the stream's error. Returns the residuals and
+    the branches, by layer name, and statistics without the drift to solve the residuals with.
     """
     noise = stats.matrix.diagonal() if stats.noise is None else stats.noise
     corrects = stats.drift is not None or stats.residual is not None
@@ -127,11 +121,8 @@ def refit_branches(
 ) -> tuple[dict[str, torch.Tensor], dict[str, Branch]]:
     """Fits the branches to the errors of the rounded weights.
 
-    Args:
-        residuals: the weights less their branches, which were rounded, `[out, in]`.
-
-    Returns:
-        The weights less the new branches, and these branches, which leave the least loss next to the rounded weights.
+    `residuals` are the weights `[out, in]` less their branches. Returns the weights less the new branches, and these
+    branches, which leave the least loss next to the rounded weights.
     """
     # Now it is the error of the output that counts, under the second moment of the input: X = R Rᵀ.
     moment = factorize(stats.matrix).H.double()

@@ -43,11 +43,7 @@ class Peer(Solver):
 
 
 def quantize_like_modelopt(weight: Tensor, format: Format, amax: Tensor | None) -> BlockScaledTensor:
-    """Returns `weight` as nvidia-modelopt 0.47 quantizes it.
-
-    Args:
-        weight: `[..., out, in]`.
-    """
+    """Returns a weight `[..., out, in]` as nvidia-modelopt 0.47 quantizes it."""
     second = None
     if format.global_scale:
         second = global_scale_of(checked_amax(weight, "weight") if amax is None else amax, format)
@@ -61,12 +57,7 @@ def quantize_like_modelopt(weight: Tensor, format: Format, amax: Tensor | None) 
 def round_like_modelopt(
     weight: Tensor, format: Format, scale: Tensor, global_scale: Tensor | None = None
 ) -> BlockScaledTensor:
-    """Returns `weight` as nvidia-modelopt 0.47 rounds it under scales that are chosen.
-
-    Args:
-        weight: `[..., out, in]`.
-        global_scale: float32 `weight.shape[:-2]`, for formats that have one.
-    """
+    """Returns a weight `[..., out, in]` as nvidia-modelopt 0.47 rounds it under scales that are chosen."""
     values = weight.float()
     if format.element is E2M1:
         # A zero has the sign + in NVFP4, whatever it was, and - in MXFP4.

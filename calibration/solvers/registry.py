@@ -109,20 +109,12 @@ class Pipeline(Solver):
 
 
 def get_solver(name: str) -> Solver:
-    """Returns the solver called `name`: a key of `SOLVERS`, or transforms and one such key joined by "+".
-
-    Raises:
-        ValueError: an unknown part, or parts in an order that makes no sense; the message lists the known ones.
-    """
+    """Returns the solver called `name`: a key of `SOLVERS`, or transforms and one such key joined by "+"."""
     return SOLVERS[name] if name in SOLVERS else get_pipeline(name)
 
 
 def get_pipeline(name: str) -> Pipeline:
-    """Returns the parts of the solver called `name`: scaling, rotation, branch, rounding, reconstruction.
-
-    Raises:
-        ValueError: an unknown part, a part out of order, or a number that a part does not take.
-    """
+    """Returns the parts of the solver called `name`; ValueError for a part that is unknown or out of order."""
     spec = parse_solver(name)
     rounding = SOLVERS[spec.rounding]
     transforms = tuple(TRANSFORMS[key].followed_by(rounding, spec.rank) for key in spec.transforms)

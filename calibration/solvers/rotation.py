@@ -199,11 +199,7 @@ def _hadamard(block: int) -> Turn:
 
 
 def find_residual(model: nn.Module, run: Callable[[nn.Module], Any]) -> Residual:
-    """Finds the writers and readers of the residual stream.
-
-    Raises:
-        ValueError: the stream was not found, or contains something else; the message names the module.
-    """
+    """Finds the writers and readers of the residual stream; ValueError where it contains something else."""
     trace = _watch(model, run)
     width = next((m.embedding_dim for m in model.modules() if isinstance(m, nn.Embedding)), 0)
     weights = (
@@ -300,9 +296,8 @@ def _watch(model: nn.Module, run: Callable[[nn.Module], Any]) -> _Trace:
 def gain_of(module: nn.Module, name: str) -> tuple[torch.Tensor, float]:
     """Returns the factors of an RMS norm, float64 `[width]`, and the weight with which it would multiply by 1.
 
-    Raises:
-        ValueError: the module does something else than divide by the root mean square and multiply by its weight, or by
-            1 + its weight.
+    ValueError where it does something else than divide by the root mean square and multiply by its weight, or by 1 +
+    that.
     """
     weight = module.weight
     assert isinstance(weight, nn.Parameter)
@@ -362,11 +357,8 @@ def _check_unchanged(before: torch.Tensor, after: torch.Tensor, what: str) -> No
 def merge_head_rotation(block: nn.Module, call: Call, producer: str, reader: str) -> int:
     """Rotates rows of `producer` and columns of `reader` in equal blocks, if the path between lets them pass.
 
-    Args:
-        producer, reader: linear layers by name within the block: a value projection and its output projection.
-
-    Returns:
-        The block size, from 128 down to 16; 0 where none leaves the block's output as it was, and nothing is changed.
+    They are a value projection and its output projection, by name within the block. Returns the block size, from 128
+    down to 16; 0 where none leaves the block's output as it was, and nothing is changed.
     """
     first, second = block.get_submodule(producer), block.get_submodule(reader)
     rows, columns = first.weight.shape[0], second.weight.shape[1]  # type: ignore[index]

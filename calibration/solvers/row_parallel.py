@@ -39,12 +39,9 @@ class _Solve(Protocol):
 
 
 def solve_by_rows(solve: _Solve, weight: Tensor, format: Format, residual: Tensor | None = None) -> BlockScaledTensor:
-    """Returns the codes and scales of a weight; where ranks share it, each solves some of the parts.
+    """Returns the codes and scales of a weight `[out, in]`; where ranks share it, each solves some of the parts.
 
-    Args:
-        weight: `[out, in]`.
-        format: the format of the result. A weight whose scales span rows is solved in one part.
-        residual: `[out, in]`, or None.
+    A weight whose scales span rows is solved in one part.
     """
     rows = len(weight)
     if weight.is_cuda:

@@ -78,13 +78,10 @@ def solve_matrices(
     stored: torch.dtype | None,
     name: str,
 ) -> Iterator[BlockScaledTensor]:
-    """Yields the solutions of matrices of one shape that share nothing, such as experts.
+    """Yields the solutions of matrices `[out, in]` of one shape that share nothing, such as experts.
 
-    A GPU solves several small ones in the launches of one. Products of several matrices may add up in another order
-    than products of one.
-
-    Args:
-        matrices: `[out, in]` each; only matrices that are solved together are in memory.
+    A GPU solves several small ones in the launches of one; only these are in memory together. Products of several
+    matrices may add up in another order than products of one.
     """
     solved_as, waiting = _solved_as(format, stored), list[tuple[Tensor, LayerStats]]()
 

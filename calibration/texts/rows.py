@@ -62,7 +62,8 @@ def read_documents(items: Iterable[Any], tokenizer: Any | None, name: str, colum
 def _documents(item: Any, tokenizer: Any, name: str, column: str | None) -> Iterator[Document]:
     if item is None:  # an empty cell
         return
-    is_chat = isinstance(item, Sequence) and bool(item) and all(map(_is_turn, item))
+    is_chat = isinstance(item, Sequence) and bool(item)
+    is_chat = is_chat and all(isinstance(turn, Mapping) and ("role" in turn or "from" in turn) for turn in item)
     if tokenizer is None and (is_chat or isinstance(item, str)):
         raise ValueError(f"{name}: a text needs the model's tokenizer; without one, give token ids")
     if isinstance(item, str):
@@ -88,10 +89,6 @@ def _documents(item: Any, tokenizer: Any, name: str, column: str | None) -> Iter
         pair = bool(item) and isinstance(item[0], torch.Tensor) and (isinstance(item, tuple) or item[0].dim() == 2)
         for part in item[:1] if pair else item:
             yield from _documents(part, tokenizer, name, column)
-
-
-def _is_turn(value: Any) -> bool:
-    return isinstance(value, Mapping) and ("role" in value or "from" in value)
 
 
 def _choose_column(record: Mapping[str, Any], column: str | None, name: str) -> str:

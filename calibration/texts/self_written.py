@@ -141,13 +141,9 @@ def _fill(
     temperatures: torch.Tensor,
     allowed: torch.Tensor,
 ) -> Iterator[int]:
-    """Writes `rows` position by position; yields every position as soon as it is written.
+    """Writes `rows`, int64 `[rows, seqlen]`, position by position; yields every position as soon as it is written.
 
-    Args:
-        rows: int64 `[rows, seqlen]`, filled in.
-        uniform: numbers in [0, 1) that decide each drawn token, `[rows, seqlen]`.
-        temperatures: `[rows]`.
-        allowed: tokens that may be drawn, bool `[vocabulary]`.
+    Numbers in [0, 1) decide each drawn token, `[rows, seqlen]`; tokens that may be drawn are bool `[vocabulary]`.
     """
     first = _draw(torch.where(allowed, 0.0, -torch.inf).expand(len(rows), -1), uniform[:, 0]).cpu()
     rows[:, 0] = torch.where(template[:, 0] == _DRAWN, first, template[:, 0])
@@ -176,11 +172,9 @@ def _fill(
 
 
 def _draw(logits: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
-    """Returns one token a row: the first whose cumulative probability exceeds that row's uniform number.
+    """Returns one token a row: the first whose cumulative probability exceeds that row's uniform number in [0, 1).
 
-    Args:
-        logits: float32 `[rows, vocabulary]`, -inf where a token must not come.
-        uniform: `[rows]` in [0, 1).
+    Logits are float32 `[rows, vocabulary]`, -inf where a token must not come.
     """
     cumulative = torch.softmax(logits, dim=-1).cumsum(dim=-1)
     total = cumulative[:, -1:]

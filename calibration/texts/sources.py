@@ -252,12 +252,7 @@ def named_inputs(source: Source, rows: Rows) -> Inputs | None:
 
 
 def read_calibration(
-    source: Source,
-    rows: Rows,
-    session: Session,
-    *,
-    listener: Listener = SILENT,
-    plan: Plan | None = None,
+    source: Source, rows: Rows, session: Session, *, listener: Listener = SILENT, plan: Plan | None = None
 ) -> tuple[torch.Tensor | Inputs, list[Record]]:
     """Returns the calibration data, int64 `[samples, seqlen]` or inputs of the model, and a record of each source.
 
@@ -365,12 +360,7 @@ def read_texts(source: Source, rows: Rows) -> dict[str, torch.Tensor]:
 
 
 def read_evaluation(
-    source: Source,
-    rows: Rows,
-    session: Session,
-    *,
-    writer: nn.Module | None = None,
-    listener: Listener = SILENT,
+    source: Source, rows: Rows, session: Session, *, writer: nn.Module | None = None, listener: Listener = SILENT
 ) -> dict[str, torch.Tensor | Inputs]:
     """Returns evaluation data by the name of its source: inputs of the model, or rows of a text."""
     data: dict[str, torch.Tensor | Inputs] = {}

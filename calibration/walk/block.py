@@ -84,11 +84,7 @@ class Block:
         self.stream = Stream()
 
     def run(self, calls: Sequence[Call]) -> list[torch.Tensor]:
-        """Runs the block on some calls.
-
-        Returns:
-            The hidden states after the block, each on the device of the state before it.
-        """
+        """Runs the block on some calls; returns the hidden states after it, each where the state before it is."""
         outputs = []
         with fast_matmul(), paired_linears(self.device):
             for self.batch.index, call in enumerate(calls):

@@ -13,6 +13,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -25,26 +26,19 @@ from quant.calibration.walk.shared_moments import slices_that_fit
 from quant.recipes.layers import LayerKind
 from quant.recipes.plan import LayerPlan
 
-# `Scratch` gives large results a file instead of memory until they are written where they belong.
-#
-# The codes of all experts of a DeepSeek-V3 layer take 6.3 GB in NVFP4, and none can be written before the layer is
-# finished. In a mapped file they belong to the page cache: the system writes their pages to the disk when it needs the
-# memory. The file has no name, so that nothing of it is left behind whatever ends the process.
-
-
 _SHARE = 0.1  # of the memory; larger results go to a file
 
 
-class Scratch:
-    """Tensors in files without names.
+class Scratch(NamedTuple):
+    """Gives large results a file instead of memory until they are written where they belong.
 
-    Args:
-        directory: the directory where the files are; None keeps all results in memory.
-        memory: bytes that the run may use; None for no limit, and then all results are kept in memory.
+    The codes of all experts of a DeepSeek-V3 layer take 6.3 GB in NVFP4, and none can be written before the layer is
+    finished. In a mapped file they belong to the page cache: the system writes their pages to the disk when it needs
+    the memory. The file has no name, so that nothing of it is left behind whatever ends the process.
     """
 
-    def __init__(self, directory: Path | None = None, memory: int | None = None) -> None:
-        self.directory, self.memory = directory, memory
+    directory: Path | None = None  # where the files are; None keeps all results in memory
+    memory: int | None = None  # bytes that the run may use; None for no limit, and then all results stay in memory
 
     @classmethod
     def of(cls, session: Session) -> Scratch:
@@ -56,11 +50,7 @@ class Scratch:
         return self.directory is not None and self.memory is not None and nbytes > self.memory * _SHARE
 
     def empty(self, like: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
-        """Returns an uninitialised tensor in a file, with the dtype of `like`; where that is on a GPU, one there.
-
-        Raises:
-            OSError: the disk has no room for it.
-        """
+        """Returns an uninitialised tensor in a file, with the dtype of `like`; where that is on a GPU, one there."""
         nbytes = math.prod(shape) * like.dtype.itemsize
         if like.device.type != "cpu" or not nbytes:
             return like.new_empty(shape)
@@ -80,7 +70,6 @@ class Scratch:
 
 
 IN_MEMORY = Scratch()
-
 
 # Matrices [in, in] that exist at once while a second moment is factorized (it, its drift, damped, flipped, two factors,
 # the inverse and its parts) and the memory that LAPACK takes besides them: measured, a block of 1024 and 4096 inputs
@@ -105,7 +94,10 @@ def block_bytes(
     inputs_kept = tokens * (sum(inputs.values()) + 3 * hidden)
     codes = sum(layer.nbytes for layer in experts if not scratch.takes(layer.nbytes))
     one_expert = max((layer.numel // layer.shape[0] for layer in experts), default=0)
-    together = max((_together(layer) for layer in experts), default=0)
+    together = 0  # bytes of the second moments of experts that a rank holds together
+    for layer in (layer for layer in experts if get_pipeline(layer.solver).needs_moment):
+        part = slices_that_fit(layer.shape[0], layer.shape[-1])[0]
+        together = max(together, 4 * layer.shape[-1] ** 2 * -(-(part.stop - part.start) // rank_and_world()[1]))
     scales = any(get_pipeline(layer.solver).transforms for layer in linear)
     # The phases follow each other and free their memory, so the largest counts.
     phases = (
@@ -119,14 +111,6 @@ def block_bytes(
 def _widest(layers: Sequence[LayerPlan]) -> int:
     """Returns the number of values in the largest second moment."""
     return max((layer.shape[-1] ** 2 for layer in layers if get_pipeline(layer.solver).needs_moment), default=0)
-
-
-def _together(layer: LayerPlan) -> int:
-    """Returns the bytes of the second moments of experts that a rank holds together."""
-    count, columns = layer.shape[0], layer.shape[-1]
-    part = slices_that_fit(count, columns)[0]
-    held = -(-(part.stop - part.start) // rank_and_world()[1])
-    return 4 * columns**2 * held if get_pipeline(layer.solver).needs_moment else 0
 
 
 class BlockTooLargeError(ValueError):

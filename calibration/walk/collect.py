@@ -106,7 +106,7 @@ def collect_input_amax(
 
     def observe(name: str, x: torch.Tensor) -> None:
         # NaN passes through amax, so one test of the maximum covers all values.
-        end.saw_layer()
+        end.layer_after |= end.at_head
         largest = x.detach().abs().amax().float()
         if not bool(torch.isfinite(largest)):
             raise InputNotFiniteError(name, f"on calibration row {row_index}")
@@ -114,13 +114,14 @@ def collect_input_amax(
         if observers:
             observers[name].update(x)
 
-    home, end = device_of(model), _EndAtHead(model)
+    home, end, head = device_of(model), _EndAtHead(model), output_head(model)
     with (
         torch.no_grad(),
         placed(model, session.device) as device,
         reporting_bad_tensor(model),
         watch_inputs(model, names, observe),
-        end,
+        # Registered after the hooks of layers: an input of the head that is watched has been seen by then.
+        removing([] if head is None else [head.register_forward_pre_hook(end.reach)]),
     ):
         rows = rows.to(device)
         # One row a pass: the message on NaN then names its row.
@@ -147,25 +148,14 @@ class _EndAtHead:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self.model, self.head = model, output_head(model)
+        self.model = model
         self.at_head = self.layer_after = self.ends = False
 
-    def __enter__(self) -> None:
-        # Registered after the hooks of layers: an input of the head that is watched has been seen by then.
-        self.handles = [] if self.head is None else [self.head.register_forward_pre_hook(self._reach)]
-
-    def __exit__(self, *exc: object) -> None:
-        for handle in self.handles:
-            handle.remove()
-
-    def _reach(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+    def reach(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        """A hook before the head."""
         self.at_head = True
         if self.ends:
             raise Stop
-
-    def saw_layer(self) -> None:
-        """Notes that a watched layer was called."""
-        self.layer_after |= self.at_head
 
     def run(self, row: torch.Tensor) -> None:
         """Runs one row."""
@@ -195,17 +185,26 @@ def watch_inputs(model: nn.Module, names: Collection[str], observe: Observe) -> 
         owner = model.get_submodule(parent)
         # A parameter under this name is a projection of fused experts.
         if isinstance(getattr(owner, last), nn.Module):
-            hook = partial(_show_input, name, observe)
+
+            def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], name: str = name) -> None:
+                observe(name, all_arguments(args, kwargs)[0])
+
             handles.append(owner.get_submodule(last).register_forward_pre_hook(hook, with_kwargs=True))
         elif can_run_experts_one_by_one(owner):
             experts[owner] = parent
         else:
-            seen = partial(_show_input_of_expert, name, observe)
+            seen = partial(lambda name, expert, x: observe(name, x), name)
             watched.setdefault(owner, {})[last] = watch_experts(model, name, seen)
+
+    def show_projection(path: str, projection: str, expert: int, x: torch.Tensor) -> None:
+        # The other projection of the module may be in 16 bit.
+        if f"{path}.{projection}" in names:
+            observe(f"{path}.{projection}", x)
+
     try:
         with removing(handles), ExitStack() as stack:
             for module, path in experts.items():
-                forward = partial(experts_forward, module, observe=partial(_show_projection, path, names, observe))
+                forward = partial(experts_forward, module, observe=partial(show_projection, path))
                 stack.enter_context(forwarding(module, forward))
             yield
     finally:
@@ -213,30 +212,8 @@ def watch_inputs(model: nn.Module, names: Collection[str], observe: Observe) -> 
             put_back(module, parameters)
 
 
-def _show_input(name: str, observe: Observe, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    observe(name, all_arguments(args, kwargs)[0])
-
-
-def _show_input_of_expert(name: str, observe: Observe, expert: int, x: torch.Tensor) -> None:
-    observe(name, x)
-
-
-def _show_projection(
-    path: str, names: Collection[str], observe: Observe, projection: str, expert: int, x: torch.Tensor
-) -> None:
-    # The other projection of the module may be in 16 bit.
-    if f"{path}.{projection}" in names:
-        observe(f"{path}.{projection}", x)
-
-
 class WatchedExperts(ExpertStack):
-    """The experts of a parameter in 16 bit, which show their inputs.
-
-    Args:
-        matrices: `[experts, out, in]`.
-        observe: called with an expert and its input `[tokens, in]`, of which no row is zero throughout: models pad with
-            such rows.
-    """
+    """The experts `[experts, out, in]` of a parameter in 16 bit, which show their inputs `[tokens, in]`."""
 
     def __init__(
         self, matrices: Sequence[torch.Tensor], stacking: Stacking, observe: Callable[[int, torch.Tensor], None]
@@ -337,10 +314,6 @@ def _measured_scales(
 
 
 def observer_of(plan: Plan) -> str:
-    """Returns the key of `OBSERVERS` that the plan names: how its static activation scales are chosen.
-
-    Raises:
-        ValueError: the observer is unknown.
-    """
+    """Returns the key of `OBSERVERS` that the plan names: how its static activation scales are chosen."""
     get_observer(plan.observer)
     return plan.observer

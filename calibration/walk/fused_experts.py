@@ -44,16 +44,16 @@ from quant.recipes.module_replacement import forwarding
 from quant.recipes.plan import LayerPlan
 
 Run = Callable[[], Any]
+StreamError = Callable[[str, int], torch.Tensor | None]
+"""Gives the error of the residual stream at a module in a batch that runs, `[tokens, hidden]`; see `Stream.error`."""
 See = Callable[[int, int, torch.Tensor], None]
 """Called with the index of a batch of this rank, the number of an expert, and its input `[tokens, in]`."""
 
 
 class FusedExperts:
-    """The projections of one experts module from original to quantized.
+    """The projections of one experts module, in the order in which tokens pass them, from original to quantized.
 
-    Args:
-        members: the planned projections of the module, in the order in which tokens pass them.
-        outputs: second moments of gradients; the moments at the projections' outputs are removed from it.
+    Second moments of gradients at the projections' outputs are removed from `outputs`.
     """
 
     def __init__(
@@ -82,18 +82,8 @@ class FusedExperts:
         self.replaced = ExitStack()  # while the solved projections are in the block
         self.solved: list[tuple[LayerPlan, Solved | None]] = []
 
-    @property
-    def name(self) -> str:
-        """Of the first projection, in the model."""
-        return self.members[0].name
-
-    def solve(self, run: Run, error: Callable[[], torch.Tensor | None] = lambda: None) -> None:
-        """Solves the projections.
-
-        Args:
-            error: a function that returns, while the block runs, the error of the residual stream that the experts'
-                output would make up for, `[tokens, hidden]`, or None.
-        """
+    def solve(self, run: Run, error: StreamError = lambda name, batch: None) -> None:
+        """Solves the projections, whose output is to make up for an `error`."""
         if self.one_by_one:
             with forwarding(self.module, partial(self._keep_inputs, error)):
                 run()
@@ -118,14 +108,10 @@ class FusedExperts:
         return self.solved
 
     def _keep_inputs(
-        self,
-        error: Callable[[], torch.Tensor | None],
-        hidden_states: torch.Tensor,
-        top_k_index: torch.Tensor,
-        top_k_weights: torch.Tensor,
+        self, error: StreamError, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> None:
         self.inputs.append((hidden_states, top_k_index, top_k_weights))
-        off = error()
+        off = error(self.path, self.batch.index)
         # Σ w Δ over a token's experts should be the error: with Δ the same for all of them, that is the error / Σ w.
         total = top_k_weights.sum(-1, keepdim=True)
         fits = off is not None and len(off) == len(total) and not getattr(self.module, "has_post_expert_norm", False)
@@ -175,7 +161,8 @@ class FusedExperts:
             largest.append((expert, x.abs().amax()))
             residual = errors[batch] if errors else None
             if residual is not None:
-                fitted = share * _fit_share(tokens[expert], x.shape[1])
+                # Few tokens fit by chance: a fit of as many coefficients as inputs is worth making only in part.
+                fitted = share * max(1 - 2 * x.shape[1] / max(tokens[expert], 1), 0.0)
                 residual = fitted * residual[routes[batch][expert][0]]
             rounded = round_activation(x, member.activation, self.input_scales.get(member.name))
             sums[expert].add(batch, rounded, residual=residual)
@@ -251,23 +238,13 @@ def _moment_width(member: LayerPlan) -> int | None:
     return member.weight_format.block[1] if get_pipeline(member.solver).rounding.looks_in_blocks else None
 
 
-def _fit_share(tokens: int, inputs: int) -> float:
-    """Returns the share of a fit of `inputs` coefficients to `tokens` errors that is worth making.
-
-    Few tokens fit by chance.
-    """
-    return max(1 - 2 * inputs / max(tokens, 1), 0.0)
-
-
 def _owner(expert: int) -> int:
     """Returns the rank that solves an expert."""
     return expert % rank_and_world()[1]
 
 
 def stacked(matrices: Iterable[BlockScaledTensor], count: int, scratch: Scratch = IN_MEMORY) -> BlockScaledTensor:
-    """Returns the matrices of all experts as one weight `[experts, out, in]`.
-
-    Each is dropped before the next is read.
+    """Returns all experts as one weight `[experts, out, in]`; each is dropped before the next is read.
 
     Where they would take much of the memory, they lie in a file of `scratch`.
     """

@@ -145,9 +145,6 @@ class StandIn(Substitute):
     """A solved layer while its block is being worked on: dense weights, and a memory of its outputs by batch.
 
     The passes over a block repeat each other's beginnings, so that it need not compute them again.
-
-    Args:
-        dense: the quantized weight of the layer, `[out, in]`, in 16 or 32 bit.
     """
 
     def __init__(

@@ -50,6 +50,10 @@ LEARNING_ROWS = 128
 # Share of the memory that M and H of all groups may take together.
 _SHARE = 0.5
 _STEP = "learned rotation"
+STEPS = 250
+_RATE = 0.006  # radians by which the first steps turn each pair of channels; they fall to 0 along half a cosine
+_DECAYS = (0.9, 0.999)  # of Adam's averages of the gradient and of its square
+_PRODUCTS = 1 << 28  # bytes of the products R M that exist at once
 
 
 @dataclass(frozen=True)
@@ -74,11 +78,7 @@ def merge_learned_rotation(
     device: torch.device,
     session: Session,
 ) -> dict[str, str]:
-    """Rotates the residual stream for `layers` in place; returns a sentence on each of them.
-
-    Raises:
-        ValueError: the moments take too much memory.
-    """
+    """Rotates the residual stream for `layers` in place; returns a sentence on each of them."""
 
     def left_out(error: ValueError) -> dict[str, str]:
         note = f"rotation left out: the residual stream stays as it is, for {error}"
@@ -177,11 +177,7 @@ def _measure(
 
 
 class _InputMoment:
-    """A forward hook of a norm, which adds up the second moment of its output without its weights.
-
-    Args:
-        total: float32 `[width, width]`, to which it is added.
-    """
+    """A forward hook of a norm, which adds the second moment of its output without its weights to `total`."""
 
     def __init__(self, total: torch.Tensor, token_weights: Sequence[torch.Tensor]) -> None:
         self.total, self.token_weights, self.batches, self.tokens = total, token_weights, 0, 0
@@ -207,29 +203,10 @@ def _weights_moment(model: nn.Module, reader: _Reader, outputs: OutputMoments, d
     return sum((part.mT @ block.to(part) @ part for block, part in parts), weight.new_zeros(()))
 
 
-STEPS = 250
-
-
-# Radians by which the first steps turn each pair of channels; they fall to 0 along half a cosine.
-_RATE = 0.006
-
-
-_DECAYS = (0.9, 0.999)  # of Adam's averages of the gradient and of its square
-
-
-# Bytes of the products R M that exist at once.
-_PRODUCTS = 1 << 28
-
-
 def learned_rotation(inputs: torch.Tensor, readers: torch.Tensor, steps: int = STEPS) -> torch.Tensor:
     """Returns the rotation R `[width, width]`, float64, with which the stream x becomes R x.
 
-    Args:
-        inputs: M of each layer, or of each group of layers with one input, float32 `[layers, width, width]`.
-        readers: H of each, float32 `[layers, width, width]`.
-
-    Raises:
-        ValueError: the moments are zero, or hold NaN or infinity.
+    M and H of each layer, or of each group of layers with one input, are float32 `[layers, width, width]`.
     """
     rotation = torch.eye(inputs.shape[-1], dtype=torch.float32, device=inputs.device)
     start, gradient = loss_and_gradient(rotation, inputs, readers)

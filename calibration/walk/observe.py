@@ -25,11 +25,7 @@ from quant.calibration.walk.transform import fix_input_scale, searches_input_sca
 
 
 def observe(block: Block) -> list[torch.Tensor]:
-    """Runs the reference pass, and sorts groups into the order in which the block calls them.
-
-    Returns:
-        The hidden states that the original block gives.
-    """
+    """Runs the reference pass, whose outputs are returned, and sorts groups into the order of their calls."""
     order: list[tuple[int, int]] = []  # numbers of batch and group, call by call
 
     def watch(index: int) -> Callable[[nn.Module, tuple[Any, ...]], None]:
@@ -64,8 +60,7 @@ def observe(block: Block) -> list[torch.Tensor]:
 def observe_and_sum(block: Block) -> tuple[list[torch.Tensor], dict[str, Moments]]:
     """Runs the reference pass of solvers that need no other; it sums up second moments of the original inputs.
 
-    Returns:
-        The hidden states behind the block, and the sums by the name of each group's first layer.
+    Returns the hidden states behind the block, and the sums by the name of each group's first layer.
     """
     sums = {}
 

@@ -179,8 +179,7 @@ def solve_siblings(
 ) -> None:
     """Solves sibling groups; one that no token reached gets the pooled statistics of the others.
 
-    Args:
-        owners: the ranks that solve them; None where each rank solves them all, sharing their rows.
+    Each is solved by its owner among the ranks, or without owners by all ranks, which share its rows.
     """
     parts = slices_that_fit(len(siblings), siblings[0].members[0].shape[-1], moments[0].sum.width)
     ranks = [None if owners is None else owners[part] for part in parts]
@@ -298,7 +297,7 @@ def _rounded_by_all(block: Block, groups: Sequence[Group], own: Mapping[int, _Ro
         pairs = zip(branches.get(index, ())[::2], branches.get(index, ())[1::2], strict=True)
         yield own.get(index) or _Rounded(
             solved[index],
-            {member.name: _pair(pair) for member, pair in zip(group.members, pairs, strict=False)},
+            {member.name: pair for member, pair in zip(group.members, pairs, strict=False)},
             _targets_of(block, group),
         )
 
@@ -306,11 +305,6 @@ def _rounded_by_all(block: Block, groups: Sequence[Group], own: Mapping[int, _Ro
 def _targets_of(block: Block, group: Group) -> dict[str, torch.Tensor]:
     """Returns the weights of a group that are to be rounded, by the layers' names."""
     return {member.name: block.targets[name] for member, name in zip(group.members, group.names, strict=True)}
-
-
-def _pair(tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    first, second = tensors
-    return first, second
 
 
 # ---- in the block
@@ -416,10 +410,7 @@ def promote(layer: LayerPlan, error: float, limit: float, ladder: Sequence[Forma
     """Returns `layer` with the next format of its list where `error` exceeds `limit`, else `layer` itself.
 
     An activation in the format that goes with the weight's moves with it; one in another format, or none, stays. The
-    reason tells the error, the limit and the new format; at the end of the list the format stays.
-
-    Args:
-        ladder: formats in the order in which they are tried; None stands for 16 bit.
+    reason tells the error, the limit and the new format; at the end of the list the format stays. None is 16 bit.
     """
     if layer.weight is None or error <= limit:
         return layer
@@ -432,11 +423,9 @@ def promote(layer: LayerPlan, error: float, limit: float, ladder: Sequence[Forma
     if position == len(ladder):
         return replace(layer, reason=f"{before}{finding}, but it is the last format in its list")
     following, activation = ladder[position], layer.activation
-    if following is None:
-        activation = None
     # W4A4 becomes W8A8, but an input that was chosen apart from the weight stays.
-    elif activation in (layer.weight, activation_of(layer.weight)):
-        activation = activation_of(following)
+    if following is None or activation in (layer.weight, activation_of(layer.weight)):
+        activation = None if following is None else activation_of(following)
     reason = f"{before}{finding}, so {'16 bit' if following is None else following.name} instead"
     # Score and cost belong to the previous format, so they are dropped with it.
     return replace(layer, weight=following, activation=activation, score=None, cost=None, reason=reason)
@@ -445,6 +434,4 @@ def promote(layer: LayerPlan, error: float, limit: float, ladder: Sequence[Forma
 def activation_of(weight: Format) -> Format | None:
     """Returns the format of inputs that goes with a weight format: as its preset says, or the same one."""
     preset = presets().get(weight.name)
-    if preset is None:
-        return weight
-    return parse_format(preset.activation)
+    return weight if preset is None else parse_format(preset.activation)

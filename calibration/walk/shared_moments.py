@@ -73,8 +73,7 @@ def stats_of(
 ) -> list[LayerStats | None]:
     """Returns the means of several sums over all ranks; None where no token came. All ranks must call this together.
 
-    Args:
-        owners: the rank that alone gets second moment and drift of each sum; None where all ranks get all.
+    Second moment and drift of each sum are on its owner alone, or without owners on all ranks.
     """
     with fast_matmul():
         if rank_and_world()[1] == 1:

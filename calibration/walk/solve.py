@@ -47,7 +47,6 @@ from quant.kernels.linear.install import (
     mark_quantized,
     use_expert_modules,
 )
-from quant.kernels.linear.quant_linear import RunTimeParts
 from quant.models.prediction_heads import head_layers, scale_donors, split_heads
 from quant.models.stored_weights import read_stored, stored_in
 from quant.recipes.blocks import block_names, stored_dtype
@@ -65,11 +64,7 @@ def solve_blocks(
 ) -> tuple[Plan, list[LayerResult]]:
     """Solves linear layers and fused experts by the sequential walk, and then the layers outside of decoder blocks.
 
-    Args:
-        rounded: called with the matrix that was rounded of each layer, where the model is; or None.
-
-    Returns:
-        The plan with the formats and notes of the walk, and the results in its order.
+    Returns the plan with the formats and notes of the walk, and the results in its order.
     """
     walked = [layer for layer in plan.quantized if layer.kind in (LayerKind.LINEAR, LayerKind.EXPERTS)]
     names = {layer.name for layer in walked}
@@ -95,7 +90,10 @@ def solve_blocks(
             results[layer.name] = layer_result(layer, weight, None)
             return
         # The codes approximate the rotated matrix without its low-rank branch, so the error refers to that matrix.
-        before = _before_rounding(layer, weight, solved.parts)
+        before, parts = weight, solved.parts
+        if layer.kind != LayerKind.EXPERTS and (parts.hadamard or parts.lowrank is not None):
+            before = rotate_weight(weight.float(), parts.hadamard)
+            before = before if parts.lowrank is None else residual_weight(before, parts.lowrank)
         results[layer.name] = _result(layer, weight, before, solved)
         if rounded is not None:
             rounded(layer.name, before.to(home))
@@ -140,14 +138,6 @@ def _check_memory(
                 f"{name}: solving this block takes about {megabytes(needed)} of memory, and {megabytes(usable)} may be "
                 f"used: give fewer or shorter calibration rows, a solver that looks at no data, such as rtn, or {more}"
             )
-
-
-def _before_rounding(layer: LayerPlan, weight: torch.Tensor, parts: RunTimeParts) -> torch.Tensor:
-    """Returns the matrix that was rounded, for a weight that may be rotated and have a branch."""
-    if layer.kind == LayerKind.EXPERTS or (not parts.hadamard and parts.lowrank is None):
-        return weight
-    rotated = rotate_weight(weight.float(), parts.hadamard)
-    return rotated if parts.lowrank is None else residual_weight(rotated, parts.lowrank)
 
 
 def _result(layer: LayerPlan, weight: torch.Tensor, before: torch.Tensor, solved: Solved) -> LayerResult:

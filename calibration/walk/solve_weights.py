@@ -58,15 +58,16 @@ def apply_plan(
 def solve_weights(
     model: nn.Module, plan: Plan, input_scales: Mapping[str, torch.Tensor], session: Session
 ) -> list[LayerResult]:
-    """Quantizes as `apply_plan` does, in a session: its ranks share the groups, and its store keeps finished ones.
-
-    Returns:
-        One result per layer of the plan, in plan order.
-    """
+    """Quantizes as `apply_plan` does, in a session: its ranks share the groups, and its store keeps finished ones."""
     store, results, done = session.store, dict[str, LayerResult](), 0
     # A fusion group is solved at once: its members share one tensor scale.
-    groups = groups_by_input(plan.quantized)
-    own = _own_groups(groups, session)
+    own = groups = groups_by_input(plan.quantized)
+    if session.store.keeps and session.world > 1:
+        # Ranks share the groups that are not in the store, by elements: the time of a solver without data is theirs.
+        names = from_first(lambda: {m[0].name for m in groups if store.get(_step(m)) is None})
+        unfinished = [members for members in groups if members[0].name in names]
+        owners = dealt([sum(member.numel for member in members) for members in unfinished])
+        own = [members for members, owner in zip(unfinished, owners, strict=True) if owner == session.rank]
 
     def weights_of(members: Sequence[LayerPlan]) -> list[torch.Tensor]:
         if _step(members) in store:
@@ -107,17 +108,6 @@ def _step(members: Sequence[LayerPlan]) -> str:
     return f"group {members[0].name}"
 
 
-def _own_groups(groups: list[list[LayerPlan]], session: Session) -> list[list[LayerPlan]]:
-    """Returns the groups that this rank solves: all of them, or its share of the groups that are not in the store."""
-    if not session.store.keeps or session.world == 1:
-        return groups
-    names = from_first(lambda: {m[0].name for m in groups if session.store.get(_step(m)) is None})
-    unfinished = [members for members in groups if members[0].name in names]
-    # Dealt by elements, since the time of a solver without data grows with them.
-    owners = dealt([sum(member.numel for member in members) for members in unfinished])
-    return [members for members, owner in zip(unfinished, owners, strict=True) if owner == session.rank]
-
-
 def _solve_and_install(
     model: nn.Module,
     members: Sequence[LayerPlan],
@@ -127,8 +117,7 @@ def _solve_and_install(
 ) -> dict[str, LayerResult]:
     """Quantizes the members of a fusion group on the session's device, and gives their results by name.
 
-    Args:
-        session: a store takes solutions from the device; otherwise they go where the model is.
+    A store takes solutions from that device; without one they go where the model is.
     """
     tensors: Sequence[torch.Tensor | None] = copies or [None] * len(members)
     weights = {member.name: _weight_of(model, member, tensor) for member, tensor in zip(members, tensors, strict=True)}

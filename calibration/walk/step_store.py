@@ -52,7 +52,7 @@ from quant.base.errors import option
 from quant.base.json_files import JsonData, json_text, parse_json, read_json, typed
 from quant.base.processor import trim_heap
 from quant.calibration.ranks import from_first, rank_and_world, wait_for_all
-from quant.calibration.session import Mapped, Step, Store
+from quant.calibration.session import Mapped, Step, Store, Tensors
 from quant.export.checkpoint.files.directory import COMPLETE, NEW, finish_directory
 from quant.export.checkpoint.files.tensor_file import sha256_of, write_tensor_file
 from quant.models.files import WatchedFiles
@@ -83,9 +83,7 @@ class StepFile(NamedTuple):
         return cls(path, step) if step is not None and _NAME.fullmatch(path.name) else None
 
     @classmethod
-    def write(
-        cls, start: Path, step: str, tensors: Mapping[str, torch.Tensor], record: Any, *, durable: bool = False
-    ) -> StepFile:
+    def write(cls, start: Path, step: str, tensors: Tensors, record: Any, *, durable: bool = False) -> StepFile:
         """Writes a step whole or not at all; `start` is its path up to the hash, such as `….partial/00007`."""
         unfinished = start.with_suffix(".unfinished")
         metadata = {"step": step, "record": json_text(record)}
@@ -121,12 +119,8 @@ class StepFile(NamedTuple):
 class DirectoryStore(Store):
     """The partial directory of a run; open for one process at a time, or for the ranks of one run.
 
-    Args:
-        depends: the run's dependencies by name, JSON-ready: the model's files, the plan, versions, options.
-
-    Raises:
-        OSError: another process works on it.
-        ValueError: an earlier run with other dependencies left it; the message names the difference.
+    `depends` are the run's dependencies by name, JSON-ready: the model's files, the plan, versions, options. ValueError
+    names the difference to an earlier run that left the directory.
     """
 
     def __init__(
@@ -139,8 +133,7 @@ class DirectoryStore(Store):
         self.holds: dict[str, str] = {}
         """The files of steps by the names of the model's layers and tensors that are in them, there as `KIND:NAME`."""
         self._steps: dict[str, StepFile] = {}
-        self._seen: set[Path] = set()
-        self._verified: set[Path] = set()
+        self._seen, self._verified = set[Path](), set[Path]()
         self._awaited: list[tuple[str, Mapped]] = []
         self._claim = ExitStack()
         self._threads = ThreadPoolExecutor(_IN_FLIGHT, thread_name_prefix="writer")
@@ -199,12 +192,10 @@ class DirectoryStore(Store):
         self._take_in()
         # Another live rank wrote them a moment ago: hashing gigabytes again would stall the run.
         self._verified |= {file.path for step, file in self._steps.items() if step not in before}
-        waiting, self._awaited = self._awaited, []
-        for step, then in waiting:
-            if step in self._steps:
-                then(self._mapped(self._steps[step]))
-            else:
-                self._awaited.append((step, then))
+        arrived = [(step, then) for step, then in self._awaited if step in self._steps]
+        self._awaited = [(step, then) for step, then in self._awaited if step not in self._steps]
+        for step, then in arrived:
+            then(self._mapped(self._steps[step]))
 
     def __enter__(self) -> DirectoryStore:
         return self
@@ -222,8 +213,7 @@ class DirectoryStore(Store):
     def solving(self) -> Iterator[None]:
         """Marks a ValueError as one that the same command would raise again, so that nothing is to be kept.
 
-        Raises:
-            ValueError: a file of the model changed, which explains whatever else went wrong.
+        Where a file of the model has changed, that explains it, and is said instead.
         """
         try:
             yield
@@ -271,21 +261,8 @@ class DirectoryStore(Store):
         if file is not None and self.rank == 0:
             file.path.unlink(missing_ok=True)
 
-    def put(
-        self,
-        step: str,
-        tensors: Mapping[str, torch.Tensor],
-        record: Any,
-        then: Mapped | None = None,
-        *,
-        alone: bool = False,
-    ) -> None:
-        """As in `Store`, by a thread; waits while two other steps are written.
-
-        Raises:
-            ValueError: a file of the model changed during the run.
-            OSError: an earlier step could not be written.
-        """
+    def put(self, step: str, tensors: Tensors, record: Any, then: Mapped | None = None, *, alone: bool = False) -> None:
+        """As in `Store`, by a thread; waits while two other steps are written."""
         self.sources.check()
         if self.rank and not alone:
             if then is not None:
@@ -403,9 +380,9 @@ def _read_run(directory: Path) -> dict[str, dict[str, Any]]:
 
     def make(document: Any) -> dict[str, dict[str, Any]]:
         run: dict[str, dict[str, Any]] = typed(dict[str, dict[str, Any]], document, "run")
-        if set(run) != {"depends", "expected"}:
-            raise ValueError("it does not say what the run depends on")
-        return run
+        if set(run) == {"depends", "expected"}:
+            return run
+        raise ValueError("it does not say what the run depends on")
 
     try:
         return read_json(directory / RUN, "the start of a run", make)

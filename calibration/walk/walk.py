@@ -149,36 +149,26 @@ class BlockStore:
     """Keeps finished blocks, so that a walk that was stopped goes on after them. This one keeps nothing."""
 
     def resume(self, chain: Sequence[str]) -> tuple[int, States | None]:
-        """Puts the finished blocks of a chain in place.
-
-        Returns:
-            How many there are, and the hidden states behind them if the chain goes on.
-        """
+        """Puts the finished blocks of a chain in place; returns how many, and the states behind them if it goes on."""
         return 0, None
 
     def begin(self, block: str) -> None:
         """Prepares for a block before it is solved."""
 
     def end(self, block: str, states: States | None) -> States | None:
-        """Takes a finished block and the hidden states after it; None for the last block of a chain.
+        """Takes a finished block and the hidden states after it, which are returned, perhaps mapped from a file.
 
-        Returns:
-            The same hidden states, perhaps mapped from a file.
+        They are None for the last block of a chain.
         """
         return states
 
 
 class Chain:
-    """Consecutive blocks of a model.
+    """Consecutive blocks of a model, which runs on each batch, at least up to the first block.
 
-    Args:
-        model: the model, on its device; it runs on each batch, at least up to the first block.
-
-    Attributes:
-        few_calls: the calls of the blocks on a few tokens, by name.
-        calls: the same for each batch, without their hidden states after `take_states`.
-        original, quantized: the mappings that blocks hand on, one set a batch, next to the hidden states of that name.
-        few: the same on a few tokens.
+    `few_calls` are the calls of the blocks on a few tokens, by name, and `calls` those of each batch, without their
+    hidden states after `take_states`. `few`, `original` and `quantized` are the mappings that blocks hand on, one set a
+    batch.
     """
 
     def __init__(
@@ -375,11 +365,7 @@ class ModelWalk:
     def close_block(self, name: str, block: Block, outputs: States | None) -> States | None:
         """Restores the original tensors of the model, and passes the solved layers to `apply`.
 
-        Args:
-            outputs: the hidden states after it; None after the last block of a chain.
-
-        Returns:
-            The same hidden states, perhaps mapped from a file.
+        Hidden states after the block are returned, perhaps mapped from a file; None after the last block of a chain.
         """
         results = block.results()  # the original modules are in the block again, and go home with it
         block.copies.restore_dtypes()
@@ -514,12 +500,15 @@ def solve_sequentially(
 
 
 def solve_block(block: Block, *, needs_output: bool) -> States | None:
-    """Takes a block through all steps.
-
-    Returns:
-        The hidden states behind the block, if another one follows.
-    """
-    calls, corrects = block.calls, _corrects_stream(block)
+    """Takes a block through all steps; returns the hidden states behind it, if another one follows."""
+    calls, members = (
+        block.calls,
+        [*(g.members[0] for g in block.groups), *(m for e in block.experts for m in e.members)],
+    )
+    # The model itself as the block of layers outside of blocks takes token ids, and has no stream to correct.
+    corrects = calls.few.hidden.is_floating_point() and any(
+        get_pipeline(m.solver).rounding.shares_where(m.activation is not None).residual for m in members
+    )
     # Before anything changes the block: `few` follows the original model throughout.
     few_output = _run_few(block, corrects) if needs_output or corrects else calls.few.hidden
     if block.settings.guard is None and all(group.pipeline.at_once for group in block.groups):
@@ -535,24 +524,10 @@ def solve_block(block: Block, *, needs_output: bool) -> States | None:
         round_siblings(block, groups)
         block.remember_finished()
     for experts in block.experts:
-        error = partial(_stream_error, block, experts.path)
         with block.stream.following(block.module):
-            experts.solve(partial(block.run_until_stopped, calls.quantized), error)
+            experts.solve(partial(block.run_until_stopped, calls.quantized), block.stream.error)
     reconstruct(block, reference)
     return States(block.run(calls.quantized), reference, few_output) if needs_output else None
-
-
-def _corrects_stream(block: Block) -> bool:
-    """Returns whether a layer of the block is to make up for the error of the residual stream."""
-    # The model itself as the block of layers outside of blocks takes token ids, and has no stream.
-    if not block.calls.few.hidden.is_floating_point():
-        return False
-    members = [*(g.members[0] for g in block.groups), *(m for e in block.experts for m in e.members)]
-    return any(get_pipeline(m.solver).rounding.shares_where(m.activation is not None).residual for m in members)
-
-
-def _stream_error(block: Block, name: str) -> torch.Tensor | None:
-    return block.stream.error(name, block.batch.index)
 
 
 def _run_few(block: Block, corrects_stream: bool) -> torch.Tensor:
@@ -597,7 +572,7 @@ def reconstruct(block: Block, outputs: Sequence[torch.Tensor]) -> None:
     block.forget()
     if block.experts:
         raise ValueError(
-            f"{block.experts[0].name}: solver autoround learns linear layers, and these are fused experts; "
+            f"{block.experts[0].members[0].name}: solver autoround learns linear layers, and these are fused experts; "
             "use 'gptq' for the model, or exclude them"
         )
     layers = {}

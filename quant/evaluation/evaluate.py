@@ -33,6 +33,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
+from operator import itemgetter
 from typing import Any, TypeVar
 
 import torch
@@ -72,15 +73,11 @@ _SOURCES = ("the model's logits", "the baseline's logits", "KL")
 def prediction_sums(
     logits: Sequence[Logits], batch: torch.Tensor, first_row: int, worst: WorstPredictions | None = None
 ) -> torch.Tensor:
-    """Returns the sums of each row over its next-token predictions.
+    """Returns the sums of each row of token ids over its next-token predictions, float64 `[rows, 4]`.
 
-    Args:
-        batch: token ids, int64 `[rows, seqlen]`.
-
-    Returns:
-        float64 `[rows, 4]`, with the columns of `quant.evaluation.outputs`: `NLL` and `BASE_NLL` (negative
-        log-likelihood in nats), `KL` (nats) and `SAME` (positions at which both models' likeliest token is the same).
-        Without a baseline all but the first are zero.
+    Columns are those of `quant.evaluation.outputs`: `NLL` and `BASE_NLL` (negative log-likelihood in nats), `KL` (nats)
+    and `SAME` (positions at which both models' likeliest token is the same). Without a baseline all but the first are
+    zero.
     """
     # Position i predicts token i + 1, so the last position has no target.
     targets = batch[:, 1:].flatten()
@@ -142,9 +139,6 @@ def blocks_first(model: nn.Module, batches: Sequence[torch.Tensor], dtype: torch
     batches. The norm and the head behind the last block then run batch by batch in the model itself, whose blocks
     return the hidden states that they gave before. So the model must be called with `batches`, each once and in this
     order. One whose blocks do not form a single chain is not changed, and neither is one with few batches.
-
-    Args:
-        batches: token ids, int64 `[rows, seqlen]`.
     """
     names, device = block_names(model), device_of(model)
     run = [partial(model, batch.to(device)) for batch in batches]
@@ -291,11 +285,8 @@ def _evaluate_predictions(
     logits: Sequence[Logits], rows: torch.Tensor, size: int, report: Reporter, worst: WorstPredictions | None
 ) -> Evaluation:
     """Returns the figures over next tokens of rows; `logits` are of the model, then of the baseline if any."""
-    sums = torch.cat(
-        _in_order(
-            (start, prediction_sums(logits, batch, start, worst)) for start, batch in _batches(rows, size, report)
-        )
-    )
+    batches = _batches(rows, size, report)
+    sums = torch.cat(_in_order((start, prediction_sums(logits, batch, start, worst)) for start, batch in batches))
     # n tokens give n − 1 predictions.
     compared, tokens = len(logits) > 1, len(rows) * (rows.shape[1] - 1)
     nll, baseline_nll, kl, same = (sums.sum(dim=0) / tokens).tolist()
@@ -307,7 +298,7 @@ def _evaluate_predictions(
         seconds=0.0,
         baseline_perplexity=_exp(baseline_nll) if compared else None,
         rows=len(rows),
-        interval=_interval(sums[:, KL] / (rows.shape[1] - 1)) if compared else None,
+        interval=mean_interval((sums[:, KL] / (rows.shape[1] - 1)).tolist(), least=0.0) if compared else None,
     )
 
 
@@ -318,9 +309,8 @@ def _evaluate_embeddings(models: Sequence[nn.Module], rows: torch.Tensor, size: 
             f"{type(models[0]).__name__} predicts no tokens: its embeddings can only be compared; name a "
             f"{option('baseline')}"
         )
-    sums = torch.cat(
-        _in_order((start, embedding_sums(models, batch, start)) for start, batch in _batches(rows, size, report))
-    )
+    batches = _batches(rows, size, report)
+    sums = torch.cat(_in_order((start, embedding_sums(models, batch, start)) for start, batch in batches))
     # One output without a name.
     return _of_embeddings({"": sums}, rows.numel(), "tokens")
 
@@ -351,11 +341,7 @@ def _evaluate_calls(models: Sequence[nn.Module], inputs: Inputs, size: int, repo
 
 
 def _of_logits(of_rows: torch.Tensor, *, compared: bool, own_text: bool) -> Evaluation:
-    """Returns the figures of a model that is compared by its logits.
-
-    Args:
-        of_rows: sums of each row, as `compare` gives them, `[rows, 6]`.
-    """
+    """Returns the figures of a model that is compared by its logits, from the sums of rows by `compare`."""
     nll, baseline_nll, kl, same, predictions, targets = of_rows.sum(dim=0).tolist()
     if not predictions:
         raise UserError("the inputs hold no token that follows another one; give texts for the decoder")
@@ -373,7 +359,7 @@ def _of_logits(of_rows: torch.Tensor, *, compared: bool, own_text: bool) -> Eval
         seconds=0.0,
         baseline_perplexity=_exp(baseline_nll / targets) if is_text and compared else None,
         rows=len(of_rows),
-        interval=_interval(losses) if compared else None,
+        interval=mean_interval(losses.tolist(), least=0.0) if compared else None,
     )
 
 
@@ -396,12 +382,8 @@ def _of_embeddings(sums: Mapping[str, torch.Tensor], count: int, unit: str) -> E
         outputs=distances if len(distances) > 1 else (),
         unit=unit,
         rows=len(of_rows),
-        interval=_interval(of_rows),
+        interval=mean_interval(of_rows.tolist(), least=0.0),
     )
-
-
-def _interval(of_rows: torch.Tensor) -> tuple[float, ...] | None:
-    return mean_interval(of_rows.tolist(), least=0.0)
 
 
 def _starts(rows: torch.Tensor, size: int) -> list[int]:
@@ -421,8 +403,8 @@ def _batches(rows: torch.Tensor, size: int, report: Reporter) -> Iterator[tuple[
 
 def _in_order(own: Iterable[tuple[int, T]]) -> list[T]:
     """Returns the results of all ranks, in the order of their numbers."""
-    results = [entry for part in gathered(list(own)) for entry in part]
-    return [value for _, value in sorted(results, key=lambda entry: entry[0])]
+    results = (entry for part in gathered(list(own)) for entry in part)
+    return [value for _, value in sorted(results, key=itemgetter(0))]
 
 
 def _exp(nll: float) -> float:

@@ -72,12 +72,7 @@ class WorstPredictions:
     def look(
         self, logits: Sequence[Logits], hidden: Sequence[torch.Tensor], batch: torch.Tensor, kl: torch.Tensor
     ) -> None:
-        """Adds the worst predictions of a batch.
-
-        Args:
-            batch: token ids `[rows, seqlen]`.
-            kl: the divergence of each prediction, `[rows · (seqlen − 1)]`, row after row.
-        """
+        """Adds the worst predictions of a batch of ids `[rows, seqlen]`, with `kl` of each, row after row."""
         per_row = batch.shape[1] - 1
         values, positions = kl.topk(min(self.count, len(kl)))
         # Probabilities of these few positions, from hidden states that are at hand: no model runs again.
@@ -218,7 +213,9 @@ class Evaluation(JsonData):
 
     def __repr__(self) -> str:
         """Returns the figures of every text in one line."""
-        return f"Evaluation({'; '.join(each._in_words() for each in self.texts)})"
+        names = ["" if each.text is None else f"{PurePath(each.text).name}: " for each in self.texts]
+        figures = [", ".join(f"{label} {value}" for label, value in each._figures().items()) for each in self.texts]
+        return f"Evaluation({'; '.join(map(''.join, zip(names, figures, strict=True)))})"
 
     def _repr_html_(self) -> str:
         """Returns a table with a row for each text, for notebooks."""
@@ -229,10 +226,6 @@ class Evaluation(JsonData):
             for each, c in zip(self.texts, columns, strict=True)
         ]
         return html_table(("text", *labels), rows)
-
-    def _in_words(self) -> str:
-        name = "" if self.text is None else f"{PurePath(self.text).name}: "
-        return name + ", ".join(f"{label} {value}" for label, value in self._figures().items())
 
     def _figures(self) -> dict[str, str]:
         """Returns the figures that were measured, by label."""

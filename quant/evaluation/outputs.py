@@ -12,7 +12,7 @@ Sums are kept in float64, so that batches and ranks add up.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -46,6 +46,7 @@ def inputs_moved(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
         yield
 
 
+# Names in a config of the ids of tokens that stand for pieces of images and sounds.
 _MEDIA_TOKENS = re.compile(r"(image|video|vision|audio)\w*_token_(id|index)$")
 # Columns of the sums over predictions, and of those over embeddings.
 NLL, BASE_NLL, KL, SAME, PREDICTIONS, TARGETS = range(6)
@@ -57,11 +58,7 @@ Sums = dict[str, torch.Tensor]
 
 
 def compare(model: nn.Module, call: Mapping[str, Any], result: Any, base: Any | None, call_name: str) -> Sums:
-    """Returns the sums of the rows of one call.
-
-    Args:
-        base: the original model's output; None computes only the likelihood of texts.
-    """
+    """Returns the sums of the rows of one call; without the original model's output, only the likelihood of texts."""
     with torch.no_grad():
         logits = _logits(result)
         if logits is not None:
@@ -158,8 +155,10 @@ def _targets(
     targets = ids[:, 1:].to(logits.device)
     # Padding on the left is not context, so its prediction of the first token measures nothing about the model.
     counted = torch.ones_like(targets, dtype=torch.bool) if unpadded is None else unpadded[:, 1:] & unpadded[:, :-1]
-    for token in _media_tokens(getattr(model, "config", None)):
-        counted &= targets != token
+    config = getattr(model, "config", None)
+    for name in filter(_MEDIA_TOKENS.match, () if config is None else dir(config)):
+        if isinstance(token := getattr(config, name, None), int):
+            counted &= targets != token
     return targets, counted
 
 
@@ -167,13 +166,6 @@ def _unpadded(call: Mapping[str, Any], positions: tuple[int, ...]) -> torch.Tens
     """Returns the positions `[rows, tokens]` of an output that are not padding, bool; None without such a mask."""
     mask = call.get("decoder_attention_mask" if DECODER in call else "attention_mask")
     return mask.bool() if isinstance(mask, torch.Tensor) and mask.shape == positions else None
-
-
-def _media_tokens(config: Any) -> Iterable[int]:
-    """Yields the ids of the tokens that stand for pieces of images and sounds."""
-    for name in dir(config) if config is not None else ():
-        if _MEDIA_TOKENS.match(name) and isinstance(value := getattr(config, name, None), int):
-            yield value
 
 
 def embedded(values: torch.Tensor, base: torch.Tensor, name: str, unpadded: torch.Tensor | None = None) -> torch.Tensor:
