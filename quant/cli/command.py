@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import atexit
 import gc
+import logging
 import os
 import platform
 import shlex
@@ -24,7 +25,7 @@ import time
 import traceback
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_stdout
 from importlib import metadata
 from pathlib import Path
@@ -33,12 +34,68 @@ from typing import Any, Literal, TextIO, cast
 
 import click
 
-from quant.base.errors import UserError, in_command, printable
+from quant.base.errors import UserError, counted, in_command, printable
 from quant.base.json_files import json_text
-from quant.base.processor import set_up_threads
-from quant.cli.torchrun import launch, local_device
+from quant.base.processor import cores, set_up_threads
 from quant.models.files import with_revision
 from quant.recipes.plan import PLAN_FILE, Plan, RunTimeFormats
+
+# `--devices N` starts a command as N ranks by torchrun's agent, which ends all when one fails. `torchrun
+# --nproc-per-node N -m quant …` does the same on any number of machines, but exit code and last line are torchrun's
+# then; here they are those of the rank that failed first. Tried with PyTorch 2.13, `torch.distributed.launcher.api`.
+
+
+def launch(command: Sequence[str], count: int) -> int:
+    """Runs a command of the toolbox, with its arguments, as `count` ranks of this machine; gives its exit code."""
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    threads = int(os.environ.get("OMP_NUM_THREADS", cores()))  # of one rank; `cores` obeys a container's quota
+    os.environ["OMP_NUM_THREADS"] = str(max(threads // count, 1))
+    for name in list(logging.root.manager.loggerDict):
+        if name.startswith("torch.distributed.elastic"):
+            logging.getLogger(name).setLevel(logging.CRITICAL)  # the ranks and the line below say it in plain words
+    config = LaunchConfig(
+        1, 1, count, run_id=str(os.getpid()), rdzv_backend="c10d", rdzv_endpoint="127.0.0.1:0",
+        local_addr="127.0.0.1", max_restarts=0,
+    )  # fmt: skip
+    try:
+        # The same interpreter; a console script of another environment could be first on PATH.
+        elastic_launch(config, sys.executable)("-m", "quant", *command)
+    except SignalException as stopped:
+        return 128 + int(stopped.sigval)
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        if failure.exitcode >= 0:
+            return int(failure.exitcode)
+        sys.stderr.write(f"error: rank {rank} was killed by signal {-failure.exitcode}; run the same command again\n")
+        return 128 - int(failure.exitcode)  # as shells do
+    return 0
+
+
+def local_device(option: str) -> str:
+    """Returns the device of this rank, which takes the GPU of its number on its machine.
+
+    Raises:
+        UserError: a single GPU is named for all ranks, or there are fewer than ranks.
+    """
+    import torch
+
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if option.startswith("cuda:"):
+        raise UserError(f"--device {option} is one GPU, and there are several ranks; pass cuda, and each takes its own")
+    if option not in ("auto", "cuda") or (option == "auto" and not gpus):
+        return option
+    if gpus < ranks:
+        fewer = f"--devices {gpus}, or " if gpus > 1 else ""
+        raise UserError(
+            f"{ranks} ranks on a machine where PyTorch sees {counted(gpus, 'GPU')}: pass {fewer}--device cpu"
+        )
+    # Set as the current device too: NCCL and Triton work on the current one, and rank 3 would otherwise fill GPU 0.
+    torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    return f"cuda:{torch.cuda.current_device()}"
 
 
 @atexit.register
@@ -105,7 +162,6 @@ class PatientStream:
         self._stream = stream
 
     def write(self, text: str) -> int:
-        """Writes text, which is dropped without a reader."""
         try:
             return self._stream.write(text)
         except BrokenPipeError:
@@ -113,7 +169,6 @@ class PatientStream:
             return len(text)
 
     def flush(self) -> None:
-        """Flushes the stream; text without a reader is dropped."""
         try:
             self._stream.flush()
         except BrokenPipeError:
@@ -255,7 +310,6 @@ class Command(click.Command):
         self.params.append(click.Option(["--debug"], is_flag=True, help="Show the traceback of an error."))
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Parses the arguments, and keeps them as they were given."""
         ctx.meta[_ARGUMENTS] = list(args)
         # click silently takes the last of several values.
         _, _, order = self.make_parser(ctx).parse_args(list(args))
@@ -265,7 +319,6 @@ class Command(click.Command):
         return super().parse_args(ctx, args)
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Runs the command."""
         with patient("stdout"), patient("stderr"), in_command():
             return self._invoke(ctx)
 

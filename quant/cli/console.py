@@ -36,7 +36,6 @@ class _Console(Console):
     """A console that escapes the control characters that names from files may hold."""
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
-        """Renders text with its control characters escaped."""
         for segment in super().render(renderable, options):
             # Control segments are rich's own cursor movements; text may hold escape sequences of a hostile file name.
             yield segment if segment.control else Segment(printable(segment.text), segment.style)
@@ -78,15 +77,12 @@ class Printer(Listener):
     is_silent = False
 
     def message(self, text: str) -> None:
-        """Prints one line."""
         CONSOLE.print(text, soft_wrap=True)
 
     def step(self, text: str) -> AbstractContextManager[Any]:
-        """Returns a spinner with `text`."""
         return CONSOLE.status(text)
 
     def stages(self) -> AbstractContextManager[Stages]:
-        """Returns a progress bar for each stage."""
         return stages(quiet=False)
 
 

@@ -53,12 +53,10 @@ class LazyGroup(click.Group):
         self.lazy = lazy
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """Returns the names in the order of the table."""
         # click would sort by name; the table is in the order of a user's work.
         return list(self.lazy)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """Imports the command."""
         if cmd_name in RENAMED:
             click.echo(
                 f"error: quant {cmd_name} is `quant {RENAMED[cmd_name]}` since 0.3; options are the same", err=True
@@ -73,14 +71,13 @@ class LazyGroup(click.Group):
         return command
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
-        """Completes the names of commands from the table; click would import every command for its summary."""
+        # click itself would import every command for its summary.
         names = [name for name in self.lazy if name.startswith(incomplete)]
         return [CompletionItem(name, help=self.lazy[name][1]) for name in names] or super().shell_complete(
             ctx, incomplete
         )
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Writes the list of `--help` from the table."""
         with formatter.section("Commands"):
             formatter.write_dl([(name, summary) for name, (_, summary) in self.lazy.items()])
 

@@ -41,7 +41,6 @@ class RunCommand(cli.Command):
     """A command whose `--help` shows its options by purpose."""
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Writes the options in the groups of `GROUPS`; the last group has all others."""
         options = {option.opts[-1]: option for option in self.get_params(ctx) if isinstance(option, click.Option)}
         grouped = {title: [options.pop(name) for name in names if name in options] for title, names in GROUPS.items()}
         for title, group in {**grouped, "Model and program": list(options.values())}.items():
@@ -67,7 +66,6 @@ class QuantizeCommand(RunCommand):
     """A `RunCommand` that names the new place of options that were moved."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Parses the arguments."""
         for name in (argument.partition("=")[0] for argument in args):
             if name in MOVED:
                 click.echo(f"error: {name} is {MOVED[name]}", err=True)

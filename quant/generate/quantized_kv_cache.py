@@ -66,11 +66,9 @@ class QuantizedKVLayer(CacheLayerMixin):  # type: ignore[misc]
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the pages."""
         return self._pages.nbytes if self._pages is not None else 0
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Makes the pages for the heads and sequences of `key_states`."""
         batch, kv_heads, new, dim = key_states.shape
         if value_states.shape != key_states.shape:
             raise UserError(
@@ -162,19 +160,15 @@ class QuantizedKVLayer(CacheLayerMixin):  # type: ignore[misc]
         return torch.stack([k for k, _ in read]).to(dtype), torch.stack([v for _, v in read]).to(dtype)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Returns how many keys the next `query_length` tokens may see, and the position of the first."""
         return self.length + query_length, 0
 
     def get_seq_length(self) -> int:
-        """Returns the number of cached tokens."""
         return self.length
 
     def get_max_length(self) -> int:
-        """Returns -1: only memory limits the length."""
         return -1
 
     def reset(self) -> None:
-        """Drops all pages, and the turn of the keys."""
         self._pages, self._sequences, self.length, self.turn = None, [], 0, None
         self.is_initialized = self._waiting = False
 
@@ -188,20 +182,16 @@ class QuantizedKVLayer(CacheLayerMixin):  # type: ignore[misc]
                 self._pages.crop(sequence, self.length)
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        """Lets row i continue row `beam_idx[i]`."""
         self._select(beam_idx.tolist())
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeats each row `repeats` times."""
         self._select([row for row in range(len(self._sequences)) for _ in range(repeats)])
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Keeps only the named rows."""
         rows = torch.arange(len(self._sequences), device="cpu")
         self._select(rows[indices.cpu()].tolist())
 
     def offload(self) -> None:
-        """Raises an error: pages stay on their device."""
         raise UserError("a quantized KV cache stays on its device; generate without offloading")
 
     def _select(self, rows: list[int]) -> None:
@@ -240,7 +230,6 @@ class QuantizedKVCache(Cache):  # type: ignore[misc]
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all pages."""
         return sum(layer.nbytes for layer in self.layers)
 
 

@@ -19,8 +19,7 @@ from quant.calibration.layer_result import LayerResult
 from quant.evaluation.evaluation import loss_text
 from quant.recipes.plan import Plan
 from quant.recipes.solver_names import DEFAULT_OBSERVER
-from quant.report.allocation_charts import budget_text, heat_map, pareto, rounds, waterfall
-from quant.report.charts import continuation, errors, memory, predictions, receipt, sizes, texts, usage
+from quant.report import charts
 from quant.report.section import Section, format_colours, number, short_name
 from quant.report.summary import interval_text
 
@@ -33,12 +32,14 @@ if TYPE_CHECKING:
 def sections(report: Report, plan: Plan) -> list[Section]:
     """Returns the sections that the report has data for, in the page's order."""
     record, table = report.allocation, report.sensitivity
-    page: list[Section | None] = [texts(report.evaluation)] if report.evaluation else []
-    page += [predictions(report.examples), continuation(report.examples)] if report.examples else []
-    page += [pareto(record), rounds(record)] if record else []
-    page += [sizes(report, plan), memory(plan, report.kv_cache)]
-    page += [heat_map(table, plan), waterfall(table, plan, record, format_colours(report))] if table else []
-    page += [errors(report), usage(report, plan), *(receipt(report.receipt) if report.receipt else ())]
+    page: list[Section | None] = [charts.texts(report.evaluation)] if report.evaluation else []
+    page += [charts.predictions(report.examples), charts.continuation(report.examples)] if report.examples else []
+    page += [charts.pareto(record), charts.rounds(record)] if record else []
+    page += [charts.sizes(report, plan), charts.memory(plan, report.kv_cache)]
+    colours = format_colours(report)
+    page += [charts.heat_map(table, plan), charts.waterfall(table, plan, record, colours)] if table else []
+    page += [charts.errors(report), charts.usage(report, plan)]
+    page += charts.receipt(report.receipt) if report.receipt else []
     return [section for section in page if section is not None]
 
 
@@ -103,7 +104,8 @@ def _tiles(report: Report) -> list[tuple[str, str, str]]:
     ]
     if (record := report.allocation) is not None:
         predicted, measured = number(record.chosen.kl_predicted), number(record.chosen.kl_measured)
-        tiles.insert(0, ("Asked for", budget_text(record.budget), f"loss {predicted} predicted, {measured} measured"))
+        note = f"loss {predicted} predicted, {measured} measured"
+        tiles.insert(0, ("Asked for", charts.budget_text(record.budget), note))
     if (evaluation := report.evaluation) is None:
         return [*tiles, ("Quality", "not measured", "give a text to evaluate on")]
     count, worst = len(evaluation.texts), evaluation.worst

@@ -65,7 +65,6 @@ class QATLinear(RoundedWeight, nn.Linear):  # type: ignore[misc]
         return y if branch is None else y + branch
 
     def packed(self) -> QuantLinear:
-        """Returns the packed layer."""
         options = {"dtype": self.dtype, **vars(self.parts)}
         return QuantLinear(self.packed_weight(), self.bias, self.activation_format, self.input_scale, **options)
 
@@ -88,7 +87,6 @@ class QATConv(RoundedWeight, ConvGeometry, nn.modules.conv._ConvNd):  # type: ig
         return conv_matrix(self.trained_weight, self.groups, self.transposed)
 
     def convolve(self, x: torch.Tensor, output_padding: Sequence[int]) -> torch.Tensor:
-        """Convolves as the packed layer does."""
         self.remember_dtype()
         x = x.to(_computed_dtype(x))
         if self.activation_format is not None:
@@ -102,7 +100,6 @@ class QATConv(RoundedWeight, ConvGeometry, nn.modules.conv._ConvNd):  # type: ig
         )
 
     def packed(self) -> QuantConv:
-        """Returns the packed convolution."""
         conv = QuantConv(self.packed_weight(), self, self.activation_format, self.input_scale)
         conv.dtype = self.dtype
         return conv
@@ -131,7 +128,6 @@ class QATExperts(RoundedWeight, ExpertStack):
 
     @property
     def multiplies_values(self) -> bool:
-        """Whether inputs stay in 16 bit."""
         return self.activation_format is None
 
     def dense(self, index: int) -> torch.Tensor:
@@ -154,7 +150,6 @@ class QATExperts(RoundedWeight, ExpertStack):
         return self._round(matrix, dtype, own, None if second is None else second[index])
 
     def packed(self) -> QuantExperts:
-        """Returns the packed experts."""
         scale: Any = self.input_scale
         return QuantExperts(self.packed_weight(), self.activation_format, scale, self.dtype, self.stacking)
 
@@ -173,7 +168,6 @@ class QATEmbedding(RoundedWeight):
         return functional.embedding(input, self.rounded(self.dtype), self.padding_idx)
 
     def packed(self) -> QuantEmbedding:
-        """Returns the packed embedding."""
         return QuantEmbedding(self.packed_weight(), self.dtype, self.padding_idx)
 
 

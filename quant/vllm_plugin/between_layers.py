@@ -248,10 +248,10 @@ def install_rotations() -> str:
 
     replace_function(flash_attn, "reshape_and_cache_flash", wrap)
     for name, cls in vars(rotary_embedding).items():
+        is_rotation = isinstance(cls, type) and issubclass(cls, RotaryEmbedding)
         # Where a class rotates as its base does, only the angles in its cache are its own.
         if (
-            isinstance(cls, type)
-            and issubclass(cls, RotaryEmbedding)
+            is_rotation
             and cls.forward is CustomOp.forward
             and cls.forward_native is RotaryEmbedding.forward_native
             and cls.forward_cuda is RotaryEmbedding.forward_cuda

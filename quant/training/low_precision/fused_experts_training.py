@@ -97,7 +97,6 @@ class LowPrecisionStack(ExpertStack):
 
     @property
     def trains(self) -> bool:
-        """Whether the owner is in training mode."""
         return bool(self.owner.training)  # type: ignore[union-attr]
 
     @property

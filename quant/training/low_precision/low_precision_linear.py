@@ -31,12 +31,10 @@ class LowPrecisionLinear(nn.Linear):
 
     @property
     def held(self) -> torch.Tensor:
-        """The parameter that trains."""
         return self.weight
 
     @property
     def trains(self) -> bool:
-        """Whether the layer is in training mode."""
         return self.training
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:

@@ -31,7 +31,7 @@ from quant.models.open_model import open_model
 from quant.run import decide as deciding
 from quant.run import measure as measuring
 from quant.run import run as pipeline
-from quant.run import solve as solving
+from quant.run import run as solving
 from quant.run.decide import plan_for
 from quant.run.request import AllocationRequest, Request
 

@@ -33,7 +33,7 @@ from quant.recipes.plan_make import make_plan
 from quant.recipes.recipe import presets
 from quant.report.report import Report
 from quant.report.summary import summary
-from quant.run.solve import solving_steps
+from quant.run.run import solving_steps
 
 pytest.importorskip("transformers")
 

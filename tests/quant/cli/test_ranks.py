@@ -29,7 +29,7 @@ from quant.calibration.ranks import Exchange, gathered, number_of, own_batches
 from quant.calibration.solvers import gptq, row_parallel
 from quant.calibration.walk import step_store as store_module
 from quant.calibration.walk.step_store import partial_path
-from quant.cli import torchrun
+from quant.cli import command as torchrun
 from quant.cli.evaluate_command import evaluate_command
 from quant.cli.quantize import quantize_command
 from quant.export.checkpoint.load import load

@@ -13,7 +13,7 @@ from quant.calibration.sensitivity.table import GroupScores, Sensitivity
 from quant.formats.format import get_format
 from quant.recipes.layers import LayerKind
 from quant.recipes.plan import LayerPlan, Parts, Plan
-from quant.report import allocation_charts, charts
+from quant.report import charts
 from quant.report import charts as receipt_charts
 from quant.report.report import Receipt, Report
 from quant.report.section import Section, block_starts, format_colours
@@ -46,7 +46,7 @@ def points(section: Section | None) -> dict[tuple[str, str], tuple[float, float 
 def test_the_pareto_curve_is_what_the_records_say(rich_report: Rich) -> None:
     record = rich_report[0].allocation
     assert record is not None
-    section = allocation_charts.pareto(record)
+    section = charts.pareto(record)
     expected = {("predicted", f"P{i}"): (p.bits, p.kl_predicted) for i, p in enumerate(record.curve)}
     expected |= {("measured", f"P{i}"): (p.bits, p.kl_measured) for i, p in enumerate(record.curve) if p.kl_measured}
     expected |= {("one format for all, measured", f"U{i}"): (u.bits, u.kl) for i, u in enumerate(record.uniform)}
@@ -58,19 +58,19 @@ def test_the_pareto_curve_is_what_the_records_say(rich_report: Rich) -> None:
     ratio = record.chosen.kl_measured / record.uniform[0].kl
     assert f"nvfp4, measures {record.uniform[0].kl:.4g}; the chosen allocation has {ratio:.2f} of that" in section.text
     assert chart(section)["limit"] == {"x": 6.0}
-    assert chart(allocation_charts.pareto(replace(record, budget=Budget(BudgetKind.KL, 0.1))))["limit"] == {"y": 0.1}
-    assert chart(allocation_charts.pareto(replace(record, budget=Budget(BudgetKind.BYTES, 1e9))))["limit"] is None
-    assert "No single format is as small." in allocation_charts.pareto(replace(record, uniform=record.uniform[1:])).text
+    assert chart(charts.pareto(replace(record, budget=Budget(BudgetKind.KL, 0.1))))["limit"] == {"y": 0.1}
+    assert chart(charts.pareto(replace(record, budget=Budget(BudgetKind.BYTES, 1e9))))["limit"] is None
+    assert "No single format is as small." in charts.pareto(replace(record, uniform=record.uniform[1:])).text
     # A format that changes nothing is the best one, and nothing is divided by its loss.
     lossless = replace(record, uniform=(replace(record.uniform[0], name="bf16", bits=1.0, kl=0.0), *record.uniform))
-    assert "no larger, bf16, measures 0." in allocation_charts.pareto(lossless).text
+    assert "no larger, bf16, measures 0." in charts.pareto(lossless).text
 
 
 def test_a_loss_of_zero_is_in_the_table_and_not_on_the_curve(rich_report: Rich) -> None:
     record = rich_report[0].allocation
     assert record is not None
     last = replace(record.curve[-1], bits=16.0, kl_predicted=0.0, kl_measured=None)
-    section = allocation_charts.pareto(replace(record, curve=(*record.curve, last)))
+    section = charts.pareto(replace(record, curve=(*record.curve, last)))
     assert cells(section, f"P{len(record.curve)}") == ["allocated", "16.000", "0", "–"]
     assert len(chart(section)["curve"]) == len(record.curve)
 
@@ -78,7 +78,7 @@ def test_a_loss_of_zero_is_in_the_table_and_not_on_the_curve(rich_report: Rich) 
 def test_rounds_show_what_was_expected_and_found(rich_report: Rich) -> None:
     record = rich_report[0].allocation
     assert record is not None
-    section = allocation_charts.rounds(record)
+    section = charts.rounds(record)
     seen = points(section)
     for i, turn in enumerate(record.rounds):
         best = turn.measured == record.chosen.kl_measured
@@ -90,20 +90,20 @@ def test_rounds_show_what_was_expected_and_found(rich_report: Rich) -> None:
     assert "round 2 of 2" in section.text
     assert f"measured is {record.chosen.kl_measured:.4g}, +12.0% from it" in section.text
     worse = replace(record.rounds[1], measured=9.0)  # tried after it, and turned down
-    longer = allocation_charts.rounds(replace(record, rounds=(*record.rounds, worse)))
+    longer = charts.rounds(replace(record, rounds=(*record.rounds, worse)))
     assert longer is not None and "outcome of round 2 of 3" in longer.text
     assert cells(section, "R1")[6] == "2: 3.mlp.down_proj, 9.mlp.down_proj"
     names = [f"model.layers.{name}" for name in ("5.self_attn.q_proj", "5.self_attn.k_proj", "17.mlp.up_proj")]
     several = replace(record, rounds=(replace(record.rounds[0], changed=tuple(names)),))
-    assert cells(allocation_charts.rounds(several), "R0")[6] == "3: 5.self_attn.(q_proj, k_proj), 17.mlp.up_proj"
-    assert allocation_charts.rounds(replace(record, rounds=())) is None
+    assert cells(charts.rounds(several), "R0")[6] == "3: 5.self_attn.(q_proj, k_proj), 17.mlp.up_proj"
+    assert charts.rounds(replace(record, rounds=())) is None
 
 
 def test_the_heat_map_holds_the_scores_and_the_plan(rich_report: Rich) -> None:
     report, plan = rich_report
     table = report.sensitivity
     assert table is not None
-    section = allocation_charts.heat_map(table, plan)
+    section = charts.heat_map(table, plan)
     drawn = chart(section)["cells"]
     assert len(drawn) == 2 * len(table.groups)
     for format, role, block, score, chosen, row in drawn:
@@ -127,11 +127,11 @@ def test_groups_without_a_block_and_negative_scores() -> None:
     )
     table = Sensitivity("kl", ("nvfp4", "keep"), "nats", 1, 8, groups)
     plan = Plan(tuple(LayerPlan(g.name, LayerKind.LINEAR, (8, 16), *2 * [get_format("nvfp4")]) for g in groups))
-    assert [cell[1:4] for cell in chart(allocation_charts.heat_map(table, plan))["cells"]] == [
+    assert [cell[1:4] for cell in chart(charts.heat_map(table, plan))["cells"]] == [
         ("*.up", 0, -1e-6),
         ("head", None, 0.5),
     ]
-    bars = allocation_charts.waterfall(table, plan, None, {"nvfp4": "c0"})
+    bars = charts.waterfall(table, plan, None, {"nvfp4": "c0"})
     assert [cells(bars, row)[2] for row in ("W0", "W1", "WX0")] == ["-1e-06", "0.5", "0.5"]
 
 
@@ -150,10 +150,7 @@ def test_groups_without_a_block_and_negative_scores() -> None:
 def test_the_chosen_column(weight: str | None, activation: str | None, columns: tuple[str, ...], expected: str) -> None:
     formats = [get_format(name) if name else None for name in (weight, activation)]
     plan = Plan((LayerPlan("a", LayerKind.LINEAR, (8, 32), *formats),))
-    assert (
-        allocation_charts.chosen_format(GroupScores("a", ("a",), 1, dict.fromkeys(columns, 0.1), {}, {}), plan)
-        == expected
-    )
+    assert charts.chosen_format(GroupScores("a", ("a",), 1, dict.fromkeys(columns, 0.1), {}, {}), plan) == expected
 
 
 def test_the_waterfall_adds_up(rich_report: Rich) -> None:
@@ -161,7 +158,7 @@ def test_the_waterfall_adds_up(rich_report: Rich) -> None:
     report, plan = rich_report
     table, record = report.sensitivity, report.allocation
     assert table is not None and record is not None
-    section = allocation_charts.waterfall(table, plan, record, format_colours(report))
+    section = charts.waterfall(table, plan, record, format_colours(report))
     steps = {row: (x1, x2, y1, y2, series) for x1, x2, y1, y2, series, row in chart(section)["steps"]}
     total, right = 0.0, 0
     for i, group in enumerate(table.groups):
