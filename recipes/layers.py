@@ -406,8 +406,8 @@ def _kind_by_name(stem: str, shape: Sequence[int]) -> LayerKind:
 
 def _is_head(name: str) -> bool:
     """Returns whether a linear layer has a usual name of heads."""
-    first, *deeper = name.split(".")
-    return first in _TOP_HEADS or not _HEADS.isdisjoint((first, *deeper))
+    parts = name.split(".")
+    return parts[0] in _TOP_HEADS or not _HEADS.isdisjoint(parts)
 
 
 def output_head(model: nn.Module) -> nn.Module | None:

@@ -104,16 +104,14 @@ class Recipe:
         """
         path = Path(path)
         try:
-            content = path.read_bytes()
-        except OSError as error:
-            raise ValueError(f"recipe {path}: cannot be read: {error.strerror}") from None
-        try:
-            text = content.decode("utf-8")
+            text = path.read_bytes().decode("utf-8")
             if any(line.count(".") > _DOTS for line in text.splitlines()):
                 raise ValueError("nested too deeply")  # a.a.a… = 1; tomllib takes memory with the square of the dots
             fields = tomllib.loads(text)
             # Nesting that tomllib survives may still exceed the recursion limit of code that walks the fields.
             check_depth(fields)
+        except OSError as error:
+            raise ValueError(f"recipe {path}: cannot be read: {error.strerror}") from None
         except (ValueError, RecursionError) as error:
             fault = "nested too deeply" if isinstance(error, RecursionError) else error
             raise ValueError(f"{path}: not a TOML recipe: {fault}") from None

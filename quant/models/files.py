@@ -70,8 +70,7 @@ def find_model(name: str) -> Path:
     if name in _ALIASES:
         package, file, remedy = _ALIASES[name]
         spec = find_spec(package)
-        folders = (spec.submodule_search_locations or []) if spec else []
-        for folder in folders:
+        for folder in (spec.submodule_search_locations or []) if spec else []:
             if (Path(folder) / file).is_file():
                 return Path(folder) / file
         raise UserError(f"{name} is the file {file} of the package {package}, which is not installed: {remedy}")
@@ -90,20 +89,13 @@ def find_checkpoint(directory: str | Path) -> Path:
 
 def with_revision(name: str, revision: str) -> str:
     """Returns the name of a model on the hub at a revision; UserError for a path, or a name that has one already."""
-    hub_name = split_revision(name)
-    if Path(name).expanduser().exists():
-        fault = "is on the disk"
-    elif hub_name is None:
-        fault = "is not a name on the hub, such as org/name"
-    elif hub_name[1] is not None:
-        raise UserError(
-            f"{option('revision', revision)}: {name} names the revision {hub_name[1]} already; leave out one of them"
-        )
-    else:
-        return f"{name}@{revision}"
-    raise UserError(
-        f"{option('revision', revision)} is for a model on the Hugging Face hub, and {name} {fault}; leave it out"
-    )
+    named, hub_name, on_disk = option("revision", revision), split_revision(name), Path(name).expanduser().exists()
+    if on_disk or hub_name is None:
+        fault = "is on the disk" if on_disk else "is not a name on the hub, such as org/name"
+        raise UserError(f"{named} is for a model on the Hugging Face hub, and {name} {fault}; leave it out")
+    if hub_name[1] is not None:
+        raise UserError(f"{named}: {name} names the revision {hub_name[1]} already; leave out one of them")
+    return f"{name}@{revision}"
 
 
 def safetensors_file(path: Path, framework: str = "numpy") -> Any:
