@@ -320,7 +320,9 @@ def test_what_changed_is_named_and_refused(text: str, tmp_path: Path, monkeypatc
     refused("the plan observer was absmax, and is mse now; .* --restart", observer="mse")
     refused("the seed was 0, and is 7 now", seed=7)
     with monkeypatch.context() as patched:
-        patched.setattr("quant.run.run._device_type", lambda session: "cuda")
+        other = {"the kind of device": "cuda"}
+        opened = lambda out, depends, *rest, **options: DirectoryStore(out, {**depends, **other}, *rest, **options)  # noqa: E731
+        patched.setattr("quant.run.run.DirectoryStore", opened)
         refused("the kind of device was cpu, and is cuda now")
     refused("another calibration text; .* --restart", text=str(rows))
     with monkeypatch.context() as patched:

@@ -168,7 +168,7 @@ def test_a_stopped_run_says_that_the_same_command_goes_on(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr("quant.run.open_source.open_model", stop)
+        patched.setattr("quant.run.run.open_model", stop)
         assert run(*arguments).stderr == f"error: stopped by SIGINT before {out} was written\n"  # nothing is kept
     kept = "finished layers are kept, and the same command continues after them"
     for option, more in ((), ""), (("--restart",), " without --restart"):

@@ -29,7 +29,7 @@ from quant.calibration.ranks import Exchange, gathered, number_of, own_batches
 from quant.calibration.solvers import gptq, row_parallel
 from quant.calibration.walk import step_store as store_module
 from quant.calibration.walk.step_store import partial_path
-from quant.cli import command as torchrun
+from quant.cli import command
 from quant.cli.evaluate_command import evaluate_command
 from quant.cli.quantize import quantize_command
 from quant.export.checkpoint.load import load
@@ -365,10 +365,10 @@ def test_each_rank_has_a_gpu_of_its_own(asked: str, gpus: int, found: str, monke
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     if found in ("auto", "cpu"):
-        assert torchrun.local_device(asked) == found
+        assert command.local_device(asked) == found
     else:
         with pytest.raises(ValueError, match=re.escape(found)):
-            torchrun.local_device(asked)
+            command.local_device(asked)
 
 
 def test_the_launcher_gives_the_exit_code_of_the_rank_that_failed(
@@ -382,14 +382,14 @@ def test_the_launcher_gives_the_exit_code_of_the_rank_that_failed(
         'case "$4 $RANK" in "die 1") kill -9 $$;; "die 0") sleep 9;; esac\n'
     )
     program.chmod(0o755)
-    monkeypatch.setattr(torchrun.sys, "executable", str(program))
+    monkeypatch.setattr(sys, "executable", str(program))
     for argument, code, error in (
         ("well", 0, ""),
         ("fail", 2, ""),
         ("die", 128 + signal.SIGKILL, "error: rank 1 was killed by signal 9; run the same command again\n"),
     ):
         monkeypatch.setenv("OMP_NUM_THREADS", "6")
-        assert torchrun.launch(["quantize", argument], 2) == code
+        assert command.launch(["quantize", argument], 2) == code
         assert capfd.readouterr() == (f"0 of 2 on 127.0.0.1: -m quant quantize {argument}\n", error)
 
 

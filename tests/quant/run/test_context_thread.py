@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from quant.calibration.session import Session
-from quant.run.open_source import _create_context
+from quant.run.run import _create_context
 
 
 def test_a_process_waits_for_the_context_of_its_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

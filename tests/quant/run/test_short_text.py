@@ -14,7 +14,7 @@ from click.testing import CliRunner
 from safetensors.torch import save_file
 
 from quant.cli.main import main
-from quant.run import open_source
+from quant.run import run
 
 pytest.importorskip("transformers", reason="the extra hf")
 WORDS = "words in a row, "
@@ -28,13 +28,13 @@ def opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     tiny_models.llama(vocab_size=len(tokenizer), max_position_embeddings=32).save_pretrained(tmp_path / "model")
     monkeypatch.chdir(tmp_path)
     is_meta: list[bool] = []
-    open_model = open_source.open_model
+    open_model = run.open_model
 
     def recorded(*args: Any, **options: Any) -> Any:
         is_meta.append(options["meta"])
         return open_model(*args, **options)
 
-    monkeypatch.setattr(open_source, "open_model", recorded)
+    monkeypatch.setattr(run, "open_model", recorded)
     return is_meta
 
 
