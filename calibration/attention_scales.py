@@ -7,7 +7,7 @@ one with the same arguments: the model's own masks, soft caps and sinks stay in 
 needed.
 
     operand   watched                    scale of FP8     scale of NVFP4
-    q, k, v   amax by an observer        amax / 448       amax / 2688, under block scales found at run time
+    q, k, v   the largest magnitude      amax / 448       amax / 2688, under block scales found at run time
     p         nothing, it is in [0, 1]   1 / 448          1 / 2688
 
 p, the softmax probabilities, needs no data. A probability is at most 1, and so is the exp(s - max) that
@@ -46,7 +46,7 @@ from torch import nn
 
 from quant.base.errors import known_names
 from quant.calibration.attention_names import watching_attention
-from quant.calibration.observers import Observer, get_observer
+from quant.calibration.observers import AbsMax
 from quant.calibration.placement import device_of, placed
 from quant.calibration.ranks import gathered, own_batches
 from quant.calibration.session import Session
@@ -81,7 +81,6 @@ def collect_attention_scales(
     model: nn.Module,
     rows: torch.Tensor,
     *,
-    observer: str = "absmax",
     kv_format: Format | None,
     attention_format: Format | None,
     granularity: str = "tensor",
@@ -89,12 +88,8 @@ def collect_attention_scales(
 ) -> dict[str, AttentionScales]:
     """Returns KV-cache and attention scales of every attention module that `rows` reach, by module name.
 
-    Args:
-        model: a transformers model, called as `model(row)`.
-        rows: token ids, int64 `[rows, seqlen]`.
-        kv_format: the format of the cache; None keeps it in 16 bit.
-        attention_format: the format of q, k, v and p inside attention; None keeps them in 16 bit. k and v are observed
-            for `kv_format` where both are given.
+    Formats of None keep the cache, or q, k, v and p inside attention, in 16 bit. k and v are observed for `kv_format`
+    where both are given.
     """
     session = session or Session()
     # k and v are rounded once, on their way into the cache: its format decides their range.
@@ -102,9 +97,8 @@ def collect_attention_scales(
     _check_formats(operands.values(), granularity)
     # Latent attention caches one vector, which is watched for a cache alone.
     watched = _Watched(
-        model, get_observer(observer), operands, None if attention_format is not None else kv_format,
-        by_head=granularity == "head",
-    )  # fmt: skip
+        model, operands, None if attention_format is not None else kv_format, by_head=granularity == "head"
+    )
     home = device_of(model)
     with (
         torch.no_grad(),
@@ -113,8 +107,7 @@ def collect_attention_scales(
         watching_attention(model, watched.operands_of),
     ):
         rows = rows.to(device)
-        # Other observers count all rows on every rank, because histograms of several ranks cannot be merged.
-        for index in own_batches(len(rows)) if observer == "absmax" else range(len(rows)):
+        for index in own_batches(len(rows)):
             model(rows[index : index + 1])
             session.report("calibrate", index + 1, len(rows))
     ranges = {
@@ -123,12 +116,10 @@ def collect_attention_scales(
     }
     if granularity != "head":
         ranges = {name: {operand: amax.squeeze(0) for operand, amax in each.items()} for name, each in ranges.items()}
-    # A maximum is the same in any order, so only the rows of maxima are shared among ranks.
-    if observer == "absmax":
-        everywhere, ranges = gathered(ranges), {}
-        for name, by_operand in ((name, each) for of_rank in everywhere for name, each in of_rank.items()):
-            module = ranges.setdefault(name, {})
-            module |= {o: torch.maximum(module.get(o, amax), amax) for o, amax in by_operand.items()}
+    everywhere, ranges = gathered(ranges), {}
+    for name, by_operand in ((name, each) for of_rank in everywhere for name, each in of_rank.items()):
+        module = ranges.setdefault(name, {})
+        module |= {o: torch.maximum(module.get(o, amax), amax) for o, amax in by_operand.items()}
     if not ranges:
         raise ValueError(
             f"{type(model).__name__}: no attention was seen on {len(rows)} calibration row(s); KV-cache and attention "
@@ -144,16 +135,10 @@ class _Watched:
     """Shows the operands of every attention to observers, which it makes as modules come up."""
 
     def __init__(
-        self,
-        model: nn.Module,
-        make: Callable[..., Observer],
-        operands: Mapping[str, Format | None],
-        latent: Format | None,
-        *,
-        by_head: bool,
+        self, model: nn.Module, operands: Mapping[str, Format | None], latent: Format | None, *, by_head: bool
     ) -> None:
-        self.make, self.operands, self.latent, self.by_head = make, operands, latent, by_head
-        self.observers: dict[str, dict[str, list[Observer]]] = {}  # of each KV head, by module and operand
+        self.operands, self.latent, self.by_head = operands, latent, by_head
+        self.observers: dict[str, dict[str, list[AbsMax]]] = {}  # of each KV head, by module and operand
         # Attention functions are handed the module and not its name.
         self.names = {module: name for name, module in model.named_modules()}
         self.norms = latent_norms(model) if latent is not None else {}
@@ -167,11 +152,11 @@ class _Watched:
             return
         heads = k.shape[1] if self.by_head else 1
         for operand, x in (("q", q), ("k", k), ("v", v)):
-            if self.operands[operand] is None:
+            if (format := self.operands[operand]) is None:
                 continue
             if operand not in by_operand:
                 labels = [f"{name} {operand}" + (f" head {head}" if heads > 1 else "") for head in range(heads)]
-                by_operand[operand] = [self.make(self.operands[operand], name=label) for label in labels]
+                by_operand[operand] = [AbsMax(format, name=label) for label in labels]
             # [batch, heads, tokens, head_dim]: for q, the query heads of a KV head lie side by side.
             for observer, part in zip(by_operand[operand], x.tensor_split(heads, dim=1), strict=True):
                 observer.update(part)
@@ -182,8 +167,8 @@ class _Watched:
 
         def hook(name: str, norm: nn.Module, args: tuple[Any, ...], output: torch.Tensor) -> None:
             by_operand = self.observers.setdefault(name, {})
-            if "latent" not in by_operand:
-                by_operand["latent"] = [self.make(self.latent, name=f"{name} latent vector")]
+            if "latent" not in by_operand and self.latent is not None:
+                by_operand["latent"] = [AbsMax(self.latent, name=f"{name} latent vector")]
             by_operand["latent"][0].update(output)
 
         with removing(norm.register_forward_hook(partial(hook, name)) for name, norm in self.norms.items()):

@@ -220,11 +220,9 @@ def placed(
 ) -> Iterator[torch.device]:
     """Makes `model` run on `device` while open, with its inputs there; yields that device.
 
-    Args:
-        device: the device with its index; None leaves the model where it is.
-        dtype: the dtype to which the copies of 16-bit tensors are widened; None copies them as they are.
-        filler: a number `[]` on the device, for passes in which no value of a block matters. The linear layers of the
-            blocks, whose weights are most of a model, get it as every element of their weight, and nothing is copied.
+    Copies of 16-bit tensors are widened to `dtype`, if given. A filler is a number `[]` on the device, for passes in
+    which no value of a block matters: the linear layers of the blocks, whose weights are most of a model, get it as
+    every element of their weight, and nothing is copied.
     """
     if device is None or not elsewhere(model, device):
         yield device_of(model)

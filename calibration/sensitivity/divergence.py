@@ -273,10 +273,8 @@ def last_hidden(result: Any) -> torch.Tensor:
 def _kl(p: torch.Tensor, d: torch.Tensor) -> torch.Tensor:
     """Returns KL from each distribution to the one whose logits are larger by `d`, float32 `[positions]`.
 
-    Args:
-        p: float32 `[positions, vocabulary]`; its sums, which a softmax over a large vocabulary gives to 2⁻¹⁵ only, are
-            divided out.
-        d: float32 of the same shape; a constant added to a whole row of it does not matter.
+    Both are float32 `[positions, vocabulary]`. Sums of `p`, which a softmax over a large vocabulary gives to 2⁻¹⁵ only,
+    are divided out, and a constant added to a whole row of `d` does not matter.
     """
     total = p.sum(dim=-1)
     # By Jensen's inequality Σ p exp(d) is at least 1 once Σ p d is 0, so no digits of log1p's argument cancel. The

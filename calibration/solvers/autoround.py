@@ -161,7 +161,10 @@ class _Rounded(torch.autograd.Function):
         free = (in_steps >= element.min) & (in_steps <= element.max)
         nearest = round_to(in_steps, element)
         # d values / d step = round(v) - v inside the range, and the largest value beyond it (LSQ, Esser et al., 2019).
-        of_step = _block_sums(gradient * (nearest - in_steps * free), ctx.format)
+        rows, columns = ctx.format.block_shape(latent.shape)
+        of_step = gradient * (nearest - in_steps * free)
+        of_step = pad(of_step, (0, -latent.shape[1] % columns, 0, -latent.shape[0] % rows))
+        of_step = of_step.unflatten(1, (-1, columns)).sum(-1).unflatten(0, (-1, rows)).sum(1)
         return gradient * first * free, of_step, None, None
 
 
@@ -176,22 +179,12 @@ def _spread(scale: torch.Tensor, shape: tuple[int, ...], format: Format) -> torc
     return scale.repeat_interleave(block_rows, 0)[:rows].repeat_interleave(block_columns, 1)[:, :columns]
 
 
-def _block_sums(x: torch.Tensor, format: Format) -> torch.Tensor:
-    """Returns the sum of each block of `x` `[out, in]`, one value a scale."""
-    rows, columns = x.shape
-    block_rows, block_columns = format.block_shape((rows, columns))
-    x = pad(x, (0, -columns % block_columns, 0, -rows % block_rows))
-    sums: torch.Tensor = x.unflatten(1, (-1, block_columns)).sum(-1).unflatten(0, (-1, block_rows)).sum(1)
-    return sums
-
-
 class _Learned(Substitute):
     """A layer while it is learned: latent values in grid steps, and logarithms of scale factors."""
 
     first_scale: torch.Tensor
     first_step: torch.Tensor
     second: torch.Tensor
-
     bias: torch.Tensor | None
     dtype: torch.dtype
 

@@ -78,14 +78,7 @@ class SmoothQuant(Transform):
 
 
 def channel_scale(magnitude: Tensor, weight: Tensor, power: float, weight_power: float, owner: Tensor | None) -> Tensor:
-    """Returns s = magnitude^power / max|w|^weight_power, centred on 1.
-
-    Args:
-        magnitude: the magnitude of each input channel, `[in]`, non-negative.
-        weight: `[out, in]`.
-        owner: the row of the producer that feeds each channel, int64 `[in]`: channels of one row must share their
-            scale. None leaves all free.
-    """
+    """Returns s = magnitude^power / max|w|^weight_power `[in]`, centred on 1; owners are as in `Transform`."""
     # Centred on 1, so that scaled weights and inputs stay in the range of 16 bit.
     log = power * _log(magnitude) - weight_power * _log(weight.abs().amax(0))
     if owner is not None:
@@ -110,14 +103,9 @@ def search_scale(
     rank: int = 0,
     pairs: Sequence[tuple[float, float]] = _OF_INPUTS,
 ) -> Tensor:
-    """Returns the scale `[in]` that AWQ's search finds.
+    """Returns the scale `[in]` that AWQ's search finds for a stacked weight `[out, in]` and a sample `[tokens, in]`.
 
-    Args:
-        weight: `[out, in]`, all layers that read this input, stacked.
-        inputs: a sample `[tokens, in]`.
-        magnitude: mean magnitude of each channel, `[in]`.
-        round_input: rounds scaled inputs; None where activations stay in 16 bit.
-        pairs: powers of the magnitude and of the weight that are tried, see `channel_scale`.
+    `pairs` are powers of the inputs' mean magnitude `[in]` and of the weight's that are tried, see `channel_scale`.
     """
     reference = inputs @ weight.t()
     best, least = torch.ones_like(magnitude), float("inf")

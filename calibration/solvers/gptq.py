@@ -518,16 +518,10 @@ def block_order(power: Tensor, width: int) -> Tensor:
 
 
 def factorize(second_moment: Tensor, damping: float = 0.01, order: Tensor | None = None, name: str = "") -> Factor:
-    """Damps a second moment until it can be inverted. A channel that is never active is not coupled to others.
+    """Damps a second moment `[in, in]` until it can be inverted; a channel that is never active stays uncoupled.
 
-    Args:
-        second_moment: `[in, in]`.
-        damping: added to the diagonal, as a fraction of its mean.
-        order: the order of the inputs in the result; None leaves them in theirs.
-        name: of the layer, for errors.
-
-    Raises:
-        ValueError: not even a tenfold diagonal helps, which only NaN or infinity can cause.
+    The damping is a fraction of the diagonal's mean. The result has the inputs in an order, or in theirs. ValueError
+    where not even a tenfold diagonal helps, which only NaN or infinity can cause.
     """
     diagonal = second_moment.diagonal()
     mean = nonzero(diagonal.mean())

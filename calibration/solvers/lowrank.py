@@ -157,18 +157,10 @@ def lowrank_branch(
     name: str = "weight",
     metric: LossMetric = _PLAIN,
 ) -> Branch:
-    """Returns the branch of rank `rank` that leaves the least noise.
+    """Returns the branch of `[out, in]` that leaves the least noise, whose power by input is `noise` `[in]`.
 
-    Args:
-        weight: `[out, in]`.
-        noise: power of the noise of each input, in any unit, `[in]`.
-
-    Returns:
-        (down `[rank, in]`, up `[out, rank]`) in `dtype`, of columns and rows of equal norm, so that neither
-        overflows a narrow dtype.
-
-    Raises:
-        ValueError: the rank does not fit the weight.
+    It is (down `[rank, in]`, up `[out, rank]`) in `dtype`, of columns and rows of equal norm, so that neither overflows
+    a narrow dtype.
     """
     rows, columns = weight.shape
     if not 0 < rank <= min(rows, columns):

@@ -135,19 +135,12 @@ def _merge_in_block(model: nn.Module, owner: str, call: Call, name: str) -> int:
 def merge_residual_rotation(
     model: nn.Module, run: Callable[[nn.Module], Any], rotation: torch.Tensor | None = None
 ) -> Residual:
-    """Rotates the residual stream, in place, at no cost at run time.
+    """Rotates the residual stream, which is returned, in place and at no cost at run time.
 
-    Args:
-        rotation: R, orthonormal, float64 `[width, width]`, with which a stream x becomes R x. A head that shares the
-            embedding's weight then gets a weight of its own. None rotates blocks by a Hadamard matrix, and refuses such
-            a head.
-
-    Returns:
-        The stream that was rotated.
-
-    Raises:
-        ValueError: the stream is written or read by something that a rotation cannot pass; the head shares the
-            embedding's weight; the output changed. The weights are then restored.
+    With R, orthonormal, float64 `[width, width]`, a stream x becomes R x, and a head that shares the embedding's weight
+    gets one of its own. Without, blocks are rotated by a Hadamard matrix, and such a head is refused. ValueError where
+    the stream is written or read by something that a rotation cannot pass, or the output changed; weights are then
+    restored.
     """
     with torch.no_grad():
         residual = find_residual(model, run)

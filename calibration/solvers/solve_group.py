@@ -34,15 +34,13 @@ def solve_group(
 ) -> dict[str, BlockScaledTensor]:
     """Quantizes the weights of one fusion group, with one global or per-tensor scale where the format has one.
 
-    Peers share only the global scale, as the toolkits that they reproduce do.
+    Weights are `[out, in]` by layer name, or a single `[experts, out, in]`. Members of a group have the same
+    statistics, because they read one input, with the outputs of the members one after the other; `stack` solves them as
+    one tall weight where the format allows it. Peers share only the global scale, as the toolkits that they reproduce
+    do.
 
-    Args:
-        weights: `[out, in]` by layer name; or a single `[experts, out, in]`.
-        stats: input statistics by layer name; members of a group have the same, because they read one input. They hold
-            the outputs of the members one after the other.
-        stored: dtype of the model, where the weights come in a wider one. Wide scales (FP8, INT8) are stored in it, so
-            they are chosen among its values, and elements are rounded against scales that a checkpoint can hold.
-        stack: solves the members as one tall weight where the format allows it; all of them read one input.
+    Wide scales (FP8, INT8) are stored in the dtype of the model, `stored`, so they are chosen among its values, and
+    elements are rounded against scales that a checkpoint can hold.
     """
     solved_as = _solved_as(format, stored)
     global_scale = _global_scale(weights, solved_as, solver) if format.global_scale else None

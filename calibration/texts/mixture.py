@@ -71,10 +71,8 @@ def mixture_rows(
 ) -> tuple[torch.Tensor, Record]:
     """Returns the rows of calibration text, int64 `[rows, seqlen]` on the CPU, and how they came about.
 
-    Args:
-        model: the causal language model that writes, where it is to run; None takes samples alone.
-        tokenizer: without one, all text is the model's own.
-        why_not: the reason why the mixture should do without the model's text, if there are samples.
+    Without a model that writes, or with a reason `why_not`, all text is samples; without a tokenizer, all is the
+    model's.
     """
     start = start_token(tokenizer) if tokenizer is not None or model is None else first_token(model, None)
     end = getattr(tokenizer, "eos_token_id", None)

@@ -28,6 +28,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -60,16 +61,11 @@ def generate_rows(
     temperatures: Sequence[float] = (1.0,),
     session: Session = _ALONE,
 ) -> torch.Tensor:
-    """Returns the rows of tokens drawn from a causal language model.
+    """Returns the rows of tokens drawn from a causal language model, int64 `[samples, seqlen]` on the CPU.
 
-    Args:
-        model: transformers' or any module that maps ids `[rows, tokens]` to logits `[rows, tokens, vocabulary]`. One
-            that returns no key-value cache is run on the whole prefix at every position.
-        tokenizer: the tokenizer that names the special tokens and the true size of the vocabulary; None takes them from
-            the config.
-
-    Returns:
-        int64 `[samples, seqlen]` on the CPU.
+    It is transformers', or maps ids `[rows, tokens]` to logits `[rows, tokens, vocabulary]`; one that returns no
+    key-value cache is run on the whole prefix at every position. The tokenizer, or else the config, names the special
+    tokens and the true size of the vocabulary.
     """
     if seqlen < 1 or samples < 1:
         raise ValueError(f"samples={samples} and seqlen={seqlen} must be at least 1")
@@ -86,7 +82,11 @@ def generate_rows(
         for first in range(0, samples, at_once):
             part = rows[first : first + at_once]
             numbers = range(first, first + len(part))
-            uniform = torch.stack([_uniform(session.seed, i, seqlen) for i in numbers])
+            # A multiplicative hash: neighbouring seeds and rows get streams that do not overlap, whatever the other
+            # rows are.
+            seeds = ((session.seed * 0x9E3779B97F4A7C15 + i * 0xD1B54A32D192ED03) % 2**63 for i in numbers)
+            drawn = partial(torch.rand, seqlen, dtype=torch.float32, device="cpu")
+            uniform = torch.stack([drawn(generator=torch.Generator().manual_seed(seed)) for seed in seeds])
             template = _template([openings[i % len(openings)] for i in numbers], start, seqlen)
             heat = torch.tensor(
                 [temperatures[i % len(temperatures)] for i in numbers], dtype=torch.float32, device="cpu"
@@ -112,13 +112,6 @@ def _rows_at_once(model: nn.Module, seqlen: int) -> int:
     row_bytes = 2 * layers * width * seqlen * next(model.parameters()).element_size()
     cache_bytes = torch.cuda.get_device_properties(device).total_memory // 8
     return min(max(cache_bytes // max(row_bytes, 1), ROWS_AT_ONCE), _MOST_AT_ONCE)
-
-
-def _uniform(seed: int, row: int, seqlen: int) -> torch.Tensor:
-    """Returns the numbers in [0, 1) that decide row `row`, whatever the other rows are."""
-    # A multiplicative hash: neighbouring seeds and rows get streams that do not overlap.
-    generator = torch.Generator().manual_seed((seed * 0x9E3779B97F4A7C15 + row * 0xD1B54A32D192ED03) % 2**63)
-    return torch.rand(seqlen, generator=generator, dtype=torch.float32, device="cpu")
 
 
 def _template(openings: Sequence[Sequence[int]], start: int | None, seqlen: int) -> torch.Tensor:

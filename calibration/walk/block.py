@@ -40,20 +40,7 @@ class BlockCalls:
 
 
 class Block:
-    """One block from original to quantized.
-
-    Attributes:
-        device: the device of the block.
-        exchange: the exchange with the other ranks that work on it.
-        batches, tokens: the numbers of batches and tokens of all ranks.
-        targets: float32 weights `[out, in]` still to be rounded, by name within the block; transforms change them.
-        stand_ins: the modules that stand in for solved layers, by name.
-        solutions: each solved layer as planned, or as the guard promoted it; None for one kept in 16 bit.
-        learned: matrices before rounding, of layers that reconstruction refines, `[out, in]`.
-        original_biases: the original biases of layers whose bias was corrected.
-        module_calls: how often the parents of layers were called in the reference pass, by name.
-        stream: the layers that write to the residual stream, and the stream of the original model.
-    """
+    """One block from original to quantized."""
 
     def __init__(
         self,
@@ -69,17 +56,19 @@ class Block:
         self.calls, self.batch, self.settings, self.stored = calls, calls.batch, settings, stored
         # Fused experts may still be in their files, on the meta device.
         self.device = next(p.device for p in module.parameters() if not p.is_meta)
-        self.exchange = Exchange(self.device)
+        self.exchange = Exchange(self.device)  # with the other ranks that work on the block
         # Hidden states are [..., tokens, features], token ids [..., tokens].
         hidden = [call.hidden for call in calls.original]
         own = len(hidden), sum(h.numel() // (h.shape[-1] if h.is_floating_point() else 1) for h in hidden)
-        self.batches, self.tokens = (sum(counts) for counts in zip(*gathered(own), strict=True))
+        self.batches, self.tokens = (sum(counts) for counts in zip(*gathered(own), strict=True))  # of all ranks
+        # Float32 weights [out, in] still to be rounded, by name within the block; transforms change them.
         self.targets = {n: weight_of(module, n).detach().float() for g in groups for n in g.names}
         self.stand_ins: dict[str, StandIn] = {}
+        # Each solved layer as planned, or as the guard promoted it; None for one kept in 16 bit.
         self.solutions: dict[str, tuple[LayerPlan, Solved | None]] = {}
-        self.learned: dict[str, torch.Tensor] = {}
-        self.original_biases: dict[str, torch.Tensor] = {}
-        self.module_calls: Counter[str] = Counter()
+        self.learned: dict[str, torch.Tensor] = {}  # [out, in] before rounding, of layers that reconstruction refines
+        self.original_biases: dict[str, torch.Tensor] = {}  # of layers whose bias was corrected
+        self.module_calls: Counter[str] = Counter()  # of the parents of layers, in the reference pass
         self.remembered: list[nn.Module] = []
         self.stream = Stream()
 

@@ -82,22 +82,12 @@ def collect_input_amax(
 ) -> dict[str, torch.Tensor]:
     """Returns the largest magnitude of the input of each named layer over `rows`, one forward pass a row.
 
-    Ranks share the rows, unless there are observers, whose counts depend on the order of the rows.
+    Names are of linear modules, or of fused-expert projections (`….experts.down_proj`), whose input is the largest over
+    all experts that a token reached. Results are float32 scalars where the model is; observers of the inputs may give
+    others. Ranks share the rows, unless there are observers, whose counts depend on the order of the rows.
 
-    Args:
-        names: linear modules, called with their input as the first argument; or fused-expert projections
-            (`….experts.down_proj`), whose input is the largest over all experts that a token reached.
-        rows: token ids, int64 `[rows, seqlen]`.
-        session: the session, whose device is where the model runs, see `placed`; its listener is called for "calibrate"
-            with rows.
-        observers: observers of the layers' inputs, by name; by default the largest magnitude counts.
-
-    Returns:
-        Float32 scalars by name, where the model is.
-
-    Raises:
-        ValueError: a token id outside the vocabulary; an input that holds NaN or infinity (the weight that does is
-            named, or else the layer and the row); a layer that was never called.
+    ValueError where an input holds NaN or infinity (the weight that does is named, or else the layer and the row), and
+    where a layer was never called.
     """
     session = session or Session()
     check_ids(rows, model)

@@ -60,9 +60,9 @@ _PRODUCTS = 1 << 28  # bytes of the products R M that exist at once
 class _Reader:
     """A group of layers that read a norm of the residual stream."""
 
-    members: list[LayerPlan]  # the layers
-    norm: str  # the name of the norm
-    gain: torch.Tensor  # its factors, float64 [width]
+    members: list[LayerPlan]
+    norm: str
+    gain: torch.Tensor  # the norm's factors, float64 [width]
 
     @property
     def name(self) -> str:
@@ -160,15 +160,13 @@ def _measure(
     with removing(hooks), placed(model, session.device) as there, fast_matmul():
         for batch in batches:
             model(batch.to(there))
-    exchange = Exchange(device)
-    for each, moment in zip(sums, moments, strict=True):
+    exchange, weights = Exchange(device), torch.empty_like(moments)
+    for each, moment, weight, reader in zip(sums, moments, weights, readers, strict=True):
         own = moment.clone()
         moment.zero_()
         for _, (part,) in exchange.in_order([(session.rank, [own])]):
             moment += part
         moment /= sum(gathered(each.tokens))
-    weights = torch.empty_like(moments)
-    for weight, reader in zip(weights, readers, strict=True):
         weight.copy_(_weights_moment(model, reader, outputs, device))
     if not outputs.moments:
         # The energy of outputs is tr(M H).

@@ -202,21 +202,11 @@ def check_unquantized(model: nn.Module, plan: Plan) -> None:
 def solve_plan(
     model: nn.Module, plan: Plan, data: Any = None, session: Session | None = None, *, rounded: Rounded | None = None
 ) -> Quantized:
-    """Quantizes `model` in place, as `plan` says.
+    """Quantizes `model` in place, as `plan` says; data are as in `quant.quantize`, or None for text that it writes.
 
-    Args:
-        model: any module.
-        plan: the plan, which was made for this model.
-        data: as in `quant.quantize`; None where the plan needs none, or the model writes text.
-        session: the session. Its store has the steps that an earlier run finished, and keeps the steps of this one;
-            finished layers become maps of its files. Hidden states that would take much of its memory go to a file
-            there.
-        rounded: a function that is called with the matrix that was rounded where a solver changes a weight before:
-            scaled, rotated, less its branch.
-
-    Raises:
-        ValueError: the plan does not fit the model, or it needs data and there is none, or a tensor holds NaN or
-            infinity; the message names it.
+    The session's store has the steps that an earlier run finished, and keeps the steps of this one; finished layers
+    become maps of its files. Hidden states that would take much of its memory go to a file there. `rounded` is called
+    with the matrix that was rounded where a solver changes a weight before: scaled, rotated, less its branch.
     """
     session = session or Session()
     check_solvable(model, plan)

@@ -456,22 +456,16 @@ def solve_sequentially(
     input_scales: Mapping[str, torch.Tensor] | None = None,
     store: BlockStore | None = None,
 ) -> None:
-    """Solves every planned linear layer and every fused-expert projection of `model`, block by block.
+    """Solves every planned linear layer and every fused-expert projection of `model`, block by block, on its device.
 
-    Args:
-        model: called as `model(rows)`; norms and biases that scales are folded into change in place.
-        rows: calibration token ids, int64 `[rows, seqlen]`.
-        apply: puts a solved layer in place of the original; called when its block is finished, with the original still
-            in the model. Gets None for a layer that the guard keeps in 16 bit. Both the solution and the weight that
-            was solved, the third argument, are where blocks are worked on.
-        session: the session. Blocks are worked on at its device, one at a time, and its listener is called for every
-            layer.
-        store: the store that receives every finished block, and may have blocks of an earlier run.
+    `apply` puts a solved layer in place of the original; it is called when the block is finished, with the original
+    still in the model, and gets None for a layer that the guard keeps in 16 bit. The solution, and the weight that was
+    solved, are where blocks are worked on. `store` receives every finished block, and may have blocks of an earlier
+    run.
 
-    Raises:
-        ValueError: a token id outside the vocabulary; an input that holds NaN or infinity (the weight that does is
-            named, or else the layer and the row); a layer that no token reached, with no sibling to borrow statistics
-            from; a solver that does not support a format; a device without room for a block (`BlockTooLargeError`).
+    ValueError where a token id is outside the vocabulary, where an input holds NaN or infinity (the weight that does is
+    named, or else the layer and the row), where no token reached a layer that has no sibling to borrow statistics from,
+    or where a device has no room for a block (`BlockTooLargeError`).
     """
     check_solvers(plan)
     check_ids(rows, model)
@@ -501,10 +495,8 @@ def solve_sequentially(
 
 def solve_block(block: Block, *, needs_output: bool) -> States | None:
     """Takes a block through all steps; returns the hidden states behind it, if another one follows."""
-    calls, members = (
-        block.calls,
-        [*(g.members[0] for g in block.groups), *(m for e in block.experts for m in e.members)],
-    )
+    calls = block.calls
+    members = [*(g.members[0] for g in block.groups), *(m for e in block.experts for m in e.members)]
     # The model itself as the block of layers outside of blocks takes token ids, and has no stream to correct.
     corrects = calls.few.hidden.is_floating_point() and any(
         get_pipeline(m.solver).rounding.shares_where(m.activation is not None).residual for m in members

@@ -171,9 +171,7 @@ def _unpadded(call: Mapping[str, Any], positions: tuple[int, ...]) -> torch.Tens
 def embedded(values: torch.Tensor, base: torch.Tensor, name: str, unpadded: torch.Tensor | None = None) -> torch.Tensor:
     """Returns the sums `[rows, 3]` of embeddings of two models, float64: columns `DISTANCE`, `ERROR` and `SQUARE`.
 
-    Args:
-        values: embeddings of the model, float64 `[rows, …]`.
-        unpadded: tokens of embeddings `[rows, tokens, hidden]` that count, bool `[rows, tokens]`; None counts all.
+    Embeddings are float64 `[rows, …]`; of `[rows, tokens, hidden]` only `unpadded` tokens count, bool `[rows, tokens]`.
     """
     if values.shape != base.shape:
         raise ValueError(f"{name}: the models give {list(values.shape)} and {list(base.shape)}")
