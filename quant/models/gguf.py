@@ -126,9 +126,9 @@ def _longrope(fields: Mapping[str, Any], tensors: Mapping[str, np.ndarray[Any, A
     """Returns LongRoPE's divisors: for texts within the context of the first training, and for longer ones."""
     original, attention = fields.get("scaling.original_context_length"), fields.get("scaling.attn_factor")
     missing = [name for name in FREQUENCY_TENSORS[1:] if name not in tensors]
-    missing += [] if original else ["rope.scaling.original_context_length"]
-    if missing:
-        raise UserError(f"LongRoPE without {missing[0]}; convert the file again from the original model")
+    if missing or not original:
+        lacks = missing[0] if missing else "rope.scaling.original_context_length"
+        raise UserError(f"LongRoPE without {lacks}; convert the file again from the original model")
     long, short = (tensors[name].tolist() for name in FREQUENCY_TENSORS[1:])
     return {
         "rope_type": "longrope", "long_factor": long, "short_factor": short,

@@ -229,7 +229,7 @@ def _restore_linear(model: GraphModule, path: str, calls: list[Node]) -> None:
     # The constructor would fill a matrix with random numbers, only for the next line to replace it.
     with torch.device("meta"):
         linear = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None)
-    linear.weight, linear.bias = weight, bias
+    linear.weight, linear.bias = weight, bias  # type: ignore[assignment]
     model.set_submodule(path, linear.train(model.training))
     for call in calls:
         with model.graph.inserting_before(call):
