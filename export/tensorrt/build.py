@@ -49,7 +49,7 @@ from quant.export.tensorrt.audit import (
     is_storage_only,
     receipt_path,
 )
-from quant.export.tensorrt.gpu_targets import FEATURES, GpuTarget, choose_common_library, resolve_targets
+from quant.export.tensorrt.gpu_targets import FEATURES, choose_common_library, resolve_targets
 from quant.export.tensorrt.network import ATTENTION, check_backend, check_graph, label_nodes, load_graph, make_profiles
 from quant.recipes.plan import Plan
 
@@ -165,18 +165,6 @@ def worker_environment(request: Mapping[str, Any], folder: Path) -> dict[str, st
         (folder / "libtensorrt_rtx.so").symlink_to(library)
     path = os.environ.get("LD_LIBRARY_PATH")
     return {**os.environ, "LD_LIBRARY_PATH": f"{folder.resolve()}{os.pathsep + path if path else ''}"}
-
-
-def timing_cache(backend: str, target: GpuTarget) -> str | None:
-    """Returns a file for the kernel timings that TensorRT measures; None for TensorRT-RTX, which measures nothing."""
-    if backend != "tensorrt":
-        return None
-    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "blockscale"
-    try:
-        root.mkdir(parents=True, exist_ok=True)
-    except OSError:
-        return None
-    return str(root / f"timing-{target.sm}.cache")
 
 
 RECEIPT_VERSION = 1
@@ -312,7 +300,6 @@ def build_engine(onnx_path: str | Path, out: str | Path, options: BuildOptions) 
             "profiles": profiles,
             "record": json_text(record),
             "plugins": sorted({PLUGIN_MODULES[n.op_type] for n in model.graph.node if n.op_type in PLUGIN_MODULES}),
-            "timing_cache": timing_cache(library.module, targets[0]),
         }
         del model  # the graph is in memory once, in the build process
         # The export's graphs refer to each other in cycles; the builder next to them takes a gigabyte.

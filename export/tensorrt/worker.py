@@ -22,7 +22,6 @@ import sys
 from pathlib import Path
 from typing import Any, BinaryIO, TextIO
 
-from quant.base.atomic import write_atomically
 from quant.export.tensorrt.engine_file import RECORD
 
 # Messages up to this severity are passed on: internal error, error, warning, info, and verbose (4) kept to oneself.
@@ -64,7 +63,6 @@ def build(request: dict[str, Any], out: TextIO) -> dict[str, Any]:
             profile.set_shape(name, low, best, high)
         config.add_optimization_profile(profile)
     # TensorRT-RTX takes its target as a setting. TensorRT builds for the GPU that it times kernels on.
-    cache = None
     if hasattr(trt, "ComputeCapability"):
         config.num_compute_capabilities = len(request["compute_capabilities"])
         for index, name in enumerate(request["compute_capabilities"]):
@@ -73,18 +71,10 @@ def build(request: dict[str, Any], out: TextIO) -> dict[str, Any]:
                 known = ", ".join(word.lower() for word in dir(trt.ComputeCapability) if word.startswith("SM"))
                 raise BuildError(f"this {trt.__name__} {trt.__version__} builds for {known}, not for {name.lower()}")
             config.set_compute_capability(capability, index)
-    elif request["timing_cache"]:
-        # Kernel timings of earlier builds need not be measured again.
-        path = Path(request["timing_cache"])
-        cache = config.create_timing_cache(path.read_bytes() if path.exists() else b"")
-        config.set_timing_cache(cache, ignore_mismatch=False)
-        cache = config.get_timing_cache()
     with open(request["engine"], "wb") as file:
         writer = _writer(trt, file)
         if not builder.build_serialized_network_to_stream(network, config, writer):
             raise BuildError(logger.worst or "the builder gave no engine and no reason", logger.node)
-    if cache is not None:
-        write_atomically(request["timing_cache"], bytes(memoryview(cache.serialize())))
     del monitor  # the bindings hold no reference to it, so it must live until here
     # File-backed pages included; in kilobytes but on macOS.
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

@@ -50,11 +50,7 @@ class Layout(Protocol):
     ) -> dict[str, torch.Tensor]:
         """Returns the tensors of one linear layer, by their names below the layer's; the inverse of `decompress`.
 
-        Args:
-            weight: `[out, in]`.
-            input_scale: static activation scale, float32 scalar (for NVFP4 the global scale), or None.
-            dtype: the model's dtype.
-            activation: format that `input_scale` belongs to; by default the weight's.
+        `weight` is `[out, in]`, and `input_scale` static, in the format `activation`, by default the weight's.
         """
 
     def holds(self, tensors: Mapping[str, torch.Tensor]) -> bool:
@@ -79,21 +75,12 @@ class Layout(Protocol):
     ) -> tuple[FormatsOf, Format | None]:
         """Returns the formats that a config gives to matrices, and the format of the KV cache.
 
-        Args:
-            config: the `quantization_config`, or the table of the layout's own file.
-            names: the names of the model's tensors on disk.
-            tensors: the names of the checkpoint's tensors in the model, which may show what is quantized.
-
-        Raises:
-            ValueError: a scheme that is not supported.
+        `config` is the `quantization_config`, or the table of the layout's own file; `tensors`, by their names in the
+        model, may show what is quantized. ValueError for a scheme that is not supported.
         """
 
     def read_rotations(self, config: Mapping[str, Any], names: StoredNames) -> Callable[[str], int]:
-        """Returns a function from a matrix's name to the block of its input's Hadamard rotation; 0 for none.
-
-        Raises:
-            ValueError: a transform that is not supported.
-        """
+        """Returns a function from a matrix's name to the block of its input's Hadamard rotation, or 0; ValueError."""
 
     def agrees(self, layer: LayerPlan, weight: Format | None, activation: Format | None) -> bool:
         """Returns whether formats that `read_config` gave for a layer mean the formats of its plan."""
