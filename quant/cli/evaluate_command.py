@@ -153,7 +153,7 @@ def _print_evaluation(result: Evaluation) -> None:
 
 def _figures(result: Evaluation) -> dict[str, str]:
     """Returns the figures on one text, by label."""
-    from quant.evaluation.evaluation import loss_text
+    from quant.base.errors import loss_text
     from quant.report.summary import interval_text
 
     # Labels are in the order of the table; a figure that one text lacks leaves its cell empty.

@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from quant.base.atomic import claimed
-from quant.calibration.sensitivity.table import METHODS, parse_candidates
+from quant.calibration.sensitivity.table import METHODS, Sensitivity, parse_candidates
 from quant.cli.command import DEVICE, DEVICES, JSON, QUIET, SEED, Command, model_options, print_json
 from quant.cli.completion import MODELS, PRESET_LIST, SOLVERS, SOURCES
 from quant.cli.console import listener, print_table
@@ -84,10 +84,15 @@ def sensitivity_command(
     if as_json:
         print_json(sensitivity.to_dict())
     elif not quiet:
-        formats = [name for name in sensitivity.formats if name != "keep"]
-        groups = sorted(sensitivity.groups, key=lambda group: -max(group.scores.values()))
-        columns = {"group": [group.name for group in groups], "!>weights": [f"{group.numel:,}" for group in groups]}
-        for name in formats:
-            columns[f"!>{name}"] = [f"{group.scores[name]:.2e}" if name in group.scores else "–" for group in groups]
-        # Names of groups are long, so they are broken before a format goes.
-        print_table(columns, title=f"{sensitivity.method}: {sensitivity.unit}", drops=("weights", *formats[:0:-1]))
+        print_scores(sensitivity)
+
+
+def print_scores(sensitivity: Sensitivity) -> None:
+    """Prints groups by falling score, with the scores of each format."""
+    formats = [name for name in sensitivity.formats if name != "keep"]
+    groups = sorted(sensitivity.groups, key=lambda group: -max(group.scores.values()))
+    columns = {"group": [group.name for group in groups], "!>weights": [f"{group.numel:,}" for group in groups]}
+    for name in formats:
+        columns[f"!>{name}"] = [f"{group.scores[name]:.2e}" if name in group.scores else "–" for group in groups]
+    # Names of groups are long, so they are broken before a format goes.
+    print_table(columns, title=f"{sensitivity.method}: {sensitivity.unit}", drops=("weights", *formats[:0:-1]))

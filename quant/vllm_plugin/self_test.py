@@ -55,7 +55,7 @@ def _largest(errors: list[float]) -> float:
 
 @dataclass(frozen=True)
 class SelfTest:
-    """Tests of kernels on one device."""
+    """Tests of kernels on one device; `…_failure` says why layers cannot take our kernels here, empty if they can."""
 
     device: torch.device
 
@@ -65,24 +65,19 @@ class SelfTest:
         return cls(torch.device("cuda", torch.cuda.current_device()))
 
     def product_failure(self, format: str) -> str:
-        """Returns why linear layers in a format cannot take our kernels here, empty if they can."""
         return self._failure_of(f"linear layers in {format}", lambda: self._linear_error(format))
 
     def experts_failure(self, format: str) -> str:
-        """Returns why fused experts in a format cannot take our kernels here, empty if they can."""
         return self._failure_of(f"experts in {format}", lambda: self._experts_error(format))
 
     def norm_failure(self) -> str:
-        """Returns why the steps between our layers cannot take our kernels here, empty if they can."""
         part = "norms, SwiGLU, rotations and cache writes"
         return self._failure_of(part, lambda: _largest([self._norm_error(), self._rotation_error()]))
 
     def attention_failure(self) -> str:
-        """Returns why attention over an NVFP4 cache cannot take our kernels here, empty if it can."""
         return self._failure_of("attention over an NVFP4 cache", self._attention_error)
 
     def decoding_failure(self) -> str:
-        """Returns why decoding over a cache in 16 bit cannot take our kernels here, empty if it can."""
         return self._failure_of("attention over a cache in 16 bit", self._decoding_error)
 
     def _failure_of(self, part: str, error_of: Callable[[], float]) -> str:

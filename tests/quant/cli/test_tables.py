@@ -33,7 +33,7 @@ def test_scores_are_whole_or_their_format_is_named(width: int, monkeypatch: pyte
         for block in range(2)
     )  # fmt: skip
     page = on_page(width, monkeypatch)
-    sensitivity_command._print_table(Sensitivity("kl", formats, UNITS["kl"], 8, 512, groups, "00", 1.0))
+    sensitivity_command.print_scores(Sensitivity("kl", formats, UNITS["kl"], 8, 512, groups, "00", 1.0))
     text = page.getvalue()
     lines = text.splitlines()
     assert all(len(line) <= width for line in lines)
