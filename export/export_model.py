@@ -217,8 +217,8 @@ def _check_options(kind: str, options: Mapping[str, Any]) -> None:
         default = defaults.get(name)
         is_given = isinstance(value, torch.Tensor) or not (value is False or value in (None, (), {}, default))
         if is_given and name not in KINDS[kind][1]:
-            takers = ", ".join(taker for taker, (_, options_of_kind) in KINDS.items() if name in options_of_kind)
-            raise UserError(f"{option('to', kind)} has no use for {option(named)}; it is for {option('to', takers)}")
+            takers = [option("to", taker) for taker, (_, options_of_kind) in KINDS.items() if name in options_of_kind]
+            raise UserError(f"{option('to', kind)} has no use for {option(named)}; it is for {', '.join(takers)}")
         words = value if isinstance(value, tuple) else (value,)
         for word in words if name in CHOICES and value != default else ():
             if word not in CHOICES[name]:

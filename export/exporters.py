@@ -279,7 +279,7 @@ def _put_in_dtype(job: ExportJob) -> list[str]:
             own = short.get(graph_input.example.dtype, dtype)
             if own != dtype:
                 raise UserError(
-                    f"{option('input', name)} is in {own}, and everything that is not quantized in {dtype}: give both "
+                    f"{option('input')} {name} is in {own}, and everything that is not quantized in {dtype}: give both "
                     f"the same dtype, {option('input', f'{name}:{dtype}:…')} or {option('dtype', own)}"
                 )
         cast_unquantized(job.model, DTYPES[dtype])

@@ -183,7 +183,8 @@ def check_sources(names: Sequence[str], named: str) -> None:
         # A column may follow a file's name after #, and a tensor's after a colon.
         stem = re.sub(r"(\.safetensors):[^/]*$", r"\1", name)
         if not name.startswith("hf:") and not any(Path(path).exists() for path in (name, stem, name.partition("#")[0])):
-            raise UserError(f"{named} {name}: no such file or directory")
+            shown = f'{named}"{name}"' if named.endswith("=") else f"{named} {name}"  # a parameter, or an option
+            raise UserError(f"{shown}: no such file or directory")
         try:
             check_corpus(name)
         except ValueError as error:

@@ -15,9 +15,9 @@ from typing import Any
 from torch import nn
 
 from quant.base.atomic import write_atomically
+from quant.base.errors import loss_text
 from quant.base.extras import require
 from quant.base.json_files import json_text
-from quant.evaluation.evaluation import loss_text
 from quant.formats.format import FORMATS
 from quant.models.files import hub_name
 from quant.recipes.plan import Plan, bits_per_weight

@@ -80,6 +80,11 @@ def counted(n: int, noun: str) -> str:
     return f"{n:,} {noun}{'' if n == 1 else 's'}"
 
 
+def loss_text(value: float) -> str:
+    """Returns a loss in nats with four decimals, or with three significant digits where these would hide it."""
+    return f"{value:.4f}" if value == 0 or abs(value) >= 0.01 else f"{value:.3g}"
+
+
 def megabytes(nbytes: float) -> str:
     """Returns bytes in decimal units with three to four digits: '86.5 MB', '1.23 GB'."""
     for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):

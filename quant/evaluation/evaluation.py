@@ -161,11 +161,6 @@ def _outputs(model: nn.Module, row: torch.Tensor, names: Iterable[str]) -> dict[
 # How a loss is written on the screen, in reports and in model cards.
 
 
-def loss_text(value: float) -> str:
-    """Returns a loss in nats with four decimals, or with three significant digits where these would hide it."""
-    return f"{value:.4f}" if value == 0 or abs(value) >= 0.01 else f"{value:.3g}"
-
-
 @dataclass(frozen=True)
 class OutputDistance(JsonData):
     """The distance of one output of a model from the baseline's."""

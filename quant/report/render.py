@@ -13,10 +13,9 @@ from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from quant.base.errors import counted, megabytes
+from quant.base.errors import counted, loss_text, megabytes
 from quant.base.json_files import finite, json_text
 from quant.calibration.layer_result import LayerResult
-from quant.evaluation.evaluation import loss_text
 from quant.recipes.plan import Plan
 from quant.recipes.solver_names import DEFAULT_OBSERVER
 from quant.report import charts

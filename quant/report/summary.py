@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from quant.base.errors import counted, megabytes
+from quant.base.errors import counted, loss_text, megabytes
 from quant.calibration.allocation.goal import AllocationRecord, BudgetKind, Verified
 from quant.calibration.layer_result import LayerResult
 from quant.calibration.texts.mixture import solver_needs_data
-from quant.evaluation.evaluation import Evaluation, loss_text
+from quant.evaluation.evaluation import Evaluation
 from quant.formats.format import get_format
 from quant.models.configs import read_fields
 from quant.recipes.plan import Plan

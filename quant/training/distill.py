@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from quant.base.atomic import claimed
-from quant.base.errors import UserError, known_names, option
+from quant.base.errors import UserError, known_names, loss_text, option
 from quant.base.extras import versions
 from quant.base.listener import SILENT, Listener, StageProgress, reporter
 from quant.calibration.layer_result import unmeasured_result
@@ -30,7 +30,7 @@ from quant.calibration.placement import describe, device_of, find_device
 from quant.calibration.session import Session
 from quant.calibration.texts.sources import Rows, read_calibration, read_texts, tokenizer_if_any
 from quant.evaluation.evaluate import evaluate_texts
-from quant.evaluation.evaluation import Evaluation, loss_text
+from quant.evaluation.evaluation import Evaluation
 from quant.evaluation.fingerprint import fingerprint
 from quant.export.checkpoint.files.directory import check_apart, check_destination
 from quant.export.checkpoint.load import describe as describe_checkpoint

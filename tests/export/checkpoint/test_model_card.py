@@ -13,8 +13,8 @@ import torch
 from click.testing import CliRunner
 
 import quant
+from quant.base.errors import loss_text
 from quant.cli.main import main
-from quant.evaluation.evaluation import loss_text
 from quant.export.checkpoint.compare_source import compare_with_source
 from quant.export.checkpoint.model_card import _loss
 from quant.models.files import hub_name

@@ -232,7 +232,12 @@ def compile_aligned(
 def test_weight_only_compiles_without_spills(arch: int, format: str, block_m: int) -> None:
     form, kernel = FORMATS[format], kernels.grouped_codes_gemm_kernel
     block_n, block_k, warps = kernels.weight_tile(block_m)
-    constants = {**kernels.layout(form), "has_global": form.global_scale, "has_bias": form.global_scale, "width": 64}
+    constants = {
+        **kernels.format_constants(form),
+        "has_global": form.global_scale,
+        "has_bias": form.global_scale,
+        "width": 64,
+    }
     constants |= {"block_m": block_m, "block_n": block_n, "block_k": block_k}
     code = {"nvfp4": "*u8", "int8": "*i8"}.get(format, "*fp8e4nv")
     scale = {"nvfp4": "*fp8e4nv", "mxfp8": "*u8"}.get(format, "*fp32")

@@ -15,10 +15,10 @@ import pytest
 import torch
 from rich.console import Console
 
-from quant.base.errors import megabytes
+from quant.base.errors import loss_text, megabytes
 from quant.calibration import layer_result as result_module
 from quant.calibration.layer_result import LayerResult, layer_result
-from quant.evaluation.evaluation import Evaluation, loss_text
+from quant.evaluation.evaluation import Evaluation
 from quant.formats.format import FORMATS, get_format
 from quant.formats.tensor import quantize
 from quant.recipes.layers import LayerKind
