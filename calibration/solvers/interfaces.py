@@ -132,9 +132,9 @@ def required_stats(stats: LayerStats | None, name: str, solver: str) -> LayerSta
 def shared_global_scale(amax: Tensor, format: Format, rule: str) -> Tensor:
     """Returns the global scale of a fusion group whose largest magnitude is `amax`, float32, shaped as `amax`.
 
-    One checkpoint layout stores this scale and the other its reciprocal. Rounding through the reciprocal once
-    (at most one unit in the last place) gives a value that survives both, so the scale of the solver is the scale that
-    is loaded.
+    One checkpoint layout stores this scale and the other its reciprocal. Rounding through the reciprocal once (at most
+    one unit in the last place) gives a value that survives both, so the scale of the solver is the scale that is
+    loaded.
     """
     # compressed-tensors stores 1 / s, ModelOpt s.
     scale = global_scale_of(amax, format, rule)

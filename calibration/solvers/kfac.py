@@ -91,11 +91,7 @@ class _OutputBlock(NamedTuple):
 
 
 class _Rows:
-    """The rows of a weight, sorted by piece, then by diagonal block `[k, k]` of A.
-
-    `order` and `own_order` are the rows by piece, and the positions of the weight's own rows there, int64 `[out]`;
-    `bounds` is where pieces begin, and the end of the last.
-    """
+    """The rows of a weight, sorted by piece, then by diagonal block `[k, k]` of A."""
 
     def __init__(self, blocks: Sequence[Tensor], pieces: int, damping: float, device: torch.device) -> None:
         pieces = min(pieces, *map(len, blocks))
@@ -106,8 +102,9 @@ class _Rows:
             for piece in range(pieces)
         ]
         order = torch.cat([rows for piece in parts for rows in piece])
+        # The rows by piece, and the positions of the weight's own rows there, int64 [out].
         self.order, self.own_order = order.to(device), order.argsort().to(device)
-        self.bounds = _bounds([sum(map(len, piece)) for piece in parts])
+        self.bounds = _bounds([sum(map(len, piece)) for piece in parts])  # where pieces begin, and the end of the last
         self.blocks = []
         for index, (start, block) in enumerate(zip(bounds[:-1], blocks, strict=True)):
             rows = torch.cat([piece[index] for piece in parts])

@@ -195,7 +195,6 @@ def test_a_model_without_attention_is_refused(rows: torch.Tensor) -> None:
         ({"kv_format": None, "attention_format": None}, "neither kv_format nor attention_format"),
         ({"kv_format": FORMATS["mxfp8"], "attention_format": None}, "mxfp8 finds its scales at run time"),
         ({"kv_format": FP8, "attention_format": None, "granularity": "row"}, "unknown granularity 'row'"),
-        ({"kv_format": FP8, "attention_format": None, "observer": "best"}, "unknown observer 'best'"),
     ],
 )
 def test_bad_options_are_refused(options: dict, message: str, model: torch.nn.Module, rows: torch.Tensor) -> None:
