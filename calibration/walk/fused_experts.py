@@ -244,7 +244,7 @@ def _owner(expert: int) -> int:
 
 
 def stacked(matrices: Iterable[BlockScaledTensor], count: int, scratch: Scratch = IN_MEMORY) -> BlockScaledTensor:
-    """Returns all experts as one weight `[experts, out, in]`, perhaps in a file; each is dropped before the next is read."""
+    """Returns all experts as one weight `[experts, out, in]`, perhaps in a file; each is dropped before the next."""
     whole: list[torch.Tensor | None] = []
     for index, matrix in enumerate(matrices):
         tensors = (matrix.codes, matrix.scale, matrix.global_scale)
