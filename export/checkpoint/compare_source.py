@@ -14,7 +14,6 @@ import filecmp
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from enum import StrEnum
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -47,19 +46,11 @@ _OTHER_VALUES = "has other values than in the source"
 _MISSING: Any = object()
 
 
-class Part(StrEnum):
-    """Parts of a model's directory that are compared."""
-
-    TENSORS = "tensors"
-    CONFIG = "config"
-    FILES = "files"
-
-
 @dataclass(frozen=True)
 class Difference(JsonData):
     """Something of the source that the checkpoint does not have as it was."""
 
-    part: str  # of `Part`
+    part: str  # "tensors", "config" or "files"
     name: str  # of the tensor, the key of config.json, or the file
     problem: str
     reason: str | None = None  # why that is right; None where nothing explains it
@@ -145,12 +136,12 @@ def _tensor_differences(pair: _Pair) -> Iterator[Difference]:
             missing += [] if experts else [name]
             yield from _expert_differences(pair, name, experts)
         elif problem := _tensor_problem(pair, name):
-            yield Difference(Part.TENSORS, name, problem, _why_changed(pair, name, problem))
+            yield Difference("tensors", name, problem, _why_changed(pair, name, problem))
     if not missing:
         return
     unused = set(unused_tensors(pair.model, pair.original, pair.written, pair.names))
     for name in missing:
-        yield Difference(Part.TENSORS, name, "is missing", None if name in unused else _why_missing(pair, name))
+        yield Difference("tensors", name, "is missing", None if name in unused else _why_missing(pair, name))
 
 
 def _cut_experts(pair: _Pair, name: str) -> dict[str, torch.Tensor]:
@@ -167,11 +158,11 @@ def _expert_differences(pair: _Pair, name: str, experts: Mapping[str, torch.Tens
     faults = []
     for each, matrix in experts.items():
         if each not in pair.written:
-            faults.append(Difference(Part.TENSORS, each, "is missing"))
+            faults.append(Difference("tensors", each, "is missing"))
         elif not torch.equal(_bytes(pair.written[each]), _bytes(matrix)):
-            faults.append(Difference(Part.TENSORS, each, _OTHER_VALUES))
+            faults.append(Difference("tensors", each, _OTHER_VALUES))
     if experts and not faults:
-        yield Difference(Part.TENSORS, name, "is missing", "experts are stored one by one, as servers read them")
+        yield Difference("tensors", name, "is missing", "experts are stored one by one, as servers read them")
     yield from faults
 
 
@@ -235,21 +226,24 @@ def _block(name: str) -> str | None:
 
 def _config_differences(pair: _Pair) -> Iterator[Difference]:
     if not (pair.directory / "config.json").is_file():
-        yield Difference(Part.CONFIG, "config.json", "is missing")
+        yield Difference("config", "config.json", "is missing")
         return
     written = read_fields(pair.directory / "config.json")
     for key, value in _leaves(read_fields(pair.home / "config.json")):
         # A checkpoint names its class, also where the source names none.
         if _FORM & set(key) or (key == ("architectures",) and not value):
             continue
-        other = (*key[:-1], _RENAMED.get(key[-1], key[-1]))
-        new = next((field for k in (key, other) if (field := _at(written, k)) is not _MISSING), _MISSING)
+        fields: Any = written
+        for part in key[:-1]:
+            fields = fields.get(part) if isinstance(fields, dict) else None
+        fields = fields if isinstance(fields, dict) else {}
+        new = fields.get(key[-1], fields.get(_RENAMED.get(key[-1], key[-1]), _MISSING))
         if new is _MISSING:
-            yield Difference(Part.CONFIG, ".".join(key), "is missing from config.json")
+            yield Difference("config", ".".join(key), "is missing from config.json")
         elif text_as_in_source(new, sort_keys=True) != text_as_in_source(value, sort_keys=True):
             reason = "the head is stored apart, and differs" if key[-1] == "tie_word_embeddings" else None
             problem = f"is {new!r} in config.json, and {value!r} in the source"
-            yield Difference(Part.CONFIG, ".".join(key), problem, reason)
+            yield Difference("config", ".".join(key), problem, reason)
 
 
 def _leaves(fields: Mapping[str, Any], above: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
@@ -261,15 +255,6 @@ def _leaves(fields: Mapping[str, Any], above: tuple[str, ...] = ()) -> Iterator[
             yield (*above, key), value
 
 
-def _at(fields: Any, path: tuple[str, ...]) -> Any:
-    """Returns the value of a path in nested fields; `_MISSING` where there is none."""
-    for key in path:
-        if not isinstance(fields, dict) or key not in fields:
-            return _MISSING
-        fields = fields[key]
-    return fields
-
-
 def _file_differences(pair: _Pair) -> Iterator[Difference]:
     for file in companion_files(pair.home):
         name = file.relative_to(pair.home).as_posix()
@@ -279,9 +264,9 @@ def _file_differences(pair: _Pair) -> Iterator[Difference]:
         if name == CARD and stays.is_file() and filecmp.cmp(file, stays, shallow=False):
             reason = f"the checkpoint has a model card of its own, and the source's as {SOURCE_CARD}"
         if not written.is_file():
-            yield Difference(Part.FILES, name, "is missing", reason)
+            yield Difference("files", name, "is missing", reason)
         elif not filecmp.cmp(file, written, shallow=False):
-            yield Difference(Part.FILES, name, "is not the file of the source", reason)
+            yield Difference("files", name, "is not the file of the source", reason)
 
 
 def _short(dtype: torch.dtype) -> str:

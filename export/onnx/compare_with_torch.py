@@ -165,7 +165,7 @@ def verify(
     entries = []
     for done, (name, module) in enumerate(layers, 1):
         stored = checkpoint(name) if checkpoint else None
-        compared = _compare_conv if isinstance(module, QuantConv) else _compare_linear
+        compared: Any = _compare_conv if isinstance(module, QuantConv) else _compare_linear
         errors = _relative_errors(compared(name, module, graph, stored, dtype))
         by_token = module.activation_format is not None and module.activation_format.per_row
         by_token = by_token and module.input_scale is None

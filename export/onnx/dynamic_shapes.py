@@ -130,7 +130,7 @@ def _named_ranges(text: str, inputs: Sequence[Input]) -> dict[str, Range]:
     """Returns the ranges of the dimensions that a profile names, by itself or as part of an input's shape."""
     # Ranges are kept by dimension: two inputs that share a dimension share its range.
     ranges: dict[str, Range] = {}
-    by_name = {item.name: item for item in inputs}
+    by_name: dict[str, Any] = {item.name: item for item in inputs}
     for entry in filter(None, (part.strip() for part in text.split(","))):
         name, _, values = entry.rpartition("=")
         if not name or not values:
@@ -142,7 +142,14 @@ def _named_ranges(text: str, inputs: Sequence[Input]) -> dict[str, Range]:
         if name not in by_name and not any(name in item.dims for item in inputs):
             listed = "; ".join(map(str, inputs))
             raise ValueError(f"{option('shapes')}: no input or dimension {name!r}; the model's inputs are {listed}")
-        shapes = _triple(entry, values)
+        if not re.fullmatch(r"\d+(x\d+)*(:\d+(x\d+)*)*", values):
+            raise ValueError(f"{option('shapes')}: {entry!r}: a shape is numbers joined by x, such as 1x128")
+        shapes = [tuple(map(int, part.split("x"))) for part in values.split(":")]
+        if len(shapes) not in (1, 3):
+            raise ValueError(
+                f"{option('shapes')}: {entry!r} has {len(shapes)} shapes; write MIN:OPT:MAX, or one that is all three"
+            )
+        shapes = shapes if len(shapes) == 3 else shapes * 3
         if name in by_name:
             item = by_name[name]
             dims = item.dims
@@ -163,17 +170,6 @@ def _named_ranges(text: str, inputs: Sequence[Input]) -> dict[str, Range]:
                     f"{low}:{best}:{high} in another; it is one dimension"
                 )
     return ranges
-
-
-def _triple(entry: str, values: str) -> list[tuple[int, ...]]:
-    if not re.fullmatch(r"\d+(x\d+)*(:\d+(x\d+)*)*", values):
-        raise ValueError(f"{option('shapes')}: {entry!r}: a shape is numbers joined by x, such as 1x128")
-    shapes = [tuple(map(int, part.split("x"))) for part in values.split(":")]
-    if len(shapes) not in (1, 3):
-        raise ValueError(
-            f"{option('shapes')}: {entry!r} has {len(shapes)} shapes; write MIN:OPT:MAX, or one that is all three"
-        )
-    return shapes if len(shapes) == 3 else shapes * 3
 
 
 def check_sequence(longest: int, capacity: int) -> None:

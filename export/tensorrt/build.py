@@ -278,7 +278,7 @@ def build_engine(onnx_path: str | Path, out: str | Path, options: BuildOptions) 
     target_names = ",".join(target.sm for target in targets)
     metadata = {entry.key: entry.value for entry in model.metadata_props}
     # The audit reads this from the engine itself, which may come without its receipt.
-    record = {
+    record: dict[str, Any] = {
         "plan": metadata.get(PLAN_KEY),
         "attention": metadata.get(ATTENTION_KEY),
         "export": json.loads(metadata[EXPORT_KEY]) if EXPORT_KEY in metadata else None,

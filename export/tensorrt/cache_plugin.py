@@ -194,12 +194,6 @@ def from_fields(fields: Mapping[str, Any]) -> tuple[str, float, bytes]:
     return text, float(np.asarray(fields["softmax_scale"]).reshape(-1)[0]), kernels
 
 
-def spec_of(shapes: Sequence[Sequence[int]], dtype: str, format: str, softmax_scale: float) -> CacheSpec:
-    """Returns the constants of the kernels, from the shapes of the node's inputs."""
-    q, k, cache = shapes[0], shapes[1], shapes[_FIRST_CACHE]
-    return CacheSpec(int(q[3]), int(q[1]) // int(k[1]), int(cache[2]), format, dtype, softmax_scale)
-
-
 def _plugin_class(trt: Any, archs: tuple[int, ...]) -> type[Any]:
     """Returns the `IPluginV3` that the builder asks, which compiles the kernels for each of `archs`."""
 
@@ -235,8 +229,9 @@ def _plugin_class(trt: Any, archs: tuple[int, ...]) -> type[Any]:
             return fits and described.format == trt.TensorFormat.LINEAR
 
         def configure_plugin(self, inputs: Any, outputs: Any) -> None:
-            shapes = [tuple(x.desc.dims) for x in inputs]
-            spec = spec_of(shapes, type_name(trt, inputs[0].desc.type), self.format, self.softmax_scale)
+            q, k, cache = (tuple(map(int, inputs[index].desc.dims)) for index in (0, 1, _FIRST_CACHE))
+            dtype = type_name(trt, inputs[0].desc.type)
+            spec = CacheSpec(q[3], q[1] // k[1], cache[2], self.format, dtype, self.softmax_scale)
             self.kernels = pack(kernel for arch in archs for kernel in compile_cache_attention(spec, arch))
 
         def get_fields_to_serialize(self) -> Any:

@@ -61,8 +61,8 @@ class Part(NamedTuple):
     Matrices of one size may be stacked, `[layers, in, out]`, and others lie side by side, `[in, outputs of all]`.
     """
 
-    index: int = 0
-    count: int = 1
+    index: int = 0  # type: ignore[assignment]
+    count: int = 1  # type: ignore[assignment]
     start: int = 0
 
 
@@ -295,17 +295,23 @@ def _quantized_problems(view: View, name: str, module: QuantLinear | QuantConv) 
     factors = [1.0, *([] if activation is None else [step]), *([] if scale is None else [scale])]
     blocks = part._replace(start=part.start // format.block_shape(weight.shape)[0])
     steps = weight.scale_values().float().T
+
+    def holds_blocks(types: Collection[str], factors: Sequence[float]) -> bool:
+        """Says whether a constant has scales `[blocks, outputs]` times a factor, each once, or once for every input."""
+        repeated = steps.repeat_interleave(-(-weight.shape[1] // steps.shape[0]), 0)[: weight.shape[1]]
+        small = [operand for operand in operands if operand.size < repeated.numel()]
+        pairs = itertools.product(((small, steps), (operands, repeated)), factors)
+        return any(view.holds(some, factor * scales, blocks, types=types) for (some, scales), factor in pairs)
+
     # TensorRT-RTX 1.5 multiplies NVFP4's block scales by the global scale; 1.7 leaves that to the GEMM.
-    if weight.global_scale is None or not _holds_blocks(
-        view, operands, steps, blocks, weight.shape[1], ["float"], [1.0]
-    ):
+    if weight.global_scale is None or not holds_blocks(["float"], [1.0]):
         numbers = view.scalars(name)
         if weight.scale.numel() > 1:
             if format.global_scale:
                 stored = weight.scale.view(torch.uint8).T
                 is_held = view.holds(operands, stored, part, types=["fp8_e4m3"], exact=True)
             else:
-                is_held = _holds_blocks(view, operands, steps, blocks, weight.shape[1], TOLERANCES, factors)
+                is_held = holds_blocks(tuple(TOLERANCES), factors)
             if not is_held and not _holds_folded_scales(view, name, module, factors):
                 yield "scales"
         single = _single_scales(module, step)
@@ -327,25 +333,6 @@ def _quantized_problems(view: View, name: str, module: QuantLinear | QuantConv) 
     # Adding zeros is no work, and the compiler drops it.
     if module.bias is not None and module.bias.any() and not view.holds(operands, module.bias.detach().float(), part):
         yield "bias"
-
-
-def _holds_blocks(
-    view: View,
-    operands: Sequence[KernelOperand],
-    scales: torch.Tensor,
-    part: Part,
-    inputs: int,
-    types: Collection[str],
-    factors: Sequence[float],
-) -> bool:
-    """Returns whether a constant has scales `[blocks, outputs]` times a factor, each once, or once for every input."""
-    repeated = scales.repeat_interleave(-(-inputs // scales.shape[0]), 0)[:inputs]
-    small = [operand for operand in operands if operand.size < repeated.numel()]
-    return any(
-        view.holds(some, factor * numbers, part, types=types)
-        for some, numbers in ((small, scales), (operands, repeated))
-        for factor in factors
-    )
 
 
 def _single_scales(module: QuantLinear | QuantConv, step: float) -> list[float]:
@@ -423,8 +410,8 @@ def _number_problems(view: View, name: str, module: Any) -> Iterator[str]:
     fused = [operand.type for kernel in kernels if kernel.is_attention for operand in kernel.inputs]
     # Fused attention takes q and k scaled by the root each, rounded to BF16 or FP16, or q alone by the whole. In FP8
     # the scale is one of many factors.
-    is_compared = isinstance(scaling, float) and fused and "fp8" not in fused
-    if is_compared and not any(abs(x - y) <= 2.0**-7 * y for x in numbers for y in (scaling, math.sqrt(scaling))):
+    roots = [scaling, math.sqrt(scaling)] if isinstance(scaling, float) and fused and "fp8" not in fused else []
+    if roots and not any(abs(x - y) <= 2.0**-7 * y for x in numbers for y in roots):
         yield "scaling"
     for kernel in kernels:
         # An FP8 cache's attention has the scales of K, then those of V, one for each KV head, or their reciprocals.

@@ -94,7 +94,7 @@ def _node_problems(
     # x ─> QuantizeLinear ─> DequantizeLinear ─┐
     # codes ───────────────> DequantizeLinear ─┴─> MatMul      codes are an initializer, and so have an entry in `types`
     if node.op_type == "MatMul":
-        sources = [producer.get(name) for name in node.input]
+        sources: list[Any] = [producer.get(name) for name in node.input]
         for index, source in enumerate(sources):
             while source is not None and source.op_type in ("Cast", "CastLike", "Transpose"):
                 source = sources[index] = producer.get(source.input[0])

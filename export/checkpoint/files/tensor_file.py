@@ -234,8 +234,7 @@ def _pieces_of(name: str, tensor: torch.Tensor | DeferredTensor, masks: Collecti
         # On a GPU one look at the whole tensor is fast; on the CPU a piece is checked while it is in the cache.
         if masks is not None:
             _check(name, tensor, is_buffer)
-        data = _bytes_of(tensor)
-        yield from (data[at : at + _PIECE_BYTES].cpu().numpy().data for at in range(0, len(data), _PIECE_BYTES))
+        yield from (piece.cpu().numpy().data for piece in _bytes_of(tensor).split(_PIECE_BYTES))
         return
     data = _bytes_of(tensor if tensor.device.type == "cpu" else tensor.cpu()).numpy()
     for start in range(0, len(data), _PIECE_BYTES):
