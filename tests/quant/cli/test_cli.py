@@ -20,10 +20,10 @@ from rich.progress import Progress
 from safetensors.torch import load_file, save_file
 from samples import BASE
 
+from quant.base.errors import loss_text
 from quant.cli import console
 from quant.cli.main import COMMANDS, RENAMED, main
 from quant.cli.quantize import MOVED, quantize_command
-from quant.evaluation.evaluation import loss_text
 from quant.export.checkpoint.load import load
 from quant.formats.format import FORMATS
 from quant.formats.tensor import quantize

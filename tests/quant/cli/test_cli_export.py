@@ -135,7 +135,7 @@ def test_a_difference_is_not_written(checkpoint: Path, tmp_path: Path, monkeypat
         (("CHECKPOINT", "--to", "aoti", "--out", "OUT/e"), "an AOTInductor package ends in .pt2"),
         (
             ("CHECKPOINT", "--to", "aoti", "--target", "h100"),
-            "no use for --target; it is for --to tensorrt, torch-tensorrt",
+            "no use for --target; it is for --to tensorrt, --to torch-tensorrt",
         ),
         (
             ("CHECKPOINT", "--to", "torch-tensorrt", "--shapes", "batch=1:1:2"),

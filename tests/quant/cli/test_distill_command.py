@@ -17,9 +17,9 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import quant
+from quant.base.errors import loss_text
 from quant.cli.distill_command import distill_command
 from quant.cli.quantize import quantize_command
-from quant.evaluation.evaluation import loss_text
 from quant.generate.quantized_attention import quantized_attention
 from quant.kernels.base.weight_layout import prepack, prepack_refusal
 from quant.kernels.linear.quant_linear import QuantLinear

@@ -44,7 +44,6 @@ MODELS = {"--{}": "model", "{}=": nn.Linear(2, 2)}
         ({"recipe": "fp8", "memory": "many"}, "<memory> 'many' is not a size"),
         ({"recipe": "fp8", "seqlen": 0}, "<seqlen> 0: give a whole number from 1"),
         ({"recipe": "fp8", "calib_samples": -1}, "<calib_samples> -1: give a whole number from 1"),
-        ({"recipe": "fp8", "calib": ("mix+absent.txt",)}, "<calib> absent.txt: no such file or directory"),
     ],
 )
 def test_a_refusal_names_the_option_as_the_user_wrote_it(spelling: str, options: dict[str, Any], message: str) -> None:
@@ -58,6 +57,12 @@ def test_a_refusal_names_the_option_as_the_user_wrote_it(spelling: str, options:
     with pytest.raises(UserError) as refusal:
         Request(MODELS[spelling], **options).check()
     assert expected in str(refusal.value)
+
+
+@pytest.mark.parametrize(("spelling", "shown"), [("--{}", "--calib absent.txt"), ("{}=", 'calib="absent.txt"')])
+def test_a_file_of_rows_that_is_missing_is_named(spelling: str, shown: str) -> None:
+    with pytest.raises(UserError, match=f"^{shown}: no such file or directory"):
+        Request(MODELS[spelling], recipe="fp8", calib=("mix+absent.txt",)).check()
 
 
 def test_a_recipe_is_named_exactly_once() -> None:
