@@ -15,6 +15,7 @@ the headers of its files and single numbers. transformers quantizes only linear 
 from __future__ import annotations
 
 import contextlib
+import copy
 import importlib.metadata
 import importlib.util
 import io
@@ -25,6 +26,7 @@ import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import torch
@@ -321,6 +323,21 @@ def check_experts(plan: Plan, names: StoredNames) -> None:
         )
 
 
+def import_for_trial() -> None:
+    """Imports the package that `trial_load` needs, in a thread.
+
+    With PyTorch 2.11, compressed-tensors imports torch.compile's backend, which takes 4 s. Weights are solved in
+    parallel; without the thread, the end of a run would wait for it.
+    """
+
+    def run() -> None:
+        with contextlib.suppress(Exception):  # the trial imports it again, and reports the error
+            require(_PEER, "hf")
+
+    if importlib.util.find_spec(_PEER) is not None:
+        Thread(target=run, name="import").start()
+
+
 def hold_device_guard() -> None:
     """Has this thread, and not that of the trial, own PyTorch's stand-in for CUDA on a machine without a GPU.
 
@@ -474,7 +491,7 @@ def _load(directory: Path, cls: Any, tensors: Mapping[str, torch.Tensor], **opti
     # took 4 s of the end of a run. Whoever has called torch.compile has imported its front end, which takes a second.
     has_compiler = "torch._dynamo" in sys.modules
     eager = torch.compiler.set_stance("force_eager") if has_compiler else contextlib.nullcontext()
-    with huggingface.quiet(), _silence(), eager:
+    with huggingface.quiet(), _silence(), eager, _decompressing_once(), _copying_little():
         config = cls.config_class.from_pretrained(directory, local_files_only=True)
         # On the meta device transformers builds the model and matches names and shapes, and copies no data.
         _, info = cls.from_pretrained(
@@ -487,6 +504,76 @@ def _load(directory: Path, cls: Any, tensors: Mapping[str, torch.Tensor], **opti
             **options,
         )
     return info  # type: ignore[no-any-return]
+
+
+@contextlib.contextmanager
+def _decompressing_once() -> Iterator[None]:
+    """Has compressed-tensors decompress tensors of one form once while open.
+
+    transformers decompresses every expert before it joins them: 18,000 matrices of Qwen3-30B-A3B, at 1.3 s a layer. On
+    the meta device the result depends only on shapes, dtypes and the scheme.
+    """
+    try:
+        from compressed_tensors.compressors import BaseCompressor
+    except ImportError:  # a version that is arranged otherwise
+        yield
+        return
+    classes = list(BaseCompressor.__subclasses__())
+    for each in classes:
+        classes += each.__subclasses__()  # at any depth
+    decompressors = {cls: vars(cls).get("decompress") for cls in classes}
+    originals = {cls: each for cls, each in decompressors.items() if isinstance(each, classmethod)}
+    results: dict[Any, dict[str, Any]] = {}
+
+    def remembering(original: Any) -> Any:
+        def decompress(cls: Any, state_dict: Mapping[str, torch.Tensor], scheme: Any) -> dict[str, Any]:
+            # The scheme is an object of the config, which lives as long as the trial; a stored shape has values.
+            forms = (
+                (name, t.shape, t.dtype, () if t.is_meta else tuple(t.flatten().tolist()))
+                for name, t in state_dict.items()
+            )
+            key = cls, id(scheme), tuple(forms)
+            if key not in results:
+                results[key] = original.__func__(cls, state_dict, scheme)
+            return dict(results[key])
+
+        return classmethod(decompress)
+
+    for cls, original in originals.items():
+        cls.decompress = remembering(original)
+    try:
+        yield
+    finally:
+        for cls, original in originals.items():
+            cls.decompress = original
+
+
+@contextlib.contextmanager
+def _copying_little() -> Iterator[None]:
+    """Has transformers copy of a checkpoint's converters only what collects tensors, while open.
+
+    It copies a converter for each tensor, and with it its patterns, the quantizer and its config: two thirds of the
+    trial of a model with many experts.
+    """
+    loading = sys.modules.get("transformers.core_model_loading")
+    if getattr(loading, "deepcopy", None) is not copy.deepcopy:
+        yield  # a version that copies otherwise
+        return
+
+    def copied(converter: Any) -> Any:
+        new = copy.copy(converter)
+        slots = {name for cls in type(new).__mro__ for name in getattr(cls, "__slots__", ())}
+        for name in slots | getattr(new, "__dict__", {}).keys():
+            # Dictionaries collect tensors and names. Patterns and operations are the same for all.
+            if isinstance(value := getattr(new, name, None), dict):
+                setattr(new, name, copy.deepcopy(value) if value else value.copy())
+        return new
+
+    loading.deepcopy = copied  # type: ignore[union-attr]
+    try:
+        yield
+    finally:
+        loading.deepcopy = copy.deepcopy  # type: ignore[union-attr]
 
 
 @contextlib.contextmanager

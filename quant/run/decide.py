@@ -33,7 +33,7 @@ from quant.calibration.texts.sources import as_rows, named_inputs
 from quant.export.checkpoint.carry_over import head_weights
 from quant.export.checkpoint.files.compressed_tensors import check_plan
 from quant.export.checkpoint.files.names import stored_names
-from quant.export.checkpoint.other_runtimes import check_experts
+from quant.export.checkpoint.other_runtimes import check_experts, import_for_trial
 from quant.models.open_model import Source
 from quant.models.prediction_heads import attach_head_layer, plan_heads
 from quant.recipes import solver_names
@@ -191,6 +191,8 @@ def for_budget(job: Job, goal: Goal) -> Decision:
         )
     with job.stages() as (staged, _):
         rows, records, held_out = _rows(staged, goal)
+        if job.tries_loading:
+            import_for_trial()  # the choice takes longer than solving, which may not be long enough to import it
         allocation = allocate(
             job.model,
             rows,

@@ -15,6 +15,7 @@ from quant.calibration.inputs import Inputs
 from quant.calibration.layer_result import LayerResult, Quantized
 from quant.calibration.session import Session
 from quant.formats.tensor import BlockScaledTensor
+from quant.models.files import SourceKind
 from quant.models.open_model import Source
 from quant.recipes.plan import Plan
 from quant.report.report import Report
@@ -35,6 +36,11 @@ class Job:
     def model(self) -> nn.Module:
         """The model, unless the source is a bare state dict."""
         return self.source.module
+
+    @property
+    def tries_loading(self) -> bool:
+        """Whether transformers is to load the checkpoint on trial."""
+        return self.request.out is not None and self.source.kind == SourceKind.HUGGINGFACE
 
     @contextmanager
     def stages(self) -> Iterator[tuple[Job, StageProgress]]:

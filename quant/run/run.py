@@ -37,6 +37,7 @@ from quant.calibration.texts.sources import check_lengths, short_files
 from quant.calibration.walk.solve import check_in_memory, solve_plan
 from quant.calibration.walk.solve_weights import solve_state_dict
 from quant.calibration.walk.step_store import DirectoryStore
+from quant.export.checkpoint import other_runtimes
 from quant.export.checkpoint.files.compressed_tensors import check_plan
 from quant.models.open_model import Source, open_model
 from quant.recipes.blocks import block_names
@@ -143,6 +144,8 @@ def solve(job: Job, decision: Decision, progress: StageProgress) -> SolvedModel:
     if job.source.model is None:
         return _solve_state_dict(job, decision, progress)
     session = job.session
+    if job.tries_loading:
+        other_runtimes.import_for_trial()
     # Before solving, which replaces parameters one by one.
     bytes_before = sum(parameter.nbytes for parameter in job.model.parameters())
     quantized = None if decision.allocation is None else decision.allocation.quantized

@@ -7,7 +7,7 @@ The file has the same bytes as one written by `safetensors.torch.save_file`:
     tensors      without gaps, wide dtypes first (`DTYPE_NAMES`) and then by name
 
 `save_file` takes all tensors in memory at once and leaves the hash to a second pass over the file. Here a tensor may be
-on a GPU, from where it comes piece by piece, or be computed when its turn comes (`DeferredTensor`), so that a
+on a GPU, from where it comes through pinned buffers, or be computed when its turn comes (`DeferredTensor`), so that a
 file takes no more memory than its largest tensor.
 """
 
@@ -205,7 +205,10 @@ def _pieces(
     masks: Collection[str] | None,
     resume_at: int,
 ) -> Iterator[tuple[str | None, memoryview]]:
-    """Yields the bytes of the file after `resume_at`; a tensor's last piece has its name."""
+    """Yields the bytes of the file after `resume_at`, valid for `_UNHASHED` + 1 more pieces.
+
+    A tensor's last has its name.
+    """
     names = sorted(tensors, key=lambda name: (-_RANK[tensors[name].dtype], name))
     header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
     end = 0
@@ -234,7 +237,7 @@ def _pieces_of(name: str, tensor: torch.Tensor | DeferredTensor, masks: Collecti
         # On a GPU one look at the whole tensor is fast; on the CPU a piece is checked while it is in the cache.
         if masks is not None:
             _check(name, tensor, is_buffer)
-        yield from (piece.cpu().numpy().data for piece in _bytes_of(tensor).split(_PIECE_BYTES))
+        yield from _pieces_of_gpu(_bytes_of(tensor))
         return
     data = _bytes_of(tensor if tensor.device.type == "cpu" else tensor.cpu()).numpy()
     for start in range(0, len(data), _PIECE_BYTES):
@@ -260,3 +263,27 @@ def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     # A single value may have any stride, and one that is not 1 cannot be viewed as bytes.
     flat = flat if flat.stride(0) == 1 else flat.as_strided(flat.shape, (1,))
     return flat.view(torch.uint8)
+
+
+def _pieces_of_gpu(data: torch.Tensor) -> Iterator[memoryview]:
+    """Copies one piece while the piece before it is written; earlier work on the data must have ended.
+
+    A buffer is filled again when its piece is hashed: at most `_UNHASHED` wait, one is written and one is filled.
+    """
+    stream = torch.cuda.Stream(data.device)
+    count = _UNHASHED + 2
+    buffers = [torch.empty(min(_PIECE_BYTES, len(data)), dtype=torch.uint8, pin_memory=True) for _ in range(count)]
+    before: tuple[torch.Tensor, torch.cuda.Event] | None = None
+    for turn, start in enumerate(range(0, len(data), _PIECE_BYTES)):
+        part = data[start : start + _PIECE_BYTES]
+        buffer = buffers[turn % count][: len(part)]
+        with torch.cuda.stream(stream):
+            buffer.copy_(part, non_blocking=True)
+            arrived = stream.record_event()
+        if before is not None:
+            before[1].synchronize()
+            yield before[0].numpy().data
+        before = buffer, arrived
+    if before is not None:
+        before[1].synchronize()
+        yield before[0].numpy().data

@@ -1,5 +1,7 @@
 """A checkpoint is loaded before it appears: what transformers would miss is an error, what it does not load is told."""
 
+import contextlib
+import copy
 import re
 import threading
 import warnings
@@ -12,6 +14,7 @@ from safetensors.torch import load_file, save_file
 
 import quant
 from quant.base.errors import UserError
+from quant.export.checkpoint import other_runtimes as module
 from quant.export.checkpoint.other_runtimes import check_read_back, trial_load
 from quant.run.request import Request
 from quant.run.run import run
@@ -20,6 +23,7 @@ transformers = pytest.importorskip("transformers", reason="the extra hf")
 pytest.importorskip("compressed_tensors", reason="the extra test")
 
 from architectures import build  # noqa: E402 -- needs transformers
+from transformers import core_model_loading as loading  # noqa: E402
 
 
 @pytest.fixture
@@ -87,6 +91,40 @@ def test_scales_of_the_kv_cache_that_transformers_leaves_out_are_told(
     info["missing_keys"] = ["model.norm.weight"]
     with pytest.raises(UserError, match=r"finds no tensor for model\.norm\.weight, and would run with random numbers"):
         trial_load(out, done.model, done.plan, tensors)
+
+
+def test_experts_of_one_form_are_decompressed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The trial finds the same names as without that, and leaves both libraries as they were."""
+    from compressed_tensors.compressors import BaseCompressor
+
+    sizes = {**tiny_models.DECODER, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+    model = tiny_models.build("Qwen3Moe", "ForCausalLM", sizes, dtype=torch.bfloat16)
+    done = quant.quantize(model, "nvfp4a16")
+    quant.save(done.model, done.plan, tmp_path / "out")
+    tensors = {name: t.to("meta") for name, t in load_file(tmp_path / "out" / "model.safetensors").items()}
+    calls = []
+    cls = BaseCompressor.get_value_from_registry("nvfp4-pack-quantized")
+    plain = vars(cls)["decompress"]
+
+    def counted(cls: type, state_dict: dict[str, torch.Tensor], scheme: object) -> object:
+        calls.append(state_dict)
+        return plain.__func__(cls, state_dict, scheme)
+
+    monkeypatch.setattr(cls, "decompress", classmethod(counted))
+    patched = vars(cls)["decompress"]
+    for missing in (None, "model.layers.1.input_layernorm.weight"):
+        names = {name: tensor for name, tensor in tensors.items() if name != missing}
+        calls.clear()
+        info = module._load(tmp_path / "out", type(model), names)
+        assert vars(cls)["decompress"] is patched and loading.deepcopy is copy.deepcopy
+        shapes = {tuple(state["weight_packed"].shape) for state in calls}
+        assert 0 < len(calls) == len(shapes)
+        with monkeypatch.context() as without:
+            without.setattr(module, "_decompressing_once", contextlib.nullcontext)
+            without.setattr(module, "_copying_little", contextlib.nullcontext)
+            calls.clear()
+            assert info == module._load(tmp_path / "out", type(model), names)
+            assert len(calls) >= 3 * 8 * 2 - 1
 
 
 def granite() -> torch.nn.Module:
