@@ -22,14 +22,33 @@ import ctypes
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import lru_cache, partial
+from functools import cache, lru_cache, partial
 from threading import Lock
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from quant.kernels.base.cuda_driver import check_status, cuda_driver
+# The CUDA driver's library, and its errors.
+
+
+@cache
+def cuda_driver() -> Any:
+    """Returns the driver's library; ValueError where this machine has none."""
+    try:
+        return ctypes.CDLL("libcuda.so.1")
+    except OSError as error:
+        raise ValueError(f"no CUDA driver on this machine: {error}") from error
+
+
+def check_status(status: int, action: str, log: str = "") -> None:
+    """Raises ValueError with the action and the driver's error text, where `status` is an error."""
+    if status:
+        text = ctypes.c_char_p()
+        cuda_driver().cuGetErrorString(status, ctypes.byref(text))
+        reason = (text.value or b"unknown").decode()
+        raise ValueError(f"{action}: CUDA error {status}: {reason}{'; ' + ' '.join(log.split()) if log else ''}")
+
 
 # A PyTorch without CUDA has neither. The public functions would add several Python calls to each launch.
 _stream_of = getattr(torch._C, "_cuda_getCurrentRawStream", None)

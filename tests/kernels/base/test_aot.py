@@ -8,11 +8,11 @@ import re
 import pytest
 import torch
 from assembler import assemble
+from loaded_kernel import LoadedKernel
 from slow_cases import quick_cases
 
 from quant.export.tensorrt.plugin import Attributes, compile_attention, integer_arguments, launch_grid
 from quant.kernels.attention.attention_operands import HEAD_DIMS, tiles_for
-from quant.kernels.base.cuda_driver import LoadedKernel
 from quant.kernels.base.ptx import ARCHITECTURES, CompiledKernel, compile_kernel, without_scratch
 
 pytest.importorskip("triton", reason="the [dev] extra installs triton on Linux")

@@ -1,42 +1,16 @@
-"""Compiled kernels are launched here through the CUDA driver, without Triton.
-
-    kernel = LoadedKernel(compiled)                     # on the current device
-    kernel.launch(grid, [x.data_ptr(), 128, …], stream)
-
-TensorRT launches a plugin's PTX in the same way, so tests of this launch also test an engine's code. A CUDA context
-must exist; PyTorch and TensorRT both make one.
-"""
+"""A compiled kernel is launched through the CUDA driver, without Triton, as a TensorRT plugin launches its PTX."""
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from functools import cache
-from typing import Any
 
+from quant.kernels.base.launch import check_status, cuda_driver
 from quant.kernels.base.ptx import CompiledKernel
 
 _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 _JIT_ERROR_LOG = (5, 6)  # CU_JIT_ERROR_LOG_BUFFER, CU_JIT_ERROR_LOG_BUFFER_SIZE_BYTES
 _LOG_BYTES = 8192
-
-
-@cache
-def cuda_driver() -> Any:
-    """Returns the driver's library; ValueError where this machine has none."""
-    try:
-        return ctypes.CDLL("libcuda.so.1")
-    except OSError as error:
-        raise ValueError(f"no CUDA driver on this machine: {error}") from error
-
-
-def check_status(status: int, action: str, log: str = "") -> None:
-    """Raises ValueError with the action and the driver's error text, where `status` is an error."""
-    if status:
-        text = ctypes.c_char_p()
-        cuda_driver().cuGetErrorString(status, ctypes.byref(text))
-        reason = (text.value or b"unknown").decode()
-        raise ValueError(f"{action}: CUDA error {status}: {reason}{'; ' + ' '.join(log.split()) if log else ''}")
 
 
 class LoadedKernel:
