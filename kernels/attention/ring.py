@@ -130,8 +130,9 @@ class _Message:
             return views[0], views[1], None, None
         if not self.format.global_scale:
             return views[0], views[2], views[1], views[3]
-        k, v = (self._values(*views[i : i + 3], dtype) for i in (0, 3))
-        return k, v, None, None
+        k_codes, k_blocks, k_scale, v_codes, v_blocks, v_scale = views
+        k = self._values(k_codes, k_blocks, k_scale, dtype)
+        return k, self._values(v_codes, v_blocks, v_scale, dtype), None, None
 
     def _values(self, codes: Tensor, blocks: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
         if codes.is_cuda:

@@ -119,7 +119,8 @@ def _passed(gradient: Tensor, x: Tensor, input_scale: Tensor, format: Format) ->
     largest = format.element.max * (format.scale.max if format.global_scale else 1)
     if runs_eagerly(gradient) and x.is_contiguous():
         with torch.cuda.device_of(x):
-            return _kernels().within(gradient, x, input_scale.reshape(()), largest)
+            result: Tensor = _kernels().within(gradient, x, input_scale.reshape(()), largest)
+            return result
     # Beyond the range the code saturates, and a small change of x moves nothing.
     return gradient * (x.float().abs() <= largest * input_scale.float().reshape(()))
 
@@ -221,7 +222,8 @@ def measured_global_scale(weights: Sequence[Tensor], format: Format) -> Tensor:
     # It has gone through the reciprocal that files may store.
     if all(runs_eagerly(weight) and weight.dim() == 2 for weight in weights):
         with torch.cuda.device_of(weights[0]):
-            return _kernels().global_scale(weights, format)
+            result: Tensor = _kernels().global_scale(weights, format)
+            return result
     # compressed-tensors files store 1 / s in float32: this is the s that a reader computes from it.
     return 1 / (1 / global_scale_of(group_amax(weights), format, "max"))
 
@@ -244,7 +246,8 @@ def _round_weight(
         with torch.cuda.device_of(weight):
             if scale is None and not (rule == "max" and _kernels().can_measure(format, weight.shape)):
                 scale = measured_scale(weight, format, rule, global_scale, stored)
-            return _kernels().round_weight(weight, format, dtype, scale, global_scale)
+            result: Tensor = _kernels().round_weight(weight, format, dtype, scale, global_scale)
+            return result
     if scale is None:
         scale = measured_scale(weight, format, rule, global_scale, stored)
     return round_with_scale(weight, format, scale, global_scale, dtype)
@@ -257,7 +260,8 @@ def _weight_gradient(
     format = FORMATS[format_name]
     if weight.is_cuda and has_triton() and weight.dim() == 2:
         with torch.cuda.device_of(weight):
-            return _kernels().masked_gradient(gradient, weight, format, scale, global_scale)
+            result: Tensor = _kernels().masked_gradient(gradient, weight, format, scale, global_scale)
+            return result
     # Straight-through: d round(w) / dw = 1 inside the range, 0 where the code is clipped.
     inside = _inside(weight.float(), weight_steps(scale, global_scale, format, weight.shape), format)
     return (gradient * inside).to(weight.dtype)
@@ -275,7 +279,8 @@ def _scale_gradient(
     format = FORMATS[format_name]
     if weight.is_cuda and has_triton() and weight.dim() == 2 and _kernels().can_sum(format, weight.shape):
         with torch.cuda.device_of(weight):
-            return _kernels().scale_gradient(gradient, weight, format, scale, global_scale)
+            result: Tensor = _kernels().scale_gradient(gradient, weight, format, scale, global_scale)
+            return result
     rows, columns = format.block_shape(weight.shape)
     step = weight_steps(scale, global_scale, format, weight.shape)
     steps = weight.float() / step
