@@ -21,7 +21,7 @@ from quant.calibration.solvers.registry import get_solver
 from quant.calibration.solvers.solve_group import solve_group
 from quant.calibration.walk.block_memory import Scratch
 from quant.calibration.walk.finished_layers import keep_layers, put_back
-from quant.calibration.walk.fused_experts import stacked
+from quant.calibration.walk.stacked_experts import stacked
 from quant.calibration.walk.undo import restored_on_error
 from quant.export.checkpoint.files.layouts import value_problem
 from quant.formats.tensor import BlockScaledTensor
