@@ -25,6 +25,7 @@ from quant.base.json_files import json_text
 from quant.export.aoti.op_bodies import BODIES, EXPORTED_ATTENTION
 from quant.export.aoti.package import (
     METADATA,
+    collecting_rarely,
     compile_package,
     find_device,
     scales_as_matrices,
@@ -49,6 +50,7 @@ class InPlaceGraph(ServingGraph):
         return logits
 
 
+@collecting_rarely()
 def export_aoti_decoder(
     model: nn.Module,
     path: str | Path,

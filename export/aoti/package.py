@@ -22,6 +22,7 @@ their input is rounded once. A package runs on the kind of GPU that it was compi
 from __future__ import annotations
 
 import contextlib
+import gc
 import re
 import sys
 import warnings
@@ -110,6 +111,22 @@ METADATA = "blockscale"
 """Key in the metadata of a decoder's package; its value is JSON: capacity, caches, dtype, digest of the plan, torch."""
 
 
+@contextlib.contextmanager
+def collecting_rarely() -> Iterator[None]:
+    """Makes Python look for garbage once in 50,000 new objects while open, instead of once in 700 to 2,000.
+
+    A tracer makes millions of objects, nearly all of which stay: the search takes a tenth of its time.
+    """
+    thresholds = gc.get_threshold()
+    if 0 < thresholds[0] < 50_000:  # 0 is never
+        gc.set_threshold(50_000)
+    try:
+        yield
+    finally:
+        gc.set_threshold(*thresholds)
+
+
+@collecting_rarely()
 def export_aoti(
     model: nn.Module,
     path: str | Path,

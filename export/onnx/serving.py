@@ -193,14 +193,14 @@ def check_decoder(model: nn.Module, capacity: int | None) -> None:
     states = set(getattr(config, "layer_types", None) or ()) - _KEPT_LAYERS
     if states:
         raise ValueError(without % f"its layers of type {', '.join(sorted(states))} keep another state")
-    check_attends(model, {IDS: torch.zeros(2, 5, dtype=torch.long, device=next(model.parameters()).device)})
-    if "position_ids" not in inspect.signature(model.forward).parameters:
-        raise ValueError(without % "its positions are not an input of its forward method")
     scaling = getattr(config, "rope_parameters", None) or {}
     each = scaling.values() if all(isinstance(entry, dict) for entry in scaling.values()) else [scaling]
     moving = next((entry["rope_type"] for entry in each if entry.get("rope_type") in _MOVING_ROPE), None)
     if moving is not None:
         raise ValueError(without % f"its RoPE ({moving}) depends on the longest position of a batch")
+    check_attends(model, {IDS: torch.zeros(2, 5, dtype=torch.long, device=next(model.parameters()).device)})
+    if "position_ids" not in inspect.signature(model.forward).parameters:
+        raise ValueError(without % "its positions are not an input of its forward method")
 
 
 def check_capacity_fits(shapes: Sequence[tuple[int, int, torch.dtype]], capacity: int) -> None:

@@ -53,7 +53,7 @@ def test_experts_make_up_for_their_share_of_the_error(monkeypatch: pytest.Monkey
 
     def keep(self: FusedExperts, error: Any, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> None:
         output = experts_forward(self.module, hidden, index, weights)
-        keep_inputs(self, lambda: output, hidden, index, weights)
+        keep_inputs(self, lambda path, index: output, hidden, index, weights)
 
     monkeypatch.setattr(FusedExperts, "_keep_inputs", keep)
     model = tiny_models.mixtral(num_hidden_layers=1, num_experts_per_tok=1, intermediate_size=32, gain=2)
