@@ -206,10 +206,8 @@ def _product(tensor: torch.Tensor, factor: torch.Tensor, dtype: torch.dtype) -> 
     return torch.mul(tensor, factor, out=torch.empty_like(tensor, dtype=dtype))
 
 
-# Distillation applies a model's output head, and the operations that follow it, to a slice of positions at a time.
-#
-# Models change the products of their head on the way to logits: Gemma caps them softly, Granite divides them, Cohere
-# multiplies them.
+# Distillation applies a model's output head to a slice of positions at a time. Models change its products on the way to
+# logits: Gemma caps them softly, Granite divides them, Cohere multiplies them.
 #
 #     logits = cap · tanh(y · times / over / cap),    y = head(hidden)
 #

@@ -124,10 +124,8 @@ def _equal(one: Any, other: Any) -> bool:
     return not isinstance(one, torch.Tensor) and not isinstance(other, torch.Tensor) and bool(one == other)
 
 
-# Static input scales may follow the first inputs of training, and inputs beyond them are counted.
-#
-# A static scale comes from calibration, and training changes the inputs of every layer. Inputs beyond the range are
-# clipped and get no gradient, so a range that is too small is a lasting error. In the first passes that
+# A static input scale comes from calibration, and training changes the inputs of every layer. Inputs beyond the range
+# are clipped and get no gradient, so a range that is too small is a lasting error. In the first passes that
 # `prepare_qat(track_inputs=)` sets, the scale grows to the largest input so far:
 #
 #     scale <- max(scale, amax(x) / (largest code * largest block scale))
@@ -184,8 +182,6 @@ def watch_input(layers: Sequence[RoundedWeight], x: torch.Tensor) -> None:
     inputs.clipped = beyond if inputs.clipped is None else inputs.clipped.to(beyond.device) + beyond
 
 
-# Learned block scales have a parameter in units of weights, for which an optimizer's usual settings are right.
-#
 # LSQ (Esser et al., 2020) trains the rounding step s of each block: block scale times global scale. The step itself is
 # a poor parameter. AdamW moves each parameter by about the learning rate, which may be many times an FP8 step; weight
 # decay draws steps to zero, where whole blocks vanish; and an update may make one negative. The parameter here is d

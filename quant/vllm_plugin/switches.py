@@ -30,12 +30,9 @@ def unknown_switches() -> str:
     return f"{VARIABLE}: no switch {unknown[0]!r}; {known_names(unknown[0], KNOWN)}" if unknown else ""
 
 
-# The choice of kernels becomes a part of the key under which vLLM keeps compiled graphs on disk.
-#
-# vLLM's key covers its settings, and not which class has taken a layer. That depends on more than settings: on whether
-# a kernel passed its self-test here, and on the weights themselves, of which the layout of Hopper's kernels holds not
-# all. A graph that calls our op for a layer would read Marlin's parameters as ours, or the reverse. So the key has the
-# plug-in's version and switches, and a digest of what each linear layer got.
+# vLLM's key of compiled graphs on disk covers its settings, and not which class has taken a layer, which depends on
+# self-tests and on the weights. A graph that calls our op for a layer would read Marlin's parameters as ours, or the
+# reverse. So the key has the plug-in's version and switches, and a digest of what each linear layer got.
 #
 # vLLM asks for the key at the first forward pass, when the weights are loaded. It hashes what the functions of a table
 # of environment variables return, and copies the variables that the table names to workers on other machines (Ray). So
