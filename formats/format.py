@@ -16,7 +16,9 @@ bits. With exponent field E, mantissa field M:
     E = 0:  ±2^(1 - bias) · (M / 2^mantissa)          subnormal, zero included
 
 An integer is the same thing with no exponent field: the codes of `int4` and `int8` are two's complement. INT4 uses all
-of them, -8..7, because the sixteenth code lowers the error of a layer by 5%; INT8 uses the symmetric range -127..127.
+of them, -8..7, because the sixteenth code lowers the error of a layer by 5%. INT8 weights use the symmetric range
+-127..127; inputs with a static scale saturate at -128, as QuantizeLinear of onnxruntime and TensorRT and the inputs of
+compressed-tensors and ModelOpt do.
 E8M0 is a bare power of two, with no sign and no zero. Everything else about a number (its bits, its grid, its largest
 code) follows from these few fields and is computed here once.
 
@@ -145,6 +147,8 @@ E5M2 = Number("e5m2", 5, 2, 15, 57344.0, "float8_e5m2")
 E8M0 = Number("e8m0", 8, 0, 127, 2.0**127, "uint8", signed=False)
 INT4 = Number("int4", 0, 3, 0, 7.0, None, lowest=-8.0)
 INT8 = Number("int8", 0, 7, 0, 127.0, "int8")
+STATIC_INT8 = replace(INT8, lowest=-128.0)
+"""INT8 of inputs whose static scale, the calibrated amax / 127, leaves the code -128 for values beyond that range."""
 FP16 = Number("fp16", 5, 10, 15, 65504.0, "float16")
 BF16 = Number("bf16", 8, 7, 127, (2 - 2**-7) * 2.0**127, "bfloat16")
 FP32 = Number("fp32", 8, 23, 127, (2 - 2**-23) * 2.0**127, "float32")
@@ -289,7 +293,7 @@ _ALL = (
     Format("fp8_group", E4M3, FP32, (1, 128)),
     Format("int8", INT8, FP32, (1, 0)),
     Format("int8_token", INT8, FP32, (1, 0)),
-    Format("int8_tensor", INT8, FP32, (0, 0)),
+    Format("int8_tensor", STATIC_INT8, FP32, (0, 0)),
     Format("int4", INT4, BF16, (1, 128)),
     Format("int4_g64", INT4, BF16, (1, 64)),
     Format("int4_g32", INT4, BF16, (1, 32)),

@@ -5,8 +5,10 @@
     onnx          the layer's nodes, cut out of the file and run by the reference evaluator, with the op; and its
                   weight, dequantized in float32 from the initializers, with the module's
 
-Errors are relative, in the Frobenius norm. Layers are compared one at a time: in a whole model one flipped rounding in
-FP4 changes everything after it. Wide layers are compared some rows at a time, so that memory does not grow with them.
+Layers are compared on random inputs; where inputs have a static scale, once on numbers within the calibrated range and
+once on numbers of which half lie beyond it, because saturating is part of the format. Errors are relative, in the
+Frobenius norm. Layers are compared one at a time: in a whole model one flipped rounding in FP4 changes everything after
+it. Wide layers are compared some rows at a time, so that memory does not grow with them.
 
 The result is the export receipt: {"layers": [{"name", "fake_quant", "checkpoint", "onnx", "engine", "passed"}],
 "unreached", "passed"}; `unreached` are the layers on which no output depends, which are not in the file.
@@ -30,7 +32,8 @@ from torch.nn.functional import linear
 from quant.base.errors import option
 from quant.export.onnx.opsets import TRT_DOMAIN, register_schemas
 from quant.export.onnx.translate import UNREACHED_KEY, layer_of
-from quant.formats.tensor import BlockScaledTensor, fake_quantize
+from quant.formats.format import Format
+from quant.formats.tensor import BlockScaledTensor, round_activation
 from quant.kernels.linear.conv import QuantConv, round_samples
 from quant.kernels.linear.quant_linear import QuantLinear, quantized_linear
 from quant.recipes.blocks import stored_dtype
@@ -171,7 +174,7 @@ def verify(
         by_token = by_token and module.input_scale is None
         passed = (
             errors["fake_quant"] <= _TEXTBOOK[dtype]
-            and errors["output"] <= TOLERANCE[dtype] * (2 if by_token else 1)
+            and max(errors["output"], errors.get("saturated", 0.0)) <= TOLERANCE[dtype] * (2 if by_token else 1)
             and max(errors["weight"], errors.get("checkpoint", 0.0)) <= WEIGHT_TOLERANCE
         )
         entries.append(
@@ -179,7 +182,7 @@ def verify(
                 "name": name,
                 "fake_quant": errors["fake_quant"],
                 "checkpoint": errors.get("checkpoint"),
-                "onnx": max(errors["output"], errors["weight"]),
+                "onnx": max(errors["output"], errors.get("saturated", 0.0), errors["weight"]),
                 "engine": None,
                 "passed": passed,
             }
@@ -326,23 +329,35 @@ def _compare_linear(
 ) -> _Pairs:
     """Yields what is compared, computed and expected numbers, for some rows of the weight after the other."""
     generator, format = torch.Generator().manual_seed(0), module.activation_format
-    x = torch.randn(TOKENS, module.in_features, generator=generator, dtype=torch.float32).to(dtype)
-    rounded = x
-    if format is not None:
-        rounded = fake_quantize(x, format, **{"global_scale" if format.global_scale else "scale": module.input_scale})
+    x = torch.randn(TOKENS, module.in_features, generator=generator, dtype=torch.float32)
+    probes = _probes(x, format, module.input_scale, dtype)
     whole, (layer, input_name), constants = module.quantized_weight, graph.linear(name), graph.weight(name)
     for rows, part in whole.row_chunks(_WEIGHTS_AT_ONCE):
         start, stop = rows.start, rows.stop
         bias = None if module.bias is None else module.bias[start:stop]
-        weight = part.dequantize()
-        with torch.no_grad():
-            op = quantized_linear(x, part, bias, module.input_scale, format).float()
-        yield "fake_quant", op, linear(rounded.double(), weight.double(), None if bias is None else bias.double())
-        out = evaluator(_model_rows(layer, whole, start, stop)).run(None, {input_name: to_numpy(x)})[0]
-        yield "output", _as_float(out), op
+        weight, nodes = part.dequantize(), evaluator(_model_rows(layer, whole, start, stop))
+        for key, x in probes.items():
+            rounded = x if format is None else round_activation(x, format, module.input_scale)
+            with torch.no_grad():
+                op = quantized_linear(x, part, bias, module.input_scale, format).float()
+            yield "fake_quant", op, linear(rounded.double(), weight.double(), None if bias is None else bias.double())
+            yield key, _as_float(nodes.run(None, {input_name: to_numpy(x)})[0]), op
         yield "weight", _as_float(evaluator(_model_rows(constants, whole, start, stop)).run(None, {})[0]), weight
         if stored is not None:
             yield "checkpoint", stored.rows(start, stop).dequantize(), weight
+
+
+def _probes(
+    x: torch.Tensor, format: Format | None, input_scale: torch.Tensor | None, dtype: torch.dtype
+) -> dict[str, torch.Tensor]:
+    """Returns the inputs that a layer is compared on, by the key of their errors, from random normal ones `x`."""
+    if format is None or input_scale is None:
+        return {"output": x.to(dtype)}
+    # The largest value that does not saturate.
+    reach = format.element.max * (format.scale.max if format.global_scale else 1.0) * input_scale.float()
+    within = (x * (reach / x.abs().max())).to(dtype)
+    # The median magnitude of normal numbers is 0.67.
+    return {"output": within, "saturated": (x * (reach / 0.67)).to(dtype)}
 
 
 def _compare_conv(
@@ -352,22 +367,24 @@ def _compare_conv(
     # The smallest input with two outputs along each axis.
     size = [d * (k - 1) + 1 + s for k, s, d in zip(module.kernel_size, module.stride, module.dilation, strict=True)]
     generator, format = torch.Generator().manual_seed(0), module.activation_format
-    x = torch.randn(2, module.in_channels, *size, generator=generator, dtype=torch.float32).to(dtype)
+    x = torch.randn(2, module.in_channels, *size, generator=generator, dtype=torch.float32)
     (layer, input_name), constants = graph.linear(name), graph.weight(name)
     (pads,) = (a.ints for node in layer.graph.node for a in node.attribute if a.name == "pads")
     # ONNX's optimizer moves a Pad of zeros before the Conv into it, that of the module or of the model's own code; its
     # nodes then take what was padded, and not the input of the op. ONNX lists the begins of all axes, then the ends.
     axes = len(module.op_padding)
     more = [pad - own for pad, own in zip(pads, module.op_padding * 2, strict=True)]
-    padded = nn.functional.pad(x, [more[i] for axis in reversed(range(axes)) for i in (axis, axis + axes)])
-    rounded = padded if format is None else round_samples(padded, format, module.input_scale)
+    paddings = [more[i] for axis in reversed(range(axes)) for i in (axis, axis + axes)]
     geometry = (module.stride, module.op_padding, module.dilation, module.transposed, module.output_padding)
     bias = None if module.bias is None else module.bias.double()
-    with torch.no_grad():
-        op = module.convolve(padded, module.output_padding).float()
-        weight = module.weight_in(torch.float64)
-        yield "fake_quant", op, torch.convolution(rounded.double(), weight, bias, *geometry, module.groups)
-    yield "output", _as_float(evaluator(layer).run(None, {input_name: to_numpy(x)})[0]), op
+    nodes, weight = evaluator(layer), module.weight_in(torch.float64)
+    for key, probe in _probes(x, format, module.input_scale, dtype).items():
+        padded = nn.functional.pad(probe, paddings)
+        rounded = padded if format is None else round_samples(padded, format, module.input_scale)
+        with torch.no_grad():
+            op = module.convolve(padded, module.output_padding).float()
+            yield "fake_quant", op, torch.convolution(rounded.double(), weight, bias, *geometry, module.groups)
+        yield key, _as_float(nodes.run(None, {input_name: to_numpy(probe)})[0]), op
     yield "weight", _as_float(evaluator(constants).run(None, {})[0]), module.weight_in(torch.float32)
     if stored is not None:
         yield "checkpoint", stored.dequantize(), module.dequantize()

@@ -10,7 +10,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from quant.formats.format import E2M1, E4M3, INT4, INT8, Format
+from quant.formats.format import Format
 
 OPSET = 23
 SERVING_OPSET = 24
@@ -57,8 +57,8 @@ def element_type(format: Format) -> int:
     """Returns ONNX's number of the type of a format's codes."""
     import onnx_ir
 
-    types = {E2M1: "FLOAT4E2M1", E4M3: "FLOAT8E4M3FN", INT4: "INT4", INT8: "INT8"}
-    return int(onnx_ir.DataType[types[format.element]])
+    types = {"e2m1": "FLOAT4E2M1", "e4m3": "FLOAT8E4M3FN", "int4": "INT4", "int8": "INT8"}
+    return int(onnx_ir.DataType[types[format.element.name]])
 
 
 def _parameters(text: str) -> list[Any]:

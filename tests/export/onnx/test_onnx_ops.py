@@ -26,6 +26,7 @@ pytest.importorskip("onnxscript", reason="needs the extra onnx")
 from quant.export.onnx.compare_with_torch import evaluator, to_numpy  # noqa: E402
 from quant.export.onnx.decoder_graph import GraphInput  # noqa: E402
 from quant.export.onnx.export_onnx import ATTENTION_KEY, PLAN_KEY, export_onnx  # noqa: E402
+from quant.export.onnx.opsets import element_type  # noqa: E402
 from quant.export.onnx.translate import LAYER_KEY, MODULE_KEY  # noqa: E402
 from quant.recipes.plan import LayerPlan, Plan  # noqa: E402
 
@@ -90,8 +91,36 @@ def test_a_linear_in_fp32_equals_the_op(tmp_path: Path, weight: str, activation:
     module = nn.Sequential(layer(weight, activation, torch.float32))
     x = torch.randn(2, ROWS, IN)
     x[0, 1] = 0.0  # a token whose scale is found to be zero
+    x[1, 1] *= 9.0  # beyond the calibrated range
     (y,) = run(exported(module, x, tmp_path / "m.onnx"), x)
     assert relative_error(y, module(x)) < 1e-6
+
+
+@pytest.mark.parametrize("activation", ["fp8", "int8_tensor"])
+def test_static_inputs_saturate_as_in_onnxruntime_and_compressed_tensors(activation: str) -> None:
+    onnxruntime = pytest.importorskip("onnxruntime")
+    from compressed_tensors.quantization import QuantizationArgs
+    from compressed_tensors.quantization.lifecycle.forward import fake_quantize as their_rounding
+
+    format, scale = FORMATS[activation], torch.tensor(0.03)
+    # Every tie of the codes, from well below the calibrated range to well above it.
+    x = torch.arange(-2.5 * format.element.max, 2.5 * format.element.max, 0.5) * scale
+    rounded = fake_quantize(x[None], format, scale=scale)[0]
+    kind = element_type(format)
+    helper, names = onnx.helper, ("x", "s")
+    nodes = [
+        helper.make_node("QuantizeLinear", names, ["q"], output_dtype=kind),
+        helper.make_node("DequantizeLinear", ["q", "s"], ["y"]),
+    ]
+    values = [helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, None) for name in "xsy"]
+    graph = helper.make_graph(nodes, "saturate", values[:2], values[2:])
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 23)], ir_version=11)
+    session = onnxruntime.InferenceSession(model.SerializeToString())
+    (theirs,) = session.run(None, {"x": x.numpy(), "s": scale.numpy()})
+    assert torch.equal(rounded, torch.from_numpy(theirs))
+    arguments = QuantizationArgs(num_bits=8, type="float" if activation == "fp8" else "int", strategy="tensor")
+    zero = torch.zeros((), dtype=torch.int8)
+    assert torch.equal(rounded, their_rounding(x, scale, zero if activation != "fp8" else zero.float(), arguments))
 
 
 @pytest.mark.parametrize("activation", ["nvfp4", None])

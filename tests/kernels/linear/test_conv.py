@@ -60,7 +60,8 @@ def rounded(x: np.ndarray, format: str, axes: tuple[int, ...], scale: float | No
     largest, x = (127 if "int8" in format else 448), x.astype(np.float32)
     step = np.abs(x).max(axes, keepdims=True) / np.float32(largest) if scale is None else np.float32(scale)
     if "int8" in format:
-        codes = np.clip(np.round(x / step), -127, 127)
+        # Beyond a calibrated range lies -128, too.
+        codes = np.clip(np.round(x / step), -127 - (scale is not None), 127)
     else:
         codes = np.clip(x / step, -448, 448).astype(ml_dtypes.float8_e4m3fn)
     return codes.astype(np.float64) * step.astype(np.float64)
