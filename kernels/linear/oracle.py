@@ -4,13 +4,17 @@ It runs on any device. On a CPU, dequantizing takes longer than a one-token matm
 weights up to 2 GiB in all (`set_weight_cache`, or the environment variable `BLOCKSCALE_CPU_CACHE` in bytes). A weight
 that does not fit is dequantized in slices of rows at each call. The first weights stay: a decoder uses its layers in
 turn, and a cache that dropped the oldest would then miss every time.
+
+New values may be written into codes and scales at any time: by `tensor.data.copy_`, a broadcast of torch.distributed, a
+NumPy or DLPack view, or another process that shares the memory. Version counters see none of these, so each call sums
+up the memory of codes and scales, and dequantizes again where a sum has changed. That reads an eighth to a quarter of
+the bytes that the product reads in float32.
 """
 
 from __future__ import annotations
 
 import math
 import os
-import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -124,12 +128,48 @@ def kept_weights(codes: Iterable[Tensor]) -> Iterator[None]:
             _cache.entries.pop(each, None)
 
 
+_EXACT = 4096  # words of 8 bytes up to which a tensor is compared with a copy, and not by sums
+_SAMPLE = 4  # rows of a larger one that are compared with copies, too
+
+
+class _Memory:
+    """The memory of a contiguous tensor: its address, the sum of each row's words, and copies of some rows.
+
+    Sums tell of new values and of rows that changed places; columns that did are seen in the copied rows.
+    """
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._address = tensor.data_ptr()
+        flat = tensor.detach().view(-1).view(torch.uint8)
+        # Tensors of a mapped file may begin at any byte, and words begin at multiples of 8.
+        begin = min(-flat.storage_offset() % 8, len(flat))
+        words = flat[begin : begin + (len(flat) - begin) // 8 * 8].view(torch.int64)
+        compared = [flat[:begin], flat[begin + 8 * len(words) :]]
+        self._rows = self._sums = None
+        if len(words) <= _EXACT:
+            compared.append(words)
+        else:
+            # Words of a row of the tensor. Short rows would be slow; a prime begins at another column in each row.
+            width = len(flat) // len(tensor) // 8
+            width = width if width >= 16 and 8 * width * len(tensor) == 8 * len(words) == len(flat) else 251
+            whole = len(words) // width * width
+            self._rows = words[:whole].view(-1, width)
+            self._sums = self._rows.sum(1)
+            compared += [words[whole:], self._rows[:: len(self._rows) // _SAMPLE]]
+        self._compared = [(part, part.clone()) for part in compared if part.numel()]
+
+    def is_unchanged(self, tensor: Tensor) -> bool:
+        """Returns whether `tensor` still has this memory, and the memory its values."""
+        if tensor.data_ptr() != self._address or not all(torch.equal(*pair) for pair in self._compared):
+            return False
+        return self._rows is None or torch.equal(self._rows.sum(1), self._sums)
+
+
 class _Entry(NamedTuple):
-    """A dequantized weight, and the scales and version counters of the tensors that it was made from."""
+    """A dequantized weight, and the memory of the codes and scales that it was made from."""
 
     dense: Tensor
-    versions: tuple[int, ...]
-    scales: tuple[weakref.ref[Tensor], ...]
+    memory: list[_Memory]
 
 
 class _Cache:
@@ -149,21 +189,22 @@ class _Cache:
         # A view for one call dies with it, and so would its entry: caching it would dequantize at every call.
         is_passing = codes is None and weight.codes._base is not None and weight.codes not in self.lasting
         codes = weight.codes if codes is None else codes
-        scales = [weight.scale] if weight.global_scale is None else [weight.scale, weight.global_scale]
-        if codes.device.type != "cpu" or is_passing or any(t.is_inference() for t in (codes, *scales)):
+        tensors = [codes, weight.scale] if weight.global_scale is None else [codes, weight.scale, weight.global_scale]
+        if codes.device.type != "cpu" or is_passing or not all(tensor.is_contiguous() for tensor in tensors):
             return None
-        entry, versions = self.entries.get(codes), (codes._version, *(scale._version for scale in scales))
-        is_current = entry is not None and entry.dense.dtype is dtype and entry.versions == versions
-        if not is_current or [id(ref()) for ref in entry.scales] != [id(scale) for scale in scales]:
-            self.entries.pop(codes, None)
-            # Entries leave only with their codes, never for space: see the module docstring.
-            held = sum(entry.dense.nbytes for entry in self.entries.values())
-            if held + math.prod(weight.shape) * dtype.itemsize > self.budget:
-                return None
-            refs = tuple(weakref.ref(scale) for scale in scales)
-            entry = _Entry(weight.dequantize(dtype), versions, refs)
-            self.entries[codes] = entry
-        return entry.dense  # type: ignore[no-any-return]
+        entry: _Entry | None = self.entries.get(codes)
+        if entry is not None and entry.dense.dtype is dtype and entry.dense.shape == weight.shape:
+            if all(memory.is_unchanged(tensor) for memory, tensor in zip(entry.memory, tensors, strict=True)):
+                return entry.dense
+        self.entries.pop(codes, None)
+        # Entries leave only with their codes, never for space: see the module docstring.
+        held = sum(entry.dense.nbytes for entry in self.entries.values())
+        if held + math.prod(weight.shape) * dtype.itemsize > self.budget:
+            return None
+        # Summed up first, so that values which are written meanwhile are seen at the next call.
+        memory = [_Memory(tensor) for tensor in tensors]
+        self.entries[codes] = entry = _Entry(weight.dequantize(dtype), memory)
+        return entry.dense
 
 
 def _budget(text: str | None) -> int:
