@@ -15,10 +15,10 @@ from __future__ import annotations
 
 import math
 import os
+import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -128,48 +128,73 @@ def kept_weights(codes: Iterable[Tensor]) -> Iterator[None]:
             _cache.entries.pop(each, None)
 
 
+@contextmanager
+def weights_stay() -> Iterator[None]:
+    """Says that this thread runs models in a loop and nobody writes weights meanwhile: each is compared only once."""
+    before, _thread.loop = getattr(_thread, "loop", None), object()
+    try:
+        yield
+    finally:
+        _thread.loop = before
+
+
+_thread = threading.local()  # its `loop` stands for the `weights_stay` that a thread is in
+
 _EXACT = 4096  # words of 8 bytes up to which a tensor is compared with a copy, and not by sums
 _SAMPLE = 4  # rows of a larger one that are compared with copies, too
 
 
-class _Memory:
-    """The memory of a contiguous tensor: its address, the sum of each row's words, and copies of some rows.
+def memory_summary(tensor: Tensor) -> list[Tensor]:
+    """Returns copies of some rows of a tensor and the sum of each row: equal as long as the tensor has its values.
 
     Sums tell of new values and of rows that changed places; columns that did are seen in the copied rows.
     """
+    compared, rows = _views(tensor.detach().contiguous())
+    return [part.clone() for part in compared] + ([] if rows is None else [rows.sum(1)])
+
+
+def _views(tensor: Tensor) -> tuple[list[Tensor], Tensor | None]:
+    """Returns views of a contiguous tensor as integers: those to be compared, and the words of rows to be summed up."""
+    flat = tensor.view(-1).view(torch.uint8)
+    # Tensors of a mapped file may begin at any byte, and words begin at multiples of 8.
+    begin = min(-flat.storage_offset() % 8, len(flat))
+    words = flat[begin : begin + (len(flat) - begin) // 8 * 8].view(torch.int64)
+    compared, rows = [flat[:begin], flat[begin + 8 * len(words) :]], None
+    if len(words) <= _EXACT:
+        compared.append(words)
+    else:
+        # Words of a row of the tensor. Short rows would be slow; a prime begins at another column in each row.
+        width = len(flat) // len(tensor) // 8
+        width = width if width >= 16 and 8 * width * len(tensor) == 8 * len(words) == len(flat) else 251
+        whole = len(words) // width * width
+        rows = words[:whole].view(-1, width)
+        compared += [words[whole:], rows[:: max(len(rows) // _SAMPLE, 1)]]
+    return [part for part in compared if part.numel()], rows
+
+
+class _Memory:
+    """The memory of a contiguous tensor and what it held; it lives as long as this object."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._address = tensor.data_ptr()
-        flat = tensor.detach().view(-1).view(torch.uint8)
-        # Tensors of a mapped file may begin at any byte, and words begin at multiples of 8.
-        begin = min(-flat.storage_offset() % 8, len(flat))
-        words = flat[begin : begin + (len(flat) - begin) // 8 * 8].view(torch.int64)
-        compared = [flat[:begin], flat[begin + 8 * len(words) :]]
-        self._rows = self._sums = None
-        if len(words) <= _EXACT:
-            compared.append(words)
-        else:
-            # Words of a row of the tensor. Short rows would be slow; a prime begins at another column in each row.
-            width = len(flat) // len(tensor) // 8
-            width = width if width >= 16 and 8 * width * len(tensor) == 8 * len(words) == len(flat) else 251
-            whole = len(words) // width * width
-            self._rows = words[:whole].view(-1, width)
-            self._sums = self._rows.sum(1)
-            compared += [words[whole:], self._rows[:: len(self._rows) // _SAMPLE]]
-        self._compared = [(part, part.clone()) for part in compared if part.numel()]
+        self._compared, self._rows = _views(tensor.detach())  # each call of a product would take longer to make them
+        self._copies = [part.clone() for part in self._compared]
+        self._sums = None if self._rows is None else self._rows.sum(1)
 
     def is_unchanged(self, tensor: Tensor) -> bool:
         """Returns whether `tensor` still has this memory, and the memory its values."""
-        if tensor.data_ptr() != self._address or not all(torch.equal(*pair) for pair in self._compared):
+        if tensor.data_ptr() != self._address or not all(map(torch.equal, self._compared, self._copies)):
             return False
-        return self._rows is None or torch.equal(self._rows.sum(1), self._sums)
+        return self._rows is None or self._sums is None or torch.equal(self._rows.sum(1), self._sums)
 
 
-class _Entry(NamedTuple):
+@dataclass(eq=False, slots=True)
+class _Entry:
     """A dequantized weight, and the memory of the codes and scales that it was made from."""
 
     dense: Tensor
     memory: list[_Memory]
+    compared_in: object  # the `weights_stay` in which the memory was compared last; None outside of one
 
 
 class _Cache:
@@ -193,8 +218,12 @@ class _Cache:
         if codes.device.type != "cpu" or is_passing or not all(tensor.is_contiguous() for tensor in tensors):
             return None
         entry: _Entry | None = self.entries.get(codes)
+        loop = getattr(_thread, "loop", None)
         if entry is not None and entry.dense.dtype is dtype and entry.dense.shape == weight.shape:
+            if loop is not None and entry.compared_in is loop:
+                return entry.dense
             if all(memory.is_unchanged(tensor) for memory, tensor in zip(entry.memory, tensors, strict=True)):
+                entry.compared_in = loop
                 return entry.dense
         self.entries.pop(codes, None)
         # Entries leave only with their codes, never for space: see the module docstring.
@@ -203,7 +232,7 @@ class _Cache:
             return None
         # Summed up first, so that values which are written meanwhile are seen at the next call.
         memory = [_Memory(tensor) for tensor in tensors]
-        self.entries[codes] = entry = _Entry(weight.dequantize(dtype), memory)
+        self.entries[codes] = entry = _Entry(weight.dequantize(dtype), memory, loop)
         return entry.dense
 
 

@@ -30,6 +30,7 @@ from quant.formats.format import is_16bit
 from quant.generate.fused_decoder import Decoder, decoder_refusal
 from quant.generate.quantized_attention import quantized_attention
 from quant.kernels.base.hardware import has_triton
+from quant.kernels.linear.oracle import weights_stay
 from quant.recipes.blocks import cache_argument, cache_of
 from quant.recipes.callers_model import unwrapped
 from quant.recipes.layers import output_head
@@ -160,7 +161,7 @@ def generate(
     stream = TextStream(tokenizer, on_text)
     started = time.perf_counter()
     formats = quantized_attention(model, attention=attention, kv_cache=kv_cache)
-    with torch.no_grad(), evaluating(model), _wide_logits(model), formats:
+    with torch.no_grad(), evaluating(model), _wide_logits(model), formats, weights_stay():
         reason = "its attention is in FP8 over a KV cache in 16 bit"
         if is_16bit(attention) or cache is not None:
             reason = _decode(model, ids, max_new_tokens, stream.add, cache)

@@ -48,8 +48,8 @@ from quant.training.low_precision.grouped_products import GroupedProducts, block
 from quant.training.low_precision.low_precision_linear import LowPrecisionLinear, RoundedProducts, ValueOf
 from quant.training.low_precision.state import (
     LowPrecision,
+    MadeFrom,
     deployed_input,
-    fingerprint,
     input_scale,
     packed_weight,
     stored_format,
@@ -171,8 +171,8 @@ class LowPrecisionStack(ExpertStack):
         """Returns the experts as deployed; None before a training step has recorded an input that they need."""
         state, held = self.low_precision, self.held
         history = state.amax["x"].values
-        key = fingerprint(self.weight, state), id(history)
-        if state.deployed is not None and state.deployed[0] == key:
+        made_from = MadeFrom(held, state, id(history))
+        if state.deployed is not None and state.deployed[0] == made_from:
             return state.deployed[1]  # type: ignore[no-any-return]
         activation = deployed_input(state.recipe)
         if activation is not None and activation.is_static and state.amax["x"].is_empty:
@@ -180,7 +180,7 @@ class LowPrecisionStack(ExpertStack):
         scale = input_scale(state, held.dtype)
         scale = None if scale is None else scale.to(held.device)
         experts = QuantExperts(self.packed(), activation, scale, held.dtype, self.stacking)
-        state.deployed = key, experts, history  # held, so that no other tensor gets its id
+        state.deployed = made_from, experts, history  # held, so that no other tensor gets its id
         return experts
 
 

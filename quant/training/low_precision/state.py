@@ -24,6 +24,7 @@ from quant.formats.format import FORMATS, Format
 from quant.formats.rounding import encode, pack
 from quant.formats.tensor import BlockScaledTensor
 from quant.kernels.base.custom_ops import is_in_backward
+from quant.kernels.linear.oracle import memory_summary
 from quant.kernels.linear.quant_linear import QuantLinear
 from quant.kernels.training.fake_rounding import group_amax
 from quant.recipes.recipe import get_recipe
@@ -277,8 +278,8 @@ def deployed_layer(layer: Any, state: LowPrecision, x: torch.Tensor) -> nn.Modul
     histories = [each.low_precision.amax["x"].values for each in state.group]
     # The deployed layer shares the bias's memory, so that only another tensor in its place matters.
     bias = None if layer.bias is None else (layer.bias.data_ptr(), layer.bias.dtype)
-    key = (fingerprint(layer.weight, state), bias, *map(id, histories))
-    if state.deployed is not None and state.deployed[0] == key:
+    made_from = MadeFrom(layer.weight, state, bias, *map(id, histories))
+    if state.deployed is not None and state.deployed[0] == made_from:
         return state.deployed[1]  # type: ignore[no-any-return]
     activation = deployed_input(state.recipe)
     is_recorded = not all(each.low_precision.amax["x"].is_empty for each in state.group)
@@ -291,18 +292,25 @@ def deployed_layer(layer: Any, state: LowPrecision, x: torch.Tensor) -> nn.Modul
     packed = QuantLinear(weight, layer.bias, activation, scale, dtype=layer.weight.dtype)
     if is_recorded or scale is None:
         # The histories are held, so that no other tensor gets the id by which the next call compares them.
-        state.deployed = key, packed, histories
+        state.deployed = made_from, packed, histories
     return packed
 
 
-def fingerprint(weight: torch.Tensor, state: LowPrecision) -> tuple[object, ...]:
-    """Returns facts that distinguish a weight from its earlier values.
+class MadeFrom:
+    """The values that a deployed layer was made from, to be compared with the present ones.
 
-    The version counter misses changes through `.data`, by which averaged weights are often put in and taken out, and
-    changes by FSDP2, which gathers other values into the same memory. So the norm and a sample of values count too.
+    Version counters miss changes through `.data`, by which averaged weights are often put in and taken out, and
+    changes by FSDP2, which gathers other values into the same memory.
     """
-    flat = weight.detach().flatten()
-    facts = [torch.linalg.vector_norm(flat, dtype=torch.float32).reshape(1), flat[:: max(len(flat) // 256, 1)].float()]
-    if state.recipe.weight is not None and state.recipe.weight.is_static:  # shared with other layers
-        facts.append(state.weight_amax().flatten())
-    return weight._version, weight.device, weight.dtype, *torch.cat(facts).tolist()
+
+    def __init__(self, weight: torch.Tensor, state: LowPrecision, *facts: object) -> None:
+        self.facts = (weight.dtype, weight.shape, weight.device, state.weight_dtype, *facts)
+        if state.recipe.weight is not None and state.recipe.weight.is_static:  # shared with other layers
+            self.facts += (*state.weight_amax().flatten().tolist(),)
+        self.values = memory_summary(weight)
+
+    def __eq__(self, other: object) -> bool:
+        same = isinstance(other, MadeFrom) and self.facts == other.facts
+        return same and all(map(torch.equal, self.values, other.values))
+
+    __hash__ = None  # type: ignore[assignment]
