@@ -1,8 +1,10 @@
 """A `GradientWatch` looks at gradients before an optimizer's step, and stops training or skips the step.
 
-Low precision makes NaN and infinity likelier, and one step with them loses a model. The gradients that an optimizer
-holds are read together, once a step, wherever they came from: eager or compiled passes, DDP, FSDP2, micro-batches that
-accumulate. A closure, by which L-BFGS and Lightning compute gradients within the step, is followed by the same look.
+Low precision makes NaN and infinity likelier, and one step with them loses a model. The gradients of all optimizers of
+a model are read together before each of them makes its step, so that a step is made by all of them or by none: Muon
+does not train the matrices of a batch that AdamW leaves out. It does not matter where gradients came from: eager or
+compiled passes, DDP, FSDP2, micro-batches that accumulate. A closure, by which L-BFGS and Lightning compute gradients
+within the step, is followed by the same look.
 
 Clipping spreads NaN to every gradient, so gradients alone would not tell where it came from. Three facts do, and the
 first that applies is told: a layer whose weight is not finite; the first layer, in the order of the forward pass, whose
@@ -11,13 +13,15 @@ Layers note their inputs and output gradients as they run, with the emulated and
 graphs.
 
 A loss scaler looks for infinity itself: it finds its scale by steps that overflow, and skips these. So its steps are
-left to it, also where a fused optimizer is called and skips them on the GPU. `report.nonfinite()` tells the layer.
+left to it, also where a fused optimizer is called and skips them on the GPU; another optimizer of the model, whose
+gradients are finite, leaves out that step, too. `report.nonfinite()` tells the layer.
 
 The watch is an attribute of its model, so that a copy of the model, and one that is read from a pickle, has its own.
 """
 
 from __future__ import annotations
 
+import sys
 import warnings
 import weakref
 from collections.abc import Callable, Mapping
@@ -28,6 +32,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from quant.base.errors import UserError, known_names
+from quant.recipes.callers_model import optimizers_of
 from quant.training.low_precision.fused_experts_training import LowPrecisionStack, trained_layers
 from quant.training.low_precision.low_precision_linear import LowPrecisionLinear
 
@@ -48,6 +53,7 @@ class GradientWatch:
         self.action = action
         self._warns_of_resuming = self._warns_of_eval_mode = True
         self._model: Callable[[], nn.Module | None] = lambda: None
+        self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
     def __getstate__(self) -> dict[str, Any]:
         warns = self._warns_of_resuming, self._warns_of_eval_mode
@@ -55,6 +61,7 @@ class GradientWatch:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.action, (self._warns_of_resuming, self._warns_of_eval_mode) = state["action"], state["warns"]
+        self._optimizers = weakref.WeakSet()
         # The copy of the model, which is still without its layers: they are looked up at each step.
         self.start(state["model"])
 
@@ -84,10 +91,10 @@ class GradientWatch:
             watch._warns_of_resuming = False
 
     def check(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Stops, by a UserError, or skips where gradients of `optimizer` for parameters of `model` are not finite."""
-        held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        identities = {id(parameter) for parameter in held}
-        layers = {n: layer for n, layer in trained_layers(model).items() if id(layer.held) in identities}
+        """Stops, by a UserError, or skips where gradients of any optimizer of `model` are not finite."""
+        identities = {id(parameter) for parameter in _held(optimizer)}
+        trained = trained_layers(model)
+        layers = {name: layer for name, layer in trained.items() if id(layer.held) in identities}
         if self._warns_of_resuming and layers:
             self._warns_of_resuming = False
             _warn_of_resuming(optimizer, layers)
@@ -98,21 +105,45 @@ class GradientWatch:
                 "records no input for the deployed model; call model.train()",
                 stacklevel=4,
             )
+        own = {id(parameter) for parameter in model.parameters()}
+        if own.isdisjoint(identities):
+            return
+        if optimizer not in self._optimizers:
+            self._optimizers.update([optimizer, *optimizers_of(own)])
+        all_held = [parameter for each in list(self._optimizers) for parameter in _held(each)]
         # GradScaler puts this on fused optimizers, whose kernels skip the step where it is not zero.
-        has_scaler = getattr(optimizer, "found_inf", None) is not None
-        line = None if has_scaler else nonfinite_line(model, layers, identities)
-        for layer in layers.values():
+        is_fused = getattr(optimizer, "found_inf", None) is not None
+        others = {id(parameter) for parameter in all_held} - (identities if is_fused else set())
+        line = nonfinite_line(model, trained, others)
+        has_scaler = is_fused or (line is not None and _is_called_by_scaler())
+        for layer in (trained if line is not None and not has_scaler else layers).values():
             layer.low_precision.forget_notes()
         if line is None:
             return
-        if self.action == "stop":
+        if self.action == "stop" and not has_scaler:
             raise UserError(
-                f"{line}; no weight was changed. Lower the learning rate or keep the layer in 16 bit with exclude=, or "
-                'leave such steps out with on_nonfinite="skip"'
+                f"{line}; no weight was changed by this step of {type(optimizer).__name__}. Lower the learning rate or "
+                'keep the layer in 16 bit with exclude=, or leave such steps out with on_nonfinite="skip"'
             )
-        warnings.warn(f"{line}; this step is skipped", stacklevel=4)
-        for parameter in held:  # an optimizer passes over parameters without a gradient
+        # An optimizer passes over parameters without a gradient. A scaler looks for infinity in each optimizer's own.
+        for parameter in _held(optimizer) if has_scaler else [*_held(optimizer), *all_held]:
             parameter.grad = None
+        if not has_scaler:
+            warnings.warn(f"{line}; this step is skipped", stacklevel=4)
+
+
+def _held(optimizer: torch.optim.Optimizer) -> list[Any]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _is_called_by_scaler() -> bool:
+    """Returns whether a GradScaler makes this step, of which a plain optimizer is not told."""
+    frame = sys._getframe()
+    while frame.f_back is not None:
+        frame = frame.f_back
+        if isinstance(frame.f_locals.get("self"), torch.amp.GradScaler):
+            return True
+    return False
 
 
 def _warn_of_resuming(optimizer: torch.optim.Optimizer, layers: _Layers) -> None:

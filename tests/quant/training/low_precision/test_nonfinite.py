@@ -125,6 +125,70 @@ def test_a_loss_scaler_skips_steps_itself(fused: bool) -> None:
     to_plain_layers(model)
 
 
+def _two_optimizers(model: Deep, first: int) -> list[torch.optim.Optimizer]:
+    matrices = [layer.weight for layer in model.layers]
+    rest = [p for p in model.parameters() if all(p is not matrix for matrix in matrices)]
+    return [torch.optim.Muon(matrices, lr=0.1), torch.optim.AdamW(rest, lr=0.1)][:: 1 - 2 * first]
+
+
+@pytest.mark.parametrize("action", ["stop", "skip"])
+@pytest.mark.parametrize("first", [0, 1])
+@pytest.mark.parametrize("where", ["norm.weight", "layers.0.weight"])
+def test_two_optimizers_make_a_step_together_or_none(action: str, first: int, where: str) -> None:
+    model = Deep()
+    quant.to_low_precision_training(model, "mxfp8", on_nonfinite=action)
+    optimizers, before = _two_optimizers(model, first), _copied(model)
+    _loss(model).backward()
+    model.get_parameter(where).grad[3] = torch.inf
+    for index, optimizer in enumerate(optimizers):
+        name = type(optimizer).__name__
+        if action == "stop":
+            with pytest.raises(UserError, match=f"^{where[:-7]}.*changed by this step of {name}"):
+                optimizer.step()
+        elif index == 0:
+            with pytest.warns(UserWarning, match="this step is skipped"):
+                optimizer.step()
+        else:
+            optimizer.step()
+    assert _unchanged(model, before)
+    for optimizer in optimizers:
+        optimizer.zero_grad()
+    _loss(model).backward()
+    for optimizer in optimizers:
+        optimizer.step()
+    assert not any(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    to_plain_layers(model)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_loss_scaler_skips_the_step_of_both_optimizers(first: int, fused: bool) -> None:
+    model = Deep()
+    quant.to_low_precision_training(model, "mxfp8")
+    rest = [p for name, p in model.named_parameters() if "0" not in name]
+    optimizers = [
+        torch.optim.SGD(model.layers[0].parameters(), lr=0.1, fused=fused),
+        torch.optim.AdamW(rest, lr=0.1, fused=fused),
+    ][:: 1 - 2 * first]
+    scaler, before = torch.amp.GradScaler("cpu"), _copied(model)
+    scaler.scale(_loss(model)).backward()
+    model.norm.weight.grad[3] = torch.inf
+    for optimizer in optimizers:
+        scaler.step(optimizer)
+    scaler.update()
+    assert scaler.get_scale() == 2.0**15 and _unchanged(model, before)
+    to_plain_layers(model)
+
+
+def test_gradients_that_no_optimizer_takes_stop_no_step(model: Deep) -> None:
+    """Of a parameter that is left out of training they may grow without end."""
+    optimizer, before = torch.optim.SGD(model.layers.parameters(), lr=0.1), _copied(model)
+    _loss(model).backward()
+    model.norm.weight.grad[3] = torch.inf
+    optimizer.step()
+    assert not torch.equal(model.layers[0].weight, before["layers.0.weight"])
+
+
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("value", [torch.inf, torch.nan])
 def test_an_input_that_is_not_finite_is_named_before_the_layers_that_it_reaches(recipe: str, value: float) -> None:
