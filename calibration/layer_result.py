@@ -126,7 +126,8 @@ def _energies(weight: torch.Tensor, quantized: BlockScaledTensor) -> tuple[float
             w = weight[index][rows].to(part.codes.device).double().flatten()
             signal = signal + w.dot(w)
             # sub_ changes w before dot reads it again, so both factors are the difference w − w_q.
-            noise = noise + w.sub_(part.dequantize().flatten()).dot(w)
+            error = w - part.dequantize().flatten()  # not in place: w is the caller's own weight in a float64 model
+            noise = noise + error.dot(error)
     return float(signal), float(noise)
 
 

@@ -231,8 +231,8 @@ def measured_global_scale(weights: Sequence[Tensor], format: Format) -> Tensor:
 def _amax(weight: Tensor) -> Tensor:
     """Returns the largest magnitude of each matrix, float32, over all shards of the weight."""
     if not hasattr(weight, "full_tensor"):  # as one kernel, which DTensor does not have
-        amax: Tensor = torch.linalg.vector_norm(weight, torch.inf, dim=(-2, -1), dtype=torch.float32)
-        return amax
+        amax: Tensor = torch.linalg.vector_norm(weight, torch.inf, dim=(-2, -1))
+        return amax.float()
     sharded_amax: Any = weight.abs().amax(dim=(-2, -1)).float()
     return sharded_amax.full_tensor()  # type: ignore[no-any-return]
 

@@ -31,6 +31,7 @@ from quant.recipes.recipe import matched, no_match
 from quant.training.low_precision.all_gather import check_gather_in_fp8, gather_in_16bit, gather_in_fp8
 from quant.training.low_precision.attention import attend_in_16bit, attend_in_fp8, check_attention
 from quant.training.low_precision.backends import Backend, ForwardContext, choose_backend, is_too_small
+from quant.training.low_precision.common_histories import reduce_amax
 from quant.training.low_precision.fused_experts_training import (
     convert_experts,
     experts_refusal,
@@ -47,6 +48,7 @@ from quant.training.low_precision.training_recipe import TrainingRecipe, get_tra
 from quant.training.rounded_weight import RoundedWeight
 
 _RECIPE = "recipe"  # key of the name in a report's state
+_DTYPES = "weight_dtypes"  # key of the dtypes that weights trained in, bytes `[layers, 8]`; earlier states lack it
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,12 +84,21 @@ class LowPrecisionTraining:
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Returns the histories of largest magnitudes for a checkpoint; the model's own keys stay as in plain layers.
 
-        And the recipe's name in bytes, for plain weights show none.
+        And, in bytes, which plain weights do not show: the recipe's name, and the dtype in which each weight trained,
+        which is narrower than the weight under FSDP2 with `param_dtype`. Sizes stay the same, and after a step of an
+        optimizer all ranks of DDP or FSDP2 have the same state.
         """
+        states = self._states()
         name_of_recipe = torch.tensor(list(self.recipe.name.encode()), dtype=torch.uint8)
-        return {_RECIPE: name_of_recipe} | {
+        # An expert that no token has reached on this rank trained in the dtype of the others.
+        common = next((state.weight_dtype for state in states.values() if state.weight_dtype is not None), "")
+        dtypes = [str(s.weight_dtype or common).removeprefix("torch.").ljust(8) for s in states.values()]
+        return {
+            _RECIPE: name_of_recipe,
+            _DTYPES: torch.tensor([list(dtype.encode()) for dtype in dtypes], dtype=torch.uint8),
+        } | {
             f"{name}.amax.{operand}": history.values.clone()
-            for name, state in self._states().items()
+            for name, state in states.items()
             for operand, history in state.amax.items()
         }
 
@@ -105,8 +116,11 @@ class LowPrecisionTraining:
                 f'it with quant.to_low_precision_training(model, "{name_of_recipe}"), or leave out the state of the '
                 "report to go on in another recipe"
             )
-        state = {name: values for name, values in state.items() if name != _RECIPE}
-        own = {name: values for name, values in self.state_dict().items() if name != _RECIPE}
+        dtypes = state.get(_DTYPES)
+        state, own = (
+            {name: values for name, values in each.items() if name not in (_RECIPE, _DTYPES)}
+            for each in (state, self.state_dict())
+        )
         if differing := sorted(own.keys() ^ state.keys()):
             raise UserError(
                 f"{differing[0]}: the histories and the model disagree on the layers that train in low precision "
@@ -120,7 +134,10 @@ class LowPrecisionTraining:
                 )
         for name, layer in self._states().items():
             for operand, history in layer.amax.items():
-                history.values = state[f"{name}.amax.{operand}"].clone()
+                history.start(state[f"{name}.amax.{operand}"].clone())
+        for layer, dtype in zip(self._states().values(), () if dtypes is None else dtypes.tolist(), strict=False):
+            trained_in = bytes(dtype).decode().strip()
+            layer.weight_dtype = getattr(torch, trained_in) if trained_in else None
         GradientWatch.resumed(self.model)
 
     def trainer_callback(self) -> Any:
@@ -130,6 +147,14 @@ class LowPrecisionTraining:
         and at the end with the best checkpoint, if it loads that (`load_best_model_at_end`).
         """
         return _trainer_callback(self)
+
+    def reduce_amax(self, group: Any = None) -> None:
+        """Gives all ranks of `group`, None for all, the largest magnitudes of them all; each of them has to call it.
+
+        Steps of optimizers under DDP, FSDP2 and tensor parallelism do that already. Call it before you evaluate, save
+        or pack a model whose gradients are averaged in another way.
+        """
+        reduce_amax(trained_layers(self.model).values(), group)
 
     def nonfinite(self) -> str | None:
         """Says where NaN or infinity came into the present gradients; None where all are finite.

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from quant.training.low_precision.state import LowPrecision
+from quant.training.low_precision.state import LowPrecision, is_distributed
 from quant.training.low_precision.training_recipe import Arithmetic, TrainingRecipe
 
 _Operands = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
@@ -185,11 +185,6 @@ def keeps_codes(outputs: int, tokens: int) -> bool:
     weight for the time of its layer, and codes of all layers would undo that.
     """
     return outputs <= tokens and not is_distributed()
-
-
-def is_distributed() -> bool:
-    """Returns whether this process is one of a distributed run."""
-    return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
 def unpadded(matrix: torch.Tensor, rows: int, columns: int) -> torch.Tensor:

@@ -48,12 +48,11 @@ from quant.training.low_precision.native import (
     NativeProducts,
     NormInput,
     cast,
-    is_distributed,
     keeps_codes,
     origin_of,
     unpadded,
 )
-from quant.training.low_precision.state import LowPrecision
+from quant.training.low_precision.state import LowPrecision, is_distributed
 
 # The layers of a group are called one by one. The first computes the outputs of all, and leaves them with the products
 # that the model's layers share; the others fetch theirs, provided that they are called with the same input in the same

@@ -29,10 +29,12 @@ from typing import Any, ClassVar
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from quant.base.errors import UserError, known_names
 from quant.recipes.callers_model import optimizers_of
+from quant.training.low_precision.common_histories import agree_on_histories, find_replicas
 from quant.training.low_precision.fused_experts_training import LowPrecisionStack, trained_layers
 from quant.training.low_precision.low_precision_linear import LowPrecisionLinear
 
@@ -54,6 +56,7 @@ class GradientWatch:
         self._warns_of_resuming = self._warns_of_eval_mode = True
         self._model: Callable[[], nn.Module | None] = lambda: None
         self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        self._replicas: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
 
     def __getstate__(self) -> dict[str, Any]:
         warns = self._warns_of_resuming, self._warns_of_eval_mode
@@ -61,7 +64,7 @@ class GradientWatch:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.action, (self._warns_of_resuming, self._warns_of_eval_mode) = state["action"], state["warns"]
-        self._optimizers = weakref.WeakSet()
+        self._optimizers, self._replicas = weakref.WeakSet(), weakref.WeakSet()
         # The copy of the model, which is still without its layers: they are looked up at each step.
         self.start(state["model"])
 
@@ -110,6 +113,8 @@ class GradientWatch:
             return
         if optimizer not in self._optimizers:
             self._optimizers.update([optimizer, *optimizers_of(own)])
+            self._replicas.update(find_replicas(model))
+        agree_on_histories(trained.values(), self._replicas)
         all_held = [parameter for each in list(self._optimizers) for parameter in _held(each)]
         # GradScaler puts this on fused optimizers, whose kernels skip the step where it is not zero.
         is_fused = getattr(optimizer, "found_inf", None) is not None

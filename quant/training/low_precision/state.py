@@ -40,18 +40,25 @@ class AmaxHistory:
 
     def __init__(self, steps: int) -> None:
         # float32 `[steps]`, newest first; -1 where no step has been recorded.
-        self.values = torch.full((steps,), -1.0, dtype=torch.float32)
+        self.start(torch.full((steps,), -1.0, dtype=torch.float32))
+
+    def start(self, values: torch.Tensor) -> None:
+        """Goes on from values that all ranks have."""
+        self.values = self.agreed = values
+        self.latest = torch.full((), -1.0, dtype=torch.float32)  # the largest magnitude that this rank recorded since
 
     def record(self, amax: torch.Tensor) -> None:
         """Takes in the largest magnitude of a step; NaN and infinity count as zero, or they would stay for good."""
         amax = torch.nan_to_num(amax.detach().float(), 0.0, 0.0).reshape(1)
+        if is_distributed():
+            self.latest = torch.maximum(self.latest.to(amax.device), amax[0])
         # A new tensor and no index that moves: torch.compile would record a graph for each value of a Python number.
         self.values = torch.cat([amax, self.values.to(amax.device)[:-1]])
 
     def largest(self, otherwise: torch.Tensor) -> torch.Tensor:
-        """Returns the largest remembered magnitude, float32 scalar, or `otherwise` before the first step."""
+        """Returns the largest remembered magnitude, float32 scalar, or `otherwise` if there is none but zeros."""
         amax = self.values.to(otherwise.device).amax()
-        return torch.where(amax < 0, otherwise.float(), amax)
+        return torch.where(amax <= 0, otherwise.float(), amax)
 
     @property
     def is_empty(self) -> bool:
@@ -125,9 +132,11 @@ class LowPrecision:
             self.amax["x"].record(_amax(x.detach()))
 
     def weight_amax(self) -> torch.Tensor:
-        """Returns the largest magnitude of the weights of the group, float32 scalar."""
+        """Returns the largest magnitude of the weights of the group, as they train, float32 scalar."""
         device = self.group[0].weight.device
-        return group_amax([each.weight.detach().to(device) for each in self.group])
+        amax = group_amax([each.weight.detach().to(device) for each in self.group])
+        # Rounding keeps the order: the largest of rounded weights is the largest weight, rounded.
+        return amax if self.weight_dtype is None else amax.to(self.weight_dtype).float()
 
     def recorded_inputs(self) -> list[torch.Tensor]:
         """Returns the largest recorded input of each layer that shares the deployed input scale; of siblings if none.
@@ -178,6 +187,11 @@ class LowPrecision:
         earlier = self.amax["dy"].largest(current)
         self.amax["dy"].record(current)
         return earlier
+
+
+def is_distributed() -> bool:
+    """Returns whether this process is one of a distributed run."""
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
 def _larger(earlier: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor:

@@ -672,3 +672,20 @@ def test_low_precision_leaves_such_a_layer_in_16_bit() -> None:
     trained = model.eval()(ROWS)
     quant.pack(model)
     assert torch.equal(model(ROWS), trained)
+
+
+@pytest.mark.parametrize("format", ["nvfp4", "mxfp8", "int8", "fp8_channel", "fp8"])
+@pytest.mark.parametrize("dtype", [torch.float32, None])
+def test_a_float64_model_trains_and_keeps_its_weights(format: str, dtype: torch.dtype | None) -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(64, 64)).double()
+    weight, before = net[0].weight, net[0].weight.detach().clone()
+    x = torch.randn(16, 64, dtype=torch.float64)
+    quant.prepare_qat(net, format, x, dtype=dtype)
+    assert net[0].weight is weight and torch.equal(weight.detach(), before.to(dtype or torch.float64))
+    net(x).square().mean().backward()
+    torch.optim.SGD(net.parameters(), 0.1).step()
+    with torch.no_grad():
+        outputs = net.eval()(x)
+        quant.pack(net)
+        assert torch.equal(net(x), outputs)

@@ -248,3 +248,48 @@ def test_a_model_that_cannot_be_packed_is_refused_and_left_as_it_is(model: Any, 
 def test_an_unknown_recipe_lists_the_known_ones() -> None:
     with pytest.raises(ValueError, match=r"known: fp8_delayed, .*nvfp4"):
         get_training_recipe("nvfp5")
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_float64_model_evaluates_as_it_is_packed(recipe: str) -> None:
+    net = nn.Sequential(nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 128)).double()
+    quant.to_low_precision_training(net, recipe)
+    x = torch.randn(32, 128, dtype=torch.float64)
+    net(x).square().mean().backward()
+    torch.optim.SGD(net.parameters(), 0.1).step()
+    net.eval()
+    with torch.no_grad():
+        outputs = net(x)
+        quant.pack(net)
+        assert torch.equal(net(x), outputs)
+
+
+@pytest.mark.parametrize("recipe", ["fp8_tensorwise", "fp8_rowwise", "nvfp4"])
+def test_weights_that_trained_as_bf16_copies_are_packed_from_a_checkpoint(recipe: str) -> None:
+    """As under FSDP2 with `param_dtype`: the state says so, and states without it are read as before."""
+    net = nn.Sequential(nn.Linear(64, 64))
+    report = quant.to_low_precision_training(net, recipe)
+    net(torch.randn(32, 64))
+    state = report.state_dict()
+    net[0].low_precision.weight_dtype = torch.bfloat16
+    narrow = report.state_dict()
+    assert {k: v.shape for k, v in narrow.items()} == {k: v.shape for k, v in state.items()}  # for DCP
+    codes = {}
+    for name, saved in {
+        "bf16": narrow,
+        "fp32": state,
+        "old": {k: v for k, v in state.items() if "dtypes" not in k},
+    }.items():
+        again = nn.Sequential(nn.Linear(64, 64))
+        loaded = quant.to_low_precision_training(again, recipe)
+        again.load_state_dict(net.state_dict())
+        loaded.load_state_dict(saved)
+        quant.pack(again)
+        codes[name] = again[0].codes.view(torch.uint8)
+    assert torch.equal(codes["old"], codes["fp32"]) and not torch.equal(codes["bf16"], codes["fp32"])
+    rounded = nn.Sequential(nn.Linear(64, 64))
+    loaded = quant.to_low_precision_training(rounded, recipe)
+    rounded.load_state_dict({name: value.bfloat16() for name, value in net.state_dict().items()})
+    loaded.load_state_dict(state)
+    quant.pack(rounded)
+    assert torch.equal(rounded[0].codes.view(torch.uint8), codes["bf16"])

@@ -300,3 +300,36 @@ def test_no_tokens_give_no_rows() -> None:
     assert y.shape == (0, OUTPUTS)
     y.sum().backward()
     assert layer.low_precision.amax["x"].is_empty
+
+
+def test_a_history_of_zeros_scales_by_the_present_magnitude() -> None:
+    """A first batch of zeros, or a head that begins at zero, leaves a record of zero, by which nothing can be scaled."""
+    torch.manual_seed(0)
+    delayed, present = (nn.Sequential(nn.Linear(64, 64, bias=False)) for _ in range(2))
+    present.load_state_dict(delayed.state_dict())
+    quant.to_low_precision_training(delayed, "fp8_delayed")
+    quant.to_low_precision_training(present, "fp8_tensorwise")
+    x = torch.randn(32, 64) * 1e-4
+    (delayed(torch.zeros(32, 64)) * 0).sum().backward()
+    delayed.zero_grad()
+    outputs = [net(x) for net in (delayed, present)]
+    for y in outputs:
+        (y * 1e-4 * torch.arange(64)).sum().backward()
+    assert torch.equal(*outputs)
+    assert torch.equal(delayed[0].weight.grad, present[0].weight.grad)
+
+
+def test_eval_mode_sees_rows_that_change_places_through_data() -> None:
+    net = nn.Sequential(nn.Linear(256, 1024, bias=False))
+    quant.to_low_precision_training(net, "fp8_rowwise")
+    x = torch.randn(4, 256)
+    with torch.no_grad():
+        net(x)
+        net.eval()
+        before = net(x)
+        weight = net[0].weight.data  # the norm stays as it is
+        weight[5], weight[700] = weight[700].clone(), weight[5].clone()
+        after = net(x)
+    order = torch.arange(1024)
+    order[5], order[700] = 700, 5
+    assert torch.equal(after, before[:, order])

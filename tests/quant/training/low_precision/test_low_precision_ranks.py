@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import datetime
 from dataclasses import replace
 from pathlib import Path
@@ -89,3 +90,93 @@ def test_two_processes_train_as_one_does(tmp_path: Path) -> None:
     for key, value in model.state_dict().items():
         moved = float((value - before[key]).norm())
         assert float((trained["ddp"][key] - value).norm()) <= 0.02 * moved, key
+
+
+class Expert(torch.nn.Module):
+    """A layer, and a second one that only large inputs reach."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.large = torch.nn.Linear(32, 32), torch.nn.Linear(32, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.first(x)
+        return y + self.large(x) if float(x.abs().max()) > 4 else y + 0 * self.large(x[:0]).sum()
+
+
+def _deployed_alike(model: Any, report: Any) -> list[torch.Tensor]:
+    """Returns outputs in eval mode, packed weights' input scales and the report's state, of this rank alone."""
+    x = torch.randn(8, 32, generator=torch.Generator().manual_seed(3)) * 4
+    state = report.state_dict()
+    model.eval()
+    with torch.no_grad():
+        outputs = model(x)
+    packed = copy.deepcopy(model)
+    quant.pack(packed)
+    scales = [module.input_scale for module in packed.modules() if getattr(module, "input_scale", None) is not None]
+    assert scales
+    with torch.no_grad():
+        assert torch.equal(packed(x), outputs)
+    model.train()
+    return [outputs, *scales, *state.values()]
+
+
+def _agreeing(rank: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", f"file://{folder}/meet", rank=rank, world_size=2, timeout=datetime.timedelta(seconds=60)
+    )
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    for recipe, wrap in (
+        ("fp8_delayed", "ddp"), ("nvfp4", "ddp"), ("nvfp4", "fsdp"), ("fp8_tensorwise", "by hand")
+    ):  # fmt: skip
+        torch.manual_seed(0)
+        model = Expert()
+        report = quant.to_low_precision_training(model, recipe, on_nonfinite="skip")
+        call, largest = model, []
+        if wrap == "ddp":
+            call = torch.nn.parallel.DistributedDataParallel(model)
+        elif wrap == "fsdp":
+            fully_shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, cast_forward_inputs=False))
+        optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+        for step in range(4):
+            for micro in range(2):  # the outlier comes to one rank alone, in one micro-batch
+                x = torch.randn(16, 32, generator=torch.Generator().manual_seed(100 * step + 10 * micro + rank))
+                x = x.clamp(-3, 3) * (1 if rank == 0 or (step, micro) != (2, 0) else 20)
+                largest.append(float(x.abs().max()))
+                call(x).square().mean().backward()
+            if wrap == "by hand":
+                for parameter in model.parameters():
+                    dist.all_reduce(parameter.grad)
+            optimizer.step()
+            optimizer.zero_grad()
+        if wrap == "by hand":
+            report.reduce_amax()
+        plain, again = model, report
+        if wrap == "fsdp":
+            from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+
+            whole = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+            sent = [whole]
+            dist.broadcast_object_list(sent)
+            plain = Expert()
+            again = quant.to_low_precision_training(plain, recipe)
+            plain.load_state_dict(sent[0])
+            again.load_state_dict(report.state_dict())
+            assert plain.first.low_precision.weight_dtype is torch.bfloat16
+        if rank == 0:
+            _deployed_alike(plain, again)  # one rank evaluates and packs alone: nothing waits for the other
+        mine = _deployed_alike(plain, again)
+        both: list[Any] = [None, None]
+        dist.all_gather_object(both, mine)
+        assert all(map(torch.equal, *both)), (recipe, wrap)
+        dist.all_gather_object(both, max(largest))
+        recorded = [float(h.low_precision.amax["x"].values.max()) for h in (model.first, model.large)]
+        assert recorded == [max(both)] * 2, (recipe, wrap, recorded, both)
+    dist.destroy_process_group()
+
+
+def test_ranks_evaluate_and_pack_the_same_model(tmp_path: Path) -> None:
+    """The largest input of all ranks scales the deployed one, also of a layer that only one rank has reached."""
+    run_ranks(_agreeing, (str(tmp_path),), 2)
