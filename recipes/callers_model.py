@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import os
+import warnings
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -101,6 +102,27 @@ def optimizers_of(identities: Collection[int]) -> list[torch.optim.Optimizer]:
     return [
         each for each in optimizers if any(id(p) in identities for group in each.param_groups for p in group["params"])
     ]
+
+
+def warn_of_shared_weights(model: nn.Module) -> None:
+    """Warns of weights that two layers of a transformers model share, which its class does not share when it is built.
+
+    Such a model trains, and its checkpoint could not be read back: `quant.save` refuses it, days later.
+    """
+    tied = getattr(model, "all_tied_weights_keys", None)
+    if tied is None:
+        return
+    first: dict[int, str] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        other = first.setdefault(id(parameter), name)
+        if other != name and name not in tied and other not in tied:
+            warnings.warn(
+                f"{other} and {name} are one object in this model, and two where {type(model).__name__} builds it "
+                "again: quant.save will refuse to write a checkpoint that could not be read back; give each place a "
+                "copy of its own (copy.deepcopy) before you train",
+                stacklevel=3,
+            )
+            return
 
 
 def refuse_adapters(model: nn.Module, taker: str, way_out: str) -> None:

@@ -23,6 +23,7 @@ from quant.export.checkpoint.pretrained import detach
 from quant.export.checkpoint.save import save
 from quant.recipes.plan import Plan
 from quant.recipes.recipe import Recipe
+from quant.training.low_precision.nonfinite import GradientWatch
 from quant.training.pack import pack
 from quant.training.qat import prepare_qat
 from quant.training.qat_layers import put_layer
@@ -103,6 +104,7 @@ class QATCallback(Callback):  # type: ignore[misc, valid-type]
             put_layer(model, name, layer)
         detach(model)
         setattr(model, PLAN, self._training_plan)
+        GradientWatch(self._options.get("on_nonfinite", "stop")).start(model)
 
     def _pack(self, model: nn.Module) -> None:
         self._layers = {name: each for name, each in model.named_modules() if isinstance(each, RoundedWeight)}

@@ -22,6 +22,7 @@ from quant.recipes.plan_make import make_plan
 from quant.training.low_precision.conversion import to_plain_layers
 from quant.training.low_precision.fused_experts_training import LowPrecisionStack, trained_layers
 from quant.training.low_precision.low_precision_linear import LowPrecisionLinear
+from quant.training.low_precision.nonfinite import GradientWatch
 from quant.training.low_precision.state import deployed_input, input_scale, packed_weight, stored_format
 from quant.training.qat_layers import put_layer
 from quant.training.rounded_weight import PLAN, RoundedWeight
@@ -36,7 +37,7 @@ def pack(model: nn.Module) -> Plan:
     in eval mode, bit for bit where both run the reference arithmetic, so this changes no loss that was evaluated. It
     saves, exports and runs as any quantized model does.
 
-    After DDP, static input scales of low-precision training come from the inputs of the rank that packs.
+    Static input scales of low-precision training come from the inputs of all ranks, as of the last optimizer's step.
 
     Args:
         model: the model after training. Wrappers (DDP, torch.compile) are looked through.
@@ -62,7 +63,21 @@ def pack(model: nn.Module) -> Plan:
         )
     plan = plan_of_model(model, plan)
     attach(model, plan)
+    _warn_of_autocast(model)
     return plan
+
+
+def _warn_of_autocast(model: nn.Module) -> None:
+    """Warns where accelerate has put autocast around the forward pass: what is measured so is not the saved model."""
+    if "_original_forward" in vars(model) and "forward" in vars(model):
+        dtype = next(model.parameters()).dtype
+        warnings.warn(
+            "accelerate runs this model under autocast, as Trainer(bf16=True) asks for, and its eval_loss was measured "
+            f"so; the saved model computes in {str(dtype).removeprefix('torch.')}, the dtype of its parameters. To "
+            "measure that one, take autocast off: accelerate.utils.extract_model_from_parallel(model, "
+            "keep_fp32_wrapper=False)",
+            stacklevel=3,
+        )
 
 
 def _pack_rounded(model: nn.Module, layers: Mapping[str, RoundedWeight]) -> Plan:
@@ -79,6 +94,7 @@ def _pack_rounded(model: nn.Module, layers: Mapping[str, RoundedWeight]) -> Plan
         put_layer(model, name, new)
     plan: Plan = getattr(model, PLAN)
     delattr(model, PLAN)
+    GradientWatch.end(model)
     return plan
 
 

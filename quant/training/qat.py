@@ -51,6 +51,7 @@ from quant.recipes.plan import LayerPlan, Plan, groups_by_input
 from quant.recipes.plan_check import check_plan_fits
 from quant.recipes.plan_make import grouped_layers, make_plan
 from quant.recipes.recipe import Recipe
+from quant.training.low_precision.nonfinite import GradientWatch
 from quant.training.qat_layers import Packed, QATConv, QATEmbedding, QATExperts, QATLinear, put_layer
 from quant.training.rounded_weight import PLAN, SCALES, Fusion, RoundedWeight
 
@@ -73,6 +74,7 @@ def prepare_qat(
     device: Device = None,
     progress: Progress | None = None,
     original: nn.Module | None = None,
+    on_nonfinite: str = "stop",
 ) -> Plan:
     """Makes a model train its weights under exactly the rounding that it will be deployed with; changes it in place.
 
@@ -100,6 +102,8 @@ def prepare_qat(
             In BF16 most updates are smaller than half a unit in the last place, and lost.
         original: the model in 16 bit that a quantized `model` was made from, which is left as it is. Layers that it
             does not have, or that came from other weights, start at the values of their codes.
+        on_nonfinite: gradients with NaN or infinity "stop" training at an optimizer's step, or "skip" the step, as in
+            `to_low_precision_training`.
 
     Returns:
         The plan that was applied; `pack` needs no other.
@@ -115,6 +119,7 @@ def prepare_qat(
         raise UserError(f"scales={scales!r}: unknown; {known_names(scales, SCALES)}")
     if isinstance(track_inputs, bool) or not isinstance(track_inputs, int) or track_inputs < 0:
         raise UserError(f"track_inputs={track_inputs!r}: give a number of forward passes, such as 100, or 0 for none")
+    watch = GradientWatch(on_nonfinite)
     if any(isinstance(module, RoundedWeight) for module in model.modules()):
         raise UserError("the model is prepared for QAT already; train it, or pack it with quant.pack(model)")
     # Before weights become float32: `pack` packs for a checkpoint in this dtype, to which float scales are rounded.
@@ -145,6 +150,7 @@ def prepare_qat(
         check_plan_fits(plan, find_layers(model))
         _check_plan(plan)
         _check_trainable(plan, model)
+        callers_model.warn_of_shared_weights(model)
         start = Start.of_original(model, plan)
         session = Session.on(device, progress=progress)
         with restored_on_error(model), callers_model.uncompiled(model):
@@ -165,6 +171,7 @@ def prepare_qat(
     for module in model.modules():
         if isinstance(module, RoundedWeight):
             module.inputs.follows = track_inputs
+    watch.start(model)
     _check_optimizers(model, before, was_quantized=was_quantized)
     return plan
 

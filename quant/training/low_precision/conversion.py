@@ -23,7 +23,7 @@ from quant.base.extras import require
 from quant.kernels.linear.install import call_encoder_layers
 from quant.kernels.training.grouped_fp8 import has_grouped_fp8
 from quant.recipes.blocks import block_names
-from quant.recipes.callers_model import inner_model, refuse_opaque_modules, unwrapped
+from quant.recipes.callers_model import inner_model, refuse_opaque_modules, unwrapped, warn_of_shared_weights
 from quant.recipes.layers import Layer, LayerKind
 from quant.recipes.plan import Plan, groups_of
 from quant.recipes.plan_make import grouped_layers, make_plan
@@ -232,6 +232,7 @@ def to_low_precision_training(
     include, exclude = ([globs] if isinstance(globs, str) else globs for globs in (include, exclude))
     model = unwrapped(model, "to_low_precision_training")
     _check_model(model)
+    warn_of_shared_weights(model)
     chosen = choose_backend(backend, recipe, next(model.parameters(), torch.empty(0)))
     watch = GradientWatch(on_nonfinite)
     check_attention(model, attention)

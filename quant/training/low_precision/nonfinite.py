@@ -1,9 +1,10 @@
 """A `GradientWatch` looks at gradients before an optimizer's step, and stops training or skips the step.
 
-Low precision makes NaN and infinity likelier, and one step with them loses a model. The gradients of all optimizers of
-a model are read together before each of them makes its step, so that a step is made by all of them or by none: Muon
-does not train the matrices of a batch that AdamW leaves out. It does not matter where gradients came from: eager or
-compiled passes, DDP, FSDP2, micro-batches that accumulate. A closure, by which L-BFGS and Lightning compute gradients
+It watches models in low-precision training and in QAT. Low precision makes NaN and infinity likelier, and one step with
+them loses a model. The gradients of all optimizers of a model are read together before each of them makes its step, so
+that a step is made by all of them or by none: Muon does not train the matrices of a batch that AdamW leaves out. It
+does not matter where gradients came from: eager or compiled passes, DDP, FSDP2, micro-batches that accumulate.
+A closure, by which L-BFGS and Lightning compute gradients
 within the step, is followed by the same look.
 
 Clipping spreads NaN to every gradient, so gradients alone would not tell where it came from. Three facts do, and the
@@ -37,6 +38,7 @@ from quant.recipes.callers_model import optimizers_of
 from quant.training.low_precision.common_histories import agree_on_histories, find_replicas
 from quant.training.low_precision.fused_experts_training import LowPrecisionStack, trained_layers
 from quant.training.low_precision.low_precision_linear import LowPrecisionLinear
+from quant.training.rounded_weight import RoundedWeight
 
 ACTIONS = ("stop", "skip")
 _ATTRIBUTE = "_gradient_watch"  # of a model
@@ -181,7 +183,9 @@ def nonfinite_line(model: nn.Module, layers: _Layers, identities: set[int] | Non
     if not broken:
         return None
     # Every rank of FSDP2 reads the weights, whose largest magnitudes are common; notes are each rank's own.
-    if weights := _not_finite({name: layer.held.detach() for name, layer in layers.items()}):
+    held = {name: layer.held.detach() for name, layer in layers.items()}
+    held |= {n: module.weight.detach() for n, module in model.named_modules() if isinstance(module, RoundedWeight)}
+    if weights := _not_finite(held):
         return f"{weights[0]}: its weight holds NaN or infinity"
     notes = {name: layer.low_precision for name, layer in layers.items()}
     if inputs := [name for name, state in notes.items() if _overflowed(state.largest_input)]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ pytest.importorskip("transformers", reason="the extra hf")
 import architectures  # needs transformers
 
 import quant
+from quant.base.errors import UserError
 from quant.export.checkpoint.convert import convert
 from quant.formats.format import FORMATS
 from quant.formats.tensor import quantize, round_activation
@@ -689,3 +691,49 @@ def test_a_float64_model_trains_and_keeps_its_weights(format: str, dtype: torch.
         outputs = net.eval()(x)
         quant.pack(net)
         assert torch.equal(net(x), outputs)
+
+
+@pytest.mark.parametrize("action", ["stop", "skip"])
+def test_gradients_that_are_not_finite_change_no_weight(action: str) -> None:
+    net = nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64))
+    plan = quant.prepare_qat(net, "mxfp8", on_nonfinite=action)
+    optimizers = [torch.optim.SGD(layer.parameters(), 0.1) for layer in net]
+    before = {name: value.clone() for name, value in net.state_dict().items()}
+    net(torch.randn(8, 64)).square().sum().backward()
+    net[1].weight.grad[3] = torch.nan
+    if action == "stop":
+        for optimizer in optimizers:
+            with pytest.raises(UserError, match=r"^1.weight: its gradient holds NaN or infinity; no weight"):
+                optimizer.step()
+    else:
+        with pytest.warns(UserWarning, match=r"^1.weight: its gradient holds NaN or infinity; this step is skipped"):
+            optimizers[0].step()
+        optimizers[1].step()
+    assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
+    net.zero_grad()
+    with torch.no_grad():
+        net[0].weight[2] = torch.inf
+    net(torch.randn(8, 64)).square().sum().backward()
+    if action == "stop":
+        with pytest.raises(UserError, match=r"^0: its weight holds NaN or infinity"):
+            optimizers[1].step()
+    with torch.no_grad():
+        net[0].weight.copy_(before["0.weight"])
+    assert quant.pack(net) == plan
+    net[1].weight.grad = torch.full((64,), torch.inf)
+    optimizers[1].step()  # packed, the model is watched no longer
+
+
+def test_a_weight_that_a_model_class_does_not_share_is_told_before_training() -> None:
+    model = tiny_models.llama()
+    first, second = (layer.self_attn for layer in model.model.layers[:2])
+    second.q_proj.weight = first.q_proj.weight
+    message = r"layers.0.self_attn.q_proj.weight and model.layers.1.self_attn.q_proj.weight are one object"
+    with pytest.warns(UserWarning, match=message):
+        quant.to_low_precision_training(model.train(), "fp8_rowwise").undo()
+    with pytest.warns(UserWarning, match=message):
+        quant.prepare_qat(model, "mxfp8")
+    second.q_proj.weight = nn.Parameter(first.q_proj.weight.detach().clone())
+    tied = tiny_models.llama(tie_word_embeddings=True)
+    with warnings.catch_warnings(action="error"):
+        quant.to_low_precision_training(tied.train(), "fp8_rowwise")

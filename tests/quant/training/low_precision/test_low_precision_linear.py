@@ -303,7 +303,7 @@ def test_no_tokens_give_no_rows() -> None:
 
 
 def test_a_history_of_zeros_scales_by_the_present_magnitude() -> None:
-    """A first batch of zeros, or a head that begins at zero, leaves a record of zero, by which nothing can be scaled."""
+    """A first batch of zeros leaves a record of zero, by which nothing can be scaled."""
     torch.manual_seed(0)
     delayed, present = (nn.Sequential(nn.Linear(64, 64, bias=False)) for _ in range(2))
     present.load_state_dict(delayed.state_dict())

@@ -51,8 +51,16 @@ def test_a_trainer_in_mixed_precision_saves_what_a_plain_model_loads_and_resumes
     # The trained model, in FP8 attention or plain, evaluates alike: the packed one attends in 16 bit.
     with torch.no_grad():
         logits = model.eval()(ROWS).logits
-        quant.pack(model)
+        with pytest.warns(UserWarning, match="accelerate runs this model under autocast.* computes in float32"):
+            plan = quant.pack(model)
         assert torch.equal(model(ROWS).logits, logits)
+        quant.save(model, plan, tmp_path / "packed")
+        loaded = quant.load(tmp_path / "packed", device="cpu")(ROWS).logits
+        assert not torch.equal(loaded, logits)
+        # The way out that the warning names.
+        from accelerate.utils import extract_model_from_parallel
+
+        assert torch.equal(extract_model_from_parallel(model, keep_fp32_wrapper=False)(ROWS).logits, loaded)
 
 
 def test_the_best_checkpoint_comes_back_with_the_histories_it_was_evaluated_with(tmp_path: Path) -> None:
