@@ -65,6 +65,7 @@ if TYPE_CHECKING:
     from quant.run.api import quantize as quantize
     from quant.training.distill import distill as distill
     from quant.training.low_precision.conversion import to_low_precision_training as to_low_precision_training
+    from quant.training.low_precision.conversion import training_report as training_report
     from quant.training.low_precision.training_recipe import TrainingRecipe as TrainingRecipe
     from quant.training.pack import pack as pack
     from quant.training.qat import prepare_qat as prepare_qat
@@ -100,7 +101,7 @@ _PUBLIC = {
     "quant.report.report": ("Report",),
     "quant.run.api": ("quantize",),
     "quant.training.distill": ("distill",),
-    "quant.training.low_precision.conversion": ("to_low_precision_training",),
+    "quant.training.low_precision.conversion": ("to_low_precision_training", "training_report"),
     "quant.training.low_precision.training_recipe": ("TrainingRecipe",),
     "quant.training.pack": ("pack",),
     "quant.training.qat": ("prepare_qat",),

@@ -18,12 +18,11 @@ from quant.export.checkpoint.pretrained import attach
 from quant.kernels.linear.install import install_weight, mark_quantized, use_expert_modules
 from quant.recipes.callers_model import unwrapped
 from quant.recipes.plan import Plan
-from quant.recipes.plan_make import make_plan
-from quant.training.low_precision.conversion import to_plain_layers
+from quant.training.low_precision.conversion import plan_of_recipes, to_plain_layers
 from quant.training.low_precision.fused_experts_training import LowPrecisionStack, trained_layers
 from quant.training.low_precision.low_precision_linear import LowPrecisionLinear
 from quant.training.low_precision.nonfinite import GradientWatch
-from quant.training.low_precision.state import deployed_input, input_scale, packed_weight, stored_format
+from quant.training.low_precision.state import deployed_input, input_scale, packed_weight
 from quant.training.qat_layers import put_layer
 from quant.training.rounded_weight import PLAN, RoundedWeight
 
@@ -46,7 +45,7 @@ def pack(model: nn.Module) -> Plan:
         The plan, for `quant.save` and every exporter.
 
     Raises:
-        UserError: the model is not in training, its layers follow several recipes, a weight is sharded or no longer
+        UserError: the model is not in training, a weight is sharded or no longer
             finite, adapters are on layers, or no step has recorded the inputs of a layer that needs a static scale.
     """
     model = unwrapped(model, "pack")
@@ -121,10 +120,7 @@ def _warn_of_clipped_inputs(layers: Mapping[str, RoundedWeight]) -> None:
 
 def _pack_low_precision(model: nn.Module, layers: Mapping[str, LowPrecisionLinear | LowPrecisionStack]) -> Plan:
     """Packs the layers of `to_low_precision_training`; returns the plan of their recipe."""
-    recipes = {layer.low_precision.recipe for layer in layers.values()}
-    if len(recipes) > 1:
-        names = ", ".join(sorted(recipe.name for recipe in recipes))
-        raise UserError(f"the layers of the model train in several recipes ({names}), and a model is packed from one")
+    recipes = {name: layer.low_precision.recipe for name, layer in layers.items()}
     # Everything that can fail comes before the first change.
     weights, scales = {}, {}
     for name, layer in layers.items():
@@ -142,14 +138,13 @@ def _pack_low_precision(model: nn.Module, layers: Mapping[str, LowPrecisionLinea
         weights[name] = layer.packed() if isinstance(layer, LowPrecisionStack) else packed_weight(layer.weight, state)
         scale = input_scale(state, layer.weight.dtype)
         scales[name] = None if scale is None else scale.to(layer.weight.device)
-    recipe = recipes.pop()
     _warn_of_unreached_experts(layers)
     # Planning runs the model on a stand-in input, for which plain layers will do. It gives the same plan as at
     # conversion, when the layers were chosen and grouped by it.
     to_plain_layers(model)
-    plan = make_plan(model, stored_format(recipe).name, include=list(layers), solver="rtn")
-    reason = f"codes and scales of training in {recipe.name}"
-    plan = plan.replace_layers(replace(layer, reason=reason) for layer in plan.quantized)
+    plan = plan_of_recipes(model, recipes)
+    reasons = {name: f"codes and scales of training in {recipe.name}" for name, recipe in recipes.items()}
+    plan = plan.replace_layers(replace(layer, reason=reasons[layer.name]) for layer in plan.quantized)
     for planned in plan.quantized:
         install_weight(model, planned, weights[planned.name], scales[planned.name])
     use_expert_modules(model, plan)
@@ -158,11 +153,11 @@ def _pack_low_precision(model: nn.Module, layers: Mapping[str, LowPrecisionLinea
 
 
 def _warn_of_unreached_experts(layers: Mapping[str, LowPrecisionLinear | LowPrecisionStack]) -> None:
-    states = {name: layer.low_precision for name, layer in layers.items()}
-    activation = deployed_input(next(iter(states.values())).recipe)
-    if activation is None or not activation.is_static:
-        return
-    names = [name for name, s in states.items() if all(each.low_precision.amax["x"].is_empty for each in s.group)]
+    names = []
+    for name, layer in layers.items():
+        state, activation = layer.low_precision, deployed_input(layer.low_precision.recipe)
+        is_static = activation is not None and activation.is_static
+        names += [name] * (is_static and all(each.low_precision.amax["x"].is_empty for each in state.group))
     if names:
         warnings.warn(
             f"{names[0]}: the router sent this expert no token in training; its static input scale is that of the "

@@ -10,8 +10,8 @@ from __future__ import annotations
 import base64
 import re
 import zlib
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from quant.recipes.callers_model import inner_model, refuse_opaque_modules, unwr
 from quant.recipes.layers import Layer, LayerKind
 from quant.recipes.plan import Plan, groups_of
 from quant.recipes.plan_make import grouped_layers, make_plan
-from quant.recipes.recipe import matched, no_match
+from quant.recipes.recipe import Recipe, Rule, get_recipe, matched, no_match
 from quant.training.low_precision.all_gather import check_gather_in_fp8, gather_in_16bit, gather_in_fp8
 from quant.training.low_precision.attention import attend_in_16bit, attend_in_fp8, check_attention
 from quant.training.low_precision.backends import Backend, ForwardContext, choose_backend, is_too_small
@@ -48,6 +48,7 @@ from quant.training.low_precision.training_recipe import TrainingRecipe, get_tra
 from quant.training.rounded_weight import RoundedWeight
 
 _RECIPE = "recipe"  # key of the name in a report's state
+_ATTRIBUTE = "_low_precision_report"  # of a model, the report without the model
 _DTYPES = "weight_dtypes"  # key of the dtypes that weights trained in, bytes `[layers, 8]`; earlier states lack it
 
 
@@ -55,15 +56,20 @@ _DTYPES = "weight_dtypes"  # key of the dtypes that weights trained in, bytes `[
 class LowPrecisionTraining:
     """The changes that `to_low_precision_training` made."""
 
-    recipe: TrainingRecipe
-    backend: str  # that computes the products: "emulated", "native", "torchao" or "te"
-    note: str  # how this machine runs the recipe, for the log
+    recipe: TrainingRecipe  # of the first converted layer, and of all unless the call gave recipes by layer
+    backend: str  # that computes its products: "emulated", "native", "torchao" or "te"
+    notes: Mapping[str, str]  # how this machine runs each recipe, by its name, for the log
     converted: tuple[str, ...]  # names of the layers whose products are rounded
     in_16bit: Mapping[str, str]  # layers that stay as they were, with the reason, by name
     model: nn.Module
     attention: str | None = None  # how it is computed; None where it was left as it was
     # Converted layers that are too small to gain time, with the sizes of their weights.
     too_small: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+
+    @property
+    def note(self) -> str:
+        """How this machine runs the recipes."""
+        return "; ".join(self.notes.values())
 
     def at(self, share: float) -> None:
         """Says how far training is, as a share of all steps; the recipe's schedule may end the forward's rounding.
@@ -73,8 +79,8 @@ class LowPrecisionTraining:
         """
         if not 0 <= share <= 1:
             raise UserError(f"report.at({share!r}): the share of training that is done is from 0 to 1: step / steps")
-        begin = self.recipe.schedule.bf16_forward_from
         for state in self._states().values():
+            begin = state.recipe.schedule.bf16_forward_from
             state.rounds_forward = share < begin or begin == 1
 
     def undo(self) -> None:
@@ -89,7 +95,7 @@ class LowPrecisionTraining:
         optimizer all ranks of DDP or FSDP2 have the same state.
         """
         states = self._states()
-        name_of_recipe = torch.tensor(list(self.recipe.name.encode()), dtype=torch.uint8)
+        name_of_recipe = torch.tensor(list(self._names_of_recipes().encode()), dtype=torch.uint8)
         # An expert that no token has reached on this rank trained in the dtype of the others.
         common = next((state.weight_dtype for state in states.values() if state.weight_dtype is not None), "")
         dtypes = [str(s.weight_dtype or common).removeprefix("torch.").ljust(8) for s in states.values()]
@@ -109,11 +115,17 @@ class LowPrecisionTraining:
             UserError: they are of other layers or of another recipe.
         """
         saved = state.get(_RECIPE)
-        name_of_recipe = self.recipe.name if saved is None else bytes(saved.tolist()).decode(errors="replace")
-        if name_of_recipe != self.recipe.name:
+        own_names = self._names_of_recipes()
+        names = own_names if saved is None else bytes(saved.tolist()).decode(errors="replace")
+        if "," in names + own_names and names != own_names:
             raise UserError(
-                f"the checkpoint was trained in {name_of_recipe}, and this model trains in {self.recipe.name}: convert "
-                f'it with quant.to_low_precision_training(model, "{name_of_recipe}"), or leave out the state of the '
+                "the checkpoint was trained in other recipes by layer than this model: convert it with the recipes of "
+                "that run, or leave out the state of the report to go on in others"
+            )
+        if names != own_names:
+            raise UserError(
+                f"the checkpoint was trained in {names}, and this model trains in {own_names}: convert "
+                f'it with quant.to_low_precision_training(model, "{names}"), or leave out the state of the '
                 "report to go on in another recipe"
             )
         dtypes = state.get(_DTYPES)
@@ -128,8 +140,9 @@ class LowPrecisionTraining:
             )
         for name, values in state.items():
             if values.shape != own[name].shape:
+                recipe = self._states()[name.rpartition(".amax.")[0]].recipe.name
                 raise UserError(
-                    f"{name}: the histories remember {len(values)} steps, and {self.recipe.name} {len(own[name])}: "
+                    f"{name}: the histories remember {len(values)} steps, and {recipe} {len(own[name])}: "
                     "convert the model with a recipe of that history"
                 )
         for name, layer in self._states().items():
@@ -163,13 +176,24 @@ class LowPrecisionTraining:
         """
         return nonfinite_line(self.model, trained_layers(self.model))
 
+    def _names_of_recipes(self) -> str:
+        """Returns the name of the recipe, or one for each layer, with commas between."""
+        names = [state.recipe.name for state in self._states().values()]
+        return names[0] if len(set(names)) == 1 else ",".join(names)
+
     def _states(self) -> dict[str, LowPrecision]:
         layers = trained_layers(self.model)
         return {name: layers[name].low_precision for name in self.converted if name in layers}
 
     def __str__(self) -> str:
         """Returns a line for the log, and one for each reason."""
-        lines = [f"{counted(len(self.converted), 'layer')} in {self.recipe.name}: {self.note}"]
+        states = self._states()
+        lines = [
+            f"{counted(sum(s.recipe.name == name for s in states.values()), 'layer')} in {name}: {note}"
+            for name, note in self.notes.items()
+        ]
+        trained, every = shares(self.model)
+        lines.append(f"{trained / every:.1%} of {every:,} parameters are in these layers")
         lines += [] if self.attention is None else [f"attention: {self.attention}"]
         if self.too_small:
             name, size = next(iter(self.too_small.items()))
@@ -181,12 +205,55 @@ class LowPrecisionTraining:
         for name, reason in self.in_16bit.items():
             reasons.setdefault(reason, []).append(name)
         lines += [f"in 16 bit: {counted(len(n), 'layer')}, {n[0]} first: {reason}" for reason, n in reasons.items()]
+        if others := unconsidered(self.model, self.in_16bit):
+            kinds = ", ".join(f"{counted(len(names), kind)} ({names[0]})" for kind, names in others.items())
+            lines.append(f"not looked at, and in 16 bit: {kinds}")
         return "\n".join(lines)
+
+
+def training_report(model: nn.Module) -> LowPrecisionTraining:
+    """Returns the report of a model in low-precision training again, for whoever has lost it.
+
+    Its histories are those of the model's layers. A model that was copied or read from a pickle has its own.
+
+    Raises:
+        UserError: the model does not train in low precision.
+    """
+    model = unwrapped(model, "training_report")
+    report = vars(model).get(_ATTRIBUTE)
+    if report is None or not trained_layers(model):
+        raise UserError(
+            "the model does not train in low precision: quant.to_low_precision_training(model, recipe) returns the "
+            "report"
+        )
+    return replace(report, model=model)
+
+
+def shares(model: nn.Module) -> tuple[int, int]:
+    """Returns how many parameters are in low-precision layers, and how many the model has."""
+    trained = sum(layer.held.numel() for layer in trained_layers(model).values())
+    return trained, sum(parameter.numel() for parameter in model.parameters())
+
+
+def unconsidered(model: nn.Module, reasons: Collection[str]) -> dict[str, list[str]]:
+    """Returns the modules with matrices that no recipe takes, by class: convolutions, `nn.MultiheadAttention`, others.
+
+    Linear layers and fused experts are converted or have a reason; embeddings, norms and vectors are no products.
+    """
+    seen = {id(layer.held) for layer in trained_layers(model).values()}
+    seen |= {id(parameter) for name, parameter in model.named_parameters() if name in reasons}
+    others: dict[str, list[str]] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear | nn.Embedding | nn.EmbeddingBag) or type(module).__name__ == "Conv1D":
+            continue
+        if any(p.dim() > 1 and id(p) not in seen for p in module.parameters(recurse=False)):
+            others.setdefault(type(module).__name__, []).append(name)
+    return others
 
 
 def to_low_precision_training(
     model: nn.Module,
-    recipe: str | TrainingRecipe = "fp8_rowwise",
+    recipe: str | TrainingRecipe | Mapping[str, str | TrainingRecipe] = "fp8_rowwise",
     *,
     backend: str = "auto",
     include: Sequence[str] = (),
@@ -202,7 +269,9 @@ def to_low_precision_training(
 
     Args:
         model: any module with `nn.Linear` layers.
-        recipe: a name of `RECIPES`, such as "fp8_rowwise", "mxfp8" or "nvfp4", or a recipe of your own.
+        recipe: a name of `RECIPES`, such as "fp8_rowwise", "mxfp8" or "nvfp4", or a recipe of your own; or recipes by
+            globs of layers, of which the last that matches counts: `{"*": "nvfp4", "*.layers.0.*": "mxfp8"}`. "16bit"
+            leaves layers as they are. Layers that runtimes merge, such as q, k and v, need one recipe.
         backend: "emulated" rounds the operands and multiplies in BF16, or in FP32 on a CPU: the numbers of hardware
             that has the format, on any device. The others multiply on tensor cores: "native" runs `fp8_block`
             and rowwise FP8 on Hopper, "torchao" tensorwise and rowwise FP8 on an H100 or newer, "te" the recipes of
@@ -225,74 +294,125 @@ def to_low_precision_training(
             meta device, quantized, prepared for QAT or converted already; no layer that can be converted. The message
             names the way out.
     """
-    try:
-        recipe = get_training_recipe(recipe)
-    except ValueError as error:
-        raise UserError(str(error)) from None
     include, exclude = ([globs] if isinstance(globs, str) else globs for globs in (include, exclude))
     model = unwrapped(model, "to_low_precision_training")
     _check_model(model)
     warn_of_shared_weights(model)
-    chosen = choose_backend(backend, recipe, next(model.parameters(), torch.empty(0)))
+    layers, _ = grouped_layers(model, None)
+    names_of_experts = [layer.name for layer in layers if layer.kind == LayerKind.EXPERTS]
+    linears: dict[str, Any] = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    recipes = _recipes_by_layer(recipe, [*linears, *names_of_experts])
+    distinct = list(dict.fromkeys(each for each in recipes.values() if each is not None))
+    parameter = next(model.parameters(), torch.empty(0))
+    backends = {each: choose_backend(backend, each, parameter) for each in distinct}
+    if sum(each.name == "te" for each in backends.values()) > 1:
+        raise UserError(
+            "Transformer Engine runs a model in one recipe, and several are given; "
+            'backend="emulated" computes the same numbers'
+        )
     watch = GradientWatch(on_nonfinite)
     check_attention(model, attention)
     if all_gather_fp8:
-        check_gather_in_fp8(model, recipe)
-    layers, _ = grouped_layers(model, None)
-    names_of_experts = [layer.name for layer in layers if layer.kind == LayerKind.EXPERTS]
-    reasons = reasons_to_keep(model, layers, recipe, include, exclude)
-    linears: dict[str, Any] = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+        for each in distinct:
+            check_gather_in_fp8(model, each)
+    reasons = {name: "16 bit by its recipe" for name, each in recipes.items() if each is None}
+    for each in distinct:
+        kept = reasons_to_keep(model, layers, each, include, exclude)
+        reasons |= {name: reason for name, reason in kept.items() if recipes.get(name, each) == each}
     # Planned as it will be deployed: a layer that no runtime would take, or whose merged sibling stays in 16 bit, would
     # be trained in a format in vain.
     candidates = [name for name in (*linears, *names_of_experts) if name not in reasons]
+    title = distinct[0].name if len(distinct) == 1 else "these recipes"
     plan = Plan(())
     if candidates:
         try:
-            plan = make_plan(model, stored_format(recipe).name, include=candidates, solver="rtn")
+            plan = plan_of_recipes(model, {name: recipes[name] for name in candidates})
         except ValueError as error:
-            raise UserError(f"no layer can train in {recipe.name}: {error}") from None
+            raise UserError(f"no layer can train in {title}: {error}") from None
     planned = {layer.name: layer for layer in plan.layers}
     reasons |= {name: planned[name].reason for name in candidates if planned[name].weight is None}
     converted = tuple(name for name in candidates if name not in reasons)
     if not converted:
         first = next(iter(reasons.items()), None)
         reason = f"{first[0]}: {first[1]}" if first else f"{type(model).__name__} has no nn.Linear"
-        raise UserError(f"no layer can train in {recipe.name}: {reason}")
+        raise UserError(f"no layer can train in {title}: {reason}")
     call_encoder_layers(model)
     attention_note = attend_in_fp8(model) if attention == "fp8" else None
-    _convert_linears({name: linears[name] for name in converted if name in linears}, recipe, chosen, plan)
-    # torchao and Transformer Engine have a module for each matrix, and no products of experts.
-    products = chosen.products() if chosen.products is not None and chosen.name == "native" else None
-    in_fp8 = chosen.name != "emulated"
-    experts = [name for name in names_of_experts if name in converted]
-    convert_experts(model, experts, recipe, products, in_fp8)
+    of_layers = {name: recipes[name] for name in converted}
+    _convert_linears({name: linears[name] for name in converted if name in linears}, of_layers, backends, plan)
     watch.start(model)
+    notes = {}
+    for each in distinct:
+        chosen = backends[each]
+        experts = [name for name in names_of_experts if of_layers.get(name) == each]
+        # torchao and Transformer Engine have a module for each matrix, and no products of experts.
+        products = chosen.products() if chosen.products is not None and chosen.name == "native" else None
+        convert_experts(model, experts, each, products, chosen.name != "emulated")
+        if chosen.name == "te":
+            ForwardContext(each).start(model)
+        if each in of_layers.values():
+            notes[each.name] = chosen.note + _note_on_experts(model, experts, each, chosen)
     if all_gather_fp8:
         gather_in_fp8(model)
-    if chosen.name == "te":
-        ForwardContext(recipe).start(model)
-    if chosen.name == "native" and not is_rowwise(recipe):
+    # Layers that run as one function have one recipe.
+    if len(distinct) == 1 and backends[distinct[0]].name == "native" and not is_rowwise(distinct[0]):
         fuse_gated_mlps(model)
         trace_rms_norms(model)
     small = {
         name: tuple(linears[name].weight.shape)
         for name in converted
-        if name in linears and is_too_small(chosen.name, [each.weight for each in linears[name].low_precision.group])
+        if name in linears
+        and is_too_small(backends[recipes[name]].name, [each.weight for each in linears[name].low_precision.group])
     }
-    note = chosen.note
-    if experts and (parameter := model.get_parameter(experts[0])).is_cuda:
-        if not takes_experts(model.get_submodule(experts[0].rpartition(".")[0]), recipe):
-            note += "; fused experts one after another, which is slow where they are many"
-        elif in_fp8 and has_rows(recipe) and has_grouped_fp8(parameter):
-            note += "; fused experts by grouped FP8 products"
-        else:
-            note += "; fused experts by grouped BF16 products of rounded operands"
-    return LowPrecisionTraining(recipe, chosen.name, note, converted, reasons, model, attention_note, small)
+    first = recipes[converted[0]]
+    report = LowPrecisionTraining(first, backends[first].name, notes, converted, reasons, model, attention_note, small)
+    vars(model)[_ATTRIBUTE] = replace(report, model=None)  # type: ignore[arg-type]
+    return report
+
+
+def _recipes_by_layer(
+    recipe: str | TrainingRecipe | Mapping[str, str | TrainingRecipe], names: Sequence[str]
+) -> dict[str, Any]:
+    """Returns the `TrainingRecipe` of each layer, None for 16 bit; UserError for an unknown one or a glob in vain."""
+    by_glob = recipe if isinstance(recipe, Mapping) else {"*": recipe}
+    recipes: dict[str, TrainingRecipe | None] = dict.fromkeys(names)
+    for glob, value in by_glob.items():
+        if not (found := matched(glob, names)) and isinstance(recipe, Mapping):
+            raise UserError(f"recipe: {no_match(glob, names)}")
+        try:
+            recipes |= dict.fromkeys(found, None if value == "16bit" else get_training_recipe(value))
+        except ValueError as error:
+            raise UserError(str(error)) from None
+    if not isinstance(recipe, Mapping) and not names:
+        get_training_recipe(recipe)
+    return recipes
+
+
+def plan_of_recipes(model: nn.Module, recipes: Mapping[str, TrainingRecipe]) -> Plan:
+    """Returns the plan by which layers, by name, are deployed that train in these recipes; ValueError without one."""
+    formats = {name: stored_format(recipe).name for name, recipe in recipes.items()}
+    if len(set(formats.values())) == 1:
+        return make_plan(model, next(iter(formats.values())), include=list(recipes), solver="rtn")
+    presets = {name: get_recipe(name) for name in set(formats.values())}
+    rules = [Rule(n, weight=presets[f].weight, activation=presets[f].activation) for n, f in formats.items()]
+    return make_plan(model, Recipe("training", solver="rtn", rules=tuple(rules)), include=list(recipes))
+
+
+def _note_on_experts(model: nn.Module, experts: Sequence[str], recipe: TrainingRecipe, backend: Backend) -> str:
+    """Returns how a GPU multiplies the fused experts of a model, for the log."""
+    if not experts or not (parameter := model.get_parameter(experts[0])).is_cuda:
+        return ""
+    if not takes_experts(model.get_submodule(experts[0].rpartition(".")[0]), recipe):
+        return "; fused experts one after another, which is slow where they are many"
+    if backend.name != "emulated" and has_rows(recipe) and has_grouped_fp8(parameter):
+        return "; fused experts by grouped FP8 products"
+    return "; fused experts by grouped BF16 products of rounded operands"
 
 
 def to_plain_layers(model: nn.Module) -> None:
     """Gives the layers of a model in low-precision training their plain class again; weights stay as trained."""
     model = inner_model(model)
+    vars(model).pop(_ATTRIBUTE, None)
     GradientWatch.end(model)
     ForwardContext.end(model)
     restore_forwards(model)
@@ -402,15 +522,20 @@ def reasons_to_keep(
     return {name: reason for name, reason in reasons.items() if reason is not None}
 
 
-def _convert_linears(linears: Mapping[str, Any], recipe: TrainingRecipe, backend: Backend, plan: Plan) -> None:
+def _convert_linears(
+    linears: Mapping[str, Any],
+    recipes: Mapping[str, TrainingRecipe],
+    backends: Mapping[TrainingRecipe, Backend],
+    plan: Plan,
+) -> None:
     """Gives linear layers, by name, the class of low-precision training, and links layers that share a scale."""
     # The same layer of all experts of a mixture that is a list of modules, such as `experts.#.up_proj`.
     siblings: dict[str, list[Any]] = {}
     for name, linear in linears.items():
         # A new module would lose hooks and attributes, and break the ties of whoever holds the old one.
         linear.__class__ = LowPrecisionLinear
-        products = None if backend.products is None else backend.products()
-        linear.low_precision = LowPrecision(name, recipe, [linear], products=products)
+        make = backends[recipes[name]].products
+        linear.low_precision = LowPrecision(name, recipes[name], [linear], products=None if make is None else make())
         pattern = re.sub(r"experts\.\d+\.", "experts.#.", name)
         if pattern != name:
             siblings.setdefault(pattern, []).append(linear)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from torch.nn.utils.prune import l1_unstructured
 import quant
 from quant.base.errors import UserError
 from quant.export.onnx.export_onnx import export_onnx
+from quant.training.low_precision.fused_experts_training import trained_layers
 from quant.training.low_precision.operands import round_operand
 from quant.training.low_precision.training_recipe import RECIPES, get_training_recipe
 
@@ -197,13 +199,6 @@ def test_an_onnx_file_has_the_trained_codes(tmp_path: Path) -> None:
         assert codes.numpy().tobytes() in arrays, layer.name
 
 
-def _model_of_two_recipes() -> nn.Module:
-    net = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
-    quant.to_low_precision_training(net, "mxfp8")
-    net[1].low_precision.recipe = RECIPES["fp8_rowwise"]
-    return net
-
-
 def _model_with_nan() -> nn.Module:
     net = nn.Sequential(nn.Linear(64, 64))
     quant.to_low_precision_training(net, "mxfp8")
@@ -230,7 +225,6 @@ def _model_with_pruning() -> nn.Module:
             nn.Sequential(nn.Linear(64, 64)),
             "not in training: call quant.prepare_qat or quant.to_low_precision_training",
         ),
-        (_model_of_two_recipes, r"several recipes \(fp8_rowwise, mxfp8\)"),
         (_model_with_nan, "^0: training made NaN"),
         (_model_without_steps, "^0: no training step has recorded its input.* run a few steps.* averages"),
         (_model_with_pruning, "^0: its weight is computed from other parameters .*prune.remove"),
@@ -293,3 +287,66 @@ def test_weights_that_trained_as_bf16_copies_are_packed_from_a_checkpoint(recipe
     loaded.load_state_dict(state)
     quant.pack(rounded)
     assert torch.equal(rounded[0].codes.view(torch.uint8), codes["bf16"])
+
+
+def test_recipes_by_layer_train_evaluate_and_pack_as_those_layers_alone(tmp_path: Path) -> None:
+    recipes = {"*": "nvfp4", "*.layers.0.*": "mxfp8", "*.layers.1.mlp.*": "16bit"}
+    rows = torch.randint(0, 64, (2, 16), generator=torch.Generator().manual_seed(1))
+    model = tiny_models.llama().train()
+    report = quant.to_low_precision_training(model, recipes)
+    names = {name: layer.low_precision.recipe.name for name, layer in trained_layers(model).items()}
+    assert set(names.values()) == {"nvfp4", "mxfp8"} and len(names) == len(report.converted) == 11
+    assert {name for name, recipe in names.items() if recipe == "mxfp8"} == {n for n in names if ".layers.0." in n}
+    assert report.in_16bit["model.layers.1.mlp.up_proj"] == "16 bit by its recipe"
+    assert "7 layers in mxfp8" in str(report) and "4 layers in nvfp4" in str(report)
+    # One forward pass of the first block is one in MXFP8 alone.
+    alone = tiny_models.llama().train()
+    quant.to_low_precision_training(alone, "mxfp8")
+    x = torch.randn(2, 16, model.config.hidden_size)
+    assert torch.equal(model.model.layers[0].mlp(x), alone.model.layers[0].mlp(x))
+    model(rows, labels=rows).loss.backward()
+    torch.optim.SGD(model.parameters(), 0.1).step()
+    other = tiny_models.llama().train()
+    with pytest.raises(UserError, match="trained in other recipes by layer"):
+        quant.to_low_precision_training(other, "nvfp4").load_state_dict(report.state_dict())
+    assert str(quant.training_report(model)) == str(report)
+    with torch.no_grad():
+        logits = model.eval()(rows).logits
+        quant.save(model, quant.pack(model), tmp_path / "out")
+        assert torch.equal(quant.load(tmp_path / "out", device="cpu")(rows).logits, logits)
+    with pytest.raises(UserError, match="the model does not train in low precision"):
+        quant.training_report(model)
+
+
+def test_merged_layers_need_one_recipe_and_globs_a_layer() -> None:
+    with pytest.raises(UserError, match=r"mixes formats .*q_proj=nvfp4.*give its members one"):
+        quant.to_low_precision_training(tiny_models.llama(), {"*": "mxfp8", "*q_proj": "nvfp4"})
+    with pytest.raises(UserError, match=r"recipe: glob '\*nope' matches no layer"):
+        quant.to_low_precision_training(tiny_models.llama(), {"*": "mxfp8", "*nope": "nvfp4"})
+
+
+def test_a_lost_report_is_the_same_one_also_of_a_copy() -> None:
+    net = nn.Sequential(nn.Linear(64, 64))
+    report = quant.to_low_precision_training(net, "nvfp4")
+    twin = copy.deepcopy(net)
+    net(torch.randn(8, 64))
+    again = quant.training_report(net)
+    assert all(torch.equal(values, report.state_dict()[key]) for key, values in again.state_dict().items())
+    assert (
+        float(again.state_dict()["0.amax.x"].max())
+        > 0
+        > float(quant.training_report(twin).state_dict()["0.amax.x"].max())
+    )
+    again.undo()
+    assert type(net[0]) is nn.Linear and type(twin[0]) is not nn.Linear
+
+
+def test_the_report_says_what_share_trains_and_what_was_not_looked_at() -> None:
+    net = nn.ModuleDict({
+        "linear": nn.Linear(64, 64, bias=False),
+        "conv": nn.Conv1d(64, 64, 1, bias=False),
+        "attention": nn.MultiheadAttention(64, 4, bias=False),
+    })  # fmt: skip
+    text = str(quant.to_low_precision_training(net, "mxfp8"))
+    assert f"{1 / 6:.1%} of {6 * 64 * 64:,} parameters are in these layers" in text
+    assert "not looked at, and in 16 bit: 1 Conv1d (conv), 1 MultiheadAttention (attention)" in text
