@@ -220,7 +220,7 @@ def training_report(model: nn.Module) -> LowPrecisionTraining:
         UserError: the model does not train in low precision.
     """
     model = unwrapped(model, "training_report")
-    report = vars(model).get(_ATTRIBUTE)
+    report: LowPrecisionTraining | None = vars(model).get(_ATTRIBUTE)
     if report is None or not trained_layers(model):
         raise UserError(
             "the model does not train in low precision: quant.to_low_precision_training(model, recipe) returns the "

@@ -324,7 +324,8 @@ class MadeFrom:
         self.values = memory_summary(weight)
 
     def __eq__(self, other: object) -> bool:
-        same = isinstance(other, MadeFrom) and self.facts == other.facts
-        return same and all(map(torch.equal, self.values, other.values))
+        if not isinstance(other, MadeFrom) or self.facts != other.facts:
+            return False
+        return all(map(torch.equal, self.values, other.values))
 
     __hash__ = None  # type: ignore[assignment]

@@ -155,8 +155,29 @@ def _agreeing(rank: int, folder: str) -> None:
             report.reduce_amax()
         plain, again = model, report
         if wrap == "fsdp":
-            from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+            import torch.distributed.checkpoint as dcp
+            from torch.distributed.checkpoint.state_dict import (
+                StateDictOptions,
+                get_model_state_dict,
+                set_model_state_dict,
+            )
 
+            # As in docs/training.md: a distributed checkpoint, into a model that was converted and sharded alike.
+            dcp.save(
+                {"model": get_model_state_dict(model), "report": report.state_dict()}, checkpoint_id=f"{folder}/dcp"
+            )
+            resumed = Expert()
+            resumed_report = quant.to_low_precision_training(resumed, recipe)
+            fully_shard(resumed, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, cast_forward_inputs=False))
+            saved = {"model": get_model_state_dict(resumed), "report": resumed_report.state_dict()}
+            dcp.load(saved, checkpoint_id=f"{folder}/dcp")
+            set_model_state_dict(resumed, saved["model"])
+            resumed_report.load_state_dict(saved["report"])
+            mine, theirs = (
+                {**each.state_dict(), **{n: p.full_tensor() for n, p in net.named_parameters()}}
+                for each, net in ((report, model), (resumed_report, resumed))
+            )
+            assert all(torch.equal(value, theirs[name]) for name, value in mine.items())
             whole = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
             sent = [whole]
             dist.broadcast_object_list(sent)

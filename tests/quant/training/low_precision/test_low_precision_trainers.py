@@ -160,3 +160,49 @@ def test_a_trainer_takes_a_callback_twice_and_those_of_two_reports_not() -> None
     others.stateful_callbacks["LowPrecisionHistories"][1] = callbacks[0].state()
     with pytest.raises(quant.UserError, match="step 2 has low-precision histories of 2 reports"):
         resumed.trainer_callback().on_train_begin(None, others, None)
+
+
+def test_lightning_trains_and_its_checkpoint_has_the_report(tmp_path: Path) -> None:
+    """As docs/training.md says: converted in `configure_model`, the report's state in Lightning's checkpoint."""
+    lightning = pytest.importorskip("lightning.pytorch", reason="the extra lightning")
+
+    class Module(lightning.LightningModule):  # type: ignore[misc, name-defined]
+        def configure_model(self) -> None:
+            if not hasattr(self, "model"):
+                torch.manual_seed(0)
+                self.model = tiny_models.llama(gain=2.0, num_hidden_layers=1).train()
+                self.report = quant.to_low_precision_training(self.model, "nvfp4")
+
+        def training_step(self, batch: torch.Tensor, index: int) -> torch.Tensor:
+            loss: torch.Tensor = self.model(batch, labels=batch).loss
+            return loss
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+        def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+            checkpoint["report"] = self.report.state_dict()
+
+        def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+            self.report.load_state_dict(checkpoint["report"])
+
+    options = {"accelerator": "cpu", "logger": False, "enable_progress_bar": False, "enable_model_summary": False,
+               "default_root_dir": tmp_path}  # fmt: skip
+    loader = torch.utils.data.DataLoader(ROWS, batch_size=2)
+    first = Module()
+    trainer = lightning.Trainer(max_steps=2, enable_checkpointing=False, **options)
+    trainer.fit(first, loader)
+    trainer.save_checkpoint(tmp_path / "two.ckpt")
+    resumed = Module()
+    lightning.Trainer(max_steps=4, enable_checkpointing=False, **options).fit(
+        resumed, loader, ckpt_path=tmp_path / "two.ckpt", weights_only=False
+    )
+    state = resumed.report.state_dict()
+    assert int((state["model.layers.0.mlp.up_proj.amax.x"] > 0).sum()) == 4
+    assert float(state["model.layers.0.mlp.up_proj.amax.x"][2:].max()) == float(
+        first.report.state_dict()["model.layers.0.mlp.up_proj.amax.x"].max()
+    )
+    with torch.no_grad():
+        logits = resumed.model.eval()(ROWS).logits
+        quant.pack(resumed.model)
+        assert torch.equal(resumed.model(ROWS).logits, logits)
