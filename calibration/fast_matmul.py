@@ -100,14 +100,86 @@ def columns_product(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     """
     if not has_pairs(x):
         return x.t() @ y
-    high, low = _pair(x)
-    high_y, low_y = (high, low) if y is x else _pair(y)
     # One product of three times the tokens: the result, which may be far larger than x, is written once.
-    return _of_columns(torch.cat([high, high, low]), torch.cat([high_y, low_y, high_y]))
+    return _of_columns(left_operand(x.t()).t(), RightOperand(y).stacked)
+
+
+def difference_product(difference: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """Returns `differenceᵀ x`, float32 `[in, in']`, rounded to BF16 where a GPU has pairs: see the module docstring."""
+    if not has_pairs(x):
+        return difference.t() @ x
+    return _of_columns(difference.bfloat16(), x.bfloat16())
+
+
+def half_square(x: torch.Tensor) -> torch.Tensor:
+    """Returns a matrix `[in, in]` whose mean with its transpose is `xᵀ x`, of x `[tokens, in]`; see `symmetric`.
+
+    hᵀ h + 2 hᵀ l is one product less than hᵀ h + hᵀ l + lᵀ h.
+    """
+    if not has_pairs(x):
+        return x.t() @ x
+    tokens, columns = x.shape
+    left, right = x.new_empty(2, 2, tokens, columns, dtype=torch.bfloat16)
+    _split(x, left[0], right[1], again=right[0], low_factor=2)
+    left[1] = left[0]
+    return _of_columns(left.flatten(0, 1), right.flatten(0, 1))
+
+
+def symmetric(sums: torch.Tensor) -> torch.Tensor:
+    """Returns sums of `half_square` made symmetric; on a CPU they are."""
+    return (sums + sums.mT).mul_(0.5) if has_pairs(sums) else sums
+
+
+def left_operand(x: torch.Tensor) -> torch.Tensor:
+    """Returns a left factor `[…, n, k]` of `add_product`, where a GPU multiplies pairs `[…, n, 3 k]`: h | h | l."""
+    if not has_pairs(x):
+        return x
+    # Parts stand beside each other, or below each other where `x` is stored by columns.
+    if x.stride(-1) != 1:
+        parts = x.new_empty(*x.shape[:-2], 3, x.shape[-1], x.shape[-2], dtype=torch.bfloat16)
+        _split(x.mT, parts[..., 0, :, :], parts[..., 2, :, :], again=parts[..., 1, :, :])
+        return parts.flatten(-3, -2).mT
+    columns = x.shape[-1]
+    beside = x.new_empty(*x.shape[:-1], 3 * columns, dtype=torch.bfloat16)
+    _split(x, beside[..., :columns], beside[..., 2 * columns :], again=beside[..., columns : 2 * columns])
+    return beside
+
+
+class RightOperand:
+    """A right factor `[…, k, n]` of `add_product` whose rows may change; pairs are stored as h, l and h."""
+
+    def __init__(self, matrix: torch.Tensor) -> None:
+        pairs = has_pairs(matrix)
+        dtype = torch.bfloat16 if pairs else matrix.dtype
+        self.parts = matrix.new_empty(*matrix.shape[:-2], 3 if pairs else 1, *matrix.shape[-2:], dtype=dtype)
+        self.set(slice(None), matrix)
+
+    @property
+    def stacked(self) -> torch.Tensor:
+        """The parts, one below the other."""
+        return self.parts.flatten(-3, -2)
+
+    def set(self, rows: slice, matrix: torch.Tensor, minus: torch.Tensor | None = None) -> None:
+        """Replaces some rows by `matrix`, or by `matrix - minus`."""
+        first, *others = (self.parts[..., part, rows, :] for part in range(self.parts.shape[-3]))
+        if others:
+            _split(matrix, first, others[0], again=others[1], minus=minus)
+        elif minus is None:
+            first.copy_(matrix)
+        else:
+            torch.sub(matrix, minus, out=first)
+
+
+def add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor, factor: float = 1.0) -> None:
+    """Computes `total += factor · left @ right` for a `left_operand`, and columns of a `RightOperand`'s `stacked`."""
+    if left.dtype is torch.bfloat16:
+        _of_columns(left.mT, right, total, factor)
+    else:
+        (total.addmm_ if total.dim() == 2 else total.baddbmm_)(left, right, alpha=factor)
 
 
 class SplitMatrix:
-    """Float32 matrices `[…, n, k]` for many products, split into two BF16 parts once where a GPU multiplies pairs."""
+    """A float32 matrix `[n, k]` for many products, split into two BF16 parts once where a GPU multiplies pairs."""
 
     def __init__(self, matrix: torch.Tensor | tuple[torch.Tensor, ...]) -> None:
         if isinstance(matrix, torch.Tensor):
@@ -121,19 +193,13 @@ class SplitMatrix:
         """Returns the transposed matrix, as a view."""
         return SplitMatrix(tuple(part.t() for part in self.parts))
 
-    def __setitem__(self, index: Any, matrix: torch.Tensor) -> None:
-        high, *low = self.parts
-        high[index] = matrix
-        if low:
-            torch.sub(matrix, high[index], out=low[0][index])
-
     def __matmul__(self, other: SplitMatrix) -> torch.Tensor:
         """Returns the product, float32."""
         if len(self.parts) == 1:
             return self.parts[0] @ other.parts[0]
         (high, low), (other_high, other_low) = self.parts, other.parts
-        total = _of_columns(high.mT, other_low, _of_columns(high.mT, other_high))
-        return _of_columns(low.mT, other_high, total)
+        total = _of_columns(high.t(), other_low, _of_columns(high.t(), other_high))
+        return _of_columns(low.t(), other_high, total)
 
 
 def paired_linears(device: torch.device) -> Any:
@@ -146,11 +212,18 @@ class PairedWeight:
 
     def __init__(self, weight: torch.Tensor) -> None:
         self.high, low = _pair(weight.detach().t())
-        # Checkpoints in BF16 have no low part; to ask costs one wait for the GPU.
-        self.low = low if bool(low.any()) else None
+        self.low: torch.Tensor | None = low
+        # Checkpoints in BF16 have no low part, whose product adds zeros until the GPU has said so.
+        self._some = torch.empty((), dtype=torch.bool, device="cpu", pin_memory=low.is_cuda)
+        self._some.copy_(low.any(), non_blocking=True)
+        self._said = torch.cuda.Event() if low.is_cuda else None
+        if self._said is not None:
+            self._said.record()
 
     def linear(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """Returns `x Wᵀ + bias`, float32 `[..., out]`, of x `[..., in]`."""
+        if self.low is not None and (self._said is None or self._said.query()) and not self._some:
+            self.low = None
         high, low = _pair(x.reshape(-1, x.shape[-1]).t())
         out = _of_columns(low, self.high, _of_columns(high, self.high))
         if self.low is not None:
@@ -186,12 +259,37 @@ def has_pairs(x: torch.Tensor) -> bool:
 
 
 def _pair(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    high = x.bfloat16()
-    return high, (x - high).bfloat16()
+    """Returns the parts of a matrix, which are stored by columns where it is."""
+    if x.stride(-1) != 1:
+        high, low = _pair(x.mT)
+        return high.mT, low.mT
+    high, low = x.new_empty(2, *x.shape, dtype=torch.bfloat16)
+    _split(x, high, low)
+    return high, low
 
 
-def _of_columns(x: torch.Tensor, y: torch.Tensor, total: torch.Tensor | None = None) -> torch.Tensor:
-    """Returns `xᵀ y` of BF16 matrices, in float32; added to `total` in place, by the kernel that multiplies."""
+def _of_columns(
+    x: torch.Tensor, y: torch.Tensor, total: torch.Tensor | None = None, factor: float = 1.0
+) -> torch.Tensor:
+    """Returns `xᵀ y` of BF16 matrices, in float32, or adds `factor` times that to `total` in the same kernel."""
     if total is None:
-        return (torch.mm if x.dim() == 2 else torch.bmm)(x.mT, y, out_dtype=torch.float32)
-    return (torch.addmm if x.dim() == 2 else torch.baddbmm)(total, x.mT, y, out_dtype=torch.float32, out=total)
+        return torch.mm(x.t(), y, out_dtype=torch.float32)
+    multiply = torch.addmm if x.dim() == 2 else torch.baddbmm
+    return multiply(total, x.mT, y, out_dtype=torch.float32, alpha=factor, out=total)
+
+
+def _split(
+    x: torch.Tensor, high: torch.Tensor, low: torch.Tensor, again: torch.Tensor | None = None,
+    minus: torch.Tensor | None = None, low_factor: int = 1,
+) -> None:  # fmt: skip
+    """Writes `x`, or `x - minus`, as `high` and `low_factor · low`, BF16; `again` is a second place for `high`."""
+    if x.is_cuda:
+        from quant.kernels.rounding.portable_pairs import split_pairs
+
+        split_pairs(x if x.stride(-1) == 1 else x.contiguous(), high, low, again, minus, low_factor)
+        return
+    value = x if minus is None else x - minus
+    high.copy_(value)
+    low.copy_((value - high).mul_(low_factor))
+    if again is not None:
+        again.copy_(high)

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch.nn.functional import pad
 
-from quant.calibration.fast_matmul import columns_product, default_matmul, has_pairs
+from quant.calibration.fast_matmul import default_matmul, difference_product, half_square, has_pairs, symmetric
 from quant.calibration.shrinkage import MomentSpread, shrink
 from quant.formats import tensor
 from quant.formats.format import Format
@@ -174,9 +174,9 @@ class MomentSum:
         if drift is not None:
             self.cross = torch.zeros_like(self.second) if self.cross is None else self.cross
             # D = Σ (r - x) xᵀ, not symmetric.
-            self.cross += columns_product(drift, x)
+            self.cross += difference_product(drift, x)
         if residual is not None:
-            self.residual = add_up(self.residual, columns_product(residual, x))
+            self.residual = add_up(self.residual, difference_product(residual, x))
 
     def add_means(
         self,
@@ -211,9 +211,9 @@ class MomentSum:
             return LayerStats(self.tokens, **means)
         # M and the drift come from the same tokens, so that one λ fits both.
         strength = self.spread.shrinkage()
-        second = shrink(self.second / self.tokens, strength)
         if self.width is not None:
-            return LayerStats(self.tokens, block_moments=second, **means)
+            return LayerStats(self.tokens, block_moments=shrink(self.second / self.tokens, strength), **means)
+        second = shrink(symmetric(self.second) / self.tokens, strength)
         drift = None if self.cross is None else shrink(self.cross / self.tokens, strength)
         # Outputs and inputs are different channels, so that no entry is more certain than the others.
         residual = None if self.residual is None else self.residual * ((1 - strength) / self.tokens)
@@ -233,10 +233,10 @@ def rows_of(x: torch.Tensor) -> int:
 
 
 def _add_symmetric(total: torch.Tensor, x: torch.Tensor, width: int = 512) -> None:
-    """Computes `total += xᵀ x`: of several blocks, only blocks on and above the diagonal."""
+    """Computes `total += xᵀ x`, on a GPU up to `symmetric`: of several blocks, only those on and above the diagonal."""
     if has_pairs(x):
         # The whole product is added at once, as where several ranks add up theirs.
-        total += columns_product(x, x)
+        total += half_square(x)
         return
     columns = range(0, x.shape[1], width)
     for start in columns:

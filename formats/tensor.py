@@ -65,7 +65,10 @@ class BlockScaledTensor:
         if element.bits == 4:
             # One table look-up a byte gives both of its values, as the 64 bits that they are together.
             codes = self.codes.flatten().int()
-            pairs = _pair_table(element).to(codes.device).index_select(0, codes).view(torch.float32)
+            # A table that stays on a GPU: to copy it would wait for the GPU. Traced tensors get one of their own.
+            on_gpu = codes.is_cuda and type(codes) is torch.Tensor
+            table = _table_on(element, codes.device) if on_gpu else _pair_table(element).to(codes.device)
+            pairs = table.index_select(0, codes).view(torch.float32)
             return pairs.view(*self.codes.shape[:-1], -1)[..., :columns]
         return decode(unpack(self.codes, 6, columns) if element.bits == 6 else self.codes, element)
 
@@ -370,6 +373,12 @@ def _to_blocks(x: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
 def _from_blocks(blocks: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
     """Undoes `_to_blocks`: returns `[rows, columns]` without the pads."""
     return blocks.flatten(2).flatten(0, 1)[:rows, :columns]
+
+
+@cache
+def _table_on(number: Number, device: torch.device) -> torch.Tensor:
+    with torch.inference_mode(False):
+        return _pair_table(number).to(device)
 
 
 @cache

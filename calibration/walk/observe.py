@@ -27,11 +27,12 @@ from quant.calibration.walk.transform import fix_input_scale, searches_input_sca
 def observe(block: Block) -> list[torch.Tensor]:
     """Runs the reference pass, whose outputs are returned, and sorts groups into the order of their calls."""
     order: list[tuple[int, int]] = []  # numbers of batch and group, call by call
+    finite: list[torch.Tensor] = []
 
     def watch(index: int) -> Callable[[nn.Module, tuple[Any, ...]], None]:
         def hook(module: nn.Module, args: tuple[Any, ...]) -> None:
             order.append((block.batch.number, index))
-            _note(block, block.groups[index], args[0], keep=True)
+            _note(block, block.groups[index], args[0], finite, keep=True)
 
         return hook
 
@@ -43,6 +44,7 @@ def observe(block: Block) -> list[torch.Tensor]:
     watching = block.hooked({g.names[0]: watch(i) for i, g in enumerate(block.groups)})
     with counting, watching, block.stream.recording(block.module):
         outputs = block.run(block.calls.original)
+    _check_finite(block, finite)
     orders, counts, tokens = zip(*gathered((order, block.module_calls, [g.tokens for g in block.groups])), strict=True)
     block.module_calls = sum(counts, Counter())
     called = [index for _, index in sorted((call for part in orders for call in part), key=itemgetter(0))]
@@ -63,12 +65,13 @@ def observe_and_sum(block: Block) -> tuple[list[torch.Tensor], dict[str, Moments
     Returns the hidden states behind the block, and the sums by the name of each group's first layer.
     """
     sums = {}
+    finite: list[torch.Tensor] = []
 
     def watch(group: Group, moments: Moments) -> Callable[[nn.Module, tuple[Any, ...]], None]:
         keeps = block.settings.observer != "absmax" or searches_input_scale(block, group)
 
         def hook(module: nn.Module, args: tuple[Any, ...]) -> None:
-            x = _note(block, group, args[0], keep=keeps)
+            x = _note(block, group, args[0], finite, keep=keeps)
             if len(x):
                 moments.add(block.batch.index, x, rows=rows_of(args[0]))
 
@@ -80,6 +83,7 @@ def observe_and_sum(block: Block) -> tuple[list[torch.Tensor], dict[str, Moments
         hooks[group.names[0]] = watch(group, sums[group.names[0]])
     with block.hooked(hooks):
         outputs = block.run(block.calls.original)
+    _check_finite(block, finite)
     tokens = gathered([group.tokens for group in block.groups])
     for index, group in enumerate(block.groups):
         group.pool(block.exchange, sum(of_rank[index] for of_rank in tokens))
@@ -88,21 +92,37 @@ def observe_and_sum(block: Block) -> tuple[list[torch.Tensor], dict[str, Moments
     return outputs, sums
 
 
-def _note(block: Block, group: Group, x: torch.Tensor, *, keep: bool) -> torch.Tensor:
+def _note(block: Block, group: Group, x: torch.Tensor, finite: list[torch.Tensor], *, keep: bool) -> torch.Tensor:
     """Adds an original input to the statistics of a group, and returns it as `[tokens, in]`."""
     flat = x.reshape(-1, x.shape[-1])
     if len(flat):
         magnitude = flat.abs()
         amax, total = magnitude.amax(0).float(), magnitude.sum(0, dtype=torch.float32)
-        # The sum of channels' maxima is one number to wait for; it may overflow where all of `x` is finite.
-        if not (bool(torch.isfinite(amax.sum())) or bool(torch.isfinite(x).all())):
-            row = block.batch.number * block.settings.batch
-            if x.dim() > 2:
-                row += int((~torch.isfinite(x).flatten(1).all(1)).nonzero()[0])
-            raise InputNotFiniteError(group.members[0].name, f"on calibration row {row}")
+        # One number a call, which is looked at when the pass is over. It may overflow where all of `x` is finite.
+        finite.append(torch.isfinite(amax.sum()))
         group.magnitudes.append((block.batch.number, [amax, total]))
         group.tokens += len(flat)
         if keep:
             group.inputs.append(flat)
             group.batch_numbers.append(block.batch.number)
     return flat
+
+
+def _check_finite(block: Block, finite: list[torch.Tensor]) -> None:
+    """Raises InputNotFiniteError where an input of a group held NaN or infinity: a second pass finds which."""
+    if not finite or bool(torch.stack(finite).all()):
+        return
+
+    def watch(group: Group) -> Callable[[nn.Module, tuple[Any, ...]], None]:
+        def hook(module: nn.Module, args: tuple[Any, ...]) -> None:
+            x = args[0]
+            if not bool(torch.isfinite(x).all()):
+                row = block.batch.number * block.settings.batch
+                if x.dim() > 2:
+                    row += int((~torch.isfinite(x).flatten(1).all(1)).nonzero()[0])
+                raise InputNotFiniteError(group.members[0].name, f"on calibration row {row}")
+
+        return hook
+
+    with block.hooked({group.names[0]: watch(group) for group in block.groups}):
+        block.run(block.calls.original)

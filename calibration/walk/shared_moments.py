@@ -21,7 +21,7 @@ from itertools import chain
 
 import torch
 
-from quant.calibration.fast_matmul import columns_product, fast_matmul
+from quant.calibration.fast_matmul import difference_product, fast_matmul
 from quant.calibration.ranks import Exchange, gathered, number_of, rank_and_world
 from quant.calibration.shrinkage import MomentSpread
 from quant.calibration.statistics import LayerStats, MomentSum, add_up, pooled_stats
@@ -156,7 +156,7 @@ def _add_together(moments: Moments, exchange: Exchange) -> None:
     def residual(index: int) -> torch.Tensor:
         _, x, *_, error = waiting[index]
         assert error is not None
-        return columns_product(error, x)
+        return difference_product(error, x)
 
     def second(index: int) -> torch.Tensor:
         part = MomentSum(total.width)
@@ -167,7 +167,7 @@ def _add_together(moments: Moments, exchange: Exchange) -> None:
     def cross(index: int) -> torch.Tensor:
         _, x, drift, *_ = waiting[index]
         assert drift is not None
-        return columns_product(drift, x).add_(0.0)  # no negative zeros, as in a sum that begins with zeros
+        return difference_product(drift, x).add_(0.0)  # no negative zeros, as in a sum that begins with zeros
 
     width = total.width
     shape = (columns, columns) if width is None else (-(-columns // width), width, width)

@@ -58,6 +58,7 @@ from quant.calibration.ranks import at_first, from_first, number_of, own_batches
 from quant.calibration.session import Session
 from quant.calibration.solvers.autoround import BlockLayer, Reconstructed, Reconstruction, reconstruct_block
 from quant.calibration.solvers.registry import check_solvers, get_pipeline
+from quant.calibration.solvers.replay import replaying
 from quant.calibration.solvers.rotation import merge_rotations
 from quant.calibration.solvers.solve_group import all_solved
 from quant.calibration.texts.rows import check_ids, trial_rows
@@ -472,7 +473,8 @@ def solve_sequentially(
     session = session or Session()
     scales = {name: scale.to(session.device) for name, scale in (input_scales or {}).items()}
     walk = ModelWalk(model, plan, rows, apply, session, settings or Settings(), scales, store or BlockStore())
-    with torch.no_grad(), without_cache([getattr(model, "config", None)]), reporting_bad_tensor(model), walk.experts:
+    uncached = without_cache([getattr(model, "config", None)])
+    with torch.no_grad(), uncached, replaying(), reporting_bad_tensor(model), walk.experts:
         walk.merge_rotations()
         walk.measure_outputs()
         chains, captured = walk.find_chains()

@@ -84,6 +84,20 @@ def test_the_inverse_of_a_triangular_matrix_is_found_in_parts(monkeypatch: pytes
         assert torch.equal(found, found.triu())
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_the_inverse_of_a_triangular_matrix_is_found_by_halves(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU the products of halves are in float32, on a GPU in pairs of BF16."""
+    monkeypatch.setattr("quant.calibration.solvers.gptq._LEAF", 16)
+    monkeypatch.setattr("quant.calibration.solvers.gptq.has_pairs", lambda x: True)
+    for size in (7, 16, 17, 50, 129):
+        upper = torch.randn(size, size, device=device).triu() + 8 * torch.eye(size, device=device)
+        for stored in (upper, upper.t().contiguous().t()):
+            found = inverse_of_upper(stored)
+            exact = torch.linalg.inv(upper.double())
+            assert (found - exact).norm() < (1e-6 if device == "cpu" else 3e-5) * exact.norm()
+            assert torch.equal(found, found.triu())
+
+
 @pytest.mark.parametrize("slab", [256, 3])
 def test_corrected_weight_is_the_least_squares_answer(slab: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("quant.calibration.solvers.gptq._SLAB", slab)

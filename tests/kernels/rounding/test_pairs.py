@@ -1,0 +1,38 @@
+"""Pairs of BF16: the kernel writes the bits of PyTorch's casts."""
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="comes with a CUDA build of torch, or: pip install triton")
+
+from interpreter import interpreted
+
+from quant.kernels.rounding.portable_pairs import split_pairs
+
+
+def check_pairs(device: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    base = (torch.randn(2, 40, 1300, generator=generator) * torch.logspace(-30, 30, 1300)).to(device)
+    base[0, 0, :3] = torch.tensor([0.0, 1.0, -3.5])
+    for x in (base[0], base, base[:, 3:20, 16:1100], base[1, ::2, :17]):
+        for minus in (None, torch.flip(base, [0])[..., : x.shape[-2], : x.shape[-1]][: len(x)]):
+            other = minus if minus is None or x.dim() == 3 else minus[0]
+            parts = torch.full((*x.shape[:-2], 3, *x.shape[-2:]), torch.nan, dtype=torch.bfloat16, device=device)
+            high, low, again = (parts[..., part, :, :] for part in range(3))
+            with interpreted() if device == "cpu" else nullcontext():
+                split_pairs(x, high, low, again, other, low_factor=2)
+            value = x if other is None else x - other
+            assert torch.equal(high, value.bfloat16()) and torch.equal(again, high)
+            assert torch.equal(low, (2 * (value - high)).bfloat16())
+            assert bool(((value - high - low / 2).abs() <= value.abs() * 2.0**-16).all())
+
+
+def test_pairs() -> None:
+    check_pairs("cpu")
+
+
+@pytest.mark.gpu
+def test_pairs_on_a_gpu() -> None:
+    check_pairs("cuda")
