@@ -6,12 +6,13 @@ tensor, so a reference to the old one is enough; vectors (norms, biases, buffers
 copied, which is less than a thousandth of a model.
 
 So the originals stay in memory until the end, next to the quantized weights. That is the price of a model that a caller
-holds. The command `quantize` opens its model from files and does not pay it.
+holds. The command `quantize` opens its model from files and does not pay it. A trial of a recipe on some blocks is
+undone in the same way.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -24,6 +25,26 @@ _PARTS = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
 @contextmanager
 def restored_on_error(model: nn.Module) -> Iterator[None]:
     """Restores `model` if an exception leaves the block: modules, tensors, values, modes, attributes and config."""
+    restore = _noted(model)
+    try:
+        yield
+    except BaseException:
+        restore()
+        raise
+
+
+@contextmanager
+def restored(model: nn.Module) -> Iterator[None]:
+    """Restores `model` in the same way when the block ends, with or without an exception: a trial leaves no trace."""
+    restore = _noted(model)
+    try:
+        yield
+    finally:
+        restore()
+
+
+def _noted(model: nn.Module) -> Callable[[], None]:
+    """Notes the parts of every module of `model`, and returns the function that puts them back."""
     modules = [
         (module, {name: value.copy() if name in _PARTS else value for name, value in vars(module).items()})
         for module in model.modules()
@@ -35,9 +56,8 @@ def restored_on_error(model: nn.Module) -> Iterator[None]:
     ]
     config = getattr(model, "config", None)
     settings = dict(vars(config)) if hasattr(config, "__dict__") else None
-    try:
-        yield
-    except BaseException:
+
+    def restore() -> None:
         for module, attributes in modules:
             for name in _PARTS:
                 # The dictionaries themselves stay: others may hold them.
@@ -57,7 +77,8 @@ def restored_on_error(model: nn.Module) -> Iterator[None]:
         if settings is not None:
             vars(config).clear()
             vars(config).update(settings)
-        raise
+
+    return restore
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:

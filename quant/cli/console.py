@@ -52,6 +52,7 @@ _STAGES = {
     "verify": "measuring",
     "alone": "solving alone",
     "gradients": "measuring gradients",
+    "choose": "trying transforms",
     "solve": "quantizing",
     "evaluate": "evaluating",
     "cache": "caching the teacher",

@@ -1,6 +1,9 @@
-"""Sentences about a run that a listener hears before the slow steps: its device, its source, a lower effort."""
+"""Sentences about a run that a listener hears before the slow steps: device, source, effort, transform."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
 
 from quant.base.errors import megabytes
 from quant.base.listener import Listener
@@ -39,3 +42,12 @@ def announce_effort(listener: Listener, plan: Plan) -> None:
     chosen = plan.provenance.get("effort")
     if isinstance(chosen, dict) and "why" in chosen:
         listener.message(f"effort {chosen['level']} ({chosen['solver']}) instead of {chosen['asked']}: {chosen['why']}")
+
+
+def announce_transform(listener: Listener, choice: Mapping[str, Any]) -> None:
+    """Says which transform of 4-bit inputs a run takes, and what each lost that was tried."""
+    if "why" in choice:
+        listener.message(f"{choice['solver']}, without a comparison of transforms: {choice['why']}")
+        return
+    losses = ", ".join(f"{solver} lost {loss:g}" for solver, loss in choice["lost"].items())
+    listener.message(f"takes {choice['solver']}: {losses} on {choice['on']}")

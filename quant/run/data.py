@@ -18,11 +18,12 @@ from quant.calibration.sensitivity.table import Candidate
 from quant.calibration.solvers.registry import get_pipeline
 from quant.calibration.texts import sources
 from quant.calibration.texts.mixture import Record, lacks_data, solver_needs_data, with_calibration, with_data
+from quant.calibration.walk.choose_transform import CHOICE, choose_transform, expected_choice
 from quant.calibration.walk.expected_time import expected_time, in_words, time_of_rows
 from quant.calibration.walk.solve import check_solvable
 from quant.models.stored_weights import read_stored, stored_in
 from quant.recipes.plan import Plan, groups_of
-from quant.run.announcements import announce_effort
+from quant.run.announcements import announce_effort, announce_transform
 from quant.run.job import Decision, Job
 from quant.run.same_on_ranks import check_same
 
@@ -50,6 +51,16 @@ def read_data(job: Job, decision: Decision) -> Decision:
     plan, written = with_data(decision.plan, lambda: _kept_data(job, decision.plan))
     announce_effort(job.listener, plan)
     return replace(decision, plan=plan, data=written)
+
+
+def choose_transforms(job: Job, decision: Decision) -> Decision:
+    """Returns the decision with the transform of 4-bit inputs that loses least on the model, where an effort chose."""
+    if not decision.tries_transforms or decision.data is None:
+        return decision
+    plan = choose_transform(job.model, decision.plan, decision.data, job.session)
+    if (choice := plan.provenance.get(CHOICE)) is not None:
+        announce_transform(job.listener, choice)
+    return replace(decision, plan=plan)
 
 
 def _kept_data(job: Job, plan: Plan) -> tuple[Data, list[Record]]:
@@ -112,6 +123,7 @@ def announce_time(job: Job, decision: Decision) -> None:
     # A budget has its text by now.
     samples, seqlen, written = _text_size(job, will_write=decision.data is None)
     time = expected_time(job.model, plan, job.session, rows=samples, seqlen=seqlen, written=written)
+    trying = expected_choice(job.model, plan, job.session, samples, seqlen) if decision.tries_transforms else 0.0
     if not any(solver_needs_data(layer) for layer in plan.quantized):
         # Static scales of inputs and of the KV cache need text too.
         if written:
@@ -122,9 +134,10 @@ def announce_time(job: Job, decision: Decision) -> None:
         return
     solvers = " and ".join(dict.fromkeys(layer.solver for layer in plan.quantized))
     writing = f"{in_words(time.writing)} to write text, " if written else ""
+    writing += f"{in_words(trying)} to choose a transform, " if trying else ""
     job.listener.message(
         f"{solvers} on {samples} rows of {seqlen} tokens will take about "
-        f"{in_words(time.writing + time.solving)}: {writing}{in_words(time.solving)} to solve; "
+        f"{in_words(time.writing + trying + time.solving)}: {writing}{in_words(time.solving)} to solve; "
         f"{option('effort', 0)} is much faster"
     )
 

@@ -64,7 +64,10 @@ def decide(job: Job) -> Decision:
         is_made_here = isinstance(request.chosen_recipe, Recipe)
         plan = plan_for(request, source)
         choice = None if request.plan_file is None else _read_choice(request.plan_file, plan)
-        decision = Decision(plan, request.data, may_lower_effort=is_made_here, allocation=choice)
+        decision = Decision(
+            plan, request.data, may_lower_effort=is_made_here, allocation=choice,
+            tries_transforms=is_made_here and _names_no_solver(request),
+        )  # fmt: skip
     if request.is_in_memory:
         return decision
     # Before data is read: a format that the layout cannot hold would only fail when files are written.
@@ -77,6 +80,13 @@ def decide(job: Job) -> Decision:
     elif not request.allow_missing:
         check_experts(decision.plan, stored_names(source.model))
     return decision
+
+
+def _names_no_solver(request: Request) -> bool:
+    """Returns whether an effort chooses the solvers: neither the user nor the recipe names one for any layer."""
+    recipe = request.chosen_recipe
+    named = isinstance(recipe, Recipe) and (recipe.solver, *(rule.solver for rule in recipe.rules))
+    return request.solver is None and named is not False and not any(named)
 
 
 def plan_for(request: Request, source: Source) -> Plan:
@@ -217,7 +227,7 @@ def for_budget(job: Job, goal: Goal) -> Decision:
     plan = allocation.plan if records is None else with_calibration(allocation.plan, records)
     if request.is_in_memory:
         allocation = replace(allocation, quantized=None)  # the module itself is to be quantized, and no copy of it
-    return Decision(plan, rows, allocation=allocation)
+    return Decision(plan, rows, allocation=allocation, tries_transforms=takes_default)
 
 
 def _rows(job: Job, goal: Goal) -> tuple[torch.Tensor, list[Record] | None, HeldOut | None]:

@@ -58,6 +58,8 @@ class Decision:
     # Whether an effort of this run chose the solvers, so that one without data may replace them. A plan that the user
     # names says everything, whatever its provenance says of its origin.
     may_lower_effort: bool = False
+    # Whether solvers are those of an effort alone, so that their transform may be chosen on the model.
+    tries_transforms: bool = False
     # The choice of formats for a budget, and the quantized copy of the model that it measured, if any.
     allocation: Allocation | None = None
 

@@ -3,6 +3,7 @@
     load       open the model                                    a module in memory is there already
     decide     make the plan, or choose formats for a budget
     data       read calibration and evaluation rows              only where the plan or the user asks for them
+               try the transforms of 4-bit inputs                only where an effort chose the solver
     solve      round the weights, block by block or at once
     measure    compare with the original model                   only on evaluation texts
     write      the checkpoint and its report                     a module in memory gets its plan
@@ -45,7 +46,7 @@ from quant.recipes.layers import LayerKind
 from quant.recipes.plan import Plan, groups_by_input
 from quant.report.report import Report
 from quant.run.announcements import announce_device, announce_source, announce_untied_head
-from quant.run.data import announce_time, read_data, verification_data
+from quant.run.data import announce_time, choose_transforms, read_data, verification_data
 from quant.run.decide import decide, plan_for, save_plan
 from quant.run.job import Decision, Job, Outcome, SolvedModel
 from quant.run.measure import Measured, measure, original_of
@@ -238,7 +239,7 @@ def _compute(job: Job, decision: Decision) -> tuple[Decision, SolvedModel, Measu
     announce_time(job, decision)
     announce_untied_head(job.listener, decision.plan)
     with job.stages() as (staged, progress):
-        decision = read_data(staged, decision)
+        decision = choose_transforms(staged, read_data(staged, decision))
         solved = solve(staged, decision, progress)
         return decision, solved, measure(staged, solved, texts, original)
 
