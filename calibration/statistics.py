@@ -23,9 +23,9 @@ from torch.nn.functional import pad
 
 from quant.calibration.fast_matmul import default_matmul, difference_product, half_square, has_pairs, symmetric
 from quant.calibration.shrinkage import MomentSpread, shrink
-from quant.formats import tensor
 from quant.formats.format import Format
 from quant.formats.scaling import global_scale_of, scale_of
+from quant.kernels.linear.quant_linear import rounded_input
 
 
 @dataclass(eq=False)
@@ -276,8 +276,4 @@ def round_activation(x: torch.Tensor, activation: Format | None, input_scale: to
     """Returns an input as the matmul sees it; None leaves it."""
     if activation is None:
         return x
-    if x.is_cuda and activation.is_nvfp4 and x.shape[-1] % activation.block[1] == 0 and x.numel():
-        from quant.kernels.rounding.portable_solvers import fake_quantize_nvfp4
-
-        return fake_quantize_nvfp4(x, input_scale, activation)
-    return tensor.round_activation(x, activation, input_scale)
+    return rounded_input(x, activation, input_scale)

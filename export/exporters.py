@@ -42,6 +42,7 @@ from quant.formats.format import Format
 from quant.formats.tensor import BlockScaledTensor
 from quant.generate.generate import cast_unquantized
 from quant.kernels.attention.kv_pages import kv_format
+from quant.kernels.linear.quant_linear import refuse_residual
 from quant.recipes.plan import PLAN_FILE, Plan
 
 DEFAULT_CAPACITY = 4096
@@ -130,6 +131,7 @@ def export_tensorrt(job: ExportJob) -> dict[str, Any]:
 
 def export_aoti_package(job: ExportJob) -> dict[str, Any]:
     """Writes a `.pt2` package (`--to aoti`)."""
+    refuse_residual(job.model, "AOTInductor")
     notes = [*_put_in_dtype(job), *_graph_notes(job)]
     _warn(notes)
     capacity = job.cache_capacity()
@@ -156,6 +158,7 @@ def export_aoti_package(job: ExportJob) -> dict[str, Any]:
 
 def export_torch_tensorrt(job: ExportJob) -> dict[str, Any]:
     """Writes the lowered module as a `.pt2` program, or with --target a compiled engine (`--to torch-tensorrt`)."""
+    refuse_residual(job.model, "torch-tensorrt")
     check_attention(job.kind, job.plan, job.attention)
     _put_in_dtype(job)
     inputs = {name: x.example for name, x in (job.inputs or model_inputs(job.model)).items()}

@@ -53,22 +53,23 @@ class Parts:
     pre_scale: bool = False  # the input is scaled, by a vector that no neighbour could take up
     hadamard: int = 0  # block of the Hadamard rotation that the input goes through; 0 for none
     rank: int = 0  # rank of the 16-bit branch next to the quantized weight; 0 for none
+    residual: int = 0  # channels whose rounding error is an input too; the weight has as many columns more
 
     @classmethod
     def of(cls, parts: Any) -> Parts:
         """Returns the parts of a quantized linear's `RunTimeParts`."""
-        return cls(parts.pre_scale is not None, parts.hadamard, parts.rank)
+        return cls(parts.pre_scale is not None, parts.hadamard, parts.rank, parts.residual)
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the fields that are set."""
         return {name: value for name, value in vars(self).items() if value}
 
     def nbytes(self, shape: tuple[int, ...]) -> int:
-        """Returns the bytes of the 16-bit tensors that go with a weight of `shape`."""
+        """Returns the bytes of the tensors that go with a weight of `shape`, but for the weight's own columns."""
         # The branch is B · A with A [rank, in] and B [out, rank]; the scale of the input is a vector [in]. A Hadamard
         # matrix is not stored.
         rows, columns = shape[-2:] if self.rank or self.pre_scale else (0, 0)
-        return 2 * (self.rank * (rows + columns) + self.pre_scale * columns)
+        return 2 * (self.rank * (rows + columns) + self.pre_scale * columns) + 4 * self.residual
 
 
 @dataclass(frozen=True)
@@ -132,8 +133,9 @@ class LayerPlan:
 
     @property
     def matrix(self) -> tuple[int, ...]:
-        """Shape `[..., out, in]` that formats divide into blocks, see `LayerKind.matrix`."""
-        return self.kind.matrix(self.shape)
+        """Shape `[..., out, in + residual channels]` that formats divide into blocks, see `LayerKind.matrix`."""
+        *rows, columns = self.kind.matrix(self.shape)
+        return (*rows, columns + self.parts.residual)
 
     @property
     def numel(self) -> int:
@@ -176,7 +178,10 @@ class LayerPlan:
         """Exact bits per weight as planned, run-time parts included; 16 for a layer kept in 16 bit."""
         if self.weight is None:
             return 16.0
-        return self.weight.bits_per_weight(self.matrix) + 8 * self.parts.nbytes(self.shape) / self.numel
+        bits = self.weight.bits_per_weight(self.matrix)
+        if self.parts.residual:  # stored columns that are no weights of the layer
+            bits *= math.prod(self.matrix) / self.numel
+        return bits + 8 * self.parts.nbytes(self.shape) / self.numel
 
     def to_dict(self) -> dict[str, Any]:
         """Returns JSON-ready fields; formats by name, unset optional fields left out."""
@@ -368,6 +373,7 @@ class Plan:
                 ("formats", [m.formats for m in members]),
                 ("solvers", [m.solver if m.weight else "" for m in members]),
                 ("Hadamard blocks", [str(m.parts.hadamard) for m in members]),
+                ("residual channels", [str(m.parts.residual) for m in members]),
             ):
                 if len(set(values)) > 1:
                     listed = ", ".join(f"{m.name}={value}" for m, value in zip(members, values, strict=True))

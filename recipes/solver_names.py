@@ -1,6 +1,8 @@
 """A solver's name is parts joined by "+", in one order.
 
-    scaling + rotation + lowrank + rounding + autoround        awq+gptq, rotation:64+gptq, awq+lowrank:16+gptq
+    scaling + rotation + lowrank + residual + rounding + autoround
+
+    awq+gptq, rotation:64+gptq, awq+lowrank:16+gptq, awq:merge+residual:32+gptq
 
 A name lists the parts, each with a number if it takes one; `calibration.solvers` implements them. `:merge` after a
 scaling or a rotation leaves it out where no neighbouring module can absorb it; `rotation:learned` is a merged rotation
@@ -41,12 +43,13 @@ METHODS = {
     "smoothquant": "moves half of each channel's range from inputs to weights",
     "rotation": "turns inputs by a block Hadamard, at run time or merged, or the residual stream as learned for FP8",
     "lowrank": "a low-rank branch in 16 bit in parallel to the weight, as in SVDQuant",
+    "residual": "gives the rounding errors of the input channels that matter most as further inputs, as in ARCQuant",
     "autoround": "learns rounding and scales of a finished block, for the block's output",
 }
 """The method of each part in one line, which `quant solvers` shows; `calibration.solvers` has a solver of each name."""
 TRANSFORMS = ("awq", "smoothquant")
-# Steps that take a number, with its default: largest block, rank, optimizer steps.
-STEPS = {"rotation": 128, "lowrank": 32, "autoround": 200}
+# Steps that take a number, with its default: largest block, rank, channels, optimizer steps.
+STEPS = {"rotation": 128, "lowrank": 32, "residual": -1, "autoround": 200}
 ROUNDINGS = tuple(name for name in METHODS if name not in (*TRANSFORMS, *STEPS))
 _DATA_FREE = {"rtn", "mse", "four_over_six", "ocp", "even", "modelopt", "compressed_tensors"}
 MERGE, LEARNED = "merge", "learned"
@@ -63,6 +66,7 @@ class SolverSpec(NamedTuple):
     rotation: int  # largest block of a rotation at run time; 0 for none
     merged: frozenset[str]  # the scalings, or "rotation", that are left out where no module around can absorb them
     rank: int  # of the 16-bit branch; 0 for none
+    residual: int  # residual channels of an input; 0 for none, -1 for as many in each layer as are worth their bits
     rounding: str  # key of the solver that gives codes and scales
     autoround: int  # optimizer steps of the block-wise reconstruction; 0 for none
     learns_rotation: bool  # whether the rotation of the residual stream is learned; else it is of Hadamard blocks
@@ -75,7 +79,7 @@ class SolverSpec(NamedTuple):
     @property
     def needs_data(self) -> bool:
         """Whether it works from calibration inputs."""
-        parts = self.transforms or self.rotation or self.merged or self.rank or self.autoround
+        parts = self.transforms or self.rotation or self.merged or self.rank or self.residual or self.autoround
         return bool(parts) or self.rounding not in _DATA_FREE
 
 
@@ -83,7 +87,8 @@ class SolverSpec(NamedTuple):
 def parse_solver(name: str) -> SolverSpec:
     """Returns the parts of a solver's name; ValueError for an unknown part, or one out of order."""
     # The order of parts in a name. Parts of the same order may follow each other, except two roundings.
-    order = {**dict.fromkeys(TRANSFORMS, 0), "rotation": 1, "lowrank": 2, **dict.fromkeys(ROUNDINGS, 3), "autoround": 4}
+    order = {**dict.fromkeys(TRANSFORMS, 0), "rotation": 1, "lowrank": 2, "residual": 3}
+    order |= {**dict.fromkeys(ROUNDINGS, 4), "autoround": 5}
     numbers, merged, last = dict[str, int](), set[str](), 0
     for part in name.split("+"):
         key, _, number = part.partition(":")
@@ -91,12 +96,13 @@ def parse_solver(name: str) -> SolverSpec:
             raise ValueError(
                 f"unknown solver {key!r}; known solvers: {', '.join(ROUNDINGS)}; joined to them by '+', before: "
                 f"{', '.join(f'{transform}[:{MERGE}]' for transform in TRANSFORMS)}, rotation[:block], "
-                f"rotation:{MERGE} or rotation:{LEARNED}, lowrank[:rank]; after: autoround[:steps]"
+                f"rotation:{MERGE} or rotation:{LEARNED}, lowrank[:rank], residual[:channels]; after: autoround[:steps]"
                 f"{did_you_mean(key, order)}"
             )
-        if order[key] < last or key in numbers or (order[key] == last == 3):
+        if order[key] < last or key in numbers or (order[key] == last == 4):
             raise ValueError(
-                f"solver {name!r}: {key!r} comes too late; the order is scaling+rotation+lowrank+rounding+autoround"
+                f"solver {name!r}: {key!r} comes too late; the order is "
+                "scaling+rotation+lowrank+residual+rounding+autoround"
             )
         last = order[key]
         if (number == MERGE and key in (*TRANSFORMS, "rotation")) or part == f"rotation:{LEARNED}":
@@ -104,6 +110,12 @@ def parse_solver(name: str) -> SolverSpec:
         elif number and (key not in STEPS or not number.isdecimal() or int(number) < 1):
             raise ValueError(f"solver {name!r}: {part!r}; only {', '.join(STEPS)} take a number, a whole one from 1")
         numbers[key] = 0 if key in merged else int(number or STEPS.get(key, 0))
+    channels = numbers.get("residual", 0)
+    if channels and ((channels != STEPS["residual"] and channels % 16) or numbers.keys() & {"lowrank", "autoround"}):
+        raise ValueError(
+            f"solver {name!r}: residual channels are a multiple of 16, and stand without lowrank and autoround; take "
+            "residual, which chooses their number for each layer, or residual:32"
+        )
     # The parts with numbers work from data already; scalings without them (awq) keep the cheap search of scales.
     implied = "gptq" if numbers.keys() & STEPS.keys() else "mse"
     return SolverSpec(
@@ -112,6 +124,7 @@ def parse_solver(name: str) -> SolverSpec:
         rotation=numbers.get("rotation", 0),
         merged=frozenset(merged),
         rank=numbers.get("lowrank", 0),
+        residual=channels,
         rounding=next((key for key in numbers if key in ROUNDINGS), implied),
         autoround=numbers.get("autoround", 0),
         learns_rotation=f"rotation:{LEARNED}" in name.split("+"),
@@ -130,6 +143,11 @@ def with_branch(name: str, rank: int) -> str:
     before = [part for part in parts if part.partition(":")[0] not in ("lowrank", rounding, "autoround")]
     after = [part for part in parts if part.partition(":")[0] == "autoround"]
     return "+".join([*before, f"lowrank:{rank}", rounding, *after])
+
+
+def without_residual(name: str) -> str:
+    """Returns the solver `name` without its residual channels."""
+    return "+".join(part for part in name.split("+") if part.partition(":")[0] != "residual")
 
 
 EFFORTS = (0, 1, 2, 3)

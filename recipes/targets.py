@@ -119,6 +119,7 @@ _PARTS = {
     "pre_scale": "an input scale (pre_scale)",
     "hadamard": "a rotation of the input (hadamard)",
     "rank": "a low-rank branch (rank)",
+    "residual": "residual channels of the input (residual)",
 }
 
 # Projections that the model files of vLLM and SGLang merge (`packed_modules_mapping`), and TensorRT-LLM's likewise.

@@ -23,9 +23,10 @@ from pathlib import Path
 from quant.base.errors import known_names
 from quant.base.json_files import JsonData, read_json, write_json
 from quant.formats.format import Format, get_format, is_16bit, parse_format
+from quant.recipes.layers import LayerKind
 from quant.recipes.plan import LayerPlan, Parts
 from quant.recipes.recipe import FURTHER_NAMES, KEEP, find_preset, presets
-from quant.recipes.solver_names import with_branch
+from quant.recipes.solver_names import parse_solver, with_branch, without_residual
 
 # A `Candidate` is one choice that an allocator has for a layer, under the name that `--formats` takes.
 #
@@ -58,11 +59,24 @@ class Candidate:
         return self.activation is not None and self.activation.is_static
 
     def applied(self, layer: LayerPlan) -> LayerPlan:
-        """Returns the layer in these formats, with the solver that splits off the branch and no other extra parts."""
+        """Returns the layer in these formats, with branch and residual channels of its solver and no other parts."""
         rank = min(self.rank, *layer.shape[-2:]) if self.rank else 0
-        solver = with_branch(layer.solver, rank) if rank else layer.solver
+        channels, solver = parse_solver(layer.solver).residual, layer.solver
+        if channels and not (layer.kind == LayerKind.LINEAR and self._takes_residual):
+            channels, solver = 0, without_residual(solver)
+        if channels < 0:
+            raise ValueError(
+                f"solver {solver!r}: a budget counts bits before any layer is solved, and residual without a number "
+                "chooses its channels then; name how many, such as residual:32"
+            )
+        solver = with_branch(solver, rank) if rank else solver
         planned = replace(layer, weight=self.weight, activation=self.activation)
-        return replace(planned, solver=solver, parts=Parts(rank=rank), cost=None)
+        parts = Parts(rank=rank, residual=min(channels, layer.shape[-1] // 16 * 16))
+        return replace(planned, solver=solver, parts=parts, cost=None)
+
+    @property
+    def _takes_residual(self) -> bool:
+        return all(format is not None and format.is_nvfp4 for format in (self.weight, self.activation))
 
 
 KEPT = Candidate(KEEP, None, None)

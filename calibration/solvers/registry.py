@@ -3,7 +3,9 @@
 `SOLVERS` are the roundings, each in a file of its own; `TRANSFORMS` scale input channels before. Names compose with
 "+", in this order:
 
-    scaling + rotation + lowrank + rounding + autoround        awq+gptq, rotation:64+gptq, awq+lowrank:16+gptq
+    scaling + rotation + lowrank + residual + rounding + autoround
+
+    awq+gptq, rotation:64+gptq, awq+lowrank:16+gptq, awq:merge+residual:32+gptq
 
 `rotation:64` rotates the inputs in blocks of up to 64 at run time; `rotation:merge` rotates only where the modules
 around can absorb the rotation (see `rotation`), `rotation:learned` rotates the residual stream by a matrix that
@@ -30,7 +32,7 @@ from quant.formats.format import E4M3, E8M0, Format
 from quant.formats.tensor import BlockScaledTensor, quantize
 from quant.recipes import solver_names
 from quant.recipes.plan import LayerPlan, Plan
-from quant.recipes.solver_names import STEPS, SolverSpec, parse_solver
+from quant.recipes.solver_names import STEPS, SolverSpec, parse_solver, without_residual
 
 
 @dataclass(frozen=True)
@@ -93,7 +95,8 @@ class Pipeline(Solver):
     @property
     def reshapes(self) -> bool:
         """Whether more is done to a block than scaling and rounding its layers."""
-        return bool(self.spec.rotation or self.spec.rank or self.spec.merges_rotations or self.reconstruction)
+        spec = self.spec
+        return bool(spec.rotation or spec.rank or spec.residual or spec.merges_rotations or self.reconstruction)
 
     @property
     def at_once(self) -> bool:
@@ -137,6 +140,11 @@ def check_solvers(plan: Plan) -> None:
                 f"{layer.name}: solver {layer.solver!r} does not support {layer.weight_format}; solvers that do: "
                 f"{', '.join(supporting)}"
             )
+        if pipeline.spec.residual and not takes_residual(layer):
+            raise ValueError(
+                f"{layer.name}: solver {layer.solver!r} is for weights and inputs in nvfp4, and this layer has "
+                f"{layer.formats}; take {without_residual(layer.solver)!r} for it"
+            )
 
 
 def _check_learned_rotations(plan: Plan) -> None:
@@ -160,8 +168,18 @@ def _check_learned_rotations(plan: Plan) -> None:
             )
 
 
+def takes_residual(layer: LayerPlan) -> bool:
+    """Returns whether one NVFP4 product can take both copies of a residual channel's column."""
+    return all(format is not None and format.is_nvfp4 for format in (layer.weight, layer.activation))
+
+
 def with_supported_solver(layer: LayerPlan) -> LayerPlan:
-    """Returns `layer` with "mse" in place of a rounding solver that does not support the layer's new format."""
+    """Returns `layer` with "mse" in place of a rounding solver that does not support the layer's new format.
+
+    Residual channels that do not suit it are left out.
+    """
+    if not takes_residual(layer):
+        layer = replace(layer, solver=without_residual(layer.solver))
     pipeline = get_pipeline(layer.solver)
     if layer.weight is None or pipeline.rounding.supports(layer.weight):
         return layer

@@ -23,7 +23,7 @@ from quant.kernels.linear.install import install_weight
 from quant.kernels.linear.quant_linear import RunTimeParts
 from quant.recipes.plan import LayerPlan
 
-_BUFFERS = ("codes", "scale", "global_scale", "input_scale", "pre_scale", "lowrank_down", "lowrank_up")
+_BUFFERS = ("codes", "scale", "global_scale", "input_scale", "pre_scale", "lowrank_down", "lowrank_up", "channels")
 _STATES_SHARE = 0.2  # of the memory, which hidden states may take
 _SHARE = 10  # hidden states are written when that takes less than 1 / _SHARE of the time since the last write
 
@@ -85,13 +85,15 @@ def put_back(store: Store, step: str, model: nn.Module) -> tuple[list[LayerPlan]
             if layer.weight is None:
                 continue
             # Both have the order of _BUFFERS: the keys in the file repeat it.
-            codes, scale, second, input_scale, pre_scale, down, up = (
+            codes, scale, second, input_scale, pre_scale, down, up, channels = (
                 finished.tensors.get(f"{buffer}:{layer.name}") for buffer in _BUFFERS
             )
             assert codes is not None and scale is not None
-            weight = BlockScaledTensor(codes, scale, layer.weight, layer.shape, second)
             lowrank = None if down is None or up is None else (down, up)
-            install_weight(model, layer, weight, input_scale, RunTimeParts(pre_scale, entry["hadamard"], lowrank))
+            parts = RunTimeParts(pre_scale, entry["hadamard"], lowrank, channels)
+            shape = (*layer.shape[:-1], layer.shape[-1] + parts.residual)
+            weight = BlockScaledTensor(codes, scale, layer.weight, shape, second)
+            install_weight(model, layer, weight, input_scale, parts)
     return layers, results
 
 

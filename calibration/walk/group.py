@@ -117,8 +117,9 @@ class Group:
         return RunTimeParts(hadamard=self.parts.hadamard).input(x)
 
     def round_input(self, x: torch.Tensor) -> torch.Tensor:
-        """Returns the input as the quantized layer sees it."""
-        return round_activation(self.parts.input(x), self.activation, self.input_scale)
+        """Returns the input as the quantized layer sees it, `[tokens, in]`, or wider by its residual channels."""
+        x = self.parts.widened(self.parts.input(x), self.activation, self.input_scale)
+        return round_activation(x, self.activation, self.input_scale)
 
 
 def gather(members: Sequence[LayerPlan], prefix: str) -> list[Group]:

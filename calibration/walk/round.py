@@ -33,7 +33,7 @@ from quant.calibration.statistics import LayerStats, rows_of
 from quant.calibration.walk.block import Block
 from quant.calibration.walk.group import Group, Solved, StandIn, weight_of
 from quant.calibration.walk.shared_moments import Moments, pooled, slices_that_fit, stats_of
-from quant.calibration.walk.transform import fix_input_scale
+from quant.calibration.walk.transform import choose_channels, fix_input_scale, widened_weight
 from quant.formats.format import Format, parse_format
 from quant.formats.tensor import BlockScaledTensor
 from quant.recipes.blocks import Stop
@@ -162,6 +162,8 @@ def _add(
         return
     rounded = group.round_input(x)
     errors = rounded - group.parts.input(x) if group.pipeline.spec.rank and group.activation is not None else None
+    if drift is not None and group.parts.residual:
+        drift = nn.functional.pad(drift, (0, group.parts.residual))  # errors of rounding are no drift
     own = group.token_weights[block.batch.index] if group.token_weights and _is_aligned(block, group) else None
     if own is not None and len(own) == len(x):
         weights = own[:, None].to(x)
@@ -304,7 +306,10 @@ def _rounded_by_all(block: Block, groups: Sequence[Group], own: Mapping[int, _Ro
 
 def _targets_of(block: Block, group: Group) -> dict[str, torch.Tensor]:
     """Returns the weights of a group that are to be rounded, by the layers' names."""
-    return {member.name: block.targets[name] for member, name in zip(group.members, group.names, strict=True)}
+    return {
+        member.name: widened_weight(block.targets[name], group.parts.channels)
+        for member, name in zip(group.members, group.names, strict=True)
+    }
 
 
 # ---- in the block
@@ -339,7 +344,8 @@ def _correct_bias(block: Block, group: Group, name: str, stand_in: StandIn, stat
         return
     block.original_biases[name] = bias.detach().clone()
     original_mean = stats.mean if stats.mean_drift is None else stats.mean + stats.mean_drift
-    correction = block.targets[name] @ original_mean - stand_in.dense.float() @ stats.mean
+    target = widened_weight(block.targets[name], group.parts.channels)
+    correction = target @ original_mean - stand_in.dense.float() @ stats.mean
     if stats.mean_residual is not None:
         correction = correction + stats.mean_residual
     bias.data = bias + correction.to(bias)
@@ -385,6 +391,7 @@ def promote_group(block: Block, group: Group, targets: Mapping[str, torch.Tensor
         return False
     group.pipeline = get_pipeline(group.members[0].solver)
     fix_input_scale(block, group)
+    choose_channels(block, group)
     return True
 
 

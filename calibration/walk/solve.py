@@ -34,6 +34,7 @@ from quant.calibration.walk.collect import input_scales_of, observer_of
 from quant.calibration.walk.finished_layers import BlockKeeper
 from quant.calibration.walk.group import Settings, Solved
 from quant.calibration.walk.solve_weights import check_values, solve_weights
+from quant.calibration.walk.transform import widened_weight
 from quant.calibration.walk.walk import BlockStore, solve_sequentially
 from quant.export.checkpoint.files.names import stored_names
 from quant.export.checkpoint.files.write_tensors import plan_of_model
@@ -91,8 +92,8 @@ def solve_blocks(
             return
         # The codes approximate the rotated matrix without its low-rank branch, so the error refers to that matrix.
         before, parts = weight, solved.parts
-        if layer.kind != LayerKind.EXPERTS and (parts.hadamard or parts.lowrank is not None):
-            before = rotate_weight(weight.float(), parts.hadamard)
+        if layer.kind != LayerKind.EXPERTS and (parts.hadamard or parts.rank or parts.residual):
+            before = widened_weight(rotate_weight(weight.float(), parts.hadamard), parts.channels)
             before = before if parts.lowrank is None else residual_weight(before, parts.lowrank)
         results[layer.name] = _result(layer, weight, before, solved)
         if rounded is not None:

@@ -28,6 +28,7 @@ from quant.recipes.blocks import in_float64
 
 # Static scales of FP8 inputs that are tried, and outputs that judge them.
 _SCALES_AN_OCTAVE, _SAMPLED_OUTPUTS = 16, 512
+_WORTH = 0.004  # of the energy of outputs, that residual channels must take off its error for each bit per weight
 
 
 def scale_inputs(block: Block) -> None:
@@ -108,6 +109,48 @@ def fix_input_scale(block: Block, group: Group) -> None:
         loss = float(error.square().mean())
         if loss < least:
             least, group.input_scale = loss, scale
+
+
+def choose_channels(block: Block, group: Group) -> None:
+    """Chooses the residual channels of a group's inputs, where its solver has some.
+
+    A channel weighs as much as its rounding costs behind the weights: mean (q(x) - x)² of the channel times ‖w‖² of its
+    columns, less the same for the error that stays when its residual is rounded too. Without a number, blocks of 16
+    channels are added as long as they take `_WORTH` of the output's energy off the error for each bit per weight.
+    """
+    group.parts = replace(group.parts, channels=None)
+    count, activation = group.pipeline.spec.residual, group.activation
+    if not count or activation is None:
+        return
+    if group.tokens < block.tokens:  # siblings with channels of their own could not share statistics
+        group.notes.append("without residual channels: a router sends some of the tokens here")
+        return
+    every = max(group.tokens // SAMPLED_TOKENS, 1)
+    x = torch.cat([group.scaled(x).float() for x in group.inputs_of_all_ranks(every)])
+    weight = torch.cat([block.targets[name] for name in group.names]).float()
+    columns = x.shape[1]
+    error = x - round_activation(x, activation, group.input_scale)
+    loud = (error.square().mean(0) * weight.square().sum(0)).argsort(descending=True)
+    if count < 0:
+        # The residuals of all channels in the order in which they would be added, rounded as they would be.
+        ordered = error[:, loud[: columns - columns % 16]]
+        left = ordered - round_activation(ordered, activation, group.input_scale)
+        gain = (ordered.square() - left.square()).mean(0) * weight[:, loud[: ordered.shape[1]]].square().sum(0)
+        energy = (x @ weight.t()).square().sum(1).mean().clamp(min=1e-30)
+        # A block of 16 columns adds 16 / in of the bits that a weight has.
+        bits = group.weight_format.bits_per_weight((len(weight), columns)) * 16 / columns
+        worth = gain.unflatten(0, (-1, 16)).sum(1) / energy / bits >= _WORTH
+        count = 16 * int(worth.int().cumprod(0).sum())
+    count = min(count, columns - columns % 16)
+    if count:
+        # Channels in their order, so that gathering them reads memory in one direction.
+        group.parts = replace(group.parts, channels=loud[:count].sort()[0].int())
+        group.notes.append(f"{count} of {columns} inputs with residual")
+
+
+def widened_weight(weight: torch.Tensor, channels: torch.Tensor | None) -> torch.Tensor:
+    """Returns `[out, in + k]`: a weight, or a vector of inputs, with the columns of residual channels behind it."""
+    return weight if channels is None else torch.cat((weight, weight.index_select(-1, channels)), dim=-1)
 
 
 def searches_input_scale(block: Block, group: Group) -> bool:

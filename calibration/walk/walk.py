@@ -5,7 +5,8 @@ calibration rows at once; `solve_block` takes one through these steps:
 
 1. *Observe.* The original block runs on the original hidden states. The inputs of its layers are kept.
 2. *Transform.* An input scale is chosen for each fusion group, folded into its producer and into the weights.
-   Rotations turn weights, branches are taken off them just before they are rounded.
+   Rotations turn weights, residual channels repeat columns of them, branches are taken off them just before they are
+   rounded.
 3. *Round.* Group by group, in the order in which the block runs them: the block runs on the hidden states that
    the quantized blocks before it gave, with the groups solved so far in place, up to this group. Its inputs, rounded
    where activations are quantized, go into a second moment; where they are not, their distance from the original
@@ -70,7 +71,7 @@ from quant.calibration.walk.learned_rotation import merge_learned_rotation
 from quant.calibration.walk.observe import observe, observe_and_sum
 from quant.calibration.walk.round import round_siblings, sibling_groups, solve_siblings
 from quant.calibration.walk.stacked_experts import FusedExperts
-from quant.calibration.walk.transform import fix_input_scale, rotate, scale_inputs
+from quant.calibration.walk.transform import choose_channels, fix_input_scale, rotate, scale_inputs
 from quant.formats.tensor import moved
 from quant.recipes.blocks import (
     Call,
@@ -514,6 +515,7 @@ def solve_block(block: Block, *, needs_output: bool) -> States | None:
     for group in block.groups:
         rotate(block, group)
         fix_input_scale(block, group)
+        choose_channels(block, group)
     for groups in sibling_groups(block):
         round_siblings(block, groups)
         block.remember_finished()

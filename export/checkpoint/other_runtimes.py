@@ -144,6 +144,7 @@ def _run_time_warnings(plan: Plan) -> Iterator[str]:
     layers_with = {
         "an input scale (pre_scale)": [layer.name for layer in plan.quantized if layer.parts.pre_scale],
         "a 16-bit low-rank branch": [layer.name for layer in plan.quantized if layer.parts.rank],
+        "residual channels": [layer.name for layer in plan.quantized if layer.parts.residual],
     }
     for part, layers in layers_with.items():
         if layers:

@@ -34,7 +34,7 @@ from quant.formats.format import Format
 from quant.kernels.attention.attention_operands import HEAD_DIMS as PLUGIN_HEAD_DIMS
 from quant.kernels.linear.conv import QuantConv
 from quant.kernels.linear.experts import QuantExperts
-from quant.kernels.linear.quant_linear import QuantLinear
+from quant.kernels.linear.quant_linear import QuantLinear, refuse_residual
 
 # Which files onnxruntime loads in its default session; TensorRT loads the others. Tried with onnxruntime 1.32 on a
 # processor, by the dtype of the model and the formats of its layers:
@@ -175,6 +175,7 @@ def layer_problem(
 
 def check_model(model: nn.Module) -> None:
     """Raises ValueError for the first layer that no translation can express, with an alternative."""
+    refuse_residual(model, "ONNX, and so TensorRT,")
     for name, module in model.named_modules():
         shape = None
         if isinstance(module, QuantExperts):

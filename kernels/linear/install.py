@@ -70,7 +70,8 @@ def install_weight(
     parts = parts or RunTimeParts()
     # Members of a fusion group were given one tensor; a checkpoint holds one for each of them.
     input_scale = None if input_scale is None else input_scale.clone()
-    parts = replace(parts, pre_scale=None if parts.pre_scale is None else parts.pre_scale.clone())
+    pre_scale, channels = (None if part is None else part.clone() for part in (parts.pre_scale, parts.channels))
+    parts = replace(parts, pre_scale=pre_scale, channels=channels)
     new: nn.Module
     if layer.kind == LayerKind.EXPERTS:
         dtype = parent.get_parameter(last).dtype

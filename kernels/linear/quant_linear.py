@@ -9,7 +9,12 @@ rounding of the input. The bias has a gradient, codes and scales have none. The 
 Some solvers leave work for run time. A linear does it to its input x in this order, before the matmul:
 
     x' = hadamard(x · pre_scale)                a scale that no neighbour could absorb, then a blockwise rotation
+    x' = [x', (x' - round(x'))[channels]]       residual channels: rounding errors of k channels, behind the others
     y  = round(x') Wqᵀ + (x' Aᵀ) Bᵀ + bias      a low-rank branch in 16 bit takes x' unrounded (SVDQuant)
+
+Residual channels (ARCQuant, arXiv 2601.07475) leave the matmul as it is, but for k more columns: Wq is `[out, in + k]`
+and holds the columns of these channels a second time. Both parts of the input have the same scale of a whole tensor,
+and `in` is a multiple of a block, so that rounding the longer input rounds its first part as before.
 """
 
 from __future__ import annotations
@@ -21,8 +26,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from quant.base.errors import UserError
 from quant.formats.format import FORMATS, INPUT_FORMATS, Format
-from quant.formats.tensor import BlockScaledTensor
+from quant.formats.tensor import BlockScaledTensor, round_activation
 from quant.kernels.base.custom_ops import below_autograd, register
 from quant.kernels.base.hardware import has_triton
 from quant.kernels.linear import dispatch, oracle
@@ -31,6 +37,7 @@ from quant.kernels.linear.quantized_module import QuantizedModule
 from quant.kernels.rounding.hadamard import hadamard_block, hadamard_transform
 
 LINEAR = "quant::linear"
+_PARTS = ("pre_scale", "lowrank_down", "channels")  # buffers of run-time parts
 
 
 class LinearCall(NamedTuple):
@@ -73,6 +80,25 @@ def quantized_linear(
         activation.name if activation else "",
     )  # fmt: skip
     return y
+
+
+def rounded_input(x: Tensor, activation: Format, input_scale: Tensor | None) -> Tensor:
+    """Returns an input as the matmul sees it, in its dtype: by a kernel on a GPU, where there is one."""
+    if x.is_cuda and activation.is_nvfp4 and x.shape[-1] % activation.block[1] == 0 and x.numel():
+        from quant.kernels.rounding.portable_solvers import fake_quantize_nvfp4
+
+        return fake_quantize_nvfp4(x, input_scale, activation)
+    return round_activation(x, activation, input_scale)
+
+
+def refuse_residual(model: nn.Module, runtime: str) -> None:
+    """Raises UserError for the first layer with residual channels: `runtime` has no step that widens its input."""
+    for name, module in model.named_modules():
+        if isinstance(module, QuantLinear) and module.channels is not None:
+            raise UserError(
+                f"{name}: its solver gave it {len(module.channels)} residual channels, which {runtime} has no step "
+                "for; run the checkpoint with quant.load, or quantize again with a solver without residual"
+            )
 
 
 def dense(weight: BlockScaledTensor, dtype: torch.dtype) -> Tensor:
@@ -151,6 +177,16 @@ register(
 )
 
 
+register(
+    "quant::input_error",
+    "(Tensor x, Tensor channels, Tensor? input_scale, str activation) -> Tensor",
+    lambda x, channels, *_: x.new_empty(*x.shape[:-1], len(channels)),
+    default=lambda x, channels, scale, activation: (
+        (x - rounded_input(x, INPUT_FORMATS[activation], scale)).index_select(-1, channels)
+    ),
+)
+
+
 @dataclass(frozen=True, eq=False)
 class RunTimeParts:
     """The work of a quantized linear at run time in addition to its matmul; by default there is none."""
@@ -159,14 +195,30 @@ class RunTimeParts:
     hadamard: int = 0  # block of the rotation that follows, a power of two; 0 for none
     # (down `[rank, in]`, up `[out, rank]`) in the model's dtype: a branch that is added to the matmul.
     lowrank: tuple[Tensor, Tensor] | None = None
+    channels: Tensor | None = None  # residual channels, int32 `[k]`, whose columns the weight has twice
 
     def __bool__(self) -> bool:
-        return self.pre_scale is not None or self.hadamard > 0 or self.lowrank is not None
+        return self.pre_scale is not None or self.hadamard > 0 or bool(self.rank or self.residual)
 
     @property
     def rank(self) -> int:
         """Rank of the branch, 0 without one."""
         return 0 if self.lowrank is None else self.lowrank[0].shape[0]
+
+    @property
+    def residual(self) -> int:
+        """Number of residual channels, 0 without any."""
+        return 0 if self.channels is None else len(self.channels)
+
+    def widened(self, x: Tensor, activation: Format | None, input_scale: Tensor | None) -> Tensor:
+        """Returns `[..., in + k]` for a result of `input`: with the rounding errors of the residual channels behind it.
+
+        The rounding passes a gradient straight through, so its error has none.
+        """
+        if self.channels is None or activation is None:
+            return x
+        error = torch.ops.quant.input_error(x.detach(), self.channels, input_scale, activation.name)
+        return torch.cat((x, error), dim=-1)
 
     def input(self, x: Tensor) -> Tensor:
         """Returns `[..., in]` as the weight and the branch see it, in the dtype of `x`."""
@@ -183,7 +235,12 @@ class RunTimeParts:
 
     def check(self, name: str, shape: tuple[int, ...]) -> None:
         """Raises ValueError where a part does not fit a weight of `shape` `[out, in]`."""
-        rows, columns = shape
+        rows, columns = shape[0], shape[1] - self.residual
+        if self.channels is not None and not (
+            self.channels.dtype is torch.int32
+            and (self.channels.is_meta or len(set(self.channels.tolist()) & set(range(columns))) == self.residual)
+        ):
+            raise ValueError(f"{name}: residual channels must be different int32 numbers from 0 to {columns - 1}")
         if self.pre_scale is not None and self.pre_scale.shape != (columns,):
             raise ValueError(f"{name} {list(shape)}: pre_scale is {list(self.pre_scale.shape)}, expected [{columns}]")
         block = self.hadamard
@@ -209,7 +266,7 @@ class QuantLinear(QuantizedModule):
         bias: `[out]`, or None.
         activation: format the input is rounded to; None leaves it in 16 bit.
         input_scale: static scale of the activation format, float32 scalar, where the format has one.
-        pre_scale, hadamard, lowrank: see `RunTimeParts`.
+        pre_scale, hadamard, lowrank, channels: see `RunTimeParts`.
         dtype: the dtype of `weight` for code that reads it; `.to(dtype)` changes it.
 
     Raises:
@@ -220,6 +277,7 @@ class QuantLinear(QuantizedModule):
     pre_scale: Tensor | None
     lowrank_down: Tensor | None
     lowrank_up: Tensor | None
+    channels: Tensor | None
 
     def __init__(
         self,
@@ -231,14 +289,16 @@ class QuantLinear(QuantizedModule):
         pre_scale: Tensor | None = None,
         hadamard: int = 0,
         lowrank: tuple[Tensor, Tensor] | None = None,
+        channels: Tensor | None = None,
         dtype: torch.dtype = torch.float32,
     ) -> None:
-        RunTimeParts(pre_scale, hadamard, lowrank).check("QuantLinear", weight.shape)
+        given = RunTimeParts(pre_scale, hadamard, lowrank, channels)
+        given.check("QuantLinear", weight.shape)
         # Parts are buffers of their own, so that `.to` moves and casts them with the module.
         down, up = lowrank or (None, None)
-        parts = {"pre_scale": pre_scale, "lowrank_down": down, "lowrank_up": up}
+        parts = {"pre_scale": pre_scale, "lowrank_down": down, "lowrank_up": up, "channels": channels}
         super().__init__(weight, activation, input_scale, dtype, **parts)
-        self.out_features, self.in_features = weight.shape
+        self.out_features, self.in_features = weight.shape[0], weight.shape[1] - given.residual
         self.register_parameter("bias", None if bias is None else nn.Parameter(bias.detach(), requires_grad=False))
         self.hadamard = hadamard
 
@@ -248,7 +308,7 @@ class QuantLinear(QuantizedModule):
         # Modeling code reads the weight of some layers, for its dtype or to multiply by it without calling the layer;
         # the input is then not rounded to the activation format.
         # The order undoes `forward` from the right: branch, rotation, pre-scale.
-        weight = self.dequantize()
+        weight = self.dequantize()[:, : self.in_features]
         if self.lowrank_down is not None and self.lowrank_up is not None:
             weight += self.lowrank_up.float() @ self.lowrank_down.float()
         if self.hadamard:  # a symmetric matrix that is its own inverse: (x H) Wᵀ = x (W H)ᵀ
@@ -263,7 +323,7 @@ class QuantLinear(QuantizedModule):
         lowrank = None
         if self.lowrank_down is not None and self.lowrank_up is not None:
             lowrank = (self.lowrank_down, self.lowrank_up)
-        return RunTimeParts(self.pre_scale, self.hadamard, lowrank)
+        return RunTimeParts(self.pre_scale, self.hadamard, lowrank, self.channels)
 
     def forward(self, input: Tensor) -> Tensor:
         """Maps `[..., in]` to `[..., out]`, in the dtype of `input`, which is named as in `nn.Linear`."""
@@ -275,15 +335,18 @@ class QuantLinear(QuantizedModule):
         if (codes.device, codes.dtype, x.dtype) != self._arranged:
             self.arrange(x.dtype)
         if x.shape[-1] != self.in_features:
-            raise ValueError(f"input {list(x.shape)} does not fit a weight of {list(self.weight_shape)} [out, in]")
+            raise ValueError(
+                f"input {list(x.shape)} does not fit a weight of {[self.out_features, self.in_features]} [out, in]"
+            )
         # Most layers have no work at run time; `RunTimeParts` would be made for nothing at each call.
         parts = None
-        if self.hadamard or buffers["pre_scale"] is not None or buffers["lowrank_down"] is not None:
+        activation = self.activation_format
+        if self.hadamard or any(buffers[name] is not None for name in _PARTS):
             parts = self.parts
             x = parts.input(x)
-        activation = self.activation_format
+        wide = x if parts is None else parts.widened(x, activation, buffers["input_scale"])
         y: Tensor = torch.ops.quant.linear.default(
-            x, buffers["codes"], buffers["scale"], buffers["global_scale"], self._parameters["bias"],
+            wide, buffers["codes"], buffers["scale"], buffers["global_scale"], self._parameters["bias"],
             buffers["input_scale"], self.weight_format.name, "" if activation is None else activation.name,
         )  # fmt: skip
         branch = None if parts is None else parts.branch(x)
@@ -297,4 +360,6 @@ class QuantLinear(QuantizedModule):
             words.append(f"hadamard={self.hadamard}")
         if self.lowrank_down is not None:
             words.append(f"rank={self.parts.rank}")
+        if self.channels is not None:
+            words.append(f"residual={self.parts.residual}")
         return ", ".join(words)

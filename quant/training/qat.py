@@ -42,7 +42,7 @@ from quant.kernels.linear.conv import QuantConv, conv_matrix, conv_parameter
 from quant.kernels.linear.embedding import QuantEmbedding
 from quant.kernels.linear.experts import QuantExperts
 from quant.kernels.linear.install import mark_quantized
-from quant.kernels.linear.quant_linear import QuantLinear, RunTimeParts
+from quant.kernels.linear.quant_linear import QuantLinear, RunTimeParts, refuse_residual
 from quant.kernels.training.fake_rounding import weight_steps
 from quant.recipes import callers_model
 from quant.recipes.blocks import stored_dtype
@@ -390,6 +390,7 @@ def install_training_layers(
     Raises:
         UserError: a layer would not start as the quantized one; no layer has been replaced.
     """
+    refuse_residual(model, "training")
     parameters = {id(parameter) for parameter in model.parameters()}
     installed: dict[str, RoundedWeight] = {}
     for layer in plan.quantized:

@@ -92,6 +92,7 @@ def check_plan(plan: Plan) -> None:
             "a pre_scale that no layer took up": layer.parts.pre_scale,
             "a Hadamard rotation of its input": layer.parts.hadamard,
             "a low-rank branch": layer.parts.rank,
+            "residual channels": layer.parts.residual,
         }
         for part in (name for name, size in parts.items() if size):
             raise ValueError(

@@ -27,8 +27,8 @@ CARRIED = "blockscale.carried"
 """Key in the metadata of a file: names of the tensors that the source has and the model's class ignores."""
 HEADS = "blockscale.prediction_heads"
 """Key in the metadata of the first file: shapes of the quantized layers of prediction heads, by their names."""
-RUN_TIME_PARTS = ("pre_scale", "lowrank_down", "lowrank_up")
-"""Suffixes of the 16-bit tensors of a layer's run-time parts: the scale of its input, and its low-rank branch."""
+RUN_TIME_PARTS = ("pre_scale", "lowrank_down", "lowrank_up", "channels")
+"""Suffixes of the tensors of a layer's run-time parts: scale of its input, low-rank branch, residual channels."""
 _DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
 
@@ -263,7 +263,7 @@ def in_file(tensors: Mapping[str, torch.Tensor], name: str) -> str:
 
 def planned_parts(plan: LayerPlan) -> list[str]:
     """Returns the names in `RUN_TIME_PARTS` that a layer has by its plan."""
-    sizes = (plan.parts.pre_scale, plan.parts.rank, plan.parts.rank)
+    sizes = (plan.parts.pre_scale, plan.parts.rank, plan.parts.rank, plan.parts.residual)
     return [name for name, size in zip(RUN_TIME_PARTS, sizes, strict=True) if size]
 
 
@@ -274,10 +274,14 @@ def read_parts(tensors: Mapping[str, torch.Tensor], plan: LayerPlan) -> RunTimeP
         name = f"{plan.name}.{suffix}"
         if name not in tensors:
             raise ValueError(f"{plan.name}: the checkpoint has no tensor {name}, which the plan names")
-        if problem := value_problem(tensors[name]):
+        if suffix != "channels" and (problem := value_problem(tensors[name])):
             raise ValueError(f"{in_file(tensors, name)} {problem}; quantize the model again, or download it again")
-    pre_scale, down, up = (tensors[f"{plan.name}.{s}"] if s in suffixes else None for s in RUN_TIME_PARTS)
-    parts = RunTimeParts(pre_scale, planned.hadamard, None if down is None or up is None else (down, up))
+    pre_scale, down, up, channels = (tensors[f"{plan.name}.{s}"] if s in suffixes else None for s in RUN_TIME_PARTS)
+    parts = RunTimeParts(pre_scale, planned.hadamard, None if down is None or up is None else (down, up), channels)
+    if parts.residual != planned.residual:
+        raise ValueError(
+            f"{plan.name}: the checkpoint has {parts.residual} residual channels, and the plan says {planned.residual}"
+        )
     if plan.kind != LayerKind.EXPERTS:
         parts.check(plan.name, plan.matrix)
     if parts.rank != planned.rank:
@@ -292,5 +296,6 @@ def read_buffers(tensors: Mapping[str, torch.Tensor], plan: LayerPlan) -> dict[s
     buffers = {
         "codes": weight.codes, "scale": weight.scale, "global_scale": weight.global_scale,
         "input_scale": input_scale, "pre_scale": parts.pre_scale, "lowrank_down": down, "lowrank_up": up,
+        "channels": parts.channels,
     }  # fmt: skip
     return {f"{plan.name}.{name}": tensor for name, tensor in buffers.items() if tensor is not None}
