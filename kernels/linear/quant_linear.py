@@ -182,8 +182,8 @@ register(
     "(Tensor x, Tensor channels, Tensor? input_scale, str activation) -> Tensor",
     lambda x, channels, *_: x.new_empty(*x.shape[:-1], len(channels)),
     default=lambda x, channels, scale, activation: (
-        (x - rounded_input(x, INPUT_FORMATS[activation], scale)).index_select(-1, channels)
-    ),
+        x - rounded_input(x, INPUT_FORMATS[activation], scale)
+    ).index_select(-1, channels),
 )
 
 
