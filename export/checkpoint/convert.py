@@ -15,7 +15,7 @@ from quant.base.errors import UserError, known_names
 from quant.base.json_files import text_as_in_source
 from quant.export.checkpoint.files import modelopt
 from quant.export.checkpoint.files.directory import check_apart, new_directory
-from quant.export.checkpoint.files.layout import Layout
+from quant.export.checkpoint.files.layout import COMPRESSED_TENSORS, Layout
 from quant.export.checkpoint.files.layouts import LAYOUTS
 from quant.export.checkpoint.files.read_tensors import layer_tensor_names, read_layer, read_parts
 from quant.export.checkpoint.files.tensor_file import CHECKSUMS, write_checksums
@@ -31,7 +31,7 @@ from quant.export.checkpoint.open_checkpoint import (
     suspect_problems,
     untied_in,
 )
-from quant.export.checkpoint.other_runtimes import runtime_warnings
+from quant.export.checkpoint.other_runtimes import runtime_warnings, trial_load
 from quant.models.files import copy_along
 from quant.models.huggingface import remote_code
 from quant.recipes.blocks import stored_dtype
@@ -96,8 +96,7 @@ def convert(
     tensors = dict(_converted(opened, dtype, layout))
     # A float64 scale is one that float32 does not hold (`write_tensors`).
     rounded = sum(t.dtype is torch.float64 and n.endswith(SECOND_LEVEL) for n, t in tensors.items())
-    for message in [*fusion_warnings(plan), *runtime_warnings(plan, dtype, names, tensors, to)]:
-        warnings.warn(message, stacklevel=2)
+    messages = [*fusion_warnings(plan), *runtime_warnings(plan, dtype, names, tensors, to)]
     with new_directory(out, overwrite=overwrite) as temporary:
         hashes = write_tensors(temporary, tensors, carried=names.carried, heads=opened.heads)
         for source in directory.iterdir():
@@ -107,11 +106,20 @@ def convert(
             copy_along(source, temporary / source.name, directory)
         plan.save(temporary / PLAN_FILE)
         _write_configs(temporary, directory, opened, layout)
+        trial = None
+        if to == COMPRESSED_TENSORS:
+            # As in `save`, tensors that transformers ignores are not compared.
+            heads, carried = opened.heads, names.carried
+            own = {n: t for n, t in tensors.items() if n not in carried and n.rpartition(".")[0] not in heads}
+            trial = trial_load(temporary, opened.model, plan, own, names, allow_missing=True)
+            messages = messages if trial is None else trial.heeded(temporary, messages)
         write_checksums(temporary, hashes, PLAN_FILE)
         # The card of another tool goes along as it is.
         if is_own_card(temporary / CARD):
-            write_card(temporary, plan, opened.model, source=None, layout=to, measured=directory)
+            write_card(temporary, plan, opened.model, source=None, layout=to, measured=directory, trial=trial)
         sizes = {file.name: file.stat().st_size for file in sorted(temporary.iterdir()) if file.is_file()}
+    for message in messages:
+        warnings.warn(message, stacklevel=2)
     return {"files": sizes, "rounded_scales": rounded}
 
 

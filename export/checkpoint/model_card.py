@@ -18,6 +18,7 @@ from quant.base.atomic import write_atomically
 from quant.base.errors import loss_text
 from quant.base.extras import require
 from quant.base.json_files import json_text
+from quant.export.checkpoint.other_runtimes import Trial, vllm_problem
 from quant.formats.format import FORMATS
 from quant.models.files import hub_name
 from quant.recipes.plan import Plan, bits_per_weight
@@ -28,7 +29,7 @@ CARD, SOURCE_CARD = "README.md", "README.source.md"
 _MARK = "<!-- Model card by Blockscale; a card without this line is never replaced. -->"
 _TITLE = re.compile(f"{re.escape(_MARK)}\\s+# (.+), quantized\n")
 _CARRIED = ("license", "license_name", "license_link", "language", "library_name", "pipeline_tag")
-_RUNTIMES = {"compressed-tensors": ("vllm", "transformers"), "modelopt": ("vllm-modelopt", None)}
+_LAYOUTS = {"compressed-tensors", "modelopt"}
 _GENERATIVE = ("ForCausalLM", "ForConditionalGeneration")
 
 
@@ -40,11 +41,13 @@ def write_card(
     source: Path | None,
     layout: str = "compressed-tensors",
     measured: Path | None = None,
+    trial: Trial | None = None,
 ) -> None:
     """Writes the card of a checkpoint, whose other files are there; a card of the source in it is renamed.
 
     `source` is the directory of the original model, if known, `layout` a key of `LAYOUTS`, and `measured` the directory
-    with the report that has the measured loss, by default `directory`.
+    with the report that has the measured loss, by default `directory`. `trial` is that of transformers: the card
+    recommends what was tried, and has the reason where it failed.
     """
     card = directory / CARD
     fields: dict[str, Any] = {}
@@ -62,7 +65,7 @@ def write_card(
     title = base or title
     lines = [
         *_head(fields, plan, base, layout), _MARK, "", f"# {title}, quantized", "",
-        *_formats(plan, title), *_loss(saved_report(measured or directory)), *_use(plan, model, layout),
+        *_formats(plan, title), *_loss(saved_report(measured or directory)), *_use(plan, model, layout, trial),
     ]  # fmt: skip
     write_atomically(card, "\n".join(lines) + "\n")
 
@@ -93,7 +96,7 @@ def _head(fields: Mapping[str, Any], plan: Plan, base: Any, layout: str) -> Iter
     tags = fields.get("tags")
     formats = (layer.weight.name for layer in plan.quantized if layer.weight is not None)
     # Fields of our earlier card are written anew: the layout or the formats may be others.
-    ours = {"blockscale", *_RUNTIMES, *FORMATS}
+    ours = {"blockscale", *_LAYOUTS, *FORMATS}
     carried = (tag for tag in map(str, tags if isinstance(tags, list) else ()) if tag not in ours)
     head["tags"] = list(dict.fromkeys([*carried, "blockscale", layout, *formats]))
     yield "---"
@@ -140,19 +143,22 @@ def _loss(report: Mapping[str, Any] | None) -> Iterator[str]:
         yield f"| {Path(str(each.get('text') or 'text')).name.replace('|', '/')} | {' | '.join(cells)} |"
 
 
-def _use(plan: Plan, model: nn.Module, layout: str) -> Iterator[str]:
-    """Yields how to verify, load and serve; a runtime's lines only where its table of formats has the plan's."""
+def _use(plan: Plan, model: nn.Module, layout: str, trial: Trial | None) -> Iterator[str]:
+    """Yields how to verify, load and serve, or why a runtime does not run the checkpoint."""
     yield from ("", "## Use", "", "`DIR` is this directory. Blockscale checks and loads it:", "")
     yield from ("```console", "$ quant check DIR", "```", "", "```python")
     yield from ("import quant", "", 'model = quant.load("DIR")', "```")
     kind = type(model)
-    server, library = _RUNTIMES[layout]
-    if library is not None and kind.__module__.startswith("transformers.") and first_problem(plan, library) is None:
-        yield from ("", "transformers loads it with the package compressed-tensors, which unpacks the weights:", "")
-        yield from ("```python", f"from transformers import {kind.__name__}", "")
-        yield from (f'model = {kind.__name__}.from_pretrained("DIR")', "```")
+    if trial is not None and kind.__module__.startswith("transformers."):
+        problem = trial.problem or first_problem(plan, "transformers")
+        if problem is None:
+            yield from ("", "transformers loads it with the package compressed-tensors, which unpacks the weights:", "")
+            yield from ("```python", f"from transformers import {kind.__name__}", "")
+            yield from (f'model = {kind.__name__}.from_pretrained("DIR")', "```")
+        else:
+            yield from ("", f"Not with transformers alone: {problem}.")
     if kind.__name__.endswith(_GENERATIVE):
-        problem = first_problem(plan, server)
+        problem = vllm_problem(plan, model, layout)
         if problem is None:
             yield from ("", "vLLM has kernels for these formats:", "", "```console", "$ vllm serve DIR", "```")
         else:

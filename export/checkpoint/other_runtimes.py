@@ -19,8 +19,10 @@ import copy
 import importlib.metadata
 import importlib.util
 import io
+import json
 import logging
 import math
+import re
 import sys
 import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -35,6 +37,7 @@ from torch import nn
 
 from quant.base.errors import UserError, counted, listed, option
 from quant.base.extras import require
+from quant.base.json_files import text_as_in_source
 from quant.export.checkpoint.files import modelopt
 from quant.export.checkpoint.files.layout import COMPRESSED_TENSORS, MODELOPT
 from quant.export.checkpoint.files.names import StoredNames
@@ -44,11 +47,14 @@ from quant.export.checkpoint.open_checkpoint import KV_SCALES, Checkpoint, fill,
 from quant.formats.format import FP8_HEAD, INT4
 from quant.models import huggingface
 from quant.models.configs import one_line
+from quant.recipes.blocks import stored_dtype
 from quant.recipes.layers import LayerKind
 from quant.recipes.plan import ODD_INPUTS, LayerPlan, Plan
+from quant.recipes.plan_check import first_problem
 from quant.recipes.targets import get_target
 
 _PEER = "compressed_tensors"
+_UNPACKS = "transformers unpacks"
 _DROPPED = (*(f".{part}" for part in RUN_TIME_PARTS), ".input_scale", ".input_global_scale")
 """Suffixes of a layer's tensors that transformers ignores; `runtime_warnings` has the warning for users."""
 
@@ -129,15 +135,10 @@ def runtime_warnings(
     names = names or StoredNames()
     if layout == MODELOPT:
         return list(_modelopt_warnings(plan, names))
-    return [
-        *_run_time_warnings(plan),
-        *_format_warnings(plan),
-        *unpacking_warnings(plan, dtype),
-        *_transformers_warnings(plan, names),
-        *_vllm_warnings(plan),
-        *_kept_expert_warnings(plan, names),
-        *_wide_scale_warnings(tensors or {}, dtype),
-    ]
+    of_transformers = [
+        *unpacking_warnings(plan, dtype), *_transformers_warnings(plan, names, tensors or {}, dtype)
+    ]  # fmt: skip
+    return [*_run_time_warnings(plan), *_format_warnings(plan), *of_transformers, *_vllm_warnings(plan)]
 
 
 def _run_time_warnings(plan: Plan) -> Iterator[str]:
@@ -167,7 +168,7 @@ def _run_time_warnings(plan: Plan) -> Iterator[str]:
 
 
 def _format_warnings(plan: Plan) -> Iterator[str]:
-    """Yields a sentence on pairs of formats that vLLM stops at or TensorRT-LLM misreads, and on embeddings."""
+    """Yields a sentence on pairs of formats that vLLM stops at or TensorRT-LLM misreads."""
     vllm, trtllm = get_target("vllm"), get_target("tensorrt-llm-compressed-tensors")
     by_formats: dict[str, list[LayerPlan]] = {}
     for layer in plan.quantized:
@@ -186,9 +187,6 @@ def _format_warnings(plan: Plan) -> Iterator[str]:
                 f"{subject} another runtime than TensorRT-LLM, which would give wrong output for {formats}: "
                 f"{trtllm.misread[formats]}"
             )
-    embeddings = [layer.name for layer in plan.quantized if layer.kind == LayerKind.EMBEDDING]
-    if embeddings:
-        yield f"{_counted(embeddings)} quant.load: other runtimes take embeddings in 16 bit only"
 
 
 def unpacking_warnings(plan: Plan, dtype: torch.dtype) -> Iterator[str]:
@@ -196,12 +194,17 @@ def unpacking_warnings(plan: Plan, dtype: torch.dtype) -> Iterator[str]:
     unpacked = [layer.weight for layer in plan.quantized if layer.weight is not None and not layer.weight.scale.is_wide]
     if unpacked and dtype != torch.bfloat16:
         yield (
-            f"transformers unpacks {unpacked[0]} to bfloat16 and then fails on a model in "
+            f"{_UNPACKS} {unpacked[0]} to bfloat16 and then fails on a model in "
             f"{str(dtype).removeprefix('torch.')}: load it there with dtype=torch.bfloat16"
         )
 
 
-def _transformers_warnings(plan: Plan, names: StoredNames) -> Iterator[str]:
+def _transformers_warnings(
+    plan: Plan, names: StoredNames, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype
+) -> Iterator[str]:
+    """Yields a sentence on each feature for which transformers stops, or gives other logits than `quant.load`."""
+    if embeddings := [layer.name for layer in plan.quantized if layer.kind == LayerKind.EMBEDDING]:
+        yield f"{_counted(embeddings)} quant.load: other runtimes take embeddings in 16 bit only"
     if stopped := [layer.name for layer in plan.quantized if layer.name in names.stopped]:
         yield (
             f"{_counted(stopped)} quant.load or a server that reads experts one by one: transformers up to 5.24 takes "
@@ -225,6 +228,15 @@ def _transformers_warnings(plan: Plan, names: StoredNames) -> Iterator[str]:
             f"{_counted(layers)} quant.load or a server such as vLLM for a scale for each token: transformers with "
             "compressed-tensors up to 0.20 shares scales otherwise where an input is no [batch, tokens, in], and gives "
             "slightly other logits"
+        )
+    yield from _kept_expert_warnings(plan, names)
+    # Scales of another toolkit.
+    wide = [name for name, t in tensors.items() if name.endswith(".weight_scale") and t.dtype is torch.float32]
+    if wide and dtype in (torch.bfloat16, torch.float16):
+        count = f"{len(wide):,} weight scale{'' if len(wide) == 1 else 's'}"
+        yield (
+            f"{count}, {wide[0]} first, in float32, for {str(dtype).removeprefix('torch.')} would round them: "
+            "transformers does that unless it loads the checkpoint with dtype=torch.float32; vLLM does not"
         )
 
 
@@ -272,17 +284,6 @@ def _kept_expert_warnings(plan: Plan, names: StoredNames) -> Iterator[str]:
         yield (
             f"{_counted(in_16_bit)} quant.load or a server such as vLLM: transformers up to 5.24 takes experts in 16 "
             f"bit for quantized ones where other layers are in {packed[0]}, and stops"
-        )
-
-
-def _wide_scale_warnings(tensors: Mapping[str, torch.Tensor], dtype: torch.dtype) -> Iterator[str]:
-    # Scales of another toolkit.
-    wide = [name for name, t in tensors.items() if name.endswith(".weight_scale") and t.dtype is torch.float32]
-    if wide and dtype in (torch.bfloat16, torch.float16):
-        count = f"{len(wide):,} weight scale{'' if len(wide) == 1 else 's'}"
-        yield (
-            f"{count}, {wide[0]} first, in float32, for {str(dtype).removeprefix('torch.')} would round them: "
-            "transformers does that unless it loads the checkpoint with dtype=torch.float32; vLLM does not"
         )
 
 
@@ -353,15 +354,38 @@ def hold_device_guard() -> None:
             pass
 
 
+@dataclass(frozen=True)
+class Trial:
+    """What `from_pretrained` without options, and `generate` after it, do with a checkpoint in transformers."""
+
+    warnings: tuple[str, ...] = ()  # for users who will do the same
+    problem: str | None = None  # why that is not the model of `quant.load`; None if it is
+    dequantize: bool = False  # it is, once config.json has weights unpacked as they are read
+
+    def heeded(self, directory: Path, messages: Sequence[str]) -> list[str]:
+        """Returns `messages` with the trial's, and sets in config.json what has transformers unpack the weights.
+
+        `dequantize` is an argument of transformers' `CompressedTensorsConfig`, and other readers do not ask for it.
+        """
+        if self.dequantize:
+            file = directory / "config.json"
+            fields = json.loads(file.read_text(encoding="utf-8"))
+            fields["quantization_config"]["dequantize"] = True
+            file.write_text(text_as_in_source(fields, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+            messages = [message for message in messages if not message.startswith(_UNPACKS)]
+        return [*messages, *self.warnings]
+
+
 def trial_load(
     directory: Path,
     model: Any,
     plan: Plan,
     tensors: Mapping[str, torch.Tensor | DeferredTensor],
+    names: StoredNames | None = None,
     *,
     allow_missing: bool = False,
-) -> list[str]:
-    """Loads a checkpoint on trial in transformers; returns warnings for users who will do the same.
+) -> Trial | None:
+    """Loads a checkpoint on trial in transformers, or returns None where that cannot be tried.
 
     Of `tensors`, perhaps not yet written, only names, shapes and dtypes matter. Missing ones, and those without a
     place, are a UserError, or with `allow_missing` a warning. Inside a process group of a training script nothing is
@@ -370,47 +394,117 @@ def trial_load(
     not_linear = {layer.name: layer for layer in plan.quantized if layer.kind == LayerKind.CONV or layer.transposed}
     loadable = hasattr(type(model), "from_pretrained") and importlib.util.find_spec(_PEER) is not None
     if not loadable or (dist.is_available() and dist.is_initialized()):
-        return []
+        return None
     library = require("transformers", "hf")
     runtime = f"transformers {library.__version__}"
     # The layout's tensors without their data; an empty tensor stays empty.
     outlines = {name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for name, tensor in tensors.items()}
+    dtype = stored_dtype(model)
+    known = [*_run_time_warnings(plan), *_transformers_warnings(plan, names or StoredNames(), outlines, dtype)]
+    problem, notes, stop = next(iter(known), None), [], None
     try:
         info = _load(directory, type(model), outlines)
     except Exception as error:  # transformers' own code, which may fail in any way
         if not_linear:
-            return [_unread_layers(not_linear.values(), runtime, "does not load this checkpoint")]
+            problem = _unread_layers(not_linear.values(), runtime, "does not load this checkpoint")
+            return Trial((problem,), problem)
         # It stops at `scale_rule`, and at the empty tensors of `StoredNames.stopped`: `runtime_warnings` says so.
         has_rule = any(layer.activation and layer.activation.input_rule != "max" for layer in plan.quantized)
         if has_rule or any(not tensor.numel() for tensor in outlines.values()):
-            return []
-        way_out = "load it with quant.load"
-        with contextlib.suppress(Exception):  # as above
-            dequantizing = library.CompressedTensorsConfig(dequantize=True)
-            info = _load(directory, type(model), outlines, quantization_config=dequantizing)
-            if not info["missing_keys"] and not info["unexpected_keys"]:
-                way_out = f"pass it quantization_config=CompressedTensorsConfig(dequantize=True), or {way_out}"
-        return [f"{runtime} does not load this checkpoint ({one_line(error)}): {way_out}"]
-    # Tensors of layers that transformers never loads quantized are left out here; their warning comes below.
-    problems, notes = _misfits(info, plan, tensors, not_linear), []
-    if any(name.endswith(KV_SCALES) for name in info["unexpected_keys"]):
-        # compressed-tensors 0.20 finds attention by its argument `past_key_values`, which transformers 5.24 renamed.
-        notes.append(
-            f"{runtime} keeps the KV cache of this checkpoint in 16 bit, for compressed-tensors "
-            f"{importlib.metadata.version('compressed-tensors')} does not find its attention; quant.load and servers "
-            "use the scales of the cache"
-        )
-    if not problems:
-        missing = any(name.rpartition(".")[0] in not_linear for name in info["missing_keys"])
-        loads = f"loads this checkpoint with {'random numbers' if missing else 'codes'} in the place of their weights"
-        return [*notes, *([_unread_layers(not_linear.values(), runtime, loads)] if not_linear else [])]
-    finding = f"{runtime} {' and '.join(problems)}, and would run with random numbers"
-    if allow_missing:
-        return [*notes, f"{finding}: load this checkpoint with quant.load, or a server that knows the layers"]
-    raise UserError(
-        f"{finding}; keep those layers in 16 bit with {option('exclude')}, or pass {option('allow_missing', True)} to "
-        "write a checkpoint for only quant.load and servers"
-    )
+            return Trial((), problem)
+        stop = f"{runtime} does not load this checkpoint ({one_line(error)})"
+    else:
+        # Tensors of layers that transformers never loads quantized are left out here; their warning comes below.
+        if misfits := _misfits(info, plan, tensors, not_linear):
+            finding = f"{runtime} {' and '.join(misfits)}, and would run with random numbers"
+            if not allow_missing:
+                raise UserError(
+                    f"{finding}; keep those layers in 16 bit with {option('exclude')}, or pass "
+                    f"{option('allow_missing', True)} to write a checkpoint for only quant.load and servers"
+                )
+            finding = f"{finding}: load this checkpoint with quant.load, or a server that knows the layers"
+            return Trial((finding,), finding)
+        if any(name.endswith(KV_SCALES) for name in info["unexpected_keys"]):
+            # compressed-tensors 0.20 finds attention by `past_key_values`, which transformers 5.24 renamed.
+            notes.append(
+                f"{runtime} keeps the KV cache of this checkpoint in 16 bit, for compressed-tensors "
+                f"{importlib.metadata.version('compressed-tensors')} does not find its attention; quant.load and "
+                "servers use the scales of the cache"
+            )
+        if not_linear:
+            missing = any(name.rpartition(".")[0] in not_linear for name in info["missing_keys"])
+            loads = (
+                f"loads this checkpoint with {'random numbers' if missing else 'codes'} in the place of their weights"
+            )
+            problem = _unread_layers(not_linear.values(), runtime, loads)
+            return Trial((*notes, problem), problem)
+        if (call := _call_before_the_model(model, plan)) is not None:
+            stop = f"{runtime} does not load this checkpoint unpacked: it unpacks when the model is called, and {call}"
+    cast = next(unpacking_warnings(plan, dtype), None)
+    dequantizes = (stop or cast) is not None and _dequantizes(directory, type(model), plan, outlines)
+    if dequantizes and problem is None and not any(layer.activation for layer in plan.quantized):
+        return Trial(tuple(notes), None, dequantize=True)
+    if stop is not None:
+        way_out = ", or pass it quantization_config=CompressedTensorsConfig(dequantize=True), with inputs in 16 bit"
+        stop += f": load it with quant.load{way_out if dequantizes else ''}"
+        notes.append(stop)
+    return Trial(tuple(notes), problem or stop or cast)
+
+
+def _dequantizes(directory: Path, cls: Any, plan: Plan, tensors: Mapping[str, torch.Tensor]) -> bool:
+    """Returns whether transformers can unpack a checkpoint while it reads it, which needs one format for all."""
+    if len({layer.weight for layer in plan.quantized}) > 1 or any(e.kind == LayerKind.EXPERTS for e in plan.quantized):
+        return False
+    with contextlib.suppress(Exception):  # as in `trial_load`
+        config = require("transformers", "hf").CompressedTensorsConfig(dequantize=True)
+        info = _load(directory, cls, tensors, quantization_config=config)
+        unexpected = [name for name in info["unexpected_keys"] if not name.endswith(KV_SCALES)]
+        return not info["missing_keys"] and not unexpected
+    return False
+
+
+def _call_before_the_model(model: Any, plan: Plan) -> str | None:
+    """Returns the end of a sentence on a call that runs packed layers before the model as a whole is called, or None.
+
+    compressed-tensors up to 0.20 unpacks in a hook of the root module.
+    """
+    generation = require("transformers", "hf").GenerationMixin
+    generates = isinstance(model, generation) and model.can_generate()
+    if generates and model.config.is_encoder_decoder and _holds(plan, model, model.get_encoder()):
+        return "generate() calls the encoder before"
+    if generates and type(model).generate is not generation.generate:
+        return "generate() of this class calls its parts"
+    features = next((name for name in dir(type(model)) if re.fullmatch(r"get_\w+_features", name)), None)
+    if features is not None:
+        decoder = model.get_decoder() if generates else None
+        if len(plan.quantized) > _holds(plan, model, decoder) + sum(e.kind == LayerKind.HEAD for e in plan.quantized):
+            return f"{features}(){', which generate() calls,' if generates else ''} runs a part before"
+    return None
+
+
+def _holds(plan: Plan, model: nn.Module, part: nn.Module | None) -> int:
+    """Returns how many quantized layers lie in a part of the model, of which None holds none."""
+    paths = [name for name, module in model.named_modules() if module is part]
+    return sum(layer.name.startswith(f"{paths[0]}.") for layer in plan.quantized) if paths and paths[0] else 0
+
+
+# Model classes of vLLM 0.26 to 0.29 for which transformers has no attention that vLLM's backend could replace.
+_SERVED = (
+    "Bloom", "CohereAsr", "Falcon", "FalconH1", "FalconMamba", "Jamba", "KimiLinear", "Mamba", "Mamba2", "Mpt",
+    "NemotronH", "OlmoHybrid", "Qwen2Audio", "Qwen3Next", "Qwen3_5", "Qwen3_5Moe", "StableLm", "Whisper",
+)  # fmt: skip
+
+
+def vllm_problem(plan: Plan, model: Any, layout: str, names: StoredNames | None = None) -> str | None:
+    """Returns why vLLM does not serve a generative model's checkpoint; None if nothing is known against it."""
+    name = type(model).__name__
+    has_backend = getattr(type(model), "_supports_attention_backend", False) and not model.config.is_encoder_decoder
+    if not has_backend and name.partition("For")[0] not in _SERVED:
+        return f"vLLM 0.26 to 0.29 has no model for {name}, and its backend for transformers does not take it"
+    if transposed := next((layer.name for layer in plan.quantized if layer.transposed), None):
+        return f"{transposed}: Conv1D, whose weight vLLM transposes as it reads it"
+    known = _modelopt_warnings(plan, names or StoredNames()) if layout == MODELOPT else _vllm_warnings(plan)
+    return first_problem(plan, "vllm-modelopt" if layout == MODELOPT else "vllm") or next(known, None)
 
 
 def _misfits(

@@ -289,7 +289,7 @@ def check_runtime(
     if runtime not in PROBES:
         raise UserError(f"no runtime {runtime!r}; {known_names(runtime, PROBES)}")
     config = json.loads((directory / "config.json").read_text())
-    if runtime == "transformers":
+    if runtime == "transformers" and not (config.get("quantization_config") or {}).get("dequantize"):
         # It unpacks some weights to another dtype than the model's, and fails.
         dtype = getattr(torch, str(config.get("dtype") or config.get("torch_dtype") or "bfloat16"), torch.bfloat16)
         for message in unpacking_warnings(describe(directory)[0], dtype):

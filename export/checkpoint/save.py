@@ -276,21 +276,24 @@ def write_model(
         with ThreadPoolExecutor(1, thread_name_prefix="trial") as thread:
             loading = None
             if of_transformers:
-                loading = thread.submit(trial_load, temporary, model, plan, own, allow_missing=allow_missing)
+                loading = thread.submit(trial_load, temporary, model, plan, own, names, allow_missing=allow_missing)
             hashes = write_tensors(
                 temporary, tensors, destination.shard_bytes, masks=masks, log=log, carried=names.carried, heads=heads
             )
+        trial = None
         if loading is not None:
             # After the trial, not during it: building a model on the meta device replaces functions of PyTorch.
             check_read_back(temporary, model)
-            messages += [*loading.result(), *carried_note(model, names, destination.source)]
+            if (trial := loading.result()) is not None:
+                messages = trial.heeded(temporary, messages)
+            messages += carried_note(model, names, destination.source)
         _write_companions(model, tokenizer, temporary, destination.source)
         if finish is not None:
             finish(temporary, hashes, messages)
         _write_missing_checksums(temporary, hashes)
         # After the comparison with the source and the report, whose loss it shows.
         if of_transformers:
-            write_card(temporary, plan, model, source=destination.source)
+            write_card(temporary, plan, model, source=destination.source, trial=trial)
     return hashes
 
 

@@ -131,7 +131,10 @@ def plan_problems(
     layout = layout_of_config(config)
     with suppress(ValueError):  # the layout cannot hold the plan
         layout.check_plan(plan)
-        if config == layout.quantization_config(plan, names):
+        # `Trial.heeded` has added the field.
+        if {key: value for key, value in config.items() if key != "dequantize"} == layout.quantization_config(
+            plan, names
+        ):
             return
     formats_of, kv_cache = layout.read_config(config, names, tensors)
     rotation_of = layout.read_rotations(config, names)
