@@ -316,6 +316,10 @@ def layers_of_state_dict(shapes: Mapping[str, Sequence[int]]) -> list[Layer]:
             kind = _kind_by_name(stem, shape)
             input_first = transposed and len(shape) == 2 and stem.rpartition(".")[2] in _CONV1D_NAMES
             obstacle = _UNKNOWN_CONV if kind == LayerKind.CONV else None
+            parent, _, module = stem.rpartition(".")
+            inside = f"{parent}." if parent else ""
+            if module == "out_proj" and (f"{inside}in_proj_weight" in shapes or f"{inside}q_proj_weight" in shapes):
+                obstacle = _UNCALLED
             outputs_first = tuple(shape[::-1] if input_first else shape)
             layers.append(Layer(stem, kind, outputs_first, obstacle=obstacle, transposed=input_first))
         elif len(shape) == 3 and last in EXPERT_NAMES:

@@ -4,11 +4,12 @@ A model is built from the default config of its architecture, every size in it r
 are drawn at random. Each cell of the table is one model in one format:
 
     model -> directory -> quantize -> checkpoint -> quant.load           -> logits, weights
-                                                 -> transformers' loader -> logits, weights
+                                                 -> transformers' loader -> tokens, logits, weights
                                                  -> ModelOpt's layout    -> quant.load without the plan -> logits
 
-    equal     both loaders give the same logits, and every weight is the original one as its format rounds it
-    warned    the loaders differ, or transformers stops, and the report names transformers
+    equal     both loaders give the same logits, and every weight is the original one as its format rounds it; the
+              card recommends transformers, whose first call is a plain `generate`, or that of a tower
+    warned    the loaders differ, or transformers stops, and report and card name transformers
     refused   `quantize` stopped before it wrote anything, with one line that says why
     DIFFERENT the loaders differ, and no warning says so
     TRACEBACK something else was raised
@@ -21,6 +22,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import inspect
 import io
 import json
 import multiprocessing
@@ -112,6 +114,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
     "ernie4_5_moe": {"moe_num_experts": 4, "moe_k": 2, "num_experts_per_tok": 2},
     "esm": {"vocab_size": 128, "pad_token_id": 1, "position_embedding_type": "rotary"},
+    "gemma3": {"mm_tokens_per_image": 4},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]], "attention_layers": ["global", "local"]},
     "granitemoehybrid": {**MAMBA, "layer_types": ["mamba", "attention"]},
     "hubert": SPEECH,
@@ -144,6 +147,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "qwen2_vl": _QWEN_VL,
     "qwen3_vl": _QWEN_VL,
     "qwen3_vl_moe": _QWEN_VL,
+    "recurrent_gemma": {"layer_types": ["linear_attention", "full_attention"]},
     "regnet": {**STAGES, "groups_width": 16, "embedding_size": 32},
     "resnet": {**STAGES, "embedding_size": 32, "layer_type": "basic"},
     "segformer": {
@@ -286,24 +290,33 @@ def build(name: str, dtype: torch.dtype) -> Any:
     return patch_forward(model)
 
 
-def inputs(model: Any) -> dict[str, torch.Tensor]:
-    """Something that the model runs on."""
+def _offered(model: Any) -> dict[str, torch.Tensor]:
+    """Tensors of all kinds for a model, by the names of arguments."""
     config, generator = model.config, torch.Generator().manual_seed(0)
     ids = torch.randint(3, 60, (1, 8), generator=generator)
     size = getattr(config, "image_size", None) or getattr(getattr(config, "vision_config", None), "image_size", 32)
     size = (size, size) if isinstance(size, int) else tuple(size)
     images = torch.randn(1, getattr(config, "num_channels", 3), *size, generator=generator, dtype=torch.float32)
     mels = (getattr(config, "num_mel_bins", 80), 2 * getattr(config, "max_source_positions", 64))
-    given = {
+    vision = getattr(config, "vision_config", None)
+    if hasattr(vision, "temporal_patch_size"):  # Qwen's: patches, and their number in time, height and width
+        images = torch.randn(16, 3 * vision.temporal_patch_size * vision.patch_size**2, generator=generator)
+    return {
         "input_ids": ids,
         "pixel_values": images,
+        "image_grid_thw": torch.tensor([[1, 4, 4]]),
         "input_values": torch.randn(1, 1600, generator=generator),
         "input_features": torch.randn(1, *mels, generator=generator),
     }
+
+
+def inputs(model: Any) -> dict[str, torch.Tensor]:
+    """Something that the model runs on."""
+    given, ids = _offered(model), _offered(model)["input_ids"]
     found = {model.main_input_name: given[model.main_input_name]}
     if type(model).__name__ in ("CLIPModel", "SiglipModel", "AlignModel", "BlipForConditionalGeneration"):
         found = {key: given[key] for key in ("input_ids", "pixel_values")}
-    if config.is_encoder_decoder:
+    if model.config.is_encoder_decoder:
         found["decoder_input_ids"] = ids[:, :4]
     return found
 
@@ -316,6 +329,28 @@ def result(model: Any, given: dict[str, torch.Tensor]) -> torch.Tensor:
     while not isinstance(out, torch.Tensor):
         out = next(iter(out.values() if isinstance(out, dict) else out))
     return out.float()
+
+
+@torch.no_grad()
+def first_calls(model: Any, given: dict[str, torch.Tensor]) -> list[tuple[str, dict[str, Any]]]:
+    """The methods that users call before the model itself, with arguments on which `model`, in 16 bit, runs them."""
+    dtype = next(model.parameters()).dtype
+    all_kinds = {k: v.to(dtype) if v.is_floating_point() else v for k, v in _offered(model).items()}
+    calls: list[tuple[str, dict[str, Any]]] = [
+        (name, {key: all_kinds[key] for key in inspect.signature(getattr(model, name)).parameters if key in all_kinds})
+        for name in ("get_image_features", "get_text_features", "get_audio_features")
+        if hasattr(model, name)
+    ]
+    if model.can_generate():
+        prompt = {key: value for key, value in given.items() if key != "decoder_input_ids"}
+        start = {"decoder_start_token_id": 1} if model.config.is_encoder_decoder else {}
+        calls.append(("generate", {**prompt, **start, "max_new_tokens": 2, "do_sample": False}))
+    run = []
+    for name, arguments in calls:
+        with contextlib.suppress(Exception):  # transformers cannot, or our inputs are not what it needs
+            getattr(model, name)(**arguments)
+            run.append((name, arguments))
+    return run
 
 
 def difference(found: torch.Tensor, wanted: torch.Tensor) -> float:
@@ -344,6 +379,7 @@ def _verdicts(name: str, format: str, folder: Path) -> Iterator[tuple[Any, ...]]
     given = {k: v.to(dtype) if v.is_floating_point() else v for k, v in inputs(model).items()}
     model.save_pretrained(folder / "model")
     result(model, given)  # the harness itself is wrong where this fails
+    calls = first_calls(model, given)
     try:
         report = run(Request(str(folder / "model"), format, solver="rtn", out=folder / "out")).report
     except ValueError as error:
@@ -358,26 +394,34 @@ def _verdicts(name: str, format: str, folder: Path) -> Iterator[tuple[Any, ...]]
     except Exception as error:
         yield COMPRESSED, "TRACEBACK", f"quant.load: {_where(error)}"
         return
-    found, off = _of_transformers(model, folder / "out", given, ours, format)
+    for call, arguments in calls:
+        getattr(loaded, call)(**arguments)
+    found, off = _of_transformers(model, folder / "out", given, calls, ours, format)
     assert report is not None
+    recommended = ".from_pretrained(" in (folder / "out" / "README.md").read_text()
     told = [line for line in report.warnings if "transformers" in line]
     wrong = _of_ours(model, loaded, given, ours, format, Plan.load(folder / "out" / PLAN_FILE))
     if wrong is not None:
         yield COMPRESSED, "DIFFERENT", f"quant.load: {wrong}", off
-    elif found is None:
+    elif found is not None and recommended:
+        yield COMPRESSED, "DIFFERENT", f"the card recommends it: {found}", off
+    elif found is None and (recommended or not told):
         yield COMPRESSED, "equal", "", off
     else:
-        yield (COMPRESSED, "warned", told[0]) if told else (COMPRESSED, "DIFFERENT", found, off)
+        yield (COMPRESSED, "warned", told[0]) if told else (COMPRESSED, "DIFFERENT", str(found), off)
     yield MODELOPT, *_of_modelopt(folder, loaded, given, ours, format)
 
 
 def _of_transformers(
-    model: Any, path: Path, given: Any, ours: torch.Tensor, format: str
+    model: Any, path: Path, given: Any, calls: Any, ours: torch.Tensor, format: str
 ) -> tuple[str | None, float | None]:
     """How transformers' own reload differs from the original weights and from our logits, and the latter's measure."""
     try:
         theirs, info = type(model).from_pretrained(path, dtype=DTYPES[format], output_loading_info=True)
-        logits = result(patch_forward(theirs).eval(), given)  # the library unpacks the weights at the first call
+        theirs = patch_forward(theirs).eval()
+        for call, arguments in calls:
+            getattr(theirs, call)(**arguments)
+        logits = result(theirs, given)
     except Exception as error:
         return f"transformers: {_where(error)}", None
     for kind in ("missing_keys", "unexpected_keys"):
@@ -530,13 +574,15 @@ def table(found: Sequence[Cell]) -> str:
         "",
         f"`PYTHONPATH=. python tests/architectures.py` built {len(rows)} tiny models of random weights from the "
         f"configs of transformers {transformers.__version__}, took each from its plan to a checkpoint, and loaded that "
-        "with `quant.load` and with transformers. Then it converted the checkpoint to ModelOpt's layout and loaded "
-        "that without its plan. It wrote this page.",
+        "with `quant.load` and with transformers, whose first call was a plain `generate` or that of a tower "
+        "(`get_image_features`), where the model has one. Then it converted the checkpoint to ModelOpt's layout and "
+        "loaded that without its plan. It wrote this page.",
         "",
         "- **equal**: every weight is the original one as its format rounds it, and both loaders give the same logits "
         "(to the precision described below). In ModelOpt's layout, `quant.load` reads every tensor bit-equal, and the "
         "files follow the rules of ModelOpt's own files.",
-        "- **warned**: transformers stops or gives other logits, and `quantize` warns of it.",
+        "- **warned**: transformers stops or gives other logits. `quantize` warns of it, and the model card has the "
+        "reason instead of the lines for transformers.",
         "- **refused**: `quantize` or `quant.convert` stops with the reason before it writes anything.",
         "",
         "In every cell that was not refused, each weight that `quant.load` read is the original one as its format "

@@ -401,7 +401,10 @@ def trial_load(
     outlines = {name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for name, tensor in tensors.items()}
     dtype = stored_dtype(model)
     known = [*_run_time_warnings(plan), *_transformers_warnings(plan, names or StoredNames(), outlines, dtype)]
-    problem, notes, stop = next(iter(known), None), [], None
+    notes = []
+    if huggingface.is_patched(model):
+        notes.append(f"{runtime} fails in the forward pass of {type(model).__name__}, which quant.load mends")
+    problem, stop = next(iter([*known, *notes]), None), None
     try:
         info = _load(directory, type(model), outlines)
     except Exception as error:  # transformers' own code, which may fail in any way

@@ -27,7 +27,13 @@ from quant.base.json_files import JsonData, read_json, typed
 from quant.evaluation.fingerprint import Fingerprint, fingerprint_problem
 from quant.export.checkpoint.compare_source import compare_with_source
 from quant.export.checkpoint.files.layouts import plan_problems
-from quant.export.checkpoint.files.read_tensors import layer_tensor_names, read_layer, read_parts, weight_files
+from quant.export.checkpoint.files.read_tensors import (
+    TensorFiles,
+    layer_tensor_names,
+    read_layer,
+    read_parts,
+    weight_files,
+)
 from quant.export.checkpoint.files.tensor_file import CHECKSUMS, read_checksums, sha256_of
 from quant.export.checkpoint.load import is_checkpoint, load, no_checkpoint, quantization_configs
 from quant.export.checkpoint.open_checkpoint import (
@@ -42,7 +48,7 @@ from quant.export.checkpoint.runtime_check import RuntimeCheck, check_runtime
 from quant.generate.quantized_attention import quantized_attention
 from quant.models.files import find_checkpoint
 from quant.models.huggingface import remote_code
-from quant.recipes.layers import LayerKind, find_layers
+from quant.recipes.layers import LayerKind, find_layers, layers_of_state_dict
 from quant.recipes.plan import PLAN_FILE, LayerPlan, Plan
 from quant.recipes.plan_check import check_plan_fits
 from quant.recipes.targets import get_target
@@ -83,7 +89,7 @@ def verify(
     Args:
         directory: the checkpoint, or its name on the Hugging Face hub.
         model: the unquantized module, for a checkpoint without config.json; it is changed in place. Without either,
-            only the files and the plan are checked.
+            no forward pass is made.
         source: the directory of the original model, or its name on the Hugging Face hub: whatever of it the plan does
             not touch must be in the checkpoint as it is.
         runtime: "vllm" or "transformers", as installed here: it loads the checkpoint in a process of its own, and each
@@ -159,18 +165,14 @@ class _Subject:
 
     @cached_property
     def opened(self) -> Checkpoint:
-        if not self.is_described:
-            raise _NotCheckedError(
-                "there is no config.json that says how to build the model: name its module with "
-                f"{option('model_factory')}, or "
-                "pass it in Python"
-            )
+        if self.is_bare:
+            return Checkpoint(self.directory, _skeleton(self.directory))
         return Checkpoint(self.directory, self.module or outline(self.directory))
 
     @property
-    def is_described(self) -> bool:
-        """Whether there is a module, or a config that says how to build it."""
-        return self.module is not None or (self.directory / "config.json").is_file()
+    def is_bare(self) -> bool:
+        """Whether neither a module nor a config says how the model multiplies."""
+        return self.module is None and not (self.directory / "config.json").is_file()
 
     @cached_property
     def plan(self) -> Plan:
@@ -179,9 +181,36 @@ class _Subject:
         if not file.is_file():
             return self.opened.plan
         plan = Plan.load(file)
-        if self.is_described:
-            check_plan_fits(plan, find_layers(self.opened.model))
+        check_plan_fits(plan, find_layers(self.opened.model))
         return plan
+
+
+def _skeleton(directory: Path) -> nn.Module:
+    """Returns modules with the names and shapes of a bare state dict, whose own module is not known."""
+    plan, tensors = Plan.load(directory / PLAN_FILE), TensorFiles(directory, meta=True)
+    root, owned = nn.Module(), set()
+
+    def module_at(path: str) -> nn.Module:
+        module = root
+        for part in path.split(".") if path else ():
+            module = module._modules.setdefault(part, nn.Module())  # type: ignore[assignment]
+        return module
+
+    for layer in plan.quantized:
+        owned.update((layer.name, *layer_tensor_names(tensors, layer)))
+        parent, _, last = layer.name.rpartition(".")
+        if layer.kind == LayerKind.EXPERTS:
+            module_at(parent)._parameters[last] = nn.Parameter(torch.empty(layer.shape, device="meta"))
+        else:
+            linear = nn.Linear(layer.shape[1], layer.shape[0], bias=False, device="meta")
+            if layer.transposed:
+                linear.stands_for = "Conv1D"  # type: ignore[assignment]
+            module_at(parent)._modules[last] = linear
+    for name in tensors.keys() - owned:
+        parent, _, last = name.rpartition(".")
+        tensor = torch.empty(tensors[name].shape, dtype=tensors[name].dtype, device="cpu")
+        module_at(parent)._parameters[last] = nn.Parameter(tensor, requires_grad=False)
+    return root
 
 
 def _report(document: Any) -> Mapping[str, Any]:
@@ -216,6 +245,13 @@ def _plan(subject: _Subject, failed: bool) -> Iterator[str]:
         digest = None
     if digest and digest != plan.digest():
         yield f"{file}: is not the plan that was executed: its digest is not that in {REPORT_FILE}"
+    if subject.is_bare:
+        # As when it was quantized; names show of some modules that they multiply by a weight themselves.
+        shapes = {name: tensor.shape for name, tensor in subject.opened.tensors.items()}
+        shapes |= {f"{layer.name}.weight": layer.shape for layer in plan.quantized}
+        for layer in layers_of_state_dict(shapes):
+            if layer.obstacle and (planned := plan.by_name.get(layer.name)) and planned.weight:
+                yield f"{file}: {layer.name}: {layer.obstacle}; quantize the original again, which leaves it in 16 bit"
     for source, config in quantization_configs(subject.directory).items():
         for problem in plan_problems(plan, config, subject.opened.names, subject.opened.tensors):
             yield f"{file}: {problem} ({source})"
@@ -274,9 +310,13 @@ def _siblings(layers: Iterable[LayerPlan]) -> list[list[LayerPlan]]:
 def _forward(subject: _Subject, failed: bool) -> Iterator[str]:
     if failed:
         raise _NotCheckedError("the findings above come first")
-    _ = subject.opened  # raises _NotCheckedError if the model cannot be built
     # Loaded as a user would load it: the checks before read tensors, and filled no model.
-    model = load(subject.directory, subject.module)
+    model = load(subject.directory, subject.opened.model if subject.is_bare else subject.module)
+    if subject.is_bare:
+        raise _NotCheckedError(
+            "there is no config.json that says how to build the model: name its module with "
+            f"{option('model_factory')}, or pass it in Python; its tensors load"
+        )
     held = subject.report.get("fingerprint") if (subject.directory / REPORT_FILE).is_file() else None
     expected = None if held is None else Fingerprint.from_dict(held)
     with quantized_attention(model, **subject.plan.run_time):

@@ -325,9 +325,15 @@ def patch_forward(model: nn.Module) -> nn.Module:
     """
     part: Any = getattr(model, "language_model", None)
     is_llama_4 = type(model).__name__ == "Llama4ForConditionalGeneration" and part is not None
-    if is_llama_4 and _without_image_outputs not in part._forward_hooks.values():
+    if is_llama_4 and not is_patched(model):
         part.register_forward_hook(_without_image_outputs)
     return model
+
+
+def is_patched(model: nn.Module) -> bool:
+    """Returns whether `patch_forward` has changed a model."""
+    part: Any = getattr(model, "language_model", None)
+    return part is not None and _without_image_outputs in getattr(part, "_forward_hooks", {}).values()
 
 
 def _without_image_outputs(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:

@@ -182,15 +182,20 @@ def test_warnings_about_experts_stand_where_transformers_fails(
 def test_what_transformers_unpacks_to_bfloat16_is_told(
     format: str, dtype: torch.dtype, fails: bool, tmp_path: Path
 ) -> None:
-    """The warning stands where transformers really fails, and its way out works."""
+    """The warning stands where transformers really fails, and its way out works.
+
+    Where inputs stay in 16 bit, the checkpoint's config has transformers unpack to the model's dtype.
+    """
     model = randomized(llama(hidden_size=128, intermediate_size=128))
     result = quant.quantize(model.to(dtype), format)
     quant.save(result.model, result.plan, tmp_path / "ours")
     warnings = runtime_warnings(result.plan, dtype)
     ids = torch.arange(8)[None]
     load = transformers.AutoModelForCausalLM.from_pretrained
-    if not fails or format == "int4a16":
-        assert not warnings and load(tmp_path / "ours")(ids).logits.isfinite().all()
+    if not fails or format != "mxfp8":
+        with torch.no_grad():
+            off = load(tmp_path / "ours")(ids).logits - (right := quant.load(tmp_path / "ours")(ids).logits)
+        assert off.norm() < 0.02 * right.norm()
         return
     assert "unpacks" in warnings[0] and "dtype=torch.bfloat16" in warnings[0]
     with pytest.raises(RuntimeError, match="same dtype"):

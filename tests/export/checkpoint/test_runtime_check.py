@@ -205,11 +205,11 @@ def test_a_layer_that_broke_a_limit_of_ours_is_marlins() -> None:
 
 
 def test_weights_that_transformers_unpacks_to_another_dtype_are_told_by_name(tmp_path: Path) -> None:
-    """compressed-tensors unpacks NVFP4 to BF16, and PyTorch multiplies no FP32 inputs by that."""
-    done = quantize(tiny_models.llama(), "nvfp4a16", solver="rtn")
-    with pytest.warns(UserWarning, match=r"unpacks nvfp4 to bfloat16 and then fails on a model in float32"):
+    """compressed-tensors unpacks MXFP8 to BF16, and PyTorch multiplies no FP32 inputs by that."""
+    done = quantize(tiny_models.llama(), "mxfp8", solver="rtn")
+    with pytest.warns(UserWarning, match=r"unpacks mxfp8 to bfloat16 and then fails on a model in float32"):
         save(done.model, done.plan, tmp_path / "checkpoint")
-    with pytest.raises(UserError, match=r"checkpoint: transformers unpacks nvfp4 to bfloat16.*dtype=torch.bfloat16"):
+    with pytest.raises(UserError, match=r"checkpoint: transformers unpacks mxfp8 to bfloat16.*dtype=torch.bfloat16"):
         check_runtime(tmp_path / "checkpoint", "transformers")
 
 

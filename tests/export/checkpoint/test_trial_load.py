@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 import quant
 from quant.base.errors import UserError
 from quant.export.checkpoint import other_runtimes as module
-from quant.export.checkpoint.other_runtimes import check_read_back, trial_load
+from quant.export.checkpoint.other_runtimes import Trial, check_read_back, trial_load
 from quant.run.request import Request
 from quant.run.run import run
 
@@ -41,7 +41,7 @@ def rename(directory: Path, old: str, new: str) -> None:
 def test_a_good_checkpoint_has_nothing_to_tell(saved: tuple[quant.Quantized, Path]) -> None:
     done, out = saved
     check_read_back(out, done.model)
-    assert trial_load(out, done.model, done.plan, load_file(out / "model.safetensors")) == []
+    assert trial_load(out, done.model, done.plan, load_file(out / "model.safetensors")) == Trial()
 
 
 def test_the_saving_thread_owns_the_device_guard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -86,7 +86,9 @@ def test_scales_of_the_kv_cache_that_transformers_leaves_out_are_told(
     info = {"missing_keys": [], "unexpected_keys": unexpected}
     monkeypatch.setattr("quant.export.checkpoint.other_runtimes._load", lambda *args, **options: info)
     tensors = load_file(out / "model.safetensors")
-    (note,) = trial_load(out, done.model, done.plan, tensors)
+    trial = trial_load(out, done.model, done.plan, tensors)
+    assert trial is not None and trial.problem is None
+    (note,) = trial.warnings
     assert "keeps the KV cache of this checkpoint in 16 bit" in note and "quant.load and servers use" in note
     info["missing_keys"] = ["model.norm.weight"]
     with pytest.raises(UserError, match=r"finds no tensor for model\.norm\.weight, and would run with random numbers"):
@@ -168,11 +170,19 @@ def test_experts_in_16_bit_have_the_names_of_the_original(tmp_path: Path) -> Non
     assert not info["missing_keys"] and not info["unexpected_keys"]
 
 
-def test_what_transformers_does_not_load_is_told_with_a_way_that_works(tmp_path: Path) -> None:
+def test_what_transformers_does_not_load_is_unpacked_as_it_reads_or_told(tmp_path: Path) -> None:
     """Its weight initialisation reads `.weight` of layers that hold packed codes."""
     sizes = {k: v for k, v in tiny_models.DECODER.items() if k != "intermediate_size"}
     model = tiny_models.build("Falcon", "ForCausalLM", {**sizes, "new_decoder_architecture": True}, gain=3)
-    done = quant.quantize(model.bfloat16(), "nvfp4a16")
+    twin, ids = copy.deepcopy(model.bfloat16()), torch.arange(8)[None]
+    done = quant.quantize(model, "nvfp4a16")
+    with warnings.catch_warnings(action="error", category=UserWarning):
+        quant.save(done.model, done.plan, tmp_path / "unpacked")
+    with torch.no_grad():
+        theirs = transformers.FalconForCausalLM.from_pretrained(tmp_path / "unpacked")(ids).logits
+        assert torch.equal(theirs, quant.load(tmp_path / "unpacked")(ids).logits)
+    # With rounded inputs that would leave them in 16 bit without a word.
+    done = quant.quantize(twin, "mxfp4")
     with warnings.catch_warnings(record=True, action="always") as caught:
         quant.save(done.model, done.plan, tmp_path / "out")
     (told,) = [str(each.message) for each in caught if "does not load" in str(each.message)]
@@ -181,9 +191,11 @@ def test_what_transformers_does_not_load_is_told_with_a_way_that_works(tmp_path:
         transformers.FalconForCausalLM.from_pretrained(tmp_path / "out")
     config = transformers.CompressedTensorsConfig(dequantize=True)
     theirs = transformers.FalconForCausalLM.from_pretrained(tmp_path / "out", quantization_config=config)
-    ids = torch.arange(8)[None]
+    ours = quant.load(tmp_path / "out")
+    for layer in done.plan.quantized:
+        setattr(ours.get_submodule(layer.name), "activation_format", None)  # noqa: B010 -- no field of nn.Module
     with torch.no_grad():
-        assert torch.equal(theirs(ids).logits, quant.load(tmp_path / "out")(ids).logits)
+        assert torch.equal(theirs(ids).logits, ours(ids).logits)
 
 
 @pytest.mark.parametrize(
