@@ -108,7 +108,9 @@ def _multiplies(linear: nn.Module) -> bool:
     for dtype in dict.fromkeys((torch.float32 if own.itemsize < 4 else own, own)):
         for shape in ((2, len(_SIZES)), (len(_SIZES),)):
             try:
-                return _multiplies_in(linear, dtype, shape)
+                # transformers builds models within `torch.device("meta")`, where new tensors would have no values.
+                with torch.device("cpu"):
+                    return _multiplies_in(linear, dtype, shape)
             except Exception:  # the class's own code, which may fail in any way
                 continue
     return False

@@ -277,7 +277,8 @@ def usage(report: Report, plan: Plan) -> Section | None:
     if report.kv_cache is None:
         return None
     rows = [("try it", 'quant generate . --prompt "The capital of France is"')]
-    problem = first_problem(plan, "vllm")
+    conv1d = next((f"{layer.name}: its weight is a Conv1D's" for layer in plan.quantized if layer.transposed), None)
+    problem = conv1d or first_problem(plan, "vllm")
     if problem is None:
         cache = " --kv-cache-dtype fp8" if plan.kv_cache is not None else ""
         rows.append(("serve", f"vllm serve .{cache}"))

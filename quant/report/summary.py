@@ -15,7 +15,6 @@ from quant.evaluation.evaluation import Evaluation
 from quant.formats.format import get_format
 from quant.models.configs import read_fields
 from quant.recipes.plan import Plan
-from quant.recipes.plan_check import first_problem
 from quant.recipes.solver_names import parse_solver
 
 if TYPE_CHECKING:
@@ -187,7 +186,8 @@ def next_steps(report: Report, plan: Plan, directory: Path) -> list[str]:
     path, original = shlex.quote(str(directory)), shlex.quote(report.model)
     lines.append(f'try it:   quant generate {path} --prompt "The capital of France is"')
     lines.append(f"measure:  quant evaluate {path} --text FILE --baseline {original}")
-    if first_problem(plan, "vllm") is None:
+    # As the model card has it, which knows the model's class too.
+    if "$ vllm serve" in (directory / "README.md").read_text(encoding="utf-8"):
         lines.append(f"serve:    vllm serve {path}")
     return [*lines, opened]
 

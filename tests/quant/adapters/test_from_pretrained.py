@@ -75,6 +75,16 @@ def test_models_are_quantized_and_checkpoints_run(build: Any, format: str, optio
     assert files(tmp_path / "again") == files(tmp_path / "done")
 
 
+def test_layers_of_a_class_of_their_own_are_known_where_transformers_builds_on_the_meta_device(tmp_path: Path) -> None:
+    """Falcon's `FalconLinear` is tried on values, which tensors made within `torch.device("meta")` do not have."""
+    sizes = {k: v for k, v in tiny_models.DECODER.items() if k != "intermediate_size"}
+    model = tiny_models.build("Falcon", "ForCausalLM", {**sizes, "new_decoder_architecture": True})
+    done = quant.quantize(model.bfloat16(), "int8", effort=0)
+    quant.save(done.model, done.plan, tmp_path / "out")
+    theirs = transformers.FalconForCausalLM.from_pretrained(tmp_path / "out", quantization_config=quant.QuantConfig())
+    assert torch.equal(logits(theirs), logits(quant.load(tmp_path / "out")))
+
+
 def test_without_a_config_a_checkpoint_is_for_transformers_own_quantizer(tmp_path: Path) -> None:
     done = quant.quantize(tiny_models.llama(dtype=torch.bfloat16), "nvfp4a16")
     quant.save(done.model, done.plan, tmp_path / "out")
