@@ -187,7 +187,8 @@ def next_steps(report: Report, plan: Plan, directory: Path) -> list[str]:
     lines.append(f'try it:   quant generate {path} --prompt "The capital of France is"')
     lines.append(f"measure:  quant evaluate {path} --text FILE --baseline {original}")
     # As the model card has it, which knows the model's class too.
-    if "$ vllm serve" in (directory / "README.md").read_text(encoding="utf-8"):
+    card = directory / "README.md"
+    if card.is_file() and "$ vllm serve" in card.read_text(encoding="utf-8"):
         lines.append(f"serve:    vllm serve {path}")
     return [*lines, opened]
 
