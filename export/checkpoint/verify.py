@@ -188,7 +188,7 @@ class _Subject:
 def _skeleton(directory: Path) -> nn.Module:
     """Returns modules with the names and shapes of a bare state dict, whose own module is not known."""
     plan, tensors = Plan.load(directory / PLAN_FILE), TensorFiles(directory, meta=True)
-    root, owned = nn.Module(), set()
+    root, owned = nn.Module(), set[str]()
 
     def module_at(path: str) -> nn.Module:
         module = root
@@ -247,7 +247,7 @@ def _plan(subject: _Subject, failed: bool) -> Iterator[str]:
         yield f"{file}: is not the plan that was executed: its digest is not that in {REPORT_FILE}"
     if subject.is_bare:
         # As when it was quantized; names show of some modules that they multiply by a weight themselves.
-        shapes = {name: tensor.shape for name, tensor in subject.opened.tensors.items()}
+        shapes = {name: tuple(tensor.shape) for name, tensor in subject.opened.tensors.items()}
         shapes |= {f"{layer.name}.weight": layer.shape for layer in plan.quantized}
         for layer in layers_of_state_dict(shapes):
             if layer.obstacle and (planned := plan.by_name.get(layer.name)) and planned.weight:
