@@ -147,7 +147,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "qwen2_vl": _QWEN_VL,
     "qwen3_vl": _QWEN_VL,
     "qwen3_vl_moe": _QWEN_VL,
-    "recurrent_gemma": {"layer_types": ["linear_attention", "full_attention"]},
+    "recurrent_gemma": {"num_hidden_layers": 3},
     "regnet": {**STAGES, "groups_width": 16, "embedding_size": 32},
     "resnet": {**STAGES, "embedding_size": 32, "layer_type": "basic"},
     "segformer": {
