@@ -1,11 +1,14 @@
 """This benchmark serves a shape in vLLM with our plug-in and without it, in turns: ms a decoding step, and prefill.
 
     python benchmarks/vllm_speed.py llama-8b                       torch.compile and CUDA graphs, as vLLM has them
+    python benchmarks/vllm_speed.py llama-8b --backends            beside vLLM's default alone, without humming
     python benchmarks/vllm_speed.py qwen3-30b-a3b --engine '{"compilation_config": {"mode": 0}}'
 
 Weights are random, in NVFP4 or MXFP4 (`--format mxfp4`, and always the experts of gpt-oss); inputs are in 16 bit, the
-head is in BF16, and only config.json exists on disk. The engines, one without the plug-in and one for each --switch,
-are ready at the same time in processes of their own, and one measures while the others wait. A step is the mean time
+head is in BF16, and only config.json exists on disk. The engines are vLLM as it is by default, with each of its linear
+--backends that is named (humming, unless the shape is of experts), and with the plug-in for each --switch; gains are
+over the fastest of vLLM's own. They are ready at the same time in processes of their own, and one measures while the
+others wait. A step is the mean time
 between the tokens of a generation, once all its sequences decode: it holds attention, norms, the scheduler and the
 sampler. Prompts are in the prefix cache by then. Prefill is the time to the first token of one new prompt. Each figure
 is the least of its rounds. `--profile 1 16` adds the time in which any kernel of a step ran, by PyTorch's profiler, and
@@ -157,6 +160,9 @@ def main() -> None:
     positions = max(8192, 2 * args.context)
     args.folder = write_config(args, positions, args.out / args.label)
     engines = {"vLLM": Engine(args, "vllm", "0", args.theirs)}
+    for backend in args.backends:
+        own = args.theirs | {"linear_backend": backend}
+        engines[f"vLLM, {backend}"] = Engine(args, f"vllm-{backend}", "0", own)
     for switch in args.switch:
         label = "plug-in" if switch == "1" else f"plug-in, {switch}"
         engines[label] = Engine(args, f"plugin-{switch}", switch, args.ours)
@@ -188,6 +194,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--kv-gib", type=float, default=10.0)
     parser.add_argument("--engine", type=json.loads, default={}, help="further arguments of vllm.LLM, as JSON")
     parser.add_argument("--theirs", type=json.loads, default={}, help="the same, for vLLM without the plug-in")
+    parser.add_argument("--backends", nargs="*", help="of vLLM's linear layers, an engine for each beside its default")
     parser.add_argument("--ours", type=json.loads, default={}, help="the same, for vLLM with the plug-in")
     parser.add_argument("--switch", nargs="+", default=["1"], help="values of BLOCKSCALE_VLLM, an engine for each")
     parser.add_argument("--profile", type=int, nargs="*", default=[], help="batches whose kernels are listed, by time")
@@ -195,7 +202,10 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--label", help="of the files; by default the shape")
     parser.add_argument("--out", type=Path, default=Path("vllm-speed"))
     parser.add_argument("--folder", help="of a config.json: makes this process an engine")
-    return parser.parse_args()
+    args = parser.parse_args()
+    if args.backends is None:  # vLLM's linear backends do not take experts
+        args.backends = ["humming"] if SHAPES[args.shape][1]["model_type"] == "llama" else []
+    return args
 
 
 Answers = dict[str, dict[str, list[dict[str, Any]]]]
@@ -231,14 +241,15 @@ def measured_alone(engines: dict[str, Engine], asks: dict[str, str], args: argpa
 
 
 def table(answers: Answers, label: str) -> str:
-    """Returns the least time of each figure by engine, and how many times as fast as vLLM alone the others are."""
+    """Returns the least time of each figure by engine, and how many times as fast as the fastest vLLM the others are."""
     from _table import markdown
 
     rows = []
     for name, by_engine in answers.items():
         best = {engine: min(each["ms"] for each in of_rounds) for engine, of_rounds in by_engine.items()}
         times = {f"{engine}, ms": f"{ms:.3f}" for engine, ms in best.items()}
-        gains = {f"× {engine}": f"{best['vLLM'] / ms:.3f}" for engine, ms in best.items() if engine != "vLLM"}
+        theirs = min(ms for engine, ms in best.items() if engine.startswith("vLLM"))
+        gains = {f"× {engine}": f"{theirs / ms:.3f}" for engine, ms in best.items() if not engine.startswith("vLLM")}
         rows.append({label: name, **times, **gains})
     return str(markdown(rows))
 
