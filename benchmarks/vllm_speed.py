@@ -8,11 +8,10 @@ Weights are random, in NVFP4 or MXFP4 (`--format mxfp4`, and always the experts 
 head is in BF16, and only config.json exists on disk. The engines are vLLM as it is by default, with each of its linear
 --backends that is named (humming, unless the shape is of experts), and with the plug-in for each --switch; gains are
 over the fastest of vLLM's own. They are ready at the same time in processes of their own, and one measures while the
-others wait. A step is the mean time
-between the tokens of a generation, once all its sequences decode: it holds attention, norms, the scheduler and the
-sampler. Prompts are in the prefix cache by then. Prefill is the time to the first token of one new prompt. Each figure
-is the least of its rounds. `--profile 1 16` adds the time in which any kernel of a step ran, by PyTorch's profiler, and
-writes the kernels into the JSON.
+others wait. A step is the mean time between the tokens of a generation, once all its sequences decode: it holds
+attention, norms, the scheduler and the sampler. Prompts are in the prefix cache by then. Prefill is the time to the
+first token of one new prompt. Each figure is the least of its rounds. `--profile 1 16` adds the time in which any
+kernel of a step ran, by PyTorch's profiler, and writes the kernels into the JSON.
 
     python benchmarks/vllm_speed.py llama-8b --layers 4 --batch 16 --context 32000 --prefill 0 --kv-gib 8 \
         --engine '{"max_model_len": 32768}' --theirs '{"kv_cache_dtype": "fp8"}' --ours '{"kv_cache_dtype": "nvfp4"}'
@@ -241,7 +240,7 @@ def measured_alone(engines: dict[str, Engine], asks: dict[str, str], args: argpa
 
 
 def table(answers: Answers, label: str) -> str:
-    """Returns the least time of each figure by engine, and how many times as fast as the fastest vLLM the others are."""
+    """Returns the least time of each figure by engine, and how many times as fast as the fastest vLLM ours are."""
     from _table import markdown
 
     rows = []
