@@ -36,6 +36,8 @@ from quant.export.checkpoint.save import save
 from quant.export.exporters import EXPORTERS, ExportJob, cache_capacity, check_attention
 from quant.export.kinds import CALIB_SAMPLES, CHOICES, DTYPES, KINDS, REMOVED, SEQLEN
 from quant.export.onnx.decoder_graph import GraphInput
+from quant.export.onnx.limits import check_experts
+from quant.export.onnx.opsets import RUNTIMES
 from quant.export.onnx.quantized_cache import holds_cache_scales
 from quant.export.tensorrt.gpu_targets import choose_common_library, resolve_targets
 from quant.kernels.attention.kv_pages import kv_format
@@ -144,7 +146,8 @@ def export_model(
         calib_samples: rows that are read from `data`.
         seqlen: tokens of a row.
         genai: writes what onnxruntime-genai loads: graph, configuration and tokenizer.
-        target: the GPU of an engine: "sm89", "sm120", "h100", "rtx5090", "local", …; for TensorRT-RTX also several.
+        target: the GPU of an engine: "sm89", "sm120", "h100", "rtx5090", "local", …; for TensorRT-RTX also several. Of
+            an ONNX file the runtime: "onnxruntime", the default where it runs the formats, or "tensorrt".
         backend: the builder of the engine, "tensorrt_rtx" or "tensorrt".
         features: "refit", "weight-streaming" or "version-compatible", of an engine.
         allow_fallback: accepts an engine with layers in half precision.
@@ -180,6 +183,8 @@ def export_model(
         graph_inputs = {name: _parsed_input(name, value) for name, value in (inputs or {}).items()} or None
         with listener.step(f"loading {model}" if stored is not None else "saving the model"):
             opened = stack.enter_context(_opened(model, stored, to, path, module, tokenizer))
+        if "inputs" in KINDS[to][1]:
+            check_experts(opened.model)
         # The sizes of a cache decide what is refused, and attention's scales are measured only after that.
         cached = cache_capacity(to, opened.model, capacity, has_inputs=bool(inputs), genai=genai)
         check_attention(to, opened.plan, attention, kv_cache, cached=cached > 0)
@@ -278,6 +283,11 @@ def _check_request(
     if kind in ("onnx", "tensorrt"):
         for package in ("onnx", "onnxscript"):
             require(package, "onnx")
+    if kind == "onnx" and target not in (None, *RUNTIMES):
+        raise UserError(
+            f"{option('target', target)}: an ONNX file is for {' or '.join(RUNTIMES)}; an engine for a GPU is "
+            f"{option('to', 'tensorrt')}"
+        )
     if kind == "tensorrt":
         if target is None:
             raise UserError(

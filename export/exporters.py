@@ -42,7 +42,8 @@ from quant.formats.format import Format
 from quant.formats.tensor import BlockScaledTensor
 from quant.generate.generate import cast_unquantized
 from quant.kernels.attention.kv_pages import kv_format
-from quant.kernels.linear.quant_linear import refuse_residual
+from quant.kernels.linear.conv import QuantConv
+from quant.kernels.linear.quant_linear import QuantLinear, refuse_residual
 from quant.recipes.plan import PLAN_FILE, Plan
 
 DEFAULT_CAPACITY = 4096
@@ -84,6 +85,14 @@ class ExportJob:
         return self.plan is not None and self.plan.attention is not None and self.attention != "none"
 
     @property
+    def runtime(self) -> str:
+        """The runtime that an ONNX file is written for, one of `RUNTIMES`."""
+        if self.kind != "onnx":
+            return "tensorrt"
+        of_tensorrt = layer_of_tensorrt(self.model) is not None or self.fp8_attention or self.cache_format is not None
+        return self.target or ("tensorrt" if of_tensorrt or self.dtype == "bf16" else "onnxruntime")
+
+    @property
     def cache_format(self) -> Format | None:
         """The format of the graph's KV cache; None for the model's dtype."""
         return kv_format(self.kv_cache)
@@ -95,6 +104,8 @@ def export_onnx_files(job: ExportJob) -> dict[str, Any]:
         _check_genai(job)
     notes = [*_put_in_dtype(job), *_graph_notes(job)]
     problem = onnxruntime_problem(job.model, fp8_attention=job.fp8_attention, kv_cache=job.cache_format)
+    if problem and job.target == "onnxruntime":
+        raise UserError(f"{option('target', job.target)}: {problem}")
     notes += [problem] if problem else []
     with new_directory(job.out, overwrite=job.overwrite) as folder:
         path = folder / "model.onnx"
@@ -108,7 +119,7 @@ def export_onnx_files(job: ExportJob) -> dict[str, Any]:
             job.plan.save(folder / PLAN_FILE)
         write_json(folder / "receipt.json", receipt)
         files = {file.name: file.stat().st_size for file in sorted(folder.iterdir())}
-    return {"out": str(job.out), "files": files, "warnings": notes, **receipt}
+    return {"out": str(job.out), "files": files, "warnings": notes, "notes": _cost_notes(job), **receipt}
 
 
 def export_tensorrt(job: ExportJob) -> dict[str, Any]:
@@ -117,7 +128,7 @@ def export_tensorrt(job: ExportJob) -> dict[str, Any]:
     notes = [*_put_in_dtype(job), *_graph_notes(job)]
     with temporary_directory(job.out) as folder:
         receipt = _write_verified(job, folder / "model.onnx", notes)
-        return export_engine(
+        record = export_engine(
             folder / "model.onnx",
             job.out,
             BuildOptions(job.target, job.shapes or None, job.backend, job.progress, job.features),
@@ -127,6 +138,7 @@ def export_tensorrt(job: ExportJob) -> dict[str, Any]:
             layers=receipt["layers"],
             source=job.model,
         )
+        return {**record, "notes": _cost_notes(job)}
 
 
 def export_aoti_package(job: ExportJob) -> dict[str, Any]:
@@ -200,7 +212,7 @@ def _warn(notes: Sequence[str]) -> None:
 
 def _file_record(job: ExportJob, notes: list[str]) -> dict[str, Any]:
     files = {job.out.name: job.out.stat().st_size}
-    return {"out": str(job.out), "warnings": notes, "passed": True, "files": files}
+    return {"out": str(job.out), "warnings": notes, "notes": _cost_notes(job), "passed": True, "files": files}
 
 
 def _write_verified(job: ExportJob, path: Path, notes: Sequence[str]) -> dict[str, Any]:
@@ -217,6 +229,7 @@ def _write_verified(job: ExportJob, path: Path, notes: Sequence[str]) -> dict[st
         genai=job.genai,
         kv_cache=job.cache_format,
         plan=job.plan,
+        runtime=job.runtime,
     )
     check_file(path)
     receipt = verify(
@@ -267,9 +280,7 @@ def cache_capacity(kind: str, model: nn.Module, requested: int | None, *, has_in
 def _put_in_dtype(job: ExportJob) -> list[str]:
     """Casts unquantized tensors to --dtype, or to FP32 where onnxruntime runs all but BF16; a note of the latter."""
     dtype, notes = job.dtype, []
-    is_for_tensorrt = layer_of_tensorrt(job.model) is not None or job.fp8_attention or job.cache_format is not None
-    is_for_onnxruntime = job.kind == "onnx" and not is_for_tensorrt
-    if dtype is None and is_for_onnxruntime and narrowest_dtype(job.model) == torch.bfloat16:
+    if dtype is None and job.runtime == "onnxruntime" and narrowest_dtype(job.model) == torch.bfloat16:
         dtype = "fp32"
         notes.append(
             "the model is in BF16, which onnxruntime does not run on a processor, so the file is in FP32; "
@@ -311,6 +322,26 @@ def _graph_notes(job: ExportJob) -> list[str]:
         notes.append(
             f"the plan has the KV cache in {planned}, and this graph keeps it in 16 or 32 bit"
             + way_out * ("kv_cache" in KINDS[job.kind][1] and planned.name in CACHE_FORMATS)
+        )
+    return notes
+
+
+def _cost_notes(job: ExportJob) -> list[str]:
+    """Returns sentences on what the exported file costs where it runs."""
+    notes, capacity = [], job.cache_capacity() if "capacity" in KINDS[job.kind][1] else 0
+    if job.runtime == "onnxruntime":
+        weights = {m.weight_format for m in job.model.modules() if isinstance(m, QuantLinear | QuantConv)}
+        if any(format.element.name == "int4" for format in weights):
+            notes.append(
+                "onnxruntime multiplies INT4 weights by inputs that it rounds to INT8 in groups; the session's option "
+                "session.qdq_matmulnbits_accuracy_level=1 keeps them in FP32, at a quarter of the speed"
+            )
+        if any(format.element.name == "e4m3" for format in weights):
+            notes.append("onnxruntime has no FP8 products on a processor: it dequantizes these weights once, at load")
+    elif capacity:
+        notes.append(
+            f"each step attends over the cache's {capacity} tokens, filled or not: a smaller {option('capacity')} is "
+            "faster"
         )
     return notes
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 # Options of everything that traces the module.
 _GRAPH = {"shapes", "inputs", "attention", "dtype", "calib", "calib_samples", "seqlen"}
 KINDS: dict[str, tuple[str, set[str]]] = {
-    "onnx": ("-onnx", {*_GRAPH, "capacity", "genai", "kv_cache"}),
+    "onnx": ("-onnx", {*_GRAPH, "capacity", "genai", "kv_cache", "target"}),
     "tensorrt": (".engine", {*_GRAPH, "target", "backend", "allow_fallback", "features", "capacity", "kv_cache"}),
     "aoti": (".pt2", {*_GRAPH, "capacity"}),
     "torch-tensorrt": (".pt2", {"inputs", "attention", "dtype", "target", "allow_fallback"}),

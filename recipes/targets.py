@@ -126,6 +126,7 @@ _PARTS = {
 _FUSED = (("q_proj", "k_proj", "v_proj"), ("query", "key", "value"), ("gate_proj", "up_proj"), ("w1", "w3"))
 
 _LINEAR = (LayerKind.LINEAR,)
+_BUILT = (LayerKind.LINEAR, LayerKind.CONV)
 _EXPERTS = (LayerKind.EXPERTS,)
 _SERVED = (LayerKind.LINEAR, LayerKind.EXPERTS, LayerKind.HEAD)
 _VLLM = "_POSSIBLE_{}_KERNELS".format  # lists of kernel classes by format
@@ -144,10 +145,15 @@ _QUANT_ALGOS, _MIXED, _BLOCKS = "QUANT_ALGOS", "ModelOptMixedPrecisionConfig", "
 _SGLANG = "srt/layers/quantization/compressed_tensors/compressed_tensors.py, _get_scheme_from_parts"
 _SGLANG_LINEAR = ("fp8@fp8_token", "fp8_channel@fp8")
 _TRTLLM = "tensorrt_llm/models/quant_config_utils.py"
+_ROW_SCALES = "scales of outputs or tokens are one more Mul a layer"
 _RTX = (
-    Pair("fp8", "fp8", kinds=_LINEAR),
-    Pair("fp8_channel", "fp8", note="one more Mul a layer", kinds=_LINEAR),
-    Pair("fp8", None, STORAGE, "dequantized in the GEMM", _LINEAR),
+    Pair("fp8", "fp8", kinds=_BUILT),
+    *(
+        Pair(*pair, note=_ROW_SCALES, kinds=_BUILT)
+        for pair in (("fp8", "fp8_token"), ("fp8_channel", "fp8"), ("fp8_channel", "fp8_token"))
+    ),
+    *(Pair("int8", inputs, note="from SM75", kinds=_BUILT) for inputs in ("int8_token", "int8_tensor")),
+    *(Pair(weight, None, STORAGE, "dequantized in the GEMM", _BUILT) for weight in ("fp8", "fp8_channel", "int8")),
     Pair("fp8_block", None, STORAGE, "TRT_BlockDequantize, multiplied in 16 bit", _LINEAR),
     Pair("mxfp8", "mxfp8", STORAGE, "multiplied in 16 bit", _LINEAR),
     Pair("mxfp8", None, STORAGE, "multiplied in 16 bit", _LINEAR),
@@ -158,9 +164,13 @@ _RTX_SOURCE = (
     "engines built with tensorrt_rtx 1.7.1 and read back; a KV cache in fp8 or nvfp4 by our plugin (--kv-cache), for "
     "programs in C++"
 )
-_GENAI: tuple[tuple[str, str | None], ...] = (
-    ("fp8", "fp8"), ("fp8", None), ("fp8_channel", "fp8_token"), ("fp8_channel", None), ("int8", "int8_token"),
-    ("int8", "int8_tensor"), ("int8", None), *((weight, None) for weight in _INT4),
+_FP32 = "dequantized at load, multiplied in FP32"
+_ONNXRUNTIME = (
+    *(Pair("int8", inputs, note="MatMulInteger", kinds=_BUILT) for inputs in ("int8_token", "int8_tensor")),
+    *(Pair(weight, None, STORAGE, "MatMulNBits, which rounds inputs to INT8", _LINEAR) for weight in _INT4),
+    *(Pair(weight, inputs, STORAGE, _FP32, _BUILT) for weight in ("fp8", "fp8_channel")
+      for inputs in ("fp8", "fp8_token", None)),
+    Pair("int8", None, STORAGE, _FP32, _BUILT),
 )  # fmt: skip
 # Fused experts are unpacked by none of transformers' loaders; the output head is.
 _UNPACKED = (LayerKind.LINEAR, LayerKind.HEAD)
@@ -308,10 +318,16 @@ _ALL = (
         source=_RTX_SOURCE,
     ),
     Target(
+        "onnxruntime",
+        "onnxruntime 1.32 on a processor, from `quant export --to onnx`",
+        _ONNXRUNTIME,
+        source="onnxruntime 1.32 on a CPU: its outputs were those of `quant.load` (docs/engines.md)",
+    ),
+    Target(
         "onnxruntime-genai",
         "onnxruntime-genai 0.18, from `quant export --to onnx --genai`",
         (
-            *(Pair(*names, STORAGE, "multiplied in FP32 or FP16", _LINEAR) for names in _GENAI),
+            *(replace(pair, kinds=_LINEAR) for pair in _ONNXRUNTIME),
             Pair("nvfp4", "nvfp4", note="by the provider of TensorRT-RTX; read, not run", kinds=_LINEAR),
         ),
         source="onnxruntime-genai 0.18 with onnxruntime 1.32 on a CPU: its tokens were those of `quant.load`",

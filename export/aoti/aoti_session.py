@@ -17,7 +17,7 @@ from quant.base.json_files import parse_json
 from quant.base.processor import memory_left
 from quant.calibration.placement import free_memory
 from quant.export.aoti.package import METADATA, load_aoti
-from quant.export.onnx.engine_session import check_memory
+from quant.export.onnx.engine_session import check_memory, check_step
 from quant.export.onnx.serving import IDS, LAST, LENGTHS
 
 _FIELDS = {"capacity": int, "caches": list, "dtype": str, "plan": str, "torch": str}
@@ -75,6 +75,7 @@ class AotiSession:
         return min(tokens, self.capacity)
 
     def step(self, ids: np.ndarray, lengths: np.ndarray, last: np.ndarray) -> np.ndarray:
+        check_step(ids, lengths, last, self.capacity)
         inputs = {IDS: ids, LENGTHS: lengths, LAST: last}
         arguments = {name: torch.from_numpy(value).to(self._device) for name, value in inputs.items()}
         try:

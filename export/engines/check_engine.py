@@ -11,7 +11,8 @@ and the mean KL divergence is small. An engine of other weights is off by nats.
 With inputs in four bits a model may differ from itself by more than the usual limit: `quant.load` of a small model in
 NVFP4 under two attention functions is 0.05 nats apart. A failing check therefore runs the reference once more, the
 inputs of its linear layers moved by at most one rounding. Such a run is as right as the first, so the limits become a
-multiple of the distance between the two.
+multiple of the distance between the two. Where steps differ beyond the usual limit, they must be near ties: each
+side's likeliest token is among the five likeliest of the other, as in vLLM's comparisons of log-probabilities.
 """
 
 from __future__ import annotations
@@ -107,6 +108,9 @@ NOISE_MULTIPLE, NOISIEST_KL, NOISIEST_AGREEMENT = 3.0, 0.5, 0.7
 
 An engine rounds in every operation, the repeated reference at linear layers only, so the engine may be further away."""
 
+NEAREST = 5
+"""Tokens among which the other's likeliest one has to be, so that a step counts as a near tie."""
+
 _PROMPTS, _APART = (5, 150, 200), 400  # tokens
 
 
@@ -119,6 +123,7 @@ class EngineCheck:
     prompts: list[int] = field(default_factory=list)  # tokens of each row's prompt
     steps: int = 0  # tokens that were compared in each row
     agreeing: int = 0  # steps of all rows whose likeliest tokens are the same
+    near: int = 0  # steps at which each one's likeliest token is among the `NEAREST` likeliest of the other
     first_difference: tuple[int, int] | None = None  # row and step of the first that is not; None if all are
     kl: float = 0.0  # mean KL divergence from the reference, in nats
     error: float = 0.0  # relative difference of all logits, in the Frobenius norm
@@ -218,6 +223,7 @@ def compare(model: nn.Module, session: EngineSession, prompts: Sequence[Sequence
     same = run.tokens == expected.tokens
     differing = np.argwhere(~same)
     kl, agreement = _mean_kl(expected.logits, run.logits), float(same.mean())
+    near = _among_likeliest(run.tokens, expected.logits) & _among_likeliest(expected.tokens, run.logits)
     # NaN fails: no comparison with it is true.
     passed, noise_kl, noise_agreeing = kl <= MOST_KL and agreement >= LEAST_AGREEMENT, None, None
     # No noise widens the limits beyond these, so only an engine within them is worth another run of the reference.
@@ -227,7 +233,7 @@ def compare(model: nn.Module, session: EngineSession, prompts: Sequence[Sequence
         noise_kl = _mean_kl(expected.logits, repeated.logits)
         noise_agreeing = int((repeated.tokens == expected.tokens).sum())
         most_kl, least_agreement = noise_limits(noise_kl, noise_agreeing / same.size)
-        passed = kl <= most_kl and agreement >= least_agreement
+        passed = kl <= most_kl and agreement >= least_agreement and float(near.mean()) >= LEAST_AGREEMENT
     difference = np.linalg.norm((run.logits - expected.logits).astype(np.float64))
     return EngineCheck(
         backend=session.backend,
@@ -235,6 +241,7 @@ def compare(model: nn.Module, session: EngineSession, prompts: Sequence[Sequence
         prompts=[len(prompt) for prompt in prompts],
         steps=new,
         agreeing=int(same.sum()),
+        near=int(near.sum()),
         first_difference=(int(differing[0][0]), int(differing[0][1])) if len(differing) else None,
         kl=kl,
         error=float(difference / np.linalg.norm(expected.logits.astype(np.float64))),
@@ -251,6 +258,13 @@ def noise_limits(noise_kl: float, noise_agreement: float) -> tuple[float, float]
     most_kl = min(max(MOST_KL, NOISE_MULTIPLE * noise_kl), NOISIEST_KL)
     least_agreement = max(min(LEAST_AGREEMENT, 1 - NOISE_MULTIPLE * (1 - noise_agreement)), NOISIEST_AGREEMENT)
     return most_kl, least_agreement
+
+
+def _among_likeliest(tokens: np.ndarray, logits: np.ndarray) -> np.ndarray:
+    """Returns whether each of the tokens `[rows, steps]` is among the `NEAREST` likeliest of the logits."""
+    own = np.take_along_axis(logits, tokens[..., None], -1)
+    among: np.ndarray = (logits > own).sum(-1) < NEAREST
+    return among & np.isfinite(own[..., 0])
 
 
 def _mean_kl(expected: np.ndarray, computed: np.ndarray) -> float:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -82,10 +83,19 @@ def _attention_body(
 
 
 def _attention(
-    q: Any, k: Any, v: Any, mask: Any, scale: float, causal: bool, scales: Sequence[float], kind: str
+    q: Any,
+    k: Any,
+    v: Any,
+    mask: Any,
+    scale: float,
+    causal: bool,
+    scales: Sequence[float],
+    kind: str,
+    *,
+    runtime: str = "tensorrt",
 ) -> Any:
     op = opset()
-    if not scales and int(q.dtype) == FLOAT:
+    if not scales and int(q.dtype) == FLOAT and runtime == "tensorrt":
         return _spelled_attention(q, k, v, mask, scale, causal)
     if not scales:
         y, *_ = op.Attention(q, k, v, mask, scale=scale, is_causal=int(causal))
@@ -221,11 +231,11 @@ def _scatter(cache: Any, x: Any, index: Any) -> Any:
     return opset("", SERVING_OPSET).TensorScatter(cache, x, index, axis=2, mode="linear")
 
 
-def attention_translations() -> dict[Any, Callable[..., Any]]:
-    """Returns ONNX translations by PyTorch op."""
+def attention_translations(runtime: str) -> dict[Any, Callable[..., Any]]:
+    """Returns ONNX translations by PyTorch op, for a runtime of `RUNTIMES`."""
     ops = torch.ops.quant
     return {
-        ops.onnx_attention.default: _attention,
+        ops.onnx_attention.default: partial(_attention, runtime=runtime),
         ops.onnx_scatter.default: _scatter,
         ops.onnx_fp8_cache.default: _cache_translation("fp8"),
         ops.onnx_nvfp4_cache.default: _cache_translation("nvfp4"),

@@ -30,7 +30,7 @@ from torch import nn
 from torch.nn.functional import linear
 
 from quant.base.errors import option
-from quant.export.onnx.opsets import TRT_DOMAIN, register_schemas
+from quant.export.onnx.opsets import INTEGER_PRODUCT, ORT_DOMAIN, TRT_DOMAIN, register_schemas
 from quant.export.onnx.translate import UNREACHED_KEY, layer_of
 from quant.formats.format import Format
 from quant.formats.tensor import BlockScaledTensor, round_activation
@@ -96,6 +96,11 @@ def operators() -> tuple[type, ...]:
     from onnx.reference.ops.op_conv import Conv
     from onnx.reference.ops.op_conv_transpose import ConvTranspose
 
+    def integer_product(a: Any, b: Any, a_scale: Any, b_scale: Any, a_zero: Any, b_zero: Any) -> tuple[np.ndarray]:
+        # Float64 holds sums of codes without rounding, and numpy multiplies in it by BLAS.
+        sums = (a.astype(np.float64) - a_zero) @ (b.astype(np.float64) - b_zero)
+        return ((sums.astype(np.float32) * (a_scale * b_scale)).astype(np.float32),)
+
     def expand(codes: np.ndarray, scale: np.ndarray, block: tuple[int, int], dtype: int) -> tuple[np.ndarray]:
         return (dequantize_blocks(codes, scale, block).astype(tensor_dtype_to_np_dtype(dtype)),)
 
@@ -113,6 +118,7 @@ def operators() -> tuple[type, ...]:
         operator(
             "MatMul", lambda a, b: (np.matmul(a.astype(np.float32), b.astype(np.float32)).astype(a.dtype),), domain=""
         ),
+        operator(INTEGER_PRODUCT, integer_product, ORT_DOMAIN),
         _wide(Conv),
         _wide(ConvTranspose),
     )
@@ -257,16 +263,51 @@ class LayerGraphs:
         from onnx import TensorProto, helper
 
         nodes = [node for node in self.model.graph.node if f"{name}.codes" in node.input]
-        if len(nodes) != 1:
+        if not nodes or (len(nodes) != 1 and nodes[0].op_type != INTEGER_PRODUCT):
             raise ValueError(f"{self.path}: {len(nodes)} nodes read {name}.codes, expected one")
-        (node,) = nodes
+        node = nodes[0]
+        if node.op_type == "Cast":  # times its scale
+            (node,) = (reader for reader in self.model.graph.node if node.output[0] in reader.input)
+        if node.op_type == INTEGER_PRODUCT:
+            return self._integer_weight(name, node)
         output = node.output[0]
         model, _ = self._cut(output, lambda value: value == output or self._is_constant(value), name, inputs=0)
         last = model.graph.node[-1]
-        attributes = [attribute for attribute in last.attribute if attribute.name != "output_dtype"]
-        del last.attribute[:]
-        last.attribute.extend([*attributes, helper.make_attribute("output_dtype", TensorProto.FLOAT)])
+        if last.op_type == "DequantizeLinear":
+            attributes = [attribute for attribute in last.attribute if attribute.name != "output_dtype"]
+            del last.attribute[:]
+            last.attribute.extend([*attributes, helper.make_attribute("output_dtype", TensorProto.FLOAT)])
+            if self.is_transposed(name):
+                self._transpose(model)
         return model
+
+    def is_transposed(self, name: str) -> bool:
+        """Returns whether the codes of a linear are `[in, out]`, as onnxruntime multiplies by them."""
+        node = next(node for node in self.model.graph.node if f"{name}.codes" in node.input)
+        axis = next((attribute.i for attribute in node.attribute if attribute.name == "axis"), 1)
+        blocked = any(attribute.name == "block_size" and attribute.i for attribute in node.attribute)
+        return node.op_type == INTEGER_PRODUCT or (blocked and axis == 0)
+
+    def _integer_weight(self, name: str, product: Any) -> Any:
+        """Returns the weight of a product of codes: less its zero point, times its scale."""
+        from onnx import helper
+
+        _, codes, _, scale, _, zero = product.input
+        names = [codes, scale, zero]
+        node = helper.make_node("DequantizeLinear", names, [f"{name}.weight"], axis=1)
+        made = [self.maker[scale]] if scale in self.maker else []
+        used = {x for x in (*names, *(x for node in made for x in node.input)) if x in self.constants}
+        model = self._model([*made, node], name, [f"{name}.weight"], used)
+        self._transpose(model)
+        return model
+
+    def _transpose(self, model: Any) -> None:
+        """Appends a node to a model that computes a weight `[in, out]`."""
+        from onnx import helper
+
+        (output,) = model.graph.output
+        model.graph.node.append(helper.make_node("Transpose", [output.name], [f"{output.name}.out_in"], perm=[1, 0]))
+        output.name = f"{output.name}.out_in"
 
     def _is_constant(self, value: str) -> bool:
         node = self.maker.get(value)
@@ -274,9 +315,6 @@ class LayerGraphs:
 
     def _cut(self, output: str, own: Callable[[str], bool], name: str, inputs: int = 1) -> tuple[Any, str]:
         """Returns the nodes that compute `output`, as far back as `own` says, as a model."""
-        from onnx import helper
-        from onnx.external_data_helper import load_external_data_for_tensor
-
         # Nodes are visited from the last to the first: one that computes a value in `waiting` belongs to the layer, and
         # its inputs are constants (`used`), values of the layer, or the layer's inputs (`free`).
         nodes: list[Any] = []
@@ -296,6 +334,13 @@ class LayerGraphs:
                     free.append(value)
         if len(free) != inputs:
             raise ValueError(f"{self.path}: the nodes of {name} read {free or 'nothing'}, expected {inputs} input(s)")
+        return self._model(nodes, name, [*free, output], used), free[0] if free else ""
+
+    def _model(self, nodes: Sequence[Any], name: str, values: Sequence[str], used: set[str]) -> Any:
+        """Returns a model of nodes; `values` are its inputs and its output, `used` its constants."""
+        from onnx import helper
+        from onnx.external_data_helper import load_external_data_for_tensor
+
         constants = []
         for value in sorted(used):
             tensor = copy.deepcopy(self.constants[value])
@@ -303,10 +348,9 @@ class LayerGraphs:
                 load_external_data_for_tensor(tensor, str(self.path.parent))
             constants.append(tensor)
         # The evaluator ignores the declared type, FLOAT of any shape.
-        declared = [helper.make_value_info(value, helper.make_tensor_type_proto(1, None)) for value in [*free, output]]
+        declared = [helper.make_value_info(value, helper.make_tensor_type_proto(1, None)) for value in values]
         graph = helper.make_graph(nodes, name, declared[:-1], declared[-1:], constants)
-        model = helper.make_model(graph, opset_imports=self.model.opset_import, ir_version=self.model.ir_version)
-        return model, free[0] if free else ""
+        return helper.make_model(graph, opset_imports=self.model.opset_import, ir_version=self.model.ir_version)
 
 
 _Pairs = Iterator[tuple[str, torch.Tensor, torch.Tensor]]
@@ -332,17 +376,19 @@ def _compare_linear(
     x = torch.randn(TOKENS, module.in_features, generator=generator, dtype=torch.float32)
     probes = _probes(x, format, module.input_scale, dtype)
     whole, (layer, input_name), constants = module.quantized_weight, graph.linear(name), graph.weight(name)
+    transposed = graph.is_transposed(name)
     for rows, part in whole.row_chunks(_WEIGHTS_AT_ONCE):
         start, stop = rows.start, rows.stop
         bias = None if module.bias is None else module.bias[start:stop]
-        weight, nodes = part.dequantize(), evaluator(_model_rows(layer, whole, start, stop))
+        weight, nodes = part.dequantize(), evaluator(_model_rows(layer, whole, start, stop, transposed=transposed))
         for key, x in probes.items():
             rounded = x if format is None else round_activation(x, format, module.input_scale)
             with torch.no_grad():
                 op = quantized_linear(x, part, bias, module.input_scale, format).float()
             yield "fake_quant", op, linear(rounded.double(), weight.double(), None if bias is None else bias.double())
             yield key, _as_float(nodes.run(None, {input_name: to_numpy(x)})[0]), op
-        yield "weight", _as_float(evaluator(_model_rows(constants, whole, start, stop)).run(None, {})[0]), weight
+        sliced = _model_rows(constants, whole, start, stop, transposed=transposed)
+        yield "weight", _as_float(evaluator(sliced).run(None, {})[0]), weight
         if stored is not None:
             yield "checkpoint", stored.rows(start, stop).dequantize(), weight
 
@@ -390,18 +436,23 @@ def _compare_conv(
         yield "checkpoint", stored.dequantize(), module.dequantize()
 
 
-def _model_rows(model: Any, weight: BlockScaledTensor, start: int, stop: int) -> Any:
+def _model_rows(model: Any, weight: BlockScaledTensor, start: int, stop: int, *, transposed: bool) -> Any:
     """Returns the model that `LayerGraphs` cut out, for some rows of the weight.
 
-    Constants with an entry for each row, or for each block of rows, are sliced by their bytes.
+    Constants with an entry for each row, or for each block of rows, are sliced by their bytes; `transposed` ones have
+    rows of the weight as columns.
     """
-    from onnx import TensorProto, helper
+    from onnx import TensorProto, helper, numpy_helper
 
     out, height = weight.shape[0], weight.format.block_shape(weight.shape)[0]
     if stop - start == out:
         return model
     constants = []
     for tensor in model.graph.initializer:
+        if transposed and len(tensor.dims) == 2 and tensor.dims[1] == out:
+            part = np.ascontiguousarray(numpy_helper.to_array(tensor)[:, start:stop])
+            constants.append(numpy_helper.from_array(part, tensor.name))
+            continue
         step = next((step for step in (1, height) if tensor.dims and tensor.dims[0] == -(-out // step)), None)
         if step is None or not tensor.raw_data:
             constants.append(tensor)

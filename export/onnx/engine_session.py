@@ -15,7 +15,7 @@ from typing import Protocol
 
 import numpy as np
 
-from quant.base.errors import UserError, option
+from quant.base.errors import UserError, counted, option
 from quant.base.processor import memory_left
 from quant.export.onnx.export_onnx import PLAN_KEY
 from quant.export.onnx.limits import loaded
@@ -71,6 +71,21 @@ def check_memory(path: Path, nbytes: int, free: int | None, rows: int) -> None:
         )
 
 
+def check_step(ids: np.ndarray, lengths: np.ndarray, last: np.ndarray, capacity: int) -> None:
+    """Raises UserError for tokens beyond the cache, or a last token that is not in the step.
+
+    A graph would compute with both without a word: a `last` of -1 is the last token of the row before.
+    """
+    for row, (length, index) in enumerate(zip(lengths.tolist(), last.tolist(), strict=True)):
+        if not 0 <= index < ids.shape[1]:
+            raise UserError(f"row {row}: last is {index}, and the step has tokens 0 to {ids.shape[1] - 1} of it")
+        if not 0 <= length <= capacity - ids.shape[1]:
+            raise UserError(
+                f"row {row}: lengths is {length}; with {counted(ids.shape[1], 'token')} of a step the cache of "
+                f"{capacity} takes 0 to {capacity - ids.shape[1]}"
+            )
+
+
 _DTYPES = {"tensor(float)": "float32", "tensor(float16)": "float16"}
 
 
@@ -80,11 +95,11 @@ class OnnxruntimeSession:
     Any number of rows and any width run.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, threads: int = 0) -> None:
         import onnxruntime
 
         self._path = path
-        self._session = loaded(path)
+        self._session = loaded(path, threads)
         inputs = {value.name: value for value in self._session.get_inputs()}
         layers = check_names(path, list(inputs), [value.name for value in self._session.get_outputs()])
         self._names = list(zip(cache_names("past", layers), cache_names("new", layers), strict=True))
@@ -113,6 +128,7 @@ class OnnxruntimeSession:
         return min(tokens, self.capacity)
 
     def step(self, ids: np.ndarray, lengths: np.ndarray, last: np.ndarray) -> np.ndarray:
+        check_step(ids, lengths, last, self.capacity)
         binding = self._session.io_binding()
         for name, value in ((IDS, ids), (LENGTHS, lengths), (LAST, last)):
             binding.bind_cpu_input(name, value)

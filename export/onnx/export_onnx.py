@@ -79,6 +79,7 @@ def write_onnx(
     genai: bool = False,
     kv_cache: Format | None = None,
     plan: Plan | None = None,
+    runtime: str = "tensorrt",
 ) -> Path:
     """Writes `model` as an ONNX file that TensorRT builds into low-precision kernels, and returns the path.
 
@@ -93,6 +94,7 @@ def write_onnx(
         genai: makes the graph that onnxruntime-genai runs (`genai`), with a cache that grows.
         kv_cache: format of the KV cache by our plugin, one of `CACHE_FORMATS`; None for the model's dtype.
         plan: the plan of the model; says whether attention is in FP8, and its digest is written.
+        runtime: "tensorrt", or "onnxruntime" for a file of the operators that are fast there (`onnxruntime_graph`).
 
     Raises:
         ValueError: a layer, format, shape or option that cannot be exported; nothing is written.
@@ -103,17 +105,17 @@ def write_onnx(
         if inputs is not None:
             with without_cache(model_configs(model)):
                 exported = trace(model, _arguments(model, inputs), inputs, dimension_ranges(inputs, shapes))
-            program = translate(exported, inputs, None, "", model)
+            program = translate(exported, inputs, None, "", model, runtime=runtime)
         elif genai:
-            program = genai_program(model, kind=attention, scales=scales)
+            program = genai_program(model, kind=attention, scales=scales, runtime=runtime)
         elif capacity:
             names = {module: name for name, module in model.named_modules()}
             function = CachedAttention(names, kind=attention, scales=scales)
             if kv_cache is not None:
                 function = QuantizedCache(names, format=kv_cache, measured=attention_scales or {})
-            program = serving_program(model, capacity, shapes, function)
+            program = serving_program(model, capacity, shapes, function, runtime)
         else:
-            program = _forward_program(model, shapes, attention, scales)
+            program = _forward_program(model, shapes, attention, scales, runtime)
     if plan is not None:
         program.metadata_props[PLAN_KEY] = plan.digest()
     program.metadata_props[ATTENTION_KEY] = attention
@@ -192,7 +194,7 @@ def _arguments(model: nn.Module, inputs: Mapping[str, GraphInput]) -> tuple[Any,
 
 
 def _forward_program(
-    model: Any, shapes: str | Sequence[str] | None, attention: str, scales: Mapping[str, Sequence[float]]
+    model: Any, shapes: str | Sequence[str] | None, attention: str, scales: Mapping[str, Sequence[float]], runtime: str
 ) -> Any:
     """Returns the ONNX model of one forward pass of a transformers model, as an `onnx_ir.Model`."""
     inputs = model_inputs(model)
@@ -208,7 +210,7 @@ def _forward_program(
     with attending(model, function, masked="attention_mask" in inputs):
         arguments = ({name: x.example for name, x in inputs.items()},)
         exported = trace(Graph(model, function), arguments, inputs, ranges, split=len(inputs))
-    return translate(exported, inputs, function.outputs, MODEL_PREFIX, model)
+    return translate(exported, inputs, function.outputs, MODEL_PREFIX, model, runtime=runtime)
 
 
 def _save(model: Any, path: Path) -> Path:

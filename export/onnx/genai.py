@@ -69,7 +69,7 @@ class GenaiGraph(ServingGraph):
         return (out.logits, *self.attention.new)
 
 
-def genai_program(model: nn.Module, *, kind: str, scales: Mapping[str, Sequence[float]]) -> Any:
+def genai_program(model: nn.Module, *, kind: str, scales: Mapping[str, Sequence[float]], runtime: str) -> Any:
     """Returns the ONNX model of a decoder, as an `onnx_ir.Model`; arguments and errors as in `serving_program`."""
     check_decoder(model, None)
     names = {module: name for name, module in model.named_modules()}
@@ -91,7 +91,7 @@ def genai_program(model: nn.Module, *, kind: str, scales: Mapping[str, Sequence[
         # The mask's length is the sum of two other dimensions, which torch finds by itself.
         exported = trace(graph, arguments, {**inputs, **past}, {}, split=len(inputs))
     outputs = [LOGITS, *_cache_names(_PRESENT, len(caches) // 2)]
-    return translate(exported, {**inputs, **past}, outputs, MODEL_PREFIX, model)
+    return translate(exported, {**inputs, **past}, outputs, MODEL_PREFIX, model, runtime=runtime)
 
 
 def _cache_names(pattern: str, layers: int) -> list[str]:

@@ -87,13 +87,14 @@ def onnxruntime_problem(model: nn.Module, *, fp8_attention: bool = False, kv_cac
     return f"onnxruntime {_TRIED} does not load this file: {problem}; {way_out}"
 
 
-def loaded(path: Path) -> Any:
-    """Returns the onnxruntime session of a file with default options, on the processor."""
+def loaded(path: Path, threads: int = 0) -> Any:
+    """Returns the onnxruntime session of a file on the processor, with default options; 0 threads are its default."""
     if importlib.util.find_spec("onnxruntime") is None:
         raise ValueError(f"running {path} needs the package `onnxruntime`: {install_command('onnx')}")
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = threads
     options.log_severity_level = 3  # errors; warnings are about constants that it folds
     try:
         return onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
@@ -173,9 +174,8 @@ def layer_problem(
     return None
 
 
-def check_model(model: nn.Module) -> None:
-    """Raises ValueError for the first layer that no translation can express, with an alternative."""
-    refuse_residual(model, "ONNX, and so TensorRT,")
+def check_experts(model: nn.Module) -> None:
+    """Raises ValueError for a model with fused experts, which no graph holds."""
     for name, module in model.named_modules():
         shape = None
         if isinstance(module, QuantExperts):
@@ -189,6 +189,13 @@ def check_model(model: nn.Module) -> None:
                 f"{name} {list(shape)}: fused experts choose their tokens at run time, which a static graph cannot; "
                 "serve this model from its checkpoint (vLLM, TensorRT-LLM)"
             )
+
+
+def check_model(model: nn.Module) -> None:
+    """Raises ValueError for the first layer that no translation can express, with an alternative."""
+    refuse_residual(model, "ONNX, and so TensorRT,")
+    check_experts(model)
+    for name, module in model.named_modules():
         if isinstance(module, QuantLinear | QuantConv):
             weight, has_scale = module.weight_format, module.input_scale is not None
             problem = layer_problem(weight, module.activation_format, module.weight_shape, static_scale=has_scale)

@@ -15,6 +15,10 @@ from quant.formats.format import Format
 OPSET = 23
 SERVING_OPSET = 24
 """The first opset with TensorScatter, which writes into a KV cache."""
+RUNTIMES = ("onnxruntime", "tensorrt")
+"""Runtimes that an ONNX file can be written for."""
+ORT_DOMAIN, INTEGER_PRODUCT = "com.microsoft", "MatMulIntegerToFloat"
+"""Domain of onnxruntime's own operators, and its product of codes with scales."""
 TRT_DOMAIN = "trt"
 PLUGIN, PLUGIN_DOMAIN, PLUGIN_VERSION = "QuantFp8Attention", "quant", "1"
 """Op type, domain (namespace in TensorRT) and version of our plugin; `quant.export.tensorrt.plugin` describes it."""
@@ -138,6 +142,17 @@ def _codes_and_scales(codes: int, scale: int) -> Callable[[Any], None]:
     return infer
 
 
+def _product(context: Any) -> None:
+    """Infers a product in FLOAT: the first operand's shape, with the columns of the second `[in, out]`."""
+    from onnx import TensorProto
+
+    type, weight = context.get_input_type(0), context.get_input_type(1)
+    type.tensor_type.elem_type = TensorProto.FLOAT
+    if type.tensor_type.HasField("shape") and weight.tensor_type.HasField("shape"):
+        type.tensor_type.shape.dim[-1].CopyFrom(weight.tensor_type.shape.dim[-1])
+    context.set_output_type(0, type)
+
+
 def _like_query_and_caches(context: Any) -> None:
     """Makes the first output like q, and each further one like a cache; inputs are q, k, v, and then the caches."""
     context.set_output_type(0, context.get_input_type(0))
@@ -160,6 +175,8 @@ def register_schemas() -> None:
     _register("TRT_MXFP8DynamicQuantize", "x:T", f"{codes} scale:uint8", f"{blocks} output_dtype", mxfp8)
     _register("TRT_MXFP8DequantizeLinear", f"{codes} scale:uint8", "x:T", f"{blocks} output_dtype", wide)
     _register("TRT_BlockDequantize", f"{codes} scale:float", "x:T", "block_shape output_dtype", wide)
+    operands = "a:uint8 b:uint8 a_scale:float b_scale:float a_zero:uint8 b_zero:uint8"
+    _register(INTEGER_PRODUCT, operands, "y:float", "", _product, ORT_DOMAIN)
     _register(
         "TRT_QuantizedAttention",
         "q:T k:T v:T mask?:bool normalization_quantize_scale:float",

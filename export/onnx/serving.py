@@ -132,15 +132,16 @@ class ServingGraph(nn.Module):
 
 
 def serving_program(
-    model: nn.Module, capacity: int, shapes: str | Sequence[str] | None, function: CachedAttention
+    model: nn.Module, capacity: int, shapes: str | Sequence[str] | None, function: CachedAttention, runtime: str
 ) -> Any:
-    """Returns the ONNX model of a decoder's serving graph, as an `onnx_ir.Model`."""
+    """Returns the ONNX model of a decoder's serving graph for a runtime, as an `onnx_ir.Model`."""
     check_decoder(model, capacity)
     with attending(model, function, masked=False):
         # A first pass without values tells the shapes of the cache, which is an input of the pass that is traced.
         past = function.cache_inputs(cache_shapes(model, function), capacity)
         exported, inputs = trace_serving(ServingGraph(model, function), past, shapes, capacity)
-    program = translate(exported, inputs, [LOGITS, *map(new_name, past)], MODEL_PREFIX, model, opset=SERVING_OPSET)
+    outputs = [LOGITS, *map(new_name, past)]
+    program = translate(exported, inputs, outputs, MODEL_PREFIX, model, opset=SERVING_OPSET, runtime=runtime)
     program.metadata_props[CAPACITY_KEY] = str(capacity)
     return program
 

@@ -42,6 +42,7 @@ from quant.base.json_files import json_text
 from quant.export.onnx import limits
 from quant.export.onnx.attention_nodes import attention_translations
 from quant.export.onnx.decoder_graph import GraphInput
+from quant.export.onnx.onnxruntime_graph import for_onnxruntime
 from quant.export.onnx.opsets import (
     FLOAT,
     FLOAT8E4M3FN,
@@ -206,18 +207,20 @@ def translate(
     prefix: str,
     model: nn.Module,
     opset: int = OPSET,
+    runtime: str = "tensorrt",
 ) -> Any:
     """Returns the ONNX model of a graph, as an `onnx_ir.Model`.
 
     `inputs` name dimensions; `outputs` are names, or None for torch's; `prefix` is what names in the graph have before
-    those of the modules of `model`, whose layers that the graph lacks are named in the file's metadata.
+    those of the modules of `model`, whose layers that the graph lacks are named in the file's metadata; `runtime` is
+    one of `RUNTIMES`.
     """
     from onnxscript import optimizer
 
     register_schemas()
     packed: dict[Any, int] = {}  # filled by the translations: values of packed 4-bit codes, and their ONNX types
     ops = torch.ops.quant
-    table = {ops.linear.default: _linear(packed), ops.conv.default: _conv, **attention_translations()}
+    table = {ops.linear.default: _linear(packed), ops.conv.default: _conv, **attention_translations(runtime)}
     program = torch.onnx.export(
         exported,
         dynamo=True,
@@ -236,6 +239,8 @@ def translate(
     with _comparing_ops_first():
         optimizer.optimize(graph)
     _restore_dtypes(graph, dtypes)
+    if runtime == "onnxruntime":
+        for_onnxruntime(graph)
     _name_dims(graph, inputs)
     _clean(graph)
     unreached = limits.unreached_layers(exported, model, prefix)
@@ -295,7 +300,7 @@ def _type_packed(packed: Mapping[Any, int]) -> None:
         # uint8 [out, in / 2]  ->  INT4 or FLOAT4E2M1 [out, in], the same bytes
         codes = value.const_value.raw.detach().contiguous()
         shape = (*codes.shape[:-1], codes.shape[-1] * 2)
-        value.const_value = ir.PackedTensor(codes.numpy(), ir.DataType(kind), shape=shape, name=value.name)
+        value.const_value = ir.PackedTensor(codes.numpy().reshape(-1), ir.DataType(kind), shape=shape, name=value.name)
         value.dtype = ir.DataType(kind)
         value.shape = ir.Shape(shape)
 

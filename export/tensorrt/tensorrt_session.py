@@ -19,7 +19,7 @@ from quant.base.errors import UserError, option
 from quant.base.extras import install_command
 from quant.base.json_files import read_json
 from quant.calibration.placement import free_memory
-from quant.export.onnx.engine_session import check_memory, check_names
+from quant.export.onnx.engine_session import check_memory, check_names, check_step
 from quant.export.onnx.serving import IDS, LAST, LENGTHS, LOGITS, cache_names
 from quant.export.tensorrt.audit import receipt_path
 from quant.export.tensorrt.gpu_targets import EXTRAS, local_capability
@@ -91,6 +91,7 @@ class TensorrtSession:
         return int(min(able) if able else max(high for _, high in widths))
 
     def step(self, ids: np.ndarray, lengths: np.ndarray, last: np.ndarray) -> np.ndarray:
+        check_step(ids, lengths, last, self.capacity)
         context = self._context(ids.shape)
         # The tensors must live until the stream has run, so they are named.
         values = {IDS: ids, LENGTHS: lengths, LAST: last}

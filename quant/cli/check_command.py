@@ -256,7 +256,7 @@ def _run_export(
 
 
 def _print_check(checked: EngineCheck) -> None:
-    from quant.export.engines.check_engine import noise_limits
+    from quant.export.engines.check_engine import LEAST_AGREEMENT, NEAREST, noise_limits
 
     rows = list(checked.facts)
     if checked.backend:
@@ -267,6 +267,7 @@ def _print_check(checked: EngineCheck) -> None:
             ("runs on", f"{checked.backend}, in {checked.dtype}"),
             ("prompts", f"{', '.join(map(str, checked.prompts))} tokens"),
             ("likeliest tokens", f"{checked.agreeing} of {total} the same{where}"),
+            ("near ties", f"{checked.near} of {total}: each one's token is among the other's {NEAREST} likeliest"),
             ("logits", f"relative difference {checked.error:.1e}, mean KL {checked.kl:.1e} nats"),
         ]
         if checked.noise_kl is not None and checked.noise_agreeing is not None:
@@ -278,7 +279,11 @@ def _print_check(checked: EngineCheck) -> None:
                     f"{checked.noise_agreeing} of {total} likeliest tokens the same, mean KL {checked.noise_kl:.1e} "
                     "nats, if inputs of layers move by one rounding",
                 ),
-                ("limits", f"{least_agreement:.0%} of the tokens the same, mean KL {most_kl:.1e} nats"),
+                (
+                    "limits",
+                    f"{least_agreement:.0%} of the tokens the same and {LEAST_AGREEMENT:.0%} near ties, mean KL "
+                    f"{most_kl:.1e} nats",
+                ),
             ]
         for index, part in enumerate(("prefill", "decoding step")):
             engine, reference = checked.engine_ms[index], checked.reference_ms[index]

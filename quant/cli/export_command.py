@@ -39,7 +39,8 @@ class _Kind(click.Choice):  # type: ignore[type-arg]  # generic from click 8.2 o
 @click.option("--kv-cache", type=click.Choice(CHOICES["kv_cache"]), help="Format of a decoder's KV cache; fp8 and "
               "nvfp4 are for TensorRT with our plugin.  [default: 16bit]")  # fmt: skip
 @click.option("--genai", is_flag=True, help="Write what onnxruntime-genai loads: graph, configuration, tokenizer.")
-@click.option("--target", help="GPU of an engine: sm89, sm120, h100, rtx5090, local, …; for TensorRT-RTX also several.")
+@click.option("--target", help="GPU of an engine: sm89, sm120, h100, rtx5090, local, …; for TensorRT-RTX also "
+              "several. Of an ONNX file onnxruntime or tensorrt.")  # fmt: skip
 @click.option("--backend", help="Builder of the engine: tensorrt_rtx or tensorrt.")
 @click.option("--engine-feature", "features", multiple=True, type=click.Choice(CHOICES["features"]),
               help="Build an engine whose weights can be replaced or streamed, or which other versions load. "
@@ -117,4 +118,6 @@ def _print(record: Mapping[str, Any], out: Path) -> None:
         CONSOLE.print(
             f"{counted(rounded, 'global scale')}: the nearest float32, at most 6e-8 away; exact in the metadata"
         )
+    for note in record.get("notes", ()):
+        CONSOLE.print(note)
     CONSOLE.print(f"written to {out}")

@@ -136,6 +136,13 @@ def test_refusing_names_every_problem_and_every_place() -> None:
         ("tensorrt-rtx-sm120", "fp8_block", "fp8_group", False),  # miscompiled without a word
         ("tensorrt-rtx-sm89", "nvfp4", "nvfp4", False),
         ("tensorrt-rtx-sm120", "mxfp8_e5m2", None, False),
+        ("tensorrt-rtx-sm89", "int8", "int8_tensor", True),
+        ("tensorrt-rtx-sm89", "int8", "int8_token", True),
+        ("onnxruntime", "int4_g32", None, True),
+        ("onnxruntime", "int8", "int8_tensor", True),
+        ("onnxruntime", "fp8_channel", "fp8_token", True),
+        ("onnxruntime", "nvfp4", None, False),
+        ("onnxruntime-genai", "int8", "fp8", False),
     ],
 )
 def test_targets_accept_what_their_loaders_do(target: str, weight: str, activation: str | None, accepted: bool) -> None:

@@ -75,6 +75,29 @@ def test_a_wrong_scale_fails_in_spite_of_the_noise(model: Any) -> None:
     assert compare(model, session, PROMPTS, NEW).passed is False
 
 
+class ShiftedSession(UncachedSession):
+    """An engine whose likeliest token is the one that is the sixth likeliest of the model, at every third step."""
+
+    rank = 5
+
+    def step(self, ids: np.ndarray, lengths: np.ndarray, last: np.ndarray) -> np.ndarray:
+        logits = super().step(ids, lengths, last)
+        if len(self._rows[0]) % 3 == 0:
+            for row in logits:
+                order = row.argsort()[::-1]
+                row[order[self.rank]] = row[order[0]] + 1e-3
+        return logits
+
+
+@pytest.mark.parametrize(("rank", "near"), [(4, 16), (5, 10)])
+def test_tokens_that_differ_must_be_near_ties(rank: int, near: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ShiftedSession, "rank", rank)
+    monkeypatch.setattr(ShiftedSession, "dtype", "float32")
+    decoder = serving_samples.decoder("llama-64", num_hidden_layers=1)
+    checked = compare(decoder, ShiftedSession(decoder), PROMPTS, NEW)
+    assert (checked.agreeing, checked.near) == (10, near)
+
+
 def test_limits() -> None:
     assert noise_limits(0.0, 1.0) == (MOST_KL, LEAST_AGREEMENT)
     assert noise_limits(0.05, 0.95) == pytest.approx((0.15, 0.85))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from quant.formats.format import FORMATS
 from quant.formats.tensor import quantize
 from quant.kernels.linear.experts import QuantExperts
 from quant.kernels.linear.quant_linear import QuantLinear
+from quant.recipes.targets import TARGETS
 from quant.run.api import quantize as quantize_model
 
 
@@ -56,6 +58,25 @@ def test_refused(weight: str, activation: str | None, shape: tuple[int, int], wo
 )
 def test_accepted(weight: str, activation: str | None) -> None:
     assert layer_problem(FORMATS[weight], FORMATS[activation] if activation else None, (128, 256)) is None
+
+
+def test_targets_list_the_pairs_that_are_exported() -> None:
+    taken = {
+        (weight, activation)
+        for weight, activation in product(FORMATS, (*FORMATS, None))
+        if layer_problem(FORMATS[weight], FORMATS.get(activation or ""), (128, 256)) is None
+        and activation not in ("fp8_channel", "int8")  # of inputs, other names of fp8_token and int8_token
+    }
+    of_blackwell = {pair for pair in taken if pair[0] == "nvfp4"}
+    of_tensorrt = {pair for pair in taken if pair[0] in ("nvfp4", "mxfp8", "fp8_block")}
+    expected = {
+        "tensorrt-rtx-sm120": taken,
+        "tensorrt-rtx-sm89": taken - of_blackwell,
+        "onnxruntime": taken - of_tensorrt,
+        "onnxruntime-genai": taken - of_tensorrt | {("nvfp4", "nvfp4")},
+    }
+    for name, pairs in expected.items():
+        assert {(pair.weight, pair.activation) for pair in TARGETS[name].pairs} == pairs, name
 
 
 def test_a_scale_that_was_not_calibrated() -> None:

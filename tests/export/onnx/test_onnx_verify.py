@@ -75,13 +75,21 @@ def test_each_layer_is_cut_out_with_one_input(model: nn.Module, path: Path) -> N
         torch.testing.assert_close(torch.from_numpy(np.asarray(found, np.float32)), expected, rtol=1e-7, atol=0)
 
 
-@pytest.mark.parametrize("format", ["fp8", "fp8_channel", "fp8_block", "nvfp4", "int4", "int8", "mxfp8"])
-def test_a_wide_layer_is_compared_in_slices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, format: str) -> None:
+LAYOUTS = [(format, "", "tensorrt") for format in ("fp8", "fp8_channel", "fp8_block", "nvfp4", "int4", "int8", "mxfp8")]
+# Codes of other shapes and types: `[in, out]`, and uint8.
+LAYOUTS += [("int4", "", "onnxruntime"), ("int8", "int8_token", "onnxruntime"), ("fp8_channel", "", "onnxruntime")]
+
+
+@pytest.mark.parametrize(("format", "activation", "runtime"), LAYOUTS)
+def test_a_wide_layer_is_compared_in_slices(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, format: str, activation: str, runtime: str
+) -> None:
     """The same receipt as of the whole, and a bit in the last row is found."""
     torch.manual_seed(0)
     weight = quantize(torch.randn(300, 128), FORMATS[format])
-    model = nn.Sequential(QuantLinear(weight, torch.randn(300))).eval()
-    path = export_onnx(model, tmp_path / "m.onnx", inputs={"x": GraphInput(torch.randn(4, 128), ("rows", 128))})
+    model = nn.Sequential(QuantLinear(weight, torch.randn(300), FORMATS[activation] if activation else None)).eval()
+    inputs = {"x": GraphInput(torch.randn(4, 128), ("rows", 128))}
+    path = export_onnx(model, tmp_path / "m.onnx", inputs=inputs, runtime=runtime)
     whole = verify(model, path)["layers"][0]
     monkeypatch.setattr(verify_module, "_WEIGHTS_AT_ONCE", 128 * 40)
     assert len(list(weight.row_chunks(128 * 40))) == (3 if format == "fp8_block" else 8)
