@@ -22,9 +22,9 @@ from quant.recipes.solver_names import EFFORTS, METHODS, ROUNDINGS, parse_solver
 from quant.report.saved_report import saved_report
 
 _SOLVER_NOTE = (
-    "Parts are joined by + in the order scaling+rotation+lowrank+rounding+autoround, such as awq:merge+gptq; a scaling "
-    "alone is followed by mse, other parts by gptq. work: elementwise operations a weight, those of rtn being 1. "
-    "--json has the formats of each, and its passes of the calibration text through each block."
+    "Parts are joined by + in the order scaling+rotation+lowrank+residual+rounding+autoround, such as awq:merge+gptq; "
+    "a scaling alone is followed by mse, other parts by gptq. work: elementwise operations a weight, those of rtn "
+    "being 1. --json has the formats of each, and its passes of the calibration text through each block."
 )
 
 

@@ -162,3 +162,15 @@ def test_a_budget_counts_their_bits() -> None:
     # 4.5 bits hold the weights, and not the repeated columns.
     with pytest.raises(ValueError, match="bits"):
         quant.quantize(llama(), data=ROWS, bits=5, **options)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [1, 7, 300])
+def test_a_gpu_computes_as_the_oracle(tokens: int) -> None:
+    channels = torch.arange(5, 5 + 32 * 6, 6).int()
+    x = loud(tokens, 256, channels.tolist()).bfloat16()
+    second = x.float().abs().max() / (6 * 448)
+    layer = QuantLinear(quantize(torch.randn(384, 288), NVFP4), None, NVFP4, second, channels=channels)
+    expected = layer(x).double()
+    got = copy.deepcopy(layer).cuda()(x.cuda()).double().cpu()
+    assert float((got - expected).norm() / expected.norm()) < 2**-7  # outputs are rounded to BF16

@@ -35,7 +35,7 @@ def test_commands_and_names_are_completed() -> None:
     assert completed(quantize_command, "m", "--formats", "fp8,nv") == ([f"fp8,{word}" for word in words], False)
     assert completed(quantize_command, "m", "--solver", "awq+gp") == (["awq+gptq", "awq+gptq_plain"], False)
     # A part is offered only where it may stand, and a name once.
-    awq = ["smoothquant", "rotation", "lowrank", *ROUNDINGS, "autoround"]
+    awq = ["smoothquant", "rotation", "lowrank", "residual", *ROUNDINGS, "autoround"]
     assert set(completed(quantize_command, "m", "--solver", "awq+")[0]) == {f"awq+{part}" for part in awq}
     assert completed(quantize_command, "m", "--solver", "gptq+") == (["gptq+autoround"], False)
     assert "fp8,fp8" not in completed(quantize_command, "m", "--formats", "fp8,f")[0]
