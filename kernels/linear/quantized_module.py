@@ -6,7 +6,8 @@ point, so `_apply` is overridden: codes and scales follow the module to a device
 On a Hopper GPU a weight takes the layout of the fastest kernel (`kernels/base/weight_layout.py`) when the module
 arrives there by `.to` or `.cuda`, and otherwise at its first forward, because tools such as accelerate move tensors one
 by one. That layout is for inputs in BF16; a module that gets inputs of another dtype returns to the checkpoint's
-layout. `state_dict` returns the checkpoint's layout and `load_state_dict` takes it, bit for bit, on any device.
+layout. `state_dict` returns the checkpoint's layout and `load_state_dict` takes it, bit for bit, on any device. Its
+tensors are the layer's own memory where the layer has the checkpoint's layout, and copies for reading elsewhere.
 """
 
 from __future__ import annotations
@@ -183,12 +184,21 @@ class QuantizedModule(nn.Module):
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
         if is_prepacked(self.stored_weight):
-            weight = self.quantized_weight
+            # Not the layer's memory, as a state dict's tensors are elsewhere. PyTorch refuses to write into tensors of
+            # this mode, so that averages (EMA) which are put in through a state dict do not get lost without a word.
+            with torch.inference_mode():
+                weight = self.quantized_weight
             destination[f"{prefix}codes"], destination[f"{prefix}scale"] = weight.codes, weight.scale
             if weight.global_scale is None:
                 destination.pop(f"{prefix}global_scale", None)
 
     def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *arguments: Any) -> None:
+        if f"{prefix}weight" in state_dict and f"{prefix}codes" not in state_dict:
+            # With strict=False it would be passed over, and the old codes would stay without a word.
+            arguments[-1].append(
+                f"{prefix}weight is a weight in 16 bit, and the layer holds codes in {self.weight_format}: quantize a "
+                "model that has the new weights, by the same plan, and load its state_dict()"
+            )
         held = self.stored_weight
         if is_prepacked(held):
             self._store(restore(held))

@@ -107,6 +107,40 @@ def test_a_checkpoint_is_loaded_into_an_arranged_module(format: str, hopper: Sim
         third.load_state_dict(broken)
 
 
+@pytest.mark.parametrize("format", FORMATS)
+def test_a_state_dict_is_written_through_or_refuses_to_be(format: str, hopper: SimpleNamespace) -> None:
+    """Averages are put in by `state_dict()[name].copy_(…)`: of another layout these would be written into a copy."""
+    first, second = QuantLinear(weight_in(format)), QuantLinear(weight_in(format, seed=1))
+    x = torch.randn(3, IN).bfloat16()
+    first(x), second(x)
+    refused = 0
+    for name, value in first.state_dict().items():
+        if value.is_inference():
+            with torch.no_grad(), pytest.raises(RuntimeError, match="Inplace update to inference tensor"):
+                value.copy_(second.state_dict()[name])
+            refused += 1
+        else:
+            value.copy_(second.state_dict()[name])
+    assert bool(refused) == (format in ARRANGED)
+    if refused:
+        third = QuantLinear(weight_in(format, seed=2))
+        third.load_state_dict(second.state_dict())
+        assert torch.equal(third(x), second(x))
+        third.load_state_dict(second.state_dict(), assign=True)
+        assert torch.equal(third(x.requires_grad_()), second(x)) and not third.codes.is_inference()
+        third(x).sum().backward()
+    else:
+        assert torch.equal(first(x), second(x))
+
+
+def test_weights_in_16_bit_are_refused_also_where_keys_may_be_missing() -> None:
+    """As a loop of reinforcement learning sends them: with strict=False the old codes would stay without a word."""
+    net = nn.Sequential(QuantLinear(weight_in("int8")))
+    with pytest.raises(RuntimeError, match=r"0\.weight is a weight in 16 bit, and the layer holds codes in int8"):
+        net.load_state_dict({"0.weight": torch.zeros(OUT, IN)}, strict=False)
+    net.load_state_dict({"0.codes": net[0].codes}, strict=False)
+
+
 def test_arrival_by_single_tensors(hopper: SimpleNamespace) -> None:
     """accelerate's way: `module._buffers[name] = tensor`, one after the other; the first forward arranges them."""
     model = nn.Sequential(QuantLinear(weight_in("nvfp4")), QuantLinear(weight_in("nvfp4", 64, OUT)))
