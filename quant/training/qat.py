@@ -96,8 +96,8 @@ def prepare_qat(
         scales: "recomputed" measures block scales from the weights at each forward, "frozen" keeps the start's,
             "learned" trains them (LSQ). None recomputes scales that `rtn` chose for a 16-bit model, and freezes others.
         track_inputs: forward passes of training in which static input scales grow with the inputs; afterwards, and by
-            default, they stay as calibrated. Each process follows its own inputs; DDP sends rank 0's scales to all, and
-            a state gathered from FSDP2 has rank 0's.
+            default, they stay as calibrated. At each optimizer's step the ranks of DDP and FSDP2 take the largest of
+            all.
         dtype: the dtype of the rounded weights in training; None keeps the model's, as biases, norms and all others do.
             In BF16 most updates are smaller than half a unit in the last place, and lost.
         original: the model in 16 bit that a quantized `model` was made from, which is left as it is. Layers that it

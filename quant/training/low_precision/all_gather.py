@@ -105,6 +105,9 @@ class ShardInFP8(torch.Tensor):
             whole = (squares * scale[:, None, :, None].to(dtype)).view(codes.shape)
         if out is None:
             return whole, (whole,)
+        # Gathered in 16 bit, into memory of the gather before: `out` is a view of it, without the padding of ranks.
+        if out.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr():
+            return None
         # No operation on the weight: a gather gives the values that the pass before had.
         with torch.no_grad(), _unsafe_preserve_version_counter(out):
             out.copy_(whole)

@@ -21,6 +21,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from quant.training.low_precision.state import AmaxHistory, LowPrecision, deployed_input, is_distributed
+from quant.training.rounded_weight import RoundedWeight
 
 
 def find_replicas(model: nn.Module) -> list[DistributedDataParallel]:
@@ -35,21 +36,43 @@ def find_replicas(model: nn.Module) -> list[DistributedDataParallel]:
 
 def agree_on_histories(layers: Iterable[Any], replicas: Iterable[DistributedDataParallel]) -> None:
     """Gives all ranks the largest magnitudes of this step; each layer's own ranks take part."""
+    for groups, own in _by_ranks([(layer.held, layer.low_precision) for layer in layers], replicas):
+        _reduce([history for state in own for history in _needed(state)], groups)
+
+
+@torch.no_grad()
+def agree_on_input_scales(model: nn.Module, replicas: Iterable[DistributedDataParallel]) -> None:
+    """Gives all ranks the largest of the static input scales that follow the inputs of QAT (`track_inputs`)."""
+    layers = [module for module in model.modules() if isinstance(module, RoundedWeight)]
+    followers = [(m.weight, m) for m in layers if m.inputs.follows and m.input_scale is not None]
+    for groups, own in _by_ranks(followers, replicas):
+        scales = torch.stack([layer.input_scale.to(own[0].input_scale.device) for layer in own])
+        for group in groups:
+            dist.all_reduce(scales, dist.ReduceOp.MAX, group=group)
+        for layer, scale in zip(own, scales.unbind(), strict=True):
+            layer.input_scale.copy_(scale)
+
+
+def _by_ranks(
+    owners: Iterable[tuple[torch.Tensor, Any]], replicas: Iterable[DistributedDataParallel]
+) -> list[tuple[list[Any], list[Any]]]:
+    """Returns the process groups over which the owners of parameters agree, with these owners."""
     if not is_distributed():
-        return
+        return []
     groups_of_parameter: dict[int, Any] = {}
     for wrapper in replicas:
         # Ranks that have run out of inputs make no step, so the others cannot meet them here.
         if not wrapper._join_config.enable:
             groups_of_parameter |= {id(parameter): wrapper.process_group for parameter in wrapper.parameters()}
-    by_ranks: dict[Any, list[LowPrecision]] = {}
-    for layer in layers:
-        ranks = getattr(layer.held, "device_mesh", None) or groups_of_parameter.get(id(layer.held))
+    by_ranks: dict[Any, list[Any]] = {}
+    for parameter, owner in owners:
+        ranks: Any = getattr(parameter, "device_mesh", None) or groups_of_parameter.get(id(parameter))
         if ranks is not None:
-            by_ranks.setdefault(ranks, []).append(layer.low_precision)
-    for ranks, states in by_ranks.items():
-        groups = [ranks] if isinstance(ranks, dist.ProcessGroup) else ranks.get_all_groups()
-        _reduce([history for state in states for history in _needed(state)], groups)
+            by_ranks.setdefault(ranks, []).append(owner)
+    return [
+        ([ranks] if isinstance(ranks, dist.ProcessGroup) else ranks.get_all_groups(), own)
+        for ranks, own in by_ranks.items()
+    ]
 
 
 def reduce_amax(layers: Iterable[Any], group: Any = None) -> None:

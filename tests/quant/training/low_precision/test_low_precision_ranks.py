@@ -201,3 +201,103 @@ def _agreeing(rank: int, folder: str) -> None:
 def test_ranks_evaluate_and_pack_the_same_model(tmp_path: Path) -> None:
     """The largest input of all ranks scales the deployed one, also of a layer that only one rank has reached."""
     run_ranks(_agreeing, (str(tmp_path),), 2)
+
+
+def _net() -> torch.nn.Sequential:
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(128, 256), torch.nn.ReLU(), torch.nn.Linear(256, 128))
+
+
+def _is_common(value: torch.Tensor) -> bool:
+    every = [torch.empty_like(value) for _ in range(dist.get_world_size())]
+    dist.all_gather(every, value.detach().contiguous())
+    return all(torch.equal(each, value) for each in every)
+
+
+def _sharded_unevenly(rank: int) -> None:
+    """pytorch/ao#3982: 128 rows on three ranks; each step gathers again into the memory of the gather before."""
+    from torch.distributed.fsdp import fully_shard
+
+    weights = []
+    for fp8 in (False, True):
+        model = _net()
+        quant.to_low_precision_training(model, "fp8_block", all_gather_fp8=fp8)
+        fully_shard(model[0])
+        fully_shard(model)
+        optimizer = torch.optim.SGD(model.parameters(), 0.01)
+        for step in range(2):
+            model(torch.randn(16, 128, generator=torch.Generator().manual_seed(step))).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        weights.append(model[2].weight.full_tensor())
+    assert torch.equal(*weights)
+
+
+def _with_shards_of_optimizers(rank: int) -> None:
+    """ZeRO: each rank's own optimizer holds other parameters, and infinity skips the whole step."""
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    model = _net()
+    quant.to_low_precision_training(model, "nvfp4", on_nonfinite="skip")
+    replica = torch.nn.parallel.DistributedDataParallel(model)
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.01)
+    for step in range(3):
+        before = [parameter.detach().clone() for parameter in model.parameters()]
+        x = torch.randn(16, 128, generator=torch.Generator().manual_seed(10 * step + rank)) * (1 + rank)
+        replica(x).square().mean().backward()
+        if step == 1:
+            model[2].weight.grad[0] = torch.inf
+        optimizer.step()
+        optimizer.zero_grad()
+        moved = [not torch.equal(*pair) for pair in zip(before, model.parameters(), strict=True)]
+        assert moved == [step != 1] * 4
+    assert _is_common(model[0].low_precision.amax["x"].values) and _is_common(model[0].weight)
+
+
+def _with_uneven_inputs(rank: int) -> None:
+    """Under DDP's `join` ranks stop early: no rank waits for another one at a step."""
+    model = _net()
+    report = quant.to_low_precision_training(model, "nvfp4")
+    replica = torch.nn.parallel.DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    with replica.join():
+        for step in range(2 + rank):
+            replica(torch.randn(16, 128, generator=torch.Generator().manual_seed(step))).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    report.reduce_amax()
+    assert _is_common(model[0].low_precision.amax["x"].values)
+
+
+def _with_followed_inputs(rank: int) -> None:
+    """QAT's static input scales follow the inputs of all ranks, not those of rank 0."""
+    model = _net()
+    quant.prepare_qat(model, "nvfp4", torch.randn(8, 128, generator=torch.Generator().manual_seed(1)), track_inputs=4)
+    replica = torch.nn.parallel.DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+    largest = []
+    for step in range(2):
+        x = torch.randn(8, 128, generator=torch.Generator().manual_seed(step)) * (1 + 9 * (rank == 2))
+        largest.append(x.abs().max())
+        replica(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    reached = torch.stack(largest).max()
+    dist.all_reduce(reached, dist.ReduceOp.MAX)
+    assert _is_common(model[0].input_scale) and _is_common(model[2].input_scale)
+    assert torch.allclose(model[0].input_scale * 6 * 448, reached)
+
+
+def _further(rank: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", f"file://{folder}/meet", rank=rank, world_size=3, timeout=datetime.timedelta(seconds=60)
+    )
+    for case in (_sharded_unevenly, _with_shards_of_optimizers, _with_uneven_inputs, _with_followed_inputs):
+        case(rank)
+    dist.destroy_process_group()
+
+
+@pytest.mark.slow
+def test_three_ranks_shard_unevenly_skip_stop_early_and_follow_inputs(tmp_path: Path) -> None:
+    run_ranks(_further, (str(tmp_path),), 3)
