@@ -136,7 +136,6 @@ def export_tensorrt(job: ExportJob) -> dict[str, Any]:
             attention=job.attention,
             allow_fallback=job.allow_fallback,
             layers=receipt["layers"],
-            source=job.model,
         )
         return {**record, "notes": _cost_notes(job)}
 

@@ -35,7 +35,7 @@ from quant.evaluation.outputs import inputs_moved
 from quant.export.checkpoint.load import describe, load
 from quant.export.engines.decode_loop import check_lengths, check_plan, is_engine, open_session, read, step
 from quant.export.onnx.engine_session import EngineSession
-from quant.export.tensorrt.audit import TENSORS, AuditRow, audit
+from quant.export.tensorrt.audit import UNPLANNED, AuditRow
 from quant.export.tensorrt.tensorrt_session import read_receipt, runs_here
 from quant.generate.generate import cast_unquantized
 from quant.models.huggingface import load_tokenizer
@@ -145,17 +145,28 @@ class EngineCheck:
 
 
 def check_engine(
-    path: str | Path, directory: str | Path, *, new: int = 64, device: Device = "auto", unsafe_load: bool = False
+    path: str | Path,
+    directory: str | Path,
+    *,
+    new: int = 64,
+    device: Device = "auto",
+    rebuild: bool | None = None,
+    unsafe_load: bool = False,
 ) -> EngineCheck:
-    """Checks an exported file against the checkpoint that it was made from, as far as this machine can."""
+    """Checks an exported file against the checkpoint that it was made from, as far as this machine can.
+
+    An engine that cannot run here is built again (`audit_with_checkpoint`), unless `rebuild` says otherwise.
+    """
     path, directory = Path(path), Path(directory)
     facts: list[tuple[str, str]] = []
     findings: list[AuditRow] = []
     if is_engine(path):
-        facts, findings = engine_facts(path, directory)
+        reason = runs_here(path)
+        if rebuild is None and reason is None:
+            rebuild = False  # running it says more
+        facts, findings = engine_facts(path, directory, rebuild)
         wrong = next((finding.name for finding in findings if not finding.passed), None)
         problems = f"{wrong} differs from the plan or the checkpoint" if wrong is not None else ""
-        reason = runs_here(path)
         if reason is not None or problems:
             return EngineCheck(
                 facts=[*facts, ("run", f"not run: {reason or problems}")], audit=findings,
@@ -170,8 +181,10 @@ def check_engine(
     return replace(compare(model, session, prompts, new), facts=facts, audit=findings)
 
 
-def engine_facts(path: Path, directory: Path) -> tuple[list[tuple[str, str]], list[AuditRow]]:
-    """Returns the facts that an engine's file shows without a GPU, and its audit."""
+def engine_facts(path: Path, directory: Path, rebuild: bool | None) -> tuple[list[tuple[str, str]], list[AuditRow]]:
+    """Returns the facts that an engine's file shows without running it, and its audit."""
+    from quant.export.tensorrt.rebuild import audit_with_checkpoint
+
     receipt = read_receipt(path)
     record, plan = receipt["engine"], describe(directory)[0]
     with path.open("rb") as file:
@@ -180,21 +193,13 @@ def engine_facts(path: Path, directory: Path) -> tuple[list[tuple[str, str]], li
         raise UserError(f"{path} is not the file that its receipt describes: their SHA-256 differ")
     if receipt.get("plan") not in (None, plan.digest()):
         raise UserError(f"{path} was built from another plan than that of {directory}: their digests differ")
-    findings = audit(
-        path,
-        plan,
-        attention_nodes=record.get("attention_nodes", ()),
-        exported=record.get("layers") or None,
-        model=load(directory),
-    )
-    tensors = [finding.passed for finding in findings if finding.planned == TENSORS]
-    runs = [finding.passed for finding in findings if finding.planned != TENSORS]
+    findings = audit_with_checkpoint(path, load(directory), plan, rebuild=rebuild)
+    planned = [finding.passed for finding in findings if finding.planned != UNPLANNED]
     facts = [
         ("engine", f"{record.get('backend')} for {record.get('target')}, {path.stat().st_size / 1e6:.1f} MB, whole"),
         # Of a profile the part about token ids: `input_ids=1x1:8x1:32x1`.
         ("profiles", "; ".join(profile.partition(",")[0] for profile in record.get("profiles", ()))),
-        ("precision", f"{sum(runs)} of {len(runs)} layers run as planned"),
-        ("weights", f"{sum(tensors)} of {len(tensors)} modules have the checkpoint's tensors"),
+        ("audit", f"{sum(planned)} of {len(planned)} as planned and as in the checkpoint"),
     ]
     return facts, findings
 

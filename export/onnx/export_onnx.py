@@ -13,6 +13,7 @@ which layer (`verify`); an attention is tagged with its module's name. The file'
 
 from __future__ import annotations
 
+import importlib.metadata
 import inspect
 import warnings
 from collections.abc import Mapping, Sequence
@@ -41,12 +42,12 @@ from quant.export.onnx.decoder_graph import (
 )
 from quant.export.onnx.dynamic_shapes import SEQUENCE, dimension_ranges
 from quant.export.onnx.genai import genai_program
-from quant.export.onnx.limits import narrowest_dtype, onnxruntime_problem
+from quant.export.onnx.limits import onnxruntime_problem
 from quant.export.onnx.quantized_cache import CACHE_FORMATS, QuantizedCache
 from quant.export.onnx.serving import CachedAttention, serving_program
 from quant.export.onnx.trace import MODEL_PREFIX, trace
 from quant.export.onnx.translate import quiet, translate
-from quant.formats.format import Format
+from quant.formats.format import FORMATS, Format
 from quant.recipes.plan import Plan
 
 EXTERNAL_BYTES = 256 << 20
@@ -55,6 +56,8 @@ PLAN_KEY = "blockscale.plan"
 ATTENTION_KEY = "blockscale.attention"
 EXPORT_KEY = "blockscale.export"
 """Key in the file's metadata; its value is a JSON object of the options by which a model is exported likewise."""
+TRACERS = ("torch", "transformers", "onnxscript")
+"""Packages of which another version may make another graph of the same model."""
 
 
 def export_onnx(model: nn.Module, path: str | Path, **options: Any) -> Path:
@@ -119,14 +122,17 @@ def write_onnx(
     if plan is not None:
         program.metadata_props[PLAN_KEY] = plan.digest()
     program.metadata_props[ATTENTION_KEY] = attention
-    if inputs is None and not genai:
+    if not genai:
         options = {
-            "dtype": str(narrowest_dtype(model)).removeprefix("torch."),
+            "dtypes": parameter_dtypes(model),
+            "inputs": inputs
+            and {name: [_short(x.example.dtype), x.example.shape, x.dims] for name, x in inputs.items()},
             "shapes": [shapes] if isinstance(shapes, str) else shapes and list(shapes),
             "capacity": capacity,
             "kv_cache": None if kv_cache is None else kv_cache.name,
-            # Whether scales of attention or of the cache came from calibration text.
-            "measured": bool(scales) or bool(kv_cache is not None and attention_scales),
+            # They were measured on calibration text, and are not in the checkpoint.
+            "scales": _recorded_scales(attention_scales) if scales or kv_cache is not None else {},
+            "versions": {name: importlib.metadata.version(name) for name in TRACERS},
         }
         program.metadata_props[EXPORT_KEY] = json_text(options)
     return _save(program, path)
@@ -179,6 +185,40 @@ def _checked_scales(
             f"{option('input', 'x:fp32:batch,3,224,224')}"
         )
     return scales
+
+
+def parameter_dtypes(model: nn.Module) -> list[str]:
+    """Returns the dtypes of a model's parameters, which are not quantized."""
+    return sorted({_short(tensor.dtype) for tensor in model.parameters() if tensor.dtype.is_floating_point})
+
+
+def recorded_options(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the options of `write_onnx` that the JSON object under `EXPORT_KEY` records."""
+    inputs = {
+        name: GraphInput(torch.zeros(shape, dtype=getattr(torch, dtype), device="cpu"), tuple(dims))
+        for name, (dtype, shape, dims) in (record["inputs"] or {}).items()
+    }
+    scales = {}
+    for name, (numbers, formats) in record["scales"].items():
+        k, v, q, p = (None if x is None else torch.tensor(x, device="cpu") for x in numbers)
+        scales[name] = AttentionScales(k, v, q, p, {}, *(x and FORMATS[x] for x in formats))
+    kv_cache = record["kv_cache"] and FORMATS[record["kv_cache"]]
+    kept = {name: record[name] for name in ("shapes", "capacity")}
+    return {**kept, "inputs": inputs or None, "attention_scales": scales, "kv_cache": kv_cache}
+
+
+def _recorded_scales(scales: Mapping[str, AttentionScales] | None) -> dict[str, Any]:
+    return {
+        name: [
+            [None if x is None else x.tolist() for x in (module.k, module.v, module.q, module.p)],
+            [x and x.name for x in (module.kv_format, module.attention_format)],
+        ]
+        for name, module in (scales or {}).items()
+    }
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _arguments(model: nn.Module, inputs: Mapping[str, GraphInput]) -> tuple[Any, ...] | dict[str, torch.Tensor]:

@@ -15,36 +15,28 @@ types, not from kernel names:
 
 A `runtime_fusion` is compiled on the GPU that runs it; its parts follow as a small program of their own, whose GEMM
 shows the types that are multiplied.
+
+What the kernels compute, and with which numbers, is for `rebuild` to say.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torch import nn
-
 from quant.base.errors import option
 from quant.export.onnx.serving import new_name
-from quant.export.tensorrt.engine_file import BITS, MULTIPLYING, PRODUCTS, Engine, Kernel, KernelOperand, read_engine
-from quant.export.tensorrt.engine_weights import compare_tensors
+from quant.export.tensorrt.engine_file import BITS, MULTIPLYING, PRODUCTS, Kernel, KernelOperand, read_engine
 from quant.formats.format import E8M0
 from quant.recipes.layers import LayerKind
 from quant.recipes.plan import LayerPlan, Plan
 
-# Lists of modules that run one after the other; other lists may run side by side, or backwards.
-_BLOCKS = re.compile(r"^(.*?\b(?:layers?|blocks?|h))\.(\d+)\.")
-
-
 UNPLANNED = "–"
-"""The planned precision where there is no plan."""
+"""The planned precision where there is no plan, and of a row that says what was not looked at."""
 
 _AUDITED = (LayerKind.LINEAR, LayerKind.HEAD, LayerKind.CONV)
-TENSORS = "as in the checkpoint"
-"""In findings about values: planned, and found where the engine holds them."""
 NOT_EXPORTED = "not in the exported graph"
 _ELEMENTS = {"e2m1": "fp4", "e4m3": "fp8", "int8": "int8", "int4": "int4"}
 
@@ -66,12 +58,12 @@ def audit(
     attention: str | None = None,
     attention_nodes: Sequence[str] = (),
     exported: Collection[str] | None = None,
-    model: nn.Module | None = None,
 ) -> list[AuditRow]:
-    """Compares an engine with a plan and a model.
+    """Compares the precisions of an engine with a plan.
 
-    One finding for each planned layer, then other GEMMs, attentions, the tensors of each module of `model`, inputs that
-    no kernel reads, parts of a KV cache that are updated as others, and blocks in a wrong order. Arguments left out are
+    One finding for each planned layer, then other GEMMs, attentions, inputs that no kernel reads, and parts of a KV
+    cache that are updated as others. `exported` are the layers that its graph must have, by which a layer that no
+    output depends on is not missed; without them the engine must have every planned layer. Other arguments left out are
     read from the record in the engine, if our own builder wrote it.
     """
     engine = read_engine(path)
@@ -79,7 +71,6 @@ def audit(
     if attention is None and record.get("attention") == "none":
         attention = "half"
     attention_nodes = attention_nodes or record.get("attention_nodes", ())
-    exported = exported or record.get("layers") or None
     planned = {layer.name: layer for layer in plan.quantized if layer.kind in _AUDITED} if plan else {}
     if attention is None and plan is not None and plan.attention is not None:
         attention = _ELEMENTS.get(plan.attention.element.name.lower(), "half")
@@ -90,24 +81,13 @@ def audit(
         for name, layer in planned.items()
     ]
     findings += [*_audit_unplanned(kernels, planned), *_audit_attention(kernels, attention, attention_nodes)]
-    if model is not None and not engine.starts:
-        row = AuditRow("all tensors", TENSORS, "constants in a layout of another TensorRT, not compared", False)
-        findings.append(row)
-    elif model is not None:
-        # Whether each module's kernels read the module's own codes, scales, biases and weights.
-        findings += [
-            AuditRow(name, TENSORS, f"other {', '.join(absent)}" if absent else TENSORS, not absent)
-            for name, absent in compare_tensors(engine, model).items()
-        ]
     # TensorRT-RTX 1.7's parser drops `nonpad_kv_seqlen` of Attention with a warning: the engine has the input, unread.
     findings += [AuditRow(name, "an input that is read", "read by no kernel", False) for name in engine.unread]
-    findings += [
+    return findings + [
         AuditRow(past, f"updated in place as {new_name(past)}", f"as {output}", False)
         for past, output in engine.updated.items()
         if output != new_name(past)
     ]
-    order = dict.fromkeys(_order_problems(engine, model))
-    return findings + [AuditRow("order of blocks", "as in the model", text, False) for text in order]
 
 
 def failures(findings: Iterable[AuditRow]) -> list[str]:
@@ -179,42 +159,6 @@ def _attended(kernel: Kernel) -> list[KernelOperand]:
         if len(k.dims) != 4 or (mask.dims != k.dims and v.dims == k.dims):
             matrices = [*matrices[:2], v, *further]
     return matrices[:3]
-
-
-def _order_problems(engine: Engine, model: nn.Module | None) -> Iterator[str]:
-    """Yields a clause for each block that does not follow the block before it, or that the engine lacks.
-
-    An engine in which two blocks were exchanged with their names has all the right tensors.
-    """
-    for program in sorted({kernel.program for kernel in engine.kernels if not kernel.is_body}):
-        kernels = [kernel for kernel in engine.kernels if kernel.program == program]
-        own = [_blocks(kernel.matmuls) for kernel in kernels]
-        present = set().union(*own)
-        # Blocks whose GEMMs a tensor depends on, by its name; kernels are in an order in which they can run.
-        behind: dict[str, set[tuple[str, int]]] = {}
-        for kernel, blocks in zip(kernels, own, strict=True):
-            earlier = set().union(*(behind.get(operand.name, set()) for operand in kernel.inputs))
-            blocks = blocks if kernel.is_gemm else set()
-            for path, index in blocks:
-                later = max((i for other, i in earlier if other == path), default=index)
-                if later > index:
-                    yield f"{path}.{index} runs after {path}.{later}"
-                if (path, index - 1) in present and (path, index - 1) not in earlier:
-                    yield f"{path}.{index} does not read {path}.{index - 1}"
-            for name in kernel.outputs:
-                behind[name] = earlier | blocks | behind.get(name, set())
-    # An engine of a model that was cut short has all the tensors that its kernels read.
-    if model is not None and hasattr(model, "main_input_name"):
-        present = _blocks(f"{path}." for kernel in engine.kernels for path in kernel.modules)
-        for name, modules in model.named_modules():
-            if isinstance(modules, nn.ModuleList) and any(path == name for path, _ in present):
-                absent = [index for index in range(len(modules)) if (name, index) not in present]
-                yield from (f"{name}.{index} is not in the engine" for index in absent)
-
-
-def _blocks(paths: Iterable[str]) -> set[tuple[str, int]]:
-    """Returns the outermost block of each path: `model.layers` and 3."""
-    return {(match[1], int(match[2])) for match in map(_BLOCKS.match, paths) if match}
 
 
 def _audit_attention(kernels: Sequence[Kernel], required: str | None, nodes: Sequence[str]) -> Iterator[AuditRow]:

@@ -39,18 +39,9 @@ from quant.base.processor import trim_heap
 from quant.export.onnx.dynamic_shapes import FP8_ATTENTION_MINIMUM, format_profile
 from quant.export.onnx.export_onnx import ATTENTION_KEY, EXPORT_KEY, PLAN_KEY, write_onnx
 from quant.export.onnx.opsets import CACHE_PLUGIN, PLUGIN
-from quant.export.onnx.translate import layer_of
-from quant.export.tensorrt.audit import (
-    TENSORS,
-    AuditRow,
-    audit,
-    failures,
-    fallback_message,
-    is_storage_only,
-    receipt_path,
-)
+from quant.export.tensorrt.audit import AuditRow, audit, failures, fallback_message, is_storage_only, receipt_path
 from quant.export.tensorrt.gpu_targets import FEATURES, choose_common_library, resolve_targets
-from quant.export.tensorrt.network import ATTENTION, check_backend, check_graph, label_nodes, load_graph, make_profiles
+from quant.export.tensorrt.network import check_backend, check_graph, describe_graph, load_graph, make_profiles
 from quant.recipes.plan import Plan
 
 # -I keeps the environment and the current directory out of sys.path; the folders come as an argument.
@@ -209,13 +200,12 @@ def export_engine(
     attention: str = "native",
     allow_fallback: bool = False,
     layers: Sequence[Mapping[str, Any]] = (),
-    source: nn.Module | None = None,
     **onnx_options: Any,
 ) -> dict[str, Any]:
     """Exports, builds and audits; writes `out` and its receipt `<out>.json`, and returns the receipt.
 
-    `model` is a quantized module, or an ONNX file of the module `source`; `layers` are comparisons of earlier stages
-    for the receipt, and `onnx_options` go to `write_onnx`. Raises ValueError if something cannot be exported, built or
+    `model` is a quantized module, or its ONNX file; `layers` are comparisons of earlier stages for the receipt, and
+    `onnx_options` go to `write_onnx`. Raises ValueError if something cannot be exported, built or
     targeted, or if the audit fails; nothing is written then.
     """
     out = Path(out)
@@ -230,10 +220,10 @@ def export_engine(
     choose_common_library(resolve_targets(options.target), options.backend, options.features)
     with temporary_directory(out) as folder:
         if isinstance(model, nn.Module):
-            source, path = model, folder / "model.onnx"
+            path = folder / "model.onnx"
             model = write_onnx(model, path, plan=plan, shapes=options.shapes, attention=attention, **onnx_options)
         built = build_engine(model, folder / out.name, options)
-        findings = audit_built(built, plan, attention, source)
+        findings = audit_built(built, plan, attention)
         problems = failures(findings)
         if problems and not allow_fallback:
             raise ValueError(fallback_message(problems))
@@ -270,11 +260,8 @@ def build_engine(onnx_path: str | Path, out: str | Path, options: BuildOptions) 
         check_graph(model, target)
     check_backend(model, library.module)
     profiles = make_profiles(model, options.shapes)
-    # The audit expects each of these linear layers in the engine, and has attention among its own nodes.
-    attentions = {layer_of(node) for node in model.graph.node if node.op_type in ATTENTION}
-    layers = list(dict.fromkeys(name for name in map(layer_of, model.graph.node) if name and name not in attentions))
     # Builders name nodes in their messages, and engines in the list of their kernels: both then name the layer.
-    attention_nodes = label_nodes(model)
+    described = describe_graph(model, onnx_path.parent)
     target_names = ",".join(target.sm for target in targets)
     metadata = {entry.key: entry.value for entry in model.metadata_props}
     # The audit reads this from the engine itself, which may come without its receipt.
@@ -282,8 +269,7 @@ def build_engine(onnx_path: str | Path, out: str | Path, options: BuildOptions) 
         "plan": metadata.get(PLAN_KEY),
         "attention": metadata.get(ATTENTION_KEY),
         "export": json.loads(metadata[EXPORT_KEY]) if EXPORT_KEY in metadata else None,
-        "attention_nodes": attention_nodes,
-        "layers": layers,
+        **described,
         "target": target_names,
         "features": list(options.features),
     }
@@ -317,22 +303,18 @@ def build_engine(onnx_path: str | Path, out: str | Path, options: BuildOptions) 
         backend=f"{library.module} {result['version']}",
         reason=library.reason,
         profiles=[format_profile(profile) for profile in profiles],
-        layers=layers,
-        attention_nodes=attention_nodes,
+        layers=described["layers"],
+        attention_nodes=described["attention_nodes"],
         kv_cache=(record["export"] or {}).get("kv_cache"),
         seconds=round(seconds, 2),
         peak_rss_bytes=result["peak_rss_bytes"],
     )
 
 
-def audit_built(
-    built: BuiltEngine, plan: Plan | None, attention: str = "native", source: nn.Module | None = None
-) -> list[AuditRow]:
+def audit_built(built: BuiltEngine, plan: Plan | None, attention: str = "native") -> list[AuditRow]:
     """Audits an engine just built, with the layers and attention nodes of its graph."""
     required, layers = "half" if attention == "none" else None, built.layers or None
-    return audit(
-        built.path, plan, attention=required, attention_nodes=built.attention_nodes, exported=layers, model=source
-    )
+    return audit(built.path, plan, attention=required, attention_nodes=built.attention_nodes, exported=layers)
 
 
 def summary(receipt: Mapping[str, Any]) -> list[str]:
@@ -340,15 +322,12 @@ def summary(receipt: Mapping[str, Any]) -> list[str]:
     if "engine" not in receipt:
         return []
     engine, rows = receipt["engine"], receipt["audit"]
-    precisions = Counter(row["found"] for row in rows if row["planned"] != TENSORS)
-    held = sum(row["found"] == TENSORS for row in rows)
+    precisions = Counter(row["found"] for row in rows)
     # The shape of the KV cache, in two inputs for each layer, follows from the rows.
     shapes = [",".join(x for x in text.split(",") if not x.startswith("past_")) for text in engine["profiles"]]
-    lines = [
+    return [
         f"{engine['reason']} ({engine['seconds']:.0f} s, {engine['peak_rss_bytes'] / 1e9:.1f} GB)",
         *(f"shapes {text}" for text in shapes),
         "runs in " + ", ".join(f"{word}: {count}" for word, count in precisions.most_common()),
+        *(f"fallback {problem}" for problem in receipt["fallbacks"]),
     ]
-    if held:
-        lines.append(f"the tensors of {held} modules lie in the engine where their kernels read them")
-    return [*lines, *(f"fallback {problem}" for problem in receipt["fallbacks"])]

@@ -12,10 +12,9 @@ The text of a program declares tensors, then lists kernels with the ONNX nodes t
     fully_connected={ name="a/MatMul+b/MatMul" output={"y" } input={"x4" "w1" …} … alpha=33A76CAC … layers="…" }
     function={ name=__myl_Dyna fqn=__myl_Dyna_0x8718… args={ "x" … } … layers="[ONNX Layer: a/Quantize]" }
 
-`offset` of a constant is its index in the table, and dims and strides say how its elements lie there. Small kernels are
-stored as CUDA source and compiled on the GPU that runs them, so a scale that became an immediate can be read too:
-`float __v13 = 0x1.1dc138p-10f`. None of it is documented: it was read from engines of TensorRT-RTX 1.5.0 to 1.7.1, and
-an engine of another layout has no kernels, or no table, and the audit says so.
+`offset` of a constant is its index in the table. Small kernels are stored as CUDA source and compiled on the GPU that
+runs them. None of it is documented: it was read from engines of TensorRT-RTX 1.5.0 to 1.7.1, and an engine of another
+layout has no kernels, or no table, and the audit says so.
 """
 
 from __future__ import annotations
@@ -30,8 +29,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 RECORD = "blockscale engine "
 """What the network's name begins with; the audit's record follows, a JSON object."""
@@ -52,7 +49,8 @@ _NAMES = {
     "output": re.compile(r'\b(?:output_args|output)=\{((?:\s*"[^"]*")*)\s*\}'),
     "layers": re.compile(r'\blayers="([^"]*)"'),
 }
-_ALPHA = re.compile(r"\balpha=([0-9A-F]{8})(?:f32)?\b")
+# Names that the compiler gives to tensors and blocks; numbers in quotes are literals.
+_GIVEN = re.compile(r'"(?!-?\d)[^"]*"|\bbb\d+\b')
 _ALIGNMENT = 128
 # An engine of TensorRT-RTX begins with this word, and has its length in bytes at this position.
 _MAGIC, _LENGTH_AT = b"vtrt", 16
@@ -60,9 +58,7 @@ _MAGIC, _LENGTH_AT = b"vtrt", 16
 _TABLE_END, _SLACK = b"\x99\x8b\x8d\x8b", 1 << 16
 _HEADER = re.compile(rb"header \{\n  version = ")  # of a program, which ends with a zero byte
 _PROFILE = re.compile(r"\[profile (\d+)\]")
-_SOURCE = re.compile(rb"__global__ void (?:__launch_bounds__\([^)]*\) )?(\w+)\(")
-# TensorRT-RTX 1.7 writes 0x1.1dc138p-10f, and 1.5 (1.090123456e-03).
-_IMMEDIATE = re.compile(rb"\b0x[0-9a-f]\.?[0-9a-f]*p[+-]?\d+f?\b|\b\d\.\d{6,}e[+-]\d+\b")
+_SOURCE = re.compile(rb"__global__ void ")  # in the CUDA source of a kernel, which ends with a zero byte
 # A string in the tagged stream is its length twice, between tags, and its bytes; 0x43 opens a binding's record.
 _STRING = rb"\x13\x80\x01\x00(.{8})\x01\x80\x0c\x80\x01\x00\1"
 _OPENING = rb"C\x80\x01\x00\x16\x80\x01\x00\x07\x80\x01\x00.{4}A\x80\x01\x00"
@@ -83,8 +79,8 @@ class KernelOperand:
     dims: tuple[int | None, ...]  # a dynamic one is None
     constant: bool
     index: int | None = None  # of a constant in the engine's table; None inside a `runtime_fusion`
-    strides: tuple[int, ...] = ()  # of a constant, in elements
     stored: str = ""  # the compiler's word for the type
+    layout: str = ""  # strides and, of a view, where it begins
 
     @property
     def size(self) -> int:
@@ -110,8 +106,7 @@ class Kernel:
     is_body: bool  # a part of a `runtime_fusion`
     program: int
     profile: int
-    alpha: float | None  # multiplies the product
-    source: str  # name of the CUDA function
+    text: str  # the line without the names that the compiler gives
 
     @property
     def is_gemm(self) -> bool:
@@ -144,43 +139,20 @@ class Engine:
     kernels: list[Kernel]  # of all programs, in order
     sizes: dict[int, int]  # bytes of each constant by its index
     offsets: dict[int, int]  # where each constant begins in the table
-    starts: list[int]  # where in the file the table may begin: one position as a rule, none if it was not found
-    immediates: dict[str, tuple[float, ...]]  # floating-point numbers in the source of each CUDA function
+    sources: list[bytes]  # the CUDA sources of kernels, sorted
+    table: int | None  # where in the file the table of constants begins; None if it was not found
+    bindings: dict[str, tuple[bool, int]]  # of each input and output, whether it is an input, and its index
     unread: list[str]  # inputs that no layer of the engine takes
     updated: dict[str, str]  # of each input that is updated in place, the output that it becomes
     record: dict[str, Any]  # the JSON object that our builder put into the network's name; empty for other engines
 
-    def constant(self, operand: KernelOperand) -> np.ndarray:
-        """Returns the elements of a constant, in the order of its dims: codes as uint8, numbers as float32 or int."""
-        assert operand.index is not None
-        size, stored = self.sizes[operand.index], operand.stored
-        data = np.fromfile(self.path, np.uint8, size, offset=self.starts[0] + self.offsets[operand.index])
-        if stored in ("fp4_e2m1", "int4"):
-            # Two codes a byte, the even index in the low nibble.
-            data = np.stack([data & 15, data >> 4], axis=1).reshape(-1)
-        elif stored in ("bf16", "bfloat16"):
-            data = (data.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
-        elif stored == "half":
-            data = data.view(np.float16).astype(np.float32)
-        elif stored in ("float", "int32", "int64"):
-            data = data.view({"float": np.float32, "int32": np.int32, "int64": np.int64}[stored])
-        dims = tuple(dim or 1 for dim in operand.dims)
-        strides = tuple(step if dim > 1 else 0 for dim, step in zip(dims, operand.strides, strict=True))
-        span = 1 + sum((dim - 1) * step for dim, step in zip(dims, strides, strict=True))
-        if span > len(data):
-            raise ValueError(f"{self.path}: the constant {operand.name} has {len(data)} elements, and its dims {span}")
-        return np.lib.stride_tricks.as_strided(data, dims, tuple(step * data.itemsize for step in strides))
-
-    def scalars(self, kernel: Kernel) -> tuple[float, ...]:
-        """Returns every single number that a kernel multiplies by: alpha, constants of one value, and immediates."""
-        numbers = [] if kernel.alpha is None else [kernel.alpha]
-        for operand in kernel.inputs:
-            # A convolution has its scale once for each channel.
-            is_vector = sum(dim != 1 for dim in operand.dims) <= 1
-            if operand.index is not None and self.starts and is_vector and operand.type in BITS:
-                values = self.constant(operand).reshape(-1)
-                numbers += [float(values[0])] if (values == values[0]).all() else []
-        return (*numbers, *self.immediates.get(kernel.source, ()))
+    def constant(self, operand: KernelOperand) -> bytes:
+        """Returns the bytes of a constant, in the layout that its kernels read; none if it is not in the table."""
+        if operand.index is None or self.table is None:
+            return b""
+        with self.path.open("rb") as file:
+            file.seek(self.table + self.offsets[operand.index])
+            return file.read(self.sizes[operand.index])
 
 
 def read_engine(engine: str | Path) -> Engine:
@@ -235,8 +207,9 @@ def read_engine(engine: str | Path) -> Engine:
             kernels=kernels,
             sizes=sizes,
             offsets=offsets,
-            starts=_table_starts(blob, sizes, offsets),
-            immediates=_immediates(blob, {kernel.source for kernel in kernels if kernel.source}),
+            sources=sorted(_terminated(blob, match.start()) for match in _SOURCE.finditer(blob)),
+            table=_table_start(blob, sizes, offsets),
+            bindings=bindings,
             # The name of an input that no layer takes occurs in the record of its binding only.
             unread=[name for name, (is_input, _) in bindings.items() if is_input and words[name] < 2],
             updated=_updated_inputs(bindings, texts[0]),
@@ -275,7 +248,6 @@ def _read_program(text: str, index: int, profile: int, is_body: bool) -> tuple[l
             for names in (inputs, outputs)
         )
         fields = dict(_FIELD.findall(" " + match[3]))
-        alpha = _ALPHA.search(match[3])
         kernels.append(
             Kernel(
                 kind=match[1],
@@ -287,8 +259,7 @@ def _read_program(text: str, index: int, profile: int, is_body: bool) -> tuple[l
                 is_body=is_body,
                 program=index,
                 profile=profile,
-                alpha=struct.unpack(">f", bytes.fromhex(alpha[1]))[0] if alpha else None,
-                source=fields.get("fqn", ""),
+                text=_GIVEN.sub("", match[0]),
             )
         )
     return kernels, sizes
@@ -296,8 +267,9 @@ def _read_program(text: str, index: int, profile: int, is_body: bool) -> tuple[l
 
 def _operand(fields: dict[str, str]) -> KernelOperand:
     """Returns the tensor that a line declares."""
-    sizes, steps = (re.findall(r'"[^"]*"|\d+', fields.get(key, "")) for key in ("dims", "strides"))
+    sizes = re.findall(r'"[^"]*"|\d+', fields.get("dims", ""))
     is_stored = "const_payload_size" in fields
+    layout = ("strides", "offset", "const_offset") if "base" in fields else ("strides",)
     # In a runtime fusion's body `offset` counts bytes of constants of its own.
     in_table = is_stored and fields.get("region") != "runtime-fusion-consts"
     return KernelOperand(
@@ -306,47 +278,36 @@ def _operand(fields: dict[str, str]) -> KernelOperand:
         dims=tuple(int(size) if size.isdigit() else None for size in sizes),
         constant=is_stored,
         index=int(fields["offset"]) if in_table else None,
-        strides=tuple(int(step) if step.isdigit() else 0 for step in steps),
         stored=fields["type"],
+        layout=_GIVEN.sub("", " ".join(fields.get(key, "") for key in layout)),
     )
 
 
-def _table_starts(blob: mmap.mmap, sizes: dict[int, int], offsets: dict[int, int]) -> list[int]:
-    """Returns where the table of constants may begin.
+def _table_start(blob: mmap.mmap, sizes: dict[int, int], offsets: dict[int, int]) -> int | None:
+    """Returns where the table of constants begins.
 
     The position is not written anywhere. Constants are padded with zeros to 128 bytes, so it is one at which every
     padding is zero; with a few paddings of up to 126 bytes no other position passes. A table without any paddings ends
-    where the next record begins, at a multiple of eight bytes.
+    up to four bytes before the next record, at a multiple of eight bytes.
     """
     last, end = max(sizes, default=-1), blob.rfind(_TABLE_END)
     used = offsets[last] + sizes[last] if sizes else 0
     if not sizes or end < used:
-        return []
+        return None
     paddings = [
         (offsets[index] + size, -size % _ALIGNMENT)
         for index, size in sizes.items()
         if index != last and size % _ALIGNMENT
     ]
     if not paddings:
-        return [end - used, end - used - 4]
+        return end - used - 4
     # The longest paddings first: they rule out most positions.
     paddings.sort(key=lambda padding: -padding[1])
+    # A longer run of zeros before the table passes as well; the table is the position nearest to its end.
     for start in range(end - used, max(end - used - _SLACK, -1), -1):
         if all(blob[start + begin : start + begin + length].count(0) == length for begin, length in paddings):
-            # A longer run of zeros before the table passes as well; the table is the position nearest to its end.
-            return [start]
-    return []
-
-
-def _immediates(blob: mmap.mmap, sources: set[str]) -> dict[str, tuple[float, ...]]:
-    """Returns the floating-point numbers in the CUDA source of each of these functions."""
-    numbers: dict[str, tuple[float, ...]] = {}
-    for match in _SOURCE.finditer(blob):
-        name = match[1].decode()
-        if name in sources and name not in numbers:
-            words = [word.decode() for word in _IMMEDIATE.findall(_terminated(blob, match.start()))]
-            numbers[name] = tuple(float.fromhex(w.rstrip("f")) if w.startswith("0x") else float(w) for w in words)
-    return numbers
+            return start
+    return None
 
 
 def _bindings(head: bytes) -> dict[str, tuple[bool, int]]:

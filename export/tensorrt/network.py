@@ -4,16 +4,21 @@
     check_backend    refuses nodes that the library which builds the engine does not take
     check_graph      refuses graphs that TensorRT compiles wrongly, or that need hardware that the target lacks
     make_profiles    the ranges of shapes, as `onnx.dynamic_shapes` reads them, above the minimum of fused attention
-    label_nodes      names nodes after their layers, by which the audit finds a layer in the engine
+    describe_graph   names nodes after their layers, by which the audit finds a layer in the engine, and says what the
+                     engine's record holds of the graph
 
 Each refusal names the layer and an alternative. The failing combinations were found by building them.
 """
 
 from __future__ import annotations
 
+import hashlib
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from quant.base.errors import option
 from quant.base.extras import require
@@ -217,14 +222,16 @@ def _shapes(model: Any) -> dict[str, Any]:
     return {value.name: value.type.tensor_type.shape.dim for value in (*model.graph.value_info, *model.graph.input)}
 
 
-def label_nodes(model: Any) -> list[str]:
-    """Names every node of a module `<module>/<op type>`; returns the names of the attention nodes.
+def describe_graph(model: Any, folder: Path) -> dict[str, Any]:
+    """Names every node of a module `<module>/<op type>`, and returns what the audit needs to know of the graph.
 
-    A node of a layer's low-rank branch is `<layer>/branch/<op type>`, since the MatMul of a layer's own is its GEMM.
+    Its linear `layers`, the names of its `attention_nodes`, and the digests of its `graph` (`_digests`). A node of a
+    layer's low-rank branch is `<layer>/branch/<op type>`, since the MatMul of a layer's own is its GEMM. Weights that
+    lie in a file of their own are read from `folder`.
     """
     names = {node.name for node in model.graph.node}
     layers = {layer_of(node) for node in model.graph.node}
-    attention = []
+    attention, attending = [], set()
     for index, node in enumerate(model.graph.node):
         layer, module = layer_of(node), module_of(node)
         if not layer and module:
@@ -235,7 +242,53 @@ def label_nodes(model: Any) -> list[str]:
             names.add(node.name)
         if node.op_type in ATTENTION:
             attention.append(node.name)
-    return attention
+            attending.add(layer_of(node))
+    linear = dict.fromkeys(map(layer_of, model.graph.node))
+    return {
+        "layers": [layer for layer in linear if layer and layer not in attending],
+        "attention_nodes": attention,
+        "graph": _digests(model, folder),
+    }
+
+
+def _digests(model: Any, folder: Path) -> dict[str, str]:
+    """Returns two digests of each module's nodes, of eight digits each: how they are wired, and their numbers.
+
+    A value is known by the module and the position in it of the node that writes it, so a node too many in one module
+    changes the digest of that module, and of those that read another value than before.
+    """
+    graph = model.graph
+    wiring: dict[str, Any] = defaultdict(hashlib.sha256)
+    numbers: dict[str, Any] = defaultdict(hashlib.sha256)
+    constants = {tensor.name: tensor for tensor in graph.initializer}
+    sources = {name: f"{tensor.data_type} {list(tensor.dims)}" for name, tensor in constants.items()}
+    sources |= {value.name: value.name for value in graph.input if value.name not in constants}
+    wiring["the graph's opsets"].update(repr(sorted((x.domain, x.version) for x in model.opset_import)).encode())
+    places: Counter[str] = Counter()
+    for node in graph.node:
+        module = layer_of(node) or module_of(node) or "the graph's own nodes"
+        attributes = sorted(attribute.SerializeToString(deterministic=True) for attribute in node.attribute)
+        read = [sources.get(name, name) for name in node.input]
+        wiring[module].update(repr((node.domain, node.op_type, attributes, read)).encode())
+        for name in node.input:
+            if name in constants:
+                numbers[module].update(_tensor_bytes(constants[name], folder))
+        places[module] += 1
+        sources |= {name: f"{module} {places[module]}.{index}" for index, name in enumerate(node.output)}
+    for kind, values in (("the graph's inputs", graph.input), ("the graph's outputs", graph.output)):
+        for value in values:
+            kinds = value.type.SerializeToString(deterministic=True)
+            wiring[kind].update(repr((value.name, kinds, sources.get(value.name))).encode())
+    return {name: digest.hexdigest()[:8] + numbers[name].hexdigest()[:8] for name, digest in wiring.items()}
+
+
+def _tensor_bytes(tensor: Any, folder: Path) -> Any:
+    """Returns the numbers of an initializer as bytes; those in a file of their own are mapped."""
+    where = {entry.key: entry.value for entry in tensor.external_data}
+    if not where:
+        return tensor.raw_data or require("onnx", "onnx").numpy_helper.to_array(tensor).tobytes()
+    offset, length = int(where.get("offset", 0)), int(where["length"])
+    return np.memmap(folder / where["location"], np.uint8, "r", offset, (length,)) if length else b""
 
 
 def _attribute(node: Any, name: str, default: Any) -> Any:

@@ -1,12 +1,16 @@
-"""`rebuilt_findings` builds an engine again from its checkpoint and compares the two kernel by kernel.
+"""`audit_with_checkpoint` proves that an engine is its checkpoint's: it exports and builds the checkpoint once more.
 
-The audit proves that each layer's kernels read the layer's own numbers. It does not know what a kernel computes with
-them: an MLP that multiplies by SiLU of the wrong projection, a block without its residual, or positions that are off by
-one have all the right tensors. TensorRT-RTX measures no times, so the same graph always becomes the same kernels, and
-without a KV cache the same file; an engine that was built from another graph differs in the nodes where the graph does.
+    checkpoint ──export──▶ graph ──build──▶ engine
+                             │                └─ programs, kernels' sources, constants, inputs and outputs, byte by byte
+                             └─ each module's nodes and numbers, by digests that the builder put into the engine
 
-The names of tensors in an engine are counted, and one kernel more shifts all that follow. So a kernel is known by the
-ONNX nodes that were fused into it, and a tensor by the kernel that writes it.
+The options of the export are in the record that the engine holds. The graph says which layers the engine must have, so
+none is missed because the engine does not name it. It is compared on any machine; a difference names the module.
+
+The second comparison does not trust the record. TensorRT-RTX measures no times, so the same graph always becomes the
+same programs and constants, and without a KV cache the same file (with one, tables of its inputs come in any order). It
+takes the version that built the engine, and as long as the build. Full TensorRT times kernels, and no build is like
+another.
 """
 
 from __future__ import annotations
@@ -15,122 +19,156 @@ import hashlib
 import importlib.metadata
 import re
 import tempfile
-from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
 from quant.base.errors import UserError
-from quant.export.onnx.export_onnx import write_onnx
-from quant.export.tensorrt.audit import AuditRow
-from quant.export.tensorrt.build import BuildOptions, build_engine
+from quant.export.onnx.export_onnx import TRACERS, parameter_dtypes, recorded_options, write_onnx
+from quant.export.tensorrt.audit import UNPLANNED, AuditRow, audit
+from quant.export.tensorrt.build import BuildOptions, Progress, build_engine
 from quant.export.tensorrt.engine_file import Engine, read_engine
+from quant.export.tensorrt.gpu_targets import local_capability
+from quant.export.tensorrt.network import describe_graph, load_graph
 from quant.generate.generate import cast_unquantized
-from quant.kernels.attention.kv_pages import kv_format
 from quant.recipes.plan import Plan
 
+AS_EXPORTED, AS_BUILT = "as the checkpoint is exported", "as the checkpoint is built"
+_GRAPH, _ENGINE = "the graph", "the engine"
 _COUNTED = re.compile(r"\d+")
-_Key = tuple[bool, int, tuple[str, ...], str]
+_NAMED = 4  # nodes of a kernel that stand in a finding
 
 
-def _differing_kernels(engine: Engine, other: Engine) -> dict[str, str]:
-    """Returns the kernels in which two engines differ, by the nodes that they compute."""
-    first, second = _described(engine), _described(other)
-    differences = {} if engine.updated == other.updated else {"inputs": "updated in place as other outputs"}
-    for key in {**second, **first}:
-        mine, theirs = first.get(key, []), second.get(key, [])
-        if mine == theirs:
-            continue
-        differing = [a != b for pair in zip(mine, theirs, strict=False) for a, b in zip(*pair, strict=True)]
-        if len(mine) != len(theirs):
-            difference = "another kernel" if mine else "no such kernel"
-        elif any(differing[0::3]):
-            difference = "another kernel"
-        else:
-            difference = "other inputs" if any(differing[1::3]) else "other constants"
-        differences[", ".join(key[2][:3]) + (", …" if len(key[2]) > 3 else "")] = difference
-    return differences
+def audit_with_checkpoint(
+    path: Path,
+    model: nn.Module,
+    plan: Plan | None,
+    *,
+    attention: str | None = None,
+    rebuild: bool | None = None,
+    progress: Progress | None = None,
+) -> list[AuditRow]:
+    """Audits an engine (`audit`), and compares it with its checkpoint; the last rows say how, and what was not done.
+
+    `model` is the module of the checkpoint, which is cast to the engine's dtype, and `plan` its plan. With `rebuild`
+    None the engine is built again where that can be; True raises UserError where it cannot, and False builds nothing.
+    Raises UserError for an engine that does not say how it was exported.
+    """
+    engine = read_engine(path)
+    record = engine.record
+    exported = record.get("export")
+    if not isinstance(exported, dict) or "graph" not in record or "dtypes" not in exported:
+        raise UserError(
+            f"{path}: it does not say how it was exported, so it cannot be compared with a checkpoint; export it anew "
+            "(`quant export --to tensorrt`)"
+        )
+    if parameter_dtypes(model) != exported["dtypes"]:
+        narrow = [dtype for dtype in ("bfloat16", "float16") if dtype in exported["dtypes"]]
+        cast_unquantized(model, (*narrow, "float32")[0])
+    with tempfile.TemporaryDirectory() as folder:
+        options = {**recorded_options(exported), "attention": record["attention"], "plan": plan}
+        graph = write_onnx(model, Path(folder) / "model.onnx", **options)
+        expected = describe_graph(load_graph(graph), Path(folder))
+        nodes = expected["attention_nodes"]
+        findings = audit(path, plan, attention=attention, attention_nodes=nodes, exported=expected["layers"])
+        others = list(_other_modules(record["graph"], expected["graph"], exported["versions"]))
+        findings += others or [AuditRow(_GRAPH, AS_EXPORTED, AS_EXPORTED, True)]
+        obstacle = "as was asked" if rebuild is False else _obstacle(record)
+        if obstacle and rebuild:
+            raise UserError(f"{path} cannot be built again: {obstacle}; leave --rebuild out")
+        if others:
+            return findings
+        if obstacle:
+            return [*findings, AuditRow(_ENGINE, UNPLANNED, f"not built again and not compared: {obstacle}", True)]
+        build = BuildOptions(record["target"], exported["shapes"], "tensorrt_rtx", progress, record["features"])
+        built = build_engine(graph, Path(folder) / "engine", build).path
+        if built.read_bytes() == path.read_bytes():
+            return [*findings, AuditRow(_ENGINE, AS_BUILT, f"{AS_BUILT}, byte for byte", True)]
+        rows = [AuditRow(name, AS_BUILT, text, False) for name, text in differences(engine, read_engine(built)).items()]
+    return [*findings, *(rows or [AuditRow(_ENGINE, AS_BUILT, AS_BUILT, True)])]
 
 
-def _described(engine: Engine) -> dict[_Key, list[tuple[Any, Any, Any]]]:
-    """Describes each kernel by its function (whose name ends with a hash), its inputs and its constants' bytes."""
-    writers: dict[tuple[int, str], _Key] = {}
-    kernels: dict[_Key, list[tuple[Any, Any, Any]]] = defaultdict(list)
+def _other_modules(
+    found: Mapping[str, str], expected: Mapping[str, str], versions: Mapping[str, str]
+) -> Iterator[AuditRow]:
+    """Yields a finding for each module whose nodes in the engine's graph are not those of the checkpoint's."""
+    if found == expected:
+        return
+    installed = {name: importlib.metadata.version(name) for name in TRACERS}
+    if installed != versions:
+        # Another version traces another graph of the same model.
+        needed = ", ".join(f"{name}=={versions[name]}" for name in TRACERS if versions[name] != installed[name])
+        yield AuditRow(_GRAPH, AS_EXPORTED, f"another one; to compare it, install {needed}, which exported it", False)
+        return
+    for name in {**expected, **found}:
+        mine, theirs = found.get(name), expected.get(name)
+        if mine is None:
+            yield AuditRow(name, AS_EXPORTED, "not in the engine's graph", False)
+        elif theirs is None:
+            yield AuditRow(name, "not in the checkpoint's graph", "in the engine's", False)
+        elif mine != theirs:
+            half = len(mine) // 2
+            words = "other numbers" if mine[:half] == theirs[:half] else "other nodes"
+            yield AuditRow(name, AS_EXPORTED, words, False)
+
+
+def _obstacle(record: Mapping[str, Any]) -> str | None:
+    """Returns why this machine cannot build an engine as it was built; None if it can."""
+    builder, _, version = str(record.get("builder", "")).partition(" ")
+    if builder != "tensorrt_rtx":
+        return f"{builder} times kernels, so no build is like another"
+    try:
+        installed = importlib.metadata.version(builder)
+    except importlib.metadata.PackageNotFoundError:
+        return f"{builder} {version} built it, and is not installed here"
+    if installed != version:
+        return f"{builder} {version} built it, and {installed} is installed here"
+    if "refit" in record["features"] and local_capability() is None:
+        return "an engine for refit is built on a machine with a GPU alone"
+    return None
+
+
+def differences(engine: Engine, other: Engine) -> dict[str, str]:
+    """Returns what differs in two engines of one graph, by the nodes of their kernels; nothing if they are the same.
+
+    A kernel is known by the ONNX nodes that were fused into it, and a tensor by the kernel that writes it: the names
+    that the compiler gives are counted, and one kernel more shifts all that follow.
+    """
+    result = {}
+    if (engine.bindings, engine.updated) != (other.bindings, other.updated):
+        result["inputs and outputs"] = "other names or places"
+    first, second = _kernels(engine), _kernels(other)
+    for nodes in {**second, **first}:
+        mine, theirs = first.get(nodes, []), second.get(nodes, [])
+        if mine != theirs:
+            parts = [a == b for pair in zip(mine, theirs, strict=False) for a, b in zip(*pair, strict=True)]
+            is_same = len(mine) == len(theirs) and all(parts[0::3])
+            name = ", ".join(nodes[:_NAMED]) + ", …" * (len(nodes) > _NAMED)
+            result[name] = "other kernels" if not is_same else "other constants" if all(parts[1::3]) else "other inputs"
+    if engine.sources != other.sources or engine.table is None:
+        result[_ENGINE] = "other sources of kernels" if engine.table is not None else "no table of constants was found"
+    return result
+
+
+def _kernels(engine: Engine) -> dict[tuple[str, ...], list[tuple[Any, Any, Any]]]:
+    """Returns the kernels that compute the same nodes, each as its function, its inputs and its constants."""
+    kernels: dict[tuple[str, ...], list[tuple[Any, Any, Any]]] = {}
+    writers: dict[tuple[int, str], Any] = {}
     for kernel in engine.kernels:
         # Parts of a runtime fusion may have no nodes of their own.
         nodes = tuple(sorted(kernel.nodes)) or (_COUNTED.sub("#", kernel.name),)
-        key = kernel.is_body, kernel.profile, nodes, kernel.kind
-        inputs: list[tuple[Any, ...]] = []
-        constants = []
+        inputs = []
         for operand in kernel.inputs:
-            # A KV cache has a number in its name, `new_key.0.1`: only the compiler's own names are counted.
-            is_of_graph = operand.name.startswith(("past_", "new_"))
-            name = operand.name if is_of_graph else _COUNTED.sub("#", operand.name)
-            writer = "constant" if operand.constant else writers.get((kernel.program, operand.name), name)
-            inputs.append((operand.stored, operand.dims, writer))
-            # Without the table's position constants cannot be read; the file is of another TensorRT then.
-            if operand.index is not None and engine.starts:
-                constants.append(hashlib.sha256(engine.constant(operand).tobytes()).digest())
-        kernels[key].append(((kernel.kind, kernel.source, kernel.alpha, kernel.backbone), inputs, constants))
-        writers.update({(kernel.program, name): key for name in kernel.outputs})
+            # An input of the engine has a counter behind its name, `new_key.0.1`.
+            is_own = operand.name.rpartition(".")[0] in engine.bindings
+            name = operand.name if is_own else _COUNTED.sub("#", operand.name)
+            inputs.append(
+                (operand.stored, operand.dims, operand.layout, writers.get((kernel.program, operand.name), name))
+            )
+        alike = kernels.setdefault(nodes, [])
+        constants = [hashlib.sha256(engine.constant(operand)).digest() for operand in kernel.inputs]
+        writers |= {(kernel.program, name): (nodes, len(alike), index) for index, name in enumerate(kernel.outputs)}
+        alike.append((kernel.text, inputs, constants))
     return kernels
-
-
-AS_BUILT = "as the checkpoint builds it"
-
-
-def rebuilt_findings(
-    path: Path, model: nn.Module, plan: Plan | None, progress: Callable[[str, int, int], None] | None = None
-) -> list[AuditRow]:
-    """Returns a finding for each kernel that differs from an engine built anew, or one that says that none does.
-
-    `model` is the module of its checkpoint, which is cast to the engine's dtype. Raises UserError if this machine
-    cannot build the engine again, or its options are not all known.
-    """
-    engine = read_engine(path)
-    options = _options(path, engine.record)
-    cast_unquantized(model, options["dtype"])
-    with tempfile.TemporaryDirectory() as folder:
-        graph = write_onnx(
-            model,
-            Path(folder) / "model.onnx",
-            shapes=options["shapes"],
-            attention=options["attention"],
-            capacity=options["capacity"],
-            kv_cache=kv_format(options.get("kv_cache")),
-            plan=plan,
-        )
-        build = BuildOptions(options["target"], options["shapes"], "tensorrt_rtx", progress, options["features"])
-        built = build_engine(graph, Path(folder) / "engine", build)
-        if built.path.read_bytes() == path.read_bytes():
-            return [AuditRow("all kernels", AS_BUILT, f"{AS_BUILT}, byte for byte", True)]
-        differences = _differing_kernels(engine, read_engine(built.path))
-    if not differences:
-        return [AuditRow("all kernels", AS_BUILT, AS_BUILT, True)]
-    return [AuditRow(name, AS_BUILT, difference, False) for name, difference in differences.items()]
-
-
-def _options(path: Path, record: dict[str, Any]) -> dict[str, Any]:
-    """Returns how an engine was exported and built, as the record in it says."""
-    exported = record.get("export")
-    if not isinstance(exported, dict) or "target" not in record:
-        raise UserError(f"{path}: it does not say how it was exported, so it cannot be built again; export it anew")
-    module, _, version = str(record.get("builder", "")).partition(" ")
-    if module != "tensorrt_rtx":
-        raise UserError(
-            f"{path}: {module or 'its builder'} times kernels, so no build is like another; leave --rebuild out"
-        )
-    try:
-        installed = importlib.metadata.version(module)
-    except importlib.metadata.PackageNotFoundError:
-        installed = "none"
-    if installed != version:
-        raise UserError(f"{path} was built by {module} {version}, and {installed} is installed; install {version}")
-    if exported.get("measured"):
-        raise UserError(
-            f"{path}: scales of its attention or KV cache were measured when it was exported, and are not in the "
-            "checkpoint; leave --rebuild out"
-        )
-    return {**exported, "attention": record["attention"], "target": record["target"], "features": record["features"]}

@@ -102,7 +102,7 @@ def compile_engine(
                 program, arg_inputs=[], kwarg_inputs=dict(inputs), truncate_double=True
             )
         (folder / out.name).write_bytes(engine)
-        findings = audit(folder / out.name, plan, model=model)
+        findings = audit(folder / out.name, plan)
         problems = failures(findings)
         if problems and not allow_fallback:
             raise ValueError(fallback_message(problems))

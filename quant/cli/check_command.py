@@ -1,7 +1,7 @@
 """The command `quant check` checks a checkpoint, or a file that was exported from one, by what it is given.
 
 A checkpoint is checked by its files, plan and tensors. Of an engine, the audit says in which precision its layers run
-and whether it holds the checkpoint's tensors; with `--source`, any exported file runs next to its checkpoint.
+and whether it is what the checkpoint becomes; with `--source`, any exported file runs next to its checkpoint.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 # The options of each kind of target, besides --source, --trust-remote-code, --revision, --quiet and --json.
 _OPTIONS = {
     "a checkpoint": ("model_factory", "runtime", "engine"),
-    "an exported file with --source": ("max_new_tokens", "device", "unsafe_load"),
+    "an exported file with --source": ("max_new_tokens", "device", "unsafe_load", "rebuild"),
     "an engine without --source": (
         "plan_file", "checkpoint", "model_factory", "rebuild", "attention", "allow_fallback",
     ),
@@ -50,10 +50,11 @@ _OPTIONS = {
               help="Plan that the engine was built from.  [default: that of --checkpoint; without both, the layers are "
               "listed and the audit cannot fail]")  # fmt: skip
 @click.option("--checkpoint", type=click.Path(path_type=Path, exists=True, file_okay=False),
-              help="Checkpoint whose tensors the engine must hold; nothing runs.  [default: --plan's directory, if "
-              "that is one]")  # fmt: skip
-@click.option("--rebuild", is_flag=True, help="Also build the engine again from the checkpoint, and compare kernel by "
-              "kernel how they are wired.")  # fmt: skip
+              help="Checkpoint that the engine must have been built from; nothing runs.  [default: --plan's directory, "
+              "if that is one]")  # fmt: skip
+@click.option("--rebuild/--no-rebuild", default=None, help="Build the engine again from the checkpoint, and compare "
+              "programs and constants; without it, only the graph that was built.  [default: where the TensorRT-RTX "
+              "that built it is installed and, with --source, the engine cannot run]")  # fmt: skip
 @click.option("--attention", type=click.Choice(["fp8", "half"]), help="Precision that attention must run in.")
 @click.option("--allow-fallback", is_flag=True, help="List layers that do not run as planned, and succeed.")
 @click.option("--max-new-tokens", type=click.IntRange(min=1), default=64, show_default=True,
@@ -75,9 +76,9 @@ def check_command(directory: str, **options: Any) -> None:
     checkpoint of any tool is compared with its original model; expected differences are shown with their reason. With
     --runtime, a table shows the kernel and the largest error of each kind of layer.
 
-    An engine of TensorRT: the precision of GEMMs and attentions, and with --checkpoint the tensors that it holds. That
-    takes no GPU. A layer that the plan quantizes fails if it runs in half precision, or with codes, scales, bias or
-    input scale that are not the checkpoint's.
+    An engine of TensorRT: the precision of GEMMs and attentions. With --checkpoint, that is exported again, and every
+    module of the engine's graph must be the same; then it is built again, and the programs and constants must be the
+    same. That takes no GPU, and the last rows say what was compared.
 
     With --source, an engine, an ONNX file, a directory of `quant export --to onnx` or a .pt2 of AOTInductor reads
     prompts and decodes next to quant.load; tokens, logits and times are compared. An engine needs the GPU that it was
@@ -167,13 +168,13 @@ def _show_runtime(check: RuntimeCheck) -> None:
 
 
 def _audit(
-    engine: Path, *, plan_file: Path | None, checkpoint: Path | None, model_factory: str | None, rebuild: bool,
+    engine: Path, *, plan_file: Path | None, checkpoint: Path | None, model_factory: str | None, rebuild: bool | None,
     attention: str | None, allow_fallback: bool, quiet: bool, as_json: bool,
 ) -> None:  # fmt: skip
-    """Reads in which precision an engine runs, and whether it holds the tensors of a checkpoint."""
+    """Reads in which precision an engine runs, and whether it is what a checkpoint becomes."""
     from quant.export.checkpoint.load import describe, is_checkpoint, load, no_checkpoint
     from quant.export.tensorrt.audit import audit, failures, fallback_message, receipt_path
-    from quant.export.tensorrt.rebuild import rebuilt_findings
+    from quant.export.tensorrt.rebuild import audit_with_checkpoint
     from quant.models.state_dict import call_factory
 
     if plan_file is None and checkpoint is not None and (checkpoint / PLAN_FILE).is_file():
@@ -190,20 +191,21 @@ def _audit(
     # A plan next to safetensors files belongs to a checkpoint; without them it says nothing about codes.
     if checkpoint is None and plan_file is not None and any(plan_file.parent.glob("*.safetensors")):
         checkpoint = plan_file.parent
-    if checkpoint is None and plan is not None and not quiet:
-        click.echo("the tensors were not compared: name the checkpoint with --checkpoint", err=True)
-    model = None
-    if checkpoint is not None:
+    if checkpoint is None:
+        if rebuild:
+            raise UserError("--rebuild: name the checkpoint that the engine was exported from with --checkpoint")
+        if plan is not None and not quiet:
+            click.echo("compared with the plan alone: name the checkpoint with --checkpoint", err=True)
+        findings = audit(engine, plan, attention=attention)
+    else:
         if not is_checkpoint(checkpoint):
             raise no_checkpoint(checkpoint)
         model = load(checkpoint, call_factory(model_factory) if model_factory else None)  # its files are mapped
-    findings = audit(engine, plan, attention=attention, model=model)
-    if rebuild:
-        if model is None or checkpoint is None:
-            raise UserError("--rebuild: name the checkpoint that the engine was exported from with --checkpoint")
-        own_plan = describe(checkpoint)[0] if (checkpoint / PLAN_FILE).is_file() else None
+        own_plan = describe(checkpoint)[0] if plan is None else plan
         with stages(quiet or as_json) as progress:
-            findings += rebuilt_findings(engine, model, own_plan, progress)
+            findings = audit_with_checkpoint(
+                engine, model, own_plan, attention=attention, rebuild=rebuild, progress=progress
+            )
     if as_json:
         print_json([dataclasses.asdict(finding) for finding in findings])
     elif not quiet:
@@ -236,14 +238,20 @@ def _print_audit(findings: list[AuditRow]) -> None:
 
 
 def _run_export(
-    path: Path, source: str, *, max_new_tokens: int, device: str, unsafe_load: bool, quiet: bool, as_json: bool
-) -> None:
+    path: Path, source: str, *, max_new_tokens: int, device: str, unsafe_load: bool, rebuild: bool | None, quiet: bool,
+    as_json: bool,
+) -> None:  # fmt: skip
     """Runs an exported file next to its checkpoint, and shows how they compare."""
     from quant.export.engines.check_engine import check_engine
 
     with status(f"checking {path}", quiet or as_json):
         checked = check_engine(
-            path, find_checkpoint(source), new=max_new_tokens, device=device, unsafe_load=unsafe_load
+            path,
+            find_checkpoint(source),
+            new=max_new_tokens,
+            device=device,
+            rebuild=rebuild,
+            unsafe_load=unsafe_load,
         )
     if as_json:
         print_json(checked.to_dict())

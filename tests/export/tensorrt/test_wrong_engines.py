@@ -1,29 +1,32 @@
-"""Engines of wrong models, and of right models that are wired wrongly: the audit names what differs in each of them.
+"""Engines of wrong models, of models that are wired wrongly, and of wrong graphs: each is found, by each of two checks.
 
-Each case changes one thing in a copy of a quantized model or in its ONNX file, builds an engine from that, and audits
-it against the right model, as `quant check --checkpoint` does. The right engine passes.
+Each case changes one thing in a copy of a quantized model, or in its ONNX file, and builds an engine from that. The
+digests in the engine tell it from the right model's graph on any machine; and without them its programs, constants and
+inputs tell it from the engine that the right model becomes.
 """
 
 from __future__ import annotations
 
 import copy
+import types
 from collections.abc import Callable
-from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
+import serving_samples
 import tiny_models
 import torch
 from engine_samples import SHAPES, drawn, written_graph
 from torch import nn
 
 import quant
-from quant.calibration.attention_scales import collect_attention_scales
-from quant.export.onnx.export_onnx import export_onnx
+from quant.export.onnx.export_onnx import write_onnx
 from quant.export.onnx.translate import LAYER_KEY, MODULE_KEY
-from quant.export.tensorrt.audit import audit, failures
-from quant.export.tensorrt.build import BuildOptions, build_engine, export_engine
+from quant.export.tensorrt.audit import failures
+from quant.export.tensorrt.build import BuildOptions, build_engine
+from quant.export.tensorrt.engine_file import Engine, read_engine
 from quant.formats.format import FORMATS
 
 pytestmark = pytest.mark.slow
@@ -31,28 +34,64 @@ pytest.importorskip("tensorrt_rtx", reason="needs the extra [tensorrt-rtx]")
 onnx = pytest.importorskip("onnx", reason="needs the extra [onnx]")
 pytest.importorskip("onnxscript", reason="needs the extra [onnx]")
 
+from quant.export.tensorrt.rebuild import audit_with_checkpoint, differences  # noqa: E402 -- needs onnx
+
+IDS = torch.randint(0, 64, (2, 16), generator=torch.Generator().manual_seed(1))
 MLP, ATTENTION = "model.layers.0.mlp", "model.layers.1.self_attn"
+SERVING: dict[str, Any] = {"capacity": 256, "shapes": None}
+_engines: dict[str, Engine] = {}
 
 
-@pytest.fixture(scope="module")
-def right() -> Any:
-    model = drawn(tiny_models.llama(gain=4.0, attention_bias=True, dtype=torch.float16))
-    return quant.quantize(model, "nvfp4", torch.randint(0, 64, (2, 16)))
+@cache
+def right(kind: str) -> Any:
+    """The quantized model that an engine should be of."""
+    if kind == "llama":
+        model = drawn(tiny_models.llama(gain=4.0, attention_bias=True, dtype=torch.float16))
+        return quant.quantize(model, "nvfp4", IDS)
+    if kind in ("bert", "resnet"):
+        x = IDS if kind == "bert" else torch.randn(2, 3, 32, 32, dtype=torch.float16)
+        model = drawn(getattr(tiny_models, kind)(gain=4.0)).half()
+        return quant.quantize(model, "fp8" if kind == "bert" else "int8", x, run=lambda model: model(x))
+    model = serving_samples.decoder(kind.removesuffix(" with scales"), dtype=torch.float16)
+    for index, layer in enumerate(model.model.layers if kind.endswith("scales") else ()):
+        layer.self_attn.register_buffer("k_scale", torch.tensor([0.5 + index], dtype=torch.float16))
+        layer.self_attn.register_buffer("v_scale", torch.tensor([0.25 + index], dtype=torch.float16))
+    return quant.quantize(model, "fp8", IDS, solver="rtn")
 
 
-@pytest.fixture(scope="module")
-def resnet() -> Any:
-    images = torch.randn(2, 3, 32, 32, dtype=torch.float16)
-    model = drawn(tiny_models.resnet(gain=4.0)).half()
-    return quant.quantize(model, "int8", images, run=lambda model: model(images))
+def options_of(kind: str) -> dict[str, Any]:
+    if kind.endswith("scales"):
+        return {**SERVING, "kv_cache": FORMATS["fp8"]}
+    return {"shapes": SHAPES} if kind == "llama" else {"shapes": None} if kind in ("bert", "resnet") else SERVING
 
 
-def problems(folder: Path, wrong: nn.Module, right: Any, change: Callable[[Any], None] | None = None) -> list[str]:
-    """What the audit says of an engine of `wrong`, whose ONNX file is changed before, against the right model."""
-    path = written_graph(folder, wrong, right, change)
-    shapes = SHAPES if "Llama" in type(wrong).__name__ else None
-    built = build_engine(path, folder / "model.engine", BuildOptions("sm120", shapes))
-    return failures(audit(built.path, right.plan, model=right.model))
+def engine_of(path: Path, kind: str) -> Engine:
+    built = build_engine(path, path.with_suffix(".engine"), BuildOptions("sm120", options_of(kind)["shapes"]))
+    return read_engine(built.path)
+
+
+def found(
+    folder: Path, kind: str, wrong: nn.Module | None = None, change: Callable[[Any], None] | None = None, **options: Any
+) -> list[str]:
+    """What the digests say of an engine of `wrong`, or of the right model's file after `change`."""
+    done = right(kind)
+    if kind not in _engines:
+        (folder / "built").mkdir()
+        path = write_onnx(done.model, folder / "built" / "model.onnx", plan=done.plan, **options_of(kind))
+        _engines[kind] = engine_of(path, kind)
+    path = written_graph(folder, wrong or done.model, done, change, **options_of(kind), **options)
+    engine = engine_of(path, kind)
+    assert differences(engine, _engines[kind])
+    rows = audit_with_checkpoint(engine.path, copy.deepcopy(done.model), done.plan, rebuild=False)
+    assert "not built again" in rows[-1].found or not rows[-1].passed
+    return failures(rows)
+
+
+def rewired(module: nn.Module, forward: Callable[..., Any]) -> None:
+    module.forward = types.MethodType(forward, module)  # type: ignore[method-assign]
+
+
+# Other numbers.
 
 
 def mirror_scales(model: Any) -> None:
@@ -90,8 +129,8 @@ def replace_head(model: Any) -> None:
     model.lm_head.weight = nn.Parameter(torch.randn_like(model.lm_head.weight))
 
 
-def replace_embedding(model: Any) -> None:
-    model.model.embed_tokens.weight.data.normal_()
+def shift_the_vocabulary(model: Any) -> None:
+    model.model.embed_tokens.weight.data.copy_(model.model.embed_tokens.weight.roll(1, 0))
 
 
 def mirror_norm(model: Any) -> None:
@@ -104,9 +143,9 @@ def exchange_norms(model: Any) -> None:
     block.input_layernorm, block.post_attention_layernorm = block.post_attention_layernorm, block.input_layernorm
 
 
-def shift_codes(model: Any) -> None:
+def exchange_nibbles(model: Any) -> None:
     codes = model.get_submodule(f"{MLP}.down_proj").codes
-    codes.copy_(codes.roll(1, 0))
+    codes.copy_(codes >> 4 | codes << 4)
 
 
 def transpose_codes(model: Any) -> None:
@@ -115,8 +154,13 @@ def transpose_codes(model: Any) -> None:
     codes.copy_(wide[:, 0::2] | wide[:, 1::2] << 4)
 
 
-def drop_bias(model: Any) -> None:
-    model.get_submodule(f"{ATTENTION}.v_proj").bias = None
+def change_a_single_code(model: Any) -> None:
+    model.get_submodule(f"{MLP}.up_proj").codes[3, 5] ^= 1
+
+
+def exchange_biases(model: Any) -> None:
+    attention = model.get_submodule(ATTENTION)
+    attention.k_proj.bias, attention.v_proj.bias = attention.v_proj.bias, attention.k_proj.bias
 
 
 def change_theta(model: Any) -> None:
@@ -124,73 +168,279 @@ def change_theta(model: Any) -> None:
 
 
 def change_epsilon(model: Any) -> None:
-    model.model.norm.variance_epsilon = 1e-3
+    model.model.norm.variance_epsilon = 1.1e-6
 
 
-def change_scaling(model: Any) -> None:
-    model.get_submodule(ATTENTION).scaling *= 2
+NUMBERS = {
+    mirror_scales: f"{MLP}.up_proj",
+    exchange_axes_of_scales: f"{MLP}.down_proj",
+    scale_input: f"{ATTENTION}.o_proj",
+    scale_weight: f"{MLP}.gate_proj",
+    exchange_mlps: f"{MLP}.gate_proj",
+    exchange_q_and_k: f"{ATTENTION}.q_proj",
+    replace_head: "lm_head",
+    shift_the_vocabulary: "model.embed_tokens",
+    mirror_norm: "model.layers.1.input_layernorm",
+    exchange_norms: "model.layers.0.input_layernorm",
+    exchange_nibbles: f"{MLP}.down_proj",
+    transpose_codes: f"{ATTENTION}.o_proj",
+    change_a_single_code: f"{MLP}.up_proj",
+    exchange_biases: f"{ATTENTION}.v_proj",
+    change_theta: "model.rotary_emb",
+    change_epsilon: "model.norm",
+}
+
+
+@pytest.mark.parametrize("change", NUMBERS, ids=lambda change: change.__name__)
+def test_other_numbers(tmp_path: Path, change: Callable[[Any], None]) -> None:
+    wrong = copy.deepcopy(right("llama").model)
+    with torch.no_grad():
+        change(wrong)
+    texts = found(tmp_path, "llama", wrong)
+    assert f"{NUMBERS[change]}: planned as the checkpoint is exported, found other numbers" in texts
+
+
+# Parts that are missing, or too many.
+
+
+def leave_out_the_last_block(model: Any) -> None:
+    model.model.layers = model.model.layers[:1]
+
+
+def leave_out_the_final_norm(model: Any) -> None:
+    model.model.norm = nn.Identity()
+
+
+def leave_out_an_mlp(model: Any) -> None:
+    rewired(model.model.layers[0].mlp, lambda self, x: torch.zeros_like(x))
+
+
+def leave_out_a_residual(model: Any) -> None:
+    def forward(self: Any, hidden_states: torch.Tensor, **options: Any) -> torch.Tensor:
+        attended, _ = self.self_attn(hidden_states=self.input_layernorm(hidden_states), **options)
+        y: torch.Tensor = self.mlp(self.post_attention_layernorm(hidden_states + attended))
+        return y
+
+    rewired(model.model.layers[0], forward)
+
+
+def drop_bias(model: Any) -> None:
+    model.get_submodule(f"{ATTENTION}.v_proj").bias = None
 
 
 def add_bias(model: Any) -> None:
     model.get_submodule(f"{MLP}.up_proj").bias = nn.Parameter(torch.randn(96, dtype=torch.float16))
 
 
-def change_activation(model: Any) -> None:
-    model.model.layers[0].mlp.act_fn = nn.ReLU()
+# The right numbers, connected in another way.
 
 
-CASES = {
-    mirror_scales: f"{MLP}.up_proj: planned as in the checkpoint, found other scales",
-    exchange_axes_of_scales: f"{MLP}.down_proj: planned as in the checkpoint, found other scales",
-    scale_input: f"{ATTENTION}.o_proj: planned as in the checkpoint, found other scale, input scale",
-    scale_weight: f"{MLP}.gate_proj: planned as in the checkpoint, found other scale",
-    exchange_mlps: f"{MLP}.gate_proj: planned as in the checkpoint, found other codes",
-    exchange_q_and_k: f"{ATTENTION}.q_proj: planned as in the checkpoint, found other codes",
-    replace_head: "lm_head: planned as in the checkpoint, found other weight",
-    replace_embedding: "model.embed_tokens: planned as in the checkpoint, found other weight",
-    mirror_norm: "model.layers.1.input_layernorm: planned as in the checkpoint, found other weight",
-    exchange_norms: "model.layers.0.input_layernorm: planned as in the checkpoint, found other weight",
-    shift_codes: f"{MLP}.down_proj: planned as in the checkpoint, found other codes",
-    transpose_codes: f"{ATTENTION}.o_proj: planned as in the checkpoint, found other codes",
-    drop_bias: f"{ATTENTION}.v_proj: planned as in the checkpoint, found other bias",
-    change_theta: "model.rotary_emb: planned as in the checkpoint, found other inv_freq",
-    change_epsilon: "model.norm: planned as in the checkpoint, found other epsilon",
-    add_bias: f"{MLP}.up_proj: planned as in the checkpoint, found other surplus constant",
-    change_activation: f"{MLP}.act_fn: planned as in the checkpoint, found other function",
-    change_scaling: f"{ATTENTION}: planned as in the checkpoint, found other scaling",
-}
+def take_sigmoid_for_silu(model: Any) -> None:
+    rewired(model.model.layers[0].mlp.act_fn, lambda self, x: torch.sigmoid(x))
 
 
-def test_the_right_engine_passes(tmp_path: Path, right: Any) -> None:
-    assert problems(tmp_path, right.model, right) == []
+def exchange_gate_and_up(model: Any) -> None:
+    rewired(model.model.layers[0].mlp, lambda self, x: self.down_proj(self.act_fn(self.up_proj(x)) * self.gate_proj(x)))
 
 
-def test_a_case_that_changes_nothing_is_no_case(tmp_path: Path, right: Any) -> None:
-    with pytest.raises(AssertionError, match="the wrong model has the right model's ONNX file"):
-        written_graph(tmp_path, copy.deepcopy(right.model), right)
+def begin_positions_at_one(model: Any) -> None:
+    forward = model.model.rotary_emb.forward
+    model.model.rotary_emb.forward = lambda x, position_ids: forward(x, position_ids + 1)
 
 
-@pytest.mark.parametrize("change", CASES, ids=lambda change: change.__name__)
-def test_a_wrong_model_is_found(tmp_path: Path, right: Any, change: Callable[[Any], None]) -> None:
-    wrong = copy.deepcopy(right.model)
+def turn_the_other_way(model: Any) -> None:
+    forward = model.model.rotary_emb.forward
+
+    def backwards(x: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        cosine, sine = forward(x, position_ids)
+        return cosine, -sine
+
+    model.model.rotary_emb.forward = backwards
+
+
+def turn_neighbours(model: Any) -> None:
+    forward = model.model.rotary_emb.forward
+
+    def interleaved(x: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        halves = (table.chunk(2, -1)[0] for table in forward(x, position_ids))
+        return tuple(half.repeat_interleave(2, -1) for half in halves)
+
+    model.model.rotary_emb.forward = interleaved
+
+
+def take_the_mean_from_a_norm(model: Any) -> None:
+    norm = model.model.layers[0].input_layernorm
+    forward = norm.forward
+    norm.forward = lambda x: forward(x - x.mean(-1, keepdim=True))
+
+
+def change_scaling(model: Any) -> None:
+    model.get_submodule(ATTENTION).scaling *= 2
+
+
+def see_the_future(model: Any) -> None:
+    for layer in model.model.layers:
+        layer.self_attn.is_causal = False
+
+
+def exchange_heads(model: Any) -> None:
+    attention = model.model.layers[0].self_attn
+    forward = attention.o_proj.forward
+    attention.o_proj.forward = lambda x: forward(x.unflatten(-1, (-1, attention.head_dim)).flip(-2).flatten(-2))
+
+
+def group_heads_in_another_way(model: Any) -> None:
+    attention = model.get_submodule(ATTENTION)
+    forward = attention.q_proj.forward
+    # Queries 0, 2 share the first key in place of 0, 1.
+    attention.q_proj.forward = lambda x: forward(x).unflatten(-1, (2, 2, -1)).transpose(-3, -2).flatten(-3)
+
+
+def halve_the_logits(model: Any) -> None:
+    forward = model.lm_head.forward
+    model.lm_head.forward = lambda x: forward(x) / 2
+
+
+WIRING = [
+    leave_out_the_last_block, leave_out_the_final_norm, leave_out_an_mlp, leave_out_a_residual, drop_bias, add_bias,
+    take_sigmoid_for_silu, exchange_gate_and_up, begin_positions_at_one, turn_the_other_way, turn_neighbours,
+    take_the_mean_from_a_norm, change_scaling, see_the_future, exchange_heads, group_heads_in_another_way,
+    halve_the_logits,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("change", WIRING, ids=lambda change: change.__name__)
+def test_other_wiring(tmp_path: Path, change: Callable[[Any], None]) -> None:
+    wrong = copy.deepcopy(right("llama").model)
+    change(wrong)
+    assert found(tmp_path, "llama", wrong)
+
+
+def drop_q_norm(model: Any) -> None:
+    model.model.layers[1].self_attn.q_norm = nn.Identity()
+
+
+def exchange_gemmas_norms(model: Any) -> None:
+    block = model.model.layers[0]
+    first, second = block.post_attention_layernorm, block.pre_feedforward_layernorm
+    block.post_attention_layernorm, block.pre_feedforward_layernorm = second, first
+
+
+def narrow_a_window(model: Any) -> None:
+    model.config.sliding_window = 63  # Mistral's attention reads it there, 64 in the right model
+
+
+def forget_the_factor_of_embeddings(model: Any) -> None:
+    model.model.embed_tokens.embed_scale = torch.tensor(1.0)
+
+
+def take_the_second_token(model: Any) -> None:
+    pooler = model.pooler
+    forward = pooler.forward
+    pooler.forward = lambda hidden: forward(hidden[:, 1:])
+
+
+def drop_a_relu(model: Any) -> None:
+    model.resnet.encoder.stages[1].layers[0].layer[0].activation = nn.Identity()
+
+
+def mirror_a_kernel(model: Any) -> None:
+    convolution = model.resnet.encoder.stages[1].layers[0].layer[0].convolution
+    convolution.codes.copy_(convolution.codes.flip(-1))
+
+
+def negate_a_mean(model: Any) -> None:
+    model.resnet.encoder.stages[0].layers[0].layer[1].normalization.running_mean.neg_()
+
+
+def exchange_scales_of_a_cache(model: Any) -> None:
+    attention = model.model.layers[0].self_attn
+    attention.k_scale, attention.v_scale = attention.v_scale, attention.k_scale
+
+
+def take_the_next_layers_scales(model: Any) -> None:
+    first, second = (layer.self_attn for layer in model.model.layers)
+    first.k_scale, first.v_scale = second.k_scale, second.v_scale
+
+
+OTHER_MODELS = [
+    ("qwen3", drop_q_norm),
+    ("gemma3", exchange_gemmas_norms),
+    ("gemma3", forget_the_factor_of_embeddings),
+    ("mistral", narrow_a_window),
+    ("bert", take_the_second_token),
+    ("resnet", drop_a_relu),
+    ("resnet", mirror_a_kernel),
+    ("resnet", negate_a_mean),
+    ("llama-64 with scales", exchange_scales_of_a_cache),
+    ("llama-64 with scales", take_the_next_layers_scales),
+]
+
+
+@pytest.mark.parametrize(("kind", "change"), OTHER_MODELS, ids=lambda case: getattr(case, "__name__", case))
+def test_other_models(tmp_path: Path, kind: str, change: Callable[[Any], None]) -> None:
+    wrong = copy.deepcopy(right(kind).model)
     with torch.no_grad():
         change(wrong)
-    found = problems(tmp_path, wrong, right)
-    assert any(text.startswith(CASES[change]) for text in found), found
+    assert found(tmp_path, kind, wrong)
 
 
-def test_an_input_that_nobody_reads(tmp_path: Path, right: Any) -> None:
-    def add_input(model: Any) -> None:
-        model.graph.input.append(onnx.helper.make_tensor_value_info("lengths", onnx.TensorProto.INT32, ["batch"]))
-
-    assert problems(tmp_path, right.model, right, add_input) == [
-        "lengths: planned an input that is read, found read by no kernel"
-    ]
+# Changed graphs.
 
 
-def test_blocks_that_were_exchanged_with_their_names(tmp_path: Path, right: Any) -> None:
+def add_an_unread_input(model: Any) -> None:
+    model.graph.input.append(onnx.helper.make_tensor_value_info("more", onnx.TensorProto.INT32, ["batch"]))
+
+
+def write_one_place_further(model: Any) -> None:
+    """Each new token goes to the place behind its own in the cache."""
+    one = onnx.numpy_helper.from_array(torch.tensor([1]).numpy(), "one_more")
+    model.graph.initializer.append(one)
+    scatters = [node for node in model.graph.node if node.op_type == "TensorScatter"]
+    add = onnx.helper.make_node("Add", [scatters[0].input[2], "one_more"], ["places"])
+    model.graph.node.insert(list(model.graph.node).index(scatters[0]), add)
+    for node in scatters:
+        node.input[2] = "places"
+
+
+def hide_the_token_itself(model: Any) -> None:
+    """A token sees the keys before its own."""
+    compared = [node for node in model.graph.node if node.op_type == "LessOrEqual"]
+    assert compared
+    for node in compared:
+        node.op_type = "Less"
+
+
+def exchange_inputs(first: str, second: str) -> Callable[[Any], None]:
+    names = {first: second, second: first}
+
+    def exchange(model: Any) -> None:
+        for node in model.graph.node:
+            for index, name in enumerate(node.input):
+                node.input[index] = names.get(name, name)
+
+    return exchange
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        write_one_place_further,
+        hide_the_token_itself,
+        add_an_unread_input,
+        exchange_inputs("past_key.0", "past_value.0"),
+        exchange_inputs("past_key.0", "past_key.1"),
+        exchange_inputs("lengths", "last"),
+    ],
+    ids=["cache index", "mask", "unread input", "keys and values", "keys of layers", "lengths and last"],
+)
+def test_other_graphs(tmp_path: Path, change: Callable[[Any], None]) -> None:
+    assert found(tmp_path, "llama-64", change=change)
+
+
+def test_blocks_that_were_exchanged_with_their_names(tmp_path: Path) -> None:
     """Every layer has its own weights: only the order tells."""
-    wrong = copy.deepcopy(right.model)
+    wrong = copy.deepcopy(right("llama").model)
     wrong.model.layers = nn.ModuleList(reversed(wrong.model.layers))
     other = {"0": "1", "1": "0"}
 
@@ -204,80 +454,18 @@ def test_blocks_that_were_exchanged_with_their_names(tmp_path: Path, right: Any)
                 if entry.key in (LAYER_KEY, MODULE_KEY):
                     entry.value = exchange(entry.value)
 
-    found = problems(tmp_path, wrong, right, rename)
-    assert found == [
-        "order of blocks: planned as in the model, found model.layers.1 does not read model.layers.0",
-        "order of blocks: planned as in the model, found model.layers.0 runs after model.layers.1",
-    ]
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize(
-    ("kind", "recipe"), [("bert", "fp8"), ("vit", "fp8"), ("resnet", "int8_static"), ("resnet", "fp8"), ("vit", "int8")]
-)
-def test_right_engines_of_encoders_pass(tmp_path: Path, kind: str, recipe: str, dtype: torch.dtype) -> None:
-    """Scales that the compiler multiplied into norms, BatchNorm that became part of a convolution, and padding."""
-    model = drawn(getattr(tiny_models, kind)(gain=4.0)).to(dtype)
-    x = torch.randint(0, 64, (2, 16)) if kind == "bert" else torch.randn(2, 3, 32, 32, dtype=dtype)
-    layers = {"exclude": ["*embedder*", "*shortcut*"]} if kind == "resnet" else {}
-    done = quant.quantize(model, recipe, x, run=lambda model: model(x), **layers)
-    assert problems(tmp_path, done.model, done) == []
-
-
-def test_fp8_attention_with_a_mask_passes(tmp_path: Path) -> None:
-    """The mask is the third operand of the fused kernel, in half precision, and is none of q, k and v."""
-    sizes = {"hidden_size": 128, "num_attention_heads": 2, "num_hidden_layers": 1}
-    model = drawn(tiny_models.bert(**sizes, gain=4.0)).half()
-    x, fp8 = torch.randint(0, 64, (2, 40)), FORMATS["fp8"]
-    done = quant.quantize(model, "fp8", x)
-    scales = collect_attention_scales(done.model, x, kv_format=fp8, attention_format=fp8)
-    receipt = export_engine(
-        done.model,
-        tmp_path / "model.engine",
-        BuildOptions("sm120", "batch=1:1:2,sequence=32:64:128"),
-        plan=replace(done.plan, attention=fp8),
-        attention_scales=scales,
+    assert "model.layers.0.input_layernorm: planned as the checkpoint is exported, found other nodes" in found(
+        tmp_path, "llama", wrong, rename
     )
-    assert receipt["passed"] and {"encoder.layer.0.attention.self"} <= {row["name"] for row in receipt["audit"]}
 
 
-def test_values_that_become_codes_of_attention(tmp_path: Path) -> None:
-    """The scale of V's layer is divided by that of attention's codes; another scale of the layer is found."""
-    sizes = {"hidden_size": 128, "num_attention_heads": 2, "num_key_value_heads": 1, "intermediate_size": 128}
-    model = drawn(tiny_models.llama(**sizes, num_hidden_layers=1, gain=4.0, dtype=torch.float16))
-    x, fp8 = torch.randint(0, 64, (2, 40)), FORMATS["fp8"]
-    done = quant.quantize(model, "fp8", x)
-    scales = collect_attention_scales(done.model, x, kv_format=fp8, attention_format=fp8)
-    options = {"plan": replace(done.plan, attention=fp8), "attention_scales": scales}
-    build = BuildOptions("sm89", "batch=1:1:2,sequence=32:64:128")
-    assert export_engine(done.model, tmp_path / "model.engine", build, **options)["passed"]
-    layer = done.model.model.layers[0].self_attn.v_proj
-    layer.scale = layer.scale * 1.01
-    found = failures(audit(tmp_path / "model.engine", done.plan, attention="fp8", model=done.model))
-    assert found == ["model.layers.0.self_attn.v_proj: planned as in the checkpoint, found other scale"]
+def test_the_logits_of_another_position(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from quant.export.onnx import serving
 
-
-def test_attention_that_was_left_out_is_known_without_a_receipt(tmp_path: Path, right: Any) -> None:
-    plan = replace(right.plan, attention=FORMATS["fp8"])
-    path = export_onnx(right.model, tmp_path / "model.onnx", plan=plan, attention="none")
-    built = build_engine(path, tmp_path / "model.engine", BuildOptions("sm120", SHAPES))
-    assert failures(audit(built.path, plan)) == []
-    assert any("planned fp8, found half" in text for text in failures(audit(built.path, plan, attention="fp8")))
-
-
-def test_convolutions(tmp_path: Path, resnet: Any) -> None:
-    assert problems(tmp_path, resnet.model, resnet) == []
-    wrong = copy.deepcopy(resnet.model)
-    encoder = wrong.resnet.encoder.stages
-    first, second = (encoder[1].layers[0].layer[i].convolution for i in (0, 1))
-    with torch.no_grad():
-        first.codes.copy_(first.codes.flip(-1))
-        second.scale.copy_(second.scale.flip(0))
-        encoder[0].layers[0].layer[1].normalization.running_mean.neg_()
-    stage = "resnet.encoder.stages"
-    # The factors of another BatchNorm are a surplus after the convolution, too.
-    assert set(problems(tmp_path, wrong, resnet)) >= {
-        f"{stage}.0.layers.0.layer.1.normalization: planned as in the checkpoint, found other factors",
-        f"{stage}.1.layers.0.layer.0.convolution: planned as in the checkpoint, found other codes",
-        f"{stage}.1.layers.0.layer.1.convolution: planned as in the checkpoint, found other scales",
-    }
+    chosen, done = serving.last_token_only, right("llama-64")
+    written_graph(tmp_path, done.model, done, **SERVING)
+    with monkeypatch.context() as patch:
+        patch.setattr(serving, "last_token_only", lambda model, last: chosen(model, last - 1))
+        path = write_onnx(done.model, tmp_path / "model.onnx", plan=done.plan, **SERVING)
+    engine = engine_of(path, "llama-64")
+    assert failures(audit_with_checkpoint(engine.path, copy.deepcopy(done.model), done.plan))
