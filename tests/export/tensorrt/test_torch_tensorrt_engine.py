@@ -1,4 +1,4 @@
-"""torch-tensorrt compiles quantized modules for a GPU that is not here; the audit finds precision and tensors."""
+"""torch-tensorrt compiles quantized modules for a GPU that is not here; the audit finds their precision."""
 
 from __future__ import annotations
 
@@ -41,9 +41,7 @@ def quantized(recipe: Any, dtype: torch.dtype) -> tuple[Any, torch.Tensor]:
         ("fp8", "sm89", torch.float16, "fp8"),
     ],
 )
-def test_codes_and_scales_are_in_the_engine(
-    tmp_path: Path, recipe: str, target: str, dtype: torch.dtype, word: str
-) -> None:
+def test_layers_run_as_planned(tmp_path: Path, recipe: str, target: str, dtype: torch.dtype, word: str) -> None:
     # Not imported here: it asks for a GPU while it is imported.
     if find_spec("torch_tensorrt") is None:
         pytest.skip("needs the extra [torch-tensorrt]")
@@ -52,15 +50,12 @@ def test_codes_and_scales_are_in_the_engine(
     assert [(finding.name, finding.found) for finding in findings] == [
         ("up", word),
         ("down", word),
-        ("up", "as in the checkpoint"),
-        ("down", "as in the checkpoint"),
     ]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("recipe", "target", "word"), [("fp8", "sm89", "fp8"), ("nvfp4", "sm120", "fp4")])
 def test_a_decoder_is_one_pass(tmp_path: Path, recipe: str, target: str, word: str) -> None:
-    """Its blocks are found to follow each other through attention, whose layers torch-tensorrt gives no names."""
     if find_spec("torch_tensorrt") is None:
         pytest.skip("needs the extra [torch-tensorrt]")
     ids, model = torch.randint(0, 64, (2, 16)), tiny_models.llama(hidden_size=128, intermediate_size=128)
