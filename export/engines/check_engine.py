@@ -183,7 +183,7 @@ def check_engine(
 
 def engine_facts(path: Path, directory: Path, rebuild: bool | None) -> tuple[list[tuple[str, str]], list[AuditRow]]:
     """Returns the facts that an engine's file shows without running it, and its audit."""
-    from quant.export.tensorrt.rebuild import audit_with_checkpoint
+    from quant.export.tensorrt.rebuild import audit_with_checkpoint  # needs onnx, which packages of AOTInductor do not
 
     receipt = read_receipt(path)
     record, plan = receipt["engine"], describe(directory)[0]

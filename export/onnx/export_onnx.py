@@ -17,6 +17,7 @@ import importlib.metadata
 import inspect
 import warnings
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -56,8 +57,6 @@ PLAN_KEY = "blockscale.plan"
 ATTENTION_KEY = "blockscale.attention"
 EXPORT_KEY = "blockscale.export"
 """Key in the file's metadata; its value is a JSON object of the options by which a model is exported likewise."""
-TRACERS = ("torch", "transformers", "onnxscript")
-"""Packages of which another version may make another graph of the same model."""
 
 
 def export_onnx(model: nn.Module, path: str | Path, **options: Any) -> Path:
@@ -132,7 +131,7 @@ def write_onnx(
             "kv_cache": None if kv_cache is None else kv_cache.name,
             # They were measured on calibration text, and are not in the checkpoint.
             "scales": _recorded_scales(attention_scales) if scales or kv_cache is not None else {},
-            "versions": {name: importlib.metadata.version(name) for name in TRACERS},
+            "versions": tracer_versions(),
         }
         program.metadata_props[EXPORT_KEY] = json_text(options)
     return _save(program, path)
@@ -185,6 +184,15 @@ def _checked_scales(
             f"{option('input', 'x:fp32:batch,3,224,224')}"
         )
     return scales
+
+
+def tracer_versions() -> dict[str, str]:
+    """Returns the installed packages of which another version may make another graph of the same model."""
+    versions = {}
+    for name in ("torch", "transformers", "onnxscript"):
+        with suppress(importlib.metadata.PackageNotFoundError):
+            versions[name] = importlib.metadata.version(name)
+    return versions
 
 
 def parameter_dtypes(model: nn.Module) -> list[str]:

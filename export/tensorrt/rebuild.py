@@ -15,6 +15,7 @@ another.
 
 from __future__ import annotations
 
+import filecmp
 import hashlib
 import importlib.metadata
 import re
@@ -26,7 +27,7 @@ from typing import Any
 from torch import nn
 
 from quant.base.errors import UserError
-from quant.export.onnx.export_onnx import TRACERS, parameter_dtypes, recorded_options, write_onnx
+from quant.export.onnx.export_onnx import parameter_dtypes, recorded_options, tracer_versions, write_onnx
 from quant.export.tensorrt.audit import UNPLANNED, AuditRow, audit
 from quant.export.tensorrt.build import BuildOptions, Progress, build_engine
 from quant.export.tensorrt.engine_file import Engine, read_engine
@@ -84,7 +85,7 @@ def audit_with_checkpoint(
             return [*findings, AuditRow(_ENGINE, UNPLANNED, f"not built again and not compared: {obstacle}", True)]
         build = BuildOptions(record["target"], exported["shapes"], "tensorrt_rtx", progress, record["features"])
         built = build_engine(graph, Path(folder) / "engine", build).path
-        if built.read_bytes() == path.read_bytes():
+        if filecmp.cmp(built, path, shallow=False):
             return [*findings, AuditRow(_ENGINE, AS_BUILT, f"{AS_BUILT}, byte for byte", True)]
         rows = [AuditRow(name, AS_BUILT, text, False) for name, text in differences(engine, read_engine(built)).items()]
     return [*findings, *(rows or [AuditRow(_ENGINE, AS_BUILT, AS_BUILT, True)])]
@@ -96,10 +97,9 @@ def _other_modules(
     """Yields a finding for each module whose nodes in the engine's graph are not those of the checkpoint's."""
     if found == expected:
         return
-    installed = {name: importlib.metadata.version(name) for name in TRACERS}
-    if installed != versions:
-        # Another version traces another graph of the same model.
-        needed = ", ".join(f"{name}=={versions[name]}" for name in TRACERS if versions[name] != installed[name])
+    installed = tracer_versions()
+    needed = ", ".join(f"{name}=={version}" for name, version in versions.items() if installed.get(name) != version)
+    if needed:
         yield AuditRow(_GRAPH, AS_EXPORTED, f"another one; to compare it, install {needed}, which exported it", False)
         return
     for name in {**expected, **found}:
@@ -156,19 +156,18 @@ def _kernels(engine: Engine) -> dict[tuple[str, ...], list[tuple[Any, Any, Any]]
     """Returns the kernels that compute the same nodes, each as its function, its inputs and its constants."""
     kernels: dict[tuple[str, ...], list[tuple[Any, Any, Any]]] = {}
     writers: dict[tuple[int, str], Any] = {}
+
+    def known(name: str) -> str:
+        """Returns the name of an input or output of the engine, which has a counter at its end, or else a word."""
+        return name if name.rpartition(".")[0] in engine.bindings else _COUNTED.sub("#", name)
+
     for kernel in engine.kernels:
         # Parts of a runtime fusion may have no nodes of their own.
         nodes = tuple(sorted(kernel.nodes)) or (_COUNTED.sub("#", kernel.name),)
-        inputs = []
-        for operand in kernel.inputs:
-            # An input of the engine has a counter behind its name, `new_key.0.1`.
-            is_own = operand.name.rpartition(".")[0] in engine.bindings
-            name = operand.name if is_own else _COUNTED.sub("#", operand.name)
-            inputs.append(
-                (operand.stored, operand.dims, operand.layout, writers.get((kernel.program, operand.name), name))
-            )
+        sources = (writers.get((kernel.program, operand.name), known(operand.name)) for operand in kernel.inputs)
+        inputs = [(o.stored, o.dims, o.layout, source) for o, source in zip(kernel.inputs, sources, strict=True)]
         alike = kernels.setdefault(nodes, [])
         constants = [hashlib.sha256(engine.constant(operand)).digest() for operand in kernel.inputs]
         writers |= {(kernel.program, name): (nodes, len(alike), index) for index, name in enumerate(kernel.outputs)}
-        alike.append((kernel.text, inputs, constants))
+        alike.append(((kernel.text, [known(name) for name in kernel.outputs]), inputs, constants))
     return kernels

@@ -463,7 +463,6 @@ def test_the_logits_of_another_position(tmp_path: Path, monkeypatch: pytest.Monk
     from quant.export.onnx import serving
 
     chosen, done = serving.last_token_only, right("llama-64")
-    written_graph(tmp_path, done.model, done, **SERVING)
     with monkeypatch.context() as patch:
         patch.setattr(serving, "last_token_only", lambda model, last: chosen(model, last - 1))
         path = write_onnx(done.model, tmp_path / "model.onnx", plan=done.plan, **SERVING)
