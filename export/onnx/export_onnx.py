@@ -122,10 +122,10 @@ def write_onnx(
         program.metadata_props[PLAN_KEY] = plan.digest()
     program.metadata_props[ATTENTION_KEY] = attention
     if not genai:
+        examples = (inputs or {}).items()
         options = {
             "dtypes": parameter_dtypes(model),
-            "inputs": inputs
-            and {name: [_short(x.example.dtype), x.example.shape, x.dims] for name, x in inputs.items()},
+            "inputs": {name: [_short(x.example.dtype), x.example.shape, x.dims] for name, x in examples},
             "shapes": [shapes] if isinstance(shapes, str) else shapes and list(shapes),
             "capacity": capacity,
             "kv_cache": None if kv_cache is None else kv_cache.name,
@@ -204,7 +204,7 @@ def recorded_options(record: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the options of `write_onnx` that the JSON object under `EXPORT_KEY` records."""
     inputs = {
         name: GraphInput(torch.zeros(shape, dtype=getattr(torch, dtype), device="cpu"), tuple(dims))
-        for name, (dtype, shape, dims) in (record["inputs"] or {}).items()
+        for name, (dtype, shape, dims) in record["inputs"].items()
     }
     scales = {}
     for name, (numbers, formats) in record["scales"].items():
