@@ -141,35 +141,35 @@ def weights_stay() -> Iterator[None]:
 _thread = threading.local()  # its `loop` stands for the `weights_stay` that a thread is in
 
 _EXACT = 4096  # words of 8 bytes up to which a tensor is compared with a copy, and not by sums
-_SAMPLE = 4  # rows of a larger one that are compared with copies, too
+_SUMMED = 251  # words that are summed up together; in shorter runs a sum takes twice as long
+_STRIDE = 61  # every so many words are compared with a copy, too
 
 
 def memory_summary(tensor: Tensor) -> list[Tensor]:
-    """Returns copies of some rows of a tensor and the sum of each row: equal as long as the tensor has its values.
+    """Returns sums of a tensor's words and copies of some: equal as long as the tensor has its values.
 
-    Sums tell of new values and of rows that changed places; columns that did are seen in the copied rows.
+    Sums tell of new values, and of values that changed places between sums; the copied words, of which each row has
+    one at another column, tell of rows and columns that changed places within a sum.
     """
-    compared, rows = _views(tensor.detach().contiguous())
-    return [part.clone() for part in compared] + ([] if rows is None else [rows.sum(1)])
+    compared, summed = _views(tensor.detach().contiguous())
+    return [part.clone() for part in compared] + ([] if summed is None else [summed.sum(1)])
 
 
 def _views(tensor: Tensor) -> tuple[list[Tensor], Tensor | None]:
-    """Returns views of a contiguous tensor as integers: those to be compared, and the words of rows to be summed up."""
+    """Returns views of a contiguous tensor as integers: those to be compared, and `[sums, words]` to be summed up."""
     flat = tensor.view(-1).view(torch.uint8)
     # Tensors of a mapped file may begin at any byte, and words begin at multiples of 8.
     begin = min(-flat.storage_offset() % 8, len(flat))
     words = flat[begin : begin + (len(flat) - begin) // 8 * 8].view(torch.int64)
-    compared, rows = [flat[:begin], flat[begin + 8 * len(words) :]], None
+    compared, summed = [flat[:begin], flat[begin + 8 * len(words) :]], None
     if len(words) <= _EXACT:
         compared.append(words)
     else:
-        # Words of a row of the tensor. Short rows would be slow; a prime begins at another column in each row.
-        width = len(flat) // len(tensor) // 8
-        width = width if width >= 16 and 8 * width * len(tensor) == 8 * len(words) == len(flat) else 251
-        whole = len(words) // width * width
-        rows = words[:whole].view(-1, width)
-        compared += [words[whole:], rows[:: max(len(rows) // _SAMPLE, 1)]]
-    return [part for part in compared if part.numel()], rows
+        whole = len(words) // _SUMMED * _SUMMED
+        summed = words[:whole].view(-1, _SUMMED)
+        in_row = len(flat) // len(tensor) // 8
+        compared += [words[whole:], words[:: max(min(_STRIDE, (in_row - 1) | 1), 3)]]
+    return [part for part in compared if part.numel()], summed
 
 
 class _Memory:
@@ -177,15 +177,15 @@ class _Memory:
 
     def __init__(self, tensor: Tensor) -> None:
         self._address = tensor.data_ptr()
-        self._compared, self._rows = _views(tensor.detach())  # each call of a product would take longer to make them
+        self._compared, self._summed = _views(tensor.detach())  # each call of a product would take longer to make them
         self._copies = [part.clone() for part in self._compared]
-        self._sums = None if self._rows is None else self._rows.sum(1)
+        self._sums = None if self._summed is None else self._summed.sum(1)
 
     def is_unchanged(self, tensor: Tensor) -> bool:
         """Returns whether `tensor` still has this memory, and the memory its values."""
         if tensor.data_ptr() != self._address or not all(map(torch.equal, self._compared, self._copies)):
             return False
-        return self._rows is None or self._sums is None or torch.equal(self._rows.sum(1), self._sums)
+        return self._summed is None or self._sums is None or torch.equal(self._summed.sum(1), self._sums)
 
 
 @dataclass(eq=False, slots=True)
