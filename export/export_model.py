@@ -127,7 +127,7 @@ def export_model(
     Args:
         model: a checkpoint's directory, whose report gets the receipt; the result of `quant.quantize`; or a quantized
             module. A module is not changed, and for a while there are two of it in memory.
-        to: "onnx", "tensorrt", "aoti", "torch-tensorrt", "modelopt" or "compressed-tensors".
+        to: "onnx", "tensorrt", "aoti", "torch-tensorrt", "gguf", "modelopt" or "compressed-tensors".
         out: the file or directory to write; by default next to the directory `model`, with an ending for the kind.
         overwrite: replaces `out`.
         module: the unquantized module, for a directory without config.json; it is changed in place.
@@ -328,6 +328,12 @@ def _opened(
             quantized, plan = (model.model, model.plan) if isinstance(model, Quantized) else (model, None)
             quantized, module = unwrapped(quantized, "export_model"), None
             directory = stack.enter_context(temporary_directory(out)) / out.stem
+            if kind == "gguf":  # its formats need not be those of a checkpoint
+                directory.mkdir()
+                if tokenizer is not None:
+                    tokenizer.save_pretrained(directory)
+                yield _Opened(directory, quantized, plan)
+                return
             with warnings.catch_warnings():
                 if kind not in LAYOUT_NAMES:
                     # They are about servers of this checkpoint, which none will see.

@@ -27,6 +27,8 @@ from quant.export.checkpoint.convert import convert
 from quant.export.checkpoint.files.directory import new_directory
 from quant.export.checkpoint.files.read_tensors import read_layer
 from quant.export.checkpoint.open_checkpoint import Checkpoint
+from quant.export.gguf.export_gguf import gguf_notes, write_gguf
+from quant.export.gguf.vocabulary import stored_vocabulary, vocabulary
 from quant.export.kinds import DTYPES, KINDS
 from quant.export.onnx.compare_with_torch import check_file, verify, worst_layer
 from quant.export.onnx.decoder_graph import GraphInput, is_decoder, model_inputs
@@ -44,6 +46,8 @@ from quant.generate.generate import cast_unquantized
 from quant.kernels.attention.kv_pages import kv_format
 from quant.kernels.linear.conv import QuantConv
 from quant.kernels.linear.quant_linear import QuantLinear, refuse_residual
+from quant.models.files import local_gguf
+from quant.models.huggingface import load_tokenizer
 from quant.recipes.plan import PLAN_FILE, Plan
 
 DEFAULT_CAPACITY = 4096
@@ -188,6 +192,22 @@ def export_torch_tensorrt(job: ExportJob) -> dict[str, Any]:
     return {**_file_record(job, notes), "audit": audit, "passed": not failures(findings)}
 
 
+def export_gguf(job: ExportJob) -> dict[str, Any]:
+    """Writes a GGUF file, with the tokenizer that lies in the checkpoint's directory (`--to gguf`)."""
+    notes = gguf_notes(job.model, job.plan)
+    words = None
+    origin = local_gguf(str(job.plan.provenance.get("model", ""))) if job.plan is not None else None
+    if origin is not None:
+        words = stored_vocabulary(origin)
+    elif (job.directory / "tokenizer.json").is_file():
+        words = vocabulary(load_tokenizer(job.directory), job.model.config.vocab_size)  # type: ignore[union-attr]
+    else:
+        notes.append(f"{job.directory} has no tokenizer.json: llama.cpp takes the file for token ids alone")
+    _warn(notes)
+    done = write_gguf(job.model, job.out, job.plan, words=words, progress=job.progress)
+    return {"out": str(job.out), "warnings": notes, "passed": True, **done}
+
+
 def export_layout(job: ExportJob) -> dict[str, Any]:
     """Rewrites the checkpoint (`--to modelopt`, `--to compressed-tensors`); the job's model is an outline."""
     done = convert(job.directory, job.out, job.kind, overwrite=job.overwrite, model=job.model)
@@ -199,6 +219,7 @@ EXPORTERS: dict[str, Callable[[ExportJob], dict[str, Any]]] = {
     "tensorrt": export_tensorrt,
     "aoti": export_aoti_package,
     "torch-tensorrt": export_torch_tensorrt,
+    "gguf": export_gguf,
     "modelopt": export_layout,
     "compressed-tensors": export_layout,
 }

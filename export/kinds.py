@@ -4,6 +4,7 @@
     tensorrt          an engine, built and audited; its intermediate ONNX file is checked in the same way
     aoti              a .pt2 package of AOTInductor; of a decoder, one that reads prompts and decodes over a KV cache
     torch-tensorrt    the module lowered through torch-tensorrt's quantize ops, or compiled by it to an engine
+    gguf              one file for llama.cpp, Ollama and LM Studio, with the same codes and scales
     modelopt, compressed-tensors
                       the same checkpoint in the other layout, which other servers load
 
@@ -19,6 +20,7 @@ KINDS: dict[str, tuple[str, set[str]]] = {
     "tensorrt": (".engine", {*_GRAPH, "target", "backend", "allow_fallback", "features", "capacity", "kv_cache"}),
     "aoti": (".pt2", {*_GRAPH, "capacity"}),
     "torch-tensorrt": (".pt2", {"inputs", "attention", "dtype", "target", "allow_fallback"}),
+    "gguf": (".gguf", set()),
     "modelopt": ("-modelopt", set()),
     "compressed-tensors": ("-compressed-tensors", set()),
 }

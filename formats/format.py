@@ -146,9 +146,13 @@ E5M2 = Number("e5m2", 5, 2, 15, 57344.0, "float8_e5m2")
 # Stored as uint8, the dtype in which both checkpoint layouts write it.
 E8M0 = Number("e8m0", 8, 0, 127, 2.0**127, "uint8", signed=False)
 INT4 = Number("int4", 0, 3, 0, 7.0, None, lowest=-8.0)
+# Of five and six bits, which only llama.cpp's files have; a code takes a byte in memory.
+INT5 = Number("int5", 0, 4, 0, 15.0, "int8", lowest=-16.0)
+INT6 = Number("int6", 0, 5, 0, 31.0, "int8", lowest=-32.0)
 INT8 = Number("int8", 0, 7, 0, 127.0, "int8")
 STATIC_INT8 = replace(INT8, lowest=-128.0)
 """INT8 of inputs whose static scale, the calibrated amax / 127, leaves the code -128 for values beyond that range."""
+UINT6 = Number("uint6", 0, 6, 0, 63.0, "uint8", signed=False)  # scales and minima of a superblock
 FP16 = Number("fp16", 5, 10, 15, 65504.0, "float16")
 BF16 = Number("bf16", 8, 7, 127, (2 - 2**-7) * 2.0**127, "bfloat16")
 FP32 = Number("fp32", 8, 23, 127, (2 - 2**-23) * 2.0**127, "float32")
@@ -167,6 +171,10 @@ class Format:
         block: (rows, columns) that share a scale; 0 is the whole axis.
         global_scale: whether one FP32 scale per matrix multiplies all block scales.
         input_rule: key of `SCALE_RULES`, by which block scales of an input are chosen when the model runs.
+        gguf: ggml's name, of a format that only GGUF files hold; codes and scales have its numbers.
+        superblock: inputs whose block scales are codes under a scale of their own in FP16; 0 for none. See
+            `formats/superblocks.py`.
+        minimum: whether a block has a minimum, which is subtracted, besides its scale.
     """
 
     name: str
@@ -175,6 +183,9 @@ class Format:
     block: tuple[int, int]
     global_scale: bool = False
     input_rule: str = "max"
+    gguf: str = ""
+    superblock: int = 0
+    minimum: bool = False
 
     def __str__(self) -> str:
         return self.name
@@ -185,7 +196,7 @@ class Format:
     def __reduce__(self) -> Any:
         if self is FP8_HEAD:
             return (cache_format, (self.name,))
-        is_registered = INPUT_FORMATS.get(self.name) is self
+        is_registered = self in (INPUT_FORMATS.get(self.name), GGUF_FORMATS.get(self.name))
         return (get_format, (self.name,)) if is_registered else (Format, tuple(vars(self).values()))
 
     @property
@@ -213,6 +224,19 @@ class Format:
         """Whether it is laid out as NVFP4: runs of 16 E2M1 codes, E4M3 block scales, one FP32 scale a matrix."""
         return self.element is E2M1 and self.scale is E4M3 and self.block == (1, 16) and self.global_scale
 
+    @property
+    def has_packed_scales(self) -> bool:
+        """Whether scales are stored as llama.cpp's bytes of several numbers, which `superblocks` decodes."""
+        return self.superblock > 0 or self.minimum
+
+    @property
+    def scale_bytes(self) -> int:
+        """Bytes of the scales of a superblock, or of a block where there is none, where they are packed."""
+        numbers = 2 if self.minimum else 1
+        if not self.superblock:
+            return numbers * self.scale.bits // 8
+        return numbers * (2 + self.superblock // self.block[1] * self.scale.bits // 8)
+
     def has_codes_of(self, other: Format) -> bool:
         """Returns whether codes and scales of both mean the same values, so that tensor cores take either."""
         return replace(self, name=other.name, input_rule=other.input_rule) == other
@@ -236,6 +260,8 @@ class Format:
         """Returns the shape of the block scales of a tensor of `shape`; a short last block has a scale of its own."""
         rows, columns = _matrix(shape)
         block_rows, block_columns = self.block_shape(shape)
+        if self.has_packed_scales:
+            return (*shape[:-1], columns // (self.superblock or block_columns) * self.scale_bytes)
         return (*shape[:-2], math.ceil(rows / block_rows), math.ceil(columns / block_columns))
 
     def codes_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
@@ -250,10 +276,12 @@ class Format:
     def divides(self, shape: Sequence[int]) -> bool:
         """Returns whether `shape` has no short last block along the reduction axis and no half-used byte."""
         columns = shape[-1]
-        return columns % self.block_shape(shape)[1] == 0 and columns * self.element.bits % 8 == 0
+        return columns % (self.superblock or self.block_shape(shape)[1]) == 0 and columns * self.element.bits % 8 == 0
 
     def nbytes(self, shape: Sequence[int]) -> int:
         """Returns the bytes that a tensor of `shape` takes in this format: codes, block scales and global scales."""
+        if self.gguf:  # which packs all codes in the file
+            return round(math.prod(shape) * self.bits_per_weight() / 8)
         codes = math.prod(self.codes_shape(shape))
         scales = math.prod(self.scale_shape(shape)) * self.scale.bits // 8
         return codes + scales + (4 * math.prod(shape[:-2]) if self.global_scale else 0)
@@ -263,12 +291,15 @@ class Format:
         if shape is not None:
             return 8 * self.nbytes(shape) / math.prod(shape)
         rows, columns = self.block
+        if self.has_packed_scales:
+            return self.element.bits + 8 * self.scale_bytes / (self.superblock or columns)
         return self.element.bits + (self.scale.bits / (rows * columns) if rows and columns else 0)
 
 
 def packed_width(columns: int, number: Number) -> int:
     """Returns the bytes per row of `columns` codes: 4- and 6-bit codes are packed, all others take a byte each."""
-    return math.ceil(columns * number.bits / 8) if number.bits in (4, 6) else columns
+    is_packed = number.bits in (4, 6) and number.dtype_name is None
+    return math.ceil(columns * number.bits / 8) if is_packed else columns
 
 
 def _matrix(shape: Sequence[int]) -> tuple[int, int]:
@@ -304,6 +335,20 @@ FORMATS: dict[str, Format] = {f.name: f for f in _ALL}
 _OF_INPUTS = (replace(FORMATS["nvfp4"], name="nvfp4_four_over_six", input_rule="four_over_six"),)
 INPUT_FORMATS: dict[str, Format] = FORMATS | {f.name: f for f in _OF_INPUTS}
 """Formats that inputs of layers may have."""
+GGUF_FORMATS: dict[str, Format] = {
+    f.name: f
+    for f in (
+        Format("q4_0", INT4, FP16, (1, 32), gguf="Q4_0"),
+        Format("q5_0", INT5, FP16, (1, 32), gguf="Q5_0"),
+        Format("q5_1", INT5, FP16, (1, 32), gguf="Q5_1", minimum=True),
+        Format("q8_0", INT8, FP16, (1, 32), gguf="Q8_0"),
+        Format("q4_k", INT4, UINT6, (1, 32), gguf="Q4_K", superblock=256, minimum=True),
+        Format("q5_k", INT5, UINT6, (1, 32), gguf="Q5_K", superblock=256, minimum=True),
+        Format("q6_k", INT6, INT8, (1, 16), gguf="Q6_K", superblock=256),
+    )
+}
+"""Formats of weights that only GGUF files hold (`quant.export.gguf`)."""
+WEIGHT_FORMATS = FORMATS | GGUF_FORMATS
 # FP8 in codes and at run time; only a checkpoint tells a scale for each KV head from one for the tensor.
 FP8_HEAD = replace(FORMATS["fp8"], name="fp8_head")
 """FP8 for a KV cache whose keys and values have a scale for each KV head."""
@@ -312,7 +357,7 @@ FP8_HEAD = replace(FORMATS["fp8"], name="fp8_head")
 def get_format(name: str) -> Format:
     """Returns the format called `name`; ValueError, which lists the known ones, for an unknown name."""
     try:
-        return INPUT_FORMATS[name]
+        return GGUF_FORMATS.get(name) or INPUT_FORMATS[name]
     except KeyError:
         raise ValueError(f"unknown format {name!r}; {known_names(name, INPUT_FORMATS, 'formats')}") from None
 

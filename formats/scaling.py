@@ -149,6 +149,10 @@ def candidate_scales(amax: torch.Tensor, format: Format, global_scale: torch.Ten
     nearest = _nearest_scale(amax, format, global_scale)
     if format.scale is E8M0:
         return [(nearest / 2).clamp(min=2.0**-127)]
+    if format.gguf:
+        # The largest weight may have either sign, and integers have one code more below zero than above: under a
+        # negative scale, which these files may hold, it is the code of a positive weight.
+        return [nonzero(round_to(nearest * shrink, format.scale)) for s in _SHRINK[::2] for shrink in (s, -s)]
     return [nonzero(round_to(nearest * shrink, format.scale)) for shrink in _SHRINK]
 
 

@@ -25,6 +25,7 @@ from quant.base.parallel import in_parts
 from quant.formats.format import Format, Number
 from quant.formats.rounding import decode, encode, pack, round_to, unpack
 from quant.formats.scaling import SCALE_RULES, ScaleRule, finite_or_nan, global_scale_of
+from quant.formats.superblocks import choose_scales, decode_scales, grid, levels
 
 Record = TypeVar("Record")
 
@@ -70,10 +71,13 @@ class BlockScaledTensor:
             table = _table_on(element, codes.device) if on_gpu else _pair_table(element).to(codes.device)
             pairs = table.index_select(0, codes).view(torch.float32)
             return pairs.view(*self.codes.shape[:-1], -1)[..., :columns]
-        return decode(unpack(self.codes, 6, columns) if element.bits == 6 else self.codes, element)
+        is_packed = element.bits == 6 and element.torch_dtype is None
+        return decode(unpack(self.codes, 6, columns) if is_packed else self.codes, element)
 
     def scale_values(self) -> torch.Tensor:
         """Returns block scale times global scale, rounded once to float32, of the shape of `scale`."""
+        if self.format.has_packed_scales:
+            return decode_scales(self.scale, self.format)[0]
         return _step(decode(self.scale, self.format.scale), self.global_scale)
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -187,6 +191,12 @@ def choose_scale(
 
     `weight` `[..., out, in]` is finite; `amax`, its largest magnitudes, and `global_scale` are of `weight.shape[:-2]`.
     """
+    if format.has_packed_scales:
+        matrices = weight.reshape(-1, *weight.shape[-2:])
+        # Several float32 copies are made of what is searched together.
+        search = partial(choose_scales, format=format, search=rule == "mse")
+        stored = [torch.cat([search(m[chunk]) for chunk in _row_chunks(m, 0, len(m))]) for m in matrices]
+        return torch.stack(stored).reshape(format.scale_shape(weight.shape))
     scale = torch.empty(format.scale_shape(weight.shape), device=weight.device, dtype=torch.float32)
     rows, columns = weight.shape[-2:]
     # torch.compile cannot record numpy's ndindex, and QAT chooses scales within a forward pass.
@@ -200,7 +210,7 @@ def choose_scale(
             continue
         choose = partial(_choose_rows, weight[index], format, SCALE_RULES[rule], second, scale[index])
         in_parts(choose, weight, scale.shape[-2], rows * columns / _PART_ELEMENTS)
-    if format.scale.is_wide and weight.dtype in (torch.float16, torch.bfloat16):
+    if format.scale.is_wide and not format.gguf and weight.dtype in (torch.float16, torch.bfloat16):
         # FP16 ends at 2^-24: without the floor, the scale of a very small weight would be stored as zero.
         info = torch.finfo(weight.dtype)
         scale = scale.clamp_(min=info.tiny * info.eps).to(weight.dtype).float()
@@ -227,6 +237,11 @@ def quantize_with_scale(
     `weight` `[..., out, in]` is finite; `scale` is float32 of shape `format.scale_shape(weight.shape)`, positive and
     representable in `format.scale`; `global_scale` is float32 `weight.shape[:-2]`, for formats that have one.
     """
+    if format.has_packed_scales:
+        step, shift = grid(scale, format)
+        codes = encode((weight.float() + shift) / step, format.element)
+        packed = pack(codes, 4) if codes.dtype is torch.uint8 else codes
+        return BlockScaledTensor(packed, scale, format, tuple(weight.shape))
     rows, columns = weight.shape[-2:]
     block_rows, block_columns = format.block_shape(weight.shape)
     step = _step(scale, global_scale).repeat_interleave(block_rows, dim=-2)[..., :rows, :]
@@ -246,6 +261,12 @@ def _decode_rows(matrix: BlockScaledTensor, out: torch.Tensor, *part: int) -> No
     computed = torch.promote_types(out.dtype, torch.float32)
     for chunk in _row_chunks(out, *part):
         codes = replace(matrix, codes=matrix.codes[chunk], shape=out[chunk].shape)
+        if matrix.format.has_packed_scales:
+            step, minimum = decode_scales(matrix.scale[chunk], matrix.format)
+            blocks = (codes.element_values().to(computed) + levels(matrix.format)).unflatten(-1, (-1, width))
+            blocks.mul_(step[..., None])
+            out[chunk] = (blocks if minimum is None else blocks.sub_(minimum[..., None])).flatten(-2)
+            continue
         # A chunk may begin and end within blocks that are several rows high.
         scale = matrix.scale[chunk.start // height : -(-chunk.stop // height)]
         step = _step(decode(scale, matrix.format.scale), matrix.global_scale, computed)
@@ -277,6 +298,11 @@ def round_with_scale(
     dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor:
     """Returns `quantize_with_scale(…).dequantize(dtype)` without making codes: the weight of a deployed model."""
+    if format.has_packed_scales:
+        step, shift = grid(scale, format)
+        codes = encode((weight.float() + shift) / step, format.element)
+        packed = pack(codes, 4) if codes.dtype is torch.uint8 else codes
+        return BlockScaledTensor(packed, scale, format, tuple(weight.shape))
     rows, columns = weight.shape[-2:]
     block_rows, block_columns = format.block_shape(weight.shape)
     step = _step(scale, global_scale, torch.promote_types(dtype, torch.float32))

@@ -35,7 +35,17 @@ from typing import Any, NamedTuple, TypedDict, get_type_hints
 from quant.base.atomic import write_atomically
 from quant.base.errors import UserError, counted, html_table, known_names, listed, option
 from quant.base.json_files import check_fields, json_text, read_json, typed
-from quant.formats.format import FORMATS, FP8_HEAD, INPUT_FORMATS, Format, cache_format, get_format, parse_format
+from quant.formats.format import (
+    FORMATS,
+    FP8_HEAD,
+    GGUF_FORMATS,
+    INPUT_FORMATS,
+    WEIGHT_FORMATS,
+    Format,
+    cache_format,
+    get_format,
+    parse_format,
+)
 from quant.recipes.layers import QUANTIZABLE, Layer, LayerKind, obstacle
 from quant.recipes.recipe import find_preset, matched, presets
 from quant.recipes.solver_names import DEFAULT_OBSERVER, check_observer, parse_solver
@@ -118,7 +128,9 @@ class LayerPlan:
                 object.__setattr__(self, field_name, _format_of(getattr(self, field_name)))
             except ValueError as error:
                 raise ValueError(f"plan layer {self.name!r}: {field_name}: {error}") from None
-        if self.weight is not None and self.weight.name not in FORMATS:
+        if self.activation is not None and self.activation.gguf:
+            raise ValueError(f"plan layer {self.name!r}: activation: {self.activation} is a format of weights alone")
+        if self.weight is not None and self.weight.name not in WEIGHT_FORMATS:
             raise ValueError(
                 f"plan layer {self.name!r}: weight: {self.weight} is a format of inputs, whose scales are chosen when "
                 "the model runs; weights have nvfp4, whose scales a solver chooses"
@@ -495,7 +507,7 @@ def parse_setting(text: str) -> Setting:
     value, at, input_name = value.partition("@")
     name, colon, solver = value.partition(":")
     try:
-        if name not in INPUT_FORMATS and (preset := find_preset(name)):
+        if name not in INPUT_FORMATS | GGUF_FORMATS and (preset := find_preset(name)):
             if at:
                 raise ValueError(f"{name} has an input format already; write {preset.weight}@{input_name}")
             name, at, input_name = preset.weight, "@", preset.activation

@@ -33,6 +33,7 @@ from quant.base.errors import UserError, counted
 from quant.formats.format import cache_format, is_16bit, parse_format
 from quant.recipes.blocks import block_names, without_experts
 from quant.recipes.callers_model import check_original, unwrapped
+from quant.recipes.gguf_mixes import fitting, mix_rules, without_mixed_groups
 from quant.recipes.groups import Watched, group_experts, group_name, group_unseen, patterns, watching, without_group
 from quant.recipes.layers import QUANTIZABLE, ROUTER, Layer, LayerKind, find_layers, layers_of_state_dict, obstacle
 from quant.recipes.module_replacement import other_tensors, run_with
@@ -101,6 +102,7 @@ def make_plan(
     else:
         layers, unknown = group_unseen(layers_of_state_dict(model)), NOT_RUN
     record: dict[str, Any] = {}
+    recipe = replace(recipe, rules=(*mix_rules(recipe.name, layers), *recipe.rules))
     if recipe.solver is None:
         recipe, record = _with_solver_of(effort, recipe, layers, can_run=isinstance(model, nn.Module))
     # The name of a layer becomes a tensor name in a checkpoint, and the path at which it is replaced.
@@ -306,7 +308,7 @@ def resolve(layers: Sequence[Layer], recipe: Recipe, *, only: Sequence[str] = ()
     # Order matters: a shared weight that stays in 16 bit, and a router that leaves its group, decide which groups are
     # still whole.
     planned = _keep_shared([_plan_layer(layer, choice, recipe) for layer, choice in zip(layers, choices, strict=True)])
-    planned = _keep_whole_groups(_without_routers(planned))
+    planned = without_mixed_groups(_keep_whole_groups(_without_routers(planned)))
     plan = Plan(
         layers=tuple(planned),
         kv_cache=named_format(recipe.kv_cache, recipe.name, cache_format),
@@ -401,6 +403,9 @@ def _plan_layer(layer: Layer, choice: Rule, recipe: Recipe) -> LayerPlan:
     if layer.kind == LayerKind.EMBEDDING:
         activation = None  # its input is a number of a row
     solver, reason = choice.solver or recipe.solver or "rtn", choice.reason or ""
+    if weight is not None and weight.gguf and (fits := fitting(weight, layer.matrix[-1])) is not weight:
+        clause = f"{fits}, because in = {layer.matrix[-1]} is no multiple of {weight.superblock}"
+        reason, weight = f"{reason}; {clause}" if reason else clause, fits
     if weight is not None and (refusal := obstacle(layer, weight, activation)):
         weight, reason = None, refusal
     if weight is None:

@@ -48,10 +48,13 @@ from quant.calibration.statistics import LayerStats, diagonal_blocks
 from quant.formats.format import E4M3, Format, Number
 from quant.formats.rounding import round_to
 from quant.formats.scaling import SCALE_RULES, candidate_scales, nonzero
+from quant.formats.superblocks import candidates, choose_scales, grid, levels, pack_scales, units
 from quant.formats.tensor import BlockScaledTensor, choose_scale, quantize_with_scale
 
 # Columns whose feedback to the rest of the matrix is gathered into one product.
 _LAZY = 128
+# Two codes of a block in one float, and a step that rounds everything to zero.
+_CODES, _HUGE = 256, 1e30
 # Columns solved together where scales are fixed beforehand.
 _FIXED_WIDTH = 32
 # Columns of a factor that are taken together on a CPU and on a GPU, and the number of such slabs that ranks share.
@@ -150,14 +153,18 @@ def gptq(
     weight = corrected_weight(weight.float(), drift, factor, residual, parts)
     fixed = fixed_scales(weight, format, global_scale, factor)
     step = None if fixed is None else fixed.step
-    rounding = Rounding(by_input(weight, factor), factor, format, global_scale, shortlist, step, parts, sweeps=sweeps)
+    target = by_input(weight, factor) if fixed is None else by_input(weight, factor) + fixed.shift
+    supers = superblocks(weight, format, factor)
+    rounding = Rounding(
+        target, factor, format, global_scale, shortlist, step, parts, sweeps=sweeps, supers=supers
+    )  # fmt: skip
     if rounding.kernel is not None:
         rounding = replay.run(rounding)
     else:
         # Where scales lie within rows, `weight` is one of the threads' parts of `solve_by_rows` already.
         threads = 1 if format.block[0] == 1 else search_threads(*weight.shape)
         in_parts(lambda start, stop: rounding.run(slice(start, stop)), weight, len(weight), threads)
-    return encoded(rounding.values, rounding.scales, fixed, factor, format, global_scale)
+    return encoded(rounding.values, rounding.scales, fixed, factor, format, global_scale, supers)
 
 
 def gptq_together(
@@ -192,17 +199,56 @@ class FixedScales(NamedTuple):
 
     scale: Tensor  # as in `BlockScaledTensor`
     step: Tensor  # the grid step of every weight, [in, out], inputs in the factor's order
+    # What is added to weights before they are divided, of the shape of `step` or one zero: where blocks have a minimum,
+    # the loop rounds shifted weights, whose errors are those of the weights themselves.
+    shift: Tensor
 
 
 def fixed_scales(weight: Tensor, format: Format, global_scale: Tensor | None, factor: Factor) -> FixedScales | None:
     """Returns the scales of `weight` `[out, in]`; None where the loop chooses the scales of blocks within a row."""
+    if format.superblock:
+        return None
+    if format.has_packed_scales:
+        power = factor.H.diagonal() if factor.order is None else _unordered(factor.H.diagonal(), factor.order)
+        scale = choose_scales(weight, format, power)
+        step, shift = (x.t().contiguous() if factor.order is None else x.t()[factor.order] for x in grid(scale, format))
+        return FixedScales(scale, step, shift)
     if format.block[0] == 1 and 0 < format.block[1] <= _LAZY:
         return None
     scale = choose_scale(weight, format, "mse", weight.abs().amax(), global_scale)
     rows, columns = format.block_shape(weight.shape)
     step = scale.repeat_interleave(rows, 0)[: len(weight)].repeat_interleave(columns, 1)
     step = step[:, : weight.shape[1]].t()
-    return FixedScales(scale, step.contiguous() if factor.order is None else step[factor.order])
+    step = step.contiguous() if factor.order is None else step[factor.order]
+    return FixedScales(scale, step, step.new_zeros(()))
+
+
+def _unordered(x: Tensor, order: Tensor) -> Tensor:
+    """Returns `x` `[in, …]`, which is in `order`, in the original order of the inputs."""
+    return torch.empty_like(x).index_copy_(0, order, x)
+
+
+class Superblocks(NamedTuple):
+    """The scales of superblocks, which are chosen beforehand; those of their blocks are searched in the loop."""
+
+    units: list[Tensor]  # d and, where there is one, d_min, [in / superblock, out]
+    of_block: Tensor  # the superblock of each block, in the factor's order, int64 [blocks]
+
+    def of_rows(self, rows: Tensor | slice) -> Superblocks:
+        """Returns those of some outputs."""
+        return self._replace(units=[unit[:, rows] for unit in self.units])
+
+
+def superblocks(weight: Tensor, format: Format, factor: Factor) -> Superblocks | None:
+    """Returns the superblocks of `weight` `[out, in]`; None for a format without any."""
+    if not format.superblock:
+        return None
+    power = factor.H.diagonal() if factor.order is None else _unordered(factor.H.diagonal(), factor.order)
+    chosen = units(choose_scales(weight, format, power), format)
+    width = format.block[1]
+    order = torch.arange(0, weight.shape[1], width, device=weight.device)
+    order = order if factor.order is None else factor.order[::width]
+    return Superblocks([unit.t().contiguous() for unit in chosen], order // format.superblock)
 
 
 def by_input(weight: Tensor, factor: Factor) -> Tensor:
@@ -217,15 +263,21 @@ def encoded(
     factor: Factor,
     format: Format,
     global_scale: Tensor | None,
+    supers: Superblocks | None = None,
 ) -> BlockScaledTensor:
     """Returns the codes and scales of `values` `[in, out]` with `scales` `[blocks, out]`, in the original order."""
     order, width = factor.order, _width(format)
+    if fixed is not None:
+        values = values - fixed.shift
     if order is not None:
-        values = torch.empty_like(values).index_copy_(0, order, values)
+        values = _unordered(values, order)
         # A block's inputs stay together, so the first input identifies the block.
         if scales is not None:
-            scales = torch.empty_like(scales).index_copy_(0, order[::width] // width, scales)
-    if scales is not None:
+            scales = _unordered(scales, order[::width] // width)
+    if scales is not None and supers is not None:
+        codes = [scales % _CODES, scales // _CODES][: len(supers.units)]
+        scale = pack_scales([u.t() for u in supers.units], [code.t() for code in codes], format)
+    elif scales is not None:
         scale = scales.t().contiguous()
     else:
         assert fixed is not None
@@ -249,10 +301,11 @@ class Rounding:
         target: `[in, out]`, contiguous, inputs in the factor's order.
         kernel: solves the windows, in place of the kernel for the device of `target`, or of `solve_window`.
         sweeps: rounds of coordinate descent in `run`.
+        supers: the scales of superblocks, of a format that has them.
 
     Attributes:
         values: `[in, out]`.
-        scales: `[blocks, out]`; None where they are fixed.
+        scales: `[blocks, out]`; None where they are fixed. Under superblocks, the codes s + 256 m.
     """
 
     def __init__(
@@ -266,11 +319,12 @@ class Rounding:
         parts: Sequence[slice] = WHOLE,
         kernel: _SolveWindow | None = None,
         sweeps: int = 1,
+        supers: Superblocks | None = None,
     ) -> None:
         self.sweeps = sweeps
         self.target, self.factor, self.format, self.shortlist, self.step = target, factor, format, shortlist, step
         self.second = target.new_ones(()) if global_scale is None else global_scale
-        self.width, self.parts = _width(format), parts
+        self.width, self.parts, self.supers = _width(format), parts, supers
         self.values = torch.empty_like(target)
         *several, inputs, outputs = target.shape
         shape = (*several, -(-inputs // self.width), outputs)
@@ -372,6 +426,9 @@ class Rounding:
             return self.kernel
         if self.step is not None:
             return partial(solve_window, partial(round_block, self.format.element, self.step[:, rows]))
+
+        if self.supers is not None:
+            return partial(solve_window, partial(search_codes, self.supers.of_rows(rows), self.format, self.shortlist))
 
         def search(block: Tensor, start: int, U: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
             return search_block(block, U, self.format, self.second, self.shortlist)
@@ -491,6 +548,30 @@ def search_block(
     return values.gather(1, index)[:, 0], errors.gather(1, index)[:, 0], scales.gather(0, best)[0]
 
 
+def search_codes(
+    supers: Superblocks, format: Format, shortlist: int, block: Tensor, start: int, U: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns the same as `search_block` under superblocks: the codes of a block's scale and minimum as `scales`."""
+    unit = [x[supers.of_block[start // format.block[1]]] for x in supers.units]
+    # The diagonal of the block's own curvature U⁻¹ U⁻ᵀ weighs the errors while scales are fitted.
+    to_errors = _to_errors(U)
+    tried = candidates(block.t(), to_errors.square().sum(0), unit, format)
+    codes = [torch.stack(column) for column in zip(*tried, strict=True)]
+    step, *minimum = (c * u for c, u in zip(codes, unit, strict=True))
+    shift = minimum[0] - levels(format) * step if minimum else torch.zeros_like(step)
+    step = torch.where(step == 0, _HUGE, step)
+    shifted = block[:, None] + shift
+    off = (_nearest(shifted / step, format.element) * step).sub_(shifted)
+    loss = (to_errors @ off.flatten(1)).square_().sum(0).view(step.shape)
+    best = loss.topk(min(shortlist, len(step)), dim=0, largest=False).indices
+    step, shift, *codes = (x.gather(0, best) for x in (step, shift, *codes))
+    values, errors = round_with_feedback(block, U, step[None], format.element, shift)
+    index = errors.square().sum(0).argmin(0, keepdim=True)
+    own = index.expand(len(block), 1, -1)
+    packed = codes[0] + (_CODES * codes[1] if minimum else 0)
+    return values.gather(1, own)[:, 0], errors.gather(1, own)[:, 0], packed.gather(0, index)[0]
+
+
 def round_block(
     element: Number, step: Tensor, block: Tensor, start: int, U: Tensor
 ) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -499,10 +580,13 @@ def round_block(
     return values[:, 0], errors[:, 0], None
 
 
-def round_with_feedback(block: Tensor, U: Tensor, step: Tensor, element: Number) -> tuple[Tensor, Tensor]:
+def round_with_feedback(
+    block: Tensor, U: Tensor, step: Tensor, element: Number, shift: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Returns the values and errors e of a block `[k, n]` on each of several grids, both `[k, candidates, n]`.
 
-    Their steps are positive, `[k, candidates, n]`; k may be 1 where all inputs share theirs.
+    Their steps are `[k, candidates, n]`; k may be 1 where all inputs share theirs. `shift` `[candidates, n]` is added
+    to weights before they are divided, and subtracted from their values.
     """
     values = block.new_empty(len(block), *step.shape[1:])
     errors = torch.empty_like(values)
@@ -511,7 +595,10 @@ def round_with_feedback(block: Tensor, U: Tensor, step: Tensor, element: Number)
         target = block[j]
         if j:
             target = target - (U[:j, j] @ errors[:j].flatten(1)).view(step.shape[1:])
-        values[j] = _nearest(target / step[j], element).mul_(step[j])
+        if shift is None:
+            values[j] = _nearest(target / step[j], element).mul_(step[j])
+        else:
+            values[j] = _nearest((target + shift) / step[j], element).mul_(step[j]).sub_(shift)
         torch.sub(target, values[j], out=errors[j]).div_(U[j, j])
     return values, errors
 

@@ -31,7 +31,16 @@ import torch
 from torch import Tensor
 
 from quant.base.parallel import in_parts
-from quant.calibration.solvers.gptq import Factor, Gptq, Rounding, by_input, corrected_weight, encoded, fixed_scales
+from quant.calibration.solvers.gptq import (
+    Factor,
+    Gptq,
+    Rounding,
+    by_input,
+    corrected_weight,
+    encoded,
+    fixed_scales,
+    superblocks,
+)
 from quant.calibration.solvers.interfaces import required_stats
 from quant.calibration.solvers.row_parallel import search_threads
 from quant.calibration.statistics import LayerStats
@@ -62,12 +71,16 @@ class Kfac(Gptq):
         factor = self.factor(stats, format, name)
         weight = corrected_weight(weight.float(), stats.drift, factor, stats.residual)
         fixed = fixed_scales(weight, format, global_scale, factor)
+        supers = superblocks(weight, format, factor)
         rows = _Rows(blocks, self.pieces, self.output_damping, weight.device)
-        target = by_input(weight, factor)[:, rows.order]
+        target = by_input(weight, factor) if fixed is None else by_input(weight, factor) + fixed.shift
+        target = target[:, rows.order]
 
         def rounding_of(target: Tensor, piece: slice) -> Rounding:
-            step = None if fixed is None else fixed.step[:, rows.order[piece]]
-            return Rounding(target, factor, format, global_scale, self.shortlist, step)
+            own = rows.order[piece]
+            step = None if fixed is None else fixed.step[:, own]
+            own_supers = None if supers is None else supers.of_rows(own)
+            return Rounding(target, factor, format, global_scale, self.shortlist, step, supers=own_supers)
 
         start = rounding_of(target, slice(None))
         _in_threads(start, start.feed_back)
@@ -78,7 +91,7 @@ class Kfac(Gptq):
         if not rows.loss(target - values, factor) <= rows.loss(target - start.values, factor):
             values, scales = start.values, start.scales
         values, scales = values[:, rows.own_order], None if scales is None else scales[:, rows.own_order]
-        return encoded(values, scales, fixed, factor, format, global_scale)
+        return encoded(values, scales, fixed, factor, format, global_scale, supers)
 
 
 class _OutputBlock(NamedTuple):

@@ -39,7 +39,7 @@ class LocalHessian(Solver):
     def supports(self, format: Format) -> bool:
         # Its sums are over blocks [1, k] of one row; tiles of several rows and whole rows have none.
         rows, columns = format.block
-        return rows == 1 and columns > 0
+        return rows == 1 and columns > 0 and not format.has_packed_scales
 
     def __call__(
         self, weight: Tensor, stats: LayerStats | None, format: Format, *, global_scale: Tensor | None, name: str

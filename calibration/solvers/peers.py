@@ -35,6 +35,9 @@ class Peer(Solver):
 
     derives_global_scale = True  # in its own arithmetic
 
+    def supports(self, format: Format) -> bool:
+        return not format.gguf
+
     def __call__(
         self, weight: Tensor, stats: LayerStats | None, format: Format, *, global_scale: Tensor | None, name: str
     ) -> BlockScaledTensor:

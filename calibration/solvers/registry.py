@@ -134,6 +134,11 @@ def check_solvers(plan: Plan) -> None:
     _check_learned_rotations(plan)
     for layer in plan.quantized:
         pipeline = get_pipeline(layer.solver)
+        if pipeline.reconstruction is not None and layer.weight_format.has_packed_scales:
+            raise ValueError(
+                f"{layer.name}: solver {layer.solver!r} trains roundings, and not those of {layer.weight_format}; take "
+                f"{pipeline.spec.rounding}"
+            )
         if not pipeline.rounding.supports(layer.weight_format):
             supporting = [name for name, solver in SOLVERS.items() if solver.supports(layer.weight_format)]
             raise ValueError(

@@ -103,7 +103,7 @@ def solve_matrices(
 
 def _solved_as(format: Format, stored: torch.dtype | None) -> Format:
     """Returns the format with a scale that a checkpoint of dtype `stored` can hold."""
-    if stored in _STORED_NUMBER and format.scale.is_wide:
+    if stored in _STORED_NUMBER and format.scale.is_wide and not format.gguf:
         return replace(format, scale=_STORED_NUMBER[stored])
     return format
 

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear as dense_linear
 
-from quant.formats.format import FORMATS, INPUT_FORMATS, Format
+from quant.formats.format import INPUT_FORMATS, WEIGHT_FORMATS, Format
 from quant.formats.tensor import BlockScaledTensor
 from quant.kernels.base import hardware
 from quant.kernels.base.launch import BoundedTable
@@ -70,7 +70,7 @@ def linear_on_gpu(
     weight = object.__new__(BlockScaledTensor)
     fields = vars(weight)
     fields["codes"], fields["scale"], fields["global_scale"] = codes, scale, global_scale
-    fields["format"], fields["shape"] = FORMATS[weight_format], (codes.shape[0], columns)
+    fields["format"], fields["shape"] = WEIGHT_FORMATS[weight_format], (codes.shape[0], columns)
     product = _products.get(key)
     if product is None:
         product = _prepare_product(rows, weight, bias, input_scale, INPUT_FORMATS[activation] if activation else None)
@@ -93,7 +93,7 @@ def _prepare_product(
     if is_fp8 and activation is not None:
         return rounded_products.prepare_fp8_linear(x, activation, input_scale)
     # Tensor cores take 16 bit; an FP32 input would lose most of its bits.
-    if x.dtype not in _FLOATS or not hardware.has_triton():
+    if x.dtype not in _FLOATS or not hardware.has_triton() or weight.format.gguf:
         return ReferenceProduct(activation)
     if activation is not None:
         if gpu.has_wgmma and rounded_products.takes_prefill(weight, activation, len(x), x.dtype):

@@ -15,7 +15,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from quant.formats.format import FORMATS
+from quant.formats.format import WEIGHT_FORMATS
 from quant.formats.tensor import BlockScaledTensor
 from quant.kernels.base.custom_ops import register
 from quant.kernels.base.hardware import has_triton
@@ -81,7 +81,7 @@ def _embedding(
     ids: Tensor, codes: Tensor, scale: Tensor, global_scale: Tensor | None, weight_format: str, columns: int,
     dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
-    weight = BlockScaledTensor(codes, scale, FORMATS[weight_format], (codes.shape[0], columns), global_scale)
+    weight = BlockScaledTensor(codes, scale, WEIGHT_FORMATS[weight_format], (codes.shape[0], columns), global_scale)
     if not ids.numel():
         return torch.empty(*ids.shape, columns, dtype=dtype, device=ids.device)
     if ids.is_cuda and dtype in (torch.float16, torch.bfloat16) and has_triton():

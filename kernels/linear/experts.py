@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from quant.formats.format import FORMATS, INPUT_FORMATS, Format
+from quant.formats.format import INPUT_FORMATS, WEIGHT_FORMATS, Format
 from quant.formats.tensor import BlockScaledTensor
 from quant.kernels.base.custom_ops import below_autograd, register
 from quant.kernels.base.hardware import current, has_triton
@@ -110,12 +110,13 @@ def _grouped(
     x: Tensor, codes: Tensor, scale: Tensor, global_scale: Tensor | None, input_scale: Tensor | None, offsets: Tensor,
     weight_format: str, activation: str, bias: Tensor | None,
 ) -> Tensor:  # fmt: skip
-    weight = BlockScaledTensor(codes, scale, FORMATS[weight_format], (*codes.shape[:2], x.shape[1]), global_scale)
+    shape = (*codes.shape[:2], x.shape[1])
+    weight = BlockScaledTensor(codes, scale, WEIGHT_FORMATS[weight_format], shape, global_scale)
     rounding = INPUT_FORMATS[activation] if activation else None
     in_16_bit = x.dtype in (torch.float16, torch.bfloat16)
     # No kernel measures a scale over several rows, which belong to several experts.
     by_rows = rounding is None or (rounding.block[0] == 1 and not rounding.global_scale)
-    if x.is_cuda and in_16_bit and has_triton() and (by_rows or input_scale is not None):
+    if x.is_cuda and in_16_bit and has_triton() and not weight.format.gguf and (by_rows or input_scale is not None):
         with torch.cuda.device_of(x):
             return _on_gpu(x, weight, offsets, input_scale, rounding, bias)
     y = x.new_zeros(len(x), codes.shape[1])
@@ -167,7 +168,7 @@ def _gradient(
     gradient: Tensor, codes: Tensor, scale: Tensor, global_scale: Tensor | None, offsets: Tensor, weight_format: str,
     columns: int,
 ) -> Tensor:  # fmt: skip
-    weight = BlockScaledTensor(codes, scale, FORMATS[weight_format], (*codes.shape[:2], columns), global_scale)
+    weight = BlockScaledTensor(codes, scale, WEIGHT_FORMATS[weight_format], (*codes.shape[:2], columns), global_scale)
     x = gradient.new_zeros(len(gradient), columns)
     with torch.cuda.device_of(gradient):
         for expert, (start, stop) in enumerate(pairwise(offsets.tolist())):

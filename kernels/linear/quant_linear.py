@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from quant.base.errors import UserError
-from quant.formats.format import FORMATS, INPUT_FORMATS, Format
+from quant.formats.format import INPUT_FORMATS, WEIGHT_FORMATS, Format
 from quant.formats.tensor import BlockScaledTensor, round_activation
 from quant.kernels.base.custom_ops import below_autograd, register
 from quant.kernels.base.hardware import has_triton
@@ -56,7 +56,7 @@ class LinearCall(NamedTuple):
     def weight(self) -> BlockScaledTensor:
         """`[out, in]`."""
         shape = (self.codes.shape[0], self.x.shape[-1])
-        return BlockScaledTensor(self.codes, self.scale, FORMATS[self.weight_format], shape, self.global_scale)
+        return BlockScaledTensor(self.codes, self.scale, WEIGHT_FORMATS[self.weight_format], shape, self.global_scale)
 
     @property
     def rounding(self) -> Format | None:
@@ -132,7 +132,7 @@ def _reference(*arguments: Any) -> Tensor:
 def _gradient(
     gradient: Tensor, codes: Tensor, scale: Tensor, global_scale: Tensor | None, weight_format: str, columns: int
 ) -> Tensor:
-    weight = BlockScaledTensor(codes, scale, FORMATS[weight_format], (codes.shape[0], columns), global_scale)
+    weight = BlockScaledTensor(codes, scale, WEIGHT_FORMATS[weight_format], (codes.shape[0], columns), global_scale)
     with torch.cuda.device_of(gradient):
         return input_gradient(gradient, weight)
 

@@ -141,7 +141,7 @@ class QuantizedModule(nn.Module):
                 reserve(codes)
                 weight = self.stored_weight
                 on_hopper = prefers_prepacked(codes)
-                suits = self.has_kernel_layout and on_hopper
+                suits = self.has_kernel_layout and on_hopper and not weight.format.gguf
                 suits &= computed is torch.bfloat16 or becomes_e4m3(weight.format)
                 if is_prepacked(weight) and not suits:
                     self._store(restore(weight))

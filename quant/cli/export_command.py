@@ -60,12 +60,14 @@ def export_command(
     directory: Path, kind: str, out: Path | None, inputs: tuple[str, ...], calib: tuple[str, ...],
     model_factory: str | None, quiet: bool, as_json: bool, **options: Any,
 ) -> None:  # fmt: skip
-    """Export DIRECTORY, a checkpoint that `quantize --out` wrote, to ONNX, a TensorRT engine or a package.
+    """Export DIRECTORY, a checkpoint that `quantize --out` wrote, to ONNX, a TensorRT engine, a package or GGUF.
 
     Every layer of the exported file is compared with PyTorch, and a file that differs is not written. The result is
     added to the report of DIRECTORY.
 
     Decoders get a KV cache with --to onnx, tensorrt and aoti; --to torch-tensorrt compiles one pass without it.
+
+    --to gguf writes the same codes and scales in one file, for llama.cpp, Ollama and LM Studio.
 
     --to modelopt writes the same codes and scales in ModelOpt's layout, for TensorRT-LLM; vLLM (0.26 to 0.29) refuses
     mxfp4 and ragged fp8_block there, and mixes only fp8, nvfp4, nvfp4a16 and mxfp8. --to compressed-tensors converts

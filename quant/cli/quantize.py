@@ -174,7 +174,7 @@ def request_of(options: dict[str, Any], command: str) -> Any:
 @click.argument("model", shell_complete=MODELS)
 @run_options
 @click.option("--plan", "plan_file", type=click.Path(path_type=Path), help="Plan file, which you may have edited.")
-@click.option("--out", type=click.Path(path_type=Path), help="Directory for the checkpoint, the plan and the report.")
+@click.option("--out", type=click.Path(path_type=Path), help="Directory for checkpoint and report, or a .gguf file.")
 @click.option("--overwrite", is_flag=True, help="Replace the contents of --out.")
 @click.option("--allow-missing", is_flag=True, help="Write --out even if transformers would miss or ignore tensors.")
 @click.option("--restart", is_flag=True, help="Delete what an unfinished run to --out left, and begin anew.")

@@ -21,6 +21,7 @@ import re
 import shutil
 import sys
 from collections.abc import Collection, Iterable, Mapping
+from contextlib import suppress
 from enum import StrEnum
 from functools import cache
 from importlib.util import find_spec
@@ -79,6 +80,15 @@ def find_model(name: str) -> Path:
     if hub_name is not None and Path(hub_name[0]).suffix not in SUFFIXES:
         return snapshot(*hub_name)
     raise UserError(f"{name}: no such file or directory; {known_names(name, _ALIASES, 'aliases')}")
+
+
+def local_gguf(name: str) -> Path | None:
+    """Returns the GGUF file that a model's name means on this machine, or None; nothing is downloaded."""
+    with suppress(UserError):
+        path = find_model(name) if name in _ALIASES else Path(name).expanduser()
+        if path.suffix == ".gguf" and path.is_file():
+            return path
+    return None
 
 
 def find_checkpoint(directory: str | Path) -> Path:

@@ -326,7 +326,7 @@ def load(path: Path, dtype: torch.dtype, meta: bool) -> nn.Module:
         if meta:
             model = huggingface.build(cls, config, dtype, meta, path.parent)
         else:
-            with _dropped_tensors() as dropped:
+            with _dropped_tensors(_global_scales(path)) as dropped:
                 model, unused = huggingface.read_model(cls, config, dtype, path.parent, **options)
             _refuse_dropped(model, path, sorted({*dropped, *unused}))
             huggingface.patch_forward(model)
@@ -338,15 +338,29 @@ def load(path: Path, dtype: torch.dtype, meta: bool) -> nn.Module:
     return model
 
 
+def _global_scales(path: Path) -> dict[str, np.ndarray[Any, Any]]:
+    """Returns NVFP4's global scales, float32, by the names of the tensors that they multiply."""
+    stored = {tensor.name: tensor for tensor in require("gguf", "hf").GGUFReader(path).tensors}
+    scales = {name.replace(".weight", ".scale"): name for name in stored if name.endswith(".weight")}
+    return {scales[name]: np.array(stored[name].data, np.float32) for name in scales.keys() & stored.keys()}
+
+
 @contextlib.contextmanager
-def _dropped_tensors() -> Iterator[list[str]]:
-    """Collects, while open, the tensors of a GGUF file that transformers has no name for and silently drops."""
+def _dropped_tensors(global_scales: Mapping[str, np.ndarray[Any, Any]]) -> Iterator[list[str]]:
+    """Collects, while open, the tensors of a GGUF file that transformers has no name for and silently drops.
+
+    NVFP4's global scales, of which it knows nothing, are multiplied with their weights.
+    """
     dropped: list[str] = []
 
     def recording(process: Any) -> Any:
         """Returns a processor's method, called for each tensor, that also notes those without a name."""
 
         def process_and_record(self: Any, weights: Any, name: str, **options: Any) -> Any:
+            if name.replace(".scale", ".weight") in global_scales and name not in global_scales:
+                return require(_LOADER, "hf").GGUFTensor(weights, None, {})
+            if name in global_scales:  # one number, or one for each expert
+                weights = weights * global_scales[name].reshape(-1, *[1] * (weights.ndim - 1))
             result = process(self, weights=weights, name=name, **options)  # its name is None if it is in the model now
             if result.name is not None and result.name not in options["tensor_key_mapping"]:
                 dropped.append(name)

@@ -175,6 +175,11 @@ _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "te
 def next_steps(report: Report, plan: Plan, directory: Path) -> list[str]:
     """Returns at most six lines: how the loss compares with the usual one, and commands that use the checkpoint."""
     lines = [] if (verdict := _verdict(report, plan)) is None else [verdict]
+    if directory.suffix == ".gguf":
+        path, name = shlex.quote(str(directory)), directory.stem.lower()
+        lines.append(f'try it:   llama-cli -m {path} -p "The capital of France is"')
+        lines.append(f'ollama:   echo "FROM {directory.resolve()}" > Modelfile && ollama create {name} -f Modelfile')
+        return lines
     opened = f"report:   {shlex.quote(str(directory / 'report.html'))} in a browser"
     config = directory / "config.json"
     names = read_fields(config).get("architectures") or [""] if config.is_file() else [""]

@@ -34,6 +34,7 @@ from quant.export.checkpoint.carry_over import head_weights
 from quant.export.checkpoint.files.compressed_tensors import check_plan
 from quant.export.checkpoint.files.names import stored_names
 from quant.export.checkpoint.other_runtimes import check_experts, import_for_trial
+from quant.export.gguf.export_gguf import check_gguf
 from quant.models.open_model import Source
 from quant.models.prediction_heads import attach_head_layer, plan_heads
 from quant.recipes import solver_names
@@ -71,7 +72,7 @@ def decide(job: Job) -> Decision:
     if request.is_in_memory:
         return decision
     # Before data is read: a format that the layout cannot hold would only fail when files are written.
-    check_plan(decision.plan)
+    check_layout(request, decision.plan, source.model)
     if request.only_decides:
         return decision if request.goal is not None else _for_dry_run(job, decision)
     if source.model is None:
@@ -87,6 +88,21 @@ def _names_no_solver(request: Request) -> bool:
     recipe = request.chosen_recipe
     named = isinstance(recipe, Recipe) and (recipe.solver, *(rule.solver for rule in recipe.rules))
     return request.solver is None and named is not False and not any(named)
+
+
+def check_layout(request: Request, plan: Plan, model: nn.Module | None) -> None:
+    """Raises ValueError where what is to be written cannot hold a plan."""
+    if request.is_gguf:
+        if model is None:
+            raise UserError(f"{request.model}: a GGUF file takes a model with a config; this is a bare state dict")
+        check_gguf(model, plan)
+        return
+    gguf = next((layer for layer in plan.quantized if layer.weight is not None and layer.weight.gguf), None)
+    if gguf is not None and request.out is not None:
+        raise UserError(
+            f"{gguf.name}: only GGUF files hold {gguf.weight}: name one, {request.spell('out')} {request.out}.gguf"
+        )
+    check_plan(plan)
 
 
 def plan_for(request: Request, source: Source) -> Plan:

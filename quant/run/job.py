@@ -40,7 +40,8 @@ class Job:
     @property
     def tries_loading(self) -> bool:
         """Whether transformers is to load the checkpoint on trial."""
-        return self.request.out is not None and self.source.kind == SourceKind.HUGGINGFACE
+        is_directory = self.request.out is not None and not self.request.is_gguf
+        return is_directory and self.source.kind == SourceKind.HUGGINGFACE
 
     @contextmanager
     def stages(self) -> Iterator[tuple[Job, StageProgress]]:

@@ -27,7 +27,7 @@ from quant.calibration.sensitivity.table import parse_candidates
 from quant.calibration.texts.mixture import solver_needs_data
 from quant.calibration.texts.sources import Rows, check_sources, sources_of
 from quant.calibration.walk.step_store import is_finished
-from quant.export.checkpoint.files.directory import check_apart, check_destination
+from quant.export.checkpoint.files.directory import check_apart, check_destination, check_parents
 from quant.formats.format import is_16bit
 from quant.models.files import find_model
 from quant.recipes import solver_names
@@ -368,6 +368,11 @@ class Request:
         """Returns those of some options that are given, as the user wrote them."""
         return [self.spell(name) for name in names if getattr(self, name) not in (None, (), [])]
 
+    @property
+    def is_gguf(self) -> bool:
+        """Whether a GGUF file is written in place of a checkpoint."""
+        return self.out is not None and self.out.suffix == ".gguf"
+
     def check_destination(self) -> None:
         """Raises UserError, or the OSError of a file that is in the way, unless `out` can be written."""
         if self.is_in_memory or self.dry_run:
@@ -379,7 +384,8 @@ class Request:
         check_apart(out, model, *texts, self.budget.sensitivity)
         if self.budget.sensitivity is not None:
             check_apart(self.budget.sensitivity, model, *texts)
-        if self.plan_out is not None:
+        if self.plan_out is not None or self.is_gguf:
+            check_parents(out)
             if out.exists() and not self.overwrite:
                 raise UserError(f"{out}: exists already; pass --overwrite to replace it")
             return

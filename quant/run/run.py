@@ -39,7 +39,6 @@ from quant.calibration.walk.solve import check_in_memory, solve_plan
 from quant.calibration.walk.solve_weights import solve_state_dict
 from quant.calibration.walk.step_store import DirectoryStore
 from quant.export.checkpoint import other_runtimes
-from quant.export.checkpoint.files.compressed_tensors import check_plan
 from quant.models.open_model import Source, open_model
 from quant.recipes.blocks import block_names
 from quant.recipes.layers import LayerKind
@@ -47,7 +46,7 @@ from quant.recipes.plan import Plan, groups_by_input
 from quant.report.report import Report
 from quant.run.announcements import announce_device, announce_source, announce_untied_head
 from quant.run.data import announce_time, choose_transforms, read_data, verification_data
-from quant.run.decide import decide, plan_for, save_plan
+from quant.run.decide import check_layout, decide, plan_for, save_plan
 from quant.run.job import Decision, Job, Outcome, SolvedModel
 from quant.run.measure import Measured, measure, original_of
 from quant.run.request import Request
@@ -157,7 +156,7 @@ def solve(job: Job, decision: Decision, progress: StageProgress) -> SolvedModel:
             quantized = solve_plan(job.model, decision.plan, decision.data, session)
     job.seconds.update(quantized.seconds)
     if quantized.plan.guard is not None and not job.request.is_in_memory:
-        check_plan(quantized.plan)  # a guard may have given layers other formats
+        check_layout(job.request, quantized.plan, job.source.model)  # a guard may have given layers other formats
     return SolvedModel(quantized.plan, quantized.layers, bytes_before, quantized)
 
 
@@ -248,13 +247,13 @@ def _compute(job: Job, decision: Decision) -> tuple[Decision, SolvedModel, Measu
 def resumable(job: Job, plan: Plan) -> Iterator[Job]:
     """Gives the job a store of finished steps next to its destination, after which the same command continues.
 
-    A bare state dict is solved in seconds, and a module has no directory.
+    A bare state dict is solved in seconds, a module has no directory, and a GGUF file is begun anew.
 
     Raises:
         ValueError: a run with other options, another model or another version left steps there.
     """
     request, source = job.request, job.source
-    if request.out is None or source.model is None:
+    if request.out is None or request.is_gguf or source.model is None:
         yield job
         return
     check_same({"the plan": plan.digest()}, job.session, source.files.files)

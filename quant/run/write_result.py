@@ -20,6 +20,8 @@ from quant.export.checkpoint.compare_source import compare_with_source
 from quant.export.checkpoint.files.names import stored_names
 from quant.export.checkpoint.pretrained import attach
 from quant.export.checkpoint.save import Destination, save_state_dict, write_model
+from quant.export.gguf.export_gguf import gguf_notes, write_gguf
+from quant.export.gguf.vocabulary import stored_vocabulary, vocabulary
 from quant.models.configs import described_by
 from quant.models.files import SourceKind
 from quant.models.prediction_heads import head_layers
@@ -62,6 +64,18 @@ def _write_checkpoint(job: Job, out: Path, solved: SolvedModel, report: Report) 
         # Last of all: if a file of the model changed while it was read, the directory never gets its name.
         source.files.check()
 
+    if request.is_gguf:
+        assert solved.quantized is not None
+        source.files.check()  # before the file gets its name
+        words = None
+        if source.kind == SourceKind.GGUF and source.path is not None:
+            words = stored_vocabulary(source.path)
+        elif (tokenizer := tokenizer_if_any(source)) is not None:
+            words = vocabulary(tokenizer, source.config.vocab_size)  # type: ignore[union-attr]
+        write_gguf(solved.quantized.model, out, solved.plan, words=words)
+        report.notes += gguf_notes(solved.quantized.model, solved.plan)
+        report.seconds["write"], report.bytes_after = time.perf_counter() - started, out.stat().st_size
+        return
     if solved.quantized is None:
         assert source.state_dict is not None and solved.tensors is not None
         save_state_dict(source.state_dict, solved.tensors, solved.plan, out, overwrite=request.overwrite, finish=finish)

