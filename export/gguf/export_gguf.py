@@ -24,11 +24,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from quant.base.atomic import temporary_directory
+from quant.base.atomic import put_file, temporary_directory
 from quant.base.errors import UserError
 from quant.base.extras import require
 from quant.export.gguf.architectures import Architecture, architecture_of, metadata_of
-from quant.export.gguf.blocks import block_type, to_blocks
+from quant.export.gguf.blocks import block_type, block_width, to_blocks
 from quant.formats.format import Format
 from quant.formats.tensor import BlockScaledTensor, quantize
 from quant.kernels.linear.quantized_module import QuantizedModule
@@ -121,7 +121,7 @@ def write_gguf(
             except ValueError as error:
                 raise UserError(f"{entry.name}: {error}") from None
         writer.close()
-        file.replace(path)
+        put_file(file, path)
     return {
         "files": {path.name: path.stat().st_size},
         "types": {kind: types.count(kind) for kind in dict.fromkeys(types)},
@@ -144,15 +144,21 @@ def check_gguf(model: nn.Module, plan: Plan | None) -> Architecture:
                 f"{layer.name}: its input goes through {', '.join(parts)} at run time, which llama.cpp does not have; "
                 "quantize with a solver that leaves nothing for run time, such as gptq"
             )
-        _check_format(layer.name, layer.weight_format, architecture)
+        _check_format(layer.name, layer.weight_format, layer.matrix[-1], architecture)
     return architecture
 
 
-def _check_format(name: str, format: Format, architecture: Architecture) -> None:
-    if block_type(format) is None:
+def _check_format(name: str, format: Format, columns: int, architecture: Architecture) -> None:
+    kind = block_type(format)
+    if kind is None:
         raise UserError(
             f"{name}: llama.cpp has no {format}; it has nvfp4, mxfp4, int4, int8, its own such as q4_k, and 16 bit, so "
             "quantize again with one of --format nvfp4a16, mxfp4a16, int4a16_g32 and q4_k_m"
+        )
+    if columns % block_width(kind):
+        raise UserError(
+            f"{name}: in = {columns} is no multiple of {block_width(kind)}, the weights of llama.cpp's block of {kind}; "
+            f"keep it in 16 bit with --exclude {name.removesuffix('.weight')}, or quantize with --format q8_0"
         )
     if format.global_scale and not architecture.scales:
         raise UserError(
@@ -198,7 +204,7 @@ def tensors_of(model: nn.Module, architecture: Architecture) -> Iterator[Entry]:
                 yield Entry(stored, format.gguf, tuple(weight.shape), make)
                 continue
         if isinstance(weight, BlockScaledTensor):
-            _check_format(name, weight.format, architecture)
+            _check_format(name, weight.format, weight.shape[-1], architecture)
         for part, rows in _parts(name, weight, architecture, config):
             for own, mapped in architecture.renamed.items():
                 part = part.replace(own, mapped)
@@ -210,7 +216,10 @@ def tensors_of(model: nn.Module, architecture: Architecture) -> Iterator[Entry]:
 
 def _weights(model: nn.Module) -> Iterator[tuple[str, BlockScaledTensor | Tensor]]:
     """Yields the weights of a model by the names of their tensors; matrices of experts are `[experts, out, in]`."""
-    tied = getattr(model, "all_tied_weights_keys", None) or {}
+    tied, seen = (
+        getattr(model, "all_tied_weights_keys", None) or {},
+        dict(model.named_parameters(remove_duplicate=False)),
+    )
     for path, module in model.named_modules():
         quantized = module.quantized_weight if isinstance(module, QuantizedModule) else None
         if quantized is not None:
@@ -218,7 +227,8 @@ def _weights(model: nn.Module) -> Iterator[tuple[str, BlockScaledTensor | Tensor
             yield path if len(quantized.shape) == 3 else f"{path}.weight", quantized
         for last, parameter in module.named_parameters(recurse=False):
             name = f"{path}.{last}"
-            if name in tied and model.get_parameter(name) is model.get_parameter(tied[name]):
+            # A tied head is its embedding, unless that was quantized and it was not.
+            if name in tied and seen.get(tied[name]) is parameter:
                 continue
             stacking = stacking_of(module, last) if parameter.dim() == 3 else None
             yield name, parameter.detach() if stacking is None else stacking.matrices(parameter.detach())
@@ -233,9 +243,9 @@ def _parts(
         assert isinstance(weight, Tensor)
         rows = Rows(weight.float() + 1)
     if architecture.permuted and (match := re.search(r"\.(q|k)_proj\.(?:weight|bias)$", name)):
-        heads = (
-            config.num_attention_heads if match[1] == "q" else config.num_key_value_heads or config.num_attention_heads
-        )
+        heads = config.num_attention_heads
+        if match[1] == "k":
+            heads = config.num_key_value_heads or heads
         order = torch.arange(weight.shape[0], device="cpu").view(heads, 2, -1).transpose(1, 2).flatten()
         rows = rows.take(order)
     if ".experts." not in name:

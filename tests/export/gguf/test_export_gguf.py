@@ -191,7 +191,7 @@ def test_what_llama_cpp_would_misread_is_refused(tmp_path: Path) -> None:
     refused(gemma2(**SIZES, query_pre_attn_scalar=16), "nvfp4a16", "gemma2 ignores the global scale that nvfp4 has")
     refused(llama(**SIZES), "fp8", r"layers\.0\.self_attn\.q_proj\.weight: llama\.cpp has no fp8; it has nvfp4, mxfp4")
     refused(
-        llama(hidden_size=64, intermediate_size=96), "nvfp4a16", r"blk\.0\.ffn_down\.weight: in = 96 is no multiple"
+        llama(hidden_size=64, intermediate_size=96), "nvfp4a16", r"layers\.0\.mlp\.down_proj\.weight: in = 96 is no"
     )
     dynamic = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
     refused(llama(**SIZES, rope_parameters=dynamic), "mxfp4a16", "scaled by dynamic, which llama.cpp's llama does not")
