@@ -157,7 +157,7 @@ def _check_format(name: str, format: Format, columns: int, architecture: Archite
         )
     if columns % block_width(kind):
         raise UserError(
-            f"{name}: in = {columns} is no multiple of {block_width(kind)}, the weights of llama.cpp's block of {kind}; "
+            f"{name}: in = {columns} is no multiple of {block_width(kind)}, the weights of a block of {kind}; "
             f"keep it in 16 bit with --exclude {name.removesuffix('.weight')}, or quantize with --format q8_0"
         )
     if format.global_scale and not architecture.scales:
