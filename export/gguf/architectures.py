@@ -225,7 +225,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         _all(_SILU, _every(4, "full_attention", "sliding_attention")), scales=True,
     ),
 }  # fmt: skip
-"""Architectures that were run in llama.cpp and compared with PyTorch (`benchmarks/gguf_files.py`)."""
+"""Architectures that were run in llama.cpp and compared with PyTorch (`benchmarks/gguf_architectures.py`)."""
 
 
 def _no_rope(config: Any) -> Iterator[str]:
