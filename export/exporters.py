@@ -200,7 +200,8 @@ def export_gguf(job: ExportJob) -> dict[str, Any]:
     if origin is not None:
         words = stored_vocabulary(origin)
     elif (job.directory / "tokenizer.json").is_file():
-        words = vocabulary(load_tokenizer(job.directory), job.model.config.vocab_size)  # type: ignore[union-attr]
+        config: Any = job.model.config
+        words = vocabulary(load_tokenizer(job.directory), config.vocab_size)
     else:
         notes.append(f"{job.directory} has no tokenizer.json: llama.cpp takes the file for token ids alone")
     _warn(notes)

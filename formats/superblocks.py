@@ -44,8 +44,8 @@ def decode_scales(scale: Tensor, format: Format) -> tuple[Tensor, Tensor | None]
         step, minimum = _halves(parts).unbind(-1)
         return step, minimum.neg()
     unit, codes = _read(parts, format)
-    step, *minimum = ((u[..., None] * c).flatten(-2) for u, c in zip(unit, codes, strict=True))
-    return step, minimum[0] if minimum else None
+    values = [(u[..., None] * c).flatten(-2) for u, c in zip(unit, codes, strict=True)]
+    return values[0], values[1] if format.minimum else None
 
 
 def _read(parts: Tensor, format: Format) -> tuple[list[Tensor], list[Tensor]]:

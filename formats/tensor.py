@@ -299,10 +299,7 @@ def round_with_scale(
 ) -> torch.Tensor:
     """Returns `quantize_with_scale(…).dequantize(dtype)` without making codes: the weight of a deployed model."""
     if format.has_packed_scales:
-        step, shift = grid(scale, format)
-        codes = encode((weight.float() + shift) / step, format.element)
-        packed = pack(codes, 4) if codes.dtype is torch.uint8 else codes
-        return BlockScaledTensor(packed, scale, format, tuple(weight.shape))
+        return quantize_with_scale(weight, format, scale).dequantize(dtype)
     rows, columns = weight.shape[-2:]
     block_rows, block_columns = format.block_shape(weight.shape)
     step = _step(scale, global_scale, torch.promote_types(dtype, torch.float32))

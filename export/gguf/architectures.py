@@ -52,7 +52,7 @@ class Architecture:
 
 def head_dim(config: Any) -> int:
     """Returns the width of an attention head."""
-    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
 
 
 def _window(config: Any) -> Fields:
@@ -316,4 +316,5 @@ def _divisors(parameters: Mapping[str, Any], base: float, width: int) -> torch.T
     low, high = float(parameters["low_freq_factor"]), float(parameters["high_freq_factor"])
     turns = base ** (-torch.arange(0, width, 2, dtype=torch.float64) / width) / (2 * math.pi)  # 1 / wavelength
     share = ((parameters["original_max_position_embeddings"] * turns - low) / (high - low)).clamp(0, 1)
-    return (1 / ((1 - share) / parameters["factor"] + share)).float()
+    divisors: torch.Tensor = 1 / ((1 - share) / parameters["factor"] + share)
+    return divisors.float()

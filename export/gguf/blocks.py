@@ -67,7 +67,7 @@ def to_blocks(weight: BlockScaledTensor) -> np.ndarray[tuple[int, ...], np.dtype
 def _nibbles(codes: Tensor, run: int) -> Tensor:
     """Returns 4-bit codes `[..., in]` by runs, two to a byte: `[..., in / run, run / 2]`."""
     low, high = codes.unflatten(-1, (-1, run)).chunk(2, dim=-1)
-    return low | high << 4
+    return torch.bitwise_or(low, high << 4)
 
 
 def _q4_0(weight: BlockScaledTensor) -> Tensor:
@@ -93,7 +93,8 @@ def _half_scales(weight: BlockScaledTensor) -> Tensor:
         )
     blocks = weight.shape[-1] // 32
     half = half.repeat_interleave(blocks // half.shape[-1], dim=-1)
-    return half.contiguous().view(torch.uint8).unflatten(-1, (-1, 2))
+    stored: Tensor = half.contiguous().view(torch.uint8).unflatten(-1, (-1, 2))
+    return stored
 
 
 def _five_bits(weight: BlockScaledTensor) -> tuple[Tensor, Tensor]:

@@ -169,7 +169,8 @@ def _check_format(name: str, format: Format, columns: int, architecture: Archite
 
 def gguf_notes(model: nn.Module, plan: Plan | None) -> list[str]:
     """Returns sentences on what llama.cpp does otherwise than a model or its plan says."""
-    notes, config = list[str](), getattr(model, "config", None)
+    config: Any = model.config
+    notes = list[str]()
     window = getattr(config, "sliding_window", None)
     if config.model_type in ("mistral", "mixtral", "phi3") and window and window < config.max_position_embeddings:
         notes.append(

@@ -71,7 +71,7 @@ def _write_checkpoint(job: Job, out: Path, solved: SolvedModel, report: Report) 
         if source.kind == SourceKind.GGUF and source.path is not None:
             words = stored_vocabulary(source.path)
         elif (tokenizer := tokenizer_if_any(source)) is not None:
-            words = vocabulary(tokenizer, source.config.vocab_size)  # type: ignore[union-attr]
+            words = vocabulary(tokenizer, source.config.vocab_size)
         write_gguf(solved.quantized.model, out, solved.plan, words=words)
         report.notes += gguf_notes(solved.quantized.model, solved.plan)
         report.seconds["write"], report.bytes_after = time.perf_counter() - started, out.stat().st_size

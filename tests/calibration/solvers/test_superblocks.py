@@ -11,7 +11,7 @@ from quant.calibration.solvers.registry import SOLVERS
 from quant.calibration.statistics import LayerStats
 from quant.formats.format import GGUF_FORMATS
 from quant.formats.superblocks import choose_scales, decode_scales, levels
-from quant.formats.tensor import quantize, quantize_with_scale
+from quant.formats.tensor import quantize, quantize_with_scale, round_with_scale
 
 
 def _moment(size: int, seed: int) -> torch.Tensor:
@@ -64,3 +64,11 @@ def test_search_of_scales_follows_the_importance_of_inputs(name: str) -> None:
 def test_solvers_without_a_second_level_of_scales_say_so() -> None:
     supporting = {name for name, solver in SOLVERS.items() if solver.supports(GGUF_FORMATS["q4_k"])}
     assert supporting == {"rtn", "mse", "gptq", "gptq_plain", "kfac"}
+
+
+@pytest.mark.parametrize("name", GGUF_FORMATS)
+def test_rounding_under_given_scales_is_quantizing_and_reading(name: str) -> None:
+    weight = torch.randn(4, 256, generator=torch.Generator().manual_seed(1))
+    solved = quantize(weight, GGUF_FORMATS[name], rule="mse")
+    rounded = round_with_scale(weight, GGUF_FORMATS[name], solved.scale)
+    assert torch.equal(rounded, solved.dequantize())
