@@ -28,7 +28,7 @@ from quant.recipes.blocks import in_float64
 
 # Static scales of FP8 inputs that are tried, and outputs that judge them.
 _SCALES_AN_OCTAVE, _SAMPLED_OUTPUTS = 16, 512
-_WORTH = 0.004  # of the energy of outputs, that residual channels must take off its error for each bit per weight
+_WORTH = 2.0  # share of the error that residual channels take off, for the share of columns that they add
 
 
 def scale_inputs(block: Block) -> None:
@@ -115,8 +115,8 @@ def choose_channels(block: Block, group: Group) -> None:
     """Chooses the residual channels of a group's inputs, where its solver has some.
 
     A channel weighs as much as its rounding costs behind the weights: mean (q(x) - x)² of the channel times ‖w‖² of its
-    columns, less the same for the error that stays when its residual is rounded too. Without a number, blocks of 16
-    channels are added as long as they take `_WORTH` of the output's energy off the error for each bit per weight.
+    columns. Without a number, blocks of 16 channels are added as long as the share of the error that they take off is
+    `_WORTH` times the share of columns that they add; the error that stays when residuals are rounded is counted.
     """
     group.parts = replace(group.parts, channels=None)
     count, activation = group.pipeline.spec.residual, group.activation
@@ -130,17 +130,16 @@ def choose_channels(block: Block, group: Group) -> None:
     weight = torch.cat([block.targets[name] for name in group.names]).float()
     columns = x.shape[1]
     error = x - round_activation(x, activation, group.input_scale)
-    loud = (error.square().mean(0) * weight.square().sum(0)).argsort(descending=True)
+    sizes = weight.square().sum(0)
+    costs = error.square().mean(0) * sizes
+    loud = costs.argsort(descending=True)
     if count < 0:
         # The residuals of all channels in the order in which they would be added, rounded as they would be.
         ordered = error[:, loud[: columns - columns % 16]]
         left = ordered - round_activation(ordered, activation, group.input_scale)
-        gain = (ordered.square() - left.square()).mean(0) * weight[:, loud[: ordered.shape[1]]].square().sum(0)
-        energy = (x @ weight.t()).square().sum(1).mean().clamp(min=1e-30)
-        # A block of 16 columns adds 16 / in of the bits that a weight has.
-        bits = group.weight_format.bits_per_weight((len(weight), columns)) * 16 / columns
-        worth = gain.unflatten(0, (-1, 16)).sum(1) / energy / bits >= _WORTH
-        count = 16 * int(worth.int().cumprod(0).sum())
+        gain = (ordered.square() - left.square()).mean(0) * sizes[loud[: ordered.shape[1]]]
+        taken = gain.unflatten(0, (-1, 16)).sum(1) / costs.sum().clamp(min=1e-30)
+        count = 16 * int((taken >= _WORTH * 16 / columns).int().cumprod(0).sum())
     count = min(count, columns - columns % 16)
     if count:
         # Channels in their order, so that gathering them reads memory in one direction.
