@@ -1,6 +1,6 @@
 """This benchmark times exported decoders in onnxruntime on a processor: FP32 and quantized, in one job.
 
-    python benchmarks/onnxruntime.py [--model smollm2-135m] [--threads 2] [--capacity 1024] [--keep FOLDER]
+    python benchmarks/onnxruntime.py [--model smollm2-135m] [--formats INT4,FP8] [--threads 2] [--keep FOLDER]
 
 Each format is rounded to nearest, saved, and exported for onnxruntime; "FP32" is the model as it is, through the same
 export. All sessions are opened, then they take turns: each reads a prompt of 256 tokens into an empty cache, and writes
@@ -34,7 +34,7 @@ from quant.generate.generate import cast_unquantized
 from quant.models.open_model import open_model
 from quant.recipes.blocks import cache_argument, cache_of
 
-FORMATS = {"INT4": "int4a16_g64", "INT8": "int8", "INT8, static": "int8_static", "FP8": "fp8"}
+FORMATS = {"INT4": "int4a16_g64", "INT8": "int8", "INT8 static": "int8_static", "FP8": "fp8"}
 PROMPT, NEW = 256, 32  # tokens
 
 
@@ -107,15 +107,20 @@ def kl(run: Callable[..., np.ndarray], reference: Callable[..., np.ndarray], pro
 
 @click.command()
 @click.option("--model", default="smollm2-135m", show_default=True)
+@click.option("--formats", default=",".join(FORMATS), show_default=True)
 @click.option("--threads", default=2, show_default=True)
 @click.option("--capacity", default=1024, show_default=True)
 @click.option("--rounds", default=5, show_default=True)
 @click.option("--keep", type=click.Path(path_type=Path))
 @click.option("--json", "json_path", type=click.Path(path_type=Path))
-def main(model: str, threads: int, capacity: int, rounds: int, keep: Path | None, json_path: Path | None) -> None:
+def main(
+    model: str, formats: str, threads: int, capacity: int, rounds: int, keep: Path | None, json_path: Path | None
+) -> None:
     torch.set_num_threads(threads)
     with tempfile.TemporaryDirectory() as temporary:
-        files = {name: exported(name, model, keep or Path(temporary), capacity) for name in ("FP32", *FORMATS)}
+        files = {
+            name: exported(name, model, keep or Path(temporary), capacity) for name in ("FP32", *formats.split(","))
+        }
         sessions: dict[str, Any] = {
             name: OnnxruntimeSession(path, threads=threads) for name, (path, _) in files.items()
         }
@@ -136,7 +141,7 @@ def main(model: str, threads: int, capacity: int, rounds: int, keep: Path | None
             path, checkpoint = files.get(name, (None, None))
             divergence, size = None, None
             if path is not None:
-                size = sum(file.stat().st_size for file in path.parent.glob(f"{path.name}*")) / 1e6
+                size = sum(file.stat().st_size for file in path.parent.glob("*.onnx*")) / 1e6
             if checkpoint is not None:
                 sessions[name].begin(1)
                 divergence = kl(sessions[name].step, Loaded(checkpoint).step, prompt, 64)

@@ -184,7 +184,7 @@ def export_model(
         with listener.step(f"loading {model}" if stored is not None else "saving the model"):
             opened = stack.enter_context(_opened(model, stored, to, path, module, tokenizer))
         if "inputs" in KINDS[to][1]:
-            check_experts(opened.model)
+            check_experts(opened.model, in_16_bit=to in ("onnx", "tensorrt"))
         # The sizes of a cache decide what is refused, and attention's scales are measured only after that.
         cached = cache_capacity(to, opened.model, capacity, has_inputs=bool(inputs), genai=genai)
         check_attention(to, opened.plan, attention, kv_cache, cached=cached > 0)

@@ -174,13 +174,13 @@ def layer_problem(
     return None
 
 
-def check_experts(model: nn.Module) -> None:
-    """Raises ValueError for a model with fused experts, which no graph holds."""
+def check_experts(model: nn.Module, *, in_16_bit: bool = True) -> None:
+    """Raises ValueError for a model with fused experts, quantized or `in_16_bit`, which no graph holds."""
     for name, module in model.named_modules():
         shape = None
         if isinstance(module, QuantExperts):
             shape = module.weight_shape
-        elif hasattr(module, "has_gate") and hasattr(module, "is_transposed"):
+        elif in_16_bit and hasattr(module, "has_gate") and hasattr(module, "is_transposed"):
             # transformers multiplies by experts in 16 bit through a class with these two attributes. Where they are
             # quantized, they are modules below it.
             shape = next((x.shape for x in module.parameters(recurse=False) if x.dim() == 3), None)

@@ -33,7 +33,10 @@ def for_onnxruntime(model: Any) -> None:
 
     model.graph.opset_imports[ORT_DOMAIN] = 1
     rewriter = _Rewriter(model.graph)
-    rewrites = {"DequantizeLinear": rewriter.weight, "Reciprocal": rewriter.norm, "Neg": rewriter.rope}
+    rewrites = {
+        "DequantizeLinear": rewriter.weight, "Where": rewriter.positive, "Reciprocal": rewriter.norm,
+        "Neg": rewriter.rope,
+    }  # fmt: skip
     for node in list(model.graph):
         rewrites.get(node.op_type, lambda _: None)(node)
     for node in [node for node in model.graph if node.op_type == "Attention"]:
@@ -142,6 +145,15 @@ class _Rewriter:
         y = self.add(matmul, INTEGER_PRODUCT, *operands, domain=ORT_DOMAIN)
         dtype = matmul.outputs[0].dtype
         self.replace(matmul.outputs[0], y if int(dtype) == FLOAT else self.add(matmul, "Cast", y, to=int(dtype)))
+
+    def positive(self, where: Any) -> None:
+        """Rewrites the scale of a token of zeros, 1, as the smallest number: their product is zero with either."""
+        greater, scale = _made(where.inputs[0], "Greater"), where.inputs[1]
+        if greater is None or greater.inputs[0] is not scale or int(scale.dtype or 0) != FLOAT:
+            return
+        if _number(greater.inputs[1]) == 0 and _number(where.inputs[2]) == 1:
+            least = self.constant(2.0**-126, dtype=np.float32, scalar=True)
+            self.replace(where.outputs[0], self.add(where, "Max", scale, least))
 
     def norm(self, reciprocal: Any) -> None:
         """Rewrites `weight · x / sqrt(mean(x²) + epsilon)` over the last axis, in FP32."""

@@ -10,6 +10,7 @@ import tiny_models
 import torch
 from torch import nn
 
+from quant.export.export_model import export_model
 from quant.export.onnx.limits import check_attention, check_model, layer_problem
 from quant.formats.format import FORMATS
 from quant.formats.tensor import quantize
@@ -115,6 +116,18 @@ def test_quantized_experts_below_a_class_of_transformers_are_named() -> None:
     quantize_model(model, "fp8a16", effort=0)
     with pytest.raises(ValueError, match=r"experts.gate_up_proj \[4, 256, 64\]: fused experts choose their tokens"):
         check_model(model)
+
+
+@pytest.mark.parametrize("kind", ["onnx", "tensorrt", "aoti", "torch-tensorrt"])
+def test_every_export_of_experts_ends_in_a_line_with_a_road_that_works(kind: str, tmp_path: Path) -> None:
+    """AOTInductor ended in `_unique2`, and NVFP4 experts were sent to `--to tensorrt`, which refuses them."""
+    model = tiny_models.mixtral(dtype=torch.bfloat16)
+    done = quantize_model(model, "nvfp4a16", effort=0)
+    options = {"target": "sm120"} if kind == "tensorrt" else {}
+    pytest.importorskip("tensorrt_rtx" if kind == "tensorrt" else "onnx", reason="needs an extra")
+    with pytest.raises(ValueError, match=r"experts.gate_up_proj \[4, 256, 64\]: fused experts .*vLLM") as refused:
+        export_model(done, kind, tmp_path / "out.pt2", **options)
+    assert "tensorrt" not in str(refused.value) and not (tmp_path / "out.pt2").exists()
 
 
 @pytest.mark.parametrize(

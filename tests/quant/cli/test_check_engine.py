@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from click.testing import CliRunner, Result
@@ -16,6 +17,7 @@ from serving_samples import greedy_tokens
 import quant
 from quant.cli.main import main
 from quant.cli.quantize import quantize_command
+from quant.export.engines.decode_loop import open_session
 from quant.recipes.plan import Plan
 
 onnx = pytest.importorskip("onnx", reason="needs the extra onnx")
@@ -107,6 +109,36 @@ def test_mistakes(files: tuple[Path, Path], arguments: list[str], words: str) ->
     result = run(*(str(a).replace("DIR", str(checkpoint)).replace("OUT", str(out)) for a in arguments))
     assert (result.exit_code, result.stdout) == (2, ""), result.output
     assert words in result.stderr and len(result.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("length", "last", "words"),
+    [(0, -1, "row 1: last is -1, and the step has tokens 0 to 2"), (0, 3, "row 1: last is 3"),
+     (94, 2, "row 1: lengths is 94; with 3 tokens of a step the cache of 96 takes 0 to 93"), (-1, 2, "lengths is -1")],
+)  # fmt: skip
+def test_a_step_that_the_graph_would_compute_wrongly(
+    files: tuple[Path, Path], length: int, last: int, words: str
+) -> None:
+    session = open_session(files[1])
+    session.begin(2)
+    with pytest.raises(quant.UserError, match=words):
+        session.step(np.zeros((2, 3), np.int64), np.array([0, length]), np.array([2, last]))
+
+
+def test_the_runtime_of_a_file_is_an_option(files: tuple[Path, Path], tmp_path: Path) -> None:
+    """The same layers in other nodes; both files run in onnxruntime."""
+    kinds = {}
+    for target in ("onnxruntime", "tensorrt"):
+        out = tmp_path / target
+        arguments = ["--to", "onnx", "--target", target, "--out", out, "--capacity", 96, "--dtype", "fp32", "--quiet"]
+        assert run("export", files[0], *arguments).exit_code == 0
+        kinds[target] = [node.op_type for node in onnx.load(out / "model.onnx", load_external_data=False).graph.node]
+        checked = run("check", out, "--source", files[0], "--max-new-tokens", 4, "--json")
+        assert json.loads(checked.stdout)["passed"], checked.output
+    assert "RMSNormalization" in kinds["onnxruntime"] and "Attention" in kinds["onnxruntime"]
+    assert "Reciprocal" in kinds["tensorrt"] and "Softmax" in kinds["tensorrt"]
+    wrong = run("export", files[0], "--to", "onnx", "--target", "sm89", "--out", tmp_path / "wrong")
+    assert wrong.exit_code == 2 and "an ONNX file is for onnxruntime or tensorrt" in wrong.stderr
 
 
 def test_a_file_of_another_plan(files: tuple[Path, Path], tmp_path: Path) -> None:
