@@ -334,10 +334,10 @@ def forget_the_factor_of_embeddings(model: Any) -> None:
     model.model.embed_tokens.embed_scale = torch.tensor(1.0)
 
 
-def take_the_second_token(model: Any) -> None:
+def pool_the_last_token(model: Any) -> None:
     pooler = model.pooler
     forward = pooler.forward
-    pooler.forward = lambda hidden: forward(hidden[:, 1:])
+    pooler.forward = lambda hidden: forward(hidden.flip(1))
 
 
 def drop_a_relu(model: Any) -> None:
@@ -368,7 +368,7 @@ OTHER_MODELS = [
     ("gemma3", exchange_gemmas_norms),
     ("gemma3", forget_the_factor_of_embeddings),
     ("mistral", narrow_a_window),
-    ("bert", take_the_second_token),
+    ("bert", pool_the_last_token),
     ("resnet", drop_a_relu),
     ("resnet", mirror_a_kernel),
     ("resnet", negate_a_mean),
