@@ -1,6 +1,6 @@
 """This benchmark times exported decoders in onnxruntime on a processor: FP32 and quantized, in one job.
 
-    python benchmarks/onnxruntime.py [--model smollm2-135m] [--formats INT4,FP8] [--threads 2] [--keep FOLDER]
+    python benchmarks/onnx_decoders.py [--model smollm2-135m] [--formats INT4,FP8] [--threads 2] [--keep FOLDER]
 
 Each format is rounded to nearest, saved, and exported for onnxruntime; "FP32" is the model as it is, through the same
 export. All sessions are opened, then they take turns: each reads a prompt of 256 tokens into an empty cache, and writes
@@ -141,7 +141,7 @@ def main(
             path, checkpoint = files.get(name, (None, None))
             divergence, size = None, None
             if path is not None:
-                size = sum(file.stat().st_size for file in path.parent.glob("*.onnx*")) / 1e6
+                size = sum(file.stat().st_size for file in path.parent.glob(f"{path.name}*")) / 1e6
             if checkpoint is not None:
                 sessions[name].begin(1)
                 divergence = kl(sessions[name].step, Loaded(checkpoint).step, prompt, 64)
