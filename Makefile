@@ -13,23 +13,25 @@ unexport PYTHONDONTWRITEBYTECODE
 RUN := .venv/bin/python -m
 OUT := out/smollm2-135m-nvfp4a16
 MIXED := out/smollm2-135m-4.8bits
+QUICKLY := out/smollm2-135m-fp8
 # Losses are told on text of the calibration's kind and on text of another: a module of Python's own library.
 PYTHON_TEXT = $(shell .venv/bin/python -c 'import typing; print(typing.__file__)')
 TEXTS = --calib benchmarks/data/calibration.txt --eval benchmarks/data/evaluation.txt --eval $(PYTHON_TEXT) --seqlen 256
 
 .PHONY: demo test test-oldest test-newest coverage lint docs docs-test gpu-test slow-test vllm-test sanitize bench clean
 
-demo: .venv/.engines  ## SmolLM2-135M three times: to NVFP4 by GPTQ, to 4.8 mixed bits, to an engine; QUICK=1 rounds it and runs it
+demo: .venv/.engines  ## SmolLM2-135M three times: to NVFP4 by GPTQ, to 4.8 mixed bits, to an engine; QUICK=1 rounds it to FP8 and runs it
 ifdef QUICK
 	@echo "rounding to nearest, a measurement and a few words: less than a minute on two quiet cores"
-	.venv/bin/quantize smollm2-135m --format nvfp4a16 --effort 0 $(TEXTS) --eval-samples 2 --out $(OUT) --overwrite
-	.venv/bin/quant generate $(OUT) --prompt "The capital of France is" --max-new-tokens 8
+	.venv/bin/quantize smollm2-135m --format fp8_channel --effort 0 $(TEXTS) --eval-samples 2 --out $(QUICKLY) --overwrite
+	.venv/bin/quant generate $(QUICKLY) --prompt "The capital of France is" --max-new-tokens 2
 else
-	@echo "about five and a half minutes on two cores: four for GPTQ and for the mix, one for the engine; 'make demo QUICK=1' takes less than one"
+	@echo "about six minutes on two cores: four for GPTQ and for the mix, one for the engine; 'make demo QUICK=1' takes less than one"
 	.venv/bin/quantize smollm2-135m --format nvfp4a16 --solver gptq $(TEXTS) --calib-samples 4 --eval-samples 4 \
 		--out $(OUT) --overwrite
 	.venv/bin/quantize smollm2-135m --bits 4.8 --formats nvfp4a16,fp8a16 $(TEXTS) --calib-samples 4 \
 		--eval-samples 4 --out $(MIXED) --overwrite
+	.venv/bin/quant generate $(MIXED) --prompt "The capital of France is" --max-new-tokens 2
 	if .venv/bin/python -c 'import tensorrt_rtx' 2>/dev/null; then .venv/bin/quant export $(OUT) --to tensorrt \
 		--target rtx5090 --shapes batch=1:1:4,sequence=1:128:512 --out $(OUT).engine --overwrite; fi
 endif
@@ -71,6 +73,7 @@ docs: .venv/.docs  ## the documentation as a site in out/docs; a broken link is 
 
 docs-test: .venv/.engines  ## every command and Python line of README, docs/ and the notebooks, on tiny models
 	OMP_NUM_THREADS=1 $(RUN) pytest tests/test_documented_commands.py -m "not gpu" -n $(JOBS) $(ARGS)
+	.venv/bin/python tests/readme_blocks.py
 
 bench: .venv/.bench  ## every measurement of docs/benchmarks.md, with its peers; those of vLLM need its environment
 	set -e; for script in $(filter-out benchmarks/vllm_%,$(wildcard benchmarks/[a-z]*.py)); do echo "== $$script"; .venv/bin/python $$script; done

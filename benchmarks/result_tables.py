@@ -1,4 +1,4 @@
-"""Writes tables of README.md and docs/benchmarks.md, and README's figure, from measured runs.
+"""Writes tables of README.md and docs/benchmarks*.md, and README's figure, from measured runs.
 
     python benchmarks/result_tables.py
 
@@ -86,18 +86,19 @@ def put(page: Path, tables: Mapping[str, str]) -> None:
 
 
 def main(root: Path = ROOT) -> None:
-    """Writes README's table and figure, and the tables of docs/benchmarks.md."""
+    """Writes README's table and figure, and the tables of docs/benchmarks.md and docs/benchmarks-training.md."""
     run = json.loads(RUN.read_text(encoding="utf-8"))
     measured, versions = Measured(run), run["header"]
     losses = {title: markdown(loss_table(title, measured)) for title in TABLES}
     losses["loss relative to the best peer"] = markdown(ratio_table(measured))
-    put(root / "docs" / "benchmarks.md", losses | training_tables())
+    put(root / "docs" / "benchmarks.md", losses)
+    put(root / "docs" / "benchmarks-training.md", training_tables())
     put(root / "README.md", {"headline": markdown(headline_table(measured))})
     peers = f"ModelOpt {versions['nvidia-modelopt']}, llm-compressor {versions['llmcompressor']}"
     draw(measured, peers, root / "docs" / "figures" / "results.svg")
     for name in measured.missing():
         print(f"not measured, so no table has it: {name}")
-    print("README.md, docs/benchmarks.md and docs/figures/results.svg are written")
+    print("README.md, docs/benchmarks.md, docs/benchmarks-training.md and docs/figures/results.svg are written")
 
 
 if __name__ == "__main__":

@@ -23,7 +23,6 @@ and split alike, and while `taking_inputs` is open the model takes a batch of th
 from __future__ import annotations
 
 import inspect
-import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -32,6 +31,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
+from quant.base.errors import warn
 from quant.calibration.evaluating import evaluating
 from quant.calibration.placement import device_of
 from quant.formats.tensor import moved
@@ -54,10 +54,9 @@ def unpadded(call: Mapping[str, Any], takes: Collection[str]) -> list[dict[str, 
     rows = len(next(iter(masks.values())))
     tensors = [value for value in tree_flatten(dict(call))[0] if isinstance(value, torch.Tensor)]
     if rows > 1 and any(not tensor.dim() or len(tensor) != rows for tensor in tensors):
-        warnings.warn(
+        warn(
             "calibration data: a batch of padded texts has tensors without a part for each text "
             f"({', '.join(call)}), so its padding counts as tokens; give one text a call",
-            stacklevel=2,
         )
         return None
     shown_calls = []
@@ -113,10 +112,14 @@ class Inputs:
     Attributes:
         about: their sources, in a few words; empty where the sources are not known.
         own_text: whether the model wrote texts of them itself, whose likelihood then means nothing.
+        labels: the class of each row, int64 `[rows]`, where they are known and the model takes none.
     """
 
-    def __init__(self, calls: Sequence[Arguments], *, about: str = "", own_text: bool = False) -> None:
-        self.calls, self.about, self.own_text = list(calls), about, own_text
+    def __init__(
+        self, calls: Sequence[Arguments], *, about: str = "", own_text: bool = False,
+        labels: torch.Tensor | None = None,
+    ) -> None:  # fmt: skip
+        self.calls, self.about, self.own_text, self.labels = list(calls), about, own_text, labels
 
     def __len__(self) -> int:
         return len(self.calls)
@@ -239,7 +242,9 @@ def joined(parts: Sequence[Inputs]) -> Inputs:
     """Returns the calls of all parts, one part after the other."""
     about = "; ".join(part.about for part in parts if part.about)
     own_text = any(part.own_text for part in parts)
-    return Inputs([call for part in parts for call in part.calls], about=about, own_text=own_text)
+    known = [part.labels for part in parts if part.labels is not None]
+    labels = torch.cat(known) if len(known) == len(parts) else None
+    return Inputs([call for part in parts for call in part.calls], about=about, own_text=own_text, labels=labels)
 
 
 def recorded(model: nn.Module, forward_loop: Callable[[nn.Module], Any]) -> Inputs:

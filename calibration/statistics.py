@@ -13,7 +13,6 @@ whole past is in two matrices [in, in], and no token needs to be kept (Qronos an
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -21,6 +20,7 @@ from typing import Any
 import torch
 from torch.nn.functional import pad
 
+from quant.base.errors import warn
 from quant.calibration.fast_matmul import default_matmul, difference_product, half_square, has_pairs, symmetric
 from quant.calibration.shrinkage import MomentSpread, shrink
 from quant.formats.format import Format
@@ -255,10 +255,9 @@ def static_input_scale(
     None for formats that measure theirs.
     """
     if name and activation.is_static and bool(amax == 0):
-        warnings.warn(
+        warn(
             f"{name}: its input was zero in all calibration data, so its static input scale is arbitrary; calibrate on "
             "data that reaches it, or keep it in 16 bit or in a format that measures each input, such as fp8_token",
-            stacklevel=2,
         )
     if activation.global_scale:
         # Checkpoints hold the reciprocal: two divisions give the scale that a loader computes from it.

@@ -22,12 +22,18 @@ from torch import nn
 
 from quant.base.atomic import claimed, temporary_directory
 from quant.base.errors import UserError, known_names, option
-from quant.base.extras import require
+from quant.base.extras import check_installed
 from quant.base.listener import SILENT, Listener
 from quant.calibration.attention_scales import AttentionScales, collect_attention_scales
 from quant.calibration.layer_result import Quantized
 from quant.calibration.session import Session
-from quant.calibration.texts.sources import Rows, as_rows, check_sources, read_calibration
+from quant.calibration.texts.sources import (
+    Rows,
+    as_rows,
+    check_sources,
+    packages_of_sources,
+    read_calibration,
+)
 from quant.export.checkpoint.files.directory import check_apart, check_destination, check_parents
 from quant.export.checkpoint.files.layout import LAYOUT_NAMES
 from quant.export.checkpoint.load import describe, is_checkpoint, load, no_checkpoint
@@ -39,9 +45,9 @@ from quant.export.onnx.decoder_graph import GraphInput
 from quant.export.onnx.limits import check_experts
 from quant.export.onnx.opsets import RUNTIMES
 from quant.export.onnx.quantized_cache import holds_cache_scales
-from quant.export.tensorrt.gpu_targets import choose_common_library, resolve_targets
+from quant.export.tensorrt.gpu_targets import choose_common_library, packages_of_engine, resolve_targets
 from quant.kernels.attention.kv_pages import kv_format
-from quant.models.files import SourceKind, find_checkpoint
+from quant.models.files import SourceKind, find_checkpoint, packages_of
 from quant.models.huggingface import remote_code
 from quant.models.open_model import Source
 from quant.recipes.callers_model import unwrapped
@@ -179,7 +185,9 @@ def export_model(
         # Held until the end, so that two exports never write the same file.
         stack.enter_context(claimed(path))
         # Loading a model takes longer than everything that is checked here.
-        _check_request(to, stored, path, overwrite, **build)
+        own = [] if stored is None else packages_of(str(stored))
+        read = [] if isinstance(rows, torch.Tensor) else packages_of_sources(rows.sources)
+        _check_request(to, stored, path, overwrite, [*own, *read], **build)
         graph_inputs = {name: _parsed_input(name, value) for name, value in (inputs or {}).items()} or None
         with listener.step(f"loading {model}" if stored is not None else "saving the model"):
             opened = stack.enter_context(_opened(model, stored, to, path, module, tokenizer))
@@ -269,30 +277,32 @@ def _check_request(
     directory: Path | None,
     out: Path,
     overwrite: bool,
+    packages: Sequence[str],
     target: str | None,
     backend: str | None,
     features: Sequence[str],
 ) -> None:
     """Refuses a request that cannot succeed, before a model is loaded.
 
-    Raises UserError for an engine without a target, ValueError for a target for which no engine can be built here, and
-    FileExistsError if the destination is taken, or is, holds or lies in the checkpoint `directory`; None is a model in
-    memory.
+    Raises UserError for a package that is missing, among `packages` or those of the kind, or an engine without a
+    target; ValueError for a target for which no engine can be built here, and FileExistsError if the destination is
+    taken, or is, holds or lies in the checkpoint `directory`; None is a model in memory.
     """
     check_apart(out, directory)
-    if kind in ("onnx", "tensorrt"):
-        for package in ("onnx", "onnxscript"):
-            require(package, "onnx")
     if kind == "onnx" and target not in (None, *RUNTIMES):
         raise UserError(
             f"{option('target', target)}: an ONNX file is for {' or '.join(RUNTIMES)}; an engine for a GPU is "
             f"{option('to', 'tensorrt')}"
         )
-    if kind == "tensorrt":
-        if target is None:
-            raise UserError(
-                f"an engine is built for one kind of GPU: name it with {option('target')}, such as sm120, sm89 or local"
-            )
+    if kind == "tensorrt" and target is None:
+        raise UserError(
+            f"an engine is built for one kind of GPU: name it with {option('target')}, such as sm120, sm89 or local"
+        )
+    of_kind = ["onnx", "onnxscript"] if kind in ("onnx", "tensorrt") else []
+    if kind == "tensorrt" and target is not None:
+        of_kind += packages_of_engine(resolve_targets(target), backend)
+    check_installed([*packages, *of_kind], f"{option('to', kind)}")
+    if kind == "tensorrt" and target is not None:
         choose_common_library(resolve_targets(target), backend, features)
     if kind in ("onnx", *LAYOUT_NAMES):
         check_destination(out, overwrite=overwrite)

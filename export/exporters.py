@@ -6,7 +6,6 @@ before everything is written and compared.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
@@ -17,7 +16,7 @@ import torch
 from torch import nn
 
 from quant.base.atomic import temporary_directory
-from quant.base.errors import UserError, counted, listed, option
+from quant.base.errors import UserError, counted, listed, option, warn
 from quant.base.json_files import write_json
 from quant.calibration.attention_names import text_config
 from quant.calibration.attention_scales import AttentionScales
@@ -228,7 +227,7 @@ EXPORTERS: dict[str, Callable[[ExportJob], dict[str, Any]]] = {
 
 def _warn(notes: Sequence[str]) -> None:
     for note in notes:
-        warnings.warn(note, stacklevel=3)
+        warn(note)
 
 
 def _file_record(job: ExportJob, notes: list[str]) -> dict[str, Any]:

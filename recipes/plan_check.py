@@ -45,7 +45,7 @@ def fusion_warnings(plan: Plan) -> list[str]:
 
 
 def coverage_warnings(plan: Plan) -> list[str]:
-    """Returns warnings where over half of all weights stay in 16 bit, or inputs do because no run measured them."""
+    """Returns warnings where over half of all weights are not quantized, or inputs do because no run measured them."""
     warnings = []
     # A tied weight counts once, as it is stored.
     own = [layer for layer in plan.layers if layer.tied_to is None]
@@ -62,7 +62,7 @@ def coverage_warnings(plan: Plan) -> list[str]:
             f"{counted(len(layers), 'layer')}, {layers[0].name} first, {counts[reason] / total:.0%}: {reason}"
             for reason, layers in most
         )
-        warnings.append(f"{in_16bit / total:.0%} of the weights stay in 16 bit ({reasons})")
+        warnings.append(f"{in_16bit / total:.0%} of the weights are not quantized ({reasons})")
     weight_only = [layer for layer in plan.quantized if layer.activation is None and layer.reason.endswith(NOT_RUN)]
     if weight_only:
         warnings.append(

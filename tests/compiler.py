@@ -18,6 +18,24 @@ _NO_DEVICE = -1  # the kernels that Triton keeps for a real device stay as they 
 
 
 @contextmanager
+def fusion_is_said() -> Iterator[None]:
+    """Refuses launches that leave `enable_fp_fusion` to Triton, whose default changes in 3.10."""
+    from triton import knobs
+
+    if not hasattr(type(knobs.language), "fp_fusion_enabled"):
+        yield
+        return
+    enabled = type(knobs.language).fp_fusion_enabled
+
+    def asked(self: Any, requested: bool | None) -> bool:
+        assert requested is not None, "this launch does not say enable_fp_fusion (see quant/kernels/base/launch.py)"
+        return bool(enabled(self, requested))
+
+    with patch.object(type(knobs.language), "fp_fusion_enabled", asked):
+        yield
+
+
+@contextmanager
 def compiled_for(arch: int) -> Iterator[list[Any]]:
     """Gives the list of compiled kernels, which grows with each launch inside."""
     from triton.backends.compiler import GPUTarget
@@ -39,7 +57,7 @@ def compiled_for(arch: int) -> Iterator[list[Any]]:
             used.append(self)
         compiled.append(run(self, *args, grid=grid, warmup=True, **rest))
 
-    with patch.object(driver, "_active", active), patch.object(JITFunction, "run", compile_only):
+    with patch.object(driver, "_active", active), patch.object(JITFunction, "run", compile_only), fusion_is_said():
         yield compiled
     for kernel in used:
         kernel.device_caches.pop(_NO_DEVICE, None)

@@ -6,7 +6,10 @@ import functools
 import gc
 import importlib.metadata
 import os
+import re
 import sys
+from collections import Counter
+from typing import Any
 
 # Set before anything imports huggingface_hub: tests read what the repository and installed packages ship.
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -17,9 +20,38 @@ import hypothesis
 import pytest
 import torch
 
+from quant.base.extras import PACKAGES
+
 # A shared machine makes single examples slow at random, so time is no failure; CI draws the same examples each run.
 hypothesis.settings.register_profile("house", deadline=None, derandomize="CI" in os.environ)
 hypothesis.settings.load_profile("house")
+
+
+_importorskip = pytest.importorskip
+
+
+def _name_the_package(modname: str, *arguments: Any, **options: Any) -> Any:
+    """Skips as `pytest.importorskip` does, and puts the missing package in front, which the last line counts."""
+    try:
+        return _importorskip(modname, *arguments, **options)
+    except pytest.skip.Exception as skipped:
+        skipped.msg = f"[{modname.partition('.')[0]}] {skipped.msg}"
+        raise
+
+
+pytest.importorskip = _name_the_package
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Says in one line which packages were missing, and how many tests (or files of tests) each has cost."""
+    reasons = [str(report.longrepr) for report in terminalreporter.stats.get("skipped", [])]
+    counts = Counter(found[1] for reason in reasons if (found := re.search(r"Skipped: \[(\w+)\] ", reason)))
+    if counts:
+        extras = ", ".join(
+            f"{count} of {name} (extra {PACKAGES[name][0]})" if name in PACKAGES else f"{count} of {name}"
+            for name, count in counts.most_common()
+        )
+        terminalreporter.write_line(f"skipped for want of packages, tests or whole files: {extras}")
 
 
 # Tests that say how transformers 5.24 behaves, by a part of their names, and how earlier versions differ.

@@ -108,7 +108,7 @@ def test_tables_and_figures_are_those_of_the_measured_run(tmp_path: Path, monkey
     import format_figures
     import result_tables
 
-    generated = ["README.md", "docs/benchmarks.md", "docs/figures/results.svg"]
+    generated = ["README.md", "docs/benchmarks.md", "docs/benchmarks-training.md", "docs/figures/results.svg"]
     for name in generated:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, tmp_path / name)
@@ -118,6 +118,11 @@ def test_tables_and_figures_are_those_of_the_measured_run(tmp_path: Path, monkey
     assert [name for name in generated if (tmp_path / name).read_bytes() != (ROOT / name).read_bytes()] == []
     numerics = (ROOT / "docs/numerics.md").read_text()
     assert [name for name in FORMATS if f"figures/formats/{name}.svg" not in numerics] == []
+
+
+def test_no_page_is_longer_than_a_reader_scrolls() -> None:
+    lengths = {page.name: len(page.read_text().splitlines()) for page in (ROOT / "docs").glob("*.md")}
+    assert {name: lines for name, lines in lengths.items() if lines > 420} == {}
 
 
 def test_pages_of_the_site_link_inside_of_it() -> None:

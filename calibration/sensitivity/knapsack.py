@@ -16,7 +16,6 @@ tolerance, the limit is lowered by that much and the problem solved again.
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,7 +24,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from quant.base.extras import install_command
+from quant.base.extras import check_installed
 
 SCORE = "score"
 
@@ -74,7 +73,7 @@ def solve(
     problem: KnapsackProblem, limits: Mapping[str, float], *, minimize: str = SCORE, near: Near | None = None
 ) -> np.ndarray:
     """Returns the best choice within `limits` by resource ("score" is one): the format of each group, int64 `[G]`."""
-    require_scipy()
+    check_installed(["scipy"], "allocation")
     check_feasible(problem, limits)
     # HiGHS may exceed a limit by its tolerance, 1e-6: lower the limit by twice the excess and solve again.
     tightened = dict(limits)
@@ -85,12 +84,6 @@ def solve(
             return choice
         tightened = {name: tightened[name] - max(2 * over[name], 0.0) for name in limits}
     raise Infeasible(f"no choice found within {_listed(limits)}; loosen a limit a little")
-
-
-def require_scipy() -> None:
-    """Raises ValueError where scipy, whose solver every allocation uses, is not installed."""
-    if importlib.util.find_spec("scipy") is None:
-        raise ValueError(f"allocation needs the package `scipy`: {install_command('allocate')}")
 
 
 def smallest(problem: KnapsackProblem, resource: str) -> float:

@@ -28,7 +28,6 @@ reads from the whole weight (`gptq`) over a pass of 128 inputs at a time (`Round
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -38,6 +37,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from quant.base.errors import warn
 from quant.base.parallel import in_parts
 from quant.calibration.fast_matmul import RightOperand, SplitMatrix, add_product, has_pairs, left_operand
 from quant.calibration.ranks import Exchange, dealt, rank_and_world, shares_rows
@@ -121,7 +121,7 @@ class Gptq(Solver):
         order = None if format.scale is E4M3 else block_order(stats.matrix.diagonal(), _width(format))
         factor = factorize(stats.matrix, self.damping, order, name)
         if factor.damping > self.damping:
-            warnings.warn(f"{name}: singular second moment, damped by {factor.damping:g} of its mean", stacklevel=3)
+            warn(f"{name}: singular second moment, damped by {factor.damping:g} of its mean")
         return factor
 
 

@@ -1,6 +1,8 @@
 """`read_inputs` reads calibration inputs of models that take more than tokens, from files, folders and data sets.
 
-    inputs.safetensors  one tensor for each argument of the model (`pixel_values`, `decoder_input_ids`, …)
+    inputs.safetensors  one tensor for each argument of the model (`pixel_values`, `decoder_input_ids`, …), and perhaps
+                        `labels`, the classes of the rows
+    inputs.pt           the same, as torch.save writes a dict of tensors; or the tensor of a model's only argument
     photos/             images; the caption of `cat.png` is `cat.txt` in the same folder
     sounds/             sounds; the transcript of `talk.wav` is `talk.txt`
     hf:org/name         records with a column of images or sounds, and perhaps one of text
@@ -459,6 +461,8 @@ def _decode_greedily(model: Any, kwargs: dict[str, Any]) -> torch.Tensor:
     return ids.to(kwargs[DECODER].device)
 
 
+PICKLES = (".pt", ".pth")
+"""Suffixes of files that torch.save writes."""
 _MEDIA = {"pixel_values", "input_features", "input_values"}
 
 
@@ -469,13 +473,17 @@ def read_inputs(
     path, parameters = Path(source), set(inspect.signature(model.forward).parameters)
     is_seq2seq = DECODER in parameters
     inputs: Inputs | None = None
-    if path.suffix == ".safetensors":
+    if path.suffix in (".safetensors", *PICKLES):
         if path.is_file() and (named := _named_tensors(path, model)):
             if is_seq2seq and DECODER not in named:
                 # A start token for each row; `write_decoder_text` lets the model go on from it.
                 count = len(next(iter(named.values())))
                 named = {**named, DECODER: decoder_ids(model, None, "", 1).repeat(count, 1)}
-            inputs = inputs_of({name: tensor[:samples] for name, tensor in named.items()}, model)
+            # A model outside transformers takes no labels: they are for its accuracy alone.
+            labels = None if "labels" in parameters else named.get("labels")
+            given = {name: tensor[:samples] for name, tensor in named.items() if tensor is not labels}
+            inputs = inputs_of(given, model)
+            inputs.labels = None if labels is None else labels[:samples]
     elif path.is_dir() or is_seq2seq or parameters & _MEDIA:
         # The processor is loaded only if there is something for it: it may take seconds.
         media = read_samples(source, samples, pairs=is_seq2seq)
@@ -498,18 +506,47 @@ def read_inputs(
 
 def _named_tensors(path: Path, model: nn.Module) -> Mapping[str, torch.Tensor] | None:
     """Returns the tensors of a file that is made of a model's arguments; None where it holds only token ids."""
-    try:
-        with safe_open(path, framework="pt") as file:
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    except SafetensorError as error:
-        raise ValueError(f"{path}: not a safetensors file: {error}") from None
-    parameters = set(inspect.signature(model.forward).parameters)
-    arguments = set(tensors) & parameters
+    parameters = inspect.signature(model.forward).parameters
+    takes = [name for name, each in parameters.items() if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)]
+    tensors = _tensors_of(path, takes)
     # One tensor of integers is a file of token rows, for `calibration_rows`, unless an encoder-decoder reads them.
     is_ids = len(tensors) == 1 and not next(iter(tensors.values())).is_floating_point()
-    if not arguments or (is_ids and DECODER not in parameters):
+    if is_ids and DECODER not in parameters and path.suffix == ".safetensors":
         return None
-    if arguments != set(tensors):
-        unknown = ", ".join(sorted(set(tensors) - arguments))
-        raise ValueError(f"{path}: {type(model).__name__} takes no {unknown}; name tensors by its arguments")
-    return tensors
+    unknown = sorted(set(tensors) - set(takes) - {"labels"})
+    if not unknown and set(tensors) != {"labels"}:
+        return tensors
+    if all(not tensor.is_floating_point() for tensor in tensors.values()) and not set(tensors) & set(takes):
+        return None  # several texts of token ids, of which FILE.safetensors:NAME names one
+    wrong = ", ".join(unknown) or "labels alone"
+    raise ValueError(
+        f"{path}: {type(model).__name__} takes no {wrong}; name tensors by the arguments of its forward: "
+        f"{', '.join(takes)}"
+    )
+
+
+def _tensors_of(path: Path, takes: Sequence[str]) -> dict[str, torch.Tensor]:
+    """Returns the tensors of a file by name; a single tensor of torch.save has the name of the first argument."""
+    if path.suffix == ".safetensors":
+        try:
+            with safe_open(path, framework="pt") as file:
+                return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        except SafetensorError as error:
+            raise ValueError(f"{path}: not a safetensors file: {error}") from None
+    try:
+        # Without running code that the file may hold.
+        content = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # pickle and zip have no common class of errors
+        raise ValueError(f"{path}: torch.load cannot read it as tensors ({_first_line(error)})") from None
+    if isinstance(content, torch.Tensor) and takes:
+        return {takes[0]: content}
+    if isinstance(content, dict) and content and all(isinstance(each, torch.Tensor) for each in content.values()):
+        return {str(name): tensor for name, tensor in content.items()}
+    raise ValueError(
+        f"{path}: holds {type(content).__name__}; save a tensor, or a dict of tensors by the names of the model's "
+        f"arguments: {', '.join(takes)}"
+    )
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().split("\n")[0]

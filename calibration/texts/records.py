@@ -1,4 +1,4 @@
-"""Records of data sets, on disk and on the Hugging Face hub, read with the `datasets` package.
+"""Records of data sets, on disk and on the Hugging Face hub, read with the `datasets` package; JSON takes none.
 
     notes.jsonl                    a .json, .jsonl, .csv, .tsv or .parquet file, perhaps compressed (.jsonl.gz)
     notes.jsonl#body               the column named body
@@ -11,20 +11,27 @@ approximate: of the order of the shards, and within a window of `SHUFFLE_WINDOW`
 
 from __future__ import annotations
 
-import importlib.util
+import bz2
+import gzip
+import json
 import logging
-from collections.abc import Iterator
+import lzma
+import random
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from quant.base.extras import install_command
+from quant.base.extras import check_installed
 
 SHUFFLE_WINDOW = 1024
+T = TypeVar("T")
 
 _READERS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".tsv": "csv", ".parquet": "parquet"}
-_COMPRESSED = {".gz", ".bz2", ".xz", ".zst"}
+# Python's own modules open the first three; zstandard comes with `datasets`.
+_OPENERS: dict[str, Any] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
+_COMPRESSED = {*_OPENERS, ".zst"}
 
 
 @dataclass(frozen=True)
@@ -58,44 +65,93 @@ def parse_corpus(spec: str) -> Corpus | None:
 
 
 def check_corpus(spec: str) -> None:
-    """Raises ValueError for an empty file, or a source whose package is missing; it opens nothing."""
+    """Raises ValueError for an empty file; it opens nothing."""
     corpus = parse_corpus(spec)
-    if corpus is None or Path(corpus.path).is_dir():  # a folder may hold images, which take no such package
-        return
-    if corpus.reader and Path(corpus.path).is_file() and not Path(corpus.path).stat().st_size:
+    if corpus is not None and corpus.reader and Path(corpus.path).is_file() and not Path(corpus.path).stat().st_size:
         raise ValueError(f"{corpus.path}: empty, it holds no text")
-    if importlib.util.find_spec("datasets") is None:
-        raise ValueError(_missing_package(corpus))
 
 
-def _missing_package(corpus: Corpus) -> str:
-    return (
-        f"{corpus.path}: reading it needs the package `datasets`: {install_command('data')}; "
-        "a plain UTF-8 text file needs nothing"
-    )
+def packages_of(spec: str) -> list[str]:
+    """Returns the optional packages that read a source."""
+    corpus = parse_corpus(spec)
+    # A folder may hold images or sounds, which take no such package.
+    is_plain = corpus is None or _is_json(corpus) or Path(corpus.path).is_dir()
+    return [] if is_plain else ["datasets"]
+
+
+def _is_json(corpus: Corpus) -> bool:
+    return corpus.reader == "json" and not corpus.path.lower().endswith(".zst")
 
 
 def read_records(corpus: Corpus, *, seed: int | None = None) -> Iterator[dict[str, Any]]:
     """Yields the records in order, or shuffled by `seed`."""
-    try:
-        import datasets
-    except ImportError as error:
-        raise ValueError(_missing_package(corpus)) from error
     if corpus.reader:
         if not Path(corpus.path).is_file():
             raise FileNotFoundError(f"{corpus.path}: no such file")
-        if not Path(corpus.path).stat().st_size:
-            raise ValueError(f"{corpus.path}: empty, it holds no text")
+        check_corpus(corpus.path)
+    if _is_json(corpus):
+        records = _json_records(Path(corpus.path))
+        yield from records if seed is None else shuffled(records, seed)
+        return
+    check_installed(["datasets"], f"{corpus.path}: reading it")
+    import datasets
+
     with _explained(corpus):
-        records = _open(datasets, corpus)
-    if isinstance(records, dict):
-        records = records[_choose_split(corpus, list(records))]
+        opened = _open(datasets, corpus)
+    if isinstance(opened, dict):
+        opened = opened[_choose_split(corpus, list(opened))]
     with _explained(corpus):
         # Images and sounds stay the bytes of their files: callers that need them decode them.
-        for name, feature in (records.features or {}).items():
+        for name, feature in (opened.features or {}).items():
             if isinstance(feature, datasets.Image | datasets.Audio):
-                records = records.cast_column(name, type(feature)(decode=False))
-        yield from records if seed is None else records.shuffle(seed=seed, buffer_size=SHUFFLE_WINDOW)
+                opened = opened.cast_column(name, type(feature)(decode=False))
+        yield from opened if seed is None else opened.shuffle(seed=seed, buffer_size=SHUFFLE_WINDOW)
+
+
+def _json_records(path: Path) -> Iterator[dict[str, Any]]:
+    """Yields the objects of a JSON file: one in each line, or all in one list."""
+    number = 0
+    try:
+        with _OPENERS.get(path.suffix.lower(), open)(path, "rt", encoding="utf-8-sig") as file:
+            for number, line in enumerate(file, 1):
+                if number == 1 and line.lstrip().startswith("["):
+                    yield from _objects(json.loads(line + file.read()), path, "the list")
+                elif line.strip():
+                    yield from _objects([json.loads(line.strip())], path, f"line {number}")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: not UTF-8 text ({error.reason} at byte {error.start})") from None
+    except json.JSONDecodeError as error:
+        raise ValueError(
+            f"{path}, line {number + error.lineno - 1}: not JSON ({error.msg} at character {error.colno}); give one "
+            "object in each line, or one list of objects"
+        ) from None
+    except (OSError, EOFError, lzma.LZMAError) as error:
+        raise ValueError(f"{path}: cannot be read as a data set: {_one_line(error)}") from error
+
+
+def _objects(values: list[Any], path: Path, where: str) -> Iterator[dict[str, Any]]:
+    for value in values:
+        if not isinstance(value, dict):
+            raise ValueError(
+                f"{path}: {where} holds {type(value).__name__} where an object such as "
+                '{"text": "…"} or {"messages": […]} belongs'
+            )
+        yield value
+
+
+def shuffled(items: Iterable[T], seed: int) -> Iterator[T]:
+    """Yields the items in a random order, each drawn from the next `SHUFFLE_WINDOW` ones."""
+    generator = random.Random(seed)
+    window: list[T] = []
+    for item in items:
+        if len(window) == SHUFFLE_WINDOW:
+            i = generator.randrange(SHUFFLE_WINDOW)
+            window[i], item = item, window[i]
+            yield item
+        else:
+            window.append(item)
+    generator.shuffle(window)
+    yield from window
 
 
 @contextmanager

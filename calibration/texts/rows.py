@@ -29,7 +29,6 @@ pretraining; ids and chats have their own. An unpacked row is the beginning of o
 
 from __future__ import annotations
 
-import random
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -43,7 +42,7 @@ from torch import nn
 
 from quant.calibration.attention_names import text_config
 from quant.calibration.session import Session
-from quant.calibration.texts.records import SHUFFLE_WINDOW, parse_corpus, read_records
+from quant.calibration.texts.records import parse_corpus, read_records, shuffled
 from quant.calibration.texts.self_written import generate_rows
 
 _CHATS = ("messages", "conversations")
@@ -140,21 +139,6 @@ def chat_ids(turns: Sequence[Mapping[str, Any]], tokenizer: Any, name: str, *, a
     except Exception as error:  # a template is a program of the model's author, and fails as it likes
         why = " ".join(str(error).split())
         raise ValueError(f"{name}: the tokenizer's chat template refuses a chat: {why}") from error
-
-
-def shuffled(documents: Iterable[Document], seed: int) -> Iterator[Document]:
-    """Yields the documents in a random order, each drawn from the next `SHUFFLE_WINDOW` ones."""
-    generator = random.Random(seed)
-    window: list[Document] = []
-    for document in documents:
-        if len(window) == SHUFFLE_WINDOW:
-            i = generator.randrange(SHUFFLE_WINDOW)
-            window[i], document = document, window[i]
-            yield document
-        else:
-            window.append(document)
-    generator.shuffle(window)
-    yield from window
 
 
 def start_token(tokenizer: Any | None) -> int | None:

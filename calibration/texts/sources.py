@@ -32,10 +32,10 @@ from quant.calibration.outputs.logits import run_probe
 from quant.calibration.placement import placed
 from quant.calibration.ranks import from_first
 from quant.calibration.session import Session
-from quant.calibration.texts.media_inputs import lacks_decoder_text, read_inputs, write_decoder_text
+from quant.calibration.texts.media_inputs import PICKLES, lacks_decoder_text, read_inputs, write_decoder_text
 from quant.calibration.texts.mixture import OWN, SHARES, Record, mixed_text, rows_hash
-from quant.calibration.texts.records import check_corpus, parse_corpus
-from quant.calibration.texts.rows import calibration_rows, token_rows
+from quant.calibration.texts.records import check_corpus, packages_of, parse_corpus
+from quant.calibration.texts.rows import calibration_rows
 from quant.models.files import SourceKind, spot_hash
 from quant.models.open_model import Source
 from quant.recipes.plan import Plan
@@ -125,6 +125,7 @@ WRITTEN = (MIX, SELF)
 """Sources without a file: the mixture of samples and the model's own text, and its own text alone."""
 
 
+_SHARED = 0.99  # of the smaller vocabulary; a fine-tuned model adds a token or two
 # Bytes of a token that hardly any text exceeds: English has four to five.
 _BYTES = 16
 
@@ -176,7 +177,7 @@ def sources_of(names: Sequence[str]) -> tuple[str, ...]:
 
 
 def check_sources(names: Sequence[str], named: str) -> None:
-    """Raises UserError for a file that is missing or empty, or needs a package, before anything slow is done."""
+    """Raises UserError for a file that is missing or empty, before anything slow is done."""
     for name in sources_of(names) if names else ():
         if name in WRITTEN:
             continue
@@ -191,14 +192,24 @@ def check_sources(names: Sequence[str], named: str) -> None:
             raise UserError(f"{named} {error}") from error
 
 
+def packages_of_sources(names: Sequence[str]) -> list[str]:
+    """Returns the optional packages that read these sources."""
+    return [package for name in names for source in sources_of((name,)) for package in packages_of(source)]
+
+
 def short_files(rows: Rows) -> list[str]:
     """Returns the files of plain text that may hold fewer tokens than their rows need, by their size alone."""
     return [
         name
         for name, each in rows.by_source().items()
-        if ".safetensors" not in name and Path(name).is_file() and parse_corpus(name) is None
+        if Path(name).is_file() and parse_corpus(name) is None and not _holds_tensors(name)
         and Path(name).stat().st_size < _BYTES * each.samples * rows.seqlen
     ]  # fmt: skip
+
+
+def _holds_tensors(name: str) -> bool:
+    """Returns whether a source is a file of tensors; "FILE.safetensors:NAME" names one of them."""
+    return name.endswith((".safetensors", *PICKLES)) or ".safetensors:" in name
 
 
 def check_lengths(source: Source, rows: Rows) -> None:
@@ -223,6 +234,22 @@ def tokenizer_if_any(source: Source) -> Any:
         return source.load_tokenizer()
     except UserError:
         return None
+
+
+def check_tokenizers(name: str, other: str, of_name: Any, of_other: Any) -> None:
+    """Checks that token ids mean the same words to two models; None is no tokenizer.
+
+    Raises:
+        UserError: more than a hundredth of the smaller vocabulary differs.
+    """
+    if not hasattr(of_name, "get_vocab") or not hasattr(of_other, "get_vocab"):
+        return
+    smaller, larger = sorted((of_name.get_vocab(), of_other.get_vocab()), key=len)
+    if sum(larger.get(token) == token_id for token, token_id in smaller.items()) < _SHARED * len(smaller):
+        raise UserError(
+            f"{name}: its tokenizer is another than that of {other}, so token ids mean other words to it; take a model "
+            "of the same family"
+        )
 
 
 def within_context(source: Source, seqlen: int) -> int:
@@ -353,11 +380,12 @@ def _file_rows(source: Source, name: str, rows: Rows) -> tuple[torch.Tensor, Rec
 
 
 def read_texts(source: Source, rows: Rows) -> dict[str, torch.Tensor]:
-    """Returns the token rows `[samples, seqlen]` of each source; files of token ids need no tokenizer."""
-    return {
-        name: token_rows(Path(name), _tokenizer_for(source, name), samples=rows.samples, seqlen=rows.seqlen)
-        for name in rows.sources
-    }
+    """Returns the first token rows `[samples, seqlen]` of each source; files of token ids need no tokenizer."""
+    texts = {}
+    for name in rows.sources:
+        tokenizer = _tokenizer_for(source, name)
+        texts[name] = calibration_rows(name, tokenizer, samples=rows.samples, seqlen=rows.seqlen, shuffle=False)
+    return texts
 
 
 def read_evaluation(
@@ -409,6 +437,4 @@ def _announce_inputs(listener: Listener, verb: str, name: str, inputs: Inputs) -
 
 
 def _tokenizer_for(source: Source, text: str) -> Any:
-    # "FILE.safetensors:NAME" names one tensor of a file.
-    is_ids = text.endswith(".safetensors") or ".safetensors:" in text
-    return None if is_ids else source.load_tokenizer()
+    return None if _holds_tensors(text) else source.load_tokenizer()

@@ -35,6 +35,7 @@ _RATES = {"cpu": _Rates(8e10, 6e9, 0.01), "cuda": _Rates(1e14, 3e12, 0.02)}
 _ROUNDING = {"rtn": 120, "gptq": 5000, "gptq_plain": 5000, "kfac": 8000, "local_hessian": 600}  # operations a weight
 _SEARCH = 550  # of other solvers, which search scales
 _SCALING, _LEARNING = 1400, 700  # of a transform's trials, and of a step of reconstruction
+_ROUNDED = 1000  # elementwise operations a weight of a training step: rounding, its gradient, the optimizer
 _PASSES = 4  # of all tokens through each block
 # Writing: seconds that a linear layer adds to a step, and how much longer than its products the rest of a step takes.
 _A_STEP, _BESIDE = 0.0001, 8
@@ -96,6 +97,13 @@ def time_of_rows(model: nn.Module, plan: Plan, session: Session, rows: int, seql
     rates = _rates_of(session.device or device_of(model))
     layers = sum(layer.kind == LayerKind.LINEAR for layer in plan.layers)
     return 2 * rows * seqlen * _weights(plan) / rates.products + rows * layers * _A_STEP
+
+
+def time_of_training(model: nn.Module, plan: Plan, session: Session, steps: int, tokens: int) -> float:
+    """Returns the seconds of `steps` steps of distillation on `tokens` tokens each, the teacher's passes included."""
+    rates = _rates_of(session.device or device_of(model))
+    # A product with each weight: one of the teacher, three of the student, whose weights are rounded anew in each step.
+    return steps * (2 * tokens * 4 * _weights(plan) / rates.products + _weights(plan) * _ROUNDED / rates.rounding)
 
 
 def operations(pipeline: Pipeline) -> int:

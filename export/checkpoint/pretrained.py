@@ -7,7 +7,6 @@ plan. `load_state_dict` of such a model takes the tensors of a checkpoint too, s
 from __future__ import annotations
 
 import tempfile
-import warnings
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -16,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from quant.base.errors import UserError
+from quant.base.errors import UserError, warn
 from quant.base.extras import require
 from quant.export.checkpoint.files.compressed_tensors import check_plan
 from quant.export.checkpoint.files.names import stored_names
@@ -149,7 +148,7 @@ def save_pretrained(
         )  # fmt: skip
         files = _move_files(destination.directory, directory, source)
     for message in messages:
-        warnings.warn(message, stacklevel=2)
+        warn(message)
     if push_to_hub:
         hub = require("huggingface_hub", "hf")
         repository = hub.create_repo(

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import json
 import tempfile
-import warnings
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -24,7 +23,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from quant.base.errors import UserError
+from quant.base.errors import UserError, warn
 from quant.base.json_files import read_json, text_as_in_source, typed
 from quant.calibration.session import Store
 from quant.export.checkpoint.carry_over import carried_note, carry_over, source_names
@@ -219,7 +218,7 @@ def save(
 
     def warn_and_finish(temporary: Path, hashes: dict[str, str], messages: list[str]) -> None:
         for message in messages:
-            warnings.warn(message, stacklevel=4)
+            warn(message)
         if finish is not None:
             finish(temporary, hashes, messages)
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import importlib.metadata
 import inspect
-import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -25,7 +24,7 @@ import torch
 from torch import nn
 
 from quant.base.atomic import put_file, temporary_directory
-from quant.base.errors import known_names, option
+from quant.base.errors import known_names, option, warn
 from quant.base.json_files import json_text
 from quant.calibration.attention_names import model_configs, text_config
 from quant.calibration.attention_scales import AttentionScales
@@ -65,7 +64,7 @@ def export_onnx(model: nn.Module, path: str | Path, **options: Any) -> Path:
     fp8_attention = plan is not None and plan.attention is not None and options.get("attention") != "none"
     problem = onnxruntime_problem(model, fp8_attention=fp8_attention, kv_cache=options.get("kv_cache"))
     if problem is not None:
-        warnings.warn(problem, stacklevel=2)
+        warn(problem)
     return write_onnx(model, path, **options)
 
 

@@ -23,7 +23,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -33,7 +32,7 @@ from typing import Any
 from torch import nn
 
 from quant.base.atomic import put_file, temporary_directory
-from quant.base.errors import option
+from quant.base.errors import option, warn
 from quant.base.json_files import json_text, write_json
 from quant.base.processor import trim_heap
 from quant.export.onnx.dynamic_shapes import FP8_ATTENTION_MINIMUM, format_profile
@@ -211,10 +210,9 @@ def export_engine(
     out = Path(out)
     storage = [layer for layer in plan.quantized if is_storage_only(layer)] if plan else []
     if storage:
-        warnings.warn(
+        warn(
             f"{len(storage)} layers in {storage[0].weight} are stored in 8 bit and multiplied in half precision: "
             "TensorRT has no GEMM for them; fp8 and nvfp4 layers are multiplied as they are",
-            stacklevel=2,
         )
     # The export takes minutes, so first find out whether anything on this machine builds for the target.
     choose_common_library(resolve_targets(options.target), options.backend, options.features)

@@ -22,6 +22,7 @@ _GENERATIONS = ((7, 5), (8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (10, 3), (12, 0
 GPU_TARGETS = {f"sm{major}{minor}": (major, minor) for major, minor in _GENERATIONS} | CAPABILITIES
 # What `tensorrt_rtx.ComputeCapability` lists; the worker asks the installed one, which may know fewer or more.
 RTX_TARGETS = ("sm75", "sm80", "sm86", "sm89", "sm120", "sm121")
+_RUNTIME = "tensorrt-rtx-"  # `quant plan validate` names runtimes, and this one with its GPU
 FEATURES = {
     "refit": ("REFIT",),
     "weight-streaming": ("WEIGHT_STREAMING",),
@@ -80,9 +81,15 @@ def resolve_target(name: str) -> GpuTarget:
         if capability is None:
             raise ValueError(f"target local: this machine has no CUDA GPU; name the target: {', '.join(GPU_TARGETS)}")
         return GpuTarget("local", capability)
+    name = name.removeprefix(_RUNTIME)
     if name.lower() not in GPU_TARGETS:
         raise ValueError(f"unknown target {name!r}; {known_names(name, [*GPU_TARGETS, 'local'], 'targets')}")
     return GpuTarget(name.lower(), GPU_TARGETS[name.lower()])
+
+
+def runtime_of_gpu(name: str) -> str:
+    """Returns the runtime `tensorrt-rtx-sm120` for a GPU that `quant export` knows, such as rtx5090; else the name."""
+    return f"{_RUNTIME}{GpuTarget(name, GPU_TARGETS[name.lower()]).sm}" if name.lower() in GPU_TARGETS else name
 
 
 def resolve_targets(names: str) -> list[GpuTarget]:
@@ -111,6 +118,17 @@ def choose_common_library(targets: Sequence[GpuTarget], backend: str | None, fea
     return chosen
 
 
+def packages_of_engine(targets: Sequence[GpuTarget], backend: str | None) -> list[str]:
+    """Returns the library to install where none that builds for these targets on this machine is; else nothing."""
+    able = [name for name in EXTRAS if backend in (None, name) and all(_is_able(name, target) for target in targets)]
+    return [] if not able or any(importlib.util.find_spec(name) for name in able) else able[:1]
+
+
+def _is_able(library: str, target: GpuTarget) -> bool:
+    """Returns whether a library builds for a target on this machine, installed or not."""
+    return target.sm in RTX_TARGETS if library == "tensorrt_rtx" else local_capability() == target.capability
+
+
 def local_capability() -> tuple[int, int] | None:
     """Returns the compute capability of this machine's first GPU, or None."""
     import torch
@@ -126,8 +144,7 @@ def choose_library(target: GpuTarget, backend: str | None = None) -> Library:
     """
     if backend is not None and backend not in EXTRAS:
         raise ValueError(f"unknown backend {backend!r}; {known_names(backend, EXTRAS, 'backends')}")
-    # In order of preference; `able` says whether a library builds for the target on this machine, installed or not.
-    able = {"tensorrt": local_capability() == target.capability, "tensorrt_rtx": target.sm in RTX_TARGETS}
+    able = {name: _is_able(name, target) for name in ("tensorrt", "tensorrt_rtx")}  # in order of preference
     for name in able:
         if backend in (None, name) and able[name] and importlib.util.find_spec(name):
             return Library(name, f"{name} builds for {target}: {_REASONS[name]}")

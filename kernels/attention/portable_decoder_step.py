@@ -104,6 +104,7 @@ def rotate(positions: Tensor, q: Tensor, k: Tensor, cache: Tensor, dim: int) -> 
         rotate_kernel[len(q), triton.cdiv(heads, _HEADS) + triton.cdiv(kv_heads, _HEADS)](
             q, k, positions, cache, *turned, q.stride(0), k.stride(0), heads, kv_heads, half=half,
             width=triton.next_power_of_2(half), block=_HEADS, num_warps=4, **overlap_options(q),
+            enable_fp_fusion=True,
         )  # fmt: skip
     return turned
 
@@ -119,6 +120,7 @@ def store_rows(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Te
             k, v, k_cache, v_cache, slots, k.stride(0), v.stride(0), page_stride, slot_stride, head_stride,
             k_cache.shape[1], heads, dim=dim, width=triton.next_power_of_2(dim), block=triton.next_power_of_2(heads),
             num_warps=4, **overlap_options(k),
+            enable_fp_fusion=True,
         )  # fmt: skip
 
 
@@ -287,6 +289,7 @@ def add_rmsnorm(
             x, x if residual is None else residual, weight, hidden, out, columns, eps,
             add=residual is not None, offset=offset, width=width, num_warps=min(max(width // 256, 1), 16),
             **overlap_options(x),
+            enable_fp_fusion=True,
         )  # fmt: skip
     return out, hidden
 
@@ -301,7 +304,9 @@ def swiglu(both: Tensor, *, gelu: bool = False) -> Tensor:
     out = both.new_empty(tokens, columns)
     if out.numel():
         options = {"width": 1024, "num_warps": 4, **overlap_options(both)}
-        swiglu_kernel[tokens * triton.cdiv(columns, 1024),](both, out, columns, gelu=gelu, **options)
+        swiglu_kernel[tokens * triton.cdiv(columns, 1024),](
+            both, out, columns, gelu=gelu, **options, enable_fp_fusion=True
+        )
     return out
 
 
@@ -361,9 +366,13 @@ def greedy(logits: Tensor) -> Tensor:
         tops = torch.empty(tokens, pieces, dtype=torch.float32, device=logits.device)
         firsts = torch.empty(tokens, pieces, dtype=torch.int32, device=logits.device)
         overlap = overlap_options(logits)
-        largest_of_pieces_kernel[pieces, tokens](logits, tops, firsts, columns, pieces, width=width, **overlap)
+        largest_of_pieces_kernel[pieces, tokens](
+            logits, tops, firsts, columns, pieces, width=width, **overlap, enable_fp_fusion=True
+        )
         wide = triton.next_power_of_2(pieces)
-        largest_of_row_kernel[(tokens,)](tops, firsts, out, pieces, width=wide, num_warps=1, **overlap)
+        largest_of_row_kernel[(tokens,)](
+            tops, firsts, out, pieces, width=wide, num_warps=1, **overlap, enable_fp_fusion=True
+        )
     return out
 
 

@@ -258,6 +258,7 @@ def attend_fp8(
         kernel[triton.cdiv(seq_q, tiles.block_q), heads, batch](
             q, k, v, scales, heads, k.shape[1], seq_q, k.shape[2], out,
             softmax_scale=softmax_scale, causal=causal, dim=dim, **vars(tiles),
+            enable_fp_fusion=True,
         )  # fmt: skip
 
 
@@ -278,4 +279,5 @@ def attend(
         options.softmax_scale, options.softcap or 0.0, out, lse,
         causal=options.causal, windowed=options.window is not None, capped=options.softcap is not None,
         scale_block=SCALE_BLOCK, dim=dim, width=triton.next_power_of_2(dim), **vars(tiles),
+        enable_fp_fusion=True,
     )  # fmt: skip

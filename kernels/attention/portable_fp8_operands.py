@@ -177,6 +177,7 @@ def lay_out_v(v: Tensor, cu_seqlens: Tensor | None = None, longest: int | None =
     fp8_lay_out_v_kernel[grid](
         v.view(torch.uint8), cu_seqlens, out, tokens, padded, packed=cu_seqlens is not None, dim=dim,
         width=triton.next_power_of_2(dim), block=SCALE_BLOCK, num_warps=4,
+        enable_fp_fusion=True,
     )  # fmt: skip
     return out.view(v.dtype)
 
@@ -202,6 +203,7 @@ def decode_blocks(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     fp8_blocks_decode_kernel[scale_blocks(tokens), batch * heads](
         codes, scale.contiguous(), out, tokens, dim=dim, width=triton.next_power_of_2(dim), rows=SCALE_BLOCK,
         num_warps=8,
+        enable_fp_fusion=True,
     )  # fmt: skip
     return out
 

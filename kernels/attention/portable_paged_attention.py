@@ -365,6 +365,7 @@ def attend_pages(
         head_units=k.stride(1), token_units=k.stride(2),
         block_m=tiles.block_m, block_n=tiles.block_n, stages=tiles.stages, num_warps=tiles.warps,
         **(overlap if tiles.overlap else {"overlap": False}),
+        enable_fp_fusion=True,
     )  # fmt: skip
     if splits > 1:
         # The sum of the splits may always overlap: the kernel after it starts while only its small programs run.
@@ -372,5 +373,6 @@ def attend_pages(
         paged_attention_reduce_kernel[heads * new, batch](
             parts, lses, out, heads * new, splits,
             dim=dim, width=width, most=most, num_warps=min(max(min(most, 32) * width // 1024, 1), 4), **overlap,
+            enable_fp_fusion=True,
         )  # fmt: skip
     return out

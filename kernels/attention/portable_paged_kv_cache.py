@@ -142,6 +142,7 @@ def write_kv(pages: KVPages, table: Tensor, first: Tensor, k: Tensor, v: Tensor)
         *k.stride()[:3], *v.stride()[:3], table.stride(0), kv_heads, new,
         kind=pages.kind, per_token=pages.per_token, dim=dim, width=triton.next_power_of_2(dim), page=pages.page_size,
         tokens=tokens, num_warps=4 if tokens * dim > 1024 else 1,
+        enable_fp_fusion=True,
     )  # fmt: skip
 
 
@@ -213,6 +214,7 @@ def write_kv_slots(pages: KVPages, slots: Tensor, k: Tensor, v: Tensor) -> None:
             *k.stride()[:2], *v.stride()[:2], kv_heads, count,
             kind=pages.kind, per_token=pages.per_token, dim=dim, width=width, page=pages.page_size, tokens=tokens,
             num_warps=1, **overlap_options(k),
+            enable_fp_fusion=True,
         )  # fmt: skip
 
 
@@ -247,6 +249,15 @@ def read_nvfp4_kv(codes: Tensor, blocks: Tensor, scale: Tensor, dtype: torch.dty
     width = triton.next_power_of_2(2 * half)
     rows = 4096 // width
     nvfp4_kv_read_kernel[triton.cdiv(tokens, rows), batch * heads](
-        codes, compilable(blocks), scale, out, tokens, dim=2 * half, width=width, rows=rows, num_warps=4
+        codes,
+        compilable(blocks),
+        scale,
+        out,
+        tokens,
+        dim=2 * half,
+        width=width,
+        rows=rows,
+        num_warps=4,
+        enable_fp_fusion=True,
     )
     return out

@@ -878,6 +878,7 @@ def attend(
         options.scale_of(dim) * math.log2(math.e), (options.softcap or 0.0) * math.log2(math.e),
         Kind(tiles, dim, fp8, options.causal, windowed, capped, packed, lse is not None),
         num_warps=4, maxnreg=tiles.at_launch,
+        enable_fp_fusion=True,
     )  # fmt: skip
 
 

@@ -7,6 +7,10 @@ of an earlier call are recognized by dtypes, by integers, and by whether all poi
 The first call of a kind waits while Triton compiles its kernel. A server does that beforehand: within `recorded()`
 launches are noted, not made, each kernel once, and can then be compiled (`quant/vllm_plugin/warm_up.py`).
 
+Every launch says `enable_fp_fusion`, whose default changes in Triton 3.10: without it the same kernel would give other
+bits there. True contracts a product and a sum to one rounding, as all results were measured; False is for kernels whose
+oracle rounds every product.
+
 Kernels whose programs share an output tile count arrivals in buffers of zeros, and every launch leaves them zero. The
 program that counts the last arrival finishes the tile, so two launches that run at once must not share a counter.
 Launches on one stream run one after the other (a kernel that starts early touches no counter before the kernel ahead
@@ -64,6 +68,9 @@ _buffers: dict[tuple[int, int, bool], tuple[int, Tensor]] = {}
 def arrival_counters(x: Tensor, count: int) -> Tensor:
     """Returns zeros, int32, at least `count`, on the device of `x`, for a launch on its current stream."""
     device = x.get_device()
+    # Of launches that are only noted (`recorded`) no counter is read; the device "meta" has the number of a CPU's.
+    if x.is_meta:
+        return torch.empty(count, dtype=torch.int32, device=x.device)
     # A buffer for each stream, since launches on two streams may count at the same time.
     stream, capture = 0, 0
     if device >= 0:
@@ -177,7 +184,7 @@ class CachedLaunch:
     __slots__ = ("_after", "_constants", "_device", "_grid", "_kernel", "_launches")
 
     def __init__(self, kernel: Any, grid: Sequence[int], constants: Mapping[str, Any]) -> None:
-        self._kernel, self._grid, self._constants = kernel, grid, constants
+        self._kernel, self._grid, self._constants = kernel, grid, {"enable_fp_fusion": True, **constants}
         # Under Triton's interpreter there may be no GPU, or a PyTorch without CUDA; both count as GPU 0.
         self._device: Callable[[], int] = torch._C._cuda_getDevice if torch.cuda.is_available() else int
         self._after: list[Any] = []

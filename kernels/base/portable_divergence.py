@@ -103,5 +103,7 @@ def kl_of_logits(base: Tensor, difference: Tensor) -> Tensor:
     base, difference = base.contiguous(), difference.contiguous()
     out = torch.empty(len(base), dtype=torch.float32, device=base.device)
     tile = min(_TILE, triton.next_power_of_2(base.shape[1]))
-    kl_of_logits_kernel[(len(base),)](base, difference, out, base.shape[1], LARGE=_LARGE, TILE=tile, num_warps=8)
+    kl_of_logits_kernel[(len(base),)](
+        base, difference, out, base.shape[1], LARGE=_LARGE, TILE=tile, num_warps=8, enable_fp_fusion=True
+    )
     return out

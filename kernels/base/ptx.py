@@ -98,6 +98,7 @@ def _compile(
     values: dict[Any, Any] = {(names.index(name),): value for name, value in constants}
     source = ASTSource(kernel, types, constexprs=values, attrs=aligned)
     options = {"num_warps": num_warps, "num_stages": num_stages, "ptx_version": _PTX_VERSION}
+    options["enable_fp_fusion"] = True
     result = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
     arguments = tuple((name, types[name]) for name in names if types[name] != "constexpr")
     name, ptx = without_scratch(result.asm["ptx"], len(arguments))

@@ -97,6 +97,7 @@ def by_triton(x: BlockScaledTensor, weight: BlockScaledTensor, bias: Tensor | No
         fp8_block_gemm_kernel[grid](
             x.codes, x.scale, weight.codes, weight.scale, y if bias is None else bias, y, tokens, rows, columns,
             has_bias=bias is not None, **TILES, num_warps=WARPS, num_stages=depth,
+            enable_fp_fusion=True,
         )  # fmt: skip
     return y
 
@@ -258,6 +259,7 @@ def block_scaled_gemm(
             y if bias is None else bias, y if offsets is None else offsets, y, tokens, rows, columns, experts,
             element=form.element.name, block=form.block[1], has_global=form.global_scale, has_bias=bias is not None,
             grouped=offsets is not None, width=triton.next_power_of_2(experts), **tiles, num_warps=8, num_stages=3,
+            enable_fp_fusion=True,
         )  # fmt: skip
     return y
 

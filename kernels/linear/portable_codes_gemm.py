@@ -357,5 +357,6 @@ def look_up(ids: Tensor, weight: BlockScaledTensor, dtype: torch.dtype) -> Tenso
         flat, codes, scale, scale if weight.global_scale is None else weight.global_scale, out,
         shape[0], shape[1], codes.shape[1], scale.shape[1], **format_constants(weight.format),
         has_global=weight.global_scale is not None, width=width, num_warps=4,
+        enable_fp_fusion=True,
     )  # fmt: skip
     return out

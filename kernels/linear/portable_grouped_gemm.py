@@ -162,6 +162,7 @@ def grouped_codes_gemm(x: Tensor, weight: BlockScaledTensor, offsets: Tensor, bi
             has_global=weight.global_scale is not None, has_bias=bias is not None,
             width=triton.next_power_of_2(experts), block_m=block_m, block_n=block_n, block_k=block_k, num_warps=warps,
             num_stages=3,
+            enable_fp_fusion=True,
         )  # fmt: skip
     return y
 
@@ -183,6 +184,7 @@ def grouped_fp8_gemm(x: BlockScaledTensor, weight: BlockScaledTensor, offsets: T
             x_rows=x.format.block[0], x_columns=x.format.block[1], rows=weight.format.block[0],
             columns=weight.format.block[1], width=triton.next_power_of_2(experts), block_m=block_m, block_n=128,
             num_warps=4 if block_m <= 64 else 8, num_stages=3,
+            enable_fp_fusion=True,
         )  # fmt: skip
     return y
 
@@ -386,15 +388,18 @@ def route(x: Tensor, index: Tensor, experts: int, local: Tensor | None = None) -
         # Sizes four times apart, so that few variants are compiled.
         most = next(size for size in (64, 256, FEW_SLOTS) if slots <= size)
         place_rows_kernel[max(slots, experts + 1),](
-            x, index, numbers, offsets, rows, places, slots, experts, columns, x.stride(0), most=most, **copy, **options
+            x, index, numbers, offsets, rows, places, slots, experts, columns, x.stride(0), most=most,
+            enable_fp_fusion=True, **copy, **options,
         )  # fmt: skip
         return rows, offsets, places
     cursor, width = places.new_empty(experts), max(triton.next_power_of_2(experts), 32)
     count_rows_kernel[1,](
-        index, numbers, offsets, cursor, slots, experts, width=width, block=2048, num_warps=8, **options
+        index, numbers, offsets, cursor, slots, experts, width=width, block=2048, num_warps=8, **options,
+        enable_fp_fusion=True,
     )  # fmt: skip
     move_rows_kernel[slots,](
-        x, index, numbers, cursor, rows, places, slots, experts, columns, x.stride(0), **copy, **options
+        x, index, numbers, cursor, rows, places, slots, experts, columns, x.stride(0), **copy, **options,
+        enable_fp_fusion=True,
     )  # fmt: skip
     return rows, offsets, places
 
@@ -412,4 +417,5 @@ def weigh(y: Tensor, places: Tensor, weights: Tensor | None, out: Tensor) -> Non
         weigh_kernel[tokens * triton.cdiv(y.shape[1], 1024),](
             y, places, y if weights is None else weights, out, y.shape[1], weighted=weights is not None,
             per_token=per_token, width=1024, num_warps=4, **overlap_options(y),
+            enable_fp_fusion=True,
         )  # fmt: skip

@@ -236,7 +236,9 @@ def prepacked_to_e4m3(weight: BlockScaledTensor) -> tuple[Tensor, Tensor]:
     out = torch.empty(N, K, dtype=torch.float8_e4m3fn, device=weight.codes.device)
     unit, scale = row_scales(weight)
     tiles = _tiles_of(K)
-    sm90_nvfp4_to_e4m3[K // 64 // tiles, N // 64](weight.codes, weight.scale, unit, out, K, tiles=tiles, num_warps=4)
+    sm90_nvfp4_to_e4m3[K // 64 // tiles, N // 64](
+        weight.codes, weight.scale, unit, out, K, tiles=tiles, num_warps=4, enable_fp_fusion=True
+    )
     return out, scale
 
 
@@ -245,7 +247,15 @@ def row_scales(weight: BlockScaledTensor) -> tuple[Tensor, Tensor]:
     N, K = weight.shape
     unit, scale = torch.empty(2, N, dtype=torch.float32, device=weight.codes.device).unbind(0)
     nvfp4_row_scales_kernel[(N // 64,)](
-        weight.scale, weight.global_scale, unit, scale, K, largest=E2M1.max / E4M3.max, tiles=64, num_warps=4
+        weight.scale,
+        weight.global_scale,
+        unit,
+        scale,
+        K,
+        largest=E2M1.max / E4M3.max,
+        tiles=64,
+        num_warps=4,
+        enable_fp_fusion=True,
     )
     return unit, scale
 

@@ -274,7 +274,7 @@ def quantize_in_graph(rows: Tensor, format: Format, static: Tensor | None) -> Bl
     # A row a program, whatever the number of rows: pieces of all elements need a number that is known.
     constants = _constants(format, columns, _launch(1, columns, format, contiguous=False))
     kernel = torch.library.wrap_triton(_kernel_of(format))
-    kernel[tokens,](rows, compilable(codes), stored, second_level, columns, columns, **constants)
+    kernel[tokens,](rows, compilable(codes), stored, second_level, columns, columns, **constants, enable_fp_fusion=True)
     return BlockScaledTensor(codes, scales, format, (tokens, columns), static if format.global_scale else None)
 
 

@@ -121,6 +121,7 @@ def solve_fixed_window(
         inputs // FIXED_WIDTH, targets.stride(0), coupling.stride(0), coupling.stride(1), improve=improve,
         mantissa=0 if element.is_integer else element.mantissa, min_normal=element.min_normal, lowest=element.min,
         largest=element.max, WIDTH=FIXED_WIDTH, ROWS=_FIXED_ROWS, num_warps=1,
+        enable_fp_fusion=True,
     )  # fmt: skip
     return moves
 
@@ -371,7 +372,14 @@ def fake_quantize_nvfp4(x: Tensor, global_scale: Tensor | None, format: Format =
     out = torch.empty_like(x)
     blocks = x.numel() // WIDTH
     nvfp4_fake_quantize_kernel[(triton.cdiv(blocks, _BLOCKS),)](
-        x, out, global_scale, blocks, four_or_six=format.input_rule == "four_over_six", WIDTH=WIDTH, BLOCKS=_BLOCKS
+        x,
+        out,
+        global_scale,
+        blocks,
+        four_or_six=format.input_rule == "four_over_six",
+        WIDTH=WIDTH,
+        BLOCKS=_BLOCKS,
+        enable_fp_fusion=True,
     )
     return out
 
@@ -393,5 +401,10 @@ def learned_gradient(latent: Tensor, first_step: Tensor, step: Tensor, gradient:
 def _launch_learned(*tensors: Tensor, backward: bool) -> None:
     blocks = tensors[0].numel() // WIDTH
     nvfp4_learned_kernel[(triton.cdiv(blocks, _BLOCKS),)](
-        *tensors, blocks, backward=backward, WIDTH=WIDTH, BLOCKS=_BLOCKS
+        *tensors,
+        blocks,
+        backward=backward,
+        WIDTH=WIDTH,
+        BLOCKS=_BLOCKS,
+        enable_fp_fusion=True,
     )

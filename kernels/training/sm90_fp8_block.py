@@ -268,6 +268,7 @@ def sm90_fp8_block_operands(
             out.codes_t.stride(0), out.scale.stride(0), out.scale_t.stride(0),
             prologue=prologue, normalized=_DTYPES[normalized], dtype=_DTYPES[dtype], rule=rule, square=square,
             rows=rows, columns=columns, **tile_options(tiling),
+            enable_fp_fusion=True,
         )  # fmt: skip
     return out
 
@@ -366,5 +367,6 @@ def sm90_fp8_block_swiglu_gradients(
             *maps, codes, scale, *of_gate[2:], codes[:, C:], scale[across:], *of_up[2:], *of_product[2:], R, C, count,
             across, codes.stride(0), transposed.codes_t.stride(0), scale.stride(0), transposed.scale_t.stride(0),
             rule=rule, columns=columns, product=product, **tile_options(_TILING),
+            enable_fp_fusion=True,
         )  # fmt: skip
     return codes, scale, *of_gate[2:], *of_up[2:], *of_product[2:]

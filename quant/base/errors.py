@@ -5,6 +5,8 @@ from __future__ import annotations
 import difflib
 import html
 import re
+import sys
+import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -36,7 +38,9 @@ _ESCAPED = {code: f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}" for cod
 
 _IN_COMMAND = ContextVar("_IN_COMMAND", default=False)
 # Parameters of public functions that are not called like their option.
-_PARAMETERS = {"calib": "data", "input": "inputs", "engine_feature": "features", "format": "recipe"}
+_PARAMETERS = {
+    "calib": "data", "input": "inputs", "engine_feature": "features", "format": "recipe", "eval": "eval_texts",
+}  # fmt: skip
 
 
 class UserError(ValueError):
@@ -68,6 +72,24 @@ def option(name: str, value: object = None) -> str:
         return f'{parameter}={{"{key}": "{dims}"}}'
     is_literal = re.fullmatch(r"(True|nan|inf|-?[\d.]+|['\"].*)?", text)
     return f"{parameter}={text}" if is_literal else f'{parameter}="{text}"'
+
+
+# Packages whose frames lie between a call of the user and the place that warns.
+_BETWEEN = {"quant", "contextlib", "functools", "torch"}
+
+
+def warn(message: str) -> None:
+    """Warns the user; the line that Python names with it is the first one outside this package and its helpers.
+
+    A fixed `stacklevel` would name a line of ours wherever a call has one more frame than its author knew of. A command
+    prints warnings that come from this package without a line.
+    """
+    level, frame = 2, sys._getframe(1)
+    while not _IN_COMMAND.get() and frame.f_back is not None:
+        if str(frame.f_globals.get("__name__", "")).partition(".")[0] not in _BETWEEN:
+            break
+        level, frame = level + 1, frame.f_back
+    warnings.warn(message, stacklevel=level)
 
 
 def printable(text: str) -> str:

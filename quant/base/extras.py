@@ -11,10 +11,11 @@ import importlib
 import json
 import platform
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 from urllib.parse import urlsplit
@@ -24,6 +25,30 @@ from quant import __version__
 from quant.base.errors import UserError
 
 _DISTRIBUTION = "blockscale"
+
+PACKAGES = {
+    "transformers": ("hf", "Hugging Face and GGUF models"),
+    "accelerate": ("hf", "opening Hugging Face models"),
+    "compressed_tensors": ("hf", "trying whether transformers loads a checkpoint"),
+    "gguf": ("hf", "GGUF files"),
+    "datasets": ("data", "calibration text from data sets"),
+    "PIL": ("vision", "images"),
+    "scipy": ("allocate", "formats within a budget"),
+    "onnx": ("onnx", "ONNX files, and engines made of them"),
+    "onnxscript": ("onnx", "ONNX files, and engines made of them"),
+    "onnxruntime": ("onnx", "running ONNX files"),
+    "onnxruntime_genai": ("genai", "generating with exported decoders"),
+    "tensorrt_rtx": ("tensorrt-rtx", "TensorRT-RTX engines, also without a GPU"),
+    "tensorrt": ("tensorrt", "TensorRT engines for Hopper and B200, on a GPU"),
+    "torch_tensorrt": ("torch-tensorrt", "programs of torch-tensorrt"),
+    "peft": ("training", "LoRA"),
+    "lightning": ("lightning", "QAT under Lightning"),
+    "lm_eval": ("lm-eval", "tasks of lm-eval"),
+    "torchao": ("torchao", "training on FP8 products of torchao"),
+    "transformer_engine": ("te", "training on FP8 products of Transformer Engine"),
+    "modelopt": ("modelopt", "comparisons with ModelOpt"),
+}
+"""The optional packages by the name of their module, with the extra that installs each and its purpose."""
 
 
 def install_command(extra: str) -> str:
@@ -70,6 +95,21 @@ def require(module: str, extra: str) -> ModuleType:
         missing = isinstance(error, ModuleNotFoundError) and error.name == package
         fault = "is not installed" if missing else f"cannot be imported ({' '.join(str(error).split())})"
         raise UserError(f"this needs the package `{package}`, which {fault}: {install_command(extra)}") from error
+
+
+def check_installed(modules: Iterable[str], what: str) -> None:
+    """Raises UserError that names all of `modules` that are not installed, with one command that installs them.
+
+    A command calls this before its work, so that a user is not sent away once for each package. `what` is the subject
+    of the sentence.
+    """
+    absent = [module for module in dict.fromkeys(modules) if find_spec(module) is None]
+    if absent:
+        extras = ",".join(dict.fromkeys(PACKAGES[module][0] for module in absent))
+        named = " and ".join(f"`{module}`" for module in absent)
+        noun = "package" if len(absent) == 1 else "packages"
+        verb = "is" if len(absent) == 1 else "are"
+        raise UserError(f"{what} needs the {noun} {named}, which {verb} not installed: {install_command(extras)}")
 
 
 @contextmanager

@@ -77,6 +77,12 @@ def memory_left(root: Path = _ROOT) -> int | None:
     return min(remaining, default=None)
 
 
+def memory_taken(root: Path = _ROOT) -> int | None:
+    """Returns the bytes of memory that this process holds, mapped files not counted; None if unknown."""
+    anonymous = [line.split()[1] for line in _lines(root / "proc/self/status") if line.startswith("RssAnon:")]
+    return 1024 * int(anonymous[0]) if anonymous else None
+
+
 def set_up_threads(environment: MutableMapping[str, str]) -> str | None:
     """Says in the environment how many threads torch starts and how they wait, where the user has not said it.
 

@@ -40,7 +40,7 @@ _OPTIONS = {
 @click.option("--source", metavar="MODEL", help="What TARGET was made from: the original model of a checkpoint, whose "
               "tensors, config and files outside the plan must be in it as they are; or the checkpoint of an exported "
               "file, which then runs next to it.")  # fmt: skip
-@click.option("--model-factory", metavar="PACKAGE.MODULE:FUNCTION",
+@click.option("--model-factory", metavar="FILE.py:FUNCTION",
               help="Function that builds the module of a checkpoint without config.json.")  # fmt: skip
 @click.option("--runtime", type=click.Choice(["vllm", "transformers"]),
               help="Also load the checkpoint in this runtime, as installed here, and hold each layer against "

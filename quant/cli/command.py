@@ -274,7 +274,7 @@ UNSAFE = click.option("--unsafe-load", is_flag=True, help="Open pickled modules 
 
 def model_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """Adds the options that say how to load MODEL where it is not a Hugging Face model."""
-    factory = click.option("--model-factory", metavar="PACKAGE.MODULE:FUNCTION", help="Function that builds the "
+    factory = click.option("--model-factory", metavar="FILE.py:FUNCTION", help="Function that builds the "
                            "module, for a state dict or a directory of weights.")  # fmt: skip
     return factory(UNSAFE(TRUST(REVISION(command))))
 

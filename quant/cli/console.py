@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 import time
@@ -14,15 +15,7 @@ from typing import Any
 from rich.box import SIMPLE_HEAD
 from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, RenderableType
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TaskID,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.segment import Segment
 from rich.table import Column, Table
 from rich.text import Text
@@ -61,10 +54,10 @@ _STAGES = {
 
 
 def page() -> Console:
-    """Returns standard output; a pipe or a file is as wide as needed, so that no line or cell is broken there."""
+    """Returns standard output; a pipe or a file is as wide as COLUMNS says, or else as no line or cell needs."""
     # Without markup: rich would read the brackets of a glob such as `*.[0-9]` as one of its tags.
     out = _Console(markup=False)
-    return out if out.is_terminal else _Console(markup=False, width=_PIPE_WIDTH)
+    return out if out.is_terminal or "COLUMNS" in os.environ else _Console(markup=False, width=_PIPE_WIDTH)
 
 
 def status(text: str, quiet: bool) -> Any:
@@ -93,13 +86,18 @@ def listener(quiet: bool) -> Listener:
 
 
 class Stages:
-    """The progress of a command's stages, called as `progress(stage, done, total)`."""
+    """The progress of a command's stages, called as `progress(stage, done, total)`.
 
-    def __init__(self, bars: Progress) -> None:
+    `ended` is called with the last line of each stage when the next one begins.
+    """
+
+    def __init__(self, bars: Progress, ended: Callable[[str], None] | None = None) -> None:
         self.bars = bars
+        self.ended = ended
         self.tasks: dict[str, TaskID] = {}
         self.steps: dict[str, tuple[Sequence[str], list[float], str]] = {}
         self.reports: deque[tuple[float, float]] = deque()  # of the stage that runs: time, work done so far
+        self.count = 0  # of its reports
         self.stage: str | None = None
 
     def expect(self, stage: str, names: Sequence[str], amounts: Sequence[float], unit: str) -> None:
@@ -110,54 +108,74 @@ class Stages:
 
     def __call__(self, stage: str, done: int, total: int) -> None:
         """Notes that `done` steps of `total` are finished."""
-        if stage not in self.tasks:
-            self.tasks[stage] = self.bars.add_task(_STAGES.get(stage, stage), total=total, facts="")
         # The speed of one stage does not predict the next.
         if stage != self.stage:
-            self.stage = stage
+            self.end()
+            self.stage, self.count = stage, 0
             self.reports.clear()
+        if stage not in self.tasks:
+            self.tasks[stage] = self.bars.add_task(_STAGES.get(stage, stage), total=total, facts="", left="")
         names, work, unit = self.steps.get(stage, ((), [], ""))
+        is_known = bool(names) and len(names) == total
         facts = []
         if done < len(names):
             facts.append(names[done])
-        if len(names) == total:
-            self.reports.append((time.monotonic(), work[done]))
-            # Two reports stay, however old: a block may take longer than the window.
-            while len(self.reports) > 2 and self.reports[-1][0] - self.reports[1][0] > _SECONDS_OF_SPEED:
-                self.reports.popleft()
-            (start, done_before), (now, done_now) = self.reports[0], self.reports[-1]
-            if done_now > done_before:
-                facts.append(f"{(done_now - done_before) / max(now - start, 1e-9):,.0f} {unit}/s")
-        self.bars.update(self.tasks[stage], completed=done, total=total, facts=", ".join((*facts, _memory())))
+        now, now_done = time.monotonic(), work[done] if is_known else done
+        self.reports.append((now, now_done))
+        self.count += 1
+        # Two reports stay, however old: a block may take longer than the window.
+        while len(self.reports) > 2 and now - self.reports[1][0] > _SECONDS_OF_SPEED:
+            self.reports.popleft()
+        start, done_before = self.reports[0]
+        speed, left = (now_done - done_before) / max(now - start, 1e-9), ""
+        if speed and is_known:
+            facts.append(f"{speed:,.0f} {unit}/s")
+        # Two steps at least: the first one also imports, compiles or reads, and is a bad measure of the others.
+        if speed and self.count > 2 and done < total:
+            left = _in_words((work[total] if is_known else total) - now_done, speed)
+        self.bars.update(
+            self.tasks[stage], completed=done, total=total, facts=", ".join((*facts, _memory())), left=left
+        )
 
     def line(self) -> str | None:
         """Returns one line about the running stage; None while no stage runs."""
         is_over = self.stage is None or self.bars.tasks[self.tasks[self.stage]].finished
         return None if is_over else self._line(str(self.stage))
 
-    def last_lines(self) -> list[str]:
-        """Returns a line for every stage."""
-        return [self._line(stage) for stage in self.tasks]
+    def end(self) -> None:
+        """Ends the running stage, if there is one."""
+        if self.stage is not None and self.ended is not None:
+            self.ended(self._line(self.stage))
+        self.stage = None
 
     def _line(self, stage: str) -> str:
         task = self.bars.tasks[self.tasks[stage]]
-        left = "" if task.finished or task.time_remaining is None else f", {task.time_remaining:.0f} s left"
-        elapsed = f"{(task.finished_time if task.finished else task.elapsed) or 0:.0f} s{left}"
-        return f"{task.description} {task.completed:.0f}/{task.total or 0:.0f}, {elapsed}; {task.fields['facts']}"
+        elapsed = f"{(task.finished_time if task.finished else task.elapsed) or 0:.0f} s"
+        left = "" if task.finished or not task.fields["left"] else f", {task.fields['left']} left"
+        return f"{task.description} {task.completed:.0f}/{task.total or 0:.0f}, {elapsed}{left}; {task.fields['facts']}"
+
+
+def _in_words(work: float, speed: float) -> str:
+    seconds = work / speed
+    return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
 
 
 @contextmanager
 def stages(quiet: bool) -> Iterator[Stages]:
     """Shows a bar for each stage; in a pipe a line every ten seconds, and one at the end of each stage."""
     columns = TextColumn("{task.description:<12}"), BarColumn(14), MofNCompleteColumn()
-    times = TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn()
+    times = TimeElapsedColumn(), TextColumn("left {task.fields[left]:>6}")
     facts = TextColumn("{task.fields[facts]}", table_column=Column(ratio=1, no_wrap=True))  # the remaining width
     # A bar that redraws itself would fill a log file with control characters.
     plain = not CONSOLE.is_terminal
     with Progress(*columns, *times, facts, console=CONSOLE, disable=quiet or plain, expand=True) as progress:
-        running = Stages(progress)
+        running = Stages(progress, _print_line if plain and not quiet else None)
         with _printed_now_and_then(running) if plain and not quiet else nullcontext():
             yield running
+
+
+def _print_line(line: str) -> None:
+    CONSOLE.print(line, soft_wrap=True)
 
 
 @contextmanager
@@ -170,7 +188,7 @@ def _printed_now_and_then(running: Stages) -> Iterator[None]:
         while not over.wait(_SECONDS_A_LINE):
             line = running.line()
             if line is not None:
-                CONSOLE.print(line, soft_wrap=True)
+                _print_line(line)
 
     thread = threading.Thread(target=print_lines, name="progress", daemon=True)
     thread.start()
@@ -179,8 +197,7 @@ def _printed_now_and_then(running: Stages) -> Iterator[None]:
     finally:
         over.set()
         thread.join()
-    for line in running.last_lines():
-        CONSOLE.print(line, soft_wrap=True)
+    running.end()
 
 
 def _memory() -> str:
@@ -206,7 +223,7 @@ def bar(stage: str, quiet: bool) -> Iterator[Callable[[int, int], None]]:
 # out here, and named below the table. A pipe or a file has room for every column.
 _WORDS_WIDTH = 20  # least width of a column whose text may go on in the next line
 # Columns of a plan that a narrow terminal goes without, in this order.
-_PLAN_DROPS = ("group", "solver", "why", "SNR dB", "shape", "input")
+_PLAN_DROPS = ("group", "solver", "SNR dB", "shape", "input", "why")
 _REASONS = 8  # reasons that are counted below a plan without their column
 
 
@@ -280,15 +297,18 @@ def print_plan(
     # A layer with a score was given 16 bit by an allocation: that is a decision too.
     shown = [m for m in layers if everything or m.weight is not None or m.score is not None]
     out = page()
-    grid, left_out = fitting(_plan_columns(shown, report, costs=costs), out, drops=_PLAN_DROPS)
+    columns = _plan_columns(shown, report, costs=costs)
+    # Few reasons stand below the table, which then has room for the numbers; many have a column.
+    reasons = dict(Counter(m.reason for m in shown).most_common(_REASONS))
+    if len(reasons) < 3 and not costs:
+        del columns["why"]
+    grid, left_out = fitting(columns, out, drops=_PLAN_DROPS)
     out.print(grid)
-    if "why" in left_out:
-        for reason, count in Counter(m.reason for m in shown).most_common(_REASONS):
-            out.print(f"{counted(count, 'layer')}: {reason}")
-    print_left_out(left_out, out)
+    if "why" not in columns or "why" in left_out:
+        _print_reasons("", [m for m in shown if m.reason in reasons], out)
+    print_left_out([name for name in left_out if name != "why"], out)
     names = {m.name for m in shown}
-    for reason, count in Counter(m.reason for m in layers if m.name not in names).items():
-        out.print(f"{counted(count, 'layer')} kept in 16 bit: {reason}")
+    _print_reasons(" kept in 16 bit", [m for m in layers if m.name not in names], out)
     # Totals are over the layers shown, which --match may have narrowed.
     chosen = [m for m in layers if m.weight is not None]
     # Two bytes for each weight in 16 bit; a tied weight is stored once.
@@ -301,6 +321,16 @@ def print_plan(
     for label, value in (("KV cache", plan.kv_cache), ("attention", plan.attention), ("target", plan.target)):
         if value:
             out.print(f"{label}: {value}")
+
+
+def _print_reasons(what: str, layers: Sequence[LayerPlan], out: Console) -> None:
+    """Prints each reason with the number of its layers, and the first of them."""
+    by_reason: dict[str, list[LayerPlan]] = {}
+    for layer in layers:
+        by_reason.setdefault(layer.reason, []).append(layer)
+    for reason, members in by_reason.items():
+        first = f", {members[0].name}" + (" first" if len(members) > 1 else "")
+        out.print(f"{counted(len(members), 'layer')}{what}{first}: {reason}")
 
 
 def _plan_columns(shown: Sequence[LayerPlan], report: Mapping[str, Any] | None, *, costs: bool) -> dict[str, list[str]]:

@@ -15,24 +15,12 @@ from typing import Any
 import click
 from rich.console import Console
 
-from quant.base.extras import install_command, versions
+from quant.base.extras import PACKAGES, install_command, versions
 from quant.base.processor import cores, describe_processor, quota
 from quant.cli.command import JSON, Command, print_json
 from quant.cli.console import page, print_table
 
-# The purpose of each optional package, and the extra that installs it.
-_EXTRAS = {
-    "transformers": ("hf", "Hugging Face and GGUF models"),
-    "gguf": ("hf", "GGUF files"),
-    "accelerate": ("hf", "loading checkpoints without initialising them"),
-    "datasets": ("data", "calibration text from data sets"),
-    "onnx": ("onnx", "ONNX export"),
-    "onnxscript": ("onnx", "ONNX export"),
-    "tensorrt": ("tensorrt", "TensorRT engines for Hopper and B200, on a GPU"),
-    "tensorrt_rtx": ("tensorrt-rtx", "TensorRT-RTX engines, also without a GPU"),
-    "modelopt": ("modelopt", "comparisons with ModelOpt"),
-    "triton": ("", "GPU kernels; comes with a CUDA build of torch"),
-}
+_OF_TORCH = {"triton": ("", "GPU kernels; comes with a CUDA build of torch")}
 
 
 @click.command("doctor", cls=Command)
@@ -73,7 +61,7 @@ def examine() -> dict[str, Any]:
         # `find_spec` finds a package without importing it: importing TensorRT takes a second.
         "packages": {
             name: {"installed": find_spec(name) is not None, "extra": extra, "for": purpose}
-            for name, (extra, purpose) in _EXTRAS.items()
+            for name, (extra, purpose) in {**PACKAGES, **_OF_TORCH}.items()
         },
     }
 
@@ -195,7 +183,8 @@ def print_findings(findings: dict[str, Any]) -> None:
     print_table(columns)
     missing = [e["extra"] for e in packages if e["extra"] and not e["installed"]]
     if missing:
-        out.print(f"extras are installed by, for example: {install_command(missing[0])}", highlight=False, markup=False)
+        how = install_command(missing[0])
+        out.print(f"extras are installed by, for example: {how}", highlight=False, markup=False, soft_wrap=True)
 
 
 def _print_gpu(out: Console, gpu: dict[str, Any]) -> None:

@@ -12,7 +12,7 @@ from quant.base.errors import UserError
 from quant.cli import command as cli
 from quant.cli.completion import MODELS
 from quant.cli.console import bar, fitting, listener, page, print_table
-from quant.models.files import WatchedFiles
+from quant.models.files import WatchedFiles, packages_of
 
 if TYPE_CHECKING:
     import torch
@@ -62,8 +62,15 @@ def evaluate_command(
     baseline always attends in 16 bit.
     """
     from quant.adapters.tasks import evaluate_tasks
+    from quant.base.extras import check_installed
     from quant.calibration.session import Session
-    from quant.calibration.texts.sources import Rows, check_sources
+    from quant.calibration.texts.sources import (
+        Rows,
+        check_sources,
+        check_tokenizers,
+        packages_of_sources,
+        tokenizer_if_any,
+    )
     from quant.evaluation.evaluate import evaluate_texts
     from quant.export.checkpoint.load import open_runnable
     from quant.generate.quantized_attention import quantized_attention
@@ -80,7 +87,11 @@ def evaluate_command(
     # lm-eval measures one model at a time.
     if tasks is not None and baseline:
         raise UserError("--baseline is for --text and --data; run --tasks on each model")
-    check_sources(tuple(map(str, texts or data)), "--data" if data else "--text")
+    sources = tuple(map(str, texts or data))
+    check_sources(sources, "--data" if data else "--text")
+    models = [] if options["model_factory"] else [name for name in (model, baseline) if name]
+    packages = [package for name in models for package in packages_of(name)] + packages_of_sources(sources)
+    check_installed([*packages, *(["lm_eval"] if tasks else [])], "this evaluation")
     terminal, session = listener(quiet or as_json), Session.on(device)
     announce_device(terminal, session)
     loading = {name: options[name] for name in ("model_factory", "unsafe_load")}
@@ -109,10 +120,12 @@ def evaluate_command(
             print_table(columns, drops=("documents",))
         return
     # Both models are in memory together, since each row is run through both.
-    other = open_runnable(baseline, **loading)[1] if baseline else None
-    rows = _read_texts(
-        source, Rows(tuple(map(str, data or texts)), options["samples"], options["seqlen"]), other, session, terminal
-    )
+    other = None
+    if baseline:
+        original, other = open_runnable(baseline, **loading)
+        if texts:
+            check_tokenizers(baseline, model, tokenizer_if_any(original), tokenizer_if_any(source))
+    rows = _read_texts(source, Rows(sources, options["samples"], options["seqlen"]), other, session, terminal)
     with attention, bar("evaluate", quiet or as_json) as advance:
         result = evaluate_texts(module, rows, other, batch_size=batch_size, device=session.device, progress=advance)
     if as_json:
@@ -138,17 +151,17 @@ def _read_texts(
 
 
 def _print_evaluation(result: Evaluation) -> None:
+    """Prints a row for each figure of one text, or a row for each of several texts."""
     figures = {f"{each.text}": _figures(each) for each in result.texts}
-    labels = list(dict.fromkeys(label for column in figures.values() for label in column))
-    columns = {f"!>{name}": [column.get(label, "–") for label in labels] for name, column in figures.items()}
-    out = page()
-    grid, left_out = fitting({"!": labels, **columns}, out, drops=list(figures)[1:], show_header=len(columns) > 1)
-    if not left_out:
-        out.print(grid)
+    labels = list(dict.fromkeys(label for cells in figures.values() for label in cells))
+    if len(figures) == 1:
+        (cells,) = figures.values()
+        page().print(fitting({"!": labels, "!>": list(cells.values())}, page(), show_header=False)[0])
         return
-    # Without room side by side, the texts stand below each other.
-    for name, cells in columns.items():
-        out.print(fitting({"!": labels, name: cells}, out)[0])
+    columns = {f"!>{label}": [cells.get(label, "–") for cells in figures.values()] for label in labels}
+    print_table(
+        {"!text": list(figures), **columns}, drops=("seconds", result.unit, "baseline perplexity", "top-1 agreement")
+    )
 
 
 def _figures(result: Evaluation) -> dict[str, str]:
@@ -157,17 +170,24 @@ def _figures(result: Evaluation) -> dict[str, str]:
     from quant.report.summary import interval_text
 
     # Labels are in the order of the table; a figure that one text lacks leaves its cell empty.
-    figures = {} if result.perplexity is None else {"perplexity": f"{result.perplexity:.3f}"}
+    figures: dict[str, str] = {}
     interval = interval_text(result)
+    if result.kl is not None:
+        figures["KL(baseline‖model), nats"] = f"{loss_text(result.kl)}{interval}"
+    if result.perplexity is not None:
+        figures["perplexity"] = f"{result.perplexity:.3f}"
     if result.cosine is not None and result.error is not None:
-        figures["1 − cosine of the embeddings"] = f"{result.cosine:.6f}{interval}"
+        figures["1 − cosine of the embeddings"] = f"{loss_text(result.cosine)}{interval}"
         figures["relative error"] = f"{result.error:.2%}"
     for each in result.outputs:
-        figures[f"… of {each.name}"] = f"{each.cosine:.6f}, {each.error:.2%}"
+        figures[f"… of {each.name}"] = f"{loss_text(each.cosine)}, {each.error:.2%}"
     if result.baseline_perplexity is not None:
         figures["baseline perplexity"] = f"{result.baseline_perplexity:.3f}"
-    if result.kl is not None and result.top1 is not None:
-        figures["KL(baseline‖model), nats"] = f"{loss_text(result.kl)}{interval}"
+    if result.top1 is not None:
         figures["top-1 agreement"] = f"{result.top1:.1%}"
+    if result.accuracy is not None:
+        figures["accuracy"] = f"{result.accuracy:.1%}"
+    if result.baseline_accuracy is not None:
+        figures["baseline accuracy"] = f"{result.baseline_accuracy:.1%}"
     figures[result.unit] = f"{result.tokens:,}"
     return figures | {"seconds": f"{result.seconds:.1f}"}

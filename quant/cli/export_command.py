@@ -51,7 +51,7 @@ class _Kind(click.Choice):  # type: ignore[type-arg]  # generic from click 8.2 o
 @click.option("--calib-samples", type=click.IntRange(min=1), default=CALIB_SAMPLES, show_default=True,
               help="Rows of calibration text.")  # fmt: skip
 @click.option("--seqlen", default=SEQLEN, show_default=True, help="Tokens per row.")
-@click.option("--model-factory", metavar="PACKAGE.MODULE:FUNCTION", help="Function that builds the module, without "
+@click.option("--model-factory", metavar="FILE.py:FUNCTION", help="Function that builds the module, without "
               "config.json.")  # fmt: skip
 @TRUST
 @QUIET

@@ -149,7 +149,10 @@ def validate_command(
 
     The plan is checked by itself, and against the model and the runtime that are named. No weight is read.
     """
-    if target_name is not None:
+    if target_name is not None and target_name not in TARGETS:
+        from quant.export.tensorrt.gpu_targets import runtime_of_gpu
+
+        target_name = runtime_of_gpu(target_name)
         get_target(target_name)
     plan, problems = read_plan(_file_of(plan_file))
     # A plan may be for a GPU, whose name says nothing of the runtime.

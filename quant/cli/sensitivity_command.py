@@ -14,7 +14,7 @@ from quant.cli.command import DEVICE, DEVICES, JSON, QUIET, SEED, Command, model
 from quant.cli.completion import MODELS, PRESET_LIST, SOLVERS, SOURCES
 from quant.cli.console import listener, print_table
 from quant.export.checkpoint.files.directory import check_apart
-from quant.models.files import WatchedFiles, find_model
+from quant.models.files import WatchedFiles, find_model, packages_of
 
 
 @click.command("sensitivity", cls=Command)
@@ -47,11 +47,19 @@ def sensitivity_command(
 
     Ranks share the work; the scores do not depend on their number.
     """
+    from quant.base.extras import check_installed
     from quant.calibration.allocation.allocate import score
     from quant.calibration.inputs import call_on_first_row
     from quant.calibration.ranks import rank_and_world
     from quant.calibration.session import Session
-    from quant.calibration.texts.sources import Rows, as_rows, check_sources, digest_of, read_calibration
+    from quant.calibration.texts.sources import (
+        Rows,
+        as_rows,
+        check_sources,
+        digest_of,
+        packages_of_sources,
+        read_calibration,
+    )
     from quant.export.checkpoint.load import open_original
     from quant.run.announcements import announce_device, announce_source
     from quant.run.same_on_ranks import check_same
@@ -59,6 +67,7 @@ def sensitivity_command(
     # Before the model writes text, which takes minutes.
     parse_candidates(options["formats"])
     check_sources(calib, "--calib")
+    check_installed([*packages_of(model), *packages_of_sources(calib)], "this measurement")
     if out is not None:
         check_apart(out, find_model(model), *calib)
     terminal = listener(quiet or as_json)

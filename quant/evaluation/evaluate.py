@@ -330,6 +330,8 @@ def _evaluate_calls(models: Sequence[nn.Module], inputs: Inputs, size: int, repo
             results = [each(cast_for(each, batch).to(device_of(each))) for each in models]
             base_result = results[1] if len(results) > 1 else None
             call = batch.named_arguments(models[0])
+            if inputs.labels is not None:
+                call["labels"] = inputs.labels[starts[number] : starts[number + 1]]
             sums = compare(models[0], call, results[0], base_result, f"input {starts[number]}")
             sums_of_batches.append((number, sums))
             report(starts[number + 1], len(inputs))
@@ -342,7 +344,7 @@ def _evaluate_calls(models: Sequence[nn.Module], inputs: Inputs, size: int, repo
 
 def _of_logits(of_rows: torch.Tensor, *, compared: bool, own_text: bool) -> Evaluation:
     """Returns the figures of a model that is compared by its logits, from the sums of rows by `compare`."""
-    nll, baseline_nll, kl, same, predictions, targets = of_rows.sum(dim=0).tolist()
+    nll, baseline_nll, kl, same, predictions, targets, labelled, right, base_right = of_rows.sum(dim=0).tolist()
     if not predictions:
         raise UserError("the inputs hold no token that follows another one; give texts for the decoder")
     is_text = bool(targets) and not own_text
@@ -360,6 +362,8 @@ def _of_logits(of_rows: torch.Tensor, *, compared: bool, own_text: bool) -> Eval
         baseline_perplexity=_exp(baseline_nll / targets) if is_text and compared else None,
         rows=len(of_rows),
         interval=mean_interval(losses.tolist(), least=0.0) if compared else None,
+        accuracy=right / labelled if labelled else None,
+        baseline_accuracy=base_right / labelled if labelled and compared else None,
     )
 
 

@@ -187,6 +187,8 @@ class Evaluation(JsonData):
         unit: the things that `tokens` counts.
         rows: number of rows of text, or of inputs, that the means are over.
         interval: low and high end of the interval of 95 % around `kl`, or `cosine`; None without one, or for one row.
+        accuracy: share of the labelled rows whose likeliest class is the label; None without labels.
+        baseline_accuracy: the baseline's own accuracy; None without one.
         text: name of the text, as the user gave it.
         others: figures on further texts.
     """
@@ -203,6 +205,8 @@ class Evaluation(JsonData):
     unit: str = "predictions"
     rows: int | None = None
     interval: tuple[float, ...] | None = None
+    accuracy: float | None = None
+    baseline_accuracy: float | None = None
     text: str | None = None
     others: tuple[Evaluation, ...] = ()
 
@@ -237,6 +241,9 @@ class Evaluation(JsonData):
             figures["perplexity"] = f"{self.perplexity:.4g}{before}"
         if self.top1 is not None:
             figures["top-1 agreement"] = f"{self.top1:.1%}"
+        if self.accuracy is not None:
+            before = "" if self.baseline_accuracy is None else f" (before: {self.baseline_accuracy:.1%})"
+            figures["accuracy"] = f"{self.accuracy:.1%}{before}"
         return {**figures, self.unit: f"{self.tokens:,}"}
 
     @property

@@ -1,7 +1,8 @@
 """`compare` sums up, for each row of a call, how far the outputs of two models are apart, for models of any kind.
 
     logits of next tokens   KL(base‖model) over the vocabulary where a token follows, and the likelihood of that token
-    other logits            KL(base‖model) over the last dimension: of the class, or of each frame or position
+    other logits            KL(base‖model) over the last dimension: of the class, or of each frame or position; where
+                            rows have labels, whether the likeliest class is right
     embeddings              1 − cosine similarity of a row's mean embedding, and the squared error of all its values
 
 Tokens that stand for pieces of an image or a sound are not predicted, so they are not counted. If an output has a
@@ -49,12 +50,12 @@ def inputs_moved(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
 # Names in a config of the ids of tokens that stand for pieces of images and sounds.
 _MEDIA_TOKENS = re.compile(r"(image|video|vision|audio)\w*_token_(id|index)$")
 # Columns of the sums over predictions, and of those over embeddings.
-NLL, BASE_NLL, KL, SAME, PREDICTIONS, TARGETS = range(6)
+NLL, BASE_NLL, KL, SAME, PREDICTIONS, TARGETS, LABELLED, RIGHT, BASE_RIGHT = range(9)
 DISTANCE, ERROR, SQUARE = range(3)
 _SLICE_ELEMENTS = 1 << 23  # of logits that are widened at once
 
 Sums = dict[str, torch.Tensor]
-"""Float64 sums of each row by output: `[rows, 6]` of `logits`, as `NLL` … name them, `[rows, 3]` of embeddings."""
+"""Float64 sums of each row by output: `[rows, 9]` of `logits`, as `NLL` … name them, `[rows, 3]` of embeddings."""
 
 
 def compare(model: nn.Module, call: Mapping[str, Any], result: Any, base: Any | None, call_name: str) -> Sums:
@@ -116,12 +117,16 @@ def _predictions(
         flat_base = base[counted.to(base.device)] if counted is not None else base.flatten(0, -2)
         if flat_base.shape != flat.shape:
             raise ValueError(f"{call_name}: the models give logits {list(flat.shape)} and {list(flat_base.shape)}")
+    # One label for each row of logits over classes; labels of texts are tokens, which `targets` has.
+    labels = call.get("labels")
+    is_class = isinstance(labels, torch.Tensor) and logits.dim() == 2 and labels.shape == logits.shape[:1]
+    classes = labels.cpu() if isinstance(labels, torch.Tensor) and is_class and not labels.is_floating_point() else None
     target_ids = None if targets is None or counted is None else targets[counted].cpu()[:, None]
     step = max(_SLICE_ELEMENTS // flat.shape[-1], 1)
-    row_sums = torch.zeros(len(logits), 6, dtype=torch.float64, device="cpu")
+    row_sums = torch.zeros(len(logits), 9, dtype=torch.float64, device="cpu")
     for part in (slice(start, start + step) for start in range(0, len(flat), step)):
         logp = flat[part].double().cpu().log_softmax(dim=-1)
-        sums = torch.zeros(len(logp), 6, dtype=torch.float64, device="cpu")
+        sums = torch.zeros(len(logp), 9, dtype=torch.float64, device="cpu")
         sums[:, PREDICTIONS] = 1
         if target_ids is not None:
             sums[:, TARGETS] = 1
@@ -133,6 +138,11 @@ def _predictions(
             sums[:, SAME] = (base_logp.argmax(dim=-1) == logp.argmax(dim=-1)).double()
             if target_ids is not None:
                 sums[:, BASE_NLL] = -base_logp.gather(1, target_ids[part])[:, 0]
+        if classes is not None:
+            sums[:, LABELLED] = 1
+            sums[:, RIGHT] = (logp.argmax(dim=-1) == classes[part]).double()
+            if flat_base is not None:
+                sums[:, BASE_RIGHT] = (base_logp.argmax(dim=-1) == classes[part]).double()
         # Positions of one slice may belong to several rows.
         row_sums.index_add_(0, row_of[part], sums)
     return _finite(row_sums, f"{call_name}: NaN or infinity in the logits")

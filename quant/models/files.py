@@ -63,6 +63,16 @@ class SourceKind(StrEnum):
     MODULE = "module"
 
 
+def packages_of(name: str) -> list[str]:
+    """Returns the optional packages that open a model; empty for files of tensors, which need none."""
+    path = Path(name).expanduser()
+    if name in _ALIASES or path.suffix == ".gguf":
+        return ["transformers", "accelerate", "gguf"]
+    if (path / "config.json").is_file() or (not path.exists() and split_revision(name) and path.suffix not in SUFFIXES):
+        return ["transformers", "accelerate"]
+    return []
+
+
 def find_model(name: str) -> Path:
     """Returns the directory or file that the user means; an existing path wins."""
     path = Path(name).expanduser()

@@ -15,7 +15,6 @@ import json
 import math
 import os
 import re
-import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
@@ -25,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from quant.base.errors import UserError, listed
+from quant.base.errors import UserError, listed, warn
 from quant.base.extras import require
 from quant.models.configs import one_line
 
@@ -405,10 +404,9 @@ def _refuse_dropped(model: Any, path: Path, names: list[str]) -> None:
             "something else without them; open the Hugging Face directory of the model, or try another version"
         )
     if heads:
-        warnings.warn(
+        warn(
             f"{path}: transformers {version} leaves out {listed(heads, 3)}, a head for multi-token prediction, which "
             "the result lacks",
-            stacklevel=2,
         )
 
 

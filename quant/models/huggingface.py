@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import pickle
 import re
-import warnings
 from collections.abc import Iterator
 from contextvars import ContextVar
 from pathlib import Path
@@ -20,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from quant.base.errors import UserError, listed
+from quant.base.errors import UserError, listed, warn
 from quant.base.extras import importing, require
 from quant.export.checkpoint.files.names import stored_names
 from quant.export.checkpoint.files.read_tensors import TensorFiles
@@ -81,7 +80,7 @@ def load(
                 if stream and (model := _open_streamed(cls, config, tensors.dtype, path, tensors)) is not None:
                     return model, quantization
                 return build(cls, config, tensors.dtype, meta, path, tensors), quantization
-            warnings.warn(f"{path}: the config says {quantization}, and no tensor is quantized", stacklevel=2)
+            warn(f"{path}: the config says {quantization}, and no tensor is quantized")
         dtype = dtype or config.dtype or _first_dtype(shards[0])
         if stream:
             # Experts that have matrices of their own in the files, judging by their names, stay there.
@@ -125,7 +124,7 @@ def build(
     model, unexpected = read_model(cls, config, dtype, path, tensors)
     if unexpected:
         _refuse_guessed_class(cls, config, path, unexpected)
-        warnings.warn(f"{path}: {cls.__name__} has no use for {listed(unexpected, 3)}, which do not run", stacklevel=2)
+        warn(f"{path}: {cls.__name__} has no use for {listed(unexpected, 3)}, which do not run")
     if tensors is not None:  # what transformers would have found in the directory
         read_generation_config(model, path)
         model.name_or_path = model.config._name_or_path = str(path)

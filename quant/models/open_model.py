@@ -159,7 +159,8 @@ def open_model(
         source: directory or file, an alias such as "smollm2-135m", a model on the Hugging Face hub such as
             "Qwen/Qwen3-8B", or a module, which is taken as it is.
         revision: branch, tag or commit of a model on the hub; the same as "Qwen/Qwen3-8B@REVISION".
-        model_factory: "package.module:function", called without arguments to build the module of a bare state dict, or
+        model_factory: "package.module:function" or "file.py:function", called without arguments to build the module of
+            a bare state dict, or
             of a directory, which then gives only weights and tokenizer.
         unsafe_load: also opens whole pickled modules and exported programs, which runs whatever code they hold.
         trust_remote_code: lets transformers run the Python files that the directory names in `auto_map`.

@@ -16,11 +16,14 @@ parameters under the same names, `y = call_module[f](x)`. The graph computes the
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import pickle
+import sys
 import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from types import MethodType
+from types import MethodType, ModuleType
 from typing import Any
 
 import torch
@@ -163,15 +166,22 @@ def build(factory: str, tensors: Mapping[str, torch.Tensor], where: str, meta: b
 
 
 def call_factory(factory: str, *, meta: bool = False) -> nn.Module:
-    """Returns the module that "package.module:function" builds, on the meta device if asked."""
-    module_name, _, function = factory.partition(":")
-    if not module_name or not function:
-        raise UserError(f"{option('model_factory', repr(factory))}: expected package.module:function")
+    """Returns the module that "package.module:function" or "file.py:function" builds, on the meta device if asked.
+
+    Modules are also found in the current folder, as `python -m` finds them, and what a file imports beside it.
+    """
+    module_name, _, function = factory.rpartition(":")
     named = option("model_factory", factory)
+    if not module_name or not function:
+        raise UserError(f"{named}: expected package.module:function, or file.py:function")
+    file = Path(module_name)
     try:
-        make = getattr(importlib.import_module(module_name), function)
+        make = getattr(_imported_file(file) if file.suffix == ".py" else _imported(module_name), function)
     except ImportError as error:
-        raise UserError(f"{named}: cannot import {module_name} ({error}); is it on PYTHONPATH?") from error
+        raise UserError(
+            f"{named}: cannot import {module_name} ({error}); name a module that is in the current folder or on "
+            "PYTHONPATH, or a file, as in nets.py:build"
+        ) from error
     except AttributeError:
         raise UserError(f"{named}: {module_name} has no function {function}") from None
     with torch.device("meta" if meta else "cpu"):
@@ -179,6 +189,34 @@ def call_factory(factory: str, *, meta: bool = False) -> nn.Module:
     if not isinstance(model, nn.Module):
         raise UserError(f"{named} returned a {type(model).__name__}; expected an nn.Module")
     return model
+
+
+def _imported(name: str) -> ModuleType:
+    """Imports a module by its name, which may lie in the current folder."""
+    with _on_path(Path.cwd()):
+        return importlib.import_module(name)
+
+
+def _imported_file(file: Path) -> ModuleType:
+    """Imports a file, under a name that no module of another file has."""
+    if not file.is_file():
+        raise ImportError("no such file")
+    name = f"_factory_{file.stem}"
+    spec = importlib.util.spec_from_file_location(name, file)
+    assert spec is not None and spec.loader is not None
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    with _on_path(file.resolve().parent):
+        spec.loader.exec_module(module)
+    return module
+
+
+@contextmanager
+def _on_path(folder: Path) -> Iterator[None]:
+    sys.path.insert(0, str(folder))
+    try:
+        yield
+    finally:
+        sys.path.remove(str(folder))
 
 
 def _refuse(problem: str, names: list[str], factory: str) -> None:

@@ -38,8 +38,12 @@ if TYPE_CHECKING:
     from quant.report.report import KVCache, Receipt, Report
 
 
+# What the scores alone say of an allocation; a round predicts it times what the rounds before have measured.
+_SUM = "sum of the scores"
+
+
 def pareto(record: AllocationRecord) -> Section:
-    """Charts loss against size: the predicted curve, the measured points, the uniform formats and the chosen point."""
+    """Charts loss against size: sums of scores as a curve, the measured points, single formats and the chosen point."""
     chosen, budget = record.chosen, record.budget
     single, best = "one format for all, measured", "chosen, measured"
     points: list[tuple[str, str, float, float | None, float | None, str]] = [
@@ -68,8 +72,8 @@ def pareto(record: AllocationRecord) -> Section:
         "log": True,
         "x": "bits per weight, scales and padding counted",
         "y": f"{record.unit} (logarithmic, zero at the bottom), lower is better",
-        "series": coloured("predicted", "measured", single, best),
-        "points": [(p.bits, p.kl_predicted, "predicted", f"P{i}") for i, p in enumerate(record.curve)]
+        "series": coloured(_SUM, "measured", single, best),
+        "points": [(p.bits, p.kl_predicted, _SUM, f"P{i}") for i, p in enumerate(record.curve)]
         + [(bits, measured, series, row) for row, _, bits, _, measured, series in points if measured is not None],
         "labels": sorted([*((u.bits, u.kl, u.name) for u in uniform), (chosen.bits, chosen.kl_measured, "chosen")]),
         "curve": [(p.bits, p.kl_predicted) for p in record.curve if p.kl_predicted > 0],
@@ -77,7 +81,7 @@ def pareto(record: AllocationRecord) -> Section:
         "limit": {BudgetKind.BITS: {"x": budget.value}, BudgetKind.KL: {"y": budget.value}}.get(budget.kind),
     }
     rows = [(row, (name, f"{bits:.3f}", number(p), number(m))) for row, name, bits, p, m, _ in points]
-    return Section("Size against loss", text, None, chart, ("allocation", "bits", "predicted", "measured"), rows)
+    return Section("Size against loss", text, None, chart, ("allocation", "bits", _SUM, "measured"), rows)
 
 
 def budget_text(budget: Budget) -> str:
@@ -119,12 +123,16 @@ def rounds(record: AllocationRecord) -> Section | None:
         "ticks": [(i, i + 1) for i in range(len(turns))],
         "limit": limit,
     }
-    off = f", {_off(chosen.kl_measured, chosen.kl_predicted)} from it" if chosen.kl_predicted > 0 else ""
-    which = f"round {chosen_round + 1} of {len(turns)}" if chosen_round is not None else "none of these rounds"
+    outcome = f"none of these rounds, with {number(chosen.kl_measured)} measured"
+    if chosen_round is not None:
+        turn = turns[chosen_round]
+        outcome = (
+            f"round {chosen_round + 1} of {len(turns)}: {number(turn.predicted)} predicted, {number(turn.measured)} "
+            f"measured ({_off(turn.measured, turn.predicted)})"
+        )
     text = (
-        "The loss of an allocation is predicted as the sum of its groups’ scores. Every round quantizes the model, "
-        f"measures it and corrects the next prediction. The plan holds the outcome of {which}: the scores predict "
-        f"{number(chosen.kl_predicted)}, measured is {number(chosen.kl_measured)}{off}. All rounds took "
+        "The first prediction is the sum of the groups’ scores. Every round quantizes the model, measures it and "
+        f"corrects the next prediction. The plan holds the outcome of {outcome}. All rounds took "
         f"{record.seconds:.1f} s."
     )
     head = ("round", "bits", "predicted", "measured", "off by", "change", "layers changed")
@@ -181,7 +189,7 @@ def _short(role: str) -> str:
 def waterfall(
     table: Sensitivity, plan: Plan, record: AllocationRecord | None, colours: Mapping[str | None, str]
 ) -> Section | None:
-    """Charts each group's part of the predicted loss, in model order, then the sum and the measurement."""
+    """Charts each group's part of the sum of scores, in model order, then the sum and the measurement."""
     chosen = [(i, group, f) for i, group in enumerate(table.groups) if (f := chosen_format(group, plan)) is not None]
     scores = [group.scores[f] for _, group, f in chosen]
     if not any(scores):
@@ -196,7 +204,7 @@ def waterfall(
         if scores[k]:
             weight = plan.by_name[group.layers[0]].weight
             series[f] = colours.get(weight.name if weight else None, COLOURS[-1])
-    ends = [("sum of the scores", "soft", sums[n])]
+    ends = [(_SUM, "soft", sums[n])]
     if record is not None:
         ends.append(("measured together", "ink", record.chosen.kl_measured))
     for k, (name, colour, value) in enumerate(ends):
@@ -208,7 +216,7 @@ def waterfall(
     # The fewest groups that together make up half of the sum.
     few = next((k for k in range(1, n) if sum(score for score, _ in ranked[:k]) >= 0.5 * sums[n]), n)
     score, (_, group, f) = ranked[0]
-    text = f"{few} of {n} groups carry half of the predicted loss. "
+    text = f"{few} of {n} groups carry half of the sum of the scores. "
     text += f"The largest part, {percentage(score, sums[n])}, is from {group.name} in {f}."
     chart = {
         "kind": "waterfall",

@@ -19,8 +19,8 @@ from quant.calibration.layer_result import LayerResult
 from quant.recipes.plan import Plan
 from quant.recipes.solver_names import DEFAULT_OBSERVER
 from quant.report import charts
-from quant.report.section import Section, format_colours, number, short_name
-from quant.report.summary import interval_text
+from quant.report.section import Section, format_colours, short_name
+from quant.report.summary import choice_loss, interval_text
 
 if TYPE_CHECKING:
     from jinja2 import Template
@@ -102,9 +102,7 @@ def _tiles(report: Report) -> list[tuple[str, str, str]]:
         ("Effective bits", f"{report.effective_bits:.3f}", "per quantized weight, scales and padding counted"),
     ]
     if (record := report.allocation) is not None:
-        predicted, measured = number(record.chosen.kl_predicted), number(record.chosen.kl_measured)
-        note = f"loss {predicted} predicted, {measured} measured"
-        tiles.insert(0, ("Asked for", charts.budget_text(record.budget), note))
+        tiles.insert(0, ("Asked for", charts.budget_text(record.budget), choice_loss(record)))
     if (evaluation := report.evaluation) is None:
         return [*tiles, ("Quality", "not measured", "give a text to evaluate on")]
     count, worst = len(evaluation.texts), evaluation.worst
@@ -115,13 +113,16 @@ def _tiles(report: Report) -> list[tuple[str, str, str]]:
         change = f"{base:.2f} before, {100 * (worst.perplexity / base - 1):+.1f}%" if base else "no baseline measured"
         tiles.append(("Perplexity", f"{worst.perplexity:.2f}", _note(change, of)))
     if worst.cosine is not None:
-        tiles.append(("Embeddings", f"{worst.cosine:.5f}", _note("1 − cosine to the model before", interval, of)))
+        tiles.append(("Embeddings", loss_text(worst.cosine), _note("1 − cosine to the model before", interval, of)))
     if worst.kl is not None:
         note = _note("nats per prediction, from the model before", interval, of)
         tiles.append(("KL divergence", loss_text(worst.kl), note))
     if worst.top1 is not None:
         note = _note(f"same likeliest token, over {worst.tokens:,} positions", of)
         tiles.append(("Top-1 agreement", f"{100 * worst.top1:.1f}%", note))
+    if worst.accuracy is not None:
+        before = "" if worst.baseline_accuracy is None else f"{worst.baseline_accuracy:.1%} before"
+        tiles.append(("Accuracy", f"{worst.accuracy:.1%}", _note(before, of)))
     return tiles
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Sequence
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import TYPE_CHECKING
 
 from quant.base.errors import counted, loss_text, megabytes
@@ -67,14 +67,13 @@ def summary(report: Report) -> list[tuple[str, str]]:
     if (trained := report.distillation) is not None:
         rows.append(("distilled", _distillation(trained, report.evaluation)))
     if (record := report.allocation) is not None:
-        chosen, count = record.chosen, counted(len(record.rounds), "round")
         # Nothing is quantized then, so there is no loss to print.
-        if chosen.bits == 16:
+        if record.chosen.bits == 16:
             text = "everything stays in 16 bit: the budget has room for it"
         else:
+            rounds = counted(len(record.rounds), "round")
             text = (
-                f"{chosen.bits:.3f} bits over all weights to choose for; loss {chosen.kl_predicted:.4g} predicted, "
-                f"{chosen.kl_measured:.4g} measured after {count}"
+                f"{record.chosen.bits:.3f} bits over all weights to choose for, after {rounds}; {choice_loss(record)}"
             )
         rows.append(("allocation", text + _kept_budget(record)))
         if record.verified:
@@ -92,20 +91,40 @@ def summary(report: Report) -> list[tuple[str, str]]:
 
 
 def _figures(texts: Sequence[Evaluation]) -> list[tuple[str, str]]:
-    """Returns the figures, with a line for each text."""
-    figures = [("evaluated on", [str(each.text) for each in texts])] if len(texts) > 1 else []
-    if texts[0].perplexity is not None:
-        figures.append(("perplexity", [_perplexity(each) for each in texts]))
-    if texts[0].cosine is not None:
-        lost = [f"{each.cosine:.5f}{interval_text(each, 5)}, 1 − cosine to those before" for each in texts]
-        errors = ["" if each.error is None else f"; relative error {each.error:.2%}" for each in texts]
-        figures.append(("embeddings", [text + error for text, error in zip(lost, errors, strict=True)]))
-    if texts[0].kl is not None:
-        kls = [f"{loss_text(each.kl or 0)} nats{interval_text(each)}, {each.tokens:,} {each.unit}" for each in texts]
-        figures.append(("KL", kls))
-    if texts[0].top1 is not None:
-        figures.append(("top-1 agreement", [f"{100 * (each.top1 or 0):.1f}%" for each in texts]))
-    return [(label, "\n".join(values)) for label, values in figures]
+    """Returns the figures: a row for each quantity of one text, or a row for each of several texts."""
+    if len(texts) > 1:
+        short = [PurePath(str(each.text)).name for each in texts]
+        names = short if len(set(short)) == len(texts) else [str(each.text) for each in texts]
+        rows = [", ".join(f"{label} {value}" for label, value in figures(each)) for each in texts]
+        return [(f"on {name}", row) for name, row in zip(names, rows, strict=True)]
+    return [*(("evaluated on", str(each.text)) for each in texts if each.text is not None), *figures(texts[0])]
+
+
+def figures(each: Evaluation) -> list[tuple[str, str]]:
+    """Returns the figures on one text, by label; the loss comes first."""
+    rows = []
+    if each.kl is not None:
+        rows.append(("KL", f"{loss_text(each.kl)} nats{interval_text(each)}"))
+    if each.cosine is not None:
+        error = "" if each.error is None else f"; relative error {each.error:.2%}"
+        rows.append(("embeddings", f"{loss_text(each.cosine)}{interval_text(each)}, 1 − cosine to those before{error}"))
+    if each.perplexity is not None:
+        rows.append(("perplexity", _perplexity(each)))
+    if each.top1 is not None:
+        rows.append(("top-1 agreement", f"{100 * each.top1:.1f}%"))
+    if each.accuracy is not None:
+        before = "" if each.baseline_accuracy is None else f", {each.baseline_accuracy:.1%} before"
+        rows.append(("accuracy", f"{each.accuracy:.1%}{before}"))
+    return rows
+
+
+def choice_loss(record: AllocationRecord) -> str:
+    """Returns the loss that the choice of formats was judged by, which figures on evaluation texts do not repeat."""
+    quantity = "KL" if record.unit.startswith("nats") else "loss"
+    solver = f" by {record.measured_with}, and the plan's solver loses less" if record.measured_with else ""
+    return (
+        f"{quantity} {loss_text(record.chosen.kl_measured)} on the text of the choice{solver and ', rounded'}{solver}"
+    )
 
 
 def _distillation(trained: Distillation, now: Evaluation | None) -> str:
@@ -127,14 +146,11 @@ def _perplexity(each: Evaluation) -> str:
     return f"{now:.2f}" + ("" if base is None else f", {base:.2f} before ({100 * (now / base - 1):+.1f}%)")
 
 
-def interval_text(evaluation: Evaluation, digits: int | None = None) -> str:
-    """Returns the interval over rows (Student's t) in parentheses, after a blank; empty without one.
-
-    Its ends have `digits` decimals, or by default as many as `loss_text` takes.
-    """
+def interval_text(evaluation: Evaluation) -> str:
+    """Returns the interval over rows (Student's t) in parentheses, after a blank; empty without one."""
     if evaluation.interval is None:
         return ""
-    low, high = (loss_text(end) if digits is None else f"{end:.{digits}f}" for end in evaluation.interval)
+    low, high = map(loss_text, evaluation.interval)
     return f" (95% over {counted(evaluation.rows or 0, 'row')}: {low}–{high})"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
@@ -90,10 +91,13 @@ def _kept_data(job: Job, plan: Plan) -> tuple[Data, list[Record]]:
 
 def calibration_data(job: Job, plan: Callable[[], Plan]) -> tuple[Data, list[Record]]:
     """Returns the calibration data of a request and a record of each source; `plan` needs it, which messages say."""
-    rows = job.request.calibration_rows
-    return sources.read_calibration(
+    rows, started = job.request.calibration_rows, time.perf_counter()
+    read = sources.read_calibration(
         job.source, rows, job.session, listener=job.listener, plan=plan() if rows.is_written else None
     )
+    if rows.is_written:
+        job.seconds["text"] = time.perf_counter() - started
+    return read
 
 
 def evaluation_data(job: Job) -> dict[str, Data]:

@@ -17,19 +17,19 @@ import torch
 from torch import nn
 
 from quant.base.errors import UserError
+from quant.base.extras import check_installed
 from quant.calibration.allocation.goal import DEFAULT_FORMATS, Constraint, ConstraintKind, Goal
 from quant.calibration.allocation.measure_choices import Counts
 from quant.calibration.inputs import Inputs
 from quant.calibration.placement import device_of, find_device
 from quant.calibration.sensitivity.costs import parse_quantity
-from quant.calibration.sensitivity.knapsack import require_scipy
 from quant.calibration.sensitivity.table import parse_candidates
 from quant.calibration.texts.mixture import solver_needs_data
-from quant.calibration.texts.sources import Rows, check_sources, sources_of
+from quant.calibration.texts.sources import Rows, check_sources, packages_of_sources, sources_of
 from quant.calibration.walk.step_store import is_finished
 from quant.export.checkpoint.files.directory import check_apart, check_destination, check_parents
 from quant.formats.format import is_16bit
-from quant.models.files import find_model
+from quant.models.files import find_model, packages_of
 from quant.recipes import solver_names
 from quant.recipes.callers_model import check_original, unwrapped
 from quant.recipes.plan import Plan
@@ -303,6 +303,11 @@ class Request:
         check_sources(self.calib, self.spell("calib"))
         check_sources(tuple(map(str, self.eval_texts)), self.spell("eval_texts"))
         self.kv_cache_format, self.attention_format, self.memory_bytes  # noqa: B018 -- cached, so read once, here
+        # Last, so that nobody installs a package for a run that is refused anyway.
+        of_model = [] if self.is_in_memory or self.model_factory else packages_of(str(self.model))
+        of_budget = [] if self.goal is None else ["scipy"]
+        of_sources = packages_of_sources((*self.calib, *map(str, self.eval_texts)))
+        check_installed([*of_model, *of_budget, *of_sources], "this run")
 
     def _check_names(self) -> None:
         """Refuses names of files that are not UTF-8: plans and reports, which are, record them."""
@@ -355,8 +360,7 @@ class Request:
                 "--dry-run reads no weights, and an allocation measures what they lose; `quant plan make` makes the "
                 "plan of a budget without quantizing"
             )
-        # Both would be missed only when the model is scored, which may take an hour.
-        require_scipy()
+        # An unknown name would be missed only when the model is scored, which may take an hour.
         parse_candidates(self.budget.formats or DEFAULT_FORMATS)
         if named := self._given("guard", "observer"):
             later = f"add it to the plan with `quant plan edit plan.json {named[0]} …`"

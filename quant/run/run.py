@@ -14,10 +14,12 @@ before everything is computed.
 
 from __future__ import annotations
 
+import shutil
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from threading import Thread
 from typing import Any
 
@@ -25,9 +27,10 @@ import torch
 from torch import nn
 
 from quant.base.atomic import claimed
-from quant.base.errors import UserError
+from quant.base.errors import UserError, counted, megabytes, option
 from quant.base.extras import importing, versions
 from quant.base.listener import SILENT, Listener, StageProgress
+from quant.base.processor import memory_taken
 from quant.calibration.inputs import Inputs
 from quant.calibration.ranks import leave, rank_and_world, wait_for_all
 from quant.calibration.session import Session
@@ -115,6 +118,12 @@ def load(request: Request, listener: Listener) -> Job:
             stream=not request.reads_no_weights and request.goal is None and not request.eval_texts,
         )
     announce_source(listener, source)
+    taken = None if session.memory is None or request.reads_no_weights else memory_taken()
+    if session.memory is not None and taken is not None and taken > session.memory:
+        raise UserError(
+            f"--memory {request.memory}: Python, PyTorch and the open model take {megabytes(taken)} before anything is "
+            "solved; give more than that, or leave it out"
+        )
     sized = request if source.model is None else request.for_model(source.model)
     return Job(sized, source, session, listener, {"load": time.perf_counter() - started})
 
@@ -243,6 +252,18 @@ def _compute(job: Job, decision: Decision) -> tuple[Decision, SolvedModel, Measu
         return decision, solved, measure(staged, solved, texts, original)
 
 
+def _check_disk(out: Path, plan: Plan, kept: int) -> None:
+    """Raises UserError where the disk has no room for a checkpoint, of which `kept` bytes are there, before solving."""
+    needed = sum(layer.nbytes for layer in plan.layers) - kept
+    parent = next(each for each in out.resolve().parents if each.exists())
+    free = shutil.disk_usage(parent).free
+    if needed > free:
+        raise UserError(
+            f"{out}: the checkpoint takes {megabytes(needed)}, and its disk has {megabytes(free)} left; make room, or "
+            f"name a directory of another disk with {option('out')}"
+        )
+
+
 @contextmanager
 def resumable(job: Job, plan: Plan) -> Iterator[Job]:
     """Gives the job a store of finished steps next to its destination, after which the same command continues.
@@ -268,4 +289,9 @@ def resumable(job: Job, plan: Plan) -> Iterator[Job]:
     with DirectoryStore(request.out, depends, source.files, restart=request.restart) as store:
         if not store.is_complete:
             store.expect("device", kind_of(job.session))  # each kind of GPU rounds sums in its own way
+            solved, kept = store.progress()
+            if kept:
+                layers = f"{solved} of {counted(len(plan.quantized), 'layer')} are solved" if solved else "no layer yet"
+                job.listener.message(f"continuing the run that was stopped: {layers}, in {store.path}")
+            _check_disk(request.out, plan, kept)
         yield replace(job, session=replace(job.session, store=store))

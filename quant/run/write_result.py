@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import time
-import warnings
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 
-from quant.base.errors import UserError, counted, listed
+from quant.base.errors import UserError, counted, listed, warn
 from quant.base.extras import versions
 from quant.calibration.layer_result import LayerResult, loss_warnings
 from quant.calibration.placement import describe
@@ -38,7 +37,7 @@ def write(job: Job, decision: Decision, solved: SolvedModel, measured: Measured)
         assert solved.quantized is not None
         attach(solved.quantized.model, solved.plan)
         for message in _warnings(decision, solved):
-            warnings.warn(message, stacklevel=4)  # the caller of `quant.quantize`
+            warn(message)  # the caller of `quant.quantize`
         return Outcome(solved.plan, quantized=solved.quantized)
     report = _report(job, decision, solved, measured)
     # Other ranks' steps must be on disk before this process leaves the group: afterwards it can receive none.

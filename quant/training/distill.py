@@ -22,13 +22,24 @@ from torch import nn
 
 from quant.base.atomic import claimed
 from quant.base.errors import UserError, known_names, loss_text, option
-from quant.base.extras import versions
+from quant.base.extras import check_installed, versions
 from quant.base.listener import SILENT, Listener, StageProgress, reporter
 from quant.calibration.layer_result import unmeasured_result
 from quant.calibration.outputs.logits import check_evaluable
 from quant.calibration.placement import describe, device_of, find_device
 from quant.calibration.session import Session
-from quant.calibration.texts.sources import Rows, read_calibration, read_texts, tokenizer_if_any
+from quant.calibration.texts.sources import (
+    Rows,
+    check_sources,
+    check_tokenizers,
+    must_write,
+    packages_of_sources,
+    read_calibration,
+    read_texts,
+    tokenizer_if_any,
+    written_share,
+)
+from quant.calibration.walk.expected_time import expected_time, in_words, time_of_training
 from quant.evaluation.evaluate import evaluate_texts
 from quant.evaluation.evaluation import Evaluation
 from quant.evaluation.fingerprint import fingerprint
@@ -37,7 +48,7 @@ from quant.export.checkpoint.load import describe as describe_checkpoint
 from quant.export.checkpoint.load import is_checkpoint, no_checkpoint, open_runnable
 from quant.export.checkpoint.save import save
 from quant.generate.quantized_attention import quantized_attention
-from quant.models.files import find_checkpoint
+from quant.models.files import find_checkpoint, packages_of
 from quant.models.open_model import Source
 from quant.recipes.plan import Plan
 from quant.report.report import Distillation, Report, kv_cache_of
@@ -49,7 +60,6 @@ from quant.training.qat import prepare_qat
 from quant.training.teacher_cache import CachedTeacher, cache_teacher, is_cached_teacher
 
 _WORSE = 1.02  # times the KL before training; rounding by itself does not change it by as much
-_SHARED = 0.99  # of the smaller vocabulary; a fine-tuned model adds a token or two
 
 
 @dataclass(frozen=True)
@@ -204,6 +214,11 @@ def _distill_checkpoint(
     # Everything that can be refused without a model is checked first: loading and training take minutes to hours.
     check_apart(out, directory, teacher, *options.data, *options.eval_texts)
     check_destination(out, overwrite=overwrite)
+    eval_texts = tuple(map(str, options.eval_texts))
+    check_sources(options.data, option("data"))
+    check_sources(eval_texts, option("eval"))
+    packages = [name for model in (str(directory), teacher) for name in packages_of(model)]
+    check_installed([*packages, *packages_of_sources((*options.data, *eval_texts))], "this training")
     if options.cache_teacher is not None:
         check_cache(Path(options.cache_teacher), teacher, out, options.hidden)
     with claimed(out):
@@ -214,13 +229,13 @@ def _distill_checkpoint(
         if not is_checkpoint(checkpoint):
             raise no_checkpoint(checkpoint)
         plan, _ = describe_checkpoint(checkpoint)
-        inputs = prepare_distill_inputs(teacher, options, session, listener)
+        inputs = prepare_distill_inputs(teacher, plan, options, session, listener)
         with listener.step(f"loading {directory}"):
             source, student = open_runnable(str(directory))
             student.to(session.device)
         tokenizer = tokenizer_if_any(source)
-        check_tokenizers(teacher, directory, inputs.tokenizer, tokenizer)
-        texts = read_texts(source, Rows(tuple(map(str, options.eval_texts)), options.eval_samples, options.seqlen))
+        check_tokenizers(teacher, str(directory), inputs.tokenizer, tokenizer)
+        texts = read_texts(source, Rows(eval_texts, options.eval_samples, options.seqlen))
         for text in texts.values():
             # Refused here, and not when the training is over.
             check_evaluable(student, text)
@@ -263,7 +278,9 @@ class DistillInputs:
         return self.teacher if isinstance(self.teacher, nn.Module) else None
 
 
-def prepare_distill_inputs(name: str, options: DistillOptions, session: Session, listener: Listener) -> DistillInputs:
+def prepare_distill_inputs(
+    name: str, plan: Plan, options: DistillOptions, session: Session, listener: Listener
+) -> DistillInputs:
     """Opens a teacher on the session's device, reads the training rows, and caches the teacher if `options` say so.
 
     Raises:
@@ -279,6 +296,7 @@ def prepare_distill_inputs(name: str, options: DistillOptions, session: Session,
         source, model = open_runnable(name)
         # Frozen and in evaluation mode for good: dropout in a teacher would make another teacher of every step.
         model.requires_grad_(False).eval().to(session.device)
+    _announce_time(source, model, plan, options, session, listener)
     # Data is read while the teacher is in memory: it writes the text of "mix" and "self".
     data, tokenizer = ", ".join(options.data) or "mix", tokenizer_if_any(source)
     with listener.stages() as progress:
@@ -290,6 +308,24 @@ def prepare_distill_inputs(name: str, options: DistillOptions, session: Session,
             progress=reporter(progress, "cache"),
         )  # fmt: skip
     return DistillInputs(cached := CachedTeacher.open(options.cache_teacher), cached.rows, data, tokenizer)
+
+
+def _announce_time(
+    source: Source, model: nn.Module, plan: Plan, options: DistillOptions, session: Session, listener: Listener
+) -> None:
+    """Says before anything slow starts how long text and training will take."""
+    samples = min(options.samples, options.steps * options.batch_size)
+    share = written_share(options.data, has_tokenizer=tokenizer_if_any(source) is not None)
+    rows = Rows(options.data, samples, options.seqlen, session.seed, at_most=True)
+    written = round(share * samples * options.seqlen) if share and must_write(source, rows, session) else 0
+    text = expected_time(model, plan, session, rows=samples, seqlen=options.seqlen, written=written).writing
+    training = time_of_training(model, plan, session, options.steps, options.batch_size * options.seqlen)
+    writing = f"{in_words(text)} to write text, " if written else ""
+    listener.message(
+        f"{options.steps} steps of {options.batch_size} × {options.seqlen} tokens will take about "
+        f"{in_words(text + training)}: {writing}{in_words(training)} to train; fewer {option('steps')} or a smaller "
+        f"{option('seqlen')} take less"
+    )
 
 
 def check_cache(file: Path, teacher: str, out: Path, hidden: float) -> None:
@@ -313,22 +349,6 @@ def check_cache(file: Path, teacher: str, out: Path, hidden: float) -> None:
         raise UserError(
             f"{option('hidden')}: a cached teacher has no hidden states; leave out {option('cache_teacher')}, or "
             f"{option('hidden')}"
-        )
-
-
-def check_tokenizers(teacher: str, directory: Path, of_teacher: Any, of_student: Any) -> None:
-    """Checks that token ids mean the same words to the student and to its teacher; None is no tokenizer.
-
-    Raises:
-        UserError: more than a hundredth of the smaller vocabulary differs.
-    """
-    if not hasattr(of_teacher, "get_vocab") or not hasattr(of_student, "get_vocab"):
-        return
-    smaller, larger = sorted((of_teacher.get_vocab(), of_student.get_vocab()), key=len)
-    if sum(larger.get(token) == token_id for token, token_id in smaller.items()) < _SHARED * len(smaller):
-        raise UserError(
-            f"{teacher}: its tokenizer is another than that of {directory}, so token ids mean other words to it; "
-            "take a teacher of the same family"
         )
 
 
@@ -379,6 +399,7 @@ def _train(
         student.float()  # processors multiply FP32 faster, and untrained parameters come back without loss
     (train_loop.train_only_norms if only_norms else train_loop.train_only_rounded)(student)
     rate = train_loop.default_rate(plan, options.train) if options.lr is None else options.lr
+    progress("train", 0, options.steps)
     trained = train_loop.train(
         student.train(),
         partial(distillation_loss, student, inputs.teacher, temperature=options.temperature, hidden=options.hidden),

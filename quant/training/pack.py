@@ -5,14 +5,13 @@ No data is read and nothing is measured again: the packed model computes what th
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
 from torch import nn
 
-from quant.base.errors import UserError, counted
+from quant.base.errors import UserError, counted, warn
 from quant.export.checkpoint.files.write_tensors import plan_of_model
 from quant.export.checkpoint.pretrained import attach
 from quant.kernels.linear.install import install_weight, mark_quantized, use_expert_modules
@@ -70,12 +69,11 @@ def _warn_of_autocast(model: nn.Module) -> None:
     """Warns where accelerate has put autocast around the forward pass: what is measured so is not the saved model."""
     if "_original_forward" in vars(model) and "forward" in vars(model):
         dtype = next(model.parameters()).dtype
-        warnings.warn(
+        warn(
             "accelerate runs this model under autocast, as Trainer(bf16=True) asks for, and its eval_loss was measured "
             f"so; the saved model computes in {str(dtype).removeprefix('torch.')}, the dtype of its parameters. To "
             "measure that one, take autocast off: accelerate.utils.extract_model_from_parallel(model, "
             "keep_fp32_wrapper=False)",
-            stacklevel=3,
         )
 
 
@@ -104,17 +102,15 @@ def _warn_of_clipped_inputs(layers: Mapping[str, RoundedWeight]) -> None:
     if many:
         share, name = clipped[0]
         also = f" ({counted(len(many) - 1, 'other layer')} above {_MANY:.1%} too)" if len(many) > 1 else ""
-        warnings.warn(
+        warn(
             f"{name}: {share:.1%} of its inputs in training were beyond the range of its static input scale, and were "
             f"clipped{also}; prepare_qat(track_inputs=100) has the scales follow the first 100 passes",
-            stacklevel=4,
         )
     followers = [m.inputs for m in layers.values() if m.inputs.follows and m.input_scale is not None]
     if followers and not any(inputs.passes for inputs in followers):
-        warnings.warn(
+        warn(
             f"track_inputs={followers[0].follows}: no static input scale has followed an input, because the model was "
             "not trained in this process, or compiled; compile it after the first passes",
-            stacklevel=4,
         )
 
 
@@ -159,10 +155,9 @@ def _warn_of_unreached_experts(layers: Mapping[str, LowPrecisionLinear | LowPrec
         is_static = activation is not None and activation.is_static
         names += [name] * (is_static and all(each.low_precision.amax["x"].is_empty for each in state.group))
     if names:
-        warnings.warn(
+        warn(
             f"{names[0]}: the router sent this expert no token in training; its static input scale is that of the "
             f"largest input of its siblings ({counted(len(names), 'such layer')})",
-            stacklevel=4,
         )
 
 

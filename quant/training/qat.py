@@ -17,7 +17,6 @@ that rounding to nearest would have made anyway:
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -25,7 +24,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from quant.base.errors import UserError, counted, known_names
+from quant.base.errors import UserError, counted, known_names, warn
 from quant.base.listener import Progress
 from quant.calibration.inputs import Inputs, call_on_first_row, inputs_of
 from quant.calibration.placement import Device
@@ -235,11 +234,10 @@ def _warn_of_bypassed_layers(model: nn.Module, plan: Plan) -> None:
         vars(config).update(fields)
     bypassed = [layer.name for layer in layers if layer.is_bypassed and layer.name in {m.name for m in plan.quantized}]
     if bypassed:
-        warnings.warn(
+        warn(
             f"{bypassed[0]}: the model does not call this layer ({counted(len(bypassed), 'such layer')}); if its code "
             "multiplies by the weight itself, training does not round it, and the packed model differs from the "
             "trained one: start again with this layer in exclude=",
-            stacklevel=3,
         )
 
 

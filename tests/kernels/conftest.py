@@ -41,7 +41,7 @@ def _compiled(
         constexprs={(names.index(name),): value for name, value in constants.items()},
         attrs={(names.index(name),): [["tt.divisibility", 16]] for name in aligned},
     )
-    result = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    result = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"enable_fp_fusion": True, **options})
     warps = options["num_warps"]
     return CompiledKernel(kernel.fn.__name__, result.asm["ptx"], 90, (), warps, result.metadata.shared)
 

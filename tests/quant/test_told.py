@@ -14,7 +14,7 @@ def test_more_than_half_in_16_bit_is_told_with_the_reasons() -> None:
     (line,) = coverage_warnings(plan)
     kept = sum(layer.numel for layer in plan.layers if layer.weight is None)
     total = sum(layer.numel for layer in plan.layers)
-    assert line.startswith(f"{kept / total:.0%} of the weights stay in 16 bit (")
+    assert line.startswith(f"{kept / total:.0%} of the weights are not quantized (")
     assert "model.layers.0.self_attn.q_proj first" in line and "matches no glob of include" in line and "\n" not in line
 
 
@@ -39,3 +39,18 @@ def test_zero_weights_lose_nothing() -> None:
     model = tiny_models.llama()
     torch.nn.init.zeros_(model.model.layers[0].mlp.down_proj.weight)
     assert loss_warnings(quant.quantize(model, "nvfp4a16").layers) == []
+
+
+def test_a_warning_names_the_line_of_the_caller() -> None:
+    """Through any number of frames of the package, whose own lines help nobody."""
+    from quant.base.errors import in_command, warn
+
+    frames: dict[str, object] = {"__name__": "quant.somewhere", "warn": warn}
+    exec("def inner():\n    warn('deep')\ndef outer():\n    inner()", frames)
+    for depth in ("inner", "outer"):
+        with pytest.warns(UserWarning, match="deep") as caught:
+            frames[depth]()  # type: ignore[operator]
+        assert caught[0].filename == __file__
+    with in_command(), pytest.warns(UserWarning, match="deep") as caught:
+        frames["outer"]()  # type: ignore[operator]
+    assert caught[0].filename == "<string>"  # of the package, as the command expects of its warnings

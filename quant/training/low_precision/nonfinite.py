@@ -23,7 +23,6 @@ The watch is an attribute of its model, so that a copy of the model, and one tha
 from __future__ import annotations
 
 import sys
-import warnings
 import weakref
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
@@ -33,7 +32,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from quant.base.errors import UserError, known_names
+from quant.base.errors import UserError, known_names, warn
 from quant.recipes.callers_model import optimizers_of
 from quant.training.low_precision.common_histories import (
     agree_on_histories,
@@ -109,10 +108,9 @@ class GradientWatch:
             _warn_of_resuming(optimizer, layers)
         if self._warns_of_eval_mode and layers and not any(layer.trains for layer in layers.values()):
             self._warns_of_eval_mode = False
-            warnings.warn(
+            warn(
                 f"{next(iter(layers))}: the model trains in eval mode, in which it computes each product twice, and "
                 "records no input for the deployed model; call model.train()",
-                stacklevel=4,
             )
         own = {id(parameter) for parameter in model.parameters()}
         if own.isdisjoint(identities):
@@ -141,7 +139,7 @@ class GradientWatch:
         for parameter in _held(optimizer) if has_scaler else [*_held(optimizer), *all_held]:
             parameter.grad = None
         if not has_scaler:
-            warnings.warn(f"{line}; this step is skipped", stacklevel=4)
+            warn(f"{line}; this step is skipped")
 
 
 def _held(optimizer: torch.optim.Optimizer) -> list[Any]:
@@ -164,12 +162,11 @@ def _warn_of_resuming(optimizer: torch.optim.Optimizer, layers: _Layers) -> None
     recipe = layer.low_precision.recipe
     needs_history = recipe.history or (recipe.input is not None and recipe.input.is_static)
     if needs_history and optimizer.state.get(layer.held):
-        warnings.warn(
+        warn(
             f"{name}: its optimizer has made steps, and the largest magnitudes that {recipe.name} remembers begin now; "
             "to resume a checkpoint, load the state of the report that to_low_precision_training returned: "
             "report.load_state_dict, accelerator.register_for_checkpointing(report) or "
             "Trainer(callbacks=[report.trainer_callback()])",
-            stacklevel=5,
         )
 
 

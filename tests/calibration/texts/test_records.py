@@ -126,10 +126,9 @@ def test_shuffling(tmp_path: Path, datasets: Any) -> None:
 def test_bad_files(tmp_path: Path, datasets: Any) -> None:
     with pytest.raises(FileNotFoundError, match=r"none\.jsonl: no such file"):
         rows(tmp_path / "none.jsonl")
-    (tmp_path / "half.jsonl").write_text('{"text": "abc"}\n{"text":\n', encoding="utf-8")
     (tmp_path / "latin.csv").write_bytes(b"text\nab\xff\n")
     (tmp_path / "cut.parquet").write_bytes(b"PAR1")
-    for name in ("half.jsonl", "latin.csv", "cut.parquet"):
+    for name in ("latin.csv", "cut.parquet"):
         with pytest.raises(ValueError, match=rf"{name}: cannot be read as a data set: \S"):
             rows(tmp_path / name)
     with pytest.raises(ValueError, match=r"latin.csv.*utf-8.* byte 0xff"):
@@ -156,7 +155,37 @@ def test_no_network(datasets: Any) -> None:
 
 
 def test_missing_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = jsonl(tmp_path / "a.jsonl", [{"text": "abc"}])
+    (tmp_path / "a.csv").write_text("text\nabc\n")
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(ValueError, match=r"needs the package `datasets`: pip install -e '.*\[data\]'"):
-        rows(path)
+    with pytest.raises(ValueError, match=r"a\.csv: reading it needs the package `datasets`, .*\[data\]'"):
+        rows(tmp_path / "a.csv")
+
+
+@pytest.mark.parametrize("layout", ["lines", "list", "gzip"])
+def test_chats_in_json_take_no_package(layout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rows are those that the package `datasets` reads from the same file."""
+    reader = pytest.importorskip("datasets")
+    monkeypatch.setattr(reader.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    chats = [{"messages": [{"role": "user", "content": text}]} for text in TEXTS]
+    path = tmp_path / {"lines": "a.jsonl", "list": "a.json", "gzip": "a.jsonl.gz"}[layout]
+    lines = "".join(json.dumps(chat) + "\n" for chat in chats)
+    if layout == "gzip":
+        path.write_bytes(gzip.compress(lines.encode()))
+    else:
+        path.write_text(lines if layout == "lines" else json.dumps(chats, indent=1))
+    records = reader.load_dataset("json", data_files=str(path), streaming=True)["train"]
+    expected = rows(list(records))
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    assert rows(path, shuffle=False) == expected and sum(map(sum, expected)) > 0
+
+
+def test_a_file_that_is_not_json_is_refused_with_its_line(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "abc"}\n\n{"text": \n')
+    with pytest.raises(ValueError, match=r"a\.jsonl, line 3: not JSON \(Expecting value at character"):
+        rows(tmp_path / "a.jsonl")
+    (tmp_path / "b.jsonl").write_text('{"text": "abc"}\n"abc"\n')
+    with pytest.raises(ValueError, match=r"b\.jsonl: line 2 holds str where an object"):
+        rows(tmp_path / "b.jsonl")
+    (tmp_path / "c.jsonl.gz").write_bytes(gzip.compress(b'{"text": "abc"}\n' * 999)[:40])
+    with pytest.raises(ValueError, match=r"c\.jsonl\.gz: cannot be read as a data set: "):
+        rows(tmp_path / "c.jsonl.gz")

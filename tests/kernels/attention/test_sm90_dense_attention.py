@@ -52,7 +52,9 @@ def compiled(dim: int, fp8: bool = True, out: str = "bf16", **options: bool) -> 
     values = {(order.index(name),): value for name, value in constants.items()}
     source = GluonASTSource(kernel, types, constexprs=values, attrs=aligned)
     options_of_compiler = {"num_warps": 4, "maxnreg": tiles.at_launch}
-    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options_of_compiler), tiles
+    return triton.compile(
+        source, target=GPUTarget("cuda", 90, 32), options={"enable_fp_fusion": True, **options_of_compiler}
+    ), tiles
 
 
 @pytest.mark.parametrize(

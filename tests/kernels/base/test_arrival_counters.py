@@ -27,6 +27,12 @@ def test_a_buffer_is_kept_and_grows() -> None:
     assert arrival_counters(x, 1) is wider
 
 
+def test_a_launch_that_is_only_noted_leaves_no_counters() -> None:
+    """Its arguments are on the device "meta", which has the same number as the CPU."""
+    arrival_counters(torch.zeros(3, device="meta"), 9_000)
+    assert arrival_counters(torch.zeros(3), 9_000).device.type == "cpu"
+
+
 def calls() -> list[Call]:
     """Matmuls by one weight whose tiles are shared by programs, portable and Hopper's own, for few tokens and many."""
     stored = quantize(torch.randn(512, 4096, device="cuda"), FORMATS["nvfp4"])

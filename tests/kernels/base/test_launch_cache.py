@@ -52,7 +52,8 @@ def test_like_arguments_go_past_triton_with_the_constants_in_their_order() -> No
     launch = CachedLaunch(kernel, (5,), {"block": 16, "even": True, "num_warps": 4})
     for other in (x, torch.ones(64), x[32:]):
         launch(other, 3)
-    assert kernel.calls[0] == ("by Triton", (5,), (x, 3), {"block": 16, "even": True, "num_warps": 4})
+    options = {"block": 16, "even": True, "num_warps": 4, "enable_fp_fusion": True}
+    assert kernel.calls[0] == ("by Triton", (5,), (x, 3), options)
     assert kernel.ways() == ["by Triton", "past Triton", "past Triton"]
     _, grid, arguments = kernel.calls[2]
     assert grid == (5, 1, 1) and arguments[1:] == (3, True, 16) and arguments[0].data_ptr() == x[32:].data_ptr()

@@ -138,7 +138,9 @@ def test_compiles_to_block_scaled_instructions(format: str, arch: int, grouped: 
         if name in given and name not in ("M", "experts")
     }
     source = ASTSource(kernel, types, constexprs={(names.index(n),): v for n, v in constants.items()}, attrs=aligned)
-    result = triton.compile(source, target=GPUTarget("cuda", arch, 32), options={"num_warps": 8, "num_stages": 3})
+    result = triton.compile(
+        source, target=GPUTarget("cuda", arch, 32), options={"num_warps": 8, "num_stages": 3, "enable_fp_fusion": True}
+    )
     assert re.search(INSTRUCTIONS[format, arch], result.asm["ptx"])
     assert (
         assemble(CompiledKernel(kernel.__name__, result.asm["ptx"], arch, (), 8, result.metadata.shared)).spilled == 0

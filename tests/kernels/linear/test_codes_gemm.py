@@ -175,7 +175,7 @@ def compiled_for(kernel: Any, signature: dict[str, str], constants: dict[str, An
     values = {(names.index(name),): value for name, value in constants.items()}
     source = ASTSource(kernel, types, constexprs=values, attrs=aligned)
     options = {"num_warps": tiles.warps, "num_stages": tiles.stages}
-    result = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+    result = triton.compile(source, target=GPUTarget("cuda", arch, 32), options={"enable_fp_fusion": True, **options})
     return CompiledKernel(kernel.__name__, result.asm["ptx"], arch, (), tiles.warps, result.metadata.shared)
 
 

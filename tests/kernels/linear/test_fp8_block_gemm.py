@@ -96,7 +96,7 @@ def test_compiles_to_fp8_instructions_without_spills(arch: int, instruction: str
     constants = {"has_bias": False, **kernels.TILES}
     source = ASTSource(kernel, types, constexprs={(names.index(n),): v for n, v in constants.items()}, attrs=aligned)
     options = {"num_warps": kernels.WARPS, "num_stages": kernels.pipeline_depth(arch)}
-    result = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+    result = triton.compile(source, target=GPUTarget("cuda", arch, 32), options={"enable_fp_fusion": True, **options})
     assert instruction in result.asm["ptx"]
     compiled = CompiledKernel(kernel.__name__, result.asm["ptx"], arch, (), kernels.WARPS, result.metadata.shared)
     assert assemble(compiled).spilled == 0

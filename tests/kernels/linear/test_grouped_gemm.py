@@ -216,7 +216,7 @@ def compile_aligned(
     values = {(names.index(name),): value for name, value in constants.items()}
     source = ASTSource(kernel, kinds, constexprs=values, attrs=aligned)
     options = {"num_warps": warps, "num_stages": 3}
-    result = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+    result = triton.compile(source, target=GPUTarget("cuda", arch, 32), options={"enable_fp_fusion": True, **options})
     return CompiledKernel(kernel.__name__, result.asm["ptx"], arch, (), warps, result.metadata.shared)
 
 

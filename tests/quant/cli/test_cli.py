@@ -14,6 +14,7 @@ from typing import Any
 import click
 import pytest
 import tiny_models
+import tiny_processors
 import torch
 from click.testing import CliRunner, Result
 from rich.progress import Progress
@@ -177,7 +178,31 @@ def test_a_stopped_run_says_that_the_same_command_goes_on(
             stopped = run(*arguments, *option)
         assert stopped.exit_code == 130
         assert stopped.stderr == f"error: stopped by SIGINT before {out} was written; {kept}{more}\n"
-    assert run(*arguments).exit_code == 0
+    goes_on = run(*arguments[:-1])
+    layers = len(Plan.load(out / "plan.json").quantized)
+    said = f"continuing the run that was stopped: {layers} of {layers} layers are solved, in {tmp_path}/.out.partial\n"
+    assert goes_on.exit_code == 0 and said in goes_on.stderr
+
+
+def test_a_disk_without_room_is_seen_before_anything_is_solved(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr("quant.run.run.shutil.disk_usage", lambda _: usage._replace(free=1000))
+    monkeypatch.setattr("quant.run.run.solve_plan", lambda *_: pytest.fail("too late"))
+    refused = run(quantize_command, model, "--format", "mxfp8", "--effort", "0", "--out", tmp_path / "out")
+    assert refused.exit_code == 2 and re.search(r"takes [\d.]+ kB, and its disk has 1\.00 kB left", refused.stderr)
+    assert [path.name for path in tmp_path.iterdir() if "out" in path.name] == []
+
+
+def test_a_limit_of_memory_that_is_exceeded_already_is_refused(model: Path, tmp_path: Path) -> None:
+    options = ("--format", "mxfp8", "--effort", "0", "--memory", "10MB", "--out", tmp_path / "out")
+    refused = run(quantize_command, model, *options)
+    taken = re.search(r"--memory 10MB: Python, PyTorch and the open model take (\d+) MB before", refused.stderr)
+    assert refused.exit_code == 2 and taken is not None and int(taken[1]) > 100
+    assert run(quantize_command, model, *options, "--memory", "64GB").exit_code == 2  # one value
+    done = run(quantize_command, model, *options[:-3], "64GB", *options[-2:])
+    assert done.exit_code == 0, done.stderr
 
 
 @pytest.mark.parametrize(("dtype", "label"), [(torch.float32, "32 bit"), (torch.bfloat16, "16 bit")])
@@ -431,13 +456,21 @@ def test_inspect_reads_what_was_written(tmp_path: Path) -> None:
     assert content["report"] == json.loads((tmp_path / "out" / "report.json").read_text())
     table = run(main, "inspect", tmp_path / "out")
     assert table.exit_code == 0 and "14 quantized at 4.5" in table.stdout
+    # One reason for all stands below the table, which has room for the numbers; several keep their column.
+    assert "14 layers, model.layers.0.self_attn.q_proj first: recipe nvfp4a16" in table.stdout
+    mixed = Plan.load(tmp_path / "out" / "plan.json")
+    mixed = mixed.replace_layers(replace(m, reason=f"reason {i}") for i, m in enumerate(mixed.quantized))
+    mixed.save(tmp_path / "out" / "plan.json")
+    narrow = CliRunner(env={"COLUMNS": "80"}).invoke(main, ["inspect", str(tmp_path / "out")]).stdout
+    assert all(len(line) <= 80 for line in narrow.splitlines() if "no room" not in line)
+    assert all(re.search(rf"{m.name} .*{m.reason}", narrow) for m in mixed.quantized)
     assert "no plan.json" in refused(run(main, "inspect", BASE))
     # What looks like markup to rich is text all the same.
     plan = Plan.load(tmp_path / "out" / "plan.json")
     plan.replace_layers([replace(plan.by_name["lm_head"], reason="[experts, in, out] [bold]")]).save(
         tmp_path / "out" / "plan.json"
     )
-    assert "kept in 16 bit: [experts, in, out] [bold]" in run(main, "inspect", tmp_path / "out").stdout
+    assert "kept in 16 bit, lm_head: [experts, in, out] [bold]" in run(main, "inspect", tmp_path / "out").stdout
 
 
 def test_evaluate_against_arithmetic_of_its_own(tmp_path: Path) -> None:
@@ -464,7 +497,28 @@ def test_evaluate_against_arithmetic_of_its_own(tmp_path: Path) -> None:
     assert itself["kl"] == pytest.approx(0, abs=1e-9) and itself["top1"] == 1
 
 
-def test_figures_of_two_texts_stand_side_by_side(tmp_path: Path) -> None:
+def test_an_unrelated_baseline_is_refused(tmp_path: Path) -> None:
+    """Its vocabulary has the same size, so that a KL would come out, of tokens that mean other bytes."""
+    pytest.importorskip("tokenizers", reason="the extra hf")
+    for name, special in (("model", ["<pad>", "</s>", "<a>"]), ("other", ["<a>", "<pad>", "</s>"])):
+        tokenizer = tiny_processors._byte_tokenizer(special, "$A </s>")
+        if name == "other":
+            words = json.loads(tokenizer.backend_tokenizer.to_str())
+            shifted = {token: (number + 1) % len(tokenizer) for token, number in words["model"]["vocab"].items()}
+            words["model"]["vocab"] = shifted
+            tokenizer.save_pretrained(tmp_path / name)
+            (tmp_path / name / "tokenizer.json").write_text(json.dumps({**words, "post_processor": None}))
+        else:
+            tokenizer.save_pretrained(tmp_path / name)
+        tiny_models.llama(vocab_size=len(tokenizer), num_hidden_layers=1).save_pretrained(tmp_path / name)
+    (tmp_path / "text.txt").write_text("A text of some length, again and again. " * 40)
+    options = ("--text", tmp_path / "text.txt", "--samples", 2, "--seqlen", 32)
+    refused = run(main, "evaluate", tmp_path / "model", "--baseline", tmp_path / "other", *options)
+    assert refused.exit_code == 2 and "its tokenizer is another than that of" in refused.stderr
+    assert run(main, "evaluate", tmp_path / "model", "--baseline", tmp_path / "model", *options).exit_code == 0
+
+
+def test_each_of_two_texts_has_a_row(tmp_path: Path) -> None:
     texts = {
         name: torch.randint(0, 256, (3, 24), generator=torch.Generator().manual_seed(i)) for i, name in enumerate("ab")
     }
@@ -481,13 +535,15 @@ def test_figures_of_two_texts_stand_side_by_side(tmp_path: Path) -> None:
     for figures, name, found in zip((reported, *reported["others"]), names, alone, strict=True):
         assert figures["text"] == name and figures["kl"] == pytest.approx(found["kl"], rel=1e-3) and found["kl"] > 1e-3
     told = dict(summary(Report.load(tmp_path / "out" / "report.json")))
-    assert told["evaluated on"].splitlines() == names
-    for line, found in zip(told["KL"].splitlines(), alone, strict=True):
-        assert line.startswith(f"{loss_text(found['kl'])} nats (95% over 3 rows: ")
+    for name, found in zip(texts, alone, strict=True):
+        row = told[f"on ids.safetensors:{name}"]
+        assert row.startswith(f"KL {loss_text(found['kl'])} nats (95% over 3 rows: ") and ", perplexity " in row
     assert "Loss on each text" in (tmp_path / "out" / "report.html").read_text()
     printed = run(main, "evaluate", tmp_path / "out", "--text", names[0], "--text", names[1], *options).stdout
-    row = next(line for line in printed.splitlines() if "KL(baseline" in line)
-    assert all(loss_text(found["kl"]) in row for found in alone)
+    head, *rows = (line.split() for line in printed.splitlines() if "KL(baseline" in line or "ids.safetensors" in line)
+    assert head[:2] == ["text", "KL(baseline‖model),"]
+    for row, name, found in zip(rows, names, alone, strict=True):
+        assert row[:2] == [name, loss_text(found["kl"])]
 
 
 def test_a_cache_of_the_plan_counts_in_its_own_evaluation(tmp_path: Path) -> None:
@@ -637,17 +693,32 @@ def test_progress_in_a_pipe_is_a_line_now_and_then(
     assert re.match(r"quantizing 4/4, \d+ s; ", last[0]) and re.match(r"evaluating 1/2, \d+ s; ", last[1])
 
 
-def test_a_stage_that_has_ended_keeps_its_time() -> None:
-    clock = [0.0]
-    found = console.Stages(Progress(get_time=lambda: clock[0], disable=True))
+def test_a_stage_that_has_ended_keeps_its_time_and_stands_before_the_next() -> None:
+    clock, ended = [0.0], list[str]()
+    found = console.Stages(Progress(get_time=lambda: clock[0], disable=True), ended.append)
     found("text", 0, 8)
     clock[0] = 44
     found("text", 8, 8)
     found("solve", 0, 4)
+    assert len(ended) == 1 and re.match(r"\S.* 8/8, 44 s; ", ended[0])
     clock[0] = 189
     found("solve", 4, 4)
-    text, solve = found.last_lines()
-    assert re.match(r"\S.* 8/8, 44 s; ", text) and re.match(r"quantizing 4/4, 145 s; ", solve)
+    found.end()
+    assert len(ended) == 2 and re.match(r"quantizing 4/4, 145 s; ", ended[1])
+
+
+def test_the_time_that_is_left_waits_for_a_second_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first block imports and compiles; an estimate from it alone would be wrong by any factor."""
+    clock = [0.0]
+    monkeypatch.setattr(console.time, "monotonic", lambda: clock[0])
+    found = console.Stages(Progress(get_time=lambda: clock[0], disable=True))
+    found.expect("solve", list("abcd"), [10.0, 10.0, 10.0, 30.0], "tokens")
+    clock[0] = 1
+    found("solve", 1, 4)
+    assert "left" not in str(found.line())
+    clock[0] = 20
+    found("solve", 2, 4)
+    assert "20 s, 40 s left" in str(found.line())  # by work: 40 tokens remain, at one a second
 
 
 def test_the_work_of_solving() -> None:

@@ -74,6 +74,16 @@ def test_a_missing_package_is_named_before_the_model_is_loaded(
     assert "onnx" in result.stderr.rpartition("pip install")[2] and not (tmp_path / "deployed").exists()
 
 
+def test_one_message_names_all_packages_of_an_engine(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for package in ("onnx", "onnxscript", "tensorrt_rtx", "tensorrt"):
+        monkeypatch.setitem(sys.modules, package, None)
+    result = export(checkpoint, "--to", "tensorrt", "--target", "sm120", "--out", tmp_path / "a.engine")
+    assert result.exit_code == 2 and "the packages `onnx` and `onnxscript` and `tensorrt_rtx`, which" in result.stderr
+    assert result.stderr.rstrip().endswith("[onnx,tensorrt-rtx]'")
+
+
 def test_onnx_files_and_their_receipt(checkpoint: Path, deployed: tuple[Path, str]) -> None:
     out, printed = deployed
     found = json.loads(printed)
@@ -135,7 +145,7 @@ def test_a_difference_is_not_written(checkpoint: Path, tmp_path: Path, monkeypat
         (("CHECKPOINT", "--to", "aoti", "--out", "OUT/e"), "an AOTInductor package ends in .pt2"),
         (
             ("CHECKPOINT", "--to", "aoti", "--target", "h100"),
-            "no use for --target; it is for --to tensorrt, --to torch-tensorrt",
+            "no use for --target; it is for --to onnx, --to tensorrt, --to torch-tensorrt",
         ),
         (
             ("CHECKPOINT", "--to", "torch-tensorrt", "--shapes", "batch=1:1:2"),

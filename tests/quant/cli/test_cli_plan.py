@@ -16,6 +16,7 @@ from samples import BASE
 
 from quant.base.errors import megabytes
 from quant.cli.main import main
+from quant.export.tensorrt.gpu_targets import resolve_target
 from quant.formats.format import FORMATS
 from quant.recipes.plan import Plan
 from quant.recipes.plan_check import Problem
@@ -54,7 +55,7 @@ def test_show_has_reason_and_cost_of_every_layer(plan_file: Path, golden: Plan) 
     for layer in golden.quantized:
         line = next(row for row in text.splitlines() if row.lstrip().startswith(f"{layer.name} "))
         assert f"{layer.nbytes:,}" in line and layer.reason in line
-    assert "0.0123" in text and "layers kept in 16 bit: norm" in text
+    assert "0.0123" in text and "layers kept in 16 bit, model.layers.0.input_layernorm first: norm" in text
     assert f"16 bit become {megabytes(golden.nbytes)}" in text
     rows = json.loads(quant("plan", "show", plan_file, "--json", "--match", "*.mlp.*", "--sort", "bytes").stdout)[
         "layers"
@@ -142,3 +143,12 @@ def test_targets_are_listed() -> None:
     assert set(listed) == set(TARGETS)
     text = quant("plan", "targets").stdout
     assert all(f"{name}: " in text for name in TARGETS)
+
+
+def test_a_gpu_is_named_as_for_export(plan_file: Path) -> None:
+    """`quant export --target rtx5090` and `tensorrt-rtx-sm120` are one GPU, and so they are here."""
+    found = [quant("plan", "validate", plan_file, "--target", name) for name in ("rtx5090", "tensorrt-rtx-sm120")]
+    assert found[0].stdout == found[1].stdout and "target tensorrt-rtx-sm120" in found[0].stdout
+    assert resolve_target("tensorrt-rtx-sm120") == resolve_target("sm120")
+    refused = quant("plan", "validate", plan_file, "--target", "rtx5900")
+    assert refused.exit_code == 2 and "unknown target 'rtx5900'" in refused.stderr

@@ -18,6 +18,7 @@ from torch import nn
 
 import quant
 from quant.base.errors import loss_text
+from quant.calibration.texts.sources import check_tokenizers
 from quant.cli.distill_command import distill_command
 from quant.cli.quantize import quantize_command
 from quant.generate.quantized_attention import quantized_attention
@@ -25,7 +26,7 @@ from quant.kernels.base.weight_layout import prepack, prepack_refusal
 from quant.kernels.linear.quant_linear import QuantLinear
 from quant.training import distill
 from quant.training import distill as training_run
-from quant.training.distill import DistillOptions, check_tokenizers
+from quant.training.distill import DistillOptions
 from quant.training.teacher_cache import cache_teacher
 from quant.training.train_loop import StoredDtypes
 
@@ -87,7 +88,7 @@ def test_python_writes_the_files_of_the_command(made: Path, tmp_path: Path) -> N
         seqlen=24, steps=12, batch_size=4, lr=3e-4, hidden=0.5, scales="learned", eval_texts=(text,), eval_samples=8,
         listener=quant.Listener(lambda *count: counts.append(count)),
     )  # fmt: skip
-    assert counts == [("train", step, 12) for step in range(1, 13)]
+    assert counts == [("train", step, 12) for step in range(13)]
     folders = tmp_path / "command", tmp_path / "python"
     names = [sorted(file.name for file in folder.iterdir()) for folder in folders]
     assert names[0] == names[1] and "model.safetensors" in names[0]
@@ -300,12 +301,12 @@ def test_a_teacher_of_another_tokenizer_is_refused() -> None:
             return {word: place for place, word in enumerate(self.words)}
 
     text = " ".join(str(number) for number in range(300))
-    check_tokenizers("teacher", Path("student"), Words(text), Words(f"{text} <pad>"))
-    check_tokenizers("teacher", Path("student"), None, Words(text))
+    check_tokenizers("teacher", "student", Words(text), Words(f"{text} <pad>"))
+    check_tokenizers("teacher", "student", None, Words(text))
     with pytest.raises(
         quant.UserError, match="teacher: its tokenizer is another than that of student, so token ids mean"
     ):
-        check_tokenizers("teacher", Path("student"), Words(text), Words(" ".join(reversed(text.split()))))
+        check_tokenizers("teacher", "student", Words(text), Words(" ".join(reversed(text.split()))))
 
 
 def test_from_a_cached_teacher(made: Path, tmp_path: Path) -> None:

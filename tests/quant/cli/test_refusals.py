@@ -22,7 +22,7 @@ from torch import nn
 
 import quant
 from quant.base.errors import UserError
-from quant.calibration.texts.sources import check_sources
+from quant.calibration.texts.sources import check_sources, packages_of_sources
 from quant.cli.command import Command
 from quant.cli.main import main
 from quant.cli.quantize import quantize_command
@@ -410,7 +410,7 @@ def test_weights_that_a_format_takes_to_infinity_are_named(tmp_path: Path, ids: 
 
 
 def test_a_source_that_cannot_be_read_is_refused_before_the_model_is_opened(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
 ) -> None:
     (tmp_path / "empty.csv").touch()
     with pytest.raises(UserError, match=r"--calib .*empty\.csv: empty, it holds no text"):
@@ -418,13 +418,11 @@ def test_a_source_that_cannot_be_read_is_refused_before_the_model_is_opened(
     with pytest.raises(UserError, match=r"--calib absent\.parquet: no such file"):
         check_sources(["absent.parquet"], "--calib")
     (tmp_path / "chats.jsonl").write_text('{"text": "a"}')
-    pytest.importorskip("datasets")
-    check_sources([f"{tmp_path / 'chats.jsonl'}#text", "self", "hf:some/name"], "--calib")
-    monkeypatch.setitem(sys.modules, "datasets", None)
-    for name in ("hf:some/name", f"{tmp_path / 'chats.jsonl'}#text"):
-        with pytest.raises(UserError, match=r"--eval .* needs the package `datasets`: pip install"):
-            check_sources([name], "--eval")
-    check_sources([str(tmp_path), "mix"], "--eval")  # a folder of images, which needs no such package
+    sources = [f"{tmp_path / 'chats.jsonl'}#text", "self", "hf:some/name"]
+    check_sources(sources, "--calib")
+    assert packages_of_sources(sources) == ["datasets"]
+    # Neither objects in lines nor a folder of images takes a package to be found.
+    assert packages_of_sources([*sources[:2], str(tmp_path), "mix"]) == []
 
 
 def test_a_dry_run_refuses_a_model_without_text_as_the_run_does(tmp_path: Path) -> None:

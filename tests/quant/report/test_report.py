@@ -177,7 +177,8 @@ def test_the_terminal_says_the_same(rich_report: Rich) -> None:
     rows = dict(summary(report))
     chosen = report.allocation.chosen
     assert rows["allocation"].startswith(f"{chosen.bits:.3f} bits")
-    assert f"{chosen.kl_measured:.4g} measured after 2 rounds" in rows["allocation"]
+    assert f"after 2 rounds; KL {loss_text(chosen.kl_measured)} on the text of the choice" in rows["allocation"]
+    assert "predicted" not in rows["allocation"]  # a sum of scores, which would stand beside measured losses
     assert rows["export receipt"] == f"FAILED, 2 of {2 * len(report.receipt.layers)} checks failed"
     passed = replace(report, receipt=Receipt((report.receipt.layers[0],), (), True))
     assert dict(summary(passed))["export receipt"] == "passed, 1 check"

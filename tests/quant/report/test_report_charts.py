@@ -47,7 +47,7 @@ def test_the_pareto_curve_is_what_the_records_say(rich_report: Rich) -> None:
     record = rich_report[0].allocation
     assert record is not None
     section = charts.pareto(record)
-    expected = {("predicted", f"P{i}"): (p.bits, p.kl_predicted) for i, p in enumerate(record.curve)}
+    expected = {("sum of the scores", f"P{i}"): (p.bits, p.kl_predicted) for i, p in enumerate(record.curve)}
     expected |= {("measured", f"P{i}"): (p.bits, p.kl_measured) for i, p in enumerate(record.curve) if p.kl_measured}
     expected |= {("one format for all, measured", f"U{i}"): (u.bits, u.kl) for i, u in enumerate(record.uniform)}
     expected["chosen, measured", "PX"] = (record.chosen.bits, record.chosen.kl_measured)
@@ -87,8 +87,10 @@ def test_rounds_show_what_was_expected_and_found(rich_report: Rich) -> None:
         assert cells(section, f"R{i}")[4] == f"{100 * (turn.measured / turn.predicted - 1):+.1f}%"
         assert chart(section)["gaps"][i] == (i, turn.predicted, turn.measured)
     assert section is not None and [cells(section, row)[0] for row in ("R0", "R1")] == ["round 1", "round 2, chosen"]
-    assert "round 2 of 2" in section.text
-    assert f"measured is {record.chosen.kl_measured:.4g}, +12.0% from it" in section.text
+    # The text gives the round's own prediction, as its row does, and not the sum of the scores.
+    turn, off = record.rounds[1], cells(section, "R1")[4]
+    pair = f"{turn.predicted:.4g} predicted, {turn.measured:.4g} measured ({off})"
+    assert f"outcome of round 2 of 2: {pair}" in section.text
     worse = replace(record.rounds[1], measured=9.0)  # tried after it, and turned down
     longer = charts.rounds(replace(record, rounds=(*record.rounds, worse)))
     assert longer is not None and "outcome of round 2 of 3" in longer.text

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -109,10 +109,23 @@ def test_a_budget_is_checked_before_the_model_is_scored(spelling: str, monkeypat
     bad = AllocationRequest(bits=5.0, formats="nvfp")
     with pytest.raises(ValueError, match=r"unknown format 'nvfp'.*did you mean nvfp4\?"):
         Request(MODELS[spelling], budget=bad).check()
-    find = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == "scipy" else find(name, *rest))
-    with pytest.raises(ValueError, match=r"allocation needs the package `scipy`"):
+    monkeypatch.setitem(sys.modules, "scipy", None)
+    with pytest.raises(UserError, match=r"this run needs the package `scipy`, which is not installed: pip install"):
         Request(MODELS[spelling], budget=BUDGET).check()
+
+
+def test_one_message_names_all_packages_that_a_run_will_need(monkeypatch: pytest.MonkeyPatch) -> None:
+    for package in ("scipy", "gguf", "transformers", "datasets"):
+        monkeypatch.setitem(sys.modules, package, None)
+    request = Request("smollm2-135m", budget=BUDGET, calib=("mix", "hf:some/name"), dry_run=False)
+    with pytest.raises(UserError) as refused:
+        request.check()
+    message = str(refused.value)
+    assert "needs the packages `transformers` and `gguf` and `scipy` and `datasets`, which are not" in message
+    assert message.endswith("[hf,allocate,data]'")
+    # What is wrong with the options comes first: nobody installs a package for a run that is refused anyway.
+    with pytest.raises(UserError, match="fixes the formats"):
+        replace(request, recipe="nvfp4").check()
 
 
 def test_a_recipe_may_be_named_by_its_file(tmp_path: Path) -> None:
