@@ -191,7 +191,8 @@ class _Rewriter:
         if direct is None or x not in direct.inputs or int(x.dtype or 0) != FLOAT or x.shape is None:
             return
         if (
-            _number(low.inputs[1]) != 0
+            half is None
+            or _number(low.inputs[1]) != 0
             or _number(high.inputs[1]) != half
             or len(x.shape) != 4
             or x.shape[3] != 2 * half
