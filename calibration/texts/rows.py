@@ -194,9 +194,16 @@ def pack_rows(
     if len(rows) < needed:
         raise ValueError(
             f"{name}: too short: {count} document(s) with {tokens} tokens give {len(rows)} rows of {seqlen}; "
-            f"{needed} row(s) need {needed * seqlen} tokens. Give more text, or lower samples or seqlen"
+            f"{needed} row(s) need {needed * seqlen} tokens. {_fewer(len(rows), 1, tokens, needed)}"
         )
     return rows[:samples]
+
+
+def _fewer(rows: int, documents: int, tokens: int, needed: int) -> str:
+    """Returns the ways out of a text of documents of so many tokens that gives fewer rows than needed."""
+    seqlen = tokens // -(-needed // documents)
+    ways = [f"samples to {rows}"] * (rows > 0) + [f"seqlen to {seqlen}"] * (seqlen > 1)
+    return f"Give a longer text{', or lower ' * bool(ways)}{' or '.join(ways)}"
 
 
 def whole_rows(documents: Iterable[Document], samples: int | None, seqlen: int, name: str) -> torch.Tensor:
@@ -331,7 +338,7 @@ def token_rows(
         tokens = " × ".join(str(n) for n in ids.shape if n != 1) or "1"
         raise ValueError(
             f"{name}: too short: {tokens} tokens give {len(rows)} rows of {seqlen}; "
-            f"{needed} row(s) need {needed * seqlen} tokens. Give a longer text, or lower samples or seqlen"
+            f"{needed} row(s) need {needed * seqlen} tokens. {_fewer(len(rows), *ids.shape, needed)}"
         )
     if seed is not None:
         # A generator of its own: the global one would make rows depend on what ran before.

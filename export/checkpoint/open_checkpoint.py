@@ -37,7 +37,7 @@ from quant.export.checkpoint.files.write_tensors import FLAG, clear_flag, untied
 from quant.formats.finite import is_wide_float
 from quant.kernels.linear.install import install_kv_scales, install_weight, mark_quantized, use_expert_modules
 from quant.models import huggingface
-from quant.models.configs import check_sizes, explained, read_fields, read_generation_config
+from quant.models.configs import check_elements, check_sizes, explained, read_fields, read_generation_config
 from quant.models.prediction_heads import attach_head_layer, head_layers
 from quant.recipes.blocks import stored_dtype
 from quant.recipes.groups import group_experts, group_unseen
@@ -233,6 +233,7 @@ def outline(directory: Path, like: type[nn.Module] | None = None) -> nn.Module:
         empty = accelerate.init_empty_weights(include_buffers=False)
         with explained(directory / "config.json"), empty, initialization.no_init_weights():
             model: Any = cls._from_config(config, dtype=config.dtype)
+        check_elements(model, directory.glob("*.safetensors"), directory / "config.json")
         for module in model.modules():
             # init_weights computes buffers, and skips modules with this mark. Without it transformers 5 would draw all
             # weights on the meta device, which takes longer than reading a checkpoint.

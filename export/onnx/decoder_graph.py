@@ -34,6 +34,7 @@ from quant.calibration.attention_scales import AttentionScales
 from quant.calibration.evaluating import without_cache
 from quant.export.onnx.attention_nodes import attend
 from quant.export.onnx.limits import check_attention
+from quant.export.onnx.moving_rope import stateless_rope
 from quant.formats.format import FORMATS
 
 ATTENTIONS = ("native", "plugin", "none")
@@ -77,6 +78,7 @@ def check_attends(model: nn.Module, inputs: Mapping[str, torch.Tensor]) -> None:
 
     with (
         without_cache(model_configs(model)),
+        stateless_rope(model),
         implementations_kept(model) as configs,
         names_registered({_NAME: attend}, {_NAME: mask}),
         FakeTensorMode(allow_non_fake_inputs=True),

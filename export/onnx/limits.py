@@ -107,7 +107,7 @@ def loaded(path: Path, threads: int = 0) -> Any:
                 f"{option('dtype', 'fp16')}"
             )
         raise ValueError(
-            f"{path}: onnxruntime {onnxruntime.__version__} does not load it: {text[:300]}; {hint}"
+            f"{path.name}: onnxruntime {onnxruntime.__version__} does not load it: {text[:300]}; {hint}"
         ) from error
 
 

@@ -40,6 +40,7 @@ from quant.calibration.attention_names import text_config
 from quant.calibration.placement import free_memory
 from quant.export.onnx.decoder_graph import Attention, GraphInput, Keys, attending, check_attends, is_decoder
 from quant.export.onnx.dynamic_shapes import SEQUENCE, check_sequence, dimension_ranges
+from quant.export.onnx.moving_rope import moving_type
 from quant.export.onnx.opsets import SERVING_OPSET
 from quant.export.onnx.trace import MODEL_PREFIX, trace
 from quant.export.onnx.translate import translate
@@ -48,8 +49,6 @@ CAPACITY_KEY = "blockscale.capacity"
 """Key in the file's metadata; its value is the capacity of the cache."""
 LENGTHS, LAST, IDS, LOGITS = "lengths", "last", "input_ids", "logits"
 _KEPT_LAYERS = {"full_attention", "sliding_attention", "attention"}  # of a config's `layer_types`
-# RoPE whose frequencies depend on the longest position of the batch, as transformers names it.
-_MOVING_ROPE = ("dynamic", "longrope")
 _SMALLEST = 8
 
 
@@ -196,7 +195,7 @@ def check_decoder(model: nn.Module, capacity: int | None) -> None:
         raise ValueError(without % f"its layers of type {', '.join(sorted(states))} keep another state")
     scaling = getattr(config, "rope_parameters", None) or {}
     each = scaling.values() if all(isinstance(entry, dict) for entry in scaling.values()) else [scaling]
-    moving = next((entry["rope_type"] for entry in each if entry.get("rope_type") in _MOVING_ROPE), None)
+    moving = next((entry["rope_type"] for entry in each if moving_type(entry.get("rope_type"))), None)
     if moving is not None:
         raise ValueError(without % f"its RoPE ({moving}) depends on the longest position of a batch")
     check_attends(model, {IDS: torch.zeros(2, 5, dtype=torch.long, device=next(model.parameters()).device)})

@@ -30,6 +30,7 @@ from quant.base.errors import option
 from quant.calibration.attention_scales import AttentionScales
 from quant.export.onnx import limits
 from quant.export.onnx.decoder_graph import Attention, Graph, GraphInput, attending, check_attends, operand_scales
+from quant.export.onnx.moving_rope import stateless_rope
 from quant.formats.format import FORMATS
 from quant.formats.tensor import fake_quantize
 from quant.kernels.linear.quantized_module import restore_layout
@@ -221,13 +222,19 @@ def trace(
     examples = {name: (x.example, x.dims) for name, x in inputs.items()} if is_choice else {}
     model, prefix = (module, "") if split is None else (module.get_submodule(MODEL_PREFIX.rstrip(".")), MODEL_PREFIX)
     positional, keywords = ((), arguments) if isinstance(arguments, dict) else (arguments, {})
-    with explained(model, examples, {dim: high for dim, (_, high) in ranges.items()}), torch.no_grad():
+    highest = {dim: high for dim, (_, high) in ranges.items()}
+    with explained(model, examples, highest), stateless_rope(model), torch.no_grad():
         exported = torch.export.export(module, positional, keywords, dynamic_shapes=dynamic, strict=False)
     # torch.export asserts the dtype of each tensor that is cast, which would keep in use a value that nothing else
     # uses, such as the weight that T5 dequantizes to read its dtype.
     graph = exported.graph_module.graph
     for node in graph.find_nodes(op="call_function", target=torch.ops.aten._assert_tensor_metadata.default):
         graph.erase_node(node)
+    # Falcon has one key head for all query heads and leaves it to broadcasting, which ONNX has under another name.
+    for node in graph.find_nodes(op="call_function", target=torch.ops.aten.scaled_dot_product_attention.default):
+        (_, heads, *_), (_, kv_heads, *_) = (node.args[index].meta["val"].shape for index in (0, 1))
+        if kv_heads == 1 < heads:
+            node.kwargs = {**node.kwargs, "enable_gqa": True}
     graph.eliminate_dead_code()
     limits.check_graph(exported, model, prefix)
     return exported
@@ -268,7 +275,7 @@ def trace_for_torch(
     }
     highest = {name: high for name, (_, high) in ranges.items()}
     scales = attention_scales or {}
-    with torch.no_grad(), explained(model, examples, highest):
+    with torch.no_grad(), explained(model, examples, highest), stateless_rope(model):
         if hasattr(model, "main_input_name"):
             check_attends(model, inputs)
             modules = {module: name for name, module in model.named_modules()}

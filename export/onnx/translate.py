@@ -38,6 +38,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from quant.base.errors import option
 from quant.base.json_files import json_text
 from quant.export.onnx import limits
 from quant.export.onnx.attention_nodes import attention_translations
@@ -221,20 +222,25 @@ def translate(
     packed: dict[Any, int] = {}  # filled by the translations: values of packed 4-bit codes, and their ONNX types
     ops = torch.ops.quant
     table = {ops.linear.default: _linear(packed), ops.conv.default: _conv, **attention_translations(runtime)}
-    program = torch.onnx.export(
-        exported,
-        dynamo=True,
-        opset_version=opset,
-        optimize=False,
-        custom_translation_table=table,
-        input_names=list(inputs),
-        output_names=outputs,
-        verbose=False,
-    )
+    try:
+        program = torch.onnx.export(
+            exported,
+            dynamo=True,
+            opset_version=opset,
+            optimize=False,
+            custom_translation_table=table,
+            input_names=list(inputs),
+            output_names=outputs,
+            verbose=False,
+        )
+    except torch.onnx.OnnxExporterError as error:
+        raise ValueError(_untranslated(error, type(model).__name__)) from error
     assert program is not None
     graph = program.model
     _type_packed(packed)
     _name_layers(graph, prefix)
+    if limits.narrowest_dtype(model) is not torch.bfloat16:
+        _widen_bfloat16(graph.graph)
     dtypes = {value.name: value.dtype for value in graph.graph.initializers.values()}
     with _comparing_ops_first():
         optimizer.optimize(graph)
@@ -247,6 +253,20 @@ def translate(
     if unreached:
         graph.metadata_props[UNREACHED_KEY] = json_text(unreached)
     return graph
+
+
+def _untranslated(error: BaseException, model: str) -> str:
+    """Returns the line on an op that torch.onnx does not translate, which is somewhere in the causes of its error."""
+    op, innermost = "an op", error
+    while innermost.__cause__ is not None:
+        innermost = innermost.__cause__
+        if named := re.search(r"target=torch\.ops\.([\w.]+)", str(innermost)):
+            op = named[1]
+    reason = " ".join(str(innermost).split())[:200]
+    return (
+        f"{model}: torch.onnx cannot translate {op} ({reason}); a package of AOTInductor runs all of PyTorch "
+        f"({option('to', 'aoti')})"
+    )
 
 
 @contextlib.contextmanager
@@ -272,6 +292,36 @@ def _comparing_ops_first() -> Iterator[None]:
         yield
     finally:
         _matcher.SimplePatternMatcher.match = plain
+
+
+def _widen_bfloat16(graph: Any) -> None:
+    """Computes in float32 what a model in another dtype computes in BF16, and rounds each result: the same numbers.
+
+    onnxruntime has no arithmetic in BF16 on a processor, and Falcon's ALiBi is made in it in models of every dtype.
+    """
+    import onnx_ir as ir
+
+    float32, bfloat16 = ir.DataType.FLOAT, ir.DataType.BFLOAT16
+
+    def cast(value: Any, dtype: Any, node: Any, *, before: bool) -> Any:
+        added = ir.node("Cast", [value], {"to": dtype}, metadata_props=dict(node.metadata_props))
+        added.outputs[0].dtype, added.outputs[0].shape = dtype, value.shape
+        (graph.insert_before if before else graph.insert_after)(node, added)
+        return added.outputs[0]
+
+    for node in list(graph):
+        narrow = [index for index, value in enumerate(node.inputs) if value is not None and value.dtype is bfloat16]
+        if node.op_type == "Cast" or not narrow:
+            continue
+        for index in narrow:
+            node.replace_input_with(index, cast(node.inputs[index], float32, node, before=True))
+        for value in node.outputs:
+            if value.dtype is bfloat16:
+                value.dtype = float32
+                rounded = cast(value, bfloat16, node, before=False)
+                ir.convenience.replace_all_uses_with(value, rounded, replace_graph_outputs=True)
+                rounded.producer().replace_input_with(0, value)
+                value.name, rounded.name = rounded.name, value.name
 
 
 def _restore_dtypes(model: Any, dtypes: Mapping[str, Any]) -> None:

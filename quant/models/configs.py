@@ -14,7 +14,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from quant.base.errors import UserError, option
+from torch import nn
+
+from quant.base.errors import UserError, megabytes, option
 from quant.base.extras import require
 from quant.base.json_files import read_json, typed
 from quant.models.files import cached_snapshot, find_model, safetensors_file
@@ -102,6 +104,19 @@ def check_sizes(config: Any, files: Iterable[Path], where: Path) -> None:
         # A block has at least one tensor, and no single dimension comes near twice the bytes of all weights.
         if value > (tensors if name in _BLOCKS else 2 * nbytes):
             raise UserError(f"{where}: {name} is {reprlib.repr(value)}, far beyond the weights in the files")
+
+
+def check_elements(model: nn.Module, files: Iterable[Path], where: Path) -> None:
+    """Raises UserError for a model, on the meta device, with far more parameters than the weights in its files.
+
+    transformers takes a default for each size that a config or header does not name: those of a Llama are of 7B.
+    """
+    numel, nbytes = sum(p.numel() for p in model.parameters()), sum(file.stat().st_size for file in files)
+    if nbytes and numel > 8 * nbytes:  # no format has less than a bit a weight
+        raise UserError(
+            f"{where}: {type(model).__name__} would have {numel:,} parameters, and its weights are {megabytes(nbytes)}: "
+            "the sizes of its layers are missing there, or another model's; download it again"
+        )
 
 
 def _leaves(fields: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

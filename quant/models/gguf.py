@@ -323,7 +323,7 @@ def load(path: Path, dtype: torch.dtype, meta: bool) -> nn.Module:
         config = read_config(path)
         cls = huggingface.model_class(config, str(path))
         if meta:
-            model = huggingface.build(cls, config, dtype, meta, path.parent)
+            model = huggingface.outline(cls, config, dtype, path)
         else:
             with _dropped_tensors(_global_scales(path)) as dropped:
                 model, unused = huggingface.read_model(cls, config, dtype, path.parent, **options)

@@ -19,13 +19,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from quant.base.errors import UserError, listed, warn
+from quant.base.errors import UserError, counted, listed, warn
 from quant.base.extras import importing, require
 from quant.export.checkpoint.files.names import stored_names
 from quant.export.checkpoint.files.read_tensors import TensorFiles
 from quant.models import configs
 from quant.models.configs import checked_fields, explained, one_line, read_fields, read_generation_config
 from quant.models.files import check_links, safetensors_file, shard_names
+from quant.models.not_a_model import ADAPTER_CONFIG, refuse_directory
 from quant.models.quantized_config import Quantization, quantization_of, refuse_packed
 from quant.models.quantized_tensors import QuantizedTensors, Renamed
 from quant.models.state_dict import open_safetensors
@@ -51,9 +52,7 @@ def load(
     those in the files whose parameters have no tensor of their own there; see `stored_weights`.
     """
     if not (path / "config.json").is_file():
-        files = sorted(p.name for p in path.iterdir() if p.suffix in (".gguf", ".safetensors", ".pt", ".pt2"))
-        hint = f"to open a file in it, pass {path / files[0]}" if files else "pass the directory that has one"
-        raise UserError(f"{path}: no config.json, so not a Hugging Face directory; {hint}")
+        raise refuse_directory(path)
     quantization = quantization_of(path, read_fields(path / "config.json"))
     shards = find_shards(path)
     readable = [shard for shard in shards if shard.suffix == ".safetensors"]
@@ -97,6 +96,7 @@ def _open_streamed(
     # Buffers such as rotary frequencies are computed and in no file, so they must not be on the meta device.
     with explained(path), require("accelerate", "hf").init_empty_weights(include_buffers=False):
         model: Any = cls._from_config(config, dtype=dtype)
+    configs.check_elements(model, find_shards(path), path / "config.json")
     read_generation_config(model, path)
     if tensors is not None:  # as transformers does
         model.name_or_path = model.config._name_or_path = str(path)
@@ -119,8 +119,7 @@ def build(
 ) -> nn.Module:
     """Makes the model, on the meta device or with its weights: `tensors`, which are dequantized, or the directory's."""
     if meta:
-        with explained(path), torch.device("meta"):
-            return cls._from_config(config, dtype=dtype).eval()  # type: ignore[no-any-return]
+        return outline(cls, config, dtype, path)
     model, unexpected = read_model(cls, config, dtype, path, tensors)
     if unexpected:
         _refuse_guessed_class(cls, config, path, unexpected)
@@ -131,11 +130,23 @@ def build(
     return patch_forward(model)
 
 
+def outline(cls: Any, config: Any, dtype: torch.dtype, path: Path) -> nn.Module:
+    """Returns a model on the meta device; `path` is its directory or GGUF file, whose size bounds the model's."""
+    with explained(path), torch.device("meta"):
+        model: nn.Module = cls._from_config(config, dtype=dtype).eval()
+    files, named = (find_shards(path), path / "config.json") if path.is_dir() else ([path], path)
+    configs.check_elements(model, files, named)
+    return model
+
+
 def read_model(
     cls: Any, config: Any, dtype: torch.dtype, path: Path, tensors: QuantizedTensors | None = None, **options: Any
 ) -> tuple[Any, list[str]]:
     """Builds a model with its weights; also returns the names of tensors that its class has no use for."""
+    outline(cls, config, dtype, path / options.get("gguf_file", ""))
     source, options = (path, options) if tensors is None else (None, {**options, "state_dict": tensors.deferred()})
+    # Of other shapes transformers prints a table, and raises an error that only refers to it.
+    options["ignore_mismatched_sizes"] = True
     with explained(f"{path}: transformers cannot load it"):
         try:
             model, info = cls.from_pretrained(
@@ -147,6 +158,13 @@ def read_model(
                 "model as safetensors"
             ) from error
     missing, unexpected = sorted(info["missing_keys"]), sorted(info["unexpected_keys"])
+    if mismatched := sorted(info["mismatched_keys"]):
+        name, stored, expected = mismatched[0]
+        raise UserError(
+            f"{path / options.get('gguf_file', 'config.json')}: {name} is {list(stored)} in the files, and "
+            f"{cls.__name__} makes it {list(expected)} ({counted(len(mismatched), 'such tensor')}); is a size missing, "
+            "or the config another's?"
+        )
     if missing:
         raise UserError(
             f"{path}: the checkpoint lacks {listed(missing, 3)}; is a shard missing, or the config another's?"
@@ -305,6 +323,8 @@ def find_shards(path: Path) -> list[Path]:
             if shard.suffix == ".safetensors":
                 safetensors_file(shard)
         return shards
+    if (path / ADAPTER_CONFIG).is_file():
+        raise refuse_directory(path)
     raise UserError(
         f"{path}: has a config.json and no weights; expected {' or '.join(_WEIGHTS)}, or an index of shards"
     )

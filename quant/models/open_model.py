@@ -33,6 +33,7 @@ from quant.base.errors import UserError, option
 from quant.models import gguf, huggingface, state_dict
 from quant.models.configs import origin_of
 from quant.models.files import SourceKind, WatchedFiles, commit_of, find_model, with_revision
+from quant.models.not_a_model import refuse_adapter
 from quant.recipes.layers import Layer, find_layers, layers_of_state_dict
 
 
@@ -209,6 +210,8 @@ def open_model(
         tensors = state_dict.open_safetensors(path, given_dtype, meta)
     else:
         model, tensors = state_dict.load_pickle(path, given_dtype, unsafe_load, meta)
+    if tensors is not None and model_factory is None:
+        refuse_adapter(path, tensors)
     if tensors is not None and model_factory is not None:
         model, tensors = state_dict.build(model_factory, tensors, str(path), meta), None
     # With a dtype to cast to, asking the tensors of a state dict would read them all.
