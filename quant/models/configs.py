@@ -114,8 +114,8 @@ def check_elements(model: nn.Module, files: Iterable[Path], where: Path) -> None
     numel, nbytes = sum(p.numel() for p in model.parameters()), sum(file.stat().st_size for file in files)
     if nbytes and numel > 8 * nbytes:  # no format has less than a bit a weight
         raise UserError(
-            f"{where}: {type(model).__name__} would have {numel:,} parameters, and its weights are {megabytes(nbytes)}: "
-            "the sizes of its layers are missing there, or another model's; download it again"
+            f"{where}: {type(model).__name__} would have {numel:,} parameters, and its weights are "
+            f"{megabytes(nbytes)}: the sizes of its layers are missing there, or another model's; download it again"
         )
 
 
