@@ -118,7 +118,7 @@ class Recipe:
         """
         path = Path(path)
         try:
-            text = path.read_bytes().decode("utf-8")
+            text = path.read_bytes().decode("utf-8-sig")
             if any(line.count(".") > _DOTS for line in text.splitlines()):
                 raise ValueError("nested too deeply")  # a.a.a… = 1; tomllib takes memory with the square of the dots
             fields = tomllib.loads(text)

@@ -7,20 +7,25 @@ those of the change. A row of `CALLS` is the same for Python.
 
 from __future__ import annotations
 
+import copy
 import itertools
+import json
 import re
 import shutil
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny_models
 import torch
 from click.testing import CliRunner
-from safetensors.torch import save_file
-from samples import TEXTS, write_short_base
+from safetensors.torch import load_file, save_file
+from samples import BASE, TEXTS, write_short_base
 from torch import nn
 
+import quant
 from quant.cli.main import main
 
 transformers = pytest.importorskip("transformers", reason="the extra hf")
@@ -279,3 +284,259 @@ def follow(row: Row, case: Path) -> None:
     # `@samples to ` stands for the number that the message has behind these words.
     advised = re.sub(r"@(\S+)", lambda m: re.search(rf"{m[1].replace('␣', ' ')}(\d+)", result.stderr)[1], row.advised)
     run(case, advised)
+
+
+EXPORTS = [
+    Row(EXPORT + "--to onnx --capacity 3", "0 exports without one", drop="--capacity 3", add="--capacity 0"),
+    Row(EXPORT + "--to onnx --capacity 99999", "lower it", drop="--capacity 99999", add="--capacity 32"),
+    Row(EXPORT + "--to onnx --capacity 32 --shapes sequence=1-2", "NAME=MIN:OPT:MAX", drop="--shapes sequence=1-2",
+        add="--shapes sequence=1:8:16"),
+    Row(EXPORT + "--to onnx --capacity 32 --shapes sequence=8:4:1", "MIN:OPT:MAX, ascending",
+        drop="--shapes sequence=8:4:1", add="--shapes sequence=1:4:8"),
+    Row(EXPORT + "--to onnx --capacity 32 --shapes sequence=1:8:64", "does not fit into a KV cache of 32",
+        drop="--shapes sequence=1:8:64", add="--shapes sequence=1:8:32"),
+    Row(EXPORT + "--to onnx --input input_ids", "expected NAME:DTYPE:DIMS", drop="--input input_ids", add=INPUTS),
+    Row(EXPORT + f"--to onnx {INPUTS} {INPUTS}", "each input has one dtype and one shape", drop=f" {INPUTS}"),
+    Row(EXPORT + "--to onnx --kv-cache fp8 --capacity 32", "or pass --kv-cache 16bit", drop="--kv-cache fp8",
+        add="--kv-cache 16bit"),
+]  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("row", EXPORTS, ids=lambda row: f"{row.refused} → {row.says}")
+def test_what_a_refused_export_advises_works(row: Row, case: Path) -> None:
+    pytest.importorskip("onnxruntime", reason="the extra onnx")
+    follow(row, case)
+
+
+def long_rope() -> Any:
+    rope = {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [4.0] * 8}
+    return tiny_models.build(
+        "Phi3", "ForCausalLM", {**tiny_models.DECODER, "original_max_position_embeddings": 16, "pad_token_id": 0},
+        rope_scaling=rope, gain=4,
+    )  # fmt: skip
+
+
+def dynamic_rope() -> Any:
+    return tiny_models.llama(max_position_embeddings=16, rope_scaling={"rope_type": "dynamic", "factor": 4.0}, gain=4)
+
+
+def falcon(alibi: bool) -> Any:
+    sizes = {"vocab_size": 64, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    return tiny_models.build("Falcon", "ForCausalLM", sizes, alibi=alibi)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("make", "says", "options"),
+    [
+        (long_rope, "pass --capacity 0", "--capacity 0"),
+        (dynamic_rope, "pass --capacity 0", "--capacity 0"),
+        (lambda: falcon(False), "as in --input input_ids:int64:batch,sequence", INPUTS),
+        (lambda: falcon(True), "as in --input input_ids:int64:batch,sequence", INPUTS),
+        (tiny_models.t5, "without --capacity and --genai it exports as one pass", ""),
+    ],
+    ids=["longrope", "dynamic", "falcon", "falcon-alibi", "t5"],
+)
+def test_models_that_no_cache_holds_export_as_advised(
+    make: Callable[[], Any], says: str, options: str, case: Path, tmp_path: Path
+) -> None:
+    """Logits on both sides of the switch of frequencies, against PyTorch, and the frequencies of the model stay."""
+    runtime = pytest.importorskip("onnxruntime", reason="the extra onnx")
+    model = make().eval()
+    model.save_pretrained(tmp_path / "model")
+    run(case, f"quantize {tmp_path / 'model'} --format int8 --out {tmp_path / 'stored'} --quiet")
+    command = f"export {tmp_path / 'stored'} --to onnx --out {tmp_path / 'out'}"
+    refused = invoke(case, f"{command} --capacity 16" if not options else command)
+    assert refused.exit_code == 2 and says in refused.stderr, refused.output
+    run(case, f"{command} {options}")
+    session = runtime.InferenceSession(tmp_path / "out" / "model.onnx", providers=["CPUExecutionProvider"])
+    names = [each.name for each in session.get_inputs()]
+    for tokens in (8, 40):
+        x = torch.randint(3, 60, (2, tokens))
+        inputs = {name: torch.ones_like(x) if "mask" in name else x for name in names}
+        expected = quant.load(tmp_path / "stored")(**inputs).logits
+        (logits, *_) = session.run(["logits"], {name: value.numpy() for name, value in inputs.items()})
+        error = (torch.from_numpy(logits) - expected).norm() / expected.norm()
+        assert float(error) < 1e-3, tokens
+
+
+LINEARS: Callable[[], Any] = lambda: nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))  # noqa: E731
+X = torch.linspace(-1, 1, 256).reshape(4, 64)
+
+
+def prepared() -> nn.Module:
+    model = LINEARS()
+    quant.prepare_qat(model, "fp8_channel")
+    return model
+
+
+def tokens() -> Any:
+    return tiny_models.llama(num_hidden_layers=1)
+
+
+IDS = torch.arange(3, 35).reshape(2, 16)
+# What is refused, the words of the message, and the call that they name.
+CALLS: dict[str, tuple[Callable[[], object], str, Callable[[], object]]] = {
+    "a path for a module": (
+        lambda: quant.prepare_qat(str(BASE), "fp8_channel"),
+        rf"open it with quant\.open_model\('{BASE}'\)\.model",
+        lambda: quant.prepare_qat(quant.open_model(str(BASE)).model, "fp8_channel"),
+    ),
+    "a result for a module": (
+        lambda: quant.prepare_qat(quant.quantize(LINEARS(), "fp8_channel"), None),
+        r"pass its \.model",
+        lambda: quant.prepare_qat(quant.quantize(LINEARS(), "fp8_channel").model),
+    ),
+    "no recipe": (
+        lambda: quant.prepare_qat(LINEARS()),
+        "name a recipe, such as 'nvfp4'",
+        lambda: quant.prepare_qat(LINEARS(), "nvfp4", data=X),
+    ),
+    "prepared twice": (
+        lambda: quant.prepare_qat(prepared(), "fp8_channel"),
+        r"or pack it with quant\.pack\(model\)",
+        lambda: quant.pack(prepared()),
+    ),
+    "packed before training": (
+        lambda: quant.pack(LINEARS()),
+        r"call quant\.prepare_qat or quant\.to_low_precision_training",
+        lambda: quant.pack(prepared()),
+    ),
+    "packed before training, and not to be trained": (
+        lambda: quant.pack(LINEARS()),
+        r"quant\.quantize packs a model without training",
+        lambda: quant.quantize(LINEARS(), "fp8_channel"),
+    ),
+    "in QAT already": (
+        lambda: quant.to_low_precision_training(prepared(), "fp8_rowwise"),
+        r"finish that with quant\.pack\(model\), or start from the original model",
+        lambda: quant.to_low_precision_training(LINEARS(), "fp8_rowwise", backend="emulated"),
+    ),
+    "scales": (
+        lambda: quant.prepare_qat(LINEARS(), "fp8_channel", scales="learnt"),
+        "did you mean learned",
+        lambda: quant.prepare_qat(LINEARS(), "fp8_channel", scales="learned"),
+    ),
+    "track_inputs": (
+        lambda: quant.prepare_qat(LINEARS(), "fp8_channel", track_inputs=-1),
+        "such as 100, or 0 for none",
+        lambda: [quant.prepare_qat(LINEARS(), "fp8_channel", track_inputs=passes) for passes in (100, 0)],
+    ),
+    "a 16-bit model with an original": (
+        lambda: quant.prepare_qat(LINEARS(), "fp8_channel", original=LINEARS()),
+        "leave it out",
+        lambda: quant.prepare_qat(LINEARS(), "fp8_channel"),
+    ),
+    "data twice": (
+        lambda: quant.quantize(LINEARS(), "fp8", X, forward_loop=lambda model: model(X)),
+        "pass one of them",
+        lambda: quant.quantize(LINEARS(), "fp8", forward_loop=lambda model: model(X)),
+    ),
+    "ids without rows": (
+        lambda: quant.quantize(tokens(), "fp8", list(IDS)),
+        r"give \[row\[None\] for row in rows\]",
+        lambda: quant.quantize(tokens(), "fp8", [row[None] for row in IDS]),
+    ),
+    "ids without rows, as one tensor": (
+        lambda: quant.quantize(tokens(), "fp8", list(IDS)),
+        r"or one tensor \[rows, seqlen\]",
+        lambda: quant.quantize(tokens(), "fp8", IDS),
+    ),
+    "pairs of a loader": (
+        lambda: quant.quantize(LINEARS(), "fp8", [(X, torch.zeros(4))]),
+        r"as in data=\(x for x, y in loader\)",
+        lambda: quant.quantize(LINEARS(), "fp8", data=(x for x, _ in [(X, torch.zeros(4))])),
+    ),
+    "texts for a model": (
+        lambda: quant.quantize(tokens(), "fp8", ["some text of words"]),
+        r"quant\.calibration_rows\(data, tokenizer, samples=32, seqlen=512\)",
+        lambda: quant.quantize(
+            quant.open_model(BASE).model,
+            "fp8",
+            quant.calibration_rows(
+                [(TEXTS / "calibration.txt").read_text(encoding="utf-8")] * 9,
+                quant.open_model(BASE).load_tokenizer(),
+                samples=32,
+                seqlen=512 // 8,
+            ),
+        ),
+    ),
+    "a text to evaluate": (
+        lambda: quant.evaluate(tokens(), "a text"),
+        r"quant\.token_rows\(FILE, tokenizer, samples=16, seqlen=512\)",
+        lambda: quant.evaluate(
+            quant.open_model(BASE).model,
+            quant.token_rows(TEXTS / "calibration.txt", quant.open_model(BASE).load_tokenizer(), samples=16, seqlen=64),
+        ),
+    ),
+    "no data for a solver": (
+        lambda: quant.quantize(LINEARS(), "int8", solver="gptq"),
+        "or use 'mse', which needs none",
+        lambda: quant.quantize(LINEARS(), "int8", solver="mse"),
+    ),
+    "a module in another dtype": (
+        lambda: quant.open_model(LINEARS(), dtype="bfloat16"),
+        r"cast it with model\.to\(torch\.bfloat16\)",
+        lambda: quant.open_model(LINEARS().to(torch.bfloat16), dtype="bfloat16"),
+    ),
+    "weights on the meta device": (
+        lambda: quant.quantize(LINEARS().to("meta"), "fp8_channel"),
+        r"quant\.make_plan plans without",
+        lambda: quant.make_plan(LINEARS().to("meta"), "fp8_channel"),
+    ),
+    "widths that do not divide": (
+        lambda: quant.make_plan(nn.Sequential(nn.Linear(40, 24)), "nvfp4"),
+        "int8 take",
+        lambda: quant.make_plan(nn.Sequential(nn.Linear(40, 24)), "int8"),
+    ),
+    "a teacher that is the student": (
+        lambda: quant.distill(model := tokens(), model, {"input_ids": IDS}),
+        "pass a copy of the original",
+        lambda: quant.distill(model := tokens(), copy.deepcopy(model), {"input_ids": IDS}),
+    ),
+}
+
+
+@pytest.mark.parametrize("case_name", CALLS)
+def test_what_a_refused_call_advises_works(case_name: str) -> None:
+    refused, says, advised = CALLS[case_name]
+    with pytest.raises(ValueError, match=says):
+        refused()
+    advised()
+
+
+def test_adapters_are_merged_as_advised(case: Path, tmp_path: Path) -> None:
+    """By its folder, its file, and a folder that has the base's config too; a state dict with adapters says another."""
+    peft = pytest.importorskip("peft", reason="the extra peft")
+    base = transformers.AutoModelForCausalLM.from_pretrained(case / "model")
+    model = peft.get_peft_model(base, peft.LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False))
+    model.save_pretrained(tmp_path / "adapter")
+    save_file({k: v.contiguous() for k, v in model.state_dict().items()}, tmp_path / "unmerged.safetensors")
+    shutil.copytree(tmp_path / "adapter", tmp_path / "trained")
+    shutil.copy(case / "model" / "config.json", tmp_path / "trained")
+    places = [tmp_path / "adapter", tmp_path / "adapter" / "adapter_model.safetensors", tmp_path / "trained"]
+    for place in places:
+        result = invoke(case, f"quantize {place} --format fp8_channel --out {{out}}")
+        assert result.exit_code == 2 and "merge it into its base" in result.stderr, result.output
+        call = re.search(r"peft\.PeftModel\..*save_pretrained\('merged'\)", result.stderr)
+        assert call is not None
+        exec(call[0].replace("'merged'", repr(str(tmp_path / "merged"))), {"peft": peft, "quant": quant})
+        run(case, f"quantize {tmp_path / 'merged'} --format fp8_channel --out {{out}}")
+        merged = load_file(tmp_path / "merged" / "model.safetensors")
+        expected = copy.deepcopy(model).merge_and_unload().state_dict()
+        assert all(torch.equal(tensor, expected[name]) for name, tensor in merged.items())
+    result = invoke(case, f"quantize {tmp_path}/unmerged.safetensors --format fp8_channel --out {{out}}")
+    assert result.exit_code == 2 and "model.merge_and_unload().state_dict()" in result.stderr, result.output
+    save_file(dict(merged), tmp_path / "merged.safetensors")
+    run(case, f"quantize {tmp_path}/merged.safetensors --format fp8_channel --out {{out}}")
+
+
+@pytest.mark.parametrize("family", ["llama", "mixtral", "bert", "vit", "t5", "gpt2"])
+@pytest.mark.parametrize("meta", [False, True])
+def test_a_config_without_sizes_builds_no_default_model(family: str, meta: bool, tmp_path: Path) -> None:
+    getattr(tiny_models, family)().save_pretrained(tmp_path)
+    fields = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({key: fields[key] for key in ("model_type", "architectures")}))
+    with pytest.raises(ValueError, match=r"config\.json: \w+ would have [\d,]+ parameters, and its weights are"):
+        quant.open_model(tmp_path, meta=meta)

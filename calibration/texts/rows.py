@@ -388,7 +388,7 @@ def _tokenize(path: Path, tokenizer: Any | None) -> torch.Tensor:
     if not path.is_file():
         raise FileNotFoundError(f"{path}: no such text file")
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise ValueError(f"{path}: not UTF-8 text ({error.reason} at byte {error.start})") from None
     if not text.strip():

@@ -496,7 +496,7 @@ def _hash_of_start(file: Path, size: int) -> Any:
 
 def _release_space(file: Path) -> None:
     """Gives the pages of a file's tensors back to the disk, where the file system can; they read as zeros then."""
-    with file.open("r+b") as opened, suppress(OSError, AttributeError):
+    with file.open("r+b") as opened, suppress(OSError, AttributeError, TypeError):
         # A safetensors file: 8 bytes with the length of the JSON header, the header, then the tensors.
         start = 8 + int.from_bytes(opened.read(8), "little")
         size = file.stat().st_size - start

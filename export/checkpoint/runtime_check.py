@@ -76,7 +76,7 @@ class Notes:
     def save(self, out: Path, **facts: Any) -> None:
         """Writes both files."""
         save_file({name: tensor.contiguous() for name, tensor in self.tensors.items()}, out / "probe.safetensors")
-        (out / "probe.json").write_text(json_text({**facts, "layers": list(self.layers.values())}))
+        (out / "probe.json").write_text(json_text({**facts, "layers": list(self.layers.values())}), encoding="utf-8")
 
 
 def kernel_name(module: nn.Module) -> str:
@@ -288,7 +288,7 @@ def check_runtime(
     """
     if runtime not in PROBES:
         raise UserError(f"no runtime {runtime!r}; {known_names(runtime, PROBES)}")
-    config = json.loads((directory / "config.json").read_text())
+    config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
     if runtime == "transformers" and not (config.get("quantization_config") or {}).get("dequantize"):
         # It unpacks some weights to another dtype than the model's, and fails.
         dtype = getattr(torch, str(config.get("dtype") or config.get("torch_dtype") or "bfloat16"), torch.bfloat16)
@@ -315,7 +315,7 @@ def _rows(directory: Path, config: dict[str, Any]) -> torch.Tensor:
 
 def _probe(runtime: str, directory: Path, request: dict[str, Any], folder: Path) -> tuple[dict[str, Any], Any]:
     """Returns the facts and tensors that the runtime in its process has written."""
-    (folder / "rows.json").write_text(json_text(request))
+    (folder / "rows.json").write_text(json_text(request), encoding="utf-8")
     command = [sys.executable, "-m", "quant.export.checkpoint.runtime_check", runtime, str(directory)]
     done = subprocess.run(
         [*command, str(folder / "rows.json"), str(folder)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
@@ -326,7 +326,7 @@ def _probe(runtime: str, directory: Path, request: dict[str, Any], folder: Path)
         named = [line for line in lines if "Error: " in line or line.endswith("Error")]
         error = (named or lines[-1:] or ["it printed nothing"])[0][-300:]
         raise UserError(f"{directory}: {runtime} does not run it: {error}")
-    return json.loads((folder / "probe.json").read_text()), load_file(folder / "probe.safetensors")
+    return json.loads((folder / "probe.json").read_text(encoding="utf-8")), load_file(folder / "probe.safetensors")
 
 
 def _compare(
@@ -459,7 +459,7 @@ def _problems(layers: Sequence[RuntimeLayer], difference: float, noise: float) -
 def main(arguments: Iterator[str]) -> None:
     """Runs the program; the module's docstring lists its arguments."""
     runtime, directory, rows, out = arguments
-    PROBES[runtime](Path(directory), json.loads(Path(rows).read_text()), Path(out))
+    PROBES[runtime](Path(directory), json.loads(Path(rows).read_text(encoding="utf-8")), Path(out))
     sys.stdout.flush()
     os._exit(0)  # the files are written, and a server's teardown may take minutes
 

@@ -17,11 +17,11 @@ from __future__ import annotations
 import importlib
 import json
 import os
-import resource
 import sys
 from pathlib import Path
 from typing import Any, BinaryIO, TextIO
 
+from quant.base.processor import peak_rss
 from quant.export.tensorrt.engine_file import RECORD
 
 # Messages up to this severity are passed on: internal error, error, warning, info, and verbose (4) kept to oneself.
@@ -76,9 +76,8 @@ def build(request: dict[str, Any], out: TextIO) -> dict[str, Any]:
         if not builder.build_serialized_network_to_stream(network, config, writer):
             raise BuildError(logger.worst or "the builder gave no engine and no reason", logger.node)
     del monitor  # the bindings hold no reference to it, so it must live until here
-    # File-backed pages included; in kilobytes but on macOS.
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-    return {"version": trt.__version__, "layers": network.num_layers, "peak_rss_bytes": peak}
+    # File-backed pages included.
+    return {"version": trt.__version__, "layers": network.num_layers, "peak_rss_bytes": peak_rss() or 0}
 
 
 def _parse(trt: Any, network: Any, logger: Any, request: dict[str, Any]) -> None:

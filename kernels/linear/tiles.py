@@ -443,7 +443,10 @@ def _version(distribution: str) -> str:
 def store(gpu: Hardware, entries: dict[str, MeasuredChoice]) -> Path:
     """Adds measured entries to this machine's table, whose file is replaced as a whole and returned."""
     path = cache_file(gpu.name)
-    table = {"gpu": gpu.name, "entries": json.loads(path.read_text())["entries"] if path.exists() else {}}
+    table = {
+        "gpu": gpu.name,
+        "entries": json.loads(path.read_text(encoding="utf-8"))["entries"] if path.exists() else {},
+    }
     table["entries"].update({name: to_entry(timing) for name, timing in entries.items()})
     write_atomically(path, json.dumps(table, indent=1, sort_keys=True, allow_nan=False) + "\n")
     _table.cache_clear()

@@ -39,7 +39,8 @@ def sync(path: Path) -> None:
     """Brings a file, or the names in a directory, to the disk."""
     if sys.platform == "win32" and path.is_dir():
         return  # it opens no directory
-    handle = os.open(path, os.O_RDONLY)
+    # Windows brings only what was opened for writing to the disk.
+    handle = os.open(path, os.O_RDWR if sys.platform == "win32" else os.O_RDONLY)
     try:
         os.fsync(handle)
     finally:
@@ -166,6 +167,7 @@ def replace_directory(new: Path, path: Path) -> None:
     elif not _exchange(new, path):
         old = Path(tempfile.mkdtemp(prefix=f".{path.name}.old.", dir=path.parent))
         try:
+            old.rmdir()  # Windows renames over no directory, not even an empty one
             path.rename(old)
             new.rename(path)
         except BaseException:

@@ -11,6 +11,7 @@ import importlib
 import json
 import platform
 import shlex
+import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -60,7 +61,7 @@ def install_command(extra: str) -> str:
     """
     checkout = Path(__file__).resolve().parents[2]
     if _is_ours(checkout):
-        return f"pip install -e {shlex.quote(f'{checkout}[{extra}]')}"
+        return f"pip install -e {_quoted(f'{checkout}[{extra}]')}"
     # pip notes the directory that it installed from in `direct_url.json` (PEP 610).
     try:
         direct_url_json = metadata.distribution(_DISTRIBUTION).read_text("direct_url.json")
@@ -69,8 +70,13 @@ def install_command(extra: str) -> str:
     url = urlsplit(json.loads(direct_url_json)["url"]) if direct_url_json else None
     directory = Path(url2pathname(url.path)) if url is not None and url.scheme == "file" else None
     if directory is not None and _is_ours(directory):
-        return f"pip install {shlex.quote(f'{directory}[{extra}]')}"
-    return f"pip install '.[{extra}]' in a checkout of Blockscale"
+        return f"pip install {_quoted(f'{directory}[{extra}]')}"
+    return f"pip install {_quoted(f'.[{extra}]')} in a checkout of Blockscale"
+
+
+def _quoted(word: str) -> str:
+    # For Windows' shell an apostrophe is a letter.
+    return f'"{word}"' if sys.platform == "win32" else shlex.quote(word)
 
 
 def _is_ours(directory: Path) -> bool:

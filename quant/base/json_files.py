@@ -144,7 +144,7 @@ def read_json(path: str | Path, kind: str, make: Callable[[Any], T]) -> T:
 def parse_json(text: str | bytes) -> Any:
     """Returns a JSON document; ValueError if it is none, or nested too deeply."""
     if isinstance(text, bytes):
-        text = text.decode("utf-8")
+        text = text.decode("utf-8-sig")  # editors of Windows begin a file with a byte order mark
     try:
         document = json.loads(text)
     except RecursionError:

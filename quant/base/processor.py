@@ -20,6 +20,7 @@ import errno
 import math
 import mmap
 import os
+import sys
 from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import suppress
 from functools import cache
@@ -81,6 +82,17 @@ def memory_taken(root: Path = _ROOT) -> int | None:
     """Returns the bytes of memory that this process holds, mapped files not counted; None if unknown."""
     anonymous = [line.split()[1] for line in _lines(root / "proc/self/status") if line.startswith("RssAnon:")]
     return 1024 * int(anonymous[0]) if anonymous else None
+
+
+def peak_rss() -> int | None:
+    """Returns the peak resident memory of this process in bytes; None where the system does not report it."""
+    try:
+        import resource
+    except ImportError:
+        return None
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    # macOS counts bytes, Linux KiB.
+    return peak if sys.platform == "darwin" else peak * 1024
 
 
 def set_up_threads(environment: MutableMapping[str, str]) -> str | None:
@@ -155,7 +167,7 @@ def _words(file: Path) -> list[str]:
 
 def trim_heap() -> None:
     """Gives freed memory back to the system. glibc keeps free memory between small blocks that are still in use."""
-    with suppress(OSError, AttributeError):  # another C library
+    with suppress(OSError, AttributeError, TypeError):  # another C library, or Windows
         ctypes.CDLL(None).malloc_trim(0)
 
 

@@ -167,6 +167,8 @@ class PatientStream:
         except BrokenPipeError:
             self._drop()
             return len(text)
+        except UnicodeEncodeError as error:  # in a pipe Windows has its code page, without → and ≥
+            return self._stream.write(text.encode(error.encoding, "replace").decode(error.encoding))
 
     def flush(self) -> None:
         try:

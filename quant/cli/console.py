@@ -202,7 +202,7 @@ def _printed_now_and_then(running: Stages) -> Iterator[None]:
 
 def _memory() -> str:
     """Returns the most memory that the process has taken so far, and its tensors on a GPU."""
-    from quant.report.report import peak_rss
+    from quant.base.processor import peak_rss
 
     # Not imported for this line: some stages run before torch is loaded.
     torch = sys.modules.get("torch")

@@ -25,7 +25,7 @@ from contextlib import suppress
 from enum import StrEnum
 from functools import cache
 from importlib.util import find_spec
-from pathlib import Path, PurePosixPath
+from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
@@ -131,7 +131,9 @@ def safetensors_file(path: Path, framework: str = "numpy") -> Any:
 def shard_names(weight_map: Mapping[str, str], index: Path) -> list[str]:
     """Returns the names of the weight files in an index; UserError for one outside its directory."""
     names = set(weight_map.values())
-    if outside := sorted(name for name in names if Path(name).is_absolute() or ".." in Path(name).parts):
+    # By the rules of Windows too, where a drive and both slashes lead out of a directory; no shard is called so.
+    paths = {name: PureWindowsPath(name) for name in names}
+    if outside := sorted(name for name, path in paths.items() if path.anchor or ".." in path.parts):
         raise UserError(f"{index}: names the file {outside[0]!r} outside its directory; download the model again")
     return sorted(names)
 

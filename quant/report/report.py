@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any
 from quant.base.atomic import write_atomically
 from quant.base.errors import UserError
 from quant.base.json_files import JsonData, read_json, typed, write_json
+from quant.base.processor import peak_rss
 from quant.calibration.allocation.goal import AllocationRecord
 from quant.calibration.layer_result import LayerResult
 from quant.calibration.sensitivity.costs import kv_cache_bytes
@@ -254,14 +254,3 @@ def kv_cache_of(config: Any, plan: Plan) -> KVCache | None:
     context, batch = goal.get("context", 4096), goal.get("batch", 1)
     nbytes = kv_cache_bytes(config, context, batch, plan.kv_cache)
     return KVCache(nbytes, context, batch) if nbytes else None
-
-
-def peak_rss() -> int | None:
-    """Returns the peak resident memory of this process in bytes; None where the system does not report it."""
-    try:
-        import resource
-    except ImportError:
-        return None
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    # macOS counts bytes, Linux KiB.
-    return peak if sys.platform == "darwin" else peak * 1024

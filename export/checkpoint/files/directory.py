@@ -83,7 +83,7 @@ def finish_directory(work: Path, path: Path) -> None:
     if not (new.exists() and (work / COMPLETE).exists()):
         return
     # Where `path` has the inode already, the exchange was made and only the old checkpoint is left to delete.
-    inode = int((work / COMPLETE).read_text() or 0)
+    inode = int((work / COMPLETE).read_text(encoding="utf-8") or 0)
     if not path.exists() or path.stat().st_ino != inode:
         replace_directory(new, path)
     shutil.rmtree(new, ignore_errors=True)  # the directory that was at `path` before

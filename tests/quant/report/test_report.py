@@ -16,6 +16,7 @@ import torch
 from rich.console import Console
 
 from quant.base.errors import loss_text, megabytes
+from quant.base.processor import peak_rss
 from quant.calibration import layer_result as result_module
 from quant.calibration.layer_result import LayerResult, layer_result
 from quant.evaluation.evaluation import Evaluation
@@ -23,7 +24,7 @@ from quant.formats.format import FORMATS, get_format
 from quant.formats.tensor import quantize
 from quant.recipes.layers import LayerKind
 from quant.recipes.plan import LayerPlan, Plan
-from quant.report.report import KVCache, Receipt, Report, kv_cache_of, peak_rss
+from quant.report.report import KVCache, Receipt, Report, kv_cache_of
 from quant.report.summary import print_summary, summary
 
 Rich = tuple[Report, Plan]

@@ -1,0 +1,141 @@
+"""What differs on Windows, simulated: its file calls, its shell, its code pages and its editors."""
+
+from __future__ import annotations
+
+import errno
+import io
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from samples import TEXTS
+from torch import nn
+
+import quant
+from quant.base import extras
+from quant.base.atomic import replace_directory, write_atomically
+from quant.base.errors import UserError
+from quant.base.json_files import read_json
+from quant.base.processor import peak_rss, trim_heap
+from quant.calibration.texts.rows import token_rows
+from quant.cli.command import PatientStream
+from quant.models.files import shard_names
+from quant.models.open_model import open_model
+from quant.recipes.recipe import Recipe
+
+
+@pytest.fixture
+def windows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`sys.platform`, with calls that fail as Windows' do: fsync of a read-only file, renaming over a directory."""
+    monkeypatch.setattr("sys.platform", "win32")
+    rename = Path.rename
+
+    def fsync(handle: int) -> None:
+        os.write(handle, b"")  # EBADF for a file that is open for reading
+
+    def rename_over_nothing(self: Path, target: Path) -> Path:
+        if Path(target).exists():
+            raise FileExistsError(errno.EEXIST, "Cannot create a file when that file already exists", str(target))
+        return rename(self, target)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(Path, "rename", rename_over_nothing)
+
+
+def test_files_are_synced_and_replaced(windows: None, tmp_path: Path) -> None:
+    for text in ("old", "new"):
+        write_atomically(tmp_path / "file.txt", text)
+    assert (tmp_path / "file.txt").read_text() == "new"
+
+
+def test_directories_replace_each_other(windows: None, tmp_path: Path) -> None:
+    for name in ("old", "new"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "file.txt").write_text(name)
+    replace_directory(tmp_path / "new", tmp_path / "old")
+    assert (tmp_path / "old" / "file.txt").read_text() == "new" and os.listdir(tmp_path) == ["old"]
+
+
+def test_a_checkpoint_is_written_and_loaded(windows: None, tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(64, 64))
+    quantized = quant.quantize(model, "fp8_channel")
+    for _ in range(2):
+        quantized.save(tmp_path / "out", overwrite=True)
+    again = quant.load(tmp_path / "out", nn.Sequential(nn.Linear(64, 64)))
+    assert torch.equal(again(torch.ones(1, 64)), quantized.model(torch.ones(1, 64)))
+
+
+def test_memory_is_given_back_where_ctypes_has_no_main_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_main_program(name: object, **_: object) -> None:
+        raise TypeError("bad argument type for built-in operation")
+
+    monkeypatch.setattr("ctypes.CDLL", no_main_program)
+    trim_heap()
+
+
+def test_peak_memory_is_unknown_without_the_module_resource(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "resource", None)
+    assert peak_rss() is None
+    import quant.export.tensorrt.worker  # noqa: F401
+
+
+def test_commands_to_install_are_quoted_for_its_shell(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.platform", "win32")
+    command = extras.install_command("hf,data")
+    assert command.count('"') == 2 and "'" not in command and command.endswith('[hf,data]"')
+
+
+@pytest.mark.parametrize("page", ["cp1252", "cp850", "ascii"])
+def test_a_pipe_in_a_code_page_takes_every_line(page: str) -> None:
+    written = io.BytesIO()
+    text = io.TextIOWrapper(written, encoding=page, newline="")
+    stream = PatientStream(text)
+    stream.write("722 kB → 435 kB, ≥ 2×\n")
+    stream.flush()
+    assert written.getvalue().startswith(b"722 kB ? 435 kB, ? 2") and written.getvalue().endswith(b"\n")
+
+
+@pytest.mark.parametrize("ending", ["\n", "\r\n"])
+def test_files_of_its_editors(ending: str, tmp_path: Path) -> None:
+    """With a byte order mark and either end of lines they hold the same."""
+    mark = b"\xef\xbb\xbf"
+    recipe = 'name = "mine"\nweight = "nvfp4"\n'.replace("\n", ending).encode()
+    (tmp_path / "recipe.toml").write_bytes(mark + recipe)
+    assert Recipe.load(tmp_path / "recipe.toml").weight == "nvfp4"
+    (tmp_path / "plan.json").write_bytes(mark + f'{{{ending}"a": 1}}'.encode())
+    assert read_json(tmp_path / "plan.json", "a document", dict) == {"a": 1}
+    tokenizer = open_model(TEXTS.parents[1] / "tests" / "data" / "goldens" / "base").load_tokenizer()
+    text = (TEXTS / "calibration.txt").read_text(encoding="utf-8")[:2000]
+    (tmp_path / "plain.txt").write_text(text, encoding="utf-8", newline="\n")
+    (tmp_path / "marked.txt").write_bytes(mark + text.replace("\n", ending).encode())
+    rows = [token_rows(tmp_path / name, tokenizer, samples=4, seqlen=32) for name in ("plain.txt", "marked.txt")]
+    assert torch.equal(*rows)
+
+
+@pytest.mark.parametrize("name", ["C:x.safetensors", r"C:\x.safetensors", r"\\host\x", r"a\..\..\x", r"\x"])
+def test_shards_stay_inside_by_its_rules(name: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="outside its directory"):
+        shard_names({"a": name, "b": "model-00001-of-00002.safetensors"}, tmp_path / "index.json")
+
+
+def test_configs_are_read_as_utf_8_in_every_locale(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every file of ours that is opened as text says its encoding; cp1252 would read UTF-8 as other letters."""
+    import ast
+
+    root = TEXTS.parents[1]
+    silent = []
+    for room in ("quant", "formats", "recipes", "kernels", "calibration", "export"):
+        for file in (root / room).rglob("*.py"):
+            for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+                if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+                    texts = {"read_text": 0, "write_text": 1}
+                    positional = texts.get(node.func.attr)
+                    named = any(keyword.arg == "encoding" for keyword in node.keywords)
+                    if positional is not None and not named and len(node.args) <= positional:
+                        silent.append(f"{file.relative_to(root)}:{node.lineno}: {ast.unparse(node)[:80]}")
+    # ASCII by construction: JSON that Python escapes, and metadata of a distribution, which has no such argument.
+    allowed = ("model.safetensors.index.json", "direct_url.json")
+    assert [each for each in silent if not any(name in each for name in allowed)] == []
+    assert json.dumps("é").isascii()
