@@ -63,6 +63,11 @@ def case(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.save(two_blocks(), case / "whole.pt")
     torch.export.save(torch.export.export(two_blocks(), (torch.zeros(2, 64),)), case / "program.pt2")
     (case / "short.txt").write_text((TEXTS / "calibration.txt").read_text(encoding="utf-8")[:200], encoding="utf-8")
+    # In BF16, with one weight that FP16 does not hold.
+    shutil.copytree(case / "model", case / "large")
+    large = {name: tensor.bfloat16() for name, tensor in load_file(case / "model" / "model.safetensors").items()}
+    large["model.norm.weight"][0] = 1e5
+    save_file(large, case / "large" / "model.safetensors", {"format": "pt"})
     (case / "parts").mkdir()
     shutil.copytree(case / "model", case / "parts" / "checkpoint-500")
     shutil.copytree(case / "model", case / "parts" / "checkpoint-1000")
@@ -248,6 +253,12 @@ COMMANDS = [
         "16bit",
         drop="--attention fp9",
         add="--attention 16bit",
+    ),
+    Row(
+        "generate {case}/large --prompt a --max-new-tokens 2 --dtype float16",
+        "take BF16 or FP32 for --dtype",
+        drop="--dtype float16",
+        add="--dtype bfloat16",
     ),
     # checkpoints
     Row(

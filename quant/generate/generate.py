@@ -11,6 +11,7 @@ rounding moves their logits. On SmolLM2 that is, on average:
 
 from __future__ import annotations
 
+import math
 import re
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -339,6 +340,14 @@ def cast_unquantized(model: nn.Module, dtype: str) -> None:
         for name, buffer in module.named_buffers(recurse=False)
         if buffer.dtype is torch.float32 and buffer.numel()
     ]
+    if dtype == "float16":
+        for name, parameter in model.named_parameters():
+            largest = float(parameter.detach().abs().amax()) if parameter.numel() and not parameter.is_meta else 0.0
+            if torch.finfo(torch.float16).max < largest < math.inf:
+                raise UserError(
+                    f"{name} {list(parameter.shape)} has values of up to {largest:.3g}, which are infinite in FP16; "
+                    f"take BF16 or FP32 for {option('dtype')}"
+                )
     model.to(getattr(torch, dtype))
     for module, name, buffer in wide:
         setattr(module, name, buffer)
