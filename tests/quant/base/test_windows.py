@@ -62,7 +62,7 @@ def test_a_checkpoint_is_written_and_loaded(windows: None, tmp_path: Path) -> No
     model = nn.Sequential(nn.Linear(64, 64))
     quantized = quant.quantize(model, "fp8_channel")
     for _ in range(2):
-        quantized.save(tmp_path / "out", overwrite=True)
+        quant.save(quantized.model, quantized.plan, tmp_path / "out", overwrite=True)
     again = quant.load(tmp_path / "out", nn.Sequential(nn.Linear(64, 64)))
     assert torch.equal(again(torch.ones(1, 64)), quantized.model(torch.ones(1, 64)))
 
@@ -107,7 +107,7 @@ def test_files_of_its_editors(ending: str, tmp_path: Path) -> None:
     (tmp_path / "plan.json").write_bytes(mark + f'{{{ending}"a": 1}}'.encode())
     assert read_json(tmp_path / "plan.json", "a document", dict) == {"a": 1}
     tokenizer = open_model(TEXTS.parents[1] / "tests" / "data" / "goldens" / "base").load_tokenizer()
-    text = (TEXTS / "calibration.txt").read_text(encoding="utf-8")[:2000]
+    text = (TEXTS / "calibration.txt").read_text(encoding="utf-8")
     (tmp_path / "plain.txt").write_text(text, encoding="utf-8", newline="\n")
     (tmp_path / "marked.txt").write_bytes(mark + text.replace("\n", ending).encode())
     rows = [token_rows(tmp_path / name, tokenizer, samples=4, seqlen=32) for name in ("plain.txt", "marked.txt")]
