@@ -12,14 +12,15 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
-
-from torch import nn
+from typing import TYPE_CHECKING, Any
 
 from quant.base.errors import UserError, megabytes, option
 from quant.base.extras import require
 from quant.base.json_files import read_json, typed
 from quant.models.files import cached_snapshot, find_model, safetensors_file
+
+if TYPE_CHECKING:
+    from torch import nn
 
 _FLAGS = {
     "do_sample", "output_attentions", "output_hidden_states", "output_logits", "output_scores", "return_dict",
