@@ -146,9 +146,12 @@ def _loss(report: Mapping[str, Any] | None) -> Iterator[str]:
 def _use(plan: Plan, model: nn.Module, layout: str, trial: Trial | None) -> Iterator[str]:
     """Yields how to verify, load and serve, or why a runtime does not run the checkpoint."""
     yield from ("", "## Use", "", "`DIR` is this directory. Blockscale checks and loads it:", "")
-    yield from ("```console", "$ quant check DIR", "```", "", "```python")
-    yield from ("import quant", "", 'model = quant.load("DIR")', "```")
     kind = type(model)
+    # A class with Python files of its own, which go along.
+    own_code = getattr(kind, "_auto_class", None) is not None
+    flag, argument = (" --trust-remote-code", ", trust_remote_code=True") if own_code else ("", "")
+    yield from ("```console", f"$ quant check DIR{flag}", "```", "", "```python")
+    yield from ("import quant", "", f'model = quant.load("DIR"{argument})', "```")
     if trial is not None and kind.__module__.startswith("transformers."):
         problem = trial.problem or first_problem(plan, "transformers")
         if problem is None:
@@ -162,4 +165,4 @@ def _use(plan: Plan, model: nn.Module, layout: str, trial: Trial | None) -> Iter
         if problem is None:
             yield from ("", "vLLM has kernels for these formats:", "", "```console", "$ vllm serve DIR", "```")
         else:
-            yield from ("", f"vLLM does not serve it: {problem}.")
+            yield from ("", f"{problem}.")

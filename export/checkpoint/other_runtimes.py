@@ -499,15 +499,21 @@ _SERVED = (
 
 
 def vllm_problem(plan: Plan, model: Any, layout: str, names: StoredNames | None = None) -> str | None:
-    """Returns why vLLM does not serve a generative model's checkpoint; None if nothing is known against it."""
+    """Returns a sentence on why vLLM does not serve a generative model's checkpoint; None if nothing is known."""
     name = type(model).__name__
+    if not type(model).__module__.startswith("transformers."):
+        return f"Whether vLLM has {name}, whose code comes with the model, was not looked at"
     has_backend = getattr(type(model), "_supports_attention_backend", False) and not model.config.is_encoder_decoder
     if not has_backend and name.partition("For")[0] not in _SERVED:
-        return f"vLLM 0.26 to 0.29 has no model for {name}, and its backend for transformers does not take it"
+        return (
+            f"vLLM does not serve it: 0.26 to 0.29 have no {name}, and their backend for transformers does not take it"
+        )
     if transposed := next((layer.name for layer in plan.quantized if layer.transposed), None):
-        return f"{transposed}: Conv1D, whose weight vLLM transposes as it reads it"
+        return f"vLLM does not serve it: {transposed} is a Conv1D, whose weight vLLM transposes as it reads it"
+    if problem := first_problem(plan, "vllm-modelopt" if layout == MODELOPT else "vllm"):
+        return f"vLLM does not serve it: {problem}"
     known = _modelopt_warnings(plan, names or StoredNames()) if layout == MODELOPT else _vllm_warnings(plan)
-    return first_problem(plan, "vllm-modelopt" if layout == MODELOPT else "vllm") or next(known, None)
+    return next((f"vLLM does not serve it everywhere: {warning}" for warning in known), None)
 
 
 def _misfits(

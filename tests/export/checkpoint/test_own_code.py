@@ -106,6 +106,8 @@ def written_is_right(out: Path, source: Path) -> None:
     assert 0.001 < error < 0.3  # NVFP4 loses about a tenth
     with pytest.raises(UserError, match=r"pass trust_remote_code=True$"):
         quant.load(out)
+    card = (out / "README.md").read_text()
+    assert "$ quant check DIR --trust-remote-code\n" in card and 'quant.load("DIR", trust_remote_code=True)' in card
     verified = quant.verify(out, trust_remote_code=True)
     assert not verified.findings and "forward pass" in verified.checked
 
