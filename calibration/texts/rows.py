@@ -335,10 +335,11 @@ def token_rows(
     rows = cut_rows(ids, seqlen, start)
     needed = samples or 1
     if len(rows) < needed:
+        documents, length = ids.shape
         tokens = " × ".join(str(n) for n in ids.shape if n != 1) or "1"
         raise ValueError(
             f"{name}: too short: {tokens} tokens give {len(rows)} rows of {seqlen}; "
-            f"{needed} row(s) need {needed * seqlen} tokens. {_fewer(len(rows), *ids.shape, needed)}"
+            f"{needed} row(s) need {needed * seqlen} tokens. {_fewer(len(rows), documents, length, needed)}"
         )
     if seed is not None:
         # A generator of its own: the global one would make rows depend on what ran before.

@@ -268,8 +268,8 @@ def noise_limits(noise_kl: float, noise_agreement: float) -> tuple[float, float]
 def _among_likeliest(tokens: np.ndarray, logits: np.ndarray) -> np.ndarray:
     """Returns whether each of the tokens `[rows, steps]` is among the `NEAREST` likeliest of the logits."""
     own = np.take_along_axis(logits, tokens[..., None], -1)
-    among: np.ndarray = (logits > own).sum(-1) < NEAREST
-    return among & np.isfinite(own[..., 0])
+    among: np.ndarray = ((logits > own).sum(-1) < NEAREST) & np.isfinite(own[..., 0])
+    return among
 
 
 def _mean_kl(expected: np.ndarray, computed: np.ndarray) -> float:

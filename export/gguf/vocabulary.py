@@ -16,6 +16,7 @@ from typing import Any
 
 from quant.base.errors import UserError
 from quant.base.extras import require
+from quant.base.json_files import json_text
 from quant.models.gguf import gguf_reader
 
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = range(1, 7)  # llama.cpp's types of tokens
@@ -49,7 +50,7 @@ def vocabulary(tokenizer: Any, size: int) -> dict[str, Any]:
     described = json.loads(backend.to_str())
     model = described["model"]
     steps = _steps(described.get("pre_tokenizer"))
-    over_bytes = any(step == "bytes" for step in steps) or "ByteLevel" in json.dumps(described.get("pre_tokenizer"))
+    over_bytes = any(step == "bytes" for step in steps) or "ByteLevel" in json_text(described.get("pre_tokenizer"))
     if model["type"] != "BPE" or not (over_bytes or model.get("byte_fallback")):
         raise UserError(f"llama.cpp has no tokenizer like this {model['type']} one ({type(tokenizer).__name__})")
     merges = [pair if isinstance(pair, str) else " ".join(pair) for pair in model["merges"]]

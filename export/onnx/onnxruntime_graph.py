@@ -183,7 +183,9 @@ class _Rewriter:
         concat = _only_reader(neg, "Concat")
         turned = None if concat is None else _only_reader(concat, "Mul")
         total = None if turned is None else _only_reader(turned, "Add")
-        high, low = _made(neg.inputs[0], "Slice"), None if total is None else _made(concat.inputs[1], "Slice")
+        if concat is None or turned is None or total is None:
+            return
+        high, low = _made(neg.inputs[0], "Slice"), _made(concat.inputs[1], "Slice")
         if low is None or high is None or low.inputs[0] is not high.inputs[0]:
             return
         x, half = high.inputs[0], _number(low.inputs[2])

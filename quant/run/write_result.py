@@ -11,6 +11,7 @@ import torch
 
 from quant.base.errors import UserError, counted, listed, warn
 from quant.base.extras import versions
+from quant.base.processor import peak_rss
 from quant.calibration.layer_result import LayerResult, loss_warnings
 from quant.calibration.placement import describe
 from quant.calibration.ranks import leave, rank_and_world
@@ -25,7 +26,7 @@ from quant.models.configs import described_by
 from quant.models.files import SourceKind
 from quant.models.prediction_heads import head_layers
 from quant.recipes.plan import Plan
-from quant.report.report import Report, kv_cache_of, peak_rss
+from quant.report.report import Report, kv_cache_of
 from quant.run.job import Decision, Job, Outcome, SolvedModel
 from quant.run.measure import Measured
 
