@@ -284,7 +284,7 @@ def _split(
 ) -> None:  # fmt: skip
     """Writes `x`, or `x - minus`, as `high` and `low_factor · low`, BF16; `again` is a second place for `high`."""
     if x.is_cuda:
-        from quant.kernels.rounding.portable_pairs import split_pairs
+        from quant.kernels.rounding.portable_solvers import split_pairs
 
         split_pairs(x if x.stride(-1) == 1 else x.contiguous(), high, low, again, minus, low_factor)
         return

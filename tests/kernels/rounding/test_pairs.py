@@ -9,7 +9,7 @@ pytest.importorskip("triton", reason="comes with a CUDA build of torch, or: pip 
 
 from interpreter import interpreted
 
-from quant.kernels.rounding.portable_pairs import split_pairs
+from quant.kernels.rounding.portable_solvers import split_pairs
 
 
 def check_pairs(device: str) -> None:
