@@ -42,6 +42,12 @@ def _name_the_package(modname: str, *arguments: Any, **options: Any) -> Any:
 pytest.importorskip = _name_the_package
 
 
+@pytest.fixture(autouse=True)
+def _no_width(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Takes away the width of the terminal, which pytest-xdist hands to its workers: pipes have none."""
+    monkeypatch.delenv("COLUMNS", raising=False)
+
+
 def pytest_terminal_summary(terminalreporter: Any) -> None:
     """Says in one line which packages were missing, and how many tests (or files of tests) each has cost."""
     reasons = [str(report.longrepr) for report in terminalreporter.stats.get("skipped", [])]

@@ -37,7 +37,6 @@ from quant.kernels.linear.quantized_module import QuantizedModule
 from quant.kernels.rounding.hadamard import hadamard_block, hadamard_transform
 
 LINEAR = "quant::linear"
-_PARTS = ("pre_scale", "lowrank_down", "channels")  # buffers of run-time parts
 
 
 class LinearCall(NamedTuple):
@@ -341,7 +340,10 @@ class QuantLinear(QuantizedModule):
         # Most layers have no work at run time; `RunTimeParts` would be made for nothing at each call.
         parts = None
         activation = self.activation_format
-        if self.hadamard or any(buffers[name] is not None for name in _PARTS):
+        has_buffers = (
+            buffers["pre_scale"] is not None or buffers["lowrank_down"] is not None or buffers["channels"] is not None
+        )
+        if self.hadamard or has_buffers:
             parts = self.parts
             x = parts.input(x)
         wide = x if parts is None else parts.widened(x, activation, buffers["input_scale"])

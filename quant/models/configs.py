@@ -112,8 +112,12 @@ def check_elements(model: nn.Module, files: Iterable[Path], where: Path) -> None
 
     transformers takes a default for each size that a config or header does not name: those of a Llama are of 7B.
     """
+    files = list(files)
     numel, nbytes = sum(p.numel() for p in model.parameters()), sum(file.stat().st_size for file in files)
     if nbytes and numel > 8 * nbytes:  # no format has less than a bit a weight
+        for file in files:  # a damaged file says so itself
+            if file.suffix == ".safetensors":
+                safetensors_file(file).keys()
         raise UserError(
             f"{where}: {type(model).__name__} would have {numel:,} parameters, and its weights are "
             f"{megabytes(nbytes)}: the sizes of its layers are missing there, or another model's; download it again"

@@ -197,7 +197,7 @@ def test_unsupported_formats_name_layer_solver_and_way_out() -> None:
         ("gptq+awq", "'awq' comes too late"),
         ("lowrank+rotation", "'rotation' comes too late"),
         ("autoround:0", "whole one from 1"),
-        ("gptq:3", "only rotation, lowrank, autoround take a number"),
+        ("gptq:3", "only rotation, lowrank, residual, autoround take a number"),
         ("gptq+gptq", "'gptq' comes too late"),
         ("magic", "unknown solver 'magic'"),
     ],

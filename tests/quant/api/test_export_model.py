@@ -191,7 +191,7 @@ def test_an_example_fixes_the_sizes_of_an_input(done: quant.Quantized, tmp_path:
         ({"to": "onx"}, 'to="onx": no such kind of export; known: onnx, '),
         ({"to": "onnx", "dtype": "half"}, 'dtype="half": expected one of fp32, fp16, bf16'),
         ({"to": "onnx", "capacity": "9"}, "capacity='9': expected a number of at least 0"),
-        ({"to": "onnx", "target": "sm120"}, 'to="onnx" has no use for target=; it is for to="tensorrt", '),
+        ({"to": "onnx", "target": "sm120"}, 'target="sm120": an ONNX file is for onnxruntime or tensorrt; '),
         ({"to": "modelopt", "capacity": 0}, 'to="modelopt" has no use for capacity=; '),
         ({"to": "modelopt", "data": torch.zeros(2, 4)}, 'to="modelopt" has no use for data=; '),
         ({"to": "tensorrt", "target": "sm120", "features": "fit"}, 'features="fit": expected one of refit, '),

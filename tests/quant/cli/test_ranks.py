@@ -23,6 +23,7 @@ import torch
 from children import free_port
 from plan_samples import planned
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from quant.calibration import fast_matmul, ranks, statistics
 from quant.calibration.ranks import Exchange, gathered, number_of, own_batches
@@ -146,6 +147,12 @@ MORE = [
 ]
 
 
+def of_columns(x: Tensor, y: Tensor, total: Tensor | None = None, factor: float = 1.0) -> Tensor:
+    """`fast_matmul._of_columns` on a CPU."""
+    product = factor * (x.float().mT @ y.float())
+    return product if total is None else total.add_(product)
+
+
 @pytest.mark.parametrize("case", [*CASES, *(pytest.param(case, marks=pytest.mark.slow) for case in MORE)])
 def test_ranks_write_the_bytes_of_one(
     case: tuple[str, ...], home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -157,7 +164,7 @@ def test_ranks_write_the_bytes_of_one(
     monkeypatch.setattr(gptq, "_SLAB", 16)
     monkeypatch.setattr(row_parallel, "search_threads", lambda *_: 2)
     # And second moments are added up as on a GPU; the tests below add them up as a CPU does.
-    monkeypatch.setattr(fast_matmul, "_of_columns", lambda x, y, total=0: x.float().t() @ y.float() + total)
+    monkeypatch.setattr(fast_matmul, "_of_columns", of_columns)
     for module in (fast_matmul, statistics):
         monkeypatch.setattr(module, "has_pairs", lambda x: True)
     for count in (1, 3):  # of four batches, one rank has two
