@@ -30,7 +30,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from quant.kernels.attention.forward import attention
 from quant.kernels.attention.quantize_qkv import AttentionOperands, quantize_attention
-from quant.kernels.base.timing import copy_rate, graph_microseconds, warm_up
+from quant.kernels.linear.tuning import copy_rate, graph_microseconds, warm_up
 
 TOKENS, WIDTH = 16384, 2048
 DRAWS = 8

@@ -20,7 +20,7 @@ import torch
 from _table import machine, show_all, versions
 
 from quant.formats.format import FORMATS
-from quant.kernels.base.timing import copy_rate, graph_microseconds
+from quant.kernels.linear.tuning import copy_rate, graph_microseconds
 from quant.kernels.rounding import portable_casts
 
 ELEMENTS = 1 << 26

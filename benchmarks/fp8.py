@@ -22,9 +22,9 @@ from _table import machine, show_all, versions
 from quant.formats.format import FORMATS
 from quant.formats.tensor import BlockScaledTensor, quantize
 from quant.kernels.base.hardware import current
-from quant.kernels.base.timing import graph_microseconds
 from quant.kernels.base.weight_layout import prepack
 from quant.kernels.linear import experts, portable_block_scaled_gemm
+from quant.kernels.linear.tuning import graph_microseconds
 from quant.kernels.rounding import portable_casts
 
 SHAPES = ((4096, 28672, 4096), (8192, 8192, 8192), (1024, 4096, 14336))

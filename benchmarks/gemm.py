@@ -39,10 +39,10 @@ from quant.base.json_files import json_text
 from quant.formats.format import FORMATS, Format
 from quant.formats.tensor import BlockScaledTensor
 from quant.kernels.base.hardware import current
-from quant.kernels.base.timing import copy_rate, graph_microseconds, warm_up
 from quant.kernels.linear import dispatch, tiles, tuning
 from quant.kernels.linear import tiles as launch_table
 from quant.kernels.linear.rounded_products import prefill_linear
+from quant.kernels.linear.tuning import copy_rate, graph_microseconds, warm_up
 
 _search = "--search" in sys.argv
 WIDE, TALL, SQUARE = (28672, 4096), (4096, 14336), (4096, 4096)

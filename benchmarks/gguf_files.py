@@ -21,8 +21,7 @@ from safetensors.torch import load_file
 
 import quant
 from quant.export.gguf.architectures import architecture_of
-from quant.export.gguf.export_gguf import write_gguf
-from quant.export.gguf.vocabulary import stored_vocabulary
+from quant.export.gguf.export_gguf import stored_vocabulary, write_gguf
 from quant.models.open_model import open_model
 
 TITLE = "GGUF files beside llama.cpp's own"

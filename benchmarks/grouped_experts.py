@@ -18,9 +18,9 @@ from gemm import random_weight
 
 from quant.formats.format import FORMATS
 from quant.formats.tensor import BlockScaledTensor
-from quant.kernels.base.timing import copy_rate, graph_microseconds, warm_up
 from quant.kernels.base.weight_layout import prepack
 from quant.kernels.linear.experts import grouped_linear
+from quant.kernels.linear.tuning import copy_rate, graph_microseconds, warm_up
 
 SHAPES = {
     "Qwen3-30B-A3B, gate and up": (128, 8, (1536, 2048)),

@@ -26,8 +26,8 @@ from torch import nn
 
 from quant.formats.format import FORMATS
 from quant.formats.tensor import quantize
-from quant.kernels.base.timing import warm_up
 from quant.kernels.linear.quant_linear import QuantLinear
+from quant.kernels.linear.tuning import warm_up
 
 OUT, IN = 512, 1024
 CALLS, REPEATS = 1000, 7

@@ -2,7 +2,7 @@
 
 SmolLM2-135M is calibrated on rows of WikiText-2 and compared with the original on WikiText-2's test text and on Python
 source: the files of the standard library that this Python came with, drawn by a fixed seed and cut after 6,000
-characters. STRENGTH is the factor on the estimate of `quant.calibration.shrinkage`; 0 turns the shrinkage off.
+characters. STRENGTH is the factor on the estimate of `quant.calibration.statistics`; 0 turns the shrinkage off.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from _table import machine, show, versions
 from _texts import SEQLEN, python_rows
 
 import quant
-from quant.calibration import shrinkage
+from quant.calibration import statistics
 from quant.evaluation.evaluate import evaluate
 from quant.recipes.recipe import Recipe
 
@@ -47,7 +47,7 @@ def main(
     }
     table = []
     for strength in map(float, strengths.split(",")):
-        shrinkage.STRENGTH = strength
+        statistics.STRENGTH = strength
         quantized = quant.open_model(model).model.to(device)
         plan = quant.make_plan(quantized, Recipe("benchmark", weight, activation), solver=solver)
         start = time.perf_counter()

@@ -25,7 +25,7 @@ from quant.export.checkpoint.files.compressed_tensors import compress
 from quant.formats.format import FORMATS
 from quant.formats.tensor import BlockScaledTensor, quantize
 from quant.kernels.base.hardware import current
-from quant.kernels.base.timing import graph_microseconds
+from quant.kernels.linear.tuning import graph_microseconds
 
 SHAPES = ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336))
 TOKENS = (1, 16, 64, 256, 1024, 4096)

@@ -20,14 +20,12 @@ from quant.base.errors import UserError, counted, listed, option, warn
 from quant.base.json_files import write_json
 from quant.calibration.attention_names import text_config
 from quant.calibration.attention_scales import AttentionScales
-from quant.export.aoti.aoti_decoder import export_aoti_decoder
-from quant.export.aoti.package import export_aoti, find_device
+from quant.export.aoti.package import export_aoti, export_aoti_decoder, find_device
 from quant.export.checkpoint.convert import convert
 from quant.export.checkpoint.files.directory import new_directory
 from quant.export.checkpoint.files.read_tensors import read_layer
 from quant.export.checkpoint.open_checkpoint import Checkpoint
-from quant.export.gguf.export_gguf import gguf_notes, write_gguf
-from quant.export.gguf.vocabulary import stored_vocabulary, vocabulary
+from quant.export.gguf.export_gguf import gguf_notes, stored_vocabulary, vocabulary, write_gguf
 from quant.export.kinds import DTYPES, KINDS
 from quant.export.onnx.compare_with_torch import check_file, verify, worst_layer
 from quant.export.onnx.decoder_graph import GraphInput, is_decoder, model_inputs

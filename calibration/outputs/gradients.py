@@ -43,8 +43,7 @@ from quant.calibration.outputs.logits import Logits, logits_of
 from quant.calibration.placement import NARROW, device_of, free_memory, placed
 from quant.calibration.ranks import Exchange, gathered, number_of, rank_and_world
 from quant.calibration.session import Session
-from quant.calibration.shrinkage import MomentSpread
-from quant.calibration.statistics import LayerStats, MomentSum, add_up, rows_of
+from quant.calibration.statistics import LayerStats, MomentSpread, MomentSum, add_up, rows_of
 from quant.kernels.linear.experts import can_run_experts_one_by_one, experts_forward
 from quant.recipes.blocks import block_names, removing
 from quant.recipes.layers import LayerKind, output_head, stacking_of_experts

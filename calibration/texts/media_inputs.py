@@ -48,8 +48,7 @@ from quant.base.extras import install_command
 from quant.calibration.inputs import Inputs, inputs_of
 from quant.calibration.placement import device_of
 from quant.calibration.session import Session
-from quant.calibration.texts.records import Corpus, parse_corpus, read_records
-from quant.calibration.texts.rows import calibration_rows
+from quant.calibration.texts.rows import Corpus, calibration_rows, parse_corpus, read_records
 
 SECONDS = 30
 """A sound is cut to this length, the window of Whisper."""

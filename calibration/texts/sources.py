@@ -34,8 +34,7 @@ from quant.calibration.ranks import from_first
 from quant.calibration.session import Session
 from quant.calibration.texts.media_inputs import PICKLES, lacks_decoder_text, read_inputs, write_decoder_text
 from quant.calibration.texts.mixture import OWN, SHARES, Record, mixed_text, rows_hash
-from quant.calibration.texts.records import check_corpus, packages_of, parse_corpus
-from quant.calibration.texts.rows import calibration_rows
+from quant.calibration.texts.rows import calibration_rows, check_corpus, packages_of, parse_corpus
 from quant.models.files import SourceKind, spot_hash
 from quant.models.open_model import Source
 from quant.recipes.plan import Plan

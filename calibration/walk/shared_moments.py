@@ -23,8 +23,7 @@ import torch
 
 from quant.calibration.fast_matmul import difference_product, fast_matmul
 from quant.calibration.ranks import Exchange, gathered, number_of, rank_and_world
-from quant.calibration.shrinkage import MomentSpread
-from quant.calibration.statistics import LayerStats, MomentSum, add_up, pooled_stats
+from quant.calibration.statistics import LayerStats, MomentSpread, MomentSum, add_up, pooled_stats
 
 Waiting = tuple[int, torch.Tensor, torch.Tensor | None, int, torch.Tensor | None, torch.Tensor | None]
 """Inputs of a batch until they are multiplied out: its number, inputs, drift, calibration rows, noise and residual."""

@@ -17,6 +17,19 @@
 So the package needs neither Python nor this library: C++ loads it with `torch::inductor::AOTIModelPackageLoader` (a
 program is in `export/cpp`), Python with `load_aoti`. Equal input scales, as of q, k and v, become one tensor, so that
 their input is rounded once. A package runs on the kind of GPU that it was compiled on, for kernels are tuned there.
+
+`export_aoti_decoder` compiles a decoder's serving graph into one package, which reads prompts and decodes.
+
+    input_ids      [batch, sequence]    the graph is that of `onnx.serving`: prefill, whole or in chunks, and
+    lengths, last  [batch]              decoding are steps of different lengths
+    past_key.0, past_value.0, past_key.1, …    the KV cache, [batch, kv_heads, capacity, dim]
+    -> logits      [batch, vocabulary]  of each row's last token
+
+The package writes new keys and values into the cache's tensors themselves, from position `lengths` on, so a caller
+passes the same tensors at every step. C++ passes all inputs as a list, in this order.
+
+The metadata of a package describes it as JSON, so that a runner can refuse one that does not fit before it loads any of
+its compiled code.
 """
 
 from __future__ import annotations
@@ -36,12 +49,16 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from quant.base.atomic import put_file, temporary_directory
+from quant.base.json_files import json_text
 from quant.calibration.attention_scales import AttentionScales
-from quant.export.aoti.op_bodies import BODIES, INNER_BODIES, analysed_once, launches
+from quant.export.aoti.op_bodies import BODIES, EXPORTED_ATTENTION, INNER_BODIES, analysed_once, launches
+from quant.export.onnx.decoder_graph import attending
+from quant.export.onnx.serving import CachedAttention, ServingGraph, cache_shapes, check_decoder, trace_serving
 from quant.export.onnx.trace import Dims, replaced_ops, trace_for_torch
 from quant.formats.format import FORMATS, Number
 from quant.kernels.linear.conv import QuantConv
 from quant.kernels.linear.quant_linear import LINEAR, QuantLinear
+from quant.kernels.linear.quantized_module import restore_layout
 
 # `quant::linear` in packages for CPUs is one C++ function, `cpp/linear.h`, that Inductor calls as it is. Replaced by
 # PyTorch ops, a linear is some dozens of nodes, and tracing, fusing and compiling them anew for every layer takes
@@ -340,3 +357,88 @@ def share_input_scales(program: torch.export.ExportedProgram) -> None:
             if shared is not node:
                 node.replace_all_uses_with(shared)
     program.graph_module.recompile()
+
+
+_SCATTER = "quant::onnx_scatter"
+
+
+class InPlaceGraph(ServingGraph):
+    """A serving graph that writes into the cache that it is called with, and returns logits alone."""
+
+    def forward(self, inputs: dict[str, torch.Tensor], past: list[torch.Tensor]) -> Any:
+        """Returns logits `[batch, vocabulary]`."""
+        logits, *written = super().forward(inputs, past)
+        # Inductor sees that each cache was made from the input of its name, and writes the new rows alone.
+        for cache, new in zip(past, written, strict=True):
+            cache.copy_(new)
+        return logits
+
+
+@collecting_rarely()
+def export_aoti_decoder(
+    model: nn.Module,
+    path: str | Path,
+    capacity: int,
+    *,
+    shapes: str | list[str] | None = None,
+    plan: str = "",
+    options: Mapping[str, Any] | None = None,
+) -> Path:
+    """Compiles a causal language model, quantized or not, into a `.pt2` package with a KV cache; returns its path."""
+    path = Path(path)
+    device = find_device(path, next(model.parameters()).device)
+    program, caches = decoder_program(model, capacity, shapes=shapes)
+    description = {
+        "capacity": capacity,
+        "caches": [[heads, dim] for heads, dim, _ in caches],
+        "dtype": str(caches[0][2]).removeprefix("torch."),
+        "plan": plan,
+        "torch": torch.__version__.partition("+")[0],
+    }
+    return compile_package(program, DECODER_BODIES, path, device, options or {}, {METADATA: json_text(description)})
+
+
+def decoder_program(
+    model: nn.Module, capacity: int, *, shapes: str | list[str] | None = None
+) -> tuple[torch.export.ExportedProgram, list[tuple[int, int, torch.dtype]]]:
+    """Returns the graph that is compiled, and KV heads, dimension and dtype of each part of its cache."""
+    check_decoder(model, capacity)
+    restore_layout(model)  # a model that ran on a GPU may hold its weights as that GPU's kernels read them
+    function = CachedAttention({module: name for name, module in model.named_modules()})
+    with attending(model, function, masked=False), scales_as_matrices(model):
+        caches = cache_shapes(model, function)
+        with next(model.parameters()).device:
+            past = function.cache_inputs(caches, capacity)
+        program, _ = trace_serving(InPlaceGraph(model, function), past, shapes, capacity)
+    share_input_scales(program)
+    return program, caches
+
+
+def _attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, scale: float, *_: Any
+) -> torch.Tensor:
+    """Attends over the whole cache, where a mask `[batch, 1, sequence, capacity]` says who sees which.
+
+    The query heads that share keys become further queries, so that no key of the cache is copied:
+    [batch, kv_heads · group, sequence, dim] -> [batch, kv_heads, group · sequence, dim].
+    """
+    kv_heads, sequence = k.shape[1], q.shape[2]
+    group = q.shape[1] // kv_heads
+    queries = q.unflatten(1, (kv_heads, group)).flatten(2, 3)
+    seen = mask[:, :, None].expand(-1, -1, group, -1, -1).flatten(2, 3)
+    grouped = nn.functional.scaled_dot_product_attention(queries, k, v, seen, scale=scale)
+    out: torch.Tensor = grouped.unflatten(2, (group, sequence)).flatten(1, 2)
+    return out
+
+
+def _scatter(cache: torch.Tensor, x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """Returns the cache `[batch, kv_heads, capacity, dim]` with `x` in each row from position `index` `[batch]` on."""
+    rows = torch.arange(cache.shape[0], device=cache.device)[:, None]
+    positions = index[:, None] + torch.arange(x.shape[2], device=cache.device)
+    # Indices with a slice between them come first in the result: [batch, sequence, kv_heads, dim].
+    written: torch.Tensor = torch.ops.aten.index_put(cache, [rows, None, positions], x.transpose(1, 2))
+    return written
+
+
+DECODER_BODIES: dict[str, Callable[..., torch.Tensor]] = {**BODIES, EXPORTED_ATTENTION: _attention, _SCATTER: _scatter}
+"""The bodies of quantized layers, of attention over a cache, and of writing into it, by the names of their ops."""

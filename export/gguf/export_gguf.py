@@ -1,6 +1,6 @@
 """`write_gguf` writes a quantized model as a GGUF file, which llama.cpp, Ollama and LM Studio run.
 
-Codes and scales are written as they are, in the blocks of ggml (`blocks.py`); what is in 16 bit stays so, and norms,
+Codes and scales are written as they are, in the blocks of ggml; what is in 16 bit stays so, and norms,
 biases and routers are in FP32, as llama.cpp's own converter has them. Tensors are written one after the other, so that
 one of them is in memory next to the model.
 
@@ -8,10 +8,35 @@ one of them is in memory next to the model.
     blk.0.attn_q.scale          NVFP4's global scale: FP32, one number, or one for each expert
     blk.0.ffn_gate_exps.weight  the matrices of all experts, gate and up apart
     rope_freqs.weight           divisors of rotary frequencies (Llama 3.1 and later)
+
+**Blocks.** A row of a weight is a row of blocks, each with its scales in front or behind. Two 4-bit codes share a byte,
+but not as in checkpoints: byte j of a run of n codes holds code j in its low nibble and code j + n / 2 in its high one.
+
+    Q4_0    32 weights in 18 bytes     FP16 scale, 16 bytes of codes q + 8                       INT4, groups of 32 n
+    Q8_0    32 weights in 34 bytes     FP16 scale, 32 codes in INT8                              INT8
+    MXFP4   32 weights in 17 bytes     E8M0 scale, 16 bytes of E2M1 codes                        MXFP4
+    NVFP4   64 weights in 36 bytes     four E4M3 scales, four runs of 16 E2M1 codes              NVFP4
+
+    Q5_0    32 weights in 22 bytes     FP16 scale, the fifth bits, 16 bytes of the others        q5_0
+    Q5_1    32 weights in 24 bytes     FP16 scale and minimum, fifth bits, the others            q5_1
+    Q4_K    256 weights in 144 bytes   scales (`formats/superblocks.py`), runs of 64 codes       q4_k
+    Q5_K    256 weights in 176 bytes   scales, bit j of byte i the fifth of code 32 j + i        q5_k
+    Q6_K    256 weights in 210 bytes   runs of 128 of the low four bits, the others, scales      q6_k
+
+A scale over more than 32 weights is repeated. NVFP4's global scale, one a matrix, is a tensor of its own.
+
+**Vocabulary.** A tokenizer of transformers becomes metadata, for llama.cpp's own tokenizers of the same kind:
+
+    gpt2     byte-pair encoding over bytes: tokens, merges, and the name of the rule that splits a text before
+    llama    SentencePiece's byte-pair encoding: tokens with scores; the pair of the highest score is merged first
+
+llama.cpp knows each rule that splits texts by a name (`tokenizer.ggml.pre`). The rule is in `pre_tokenizer` of
+tokenizer.json, from which the name follows; of a rule that is not in `_SPLITS` there is no name to write.
 """
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -27,14 +52,262 @@ from torch import Tensor, nn
 from quant.base.atomic import put_file, temporary_directory
 from quant.base.errors import UserError
 from quant.base.extras import require
+from quant.base.json_files import json_text
 from quant.export.gguf.architectures import Architecture, architecture_of, metadata_of
-from quant.export.gguf.blocks import block_type, block_width, to_blocks
-from quant.formats.format import Format
+from quant.formats.format import E2M1, E8M0, FP16, INT4, INT8, Format
+from quant.formats.rounding import unpack
 from quant.formats.tensor import BlockScaledTensor, quantize
 from quant.kernels.linear.quantized_module import QuantizedModule
+from quant.models.gguf import gguf_reader
 from quant.recipes.gguf_mixes import embedding_format
 from quant.recipes.layers import stacking_of
 from quant.recipes.plan import Plan
+
+_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = range(1, 7)  # llama.cpp's types of tokens
+
+_WORD = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
+_REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_PATH = r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_SHORT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+_FIRST = r"[^\r\n\p{L}\p{N}]?"
+_SPLITS = {
+    ("bytes",): "gpt-2",
+    ("digits", "bytes"): "smollm",
+    (_WORD + r"\p{N}{1,3}" + _REST,): "llama-bpe",
+    (_WORD + r"\p{N}" + _REST,): "qwen2",
+    (f"{_FIRST}{_UPPER}*{_LOWER}+|{_FIRST}{_UPPER}+{_LOWER}*|" + r"\p{N}" + _PATH,): "tekken",
+    (f"{_FIRST}{_UPPER}*{_LOWER}+{_SHORT}|{_FIRST}{_UPPER}+{_LOWER}*{_SHORT}|" + r"\p{N}{1,3}" + _PATH,): "gpt-4o",
+}
+"""llama.cpp's names of rules that split a text, by the steps of `_steps`."""
+
+
+def vocabulary(tokenizer: Any, size: int) -> dict[str, Any]:
+    """Returns the metadata of a tokenizer, by their keys; ids up to `size`, the rows of the embedding, get a token.
+
+    Raises:
+        UserError: llama.cpp has no tokenizer of this kind, or no name for the rule by which it splits texts.
+    """
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        raise UserError(f"{type(tokenizer).__name__}: no tokenizer.json, from which llama.cpp's vocabulary is made")
+    described = json.loads(backend.to_str())
+    model = described["model"]
+    steps = _steps(described.get("pre_tokenizer"))
+    over_bytes = any(step == "bytes" for step in steps) or "ByteLevel" in json_text(described.get("pre_tokenizer"))
+    if model["type"] != "BPE" or not (over_bytes or model.get("byte_fallback")):
+        raise UserError(f"llama.cpp has no tokenizer like this {model['type']} one ({type(tokenizer).__name__})")
+    merges = [pair if isinstance(pair, str) else " ".join(pair) for pair in model["merges"]]
+    fields: dict[str, Any] = {}
+    tokens, types = _tokens(described, size, over_bytes=over_bytes)
+    if over_bytes:
+        name = _SPLITS.get(steps)
+        if name is None:
+            raise UserError(f"llama.cpp has no name for the rule by which this tokenizer splits texts: {steps}")
+        fields |= {"model": "gpt2", "pre": name, "tokens": tokens, "token_type": types, "merges": merges}
+    else:
+        # SentencePiece merges the pair whose token has the highest score; merges are sorted by it.
+        ranks: dict[str, int] = {}
+        for rank, pair in enumerate(merges):
+            ranks.setdefault(pair.replace(" ", ""), rank)
+        unranked = {_NORMAL: 0.0}  # single characters; all other types are never merged
+        scores = [-float(ranks.get(t, -unranked.get(k, -1000.0))) for t, k in zip(tokens, types, strict=True)]
+        fields |= {"model": "llama", "pre": "default", "tokens": tokens, "token_type": types, "scores": scores}
+        starts_with_space = tokenizer.convert_ids_to_tokens(tokenizer.encode("a", add_special_tokens=False))[0] != "a"
+        fields["add_space_prefix"] = starts_with_space
+    ids = {
+        "bos": tokenizer.bos_token_id, "eos": tokenizer.eos_token_id, "unknown": tokenizer.unk_token_id,
+        "padding": tokenizer.pad_token_id,
+    }  # fmt: skip
+    fields |= {f"{name}_token_id": number for name, number in ids.items() if number is not None}
+    encoded = tokenizer.encode("a")
+    fields["add_bos_token"] = ids["bos"] is not None and encoded[0] == ids["bos"]
+    fields["add_eos_token"] = ids["eos"] is not None and encoded[-1] == ids["eos"]
+    metadata = {f"tokenizer.ggml.{key}": value for key, value in fields.items()}
+    if tokenizer.chat_template:
+        template = tokenizer.chat_template
+        metadata["tokenizer.chat_template"] = template if isinstance(template, str) else template["default"]
+    return metadata
+
+
+def stored_vocabulary(path: Path) -> dict[str, Any]:
+    """Returns the tokenizer's metadata of a GGUF file as they are.
+
+    transformers reads some of them otherwise: of SmolLM2's file, not that digits are split.
+    """
+    require("gguf", "hf")
+    fields = gguf_reader()(path).fields
+    return {key: field.contents() for key, field in fields.items() if key.startswith("tokenizer.")}
+
+
+def _tokens(described: Mapping[str, Any], size: int, *, over_bytes: bool) -> tuple[list[str], list[int]]:
+    """Returns the token of each id and its type; rows of the embedding beyond the vocabulary are unused."""
+    vocabulary, unknown = described["model"]["vocab"], described["model"].get("unk_token")
+    added = {entry["id"]: entry for entry in described.get("added_tokens", ())}
+    by_id = {number: token for token, number in vocabulary.items()} | {i: e["content"] for i, e in added.items()}
+    last = max(by_id, default=-1)
+    if last >= size:
+        raise UserError(f"the tokenizer has a token {last}, {by_id[last]!r}, and the embedding {size} rows")
+    tokens, types = [], []
+    for number in range(size):
+        token, kind = by_id.get(number, f"[PAD{number}]"), _NORMAL
+        if number not in by_id:
+            kind = _UNUSED
+        elif number in added:
+            kind = _CONTROL if added[number]["special"] else _USER_DEFINED
+        elif not over_bytes and len(token) == 6 and token.startswith("<0x"):
+            kind = _BYTE
+        if token == unknown and not over_bytes:
+            kind = _UNKNOWN
+        tokens.append(token)
+        types.append(kind)
+    return tokens, types
+
+
+def _steps(splitter: Mapping[str, Any] | None) -> tuple[str, ...]:
+    """Returns the steps of a pre-tokenizer: the pattern of each split, "digits", and "bytes" for GPT-2's pattern."""
+    if splitter is None:
+        return ()
+    if splitter["type"] == "Sequence":
+        return tuple(step for part in splitter["pretokenizers"] for step in _steps(part))
+    if splitter["type"] == "Split":
+        return (splitter["pattern"].get("Regex", str(splitter["pattern"])),)
+    if splitter["type"] == "Digits":
+        return ("digits" if splitter["individual_digits"] else "runs of digits",)
+    if splitter["type"] == "ByteLevel":
+        return ("bytes",) if splitter.get("use_regex", True) else ()
+    return (splitter["type"],)
+
+
+def block_type(format: Format) -> str | None:
+    """Returns the name that ggml has for blocks that hold the numbers of `format`, or None."""
+    if format.gguf:
+        return format.gguf
+    if format.is_nvfp4:
+        return "NVFP4"
+    if format.element is E2M1 and format.scale is E8M0 and format.block == (1, 32):
+        return "MXFP4"
+    rows, columns = format.block
+    if rows == 1 and columns % 32 == 0 and format.scale.is_wide and format.element in (INT4, INT8):
+        return "Q4_0" if format.element is INT4 else "Q8_0"
+    return None
+
+
+def block_width(kind: str) -> int:
+    """Returns how many weights of a row a block holds."""
+    return 256 if kind.endswith("_K") else 64 if kind == "NVFP4" else 32
+
+
+def to_blocks(weight: BlockScaledTensor) -> np.ndarray[tuple[int, ...], np.dtype[np.uint8]]:
+    """Returns the bytes of a weight `[..., out, in]`, uint8 `[..., out, bytes]`; its global scale is left out.
+
+    Raises:
+        ValueError: ggml has no blocks for its format, its rows are no whole blocks, or FP16 does not hold a scale.
+    """
+    kind = block_type(weight.format)
+    if kind is None:
+        raise ValueError(f"llama.cpp has no {weight.format}")
+    columns, width = weight.shape[-1], block_width(kind)
+    if columns % width:
+        raise ValueError(f"in = {columns} is no multiple of {width}, the weights of a block of {kind}")
+    return _PACKERS[kind](weight).contiguous().numpy()
+
+
+def _nibbles(codes: Tensor, run: int) -> Tensor:
+    """Returns 4-bit codes `[..., in]` by runs, two to a byte: `[..., in / run, run / 2]`."""
+    low, high = codes.unflatten(-1, (-1, run)).chunk(2, dim=-1)
+    return torch.bitwise_or(low, high << 4)
+
+
+def _q4_0(weight: BlockScaledTensor) -> Tensor:
+    # Two's complement plus 8 is the same bits with the highest one flipped.
+    codes = unpack(weight.codes, 4, weight.shape[-1]) ^ 8
+    return torch.cat([_half_scales(weight), _nibbles(codes, 32)], dim=-1).flatten(-2)
+
+
+def _q8_0(weight: BlockScaledTensor) -> Tensor:
+    codes = weight.codes.view(torch.uint8).unflatten(-1, (-1, 32))
+    return torch.cat([_half_scales(weight), codes], dim=-1).flatten(-2)
+
+
+def _half_scales(weight: BlockScaledTensor) -> Tensor:
+    """Returns the bytes of the FP16 scale of every 32 weights, `[..., in / 32, 2]`."""
+    half = weight.scale.to(torch.float16)
+    if not torch.equal(half.float(), weight.scale.float()):
+        wrong = int((half.float() != weight.scale.float()).sum())
+        low, high = float(weight.scale.min()), float(weight.scale.max())
+        raise ValueError(
+            f"{wrong:,} of its scales, which are between {low:.2g} and {high:.2g}, are no numbers of {FP16.name}, in "
+            f"which llama.cpp has them"
+        )
+    blocks = weight.shape[-1] // 32
+    half = half.repeat_interleave(blocks // half.shape[-1], dim=-1)
+    stored: Tensor = half.contiguous().view(torch.uint8).unflatten(-1, (-1, 2))
+    return stored
+
+
+def _five_bits(weight: BlockScaledTensor) -> tuple[Tensor, Tensor]:
+    """Returns codes of five bits plus 16: the low four of them, and the fifth, uint8 `[..., in]`."""
+    codes = (weight.codes + 16).view(torch.uint8)
+    return codes & 15, codes >> 4
+
+
+def _bits(bits: Tensor) -> Tensor:
+    """Returns bytes of bits `[..., 8]`, the first the lowest."""
+    places = torch.arange(8, dtype=torch.uint8, device=bits.device)
+    return (bits << places).sum(-1, dtype=torch.uint8)
+
+
+def _q5(weight: BlockScaledTensor) -> Tensor:
+    low, fifth = _five_bits(weight)
+    scales = weight.scale.unflatten(-1, (-1, 4)) if weight.format.minimum else _half_scales(weight)
+    return torch.cat([scales, _bits(fifth.unflatten(-1, (-1, 4, 8))), _nibbles(low, 32)], dim=-1).flatten(-2)
+
+
+def _q4_k(weight: BlockScaledTensor) -> Tensor:
+    codes = _nibbles(unpack(weight.codes, 4, weight.shape[-1]) ^ 8, 64)
+    return torch.cat([weight.scale.unflatten(-1, (-1, 16)), codes.unflatten(-2, (-1, 4)).flatten(-2)], -1).flatten(-2)
+
+
+def _q5_k(weight: BlockScaledTensor) -> Tensor:
+    low, fifth = _five_bits(weight)
+    codes = _nibbles(low, 64).unflatten(-2, (-1, 4)).flatten(-2)
+    fifth = _bits(fifth.unflatten(-1, (-1, 8, 32)).transpose(-1, -2))
+    return torch.cat([weight.scale.unflatten(-1, (-1, 16)), fifth, codes], dim=-1).flatten(-2)
+
+
+def _q6_k(weight: BlockScaledTensor) -> Tensor:
+    codes = (weight.codes + 32).view(torch.uint8)
+    low = _nibbles(codes & 15, 128).unflatten(-2, (-1, 2)).flatten(-2)
+    # Two bits each of codes i, i + 32, i + 64 and i + 96 of a run of 128.
+    places = torch.arange(0, 8, 2, dtype=torch.uint8, device=codes.device)[:, None]
+    high = ((codes >> 4).unflatten(-1, (-1, 2, 4, 32)) << places).sum(-2, dtype=torch.uint8).flatten(-2)
+    return torch.cat([low, high, weight.scale.unflatten(-1, (-1, 18))], dim=-1).flatten(-2)
+
+
+def _mxfp4(weight: BlockScaledTensor) -> Tensor:
+    codes = unpack(weight.codes, 4, weight.shape[-1])
+    return torch.cat([weight.scale[..., None], _nibbles(codes, 32)], dim=-1).flatten(-2)
+
+
+def _nvfp4(weight: BlockScaledTensor) -> Tensor:
+    codes = _nibbles(unpack(weight.codes, 4, weight.shape[-1]), 16)
+    scales = weight.scale.view(torch.uint8).unflatten(-1, (-1, 4))
+    return torch.cat([scales, codes.unflatten(-2, (-1, 4)).flatten(-2)], dim=-1).flatten(-2)
+
+
+_PACKERS: dict[str, Callable[[BlockScaledTensor], Tensor]] = {
+    "Q4_0": _q4_0,
+    "Q5_0": _q5,
+    "Q5_1": _q5,
+    "Q8_0": _q8_0,
+    "Q4_K": _q4_k,
+    "Q5_K": _q5_k,
+    "Q6_K": _q6_k,
+    "MXFP4": _mxfp4,
+    "NVFP4": _nvfp4,
+}
+
 
 _TYPES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 # 16-bit tensors that llama.cpp wants in FP32: norms and biases, which have one dimension, and routers.

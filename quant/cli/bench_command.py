@@ -28,8 +28,7 @@ def bench_command(model: str | None, ceilings: bool, tokens: str, quiet: bool, a
         (`quant tune` searches).
     """
     from quant.kernels.base.hardware import current
-    from quant.kernels.base.timing import measure_ceilings
-    from quant.kernels.linear.tuning import time_as_called
+    from quant.kernels.linear.tuning import measure_ceilings, time_as_called
 
     if model is None and not ceilings:
         raise UserError("nothing to measure: name a MODEL, or pass --ceilings")

@@ -13,9 +13,9 @@ from quant.base.errors import UserError, megabytes
 from quant.calibration.layer_result import LayerResult
 from quant.evaluation.evaluation import Evaluation
 from quant.recipes.plan import Plan
+from quant.report.charts import Section, block_starts, coloured, number, short_name
 from quant.report.render import render_page
 from quant.report.report import Report, read_run
-from quant.report.section import Section, block_starts, coloured, number, short_name
 
 Pair = tuple[LayerResult | None, LayerResult | None]
 

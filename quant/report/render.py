@@ -19,7 +19,7 @@ from quant.calibration.layer_result import LayerResult
 from quant.recipes.plan import Plan
 from quant.recipes.solver_names import DEFAULT_OBSERVER
 from quant.report import charts
-from quant.report.section import Section, format_colours, short_name
+from quant.report.charts import Section, format_colours, short_name
 from quant.report.summary import choice_loss, interval_text
 
 if TYPE_CHECKING:

@@ -20,8 +20,7 @@ from quant.export.checkpoint.compare_source import compare_with_source
 from quant.export.checkpoint.files.names import stored_names
 from quant.export.checkpoint.pretrained import attach
 from quant.export.checkpoint.save import Destination, save_state_dict, write_model
-from quant.export.gguf.export_gguf import gguf_notes, write_gguf
-from quant.export.gguf.vocabulary import stored_vocabulary, vocabulary
+from quant.export.gguf.export_gguf import gguf_notes, stored_vocabulary, vocabulary, write_gguf
 from quant.models.configs import described_by
 from quant.models.files import SourceKind
 from quant.models.prediction_heads import head_layers

@@ -3,14 +3,13 @@
 import pytest
 import torch
 
-from quant.calibration import shrinkage
-from quant.calibration.shrinkage import MomentSpread, shrink
-from quant.calibration.statistics import MomentSum
+from quant.calibration import statistics
+from quant.calibration.statistics import MomentSpread, MomentSum, shrink
 
 
 @pytest.fixture(autouse=True)
 def _plain_estimate(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shrinkage, "STRENGTH", 1.0)
+    monkeypatch.setattr(statistics, "STRENGTH", 1.0)
 
 
 def _texts(pieces: int, length: int, columns: int, seed: int = 0) -> torch.Tensor:

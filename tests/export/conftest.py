@@ -183,6 +183,6 @@ def package() -> Callable[..., Path]:
 @pytest.fixture
 def decoder_package() -> Callable[..., Path]:
     """`export_aoti_decoder`; see `compiled_here`."""
-    from quant.export.aoti.aoti_decoder import export_aoti_decoder
+    from quant.export.aoti.package import export_aoti_decoder
 
     return compiled_here()(export_aoti_decoder)

@@ -51,7 +51,7 @@ def test_it_is_the_fisher_matrix_of_the_outputs(monkeypatch: pytest.MonkeyPatch)
     """With a head alone behind the layer, A = W (diag p − p pᵀ) Wᵀ, the mean over tokens."""
     torch.manual_seed(0)
     monkeypatch.setattr(module, "CLIP", 1e9)
-    monkeypatch.setattr("quant.calibration.shrinkage.STRENGTH", 0.0)
+    monkeypatch.setattr("quant.calibration.statistics.STRENGTH", 0.0)
     model = _Classifier()
     rows = torch.randint(0, 10, (4, 16))
     with torch.no_grad():
@@ -65,7 +65,7 @@ def test_it_is_the_fisher_matrix_of_the_outputs(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_streamed_gradients_are_those_of_plain_autograd(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_label_gradient", lambda logits, _: _to_the_first(logits))
-    monkeypatch.setattr("quant.calibration.shrinkage.STRENGTH", 0.0)
+    monkeypatch.setattr("quant.calibration.statistics.STRENGTH", 0.0)
     model = tiny_models.llama(gain=3, dtype=dtype)
     names = [("model.layers.0.self_attn.q_proj", "model.layers.0.self_attn.k_proj"), ("model.layers.1.mlp.down_proj",)]
     rows = torch.randint(0, 60, (4, 16))
@@ -121,7 +121,7 @@ def test_experts_share_the_gradients_behind_all_of_them(monkeypatch: pytest.Monk
     """Compared with plain autograd through a loop of its own over tokens and experts."""
     monkeypatch.setattr(module, "_label_gradient", lambda logits, _: _to_the_first(logits))
     monkeypatch.setattr(module, "CLIP", 1e9)
-    monkeypatch.setattr("quant.calibration.shrinkage.STRENGTH", 0.0)
+    monkeypatch.setattr("quant.calibration.statistics.STRENGTH", 0.0)
     model, rows = tiny_models.qwen3_moe(gain=3), torch.randint(0, 60, (4, 16))
     path = "model.layers.0.mlp.experts"
     experts = model.get_submodule(path)

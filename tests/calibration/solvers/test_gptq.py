@@ -8,7 +8,6 @@ from functools import partial
 import pytest
 import torch
 
-from quant.calibration.shrinkage import shrink
 from quant.calibration.solvers.gptq import (
     Gptq,
     block_factors,
@@ -22,7 +21,7 @@ from quant.calibration.solvers.gptq import (
 )
 from quant.calibration.solvers.registry import get_solver
 from quant.calibration.solvers.solve_group import solve_group
-from quant.calibration.statistics import LayerStats, MomentSum, diagonal_blocks
+from quant.calibration.statistics import LayerStats, MomentSum, diagonal_blocks, shrink
 from quant.formats.format import E2M1, E4M3, FORMATS, INT4, Format
 from quant.formats.tensor import quantize, quantize_with_scale
 

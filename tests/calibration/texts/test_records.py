@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 
-from quant.calibration.texts.records import Corpus, parse_corpus
-from quant.calibration.texts.rows import calibration_rows
+from quant.calibration.texts.rows import Corpus, calibration_rows, parse_corpus
 
 TEXTS = ["abc", "defgh", "ijklmno"]
 # a b c ⊥ d e f g h ⊥ i j k l m n o ⊥, in rows of 6

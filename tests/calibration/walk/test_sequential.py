@@ -19,13 +19,12 @@ from quant.calibration.fast_matmul import fast_matmul
 from quant.calibration.outputs.gradients import OutputMoments
 from quant.calibration.placement import placed
 from quant.calibration.session import Session
-from quant.calibration.shrinkage import MomentSpread, shrink
 from quant.calibration.solvers.awq import channel_scale, search_scale
 from quant.calibration.solvers.fold import apply_fold, find_fold, modules_in_order
 from quant.calibration.solvers.interfaces import GroupInputs, sampled
 from quant.calibration.solvers.registry import TRANSFORMS, get_pipeline
 from quant.calibration.solvers.solve_group import solve_group
-from quant.calibration.statistics import LayerStats, static_input_scale
+from quant.calibration.statistics import LayerStats, MomentSpread, shrink, static_input_scale
 from quant.calibration.walk.group import Settings, Solved
 from quant.calibration.walk.walk import solve_sequentially
 from quant.formats.format import FORMATS
@@ -88,7 +87,7 @@ ROWS = torch.randint(0, 50, (6, 24), generator=torch.Generator().manual_seed(1))
 
 def test_tokens_without_weight_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     """A third of the rows with weights of zero gives the codes that the other rows give alone."""
-    monkeypatch.setattr("quant.calibration.shrinkage.STRENGTH", 0.0)  # it is found from the spread between all rows
+    monkeypatch.setattr("quant.calibration.statistics.STRENGTH", 0.0)  # it is found from the spread between all rows
     solved = []
     for rows, weights in ((ROWS, (1.0, 1.0, 0.0)), (ROWS[:4], (1.0, 1.0)), (ROWS, ())):
 

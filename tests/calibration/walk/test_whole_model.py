@@ -48,7 +48,7 @@ def test_the_residual_term_lowers_the_error_behind_the_last_block(family: str) -
 
 def test_experts_make_up_for_their_share_of_the_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the stream is off by a token's one expert, its weight grows by up to half, by less with few tokens."""
-    monkeypatch.setattr("quant.calibration.shrinkage.STRENGTH", 0.0)
+    monkeypatch.setattr("quant.calibration.statistics.STRENGTH", 0.0)
     keep_inputs = FusedExperts._keep_inputs
 
     def keep(self: FusedExperts, error: Any, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> None:

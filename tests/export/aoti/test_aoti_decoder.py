@@ -22,9 +22,8 @@ from quant.cli.main import main
 from quant.cli.quantize import quantize_command
 from quant.evaluation.outputs import inputs_moved
 from quant.export.aoti import aoti_session
-from quant.export.aoti.aoti_decoder import DECODER_BODIES, decoder_program
 from quant.export.aoti.aoti_session import AotiSession
-from quant.export.aoti.package import METADATA
+from quant.export.aoti.package import DECODER_BODIES, METADATA, decoder_program
 from quant.export.engines.check_engine import forced_run, reference_run
 from quant.export.engines.decode_loop import generate_tokens
 from quant.export.onnx.trace import decomposed

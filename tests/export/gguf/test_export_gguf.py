@@ -18,9 +18,12 @@ from gguf_samples import permute  # noqa: E402 -- needs gguf
 
 import quant  # noqa: E402 -- as above
 from quant.base.errors import UserError  # noqa: E402 -- as above
-from quant.export.gguf.blocks import to_blocks  # noqa: E402 -- as above
-from quant.export.gguf.export_gguf import write_gguf  # noqa: E402 -- as above
-from quant.export.gguf.vocabulary import stored_vocabulary, vocabulary  # noqa: E402 -- as above
+from quant.export.gguf.export_gguf import (  # noqa: E402 -- as above
+    stored_vocabulary,
+    to_blocks,
+    vocabulary,
+    write_gguf,
+)
 from quant.formats.format import FORMATS, GGUF_FORMATS  # noqa: E402 -- as above
 from quant.formats.tensor import quantize  # noqa: E402 -- as above
 from quant.report.summary import next_steps  # noqa: E402 -- as above

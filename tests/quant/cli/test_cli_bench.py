@@ -11,10 +11,10 @@ from samples import BASE
 
 from quant.cli.main import main
 from quant.cli.quantize import quantize_command
-from quant.kernels.base import hardware, timing
+from quant.kernels.base import hardware
 from quant.kernels.base.hardware import GPUS
-from quant.kernels.base.timing import Ceiling
 from quant.kernels.linear import tuning
+from quant.kernels.linear.tuning import Ceiling
 
 
 def bench(*arguments: object) -> Any:
@@ -33,7 +33,7 @@ def test_mistakes_are_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_rates_are_printed_with_their_share_of_the_data_sheet(monkeypatch: pytest.MonkeyPatch) -> None:
     measured = [Ceiling("copy", 3.0e12, "TB/s", 3.35e12), Ceiling("fp8", 1.3e15, "TFLOP/s", None)]
     monkeypatch.setattr(hardware, "current", lambda index=0: GPUS["h100"])
-    monkeypatch.setattr(timing, "measure_ceilings", lambda: measured)
+    monkeypatch.setattr(tuning, "measure_ceilings", lambda: measured)
     assert bench("--ceilings").stdout.splitlines() == [
         "h100",
         "  copy: 3.00 TB/s, 90% of the data sheet",
@@ -76,7 +76,7 @@ def test_every_shape_of_a_model_is_a_row(monkeypatch: pytest.MonkeyPatch, tmp_pa
 
 @pytest.mark.gpu
 def test_ceilings_of_this_gpu() -> None:
-    found = {c.name: c for c in timing.measure_ceilings()}
+    found = {c.name: c for c in tuning.measure_ceilings()}
     assert {"copy", "read", "bf16"} <= set(found)
     for ceiling in found.values():
         assert ceiling.share is None or 0.2 < ceiling.share < 1.05, ceiling

@@ -15,8 +15,8 @@ from quant.recipes.layers import LayerKind
 from quant.recipes.plan import LayerPlan, Parts, Plan
 from quant.report import charts
 from quant.report import charts as receipt_charts
+from quant.report.charts import Section, block_starts, format_colours
 from quant.report.report import Receipt, Report
-from quant.report.section import Section, block_starts, format_colours
 
 Rich = tuple[Report, Plan]
 Make = Callable[..., Rich]
