@@ -146,12 +146,16 @@ def left_operand(x: torch.Tensor) -> torch.Tensor:
 
 
 class RightOperand:
-    """A right factor `[…, k, n]` of `add_product` whose rows may change; pairs are stored as h, l and h."""
+    """A right factor `[…, k, n]` of `add_product` whose rows may change; pairs are stored as h, l and h.
+
+    Where there are no pairs it is `matrix` itself, which `set` changes.
+    """
 
     def __init__(self, matrix: torch.Tensor) -> None:
-        pairs = has_pairs(matrix)
-        dtype = torch.bfloat16 if pairs else matrix.dtype
-        self.parts = matrix.new_empty(*matrix.shape[:-2], 3 if pairs else 1, *matrix.shape[-2:], dtype=dtype)
+        if not has_pairs(matrix):
+            self.parts = matrix.unsqueeze(-3)
+            return
+        self.parts = matrix.new_empty(*matrix.shape[:-2], 3, *matrix.shape[-2:], dtype=torch.bfloat16)
         self.set(slice(None), matrix)
 
     @property

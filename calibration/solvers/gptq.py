@@ -763,8 +763,8 @@ def _times_inverse(x: Tensor, U: Tensor, parts: Sequence[slice]) -> Tensor:
 
 def block_factors(blocks: Tensor) -> tuple[Tensor, Tensor]:
     """Returns inverses of positive definite blocks C `[..., k, k]`, and their upper factors U with C⁻¹ = Uᵀ U."""
-    # Not `cholesky`, which waits for the GPU to ask whether they are positive definite.
-    lower = torch.linalg.cholesky_ex(blocks.flip(-2, -1))[0]
+    # Whether they are positive definite is asked on a CPU alone: on a GPU the answer would have to be waited for.
+    lower = torch.linalg.cholesky_ex(blocks.flip(-2, -1), check_errors=not blocks.is_cuda)[0]
     eye = torch.eye(blocks.shape[-1], dtype=blocks.dtype, device=blocks.device).expand_as(blocks)
     U = torch.linalg.solve_triangular(lower.flip(-2, -1), eye, upper=True)
     return U.mT @ U, U

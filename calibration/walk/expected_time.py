@@ -128,10 +128,3 @@ def _rates_of(device: torch.device) -> _Rates:
 
 def _weights(plan: Plan) -> int:
     return sum(layer.numel for layer in plan.layers if layer.kind != LayerKind.EMBEDDING)
-
-
-def in_words(seconds: float) -> str:
-    """Returns a rough time as a person would say it: 20 s, 3 min, 2.5 h."""
-    if seconds < 90:
-        return f"{max(1, round(seconds, -1 if seconds >= 20 else None)):.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"

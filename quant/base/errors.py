@@ -116,6 +116,13 @@ def megabytes(nbytes: float) -> str:
     return f"{nbytes:.0f} B"
 
 
+def in_words(seconds: float) -> str:
+    """Returns a rough time as a person would say it: 20 s, 3 min, 2.5 h."""
+    if seconds < 90:
+        return f"{max(1, round(seconds, -1 if seconds >= 20 else None)):.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
+
+
 def listed(names: Iterable[str], limit: int = 8) -> str:
     """Returns `a, b and 3 more`: the first `limit` of `names`, and the number of the rest."""
     names = list(names)

@@ -20,7 +20,7 @@ from rich.segment import Segment
 from rich.table import Column, Table
 from rich.text import Text
 
-from quant.base.errors import counted, megabytes, printable
+from quant.base.errors import counted, in_words, megabytes, printable
 from quant.base.listener import SILENT, Listener
 from quant.recipes.plan import LayerPlan, Plan, bits_per_weight
 
@@ -132,7 +132,7 @@ class Stages:
             facts.append(f"{speed:,.0f} {unit}/s")
         # Two steps at least: the first one also imports, compiles or reads, and is a bad measure of the others.
         if speed and self.count > 2 and done < total:
-            left = _in_words((work[total] if is_known else total) - now_done, speed)
+            left = in_words(((work[total] if is_known else total) - now_done) / speed)
         self.bars.update(
             self.tasks[stage], completed=done, total=total, facts=", ".join((*facts, _memory())), left=left
         )
@@ -153,11 +153,6 @@ class Stages:
         elapsed = f"{(task.finished_time if task.finished else task.elapsed) or 0:.0f} s"
         left = "" if task.finished or not task.fields["left"] else f", {task.fields['left']} left"
         return f"{task.description} {task.completed:.0f}/{task.total or 0:.0f}, {elapsed}{left}; {task.fields['facts']}"
-
-
-def _in_words(work: float, speed: float) -> str:
-    seconds = work / speed
-    return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
 
 
 @contextmanager

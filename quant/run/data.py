@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import torch
 
-from quant.base.errors import option
+from quant.base.errors import in_words, option
 from quant.calibration.allocation.goal import Goal
 from quant.calibration.allocation.measure_choices import HeldOut, rows_of_choice
 from quant.calibration.allocation.real_solver import rows_where_solved
@@ -20,7 +20,7 @@ from quant.calibration.solvers.registry import get_pipeline
 from quant.calibration.texts import sources
 from quant.calibration.texts.mixture import Record, lacks_data, solver_needs_data, with_calibration, with_data
 from quant.calibration.walk.choose_transform import CHOICE, choose_transform, expected_choice
-from quant.calibration.walk.expected_time import expected_time, in_words, time_of_rows
+from quant.calibration.walk.expected_time import expected_time, time_of_rows
 from quant.calibration.walk.solve import check_solvable
 from quant.models.stored_weights import read_stored, stored_in
 from quant.recipes.plan import Plan, groups_of

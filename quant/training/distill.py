@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from quant.base.atomic import claimed
-from quant.base.errors import UserError, known_names, loss_text, option
+from quant.base.errors import UserError, in_words, known_names, loss_text, option
 from quant.base.extras import check_installed, versions
 from quant.base.listener import SILENT, Listener, StageProgress, reporter
 from quant.calibration.layer_result import unmeasured_result
@@ -39,7 +39,7 @@ from quant.calibration.texts.sources import (
     tokenizer_if_any,
     written_share,
 )
-from quant.calibration.walk.expected_time import expected_time, in_words, time_of_training
+from quant.calibration.walk.expected_time import expected_time, time_of_training
 from quant.evaluation.evaluate import evaluate_texts
 from quant.evaluation.evaluation import Evaluation
 from quant.evaluation.fingerprint import fingerprint

@@ -72,7 +72,7 @@ def check_operands(device: str) -> None:
     """Compares products of rows and columns of matrices that change, as GPTQ takes them, with float64."""
     x, y = inputs(device)
     now = torch.cat([y[:32], y[200:232], y[64:160]])
-    changing = fast_matmul.RightOperand(y[:160])
+    changing = fast_matmul.RightOperand(y[:160].clone())
     changing.set(slice(32, 64), 3 * y[200:232], minus=2 * y[200:232])
     for left in (x[32:64, :160], x[32:64, :160].t().contiguous().t(), x[:160, 32:64].t()):
         for columns in (slice(None), slice(48, 128)):

@@ -16,13 +16,13 @@ from safetensors.torch import save_file
 from torch import nn
 
 import quant
-from quant.base.errors import UserError
+from quant.base.errors import UserError, in_words
 from quant.calibration.allocation.measure_choices import Counts, rows_of_choice
 from quant.calibration.session import Session
 from quant.calibration.texts.mixture import mixture_rows
 from quant.calibration.texts.sources import sources_of, written_share
 from quant.calibration.walk import expected_time as expected_times
-from quant.calibration.walk.expected_time import expected_time, in_words, time_of_rows
+from quant.calibration.walk.expected_time import expected_time, time_of_rows
 from quant.cli.main import main
 from quant.recipes.solver_names import solver_of
 

@@ -308,3 +308,9 @@ def test_parts_are_solved_together_as_apart(device: str) -> None:
         apart = solve(weight[part], residual=residual[part])
         assert torch.equal(together.codes[part], apart.codes)
         assert torch.equal(together.rows(part.start, part.stop).scale, apart.scale)
+
+
+def test_blocks_that_are_not_positive_definite_are_refused() -> None:
+    blocks = torch.stack([torch.eye(4), torch.diag(torch.tensor([1.0, -1.0, 1.0, 1.0]))])
+    with pytest.raises(torch.linalg.LinAlgError):
+        block_factors(blocks)
