@@ -36,8 +36,7 @@ from torch import nn
 from torch.nn.functional import rms_norm, scaled_dot_product_attention, silu
 
 import quant
-from quant.export.aoti.aoti_session import AotiSession
-from quant.export.aoti.package import export_aoti, export_aoti_decoder
+from quant.export.aoti.package import AotiSession, export_aoti, export_aoti_decoder
 from quant.export.engines.check_engine import DecodingRun, forced_run, reference_run
 from quant.formats.format import FORMATS
 from quant.formats.tensor import quantize

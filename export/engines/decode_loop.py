@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 
 from quant.base.errors import UserError, counted, option
-from quant.export.aoti.aoti_session import AotiSession
+from quant.export.aoti.package import AotiSession
 from quant.export.checkpoint.load import describe, is_checkpoint, no_checkpoint
 from quant.export.checkpoint.open_checkpoint import outline
 from quant.export.onnx.engine_session import EngineSession, OnnxruntimeSession

@@ -21,9 +21,8 @@ from quant.base.errors import UserError
 from quant.cli.main import main
 from quant.cli.quantize import quantize_command
 from quant.evaluation.outputs import inputs_moved
-from quant.export.aoti import aoti_session
-from quant.export.aoti.aoti_session import AotiSession
-from quant.export.aoti.package import DECODER_BODIES, METADATA, decoder_program
+from quant.export.aoti import package
+from quant.export.aoti.package import DECODER_BODIES, METADATA, AotiSession, decoder_program
 from quant.export.engines.check_engine import forced_run, reference_run
 from quant.export.engines.decode_loop import generate_tokens
 from quant.export.onnx.trace import decomposed
@@ -216,12 +215,12 @@ DESCRIPTION = {"capacity": 64, "caches": [[2, 16]], "dtype": "float32", "plan": 
 def test_packages_that_do_not_fit_are_refused_before_they_are_loaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, entries: dict[str, str], description: dict[str, Any], words: str
 ) -> None:
-    monkeypatch.setattr(aoti_session, "load_aoti", lambda path: pytest.fail("loaded"))
-    monkeypatch.setattr(aoti_session.torch, "__version__", "2.13.0+cpu")
-    monkeypatch.setattr(aoti_session.torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(aoti_session.sys, "platform", "linux")
-    monkeypatch.setattr(aoti_session.platform, "machine", lambda: "x86_64")
-    monkeypatch.setitem(aoti_session._INSTRUCTIONS, "AVX512", lambda: False)
+    monkeypatch.setattr(package, "load_aoti", lambda path: pytest.fail("loaded"))
+    monkeypatch.setattr(package.torch, "__version__", "2.13.0+cpu")
+    monkeypatch.setattr(package.torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(package.sys, "platform", "linux")
+    monkeypatch.setattr(package.platform, "machine", lambda: "x86_64")
+    monkeypatch.setitem(package._INSTRUCTIONS, "AVX512", lambda: False)
     path = tmp_path / "model.pt2"
     with zipfile.ZipFile(path, "w") as archive:
         fields = {**ENTRIES, **entries, METADATA: json.dumps({**DESCRIPTION, **description})}
