@@ -70,7 +70,8 @@ def audit(
     kernels, record = engine.kernels, engine.record
     if attention is None and record.get("attention") == "none":
         attention = "half"
-    attention_nodes = attention_nodes or record.get("attention_nodes", ())
+    if not attention_nodes and isinstance(contents := record.get("contents"), dict):
+        attention_nodes = contents["attention_nodes"]
     planned = {layer.name: layer for layer in plan.quantized if layer.kind in _AUDITED} if plan else {}
     if attention is None and plan is not None and plan.attention is not None:
         attention = _ELEMENTS.get(plan.attention.element.name.lower(), "half")
@@ -102,11 +103,6 @@ def fallback_message(problems: Sequence[str]) -> str:
         f"not run as planned in the engine: {shown}. Change the formats in the plan, or "
         f"pass {option('allow_fallback', True)} to take the engine as it is"
     )
-
-
-def receipt_path(engine: str | Path) -> Path:
-    """Returns the file of an engine's receipt."""
-    return Path(f"{engine}.json")
 
 
 def is_storage_only(layer: LayerPlan) -> bool:

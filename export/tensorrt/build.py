@@ -38,7 +38,8 @@ from quant.base.processor import trim_heap
 from quant.export.onnx.dynamic_shapes import FP8_ATTENTION_MINIMUM, format_profile
 from quant.export.onnx.export_onnx import ATTENTION_KEY, EXPORT_KEY, PLAN_KEY, write_onnx
 from quant.export.onnx.opsets import CACHE_PLUGIN, PLUGIN
-from quant.export.tensorrt.audit import AuditRow, audit, failures, fallback_message, is_storage_only, receipt_path
+from quant.export.tensorrt.audit import AuditRow, audit, failures, fallback_message, is_storage_only
+from quant.export.tensorrt.engine_file import NAME_LIMIT, digest_of, receipt_path
 from quant.export.tensorrt.gpu_targets import FEATURES, choose_common_library, resolve_targets
 from quant.export.tensorrt.network import check_backend, check_graph, describe_graph, load_graph, make_profiles
 from quant.recipes.plan import Plan
@@ -183,8 +184,7 @@ class BuiltEngine:
     backend: str  # `tensorrt_rtx` or `tensorrt`, and its version
     reason: str  # for choosing that backend
     profiles: list[str]  # ranges of shapes, as `--shapes` writes them
-    layers: list[str]  # the linear layers in its graph, quantized or not; empty if the graph does not name them
-    attention_nodes: list[str]
+    contents: dict[str, Any]  # of `describe_graph`, and "export": the options of its export, None if it does not say
     kv_cache: str | None  # format of its KV cache in our plugin; None for other caches, or none
     seconds: float
     peak_rss_bytes: int  # peak memory of the build process
@@ -262,15 +262,17 @@ def build_engine(onnx_path: str | Path, out: str | Path, options: BuildOptions) 
     described = describe_graph(model, onnx_path.parent)
     target_names = ",".join(target.sm for target in targets)
     metadata = {entry.key: entry.value for entry in model.metadata_props}
-    # The audit reads this from the engine itself, which may come without its receipt.
+    contents = {"export": json.loads(metadata[EXPORT_KEY]) if EXPORT_KEY in metadata else None, **described}
+    # The audit reads this from the engine itself, and the contents from its receipt where they are too long for a name.
     record: dict[str, Any] = {
         "plan": metadata.get(PLAN_KEY),
         "attention": metadata.get(ATTENTION_KEY),
-        "export": json.loads(metadata[EXPORT_KEY]) if EXPORT_KEY in metadata else None,
-        **described,
         "target": target_names,
         "features": list(options.features),
+        "contents": contents,
     }
+    if len(json_text(record)) > NAME_LIMIT:
+        record["contents"] = digest_of(contents)
     with temporary_directory(out) as folder:
         graph, engine = folder / "graph.onnx", folder / "engine"
         graph.write_bytes(model.SerializeToString())
@@ -301,9 +303,8 @@ def build_engine(onnx_path: str | Path, out: str | Path, options: BuildOptions) 
         backend=f"{library.module} {result['version']}",
         reason=library.reason,
         profiles=[format_profile(profile) for profile in profiles],
-        layers=described["layers"],
-        attention_nodes=described["attention_nodes"],
-        kv_cache=(record["export"] or {}).get("kv_cache"),
+        contents=contents,
+        kv_cache=(contents["export"] or {}).get("kv_cache"),
         seconds=round(seconds, 2),
         peak_rss_bytes=result["peak_rss_bytes"],
     )
@@ -311,8 +312,10 @@ def build_engine(onnx_path: str | Path, out: str | Path, options: BuildOptions) 
 
 def audit_built(built: BuiltEngine, plan: Plan | None, attention: str = "native") -> list[AuditRow]:
     """Audits an engine just built, with the layers and attention nodes of its graph."""
-    required, layers = "half" if attention == "none" else None, built.layers or None
-    return audit(built.path, plan, attention=required, attention_nodes=built.attention_nodes, exported=layers)
+    required, nodes = "half" if attention == "none" else None, built.contents["attention_nodes"]
+    # A graph need not name its layers.
+    layers = built.contents["layers"] or None
+    return audit(built.path, plan, attention=required, attention_nodes=nodes, exported=layers)
 
 
 def summary(receipt: Mapping[str, Any]) -> list[str]:

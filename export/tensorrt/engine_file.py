@@ -19,6 +19,8 @@ layout has no kernels, or no table, and the audit says so.
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import json
 import math
 import mmap
@@ -30,8 +32,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from quant.base.json_files import json_text
+
 RECORD = "blockscale engine "
 """What the network's name begins with; the audit's record follows, a JSON object."""
+NAME_LIMIT = 3900
+"""Characters of a record: TensorRT drops a longer name than 4,096, and the worker adds the builder's."""
 # TensorRT's kernels for several queries, and for a single one as in decoding.
 FUSED_ATTENTION = ("_gemm_mha_v", "_gemv_mha_v")
 PRODUCTS = ("/MatMul", "/Gemm", "/Conv")
@@ -144,7 +150,9 @@ class Engine:
     bindings: dict[str, tuple[bool, int]]  # of each input and output, whether it is an input, and its index
     unread: list[str]  # inputs that no layer of the engine takes
     updated: dict[str, str]  # of each input that is updated in place, the output that it becomes
-    record: dict[str, Any]  # the JSON object that our builder put into the network's name; empty for other engines
+    # The JSON object that our builder put into the network's name, empty for other engines. Where its "contents" are
+    # too long for a name, they are read from the receipt, and are a digest if that is missing or another engine's.
+    record: dict[str, Any]
 
     def constant(self, operand: KernelOperand) -> bytes:
         """Returns the bytes of a constant, in the layout that its kernels read; none if it is not in the table."""
@@ -213,7 +221,7 @@ def read_engine(engine: str | Path) -> Engine:
             # The name of an input that no layer takes occurs in the record of its binding only.
             unread=[name for name, (is_input, _) in bindings.items() if is_input and words[name] < 2],
             updated=_updated_inputs(bindings, texts[0]),
-            record=_record(head),
+            record=_record(head, path),
         )
 
 
@@ -343,7 +351,17 @@ def _text(head: bytes, match: re.Match[bytes]) -> str:
     return head[match.end() : match.end() + struct.unpack("<Q", match[1])[0]].decode("utf-8", "replace")
 
 
-def _record(head: bytes) -> dict[str, Any]:
+def receipt_path(engine: str | Path) -> Path:
+    """Returns the file of an engine's receipt."""
+    return Path(f"{engine}.json")
+
+
+def digest_of(contents: Mapping[str, Any]) -> str:
+    """Returns the digest that stands in a record for contents that its engine's receipt holds."""
+    return hashlib.sha256(json_text(contents).encode()).hexdigest()
+
+
+def _record(head: bytes, path: Path) -> dict[str, Any]:
     start = head.find(RECORD.encode())
     if start < 0:
         return {}
@@ -351,4 +369,11 @@ def _record(head: bytes) -> dict[str, Any]:
         document, _ = json.JSONDecoder().raw_decode(head[start + len(RECORD) :].decode("utf-8", "replace"))
     except ValueError:
         return {}
-    return document if isinstance(document, dict) else {}
+    if not isinstance(document, dict):
+        return {}
+    if isinstance(document.get("contents"), str):
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            contents = json.loads(receipt_path(path).read_text(encoding="utf-8"))["engine"]["contents"]
+            if digest_of(contents) == document["contents"]:
+                document["contents"] = contents
+    return document

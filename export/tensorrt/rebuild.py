@@ -4,8 +4,9 @@
                              │                └─ programs, kernels' sources, constants, inputs and outputs, byte by byte
                              └─ each module's nodes and numbers, by digests that the builder put into the engine
 
-The options of the export are in the record that the engine holds. The graph says which layers the engine must have, so
-none is missed because the engine does not name it. It is compared on any machine; a difference names the module.
+The options of the export are in the record that the engine holds, or where that is too long, in its receipt. The graph
+says which layers the engine must have, so none is missed because the engine does not name it. It is compared on any
+machine; a difference names the module.
 
 The second comparison does not trust the record. TensorRT-RTX measures no times, so the same graph always becomes the
 same programs and constants, and without a KV cache the same file (with one, tables of its inputs come in any order). It
@@ -30,7 +31,7 @@ from quant.base.errors import UserError
 from quant.export.onnx.export_onnx import parameter_dtypes, recorded_options, tracer_versions, write_onnx
 from quant.export.tensorrt.audit import UNPLANNED, AuditRow, audit
 from quant.export.tensorrt.build import BuildOptions, Progress, build_engine
-from quant.export.tensorrt.engine_file import Engine, read_engine
+from quant.export.tensorrt.engine_file import Engine, read_engine, receipt_path
 from quant.export.tensorrt.gpu_targets import local_capability
 from quant.export.tensorrt.network import describe_graph, load_graph
 from quant.generate.generate import cast_unquantized
@@ -59,8 +60,14 @@ def audit_with_checkpoint(
     """
     engine = read_engine(path)
     record = engine.record
-    exported = record.get("export")
-    if not isinstance(exported, dict) or "graph" not in record or "dtypes" not in exported:
+    contents = record.get("contents")
+    if isinstance(contents, str):
+        raise UserError(
+            f"{path}: its receipt {receipt_path(path).name}, which says how it was exported, is missing or another "
+            "engine's; keep both files of `quant export` together"
+        )
+    exported = contents["export"] if contents else None
+    if not isinstance(exported, dict) or "dtypes" not in exported:
         raise UserError(
             f"{path}: it does not say how it was exported, so it cannot be compared with a checkpoint; export it anew "
             "(`quant export --to tensorrt`)"
@@ -74,7 +81,7 @@ def audit_with_checkpoint(
         expected = describe_graph(load_graph(graph), Path(folder))
         nodes = expected["attention_nodes"]
         findings = audit(path, plan, attention=attention, attention_nodes=nodes, exported=expected["layers"])
-        others = list(_other_modules(record["graph"], expected["graph"], exported["versions"]))
+        others = list(_other_modules(contents["graph"], expected["graph"], exported["versions"]))
         findings += others or [AuditRow(_GRAPH, AS_EXPORTED, AS_EXPORTED, True)]
         obstacle = "as was asked" if rebuild is False else _obstacle(record)
         if obstacle and rebuild:

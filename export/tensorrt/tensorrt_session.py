@@ -21,7 +21,7 @@ from quant.base.json_files import read_json
 from quant.calibration.placement import free_memory
 from quant.export.onnx.engine_session import check_memory, check_names, check_step
 from quant.export.onnx.serving import IDS, LAST, LENGTHS, LOGITS, cache_names
-from quant.export.tensorrt.audit import receipt_path
+from quant.export.tensorrt.engine_file import receipt_path
 from quant.export.tensorrt.gpu_targets import EXTRAS, local_capability
 
 _TORCH = {"FLOAT": torch.float32, "HALF": torch.float16, "BF16": torch.bfloat16}

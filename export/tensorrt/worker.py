@@ -51,6 +51,8 @@ def build(request: dict[str, Any], out: TextIO) -> dict[str, Any]:
     _parse(trt, network, logger, request)
     record = {**json.loads(request["record"]), "builder": f"{trt.__name__} {trt.__version__}"}
     network.name = RECORD + json.dumps(record, allow_nan=False)
+    if not network.name.startswith(RECORD):  # TensorRT logs an error and goes on
+        raise BuildError(f"the record of the export is too long for a network's name: {logger.worst}")
     config = builder.create_builder_config()
     # Names and types of all kernels stay readable in the engine, for the audit.
     config.profiling_verbosity = trt.ProfilingVerbosity.DETAILED

@@ -173,7 +173,8 @@ def _audit(
 ) -> None:  # fmt: skip
     """Reads in which precision an engine runs, and whether it is what a checkpoint becomes."""
     from quant.export.checkpoint.load import describe, is_checkpoint, load, no_checkpoint
-    from quant.export.tensorrt.audit import audit, failures, fallback_message, receipt_path
+    from quant.export.tensorrt.audit import audit, failures, fallback_message
+    from quant.export.tensorrt.engine_file import receipt_path
     from quant.export.tensorrt.rebuild import audit_with_checkpoint
     from quant.models.state_dict import call_factory
 

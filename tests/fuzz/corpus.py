@@ -179,7 +179,9 @@ def _engine(home: Path) -> None:
     receipt = json.loads((home / "receipt.json").read_text())
     digest = json.loads((home / "ckpt" / "report.json").read_text())["plan_digest"]
     known = {"attention_nodes": ["model.layers.0.self_attn/Attention"], "layers": nodes}
-    (home / "m.engine.json").write_text(json.dumps({**receipt, "plan": digest, "engine": known}), encoding="utf-8")
+    (home / "m.engine.json").write_text(
+        json.dumps({**receipt, "plan": digest, "engine": {"contents": known}}), encoding="utf-8"
+    )
 
 
 def _unfinished(home: Path) -> str:

@@ -225,7 +225,7 @@ def test_a_layer_that_was_never_quantized_fails(module: Any, tmp_path: Path) -> 
         ("2", "half", False),
         ("pooler", "not in the exported graph", True),
     ]
-    assert receipt["engine"]["layers"] == ["0", "2"]
+    assert receipt["engine"]["contents"]["layers"] == ["0", "2"]
 
 
 def test_another_models_engine_fails(tmp_path: Path) -> None:

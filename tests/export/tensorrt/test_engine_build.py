@@ -135,7 +135,7 @@ def test_one_query_with_few_heads_has_no_kernel(graphs: Any) -> None:
 
 def test_fp8_attention_of_one_query_takes_any_number_of_keys(graphs: Any, build: Callable[..., Any]) -> None:
     engine = build(graphs.attention(1, keys="keys"), shapes="keys=1:64:128")
-    (finding,) = audit(engine.path, attention="fp8", attention_nodes=engine.attention_nodes)
+    (finding,) = audit(engine.path, attention="fp8", attention_nodes=engine.contents["attention_nodes"])
     assert (finding.found, finding.passed) == ("fp8", True)
     with pytest.raises(ValueError, match="keys starts at 31"):
         build(graphs.attention("queries", keys="keys"), shapes="keys=31:64:128")

@@ -45,7 +45,7 @@ def test_the_audit_finds_convolutions_by_name(tmp_path: Path, weight: str, activ
     done = quant.quantize(Convs().half(), recipe, [x], run=lambda m: m(x))
     export_onnx(done.model, tmp_path / "m.onnx", inputs={"x": GraphInput(x, ("batch", 16, 8, 8))})
     built = build_engine(tmp_path / "m.onnx", tmp_path / "m.engine", BuildOptions("sm120"))
-    findings = audit(built.path, done.plan, exported=built.layers)
+    findings = audit(built.path, done.plan, exported=built.contents["layers"])
     half = f"half, {found.split()[-2] if activation == 'keep' else found} weights"
     assert {f.name: f.found for f in findings} == {"plain": found, "up": half, "depthwise": found, "kept": "half"}
     fallbacks = [] if activation == "keep" else [f"up: planned {found}, found {half}"]
@@ -54,4 +54,7 @@ def test_the_audit_finds_convolutions_by_name(tmp_path: Path, weight: str, activ
     kept = done.plan.replace_layers(
         [quant.LayerPlan("kept", LayerKind.CONV, (16, 32, 1, 1), done.plan.quantized[0].weight)]
     )
-    assert any(text.startswith("kept: planned") for text in failures(audit(built.path, kept, exported=built.layers)))
+    assert any(
+        text.startswith("kept: planned")
+        for text in failures(audit(built.path, kept, exported=built.contents["layers"]))
+    )

@@ -86,7 +86,7 @@ def test_minilm(tmp_path: Path, recipe: str, word: str) -> None:
     receipt = export_engine(model, tmp_path / "model.engine", BuildOptions("sm89"), plan=plan)
     assert receipt["passed"]
     assert {row["name"] for row in receipt["audit"]} >= {layer.name for layer in plan.quantized}
-    assert words(receipt)[word, word] == len(receipt["engine"]["layers"]) >= 36
+    assert words(receipt)[word, word] == len(receipt["engine"]["contents"]["layers"]) >= 36
 
 
 @pytest.mark.parametrize(("recipe", "target", "word"), [("fp8", "sm89", "fp8"), ("nvfp4", "rtx5090", "fp4")])

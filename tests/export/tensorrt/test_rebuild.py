@@ -93,7 +93,7 @@ def test_an_engine_that_says_it_is_of_the_right_graph(
     engine: Path, done: Any, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its digests are those of the right graph: only building it again tells."""
-    digests, described = read_engine(engine).record["graph"], builder.describe_graph
+    digests, described = read_engine(engine).record["contents"]["graph"], builder.describe_graph
     inputs = {"x": GraphInput(torch.zeros(2, 64).half(), ("rows", 64))}
     wrong, path = quant.load(checkpoint, perceptron(nn.ReLU())), tmp_path / "wrong.engine"
     with monkeypatch.context() as patch:
@@ -126,3 +126,27 @@ def test_a_plan_alone_expects_every_layer(engine: Path, checkpoint: Path, tmp_pa
     command = ["check", str(tmp_path / "tiny.engine"), "--plan", str(tmp_path / "plan.json"), "--quiet"]
     failed = CliRunner().invoke(main, command)
     assert failed.exit_code == 2 and "3: planned fp8, found no GEMM of its name in the engine" in failed.stderr
+
+
+def test_a_record_that_is_too_long_for_a_name_is_read_from_the_receipt(tmp_path: Path) -> None:
+    """TensorRT drops a network's name of more than 4,096 characters, which a model of 30 blocks needs."""
+
+    def deep() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(*[nn.Linear(64, 64) for _ in range(96)]).half()
+
+    checkpoint, engine = tmp_path / "deep", tmp_path / "deep.engine"
+    done = quant.quantize(deep(), "fp8", torch.randn(5, 64).half())
+    quant.save(done.model, done.plan, checkpoint)
+    quant.export_model(checkpoint, "tensorrt", engine, module=deep(), inputs=INPUTS, target="sm120")
+    plan, right = describe(checkpoint)[0], quant.load(checkpoint, deep())
+    assert failures(audit_with_checkpoint(engine, right, plan, rebuild=False)) == []
+    wrong = quant.load(checkpoint, deep())
+    wrong.get_submodule("95").bias.data += 1
+    (found,) = failures(audit_with_checkpoint(engine, wrong, plan, rebuild=False))
+    assert found == "95: planned as the checkpoint is exported, found other numbers"
+    receipt = engine.with_name("deep.engine.json")
+    for text in (receipt.read_text().replace('"95"', '"94"', 1), None):
+        receipt.write_text(text) if text else receipt.unlink()
+        with pytest.raises(UserError, match=r"deep\.engine\.json, which says how it was exported, is missing or an"):
+            audit_with_checkpoint(engine, right, plan)
