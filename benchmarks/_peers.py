@@ -266,20 +266,23 @@ def _run_torchao(model: nn.Module, rows: torch.Tensor, *, config: str) -> Outcom
 
 
 def llmcompressor_configurations() -> dict[str, Run]:
-    """llm-compressor's schemes."""
-    return {
-        f"{setting} llm-compressor {name}": partial(_run_llmcompressor, scheme=scheme, gptq=gptq)
-        for setting, name, scheme, gptq in (
-            ("nvfp4a16", "NVFP4A16", "NVFP4A16", False),
-            ("nvfp4a16", "GPTQ", "NVFP4A16", True),
-            ("nvfp4", "NVFP4", "NVFP4", False),
-            ("nvfp4", "GPTQ", "NVFP4", True),
-            ("fp8_channel", "FP8_DYNAMIC", "FP8_DYNAMIC", False),
+    """llm-compressor's schemes, those in NVFP4 with each of its observers of weights too."""
+    observed = [("", None), *((f", {name}", f"nvfp4_{name}") for name in ("expanded_mse", "expanded_imatrix"))]
+    configurations = {
+        f"{setting} llm-compressor {name}{suffix}": partial(
+            _run_llmcompressor, scheme=scheme, gptq=gptq, observer=observer
         )
+        for setting, scheme in (("nvfp4a16", "NVFP4A16"), ("nvfp4", "NVFP4"))
+        for name, gptq in ((scheme, False), ("GPTQ", True))
+        for suffix, observer in observed
     }
+    dynamic = partial(_run_llmcompressor, scheme="FP8_DYNAMIC", gptq=False, observer=None)
+    return {**configurations, "fp8_channel llm-compressor FP8_DYNAMIC": dynamic}
 
 
-def _run_llmcompressor(model: nn.Module, rows: torch.Tensor, *, scheme: str, gptq: bool) -> Outcome:
+def _run_llmcompressor(
+    model: nn.Module, rows: torch.Tensor, *, scheme: str, gptq: bool, observer: str | None
+) -> Outcome:
     from llmcompressor import oneshot
     from llmcompressor.modifiers.gptq import GPTQModifier
     from llmcompressor.modifiers.quantization import QuantizationModifier
@@ -298,7 +301,7 @@ def _run_llmcompressor(model: nn.Module, rows: torch.Tensor, *, scheme: str, gpt
             dataset=DataLoader(batches, batch_size=None),
             # It wants a tokenizer even for tokens, and does not use it.
             processor=PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE())),
-            recipe=modifier(targets="Linear", scheme=scheme, ignore=["lm_head"]),
+            recipe=modifier(targets="Linear", scheme=scheme, ignore=["lm_head"], weight_observer=observer),
             max_seq_length=rows.shape[1],
             num_calibration_samples=len(rows),
         )

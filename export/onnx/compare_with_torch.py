@@ -243,6 +243,10 @@ class LayerGraphs:
         self.layer = {name: layer_of(node) for name, node in self.maker.items()}
         # Nodes are in topological order, so the last tagged node of a layer gives its output.
         self.outputs = {layer_of(node): node.output[0] for node in graph.node if layer_of(node)}
+        self.folded: set[str] = set()  # values that nodes compute from constants alone
+        for node in graph.node:
+            if all(value in self.constants or value in self.folded for value in node.input if value):
+                self.folded.update(node.output)
 
     def linear(self, name: str) -> tuple[Any, str]:
         """Returns the layer's nodes as a model, and the name of its input; ValueError if they are not a linear's."""
@@ -254,7 +258,7 @@ class LayerGraphs:
         output, outputs = self.outputs[name], set(self.outputs.values())
 
         def own(value: str) -> bool:
-            return value == output or (bool(self.layer.get(value)) and value not in outputs) or self._is_constant(value)
+            return value == output or (bool(self.layer.get(value)) and value not in outputs) or value in self.folded
 
         return self._cut(output, own, name)
 
@@ -271,7 +275,7 @@ class LayerGraphs:
         if node.op_type == INTEGER_PRODUCT:
             return self._integer_weight(name, node)
         output = node.output[0]
-        model, _ = self._cut(output, lambda value: value == output or self._is_constant(value), name, inputs=0)
+        model, _ = self._cut(output, lambda value: value == output or value in self.folded, name, inputs=0)
         last = model.graph.node[-1]
         if last.op_type == "DequantizeLinear":
             attributes = [attribute for attribute in last.attribute if attribute.name != "output_dtype"]
@@ -308,10 +312,6 @@ class LayerGraphs:
         (output,) = model.graph.output
         model.graph.node.append(helper.make_node("Transpose", [output.name], [f"{output.name}.out_in"], perm=[1, 0]))
         output.name = f"{output.name}.out_in"
-
-    def _is_constant(self, value: str) -> bool:
-        node = self.maker.get(value)
-        return node is not None and all(x in self.constants or self._is_constant(x) for x in node.input if x)
 
     def _cut(self, output: str, own: Callable[[str], bool], name: str, inputs: int = 1) -> tuple[Any, str]:
         """Returns the nodes that compute `output`, as far back as `own` says, as a model."""

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from quant.base.errors import UserError, listed, warn
+from quant.base.errors import UserError, listed, option, warn
 from quant.base.extras import require
 from quant.models.configs import one_line
 
@@ -493,6 +493,31 @@ def _replaced(module: Any, name: str, value: Any) -> Iterator[None]:
         setattr(module, name, original)
 
 
+def _refuse_without_model(path: Path, file: Any) -> None:
+    """Raises UserError for an adapter, a projector, an importance matrix or a bare vocabulary of llama.cpp."""
+    kind, architecture = (
+        field.contents() if (field := file.fields.get(f"general.{key}")) is not None else None
+        for key in ("type", "architecture")
+    )
+    if kind == "adapter":
+        raise UserError(
+            f"{path}: an adapter (LoRA), which is no model by itself; merge it with PEFT where it was trained "
+            "(merge_and_unload), save that by save_pretrained, and pass its directory"
+        )
+    if kind == "imatrix":
+        raise UserError(
+            f"{path}: an importance matrix of llama.cpp, which is no model; pass the model, and the text that the "
+            f"matrix was made of by {option('calib')}"
+        )
+    if kind == "mmproj" or architecture == "clip":
+        raise UserError(
+            f"{path}: the projector of a vision or audio model (mmproj), which is no model by itself; pass the GGUF "
+            "file of its language model, or for both the Hugging Face directory"
+        )
+    if not file.tensors:
+        raise UserError(f"{path}: it holds a vocabulary and no weights; pass a file of the model that has them")
+
+
 def read_config(path: Path) -> Any:
     """Returns the transformers config that the file's metadata describe; the first parse, so damage shows here."""
     from quant.models.huggingface import local_options
@@ -501,7 +526,14 @@ def read_config(path: Path) -> Any:
     try:
         file = gguf.GGUFReader(path)
     except (ValueError, IndexError, KeyError, OverflowError, OSError) as error:
+        with path.open("rb") as stream:
+            version = int.from_bytes(stream.read(8)[4:], "little")
+        if version == 1:
+            raise UserError(
+                f"{path}: GGUF of version 1, of 2023, which no reader takes; use a later conversion"
+            ) from None
         raise UserError(f"{path}: a truncated or damaged GGUF file ({one_line(error)}); download it again") from error
+    _refuse_without_model(path, file)
     try:
         config = transformers.AutoConfig.from_pretrained(path.parent, gguf_file=path.name, **local_options())
     except (ValueError, KeyError, IndexError, TypeError, NotImplementedError, OSError) as error:

@@ -828,3 +828,30 @@ def test_packed_dtypes_of_safetensors_are_refused(tmp_path: Path, dtype: str, nb
     file.write_bytes(struct.pack("<Q", len(header)) + header + bytes(nbytes))
     with pytest.raises(UserError, match=rf"w\.weight has dtype {dtype}, packed already; give the original model"):
         open_safetensors(file, None, meta)["w.weight"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "architecture", "words"),
+    [
+        ("adapter", "llama", "an adapter (LoRA), which is no model by itself"),
+        ("imatrix", "llama", "an importance matrix of llama.cpp, which is no model"),
+        ("mmproj", "clip", "the projector of a vision or audio model (mmproj)"),
+        ("model", "llama", "it holds a vocabulary and no weights"),
+    ],
+)
+def test_files_of_llama_cpp_that_hold_no_model(tmp_path: Path, kind: str, architecture: str, words: str) -> None:
+    gguf = pytest.importorskip("gguf")
+    path = tmp_path / "x.gguf"
+    writer = gguf.GGUFWriter(str(path), architecture)
+    writer.add_type(kind)
+    if kind != "model":
+        writer.add_tensor("blk.0.attn_q.weight.lora_a", np.ones((32, 8), np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(ValueError, match=re.escape(f"{path}: {words}")):
+        quant.open_model(path)
+    path.write_bytes(path.read_bytes()[:4] + b"\1\0\0\0" + path.read_bytes()[8:])
+    with pytest.raises(ValueError, match=re.escape(f"{path}: GGUF of version 1")):
+        quant.open_model(path)
