@@ -494,7 +494,7 @@ def _replaced(module: Any, name: str, value: Any) -> Iterator[None]:
 
 
 def _refuse_without_model(path: Path, file: Any) -> None:
-    """Raises UserError for an adapter, a projector, an importance matrix or a bare vocabulary of llama.cpp."""
+    """Raises UserError for an adapter, a projector or an importance matrix of llama.cpp."""
     kind, architecture = (
         field.contents() if (field := file.fields.get(f"general.{key}")) is not None else None
         for key in ("type", "architecture")
@@ -514,8 +514,6 @@ def _refuse_without_model(path: Path, file: Any) -> None:
             f"{path}: the projector of a vision or audio model (mmproj), which is no model by itself; pass the GGUF "
             "file of its language model, or for both the Hugging Face directory"
         )
-    if not file.tensors:
-        raise UserError(f"{path}: it holds a vocabulary and no weights; pass a file of the model that has them")
 
 
 def read_config(path: Path) -> Any:

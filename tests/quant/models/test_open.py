@@ -836,7 +836,6 @@ def test_packed_dtypes_of_safetensors_are_refused(tmp_path: Path, dtype: str, nb
         ("adapter", "llama", "an adapter (LoRA), which is no model by itself"),
         ("imatrix", "llama", "an importance matrix of llama.cpp, which is no model"),
         ("mmproj", "clip", "the projector of a vision or audio model (mmproj)"),
-        ("model", "llama", "it holds a vocabulary and no weights"),
     ],
 )
 def test_files_of_llama_cpp_that_hold_no_model(tmp_path: Path, kind: str, architecture: str, words: str) -> None:
@@ -844,8 +843,7 @@ def test_files_of_llama_cpp_that_hold_no_model(tmp_path: Path, kind: str, archit
     path = tmp_path / "x.gguf"
     writer = gguf.GGUFWriter(str(path), architecture)
     writer.add_type(kind)
-    if kind != "model":
-        writer.add_tensor("blk.0.attn_q.weight.lora_a", np.ones((32, 8), np.float32))
+    writer.add_tensor("blk.0.attn_q.weight.lora_a", np.ones((32, 8), np.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
