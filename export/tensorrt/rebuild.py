@@ -60,13 +60,13 @@ def audit_with_checkpoint(
     """
     engine = read_engine(path)
     record = engine.record
-    contents = record.get("contents")
+    contents = record.get("contents", {})
     if isinstance(contents, str):
         raise UserError(
             f"{path}: its receipt {receipt_path(path).name}, which says how it was exported, is missing or another "
             "engine's; keep both files of `quant export` together"
         )
-    exported = contents["export"] if contents else None
+    exported = contents.get("export")
     if not isinstance(exported, dict) or "dtypes" not in exported:
         raise UserError(
             f"{path}: it does not say how it was exported, so it cannot be compared with a checkpoint; export it anew "

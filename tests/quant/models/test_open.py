@@ -839,7 +839,6 @@ def test_packed_dtypes_of_safetensors_are_refused(tmp_path: Path, dtype: str, nb
     ],
 )
 def test_files_of_llama_cpp_that_hold_no_model(tmp_path: Path, kind: str, architecture: str, words: str) -> None:
-    gguf = pytest.importorskip("gguf")
     path = tmp_path / "x.gguf"
     writer = gguf.GGUFWriter(str(path), architecture)
     writer.add_type(kind)
