@@ -107,7 +107,16 @@ def test_a_model_in_onnxruntime(
         prompts = [row.tolist()[: 9 + 15 * index] for index, row in enumerate(x)]
         expected = reference_run(reference, prompts, 8)
         run = forced_run(engine_session.OnnxruntimeSession(out / "model.onnx"), prompts, expected.tokens, chunk=7)
-        assert relative_error(torch.from_numpy(run.logits), torch.from_numpy(expected.logits)) < most
+        logits, answer = torch.from_numpy(run.logits), torch.from_numpy(expected.logits)
+        if wide == "fp16" and format in ("fp8", "fp8_channel"):
+            # A rounding of FP16 moves an input over the boundary of two FP8 codes. Alone, on the same inputs, each
+            # layer is within 2^-11 of PyTorch's; in the whole model a third of all codes differ, and as many between
+            # PyTorch in FP16 and in FP32. So the file must be as near to FP32 as PyTorch in FP16 is.
+            cast_unquantized(reference, "float32")
+            exact = torch.from_numpy(reference_run(reference, prompts, 8, tokens=expected.tokens).logits)
+            most, answer = 1.25 * relative_error(answer, exact), exact
+            assert most < 0.2
+        assert relative_error(logits, answer) < most
     else:
         with torch.no_grad():
             answer = reference(x.to(DTYPES[wide]) if x.is_floating_point() else x)
