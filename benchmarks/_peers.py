@@ -142,7 +142,10 @@ def _run_modelopt(model: nn.Module, rows: torch.Tensor, *, preset: str) -> Outco
 
 
 def exact_bits(model: nn.Module) -> float:
-    """Exact bits a weight over all linears but the head, whatever format each is in."""
+    """Exact bits a weight over all linears but the head, whatever format each is in.
+
+    Input scales, low-rank branches and the repeated columns of residual channels count; the numbers of these do too.
+    """
     from quant.kernels.linear.quant_linear import QuantLinear
 
     head = model.get_output_embeddings()
@@ -150,7 +153,9 @@ def exact_bits(model: nn.Module) -> float:
     for module in model.modules():
         if isinstance(module, QuantLinear):
             nbytes += module.weight_format.nbytes(module.weight_shape)
-            numel += module.weight_shape[0] * module.weight_shape[1]
+            parts = (module.pre_scale, module.lowrank_down, module.lowrank_up, module.parts.channels)
+            nbytes += sum(part.nbytes for part in parts if part is not None)
+            numel += module.out_features * module.in_features
         elif isinstance(module, nn.Linear) and module is not head:
             nbytes += 2 * module.weight.numel()
             numel += module.weight.numel()
@@ -315,19 +320,15 @@ def ours(model: nn.Module) -> Outcome:
     from quant.kernels.linear.quant_linear import QuantLinear
 
     layers = [module for module in model.modules() if isinstance(module, QuantLinear)]
-    scales = [layer.pre_scale for layer in layers if layer.pre_scale is not None]
-    branches = [
-        (layer.lowrank_down, layer.lowrank_up)
-        for layer in layers
-        if layer.lowrank_down is not None and layer.lowrank_up is not None
-    ]
+    scales = sum(layer.pre_scale is not None for layer in layers)
     blocks = [layer.hadamard for layer in layers if layer.hadamard]
-    parts = [*scales, *(matrix for branch in branches for matrix in branch)]
-    extra = [f"input scale on {len(scales)} of {len(layers)} layers"] if scales else []
+    ranks = [layer.lowrank_down.shape[0] for layer in layers if layer.lowrank_down is not None]
+    channels = [layer.parts.residual for layer in layers if layer.parts.residual]
+    extra = [f"input scale on {scales} of {len(layers)} layers"] if scales else []
     extra += [f"Hadamard of block {_span(blocks)} on {len(blocks)} of {len(layers)} layers"] if blocks else []
-    ranks = [down.shape[0] for down, _ in branches]
-    extra += [f"16-bit branch of rank {_span(ranks)} on {len(branches)} of {len(layers)} layers"] if branches else []
-    return Outcome(model, [layer.weight_shape for layer in layers], 2 * sum(p.numel() for p in parts), "; ".join(extra))
+    extra += [f"16-bit branch of rank {_span(ranks)} on {len(ranks)} of {len(layers)} layers"] if ranks else []
+    extra += [f"{_span(channels)} residual channels on {len(channels)} of {len(layers)} layers"] if channels else []
+    return Outcome(model, [], extra="; ".join(extra), bits=exact_bits(model))
 
 
 def _span(numbers: list[int]) -> str:

@@ -54,7 +54,6 @@ from _peers import (
     Outcome,
     Run,
     auto_quantize,
-    exact_bits,
     llmcompressor_configurations,
     modelopt_configurations,
     modelopt_on_cpu,
@@ -91,7 +90,8 @@ TOKENS = Path(__file__).parent / "data" / "smollm2_wikitext2_512.safetensors"
 COMPOSITIONS = (
     "awq+local_hessian", "awq+gptq", "awq:merge+gptq", "smoothquant+gptq", "rotation:64+gptq", "rotation:merge+gptq",
     "awq+rotation+gptq", "lowrank+gptq", "awq+lowrank:32+gptq", "awq+lowrank:32+kfac", "gptq+autoround",
-    "awq+gptq+autoround", "rotation:merge+gptq+autoround", "rotation:merge+kfac", solver_of(3, "nvfp4"),
+    "awq:merge+residual:64+gptq", "awq:merge+residual:64+kfac", "awq+gptq+autoround",
+    "rotation:merge+gptq+autoround", "rotation:merge+kfac", solver_of(3, "nvfp4"),
 )  # fmt: skip
 SIMPLE = ("rtn", "mse", "gptq")
 # Without a text: the rows that the model writes itself, as many and as long as `quantize --calib self` has them.
@@ -288,7 +288,7 @@ def run_mixed(model: nn.Module, rows: torch.Tensor, *, setting: str, solver: str
         model, rows, Goal(bits=BUDGET), formats=SETTINGS[setting].choice, solver=solver, device=device
     )
     quantized = allocation.quantized or quant.quantize(model, allocation.plan, rows, device=device)
-    return replace(ours(quantized.model), bits=exact_bits(quantized.model))
+    return ours(quantized.model)
 
 
 def run_auto_quantize(model: nn.Module, rows: torch.Tensor, *, setting: str) -> Outcome:
