@@ -62,8 +62,9 @@ BARS = (
 )  # fmt: skip
 PEER_BARS = (
     "nvfp4* ModelOpt *", "nvfp4a16 llm-compressor NVFP4A16", "nvfp4* llm-compressor GPTQ",
-    "nvfp4* llm-compressor GPTQ, rows*", "nvfp4 llm-compressor NVFP4", "nvfp4a16 torchao *",
-    "fp8* ModelOpt *", "fp8* llm-compressor *", "mxfp8 ModelOpt *", "int4a16_g64 ModelOpt *", "mixed* ModelOpt *",
+    "nvfp4* llm-compressor GPTQ, rows*", "nvfp4* llm-compressor GPTQ, expanded_*", "nvfp4 llm-compressor NVFP4",
+    "nvfp4a16 torchao *", "fp8* ModelOpt *",
+    "fp8* llm-compressor *", "mxfp8 ModelOpt *", "int4a16_g64 ModelOpt *", "mixed* ModelOpt *",
 )  # fmt: skip
 # Rows of the mixture that methods get, and `kfac`, on a GPU: as `quantize` gives them to SmolLM2.
 PARAMETERS = 134_515_008

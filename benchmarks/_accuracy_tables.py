@@ -40,6 +40,14 @@ def both(method: str, row: str, *, more: str = "the same, {kfac} rows") -> tuple
     return line(method, row), line(more, row + AS_KFAC)
 
 
+# llm-compressor's best settings, by setting of ours.
+OBSERVERS = {
+    setting: tuple(
+        line(f"llm-compressor GPTQ, `nvfp4_{name}`", f"{setting} llm-compressor GPTQ, {name}")
+        for name in ("expanded_imatrix", "expanded_mse")
+    )
+    for setting in ("nvfp4a16", "nvfp4")
+}
 WEIGHTS = (
     line("`gptq`, the default", "nvfp4a16 Blockscale gptq", bold=True),
     line("`kfac`, effort 3, {kfac} rows", "nvfp4a16 Blockscale kfac"),
@@ -48,6 +56,7 @@ WEIGHTS = (
     line("no text given: `gptq` / `local_hessian` on 32×512 tokens that the model wrote",
          "nvfp4a16 Blockscale gptq, no text", "nvfp4a16 Blockscale local_hessian, no text"),
     *both("ModelOpt local Hessian", "nvfp4a16 ModelOpt local Hessian"),
+    *OBSERVERS["nvfp4a16"],
     *both("llm-compressor GPTQ", "nvfp4a16 llm-compressor GPTQ"),
     line("ModelOpt AWQ lite, inputs scaled at run time", "nvfp4a16 ModelOpt AWQ lite"),
     line("ModelOpt MSE with a sweep of FP8 scales", "nvfp4a16 ModelOpt MSE FP8 sweep"),
@@ -64,12 +73,15 @@ INPUTS = (
     line("the same: `awq:merge+kfac`, {kfac} rows", "four_over_six Blockscale awq:merge+kfac"),
     *both("ModelOpt AWQ lite, inputs scaled at run time", "nvfp4 ModelOpt AWQ lite"),
     *both("ModelOpt local Hessian", "nvfp4 ModelOpt local Hessian"),
+    *OBSERVERS["nvfp4"],
     *both("llm-compressor GPTQ", "nvfp4 llm-compressor GPTQ"),
     line("ModelOpt MSE with a sweep of FP8 scales", "nvfp4 ModelOpt MSE FP8 sweep"),
     line("ModelOpt GPTQ", "nvfp4 ModelOpt GPTQ"),
     line("ModelOpt four-over-six", "nvfp4 ModelOpt four-over-six"),
     line("to nearest: ModelOpt NVFP4_DEFAULT / llm-compressor NVFP4",
          "nvfp4 ModelOpt NVFP4_DEFAULT", "nvfp4 llm-compressor NVFP4"),
+    line("`awq:merge+residual:64+gptq`", "nvfp4 Blockscale awq:merge+residual:64+gptq", bold=True),
+    line("`awq:merge+residual:64+kfac`, {kfac} rows", "nvfp4 Blockscale awq:merge+residual:64+kfac"),
     line("`awq+lowrank:32+gptq`", "nvfp4 Blockscale awq+lowrank:32+gptq", bold=True),
     line("`awq+lowrank:32+kfac`, {kfac} rows", "nvfp4 Blockscale awq+lowrank:32+kfac"),
     *both("ModelOpt SVDQuant, rank 32", "nvfp4 ModelOpt SVDQuant"),
@@ -113,12 +125,15 @@ OTHER_LANGUAGES = (
     line("`gptq`, no text given", "nvfp4a16 Blockscale gptq, no text"),
     line("`local_hessian`", "nvfp4a16 Blockscale local_hessian"),
     *both("ModelOpt local Hessian", "nvfp4a16 ModelOpt local Hessian"),
+    *OBSERVERS["nvfp4a16"],
     *both("llm-compressor GPTQ", "nvfp4a16 llm-compressor GPTQ"),
     line("NVFP4 weights and inputs: `awq:merge+gptq`", "nvfp4 Blockscale awq:merge+gptq", bold=True),
     line("`awq:merge+kfac`, {kfac} rows", "nvfp4 Blockscale awq:merge+kfac"),
     line("inputs in `nvfp4_four_over_six`, `awq:merge+kfac`, {kfac} rows", "four_over_six Blockscale awq:merge+kfac"),
     *both("ModelOpt AWQ lite, inputs scaled at run time", "nvfp4 ModelOpt AWQ lite"),
+    *OBSERVERS["nvfp4"],
     *both("llm-compressor GPTQ", "nvfp4 llm-compressor GPTQ"),
+    line("with 64 residual channels: `awq:merge+residual:64+gptq`", "nvfp4 Blockscale awq:merge+residual:64+gptq"),
     line("with a branch of rank 32: `awq+lowrank:32+gptq`", "nvfp4 Blockscale awq+lowrank:32+gptq", bold=True),
     line("`awq+lowrank:32+kfac`, {kfac} rows", "nvfp4 Blockscale awq+lowrank:32+kfac"),
     *both("ModelOpt SVDQuant, rank 32", "nvfp4 ModelOpt SVDQuant"),
@@ -156,6 +171,8 @@ RATIOS = (
     line("`kfac`", "nvfp4a16 Blockscale kfac"),
     line("NVFP4 weights and inputs, `awq:merge+gptq`", "nvfp4 Blockscale awq:merge+gptq"),
     line("`awq:merge+kfac`", "nvfp4 Blockscale awq:merge+kfac"),
+    line("with 64 residual channels, `awq:merge+residual:64+gptq`", "nvfp4 Blockscale awq:merge+residual:64+gptq"),
+    line("`awq:merge+residual:64+kfac`", "nvfp4 Blockscale awq:merge+residual:64+kfac"),
     line("with a branch of rank 32, `awq+lowrank:32+gptq`", "nvfp4 Blockscale awq+lowrank:32+gptq"),
     line("`awq+lowrank:32+kfac`", "nvfp4 Blockscale awq+lowrank:32+kfac"),
     line("FP8 per channel and token, `gptq`", "fp8_channel Blockscale gptq"),
@@ -170,6 +187,18 @@ RATIOS = (
     line("`kfac`", "mixeda16 Blockscale kfac"),
     line("4.8 bits, weights and inputs, `awq:merge+gptq`", "mixed Blockscale awq:merge+gptq"),
     line("`awq:merge+kfac`", "mixed Blockscale awq:merge+kfac"),
+)
+# Our rows that stand for two sizes of model beside each other.
+SIZES = (
+    line("NVFP4 weights, `gptq`", "nvfp4a16 Blockscale gptq"),
+    line("`kfac`", "nvfp4a16 Blockscale kfac"),
+    line("NVFP4 weights and inputs, `awq:merge+gptq`", "nvfp4 Blockscale awq:merge+gptq"),
+    line("`awq:merge+kfac`", "nvfp4 Blockscale awq:merge+kfac"),
+    line("with 64 residual channels, `awq:merge+residual:64+gptq`", "nvfp4 Blockscale awq:merge+residual:64+gptq"),
+    line("`awq:merge+residual:64+kfac`", "nvfp4 Blockscale awq:merge+residual:64+kfac"),
+    line("FP8 static, `gptq`", "fp8 Blockscale gptq"),
+    line("FP8 per channel and token, `gptq`", "fp8_channel Blockscale gptq"),
+    line("INT4 in groups of 64, `gptq`", "int4a16_g64 Blockscale gptq"),
 )
 
 
@@ -247,6 +276,25 @@ def ratio_table(measured: Measured) -> Lines:
         best = {text: min(measured.loss(row, text) for row in measured.peers(name)) for text in texts}
         ratios = [f"{measured.loss(name, text) / best[text]:.2f}" for text in texts]
         cells.append([entry.method, *ratios, spelled(measured.best_peer(name), measured.kfac_rows)])
+    return cells
+
+
+def size_table(models: Mapping[str, Measured]) -> Lines:
+    """Losses of ours and of the best peer in models of different sizes, by the names of the models."""
+    cells = [
+        ["at both sizes", "model", "Blockscale", "best peer", "KL", "ratio"],
+        ["---", "---", "---:", "---", "---:", "---:"],
+    ]
+    for entry in SIZES:
+        (name,) = entry.rows
+        for model, measured in models.items():
+            peer = measured.best_peer(name)
+            best = [min(measured.loss(row, text) for row in measured.peers(name)) for text in DOMAINS]
+            ratios = [measured.loss(name, text) / loss for text, loss in zip(DOMAINS, best, strict=True)]
+            ours, theirs = (" / ".join(measured.cell(row, text) for text in DOMAINS) for row in (name, peer))
+            method = entry.method + (f" ({measured.cell(name, 'bits')} bits)" if "residual" in name else "")
+            ratio = " / ".join(f"{each:.2f}" for each in ratios)
+            cells.append([method, model, f"**{ours}**", spelled(peer, measured.kfac_rows), theirs, ratio])
     return cells
 
 

@@ -2,10 +2,10 @@
 
     python benchmarks/result_tables.py
 
-Losses are those that `accuracy.py --only bars --json` wrote to data/accuracy_h100.json; `_accuracy_tables.py` says
-which rows a table has. Times of low-precision training are what `training_lowprecision.py PART --json` wrote to
-data/training_PART_h100.json. In a page a table stands between two comments that name it; everything else in the page
-stays.
+Losses are those that `accuracy.py --only bars --json` wrote to data/accuracy_h100.json, and of a larger model to
+data/accuracy_coder_h200.json; `_accuracy_tables.py` says which rows a table has. Times of low-precision training are
+what `training_lowprecision.py PART --json` wrote to data/training_PART_h100.json. In a page a table stands between two
+comments that name it; everything else in the page stays.
 """
 
 from __future__ import annotations
@@ -24,12 +24,14 @@ from _accuracy_tables import (
     headline_table,
     loss_table,
     ratio_table,
+    size_table,
     spelled,
 )
 from _svg import GREY, rectangle, text, write
 
 ROOT = Path(__file__).parents[1]
 RUN = Path(__file__).parent / "data" / "accuracy_h100.json"
+LARGER = RUN.with_name("accuracy_coder_h200.json")
 TRAINING = ("layers", "sizes", "experts", "attention", "operands")  # parts of training_lowprecision.py
 OURS, PEER = "#0b7a75", "#b8c4ce"
 
@@ -91,6 +93,8 @@ def main(root: Path = ROOT) -> None:
     measured, versions = Measured(run), run["header"]
     losses = {title: markdown(loss_table(title, measured)) for title in TABLES}
     losses["loss relative to the best peer"] = markdown(ratio_table(measured))
+    larger = Measured(json.loads(LARGER.read_text(encoding="utf-8")))
+    losses["at both sizes"] = markdown(size_table({"135M": measured, "0.5B": larger}))
     put(root / "docs" / "benchmarks.md", losses)
     put(root / "docs" / "benchmarks-training.md", training_tables())
     put(root / "README.md", {"headline": markdown(headline_table(measured))})
