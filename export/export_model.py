@@ -181,7 +181,7 @@ def export_model(
         stored = find_checkpoint(model) if isinstance(model, str | Path) else None
         if stored is not None and not is_checkpoint(stored):
             raise no_checkpoint(stored)
-        path = _destination(model, to, is_compiled=target is not None) if out is None else Path(out)
+        path = _destination(model, to) if out is None else Path(out)
         # Held until the end, so that two exports never write the same file.
         stack.enter_context(claimed(path))
         # Loading a model takes longer than everything that is checked here.
@@ -240,7 +240,7 @@ def _check_options(kind: str, options: Mapping[str, Any]) -> None:
             raise UserError(f"{option(named, repr(value))}: expected a number of at least {_LEAST[name]}")
 
 
-def _destination(model: Any, kind: str, *, is_compiled: bool) -> Path:
+def _destination(model: Any, kind: str) -> Path:
     """Returns the default destination: next to the checkpoint, with an ending for its kind."""
     if not isinstance(model, str | Path):
         raise UserError(
@@ -251,8 +251,7 @@ def _destination(model: Any, kind: str, *, is_compiled: bool) -> Path:
         path = Path(path.name)
     elif path.name in ("", ".."):
         path = Path(os.path.abspath(path))
-    ending = ".engine" if kind == "torch-tensorrt" and is_compiled else KINDS[kind][0]
-    return path.parent / f"{path.name}{ending}"
+    return path.parent / f"{path.name}{KINDS[kind][0]}"
 
 
 def _parsed_input(name: str, value: str | torch.Tensor) -> GraphInput:
@@ -294,7 +293,7 @@ def _check_request(
             f"{option('target', target)}: an ONNX file is for {' or '.join(RUNTIMES)}; an engine for a GPU is "
             f"{option('to', 'tensorrt')}"
         )
-    if kind == "tensorrt" and target is None:
+    if kind in ("tensorrt", "torch-tensorrt") and target is None:
         raise UserError(
             f"an engine is built for one kind of GPU: name it with {option('target')}, such as sm120, sm89 or local"
         )

@@ -36,7 +36,7 @@ from quant.export.onnx.limits import layer_of_tensorrt, loaded, narrowest_dtype,
 from quant.export.onnx.quantized_cache import CACHE_FORMATS
 from quant.export.tensorrt.audit import failures
 from quant.export.tensorrt.build import BuildOptions, export_engine
-from quant.export.tensorrt.torch_tensorrt import compile_engine, lower
+from quant.export.tensorrt.torch_tensorrt import compile_engine
 from quant.formats.format import Format
 from quant.formats.tensor import BlockScaledTensor
 from quant.generate.generate import cast_unquantized
@@ -169,7 +169,7 @@ def export_aoti_package(job: ExportJob) -> dict[str, Any]:
 
 
 def export_torch_tensorrt(job: ExportJob) -> dict[str, Any]:
-    """Writes the lowered module as a `.pt2` program, or with --target a compiled engine (`--to torch-tensorrt`)."""
+    """Writes an engine that torch-tensorrt compiles (`--to torch-tensorrt`)."""
     refuse_residual(job.model, "torch-tensorrt")
     check_attention(job.kind, job.plan, job.attention)
     _put_in_dtype(job)
@@ -181,9 +181,7 @@ def export_torch_tensorrt(job: ExportJob) -> dict[str, Any]:
             f"generate text goes through {option('to', 'tensorrt')}, onnx or aoti"
         )
     _warn(notes)
-    if job.target is None:
-        lower(job.model, job.out, inputs)
-        return _file_record(job, notes)
+    assert job.target is not None
     findings = compile_engine(job.model, job.out, inputs, job.target, plan=job.plan, allow_fallback=job.allow_fallback)
     audit = [asdict(finding) for finding in findings]
     return {**_file_record(job, notes), "audit": audit, "passed": not failures(findings)}

@@ -3,7 +3,7 @@
     onnx              model.onnx: checked, every layer compared with PyTorch, and opened in onnxruntime
     tensorrt          an engine, built and audited; its intermediate ONNX file is checked in the same way
     aoti              a .pt2 package of AOTInductor; of a decoder, one that reads prompts and decodes over a KV cache
-    torch-tensorrt    the module lowered through torch-tensorrt's quantize ops, or compiled by it to an engine
+    torch-tensorrt    an engine of one pass, compiled by torch-tensorrt and audited
     gguf              one file for llama.cpp, Ollama and LM Studio, with the same codes and scales
     modelopt, compressed-tensors
                       the same checkpoint in the other layout, which other servers load
@@ -19,7 +19,7 @@ KINDS: dict[str, tuple[str, set[str]]] = {
     "onnx": ("-onnx", {*_GRAPH, "capacity", "genai", "kv_cache", "target"}),
     "tensorrt": (".engine", {*_GRAPH, "target", "backend", "allow_fallback", "features", "capacity", "kv_cache"}),
     "aoti": (".pt2", {*_GRAPH, "capacity"}),
-    "torch-tensorrt": (".pt2", {"inputs", "attention", "dtype", "target", "allow_fallback"}),
+    "torch-tensorrt": (".engine", {"inputs", "attention", "dtype", "target", "allow_fallback"}),
     "gguf": (".gguf", set()),
     "modelopt": ("-modelopt", set()),
     "compressed-tensors": ("-compressed-tensors", set()),

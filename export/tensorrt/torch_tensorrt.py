@@ -1,24 +1,6 @@
-"""A quantized module for torch-tensorrt: a program over its own quantize ops, or an engine that it compiles.
+"""torch-tensorrt compiles a quantized module to an engine of TensorRT, by a converter of our own for `quant::linear`.
 
-`lower` writes the program, in which each quantized linear and convolution is ops that torch-tensorrt converts:
-
-    QuantLinear                 ->  input_quantizer(x) · weight_quantizer(w)ᵀ + bias
-    QuantConv                   ->  convolution of input_quantizer(x) and weight_quantizer(w), + bias
-
-    format   op                                                             its scale, from ours
-    fp8      tensorrt::quantize_op(x, amax, 8, 4, …)                        amax = 448 · scale
-    nvfp4    tensorrt::dynamic_block_quantize_op(x, 16, amax, 4, 2, 8, 4)   amax = 6 · 448 · global scale
-
-The graph holds weights in 16 bit, and TensorRT quantizes them when it builds the engine. For FP8 per tensor that gives
-our codes again. For NVFP4 it computes block scales by the `max` rule, which would change a weight whose scales a solver
-searched: such a layer is refused. The ops belong to ModelOpt. The GPU that is to run the file compiles it:
-
-    import modelopt.torch.quantization, torch, torch_tensorrt
-    program = torch.export.load("model.pt2")
-    engine = torch_tensorrt.dynamo.compile(program, arg_inputs=[…], kwarg_inputs={…})
-
-`compile_engine` compiles with a converter of our own for `quant::linear`, and the engine is audited. The converter puts
-codes and scales into TensorRT's network as they are, and needs neither ModelOpt nor a GPU:
+The converter puts codes and scales into TensorRT's network as they are, and needs no GPU:
 
     codes ─▶ constant ─▶ dequantize ─┐
     scales ─▶ constant ┘             ├─▶ matrix multiply ─▶ + bias
@@ -50,17 +32,12 @@ from quant.export.onnx.trace import TRACED, decomposed, trace_for_torch
 from quant.export.tensorrt.audit import AuditRow, audit, failures, fallback_message
 from quant.export.tensorrt.gpu_targets import GpuTarget, local_capability, resolve_target
 from quant.formats.format import FORMATS, Format
-from quant.formats.tensor import quantize
 from quant.kernels.linear.conv import QuantConv
-from quant.kernels.linear.experts import QuantExperts
 from quant.kernels.linear.quant_linear import QuantLinear
 from quant.recipes.plan import Plan
 
 _INPUTS = {"fp8": ("fp8",), "fp8_channel": ("fp8",), "int8": ("int8_tensor",), "nvfp4": ("nvfp4",)}
 """Formats of weights, and of inputs beside 16 bit, that the converter knows."""
-_LOWERED = ("fp8", "nvfp4")
-"""The formats that torch-tensorrt has quantize ops for."""
-_E4M3, _E2M1 = (8, 4), (4, 2)  # the ops' arguments for a number: its bits, and the bits of its exponent
 
 
 def compile_engine(
@@ -75,6 +52,11 @@ def compile_engine(
     """Compiles a module with torch-tensorrt, writes TensorRT's engine, and returns the audit."""
     out, gpu = Path(out), resolve_target(target)
     for name, module in model.named_modules():
+        if isinstance(module, QuantConv):
+            raise ValueError(
+                f"{name}: the converter for torch-tensorrt takes no quantized convolution; keep it in 16 bit "
+                f"({option('exclude')}), or export with {option('to', 'tensorrt')}"
+            )
         if isinstance(module, QuantLinear):
             _check_convertible(name, module)
     offline = nullcontext() if local_capability() == gpu.capability else _as_on(gpu)
@@ -136,7 +118,7 @@ def _check_convertible(name: str, linear: QuantLinear) -> None:
     if inputs is None or (activation is not None and activation.name not in inputs):
         raise ValueError(
             f"{name} {list(linear.weight_shape)}: the converter for torch-tensorrt has no {weight} weights with "
-            f"{activation or '16-bit'} inputs; it has {', '.join(_INPUTS)}. Export with --to tensorrt"
+            f"{activation or '16-bit'} inputs; it has {', '.join(_INPUTS)}. Export with {option('to', 'tensorrt')}"
         )
     if activation is not None and linear.input_scale is None:
         raise ValueError(f"{name}: {activation} inputs need a calibrated scale in an engine; quantize with --calib")
@@ -290,147 +272,3 @@ class _Linear:
         self.count += 1
         layer.name, layer.metadata = label, f"[ONNX Layer: {label}]"
         return layer
-
-
-def lower(model: nn.Module, path: str | Path, inputs: Mapping[str, torch.Tensor]) -> Path:
-    """Writes `model` as an exported program over torch-tensorrt's quantize ops and returns its path.
-
-    `inputs` are examples by the names of `forward`'s parameters; their shapes are fixed. Raises ValueError if the ops
-    are not installed, or cannot hold a layer; nothing is written.
-    """
-    path = Path(path)
-    program = lowered_program(model, inputs)
-    with temporary_directory(path) as folder:
-        torch.export.save(program, folder / path.name)
-        put_file(folder / path.name, path)
-    return path
-
-
-def lowered_program(model: nn.Module, inputs: Mapping[str, torch.Tensor]) -> torch.export.ExportedProgram:
-    """Returns the program that `lower` writes."""
-    require_ops()
-    with _lowered(model):
-        return _program(model, inputs)
-
-
-def require_ops() -> None:
-    """Makes torch-tensorrt's two quantize ops known, or raises ValueError if they are not installed."""
-    ops = ("quantize_op", "dynamic_block_quantize_op")
-    if all(hasattr(torch.ops.tensorrt, name) for name in ops):
-        return
-    try:
-        importlib.import_module("modelopt.torch.quantization")
-    except ImportError as error:
-        raise ValueError(
-            f"torch-tensorrt's quantize ops come with nvidia-modelopt, which cannot be imported ({error}): "
-            f"{install_command('modelopt')}, and torch-tensorrt on the GPU that compiles the program"
-        ) from error
-    if not all(hasattr(torch.ops.tensorrt, name) for name in ops):
-        raise ValueError("this nvidia-modelopt has no tensorrt::quantize_op; install 0.47 or later")
-
-
-class _Quantizer(nn.Module):
-    """Rounds to a format and back: FP8, or NVFP4 in blocks; without a static `scale`, the graph measures amax."""
-
-    amax: torch.Tensor | None
-
-    def __init__(self, format: Format, scale: torch.Tensor | None) -> None:
-        super().__init__()
-        # The ops take amax, the largest representable value: 448 · scale for FP8, 6 · 448 · global scale for NVFP4.
-        largest = format.element.max * (format.scale.max if format.global_scale else 1.0)
-        self.register_buffer("amax", None if scale is None else scale * largest)
-        self.block = format.block[1] if format.global_scale else 0
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        amax = x.abs().amax().float() if self.amax is None else self.amax
-        ops = torch.ops.tensorrt
-        if self.block:
-            return ops.dynamic_block_quantize_op(x, self.block, amax, *_E2M1, *_E4M3)  # type: ignore[no-any-return]
-        return ops.quantize_op(x, amax, *_E4M3, False, False)  # type: ignore[no-any-return]
-
-
-class _Lowered(nn.Module):
-    """A quantized layer over a dense weight and two quantizers.
-
-    torch-tensorrt tells weights from inputs by the name of the module that calls the op.
-    """
-
-    weight: torch.Tensor
-
-    def __init__(self, layer: QuantLinear | QuantConv, dtype: torch.dtype) -> None:
-        super().__init__()
-        weight, activation = layer.quantized_weight, layer.activation_format
-        dense = layer.weight_in(dtype) if isinstance(layer, QuantConv) else weight.dequantize(dtype)
-        self.register_buffer("weight", dense)
-        self.bias, self.original = layer.bias, (layer,)  # in a tuple, or its codes would be in the program
-        scale = weight.global_scale if weight.format.global_scale else weight.scale
-        assert scale is not None
-        self.weight_quantizer = _Quantizer(weight.format, scale.float().reshape(()))
-        self.input_quantizer = _Quantizer(activation, layer.input_scale) if activation else nn.Identity()
-
-
-class _LoweredLinear(_Lowered):
-    def __init__(self, layer: QuantLinear, dtype: torch.dtype) -> None:
-        super().__init__(layer, dtype)
-        self.parts = layer.parts
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.parts.input(x)
-        y = nn.functional.linear(self.input_quantizer(x), self.weight_quantizer(self.weight), self.bias)
-        branch = self.parts.branch(x)
-        return y if branch is None else y + branch
-
-
-class _LoweredConv(_Lowered):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        conv: Any = self.original[0]
-        x, weight = conv.padded(self.input_quantizer(x)), self.weight_quantizer(self.weight)
-        geometry = (conv.stride, conv.op_padding, conv.dilation, conv.transposed, conv.output_padding, conv.groups)
-        return torch.convolution(x, weight, self.bias, *geometry)
-
-
-def _check_lowerable(name: str, linear: QuantLinear | QuantConv) -> None:
-    """Raises ValueError where torch-tensorrt has no op for a layer, or would change its weight."""
-    weight = linear.quantized_weight
-    where = f"{name} {list(weight.shape)}"
-    used = [weight.format, *([linear.activation_format] if linear.activation_format else [])]
-    unknown = [format.name for format in used if format.name not in _LOWERED]
-    if unknown:
-        raise ValueError(
-            f"{where}: torch-tensorrt has no op for {', '.join(unknown)}, only for {' and '.join(_LOWERED)} "
-            f"(one scale a tensor); quantize with one of these, or export with {option('to', 'tensorrt')}"
-        )
-    if weight.format.global_scale:
-        dense = weight.dequantize()
-        again = quantize(dense, weight.format, global_scale=weight.global_scale, name=name).dequantize()
-        changed = int((again != dense).sum())
-        if changed:
-            raise ValueError(
-                f"{where}: torch-tensorrt finds NVFP4 block scales anew, and {changed} of {dense.numel()} weights "
-                f"would change; quantize it with solver rtn, or export with {option('to', 'tensorrt')}, which keeps "
-                "searched scales"
-            )
-
-
-@contextmanager
-def _lowered(model: nn.Module) -> Iterator[None]:
-    """Puts `_LoweredLinear` and `_LoweredConv` in the places of `QuantLinear` and `QuantConv` while open."""
-    kinds = QuantLinear | QuantConv | QuantExperts
-    modules = {name: module for name, module in model.named_modules() if isinstance(module, kinds)}
-    for name, module in modules.items():
-        if isinstance(module, QuantExperts):
-            raise ValueError(
-                f"{name}: torch-tensorrt has no op for fused experts; keep them in 16 bit ({option('exclude')})"
-            )
-        _check_lowerable(name, module)
-    dtype = next((p.dtype for p in model.parameters() if p.dtype.is_floating_point), torch.float32)
-    try:
-        for name, module in modules.items():
-            if isinstance(module, QuantConv):
-                model.set_submodule(name, _LoweredConv(module, dtype))
-            elif isinstance(module, QuantLinear):
-                model.set_submodule(name, _LoweredLinear(module, dtype))
-        yield
-    finally:
-        for name, module in modules.items():
-            model.set_submodule(name, module)

@@ -41,7 +41,7 @@ PACKAGES = {
     "onnxruntime_genai": ("genai", "generating with exported decoders"),
     "tensorrt_rtx": ("tensorrt-rtx", "TensorRT-RTX engines, also without a GPU"),
     "tensorrt": ("tensorrt", "TensorRT engines for Hopper and B200, on a GPU"),
-    "torch_tensorrt": ("torch-tensorrt", "programs of torch-tensorrt"),
+    "torch_tensorrt": ("torch-tensorrt", "engines by torch-tensorrt"),
     "peft": ("training", "LoRA"),
     "lightning": ("lightning", "QAT under Lightning"),
     "lm_eval": ("lm-eval", "tasks of lm-eval"),

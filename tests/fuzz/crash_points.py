@@ -36,7 +36,7 @@ from fuzz import corpus, forks
 from fuzz.crashes import KINDS, LOG, Crash
 from fuzz.forks import Outcome
 
-from quant.export.tensorrt import build, torch_tensorrt
+from quant.export.tensorrt import build
 from quant.export.tensorrt import build as process
 
 
@@ -71,12 +71,6 @@ def jobs() -> list[Job]:
         Job("export modelopt --overwrite", f"export in/ckpt --to modelopt {to} --overwrite", old),
         Job("export onnx", f"export in/ckpt --to onnx {to}", long=True),
         Job("export aoti", "export in/static --to aoti --out out.pt2 --quiet", places=("out.pt2",), long=True),
-        Job(
-            "export torch-tensorrt",
-            "export in/static --to torch-tensorrt --out out.pt2 --quiet",
-            places=("out.pt2",),
-            long=True,
-        ),
         *(_engines() if importlib.util.find_spec("tensorrt_rtx") else ()),
         Job("plan edit", changed),
         Job("plan edit --overwrite", f"{changed} --overwrite", f"{edit} --kv-cache keep"),
@@ -97,8 +91,8 @@ def _engines() -> list[Job]:
 class StandIns:
     """Compilers, which take long and write elsewhere, give what they gave before: only our own writing is tried.
 
-    Every engine is built once by TensorRT-RTX, in the first run. AOTInductor's package is a file of any bytes, and
-    torch-tensorrt's ops, which belong to ModelOpt, have no bodies: nothing looks into either while it is written.
+    Every engine is built once by TensorRT-RTX, in the first run. AOTInductor's package is a file of any bytes: nothing
+    looks into it while it is written.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -109,14 +103,6 @@ class StandIns:
         """For the fork that runs the command."""
         build.run_worker = self._engine
         torch._inductor.aoti_compile_and_package = self._package
-        try:
-            torch_tensorrt.require_ops()
-        except ValueError:
-            library = torch.library.Library("tensorrt", "DEF")
-            for name, arguments in _OPS.items():
-                library.define(f"{name}({arguments}) -> Tensor")
-                torch.library.register_fake(f"tensorrt::{name}", lambda x, *_: torch.empty_like(x), lib=library)
-            torch_tensorrt.require_ops = lambda: library
 
     def _engine(self, request: Any, *rest: Any) -> Any:
         key = hashlib.sha256(json.dumps(request["profiles"]).encode()).hexdigest()
@@ -134,12 +120,6 @@ class StandIns:
         return package_path
 
 
-_OPS = {
-    "quantize_op": "Tensor x, Tensor amax, int bits, int exponent, bool unsigned, bool narrow",
-    "dynamic_block_quantize_op": (
-        "Tensor x, int block, Tensor amax, int bits, int exponent, int scale_bits, int scale_exponent"
-    ),
-}
 Contents = dict[str, bytes] | None
 
 

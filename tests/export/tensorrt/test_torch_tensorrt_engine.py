@@ -13,6 +13,9 @@ from torch import nn
 
 import quant
 from quant.export.tensorrt.torch_tensorrt import compile_engine
+from quant.formats.format import FORMATS
+from quant.formats.tensor import quantize
+from quant.kernels.linear.conv import QuantConv, weight_of_conv
 
 
 class Block(nn.Module):
@@ -70,3 +73,17 @@ def test_a_layer_that_the_converter_does_not_know(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"up \[512, 256\]: .* no int4 weights with 16-bit inputs; it has fp8"):
         compile_engine(done.model, tmp_path / "model.engine", {"x": x}, "sm120")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_convolution_is_refused(tmp_path: Path) -> None:
+    conv = nn.Conv2d(8, 16, 3)
+    model = nn.Sequential(QuantConv(quantize(weight_of_conv(conv), FORMATS["fp8"]), conv))
+    with pytest.raises(ValueError, match=r"^0: the converter for torch-tensorrt takes no quantized convolution"):
+        compile_engine(model, tmp_path / "model.engine", {"input": torch.randn(2, 8, 7, 7)}, "sm120")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_engine_is_for_a_named_gpu(tmp_path: Path) -> None:
+    done, _ = quantized("fp8", torch.float16)
+    with pytest.raises(quant.UserError, match="name it with target"):
+        quant.export_model(done.model, "torch-tensorrt", out=tmp_path / "model.engine")
