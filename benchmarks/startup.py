@@ -1,6 +1,7 @@
 """Prints where the time of a `quantize` process goes: imports, the way to the first weight, stages, and the end.
 
-    python benchmarks/startup.py [MODEL] [--device cuda] [--solver rtn] [--repeat 3] [--imports]
+    python benchmarks/startup.py [MODEL] [--device cuda] [--solver rtn] [--calib TEXT] [--repeat 3] [--imports]
+    python benchmarks/startup.py MODEL --solver gptq --calib mix --eval prose        as most people run it
 
 Works on any checkout: `--tree DIR` measures that one with the Python that runs this script, so that two trees can be
 compared in one call. Every figure is of processes of their own; the best of the repetitions is printed. The weight
@@ -40,6 +41,8 @@ def main() -> None:
     parser.add_argument("--tree", action="append", type=Path, help="checkout to measure; repeatable")
     parser.add_argument("--format", default="nvfp4a16")
     parser.add_argument("--solver", default="rtn")
+    parser.add_argument("--calib", help="text that the solver calibrates on, as for quantize")
+    parser.add_argument("--eval", help="text on which the result is measured, as for quantize")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--imports", action="store_true", help="list the packages whose import takes longest")
@@ -88,6 +91,8 @@ def command(options: argparse.Namespace, out: Path) -> list[str]:
     """Arguments of Python for one run of `quantize`."""
     model = str(Path(options.model).resolve())
     arguments = [model, "--format", options.format, "--solver", options.solver, "--device", options.device]
+    for name in ("calib", "eval"):
+        arguments += [f"--{name}", getattr(options, name)] if getattr(options, name) else []
     return ["-c", _HELP, *arguments, "--out", str(out), "--quiet"]
 
 

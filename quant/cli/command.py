@@ -102,12 +102,13 @@ def local_device(option: str) -> str:
 def _end_without_collection() -> None:
     """Freezes all objects: otherwise Python looks for garbage among those of torch and transformers, for a second.
 
-    Triton 3.9, whose classes are made by nanobind, reports each of its objects that is not collected as a leak, in
-    hundreds of lines.
+    Triton 3.9, whose classes are made by nanobind, would report each object that is not collected as a leak, in hundreds
+    of lines: nothing else is printed from here on, the last function that Python calls.
     """
+    gc.freeze()
     triton = sys.modules.get("triton._C.libtriton")
-    if triton is None or type(triton.ir.builder).__module__ != "nanobind":
-        gc.freeze()
+    if triton is not None and type(triton.ir.builder).__module__ == "nanobind":
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
 
 
 class Terminated(KeyboardInterrupt):
