@@ -102,8 +102,8 @@ def local_device(option: str) -> str:
 def _end_without_collection() -> None:
     """Freezes all objects: otherwise Python looks for garbage among those of torch and transformers, for a second.
 
-    Triton 3.9, whose classes are made by nanobind, would report each object that is not collected as a leak, in hundreds
-    of lines: nothing else is printed from here on, the last function that Python calls.
+    Triton 3.9, whose classes are made by nanobind, would report each object that is not collected as a leak, in
+    hundreds of lines: nothing else is printed from here on, the last function that Python calls.
     """
     gc.freeze()
     triton = sys.modules.get("triton._C.libtriton")

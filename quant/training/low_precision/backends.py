@@ -52,7 +52,7 @@ TRANSFORMER_ENGINE = {
 _PACKAGES = {"torchao": ("torchao", "torchao"), "te": ("Transformer Engine", "te")}
 _OF_BLACKWELL = ("mxfp8", "nvfp4")
 _TOKENS = 32  # a multiple of which Transformer Engine multiplies in every recipe
-_LEAST_WIDTH = 2048
+LEAST_WIDTH = 2048
 """The width of square layers from which `native` gains time, by `benchmarks/training_lowprecision.py sizes` (H100)."""
 
 
@@ -118,12 +118,17 @@ def _backend(name: str, recipe: TrainingRecipe) -> Backend:
 def is_too_small(backend: str, weights: Sequence[torch.Tensor]) -> bool:
     """Returns whether a layer is known to take no less time in a backend than in 16 bit; only `native` was measured.
 
-    Products save time in proportion to out · in, and rounding their operands costs it in proportion to out + in. So a
-    layer is as good as a square one whose width is the harmonic mean of the two. `weights` `[out, in]` are those of all
-    layers that share its input, its own included: they are one layer here.
+    `weights` `[out, in]` are those of all layers that share its input, its own included: they are one layer here.
     """
-    rows, columns = sum(map(len, weights)), weights[0].shape[1]
-    return backend == "native" and 2 * rows * columns < _LEAST_WIDTH * (rows + columns)
+    return backend == "native" and square_width((sum(map(len, weights)), weights[0].shape[1])) < LEAST_WIDTH
+
+
+def square_width(*shapes: tuple[int, int]) -> float:
+    """Returns the width of square matrices that gain as much time by low precision as these `(out, in)` together.
+
+    Products save time in proportion to out · in, and rounding their operands costs it in proportion to out + in.
+    """
+    return 2 * sum(rows * columns for rows, columns in shapes) / sum(map(sum, shapes))
 
 
 def _knows(name: str, recipe: TrainingRecipe) -> bool:

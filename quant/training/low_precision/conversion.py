@@ -277,7 +277,8 @@ def to_low_precision_training(
             and rowwise FP8 on Hopper, "torchao" tensorwise and rowwise FP8 on an H100 or newer, "te" the recipes of
             Transformer Engine, MXFP8 and NVFP4 on Blackwell. "auto" takes the fastest that is installed and runs the
             recipe.
-        include: globs; if given, only layers that match one are converted.
+        include: globs; if given, only layers that match one are converted. It also converts what stays in 16 bit
+            otherwise: an output head, and on a GPU fused experts that are too small to gain time.
         exclude: globs of layers that stay as they are.
         on_nonfinite: at an optimizer's step, gradients with NaN or infinity "stop" training with an error that names
             the layer, or "skip" the step with a warning. A GradScaler's steps are left to it: it skips them itself.
@@ -317,7 +318,7 @@ def to_low_precision_training(
             check_gather_in_fp8(model, each)
     reasons = {name: "16 bit by its recipe" for name, each in recipes.items() if each is None}
     for each in distinct:
-        kept = reasons_to_keep(model, layers, each, include, exclude)
+        kept = reasons_to_keep(model, layers, each, include, exclude, small=bool(include) or backend == "emulated")
         reasons |= {name: reason for name, reason in kept.items() if recipes.get(name, each) == each}
     # Planned as it will be deployed: a layer that no runtime would take, or whose merged sibling stays in 16 bit, would
     # be trained in a format in vain.
@@ -461,11 +462,17 @@ def _check_model(model: nn.Module) -> None:
 
 
 def reasons_to_keep(
-    model: nn.Module, layers: Sequence[Layer], recipe: TrainingRecipe, include: Sequence[str], exclude: Sequence[str]
+    model: nn.Module,
+    layers: Sequence[Layer],
+    recipe: TrainingRecipe,
+    include: Sequence[str],
+    exclude: Sequence[str],
+    *,
+    small: bool,
 ) -> dict[str, str]:
     """Returns why linear layers and parameters of fused experts stay in 16 bit, by name; a plan has further reasons.
 
-    `layers` are the model's, as a run has seen them; the globs are the caller's.
+    `layers` are the model's, as a run has seen them; the globs are the caller's. `small` converts small experts too.
 
     Raises:
         UserError: a glob that matches no module.
@@ -518,7 +525,9 @@ def reasons_to_keep(
     for layer in layers:
         if layer.name in bypassed and layer.name not in reasons:
             reasons[layer.name] = "its module multiplies by the weight itself, and would not round that product"
-    reasons |= {name: common_reason(name) or experts_refusal(model, name, recipe) for name in names_of_experts}
+    reasons |= {
+        name: common_reason(name) or experts_refusal(model, name, recipe, small=small) for name in names_of_experts
+    }
     return {name: reason for name, reason in reasons.items() if reason is not None}
 
 
