@@ -1,4 +1,4 @@
-"""A `Target` lists the formats that a runtime can run, as data.
+"""A `Target` lists the formats that a runtime can run, as data. `find_target` knows every name that a target may have.
 
 A target is a table of pairs: weight format and input format that its loader accepts together, and how they run then.
 
@@ -13,11 +13,12 @@ GPU, the note names the first architecture that runs it natively.
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from quant.base.errors import known_names
 from quant.formats.format import Format
+from quant.recipes.gpus import GENERATIONS, GPUS, Hardware, like
 from quant.recipes.layers import LayerKind
 from quant.recipes.plan import LayerPlan
 
@@ -352,10 +353,37 @@ _ALL = (
 
 TARGETS: dict[str, Target] = {target.name: target for target in _ALL}
 
+RTX = "tensorrt-rtx-"
+"""Runtimes that are named with the GPU's generation."""
+
+
+def find_target(name: str) -> Target | Hardware:
+    """Returns the runtime or the GPU of a name; one of a generation, such as sm120, has no rates of its own."""
+    name = name.lower()
+    if name in GENERATIONS:
+        return like(name, (int(name[2:-1]), int(name[-1])))
+    found = TARGETS.get(name) or GPUS.get(name)
+    if found is None:
+        near = difflib.get_close_matches(name, [*TARGETS, *GPUS, *GENERATIONS], 3, 0.7)
+        meant = f"; did you mean {' or '.join(near)}?" if near else ""
+        raise ValueError(
+            f"unknown target {name!r}; known targets: {', '.join((*TARGETS, *GPUS, *GENERATIONS))}, and local, this "
+            f"machine's GPU{meant}"
+        )
+    return found
+
 
 def get_target(name: str) -> Target:
-    """Returns the target called `name`; ValueError, which lists the known ones, for an unknown name."""
-    try:
-        return TARGETS[name]
-    except KeyError:
-        raise ValueError(f"unknown target {name!r}; {known_names(name, TARGETS, 'targets')}") from None
+    """Returns the runtime called `name`; ValueError for an unknown name, or one of a GPU."""
+    found = find_target(name)
+    if isinstance(found, Hardware):
+        raise ValueError(f"target {name} is a GPU; name a runtime: {', '.join(TARGETS)}")
+    return found
+
+
+def get_gpu(name: str) -> Hardware:
+    """Returns the GPU called `name`, or the one of a runtime for one kind; ValueError for any other name."""
+    found = find_target(name.lower().removeprefix(RTX))
+    if isinstance(found, Target):
+        raise ValueError(f"target {name} is a runtime; name a GPU: {', '.join((*GPUS, *GENERATIONS))} or local")
+    return found

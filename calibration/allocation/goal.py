@@ -18,12 +18,11 @@ from typing import Any, TypedDict
 import torch
 from torch import nn
 
-from quant.base.errors import UserError, counted, did_you_mean, option
+from quant.base.errors import UserError, counted, option
 from quant.base.json_files import JsonData
 from quant.calibration.sensitivity.costs import Timing, get_timing
 from quant.calibration.sensitivity.table import KEPT
 from quant.formats.format import is_16bit
-from quant.kernels.base.hardware import GPUS
 from quant.recipes.targets import TARGETS
 
 
@@ -143,6 +142,7 @@ class Goal:
         batch: sequences.
         latency: seconds of one decoding step with that cache, on the GPU or table that `target` names.
         target: runtimes (only their formats are offered) and at most one GPU or table of kernel times.
+        power: watts of the GPU's power mode, by which `latency` is counted; None for its full clock.
         max_kl: largest measured KL(base‖model); of classes for a classifier, 1 − cosine for an encoder.
         max_ppl_increase: largest relative increase of perplexity.
     """
@@ -153,6 +153,7 @@ class Goal:
     batch: int = 1
     latency: float | None = None
     target: tuple[str, ...] = ()
+    power: float | None = None
     max_kl: float | None = None
     max_ppl_increase: float | None = None
 
@@ -198,15 +199,14 @@ class Goal:
         """Kernel times of the target."""
         # `--target` takes runtimes, GPUs and tables of kernel times alike; runtimes have no times.
         names = [name for name in self.target if name not in TARGETS]
-        unknown = [name for name in names if name not in GPUS and not name.endswith(".json")]
-        if unknown:
-            raise UserError(
-                f"unknown target {unknown[0]!r}; known runtimes: {', '.join(TARGETS)}; known GPUs: {', '.join(GPUS)}; "
-                f"or a table of kernel times, FILE.json{did_you_mean(unknown[0], [*TARGETS, *GPUS])}"
-            )
         if len(names) > 1:
             raise UserError(f"more than one GPU among the targets: {', '.join(names)}")
-        return get_timing(names[0]) if names else None
+        if self.power is not None and (not names or names[0].endswith(".json")):
+            raise UserError(f"{option('power', f'{self.power:g}W')} needs a GPU: {option('target', 'orin')}")
+        try:
+            return get_timing(names[0], self.power) if names else None
+        except ValueError as error:
+            raise UserError(f"{error}; or give a table of kernel times, FILE.json") from None
 
     @property
     def budget(self) -> Budget:

@@ -27,14 +27,16 @@ from typing import Any
 
 import numpy as np
 
-from quant.base.errors import known_names
+from quant.base.errors import listed
 from quant.base.json_files import read_json, typed
 from quant.calibration.attention_names import text_config
 from quant.calibration.sensitivity.table import Candidate
 from quant.formats.format import Format
-from quant.kernels.base.hardware import GPUS, Hardware
+from quant.kernels.base.hardware import current
+from quant.recipes.gpus import GPUS, Hardware
 from quant.recipes.layers import LayerKind
 from quant.recipes.plan import LayerPlan, Plan
+from quant.recipes.targets import get_gpu
 
 
 def group_bytes(members: Sequence[LayerPlan], candidate: Candidate) -> int:
@@ -214,14 +216,15 @@ Timing = Roofline | LatencyTable
 """Seconds of kernels on one GPU."""
 
 
-def get_timing(name: str) -> Timing:
-    """Returns a GPU by name, or a table by the path of its file."""
-    if name in GPUS:
-        return Roofline(GPUS[name])
+def get_timing(name: str, power: float | None = None) -> Timing:
+    """Returns a GPU by name, in its mode of `power` watts, or a table by the path of its file."""
     if Path(name).suffix == ".json":
         return LatencyTable.load(name)
-    more = "; or a table of kernel times, FILE.json"
-    raise ValueError(f"unknown target {name!r}; {known_names(name, GPUS, 'GPUs', more=more)}")
+    gpu = current() if name == "local" else get_gpu(name)
+    if not gpu.known:
+        able = [each.name for each in GPUS.values() if each.capability == gpu.capability]
+        raise ValueError(f"target {name}: the rates of {gpu} are not known; name a GPU ({listed(able or GPUS, 30)})")
+    return Roofline(gpu if power is None else gpu.at_power(power))
 
 
 # Sizes in powers of 1000 as disks and GPUs are sold, or of 1024 with an i; counts in powers of 1024 as contexts are.
@@ -232,8 +235,15 @@ _UNITS: dict[str, dict[str, float]] = {
     "count": {"": 1, "k": 1024, "m": 1024**2},
     "time": {"s": 1, "ms": 1e-3, "us": 1e-6, "µs": 1e-6},
     "ratio": {"": 1, "%": 0.01},
+    "power": {"w": 1, "kw": 1000},
 }
-_EXAMPLES = {"size": "24GB or 500MiB", "count": "32k or 4096", "time": "12ms or 0.5s", "ratio": "1% or 0.01"}
+_EXAMPLES = {
+    "size": "24GB or 500MiB",
+    "count": "32k or 4096",
+    "time": "12ms or 0.5s",
+    "ratio": "1% or 0.01",
+    "power": "30W",
+}
 
 
 def parse_quantity(text: str, kind: str) -> float:

@@ -167,7 +167,7 @@ PLUGIN_MODULES = {PLUGIN: "quant.export.tensorrt.plugin", CACHE_PLUGIN: "quant.e
 class BuildOptions:
     """The GPU and the shapes that an engine is built for."""
 
-    target: str  # key of `GPU_TARGETS`, or "local"; several with commas between them, for TensorRT-RTX
+    target: str  # a GPU, its generation, or "local"; several with commas between them, for TensorRT-RTX
     shapes: str | Sequence[str] | None = None  # ranges, see `onnx.dynamic_shapes`; several texts, several profiles
     backend: str | None = None  # "tensorrt_rtx" or "tensorrt", to insist on one
     progress: Progress | None = None  # called as `progress(stage, done, total)`

@@ -15,14 +15,11 @@ from dataclasses import dataclass
 
 from quant.base.errors import known_names, option
 from quant.base.extras import install_command
-from quant.kernels.base.hardware import CAPABILITIES
+from quant.recipes.gpus import GENERATIONS, Hardware, like
+from quant.recipes.targets import get_gpu
 
-# Turing, Ampere (three), Ada, Hopper, Blackwell for data centres (two) and for workstations (two).
-_GENERATIONS = ((7, 5), (8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (10, 3), (12, 0), (12, 1))
-GPU_TARGETS = {f"sm{major}{minor}": (major, minor) for major, minor in _GENERATIONS} | CAPABILITIES
 # What `tensorrt_rtx.ComputeCapability` lists; the worker asks the installed one, which may know fewer or more.
 RTX_TARGETS = ("sm75", "sm80", "sm86", "sm89", "sm120", "sm121")
-_RUNTIME = "tensorrt-rtx-"  # `quant plan validate` names runtimes, and this one with its GPU
 FEATURES = {
     "refit": ("REFIT",),
     "weight-streaming": ("WEIGHT_STREAMING",),
@@ -32,32 +29,6 @@ FEATURES = {
 that stay in the host's memory, and a lean runtime of other versions that loads it."""
 # The extra of this package that installs each library.
 EXTRAS = {"tensorrt_rtx": "tensorrt-rtx", "tensorrt": "tensorrt"}
-
-
-@dataclass(frozen=True)
-class GpuTarget:
-    """A GPU generation: its name as the user wrote it, and its CUDA compute capability."""
-
-    name: str
-    capability: tuple[int, int]
-
-    @property
-    def sm(self) -> str:
-        """`sm120`, however the user named it."""
-        return f"sm{self.capability[0]}{self.capability[1]}"
-
-    @property
-    def has_fp8(self) -> bool:
-        """Whether its tensor cores multiply FP8."""
-        return self.capability >= (8, 9)
-
-    @property
-    def has_fp4(self) -> bool:
-        """Whether its tensor cores multiply FP4."""
-        return self.capability >= (10, 0)
-
-    def __str__(self) -> str:
-        return self.sm if self.name == self.sm else f"{self.name} ({self.sm})"
 
 
 @dataclass(frozen=True)
@@ -74,31 +45,23 @@ _REASONS = {
 }
 
 
-def resolve_target(name: str) -> GpuTarget:
-    """Returns the target of a name; `local` is this machine's GPU. ValueError for an unknown name, or without a GPU."""
-    if name == "local":
-        capability = local_capability()
-        if capability is None:
-            raise ValueError(f"target local: this machine has no CUDA GPU; name the target: {', '.join(GPU_TARGETS)}")
-        return GpuTarget("local", capability)
-    name = name.removeprefix(_RUNTIME)
-    if name.lower() not in GPU_TARGETS:
-        raise ValueError(f"unknown target {name!r}; {known_names(name, [*GPU_TARGETS, 'local'], 'targets')}")
-    return GpuTarget(name.lower(), GPU_TARGETS[name.lower()])
+def resolve_target(name: str) -> Hardware:
+    """Returns the GPU of a name; `local` is this machine's. ValueError for an unknown name, or without a GPU."""
+    if name != "local":
+        return get_gpu(name)
+    capability = local_capability()
+    if capability is None:
+        raise ValueError(f"target local: this machine has no CUDA GPU; name the target: {', '.join(GENERATIONS)}")
+    return like("local", capability)
 
 
-def runtime_of_gpu(name: str) -> str:
-    """Returns the runtime `tensorrt-rtx-sm120` for a GPU that `quant export` knows, such as rtx5090; else the name."""
-    return f"{_RUNTIME}{GpuTarget(name, GPU_TARGETS[name.lower()]).sm}" if name.lower() in GPU_TARGETS else name
-
-
-def resolve_targets(names: str) -> list[GpuTarget]:
+def resolve_targets(names: str) -> list[Hardware]:
     """Returns the targets in a list such as `sm89,sm120`, each once; ValueError as `resolve_target`."""
     targets = {target.sm: target for target in map(resolve_target, names.replace(" ", "").split(","))}
     return list(targets.values())
 
 
-def choose_common_library(targets: Sequence[GpuTarget], backend: str | None, features: Collection[str]) -> Library:
+def choose_common_library(targets: Sequence[Hardware], backend: str | None, features: Collection[str]) -> Library:
     """Returns the library that builds one engine for all targets, with these features; ValueError if none does."""
     unknown = sorted(set(features) - FEATURES.keys())
     if unknown:
@@ -118,13 +81,13 @@ def choose_common_library(targets: Sequence[GpuTarget], backend: str | None, fea
     return chosen
 
 
-def packages_of_engine(targets: Sequence[GpuTarget], backend: str | None) -> list[str]:
+def packages_of_engine(targets: Sequence[Hardware], backend: str | None) -> list[str]:
     """Returns the library to install where none that builds for these targets on this machine is; else nothing."""
     able = [name for name in EXTRAS if backend in (None, name) and all(_is_able(name, target) for target in targets)]
     return [] if not able or any(importlib.util.find_spec(name) for name in able) else able[:1]
 
 
-def _is_able(library: str, target: GpuTarget) -> bool:
+def _is_able(library: str, target: Hardware) -> bool:
     """Returns whether a library builds for a target on this machine, installed or not."""
     return target.sm in RTX_TARGETS if library == "tensorrt_rtx" else local_capability() == target.capability
 
@@ -136,7 +99,7 @@ def local_capability() -> tuple[int, int] | None:
     return torch.cuda.get_device_capability(0) if torch.cuda.is_available() else None
 
 
-def choose_library(target: GpuTarget, backend: str | None = None) -> Library:
+def choose_library(target: Hardware, backend: str | None = None) -> Library:
     """Returns the library that builds for `target` on this machine; `backend` insists on one.
 
     If both can, TensorRT is chosen, since it times the kernels on the GPU itself. Raises ValueError if none can, or if

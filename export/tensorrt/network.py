@@ -34,7 +34,7 @@ from quant.export.onnx.dynamic_shapes import (
 from quant.export.onnx.opsets import CACHE_PLUGIN, PLUGIN
 from quant.export.onnx.serving import CAPACITY_KEY, IDS
 from quant.export.onnx.translate import layer_of, module_of
-from quant.export.tensorrt.gpu_targets import GpuTarget
+from quant.recipes.gpus import Hardware
 
 # Op types that become one attention each.
 ATTENTION = ("Attention", "TRT_QuantizedAttention", PLUGIN, CACHE_PLUGIN)
@@ -43,7 +43,7 @@ _SAME_SHAPE = ("Cast", "DequantizeLinear", "Identity", "Mul", "QuantizeLinear")
 _LONGEST_CHUNK = 512  # of a prompt, in the default profile
 _SMALL_GROUP = 32  # of INT4 weights
 _FEWEST_HEADS = 4  # of attention with a single query, in half precision
-# The hardware that types of weights need: see `GpuTarget.has_fp4` and `has_fp8`.
+# The hardware that types of weights need: see `Hardware.has_block_scales` and `has_fp8`.
 _FEATURES = {"FLOAT4E2M1": "FP4", "FLOAT8E4M3FN": "FP8"}
 # Types of initializers that TensorRT's parser refuses, with an alternative.
 _NOT_IMPORTED = {
@@ -71,7 +71,7 @@ def load_graph(path: Path) -> Any:
     return model
 
 
-def check_graph(model: Any, target: GpuTarget) -> None:
+def check_graph(model: Any, target: Hardware) -> None:
     """Raises ValueError for the first node that TensorRT miscompiles or the target cannot run, by layer."""
     onnx = require("onnx", "onnx")
     types = {tensor.name: onnx.TensorProto.DataType.Name(tensor.data_type) for tensor in model.graph.initializer}
@@ -83,14 +83,14 @@ def check_graph(model: Any, target: GpuTarget) -> None:
 
 
 def _node_problems(
-    node: Any, types: Mapping[str, str], producer: Mapping[str, Any], shapes: Mapping[str, Any], target: GpuTarget
+    node: Any, types: Mapping[str, str], producer: Mapping[str, Any], shapes: Mapping[str, Any], target: Hardware
 ) -> Iterator[str]:
     """Yields reasons why TensorRT does not run a node as it is."""
     for name in node.input:
         kind = types.get(name, "")
         if kind in _NOT_IMPORTED:
             yield f"TensorRT does not import {_NOT_IMPORTED[kind]}"
-        if _FEATURES.get(kind) == "FP4" and not target.has_fp4:
+        if _FEATURES.get(kind) == "FP4" and not target.has_block_scales:
             yield f"{target} has no FP4; use fp8 or int4 for it, or target sm120"
         if _FEATURES.get(kind) == "FP8" and not target.has_fp8:
             yield f"{target} has no FP8; use int8 or int4 for it, or target sm89 or later"

@@ -30,10 +30,11 @@ from quant.base.errors import option
 from quant.base.extras import install_command
 from quant.export.onnx.trace import TRACED, decomposed, trace_for_torch
 from quant.export.tensorrt.audit import AuditRow, audit, failures, fallback_message
-from quant.export.tensorrt.gpu_targets import GpuTarget, local_capability, resolve_target
+from quant.export.tensorrt.gpu_targets import local_capability, resolve_target
 from quant.formats.format import FORMATS, Format
 from quant.kernels.linear.conv import QuantConv
 from quant.kernels.linear.quant_linear import QuantLinear
+from quant.recipes.gpus import Hardware
 from quant.recipes.plan import Plan
 
 _INPUTS = {"fp8": ("fp8",), "fp8_channel": ("fp8",), "int8": ("int8_tensor",), "nvfp4": ("nvfp4",)}
@@ -125,7 +126,7 @@ def _check_convertible(name: str, linear: QuantLinear) -> None:
 
 
 @contextmanager
-def _as_on(target: GpuTarget) -> Iterator[None]:
+def _as_on(target: Hardware) -> Iterator[None]:
     """Answers torch-tensorrt's questions about a GPU that is not here with the target's compute capability."""
     major, minor = target.capability
     memory = 16 << 30
@@ -152,7 +153,7 @@ def _as_on(target: GpuTarget) -> Iterator[None]:
 
 
 @contextmanager
-def _for_target(trt: Any, target: GpuTarget) -> Iterator[None]:
+def _for_target(trt: Any, target: Hardware) -> Iterator[None]:
     """Patches TensorRT while open: builder configs are for the target, and engines name the layers that they run."""
     original, build = trt.Builder.create_builder_config, trt.Builder.build_serialized_network
     # torch-tensorrt loads the engine only to serialize it again, which needs the GPU.

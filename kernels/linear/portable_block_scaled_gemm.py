@@ -33,7 +33,7 @@ from torch.nn.functional import pad
 
 from quant.formats.format import FORMATS, Format
 from quant.formats.tensor import BlockScaledTensor, quantize
-from quant.kernels.base.hardware import current
+from quant.kernels.base.hardware import current, multiplies_fp8_blocks
 from quant.kernels.linear import portable_grouped_gemm
 from quant.kernels.linear.portable_grouped_gemm import group_of
 
@@ -122,7 +122,7 @@ def cublas_takes(x: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> bool:
     if not x.shape[0] or rows % 128 or columns % 512 or dtype is not torch.bfloat16 or not x.is_cuda:
         return False
     index = x.device.index or 0
-    if not current(index).multiplies_fp8_blocks:
+    if not multiplies_fp8_blocks(current(index)):
         return False
     if index not in _checked:
         if torch.cuda.is_current_stream_capturing():

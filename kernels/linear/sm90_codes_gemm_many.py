@@ -76,7 +76,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from quant.formats.format import Format
 from quant.formats.tensor import BlockScaledTensor
-from quant.kernels.base.hardware import Hardware, current
+from quant.kernels.base.hardware import current
 from quant.kernels.base.launch import BoundedTable, CachedLaunch, arrival_counters
 from quant.kernels.base.sm90_gluon import async_load, async_store, barrier, fields_of, matrix_fields, prepacked_fields
 from quant.kernels.base.weight_layout import is_prepacked
@@ -116,6 +116,7 @@ from quant.kernels.linear.sm90_gemm_pipeline import (
     whole_tiles,
 )
 from quant.kernels.linear.tiles import PrefillTiles, deal, prefill_tiles, takes_stored
+from quant.recipes.gpus import Hardware
 
 # A tile that is cut, [rows of W, block_m], is added up in pieces: all rows of a half by 32 tokens (16 with a tail of
 # 16), piece by piece % parts. See the module docstring on who adds which.

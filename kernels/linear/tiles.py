@@ -30,7 +30,7 @@ from quant.base.atomic import write_atomically
 from quant.base.json_files import read_json
 from quant.formats.format import Format
 from quant.formats.tensor import BlockScaledTensor
-from quant.kernels.base.hardware import Hardware
+from quant.recipes.gpus import Hardware
 
 Launch = Callable[[Tensor, BlockScaledTensor, Tensor | None], Tensor]
 """`x @ weight.T + bias` for arguments of the shapes, dtypes and strides that it was prepared for."""

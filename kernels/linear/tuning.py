@@ -31,11 +31,12 @@ import torch
 from torch import Tensor, nn
 
 from quant.formats.tensor import BlockScaledTensor
-from quant.kernels.base.hardware import Hardware, current
+from quant.kernels.base.hardware import current
 from quant.kernels.base.weight_layout import as_computed, is_prepacked, prepack, prepack_refusal, restore
 from quant.kernels.linear import dispatch, tiles
 from quant.kernels.linear.quant_linear import QuantLinear
 from quant.kernels.linear.tiles import MeasuredChoice, key, store, to_entry
+from quant.recipes.gpus import Hardware
 
 
 def graph_microseconds(calls: list[Callable[[], Any]], repeats: int = 5, at_least: float = 2e-3) -> float:

@@ -30,7 +30,7 @@ from quant.formats.format import E4M3
 from quant.formats.rounding import decode_power_of_two, encode, encode_power_of_two
 from quant.formats.scaling import divided
 from quant.kernels.base.custom_ops import register, without_autocast
-from quant.kernels.base.hardware import current
+from quant.kernels.base.hardware import current, multiplies_fp8_blocks
 from quant.kernels.training.fp8_block_layout import (
     BLOCK,
     Operands,
@@ -46,7 +46,7 @@ _LEAST = 2.0**-126  # the least power-of-two scale: its reciprocal is finite
 
 def runs_on(x: Tensor) -> bool:
     """Returns whether FP8 blocks are multiplied where `x` is."""
-    return x.is_cuda and current(x.device.index).multiplies_fp8_blocks
+    return x.is_cuda and multiplies_fp8_blocks(current(x.device.index))
 
 
 def _kernels() -> Any:

@@ -13,6 +13,7 @@ import click
 from click.shell_completion import CompletionItem
 
 from quant.formats.format import FORMATS
+from quant.recipes.gpus import GENERATIONS, GPUS
 from quant.recipes.recipe import presets
 from quant.recipes.solver_names import METHODS, parse_solver
 from quant.recipes.solver_names import OBSERVERS as _OBSERVERS
@@ -49,6 +50,6 @@ PRESET_LIST = _one_of(presets, separator=",", allowed=lambda value: len(value.sp
 FORMAT_NAMES = _one_of(lambda: (*FORMATS, "16bit"))
 SOLVERS = _one_of(lambda: METHODS, separator="+", allowed=_is_solver)
 OBSERVERS = _one_of(lambda: _OBSERVERS)
-RUNTIMES = _one_of(lambda: TARGETS, files=True)
+TARGET_NAMES = _one_of(lambda: (*TARGETS, *GPUS, *GENERATIONS, "local"), files=True)
 SOURCES = _one_of(lambda: ("mix", "self"), files=True)
 MODELS = _one_of(lambda: ("smollm2-135m",), files=True)

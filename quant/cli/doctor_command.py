@@ -15,23 +15,75 @@ from typing import Any
 import click
 from rich.console import Console
 
+from quant.base.errors import UserError
 from quant.base.extras import PACKAGES, install_command, versions
 from quant.base.processor import cores, describe_processor, quota
 from quant.cli.command import JSON, Command, print_json
+from quant.cli.completion import TARGET_NAMES
 from quant.cli.console import page, print_table
+from quant.export.tensorrt.gpu_targets import resolve_target
+from quant.recipes.gpus import GPUS, Hardware
+from quant.recipes.targets import TARGETS
 
 _OF_TORCH = {"triton": ("", "GPU kernels; comes with a CUDA build of torch")}
 
 
 @click.command("doctor", cls=Command)
+@click.option("--target", shell_complete=TARGET_NAMES, metavar="NAME", help="Show a GPU's data sheet, or a runtime, "
+              "instead of this machine.")  # fmt: skip
+@click.option("--power", metavar="WATTS", help="Power mode of the GPU of --target: 30W.")
 @JSON
-def doctor_command(as_json: bool) -> None:
+def doctor_command(target: str | None, power: str | None, as_json: bool) -> None:
     """Show the software of this machine: torch, GPUs, and the optional packages or how to install them."""
+    if power is not None and target is None:
+        raise UserError("--power is a mode of the GPU of --target; name it: --target orin")
+    if target is not None:
+        _show_target(target, power, as_json)
+        return
     findings = examine()
     if as_json:
         print_json(findings)
     else:
         print_findings(findings)
+
+
+def _show_target(name: str, power: str | None, as_json: bool) -> None:
+    """Prints the data sheet of a GPU, in a power mode if one is given, or the description of a runtime."""
+    if (runtime := TARGETS.get(name)) is not None and power is None:
+        fields = {"name": runtime.name, "description": runtime.description, "source": runtime.source}
+        if as_json:
+            print_json(fields)
+        else:
+            page().print(f"{name}: {runtime.description}; `quant plan targets` lists its formats")
+        return
+    gpu = resolve_target(name)
+    if power is not None:
+        from quant.run.request import read_quantity
+
+        gpu = gpu.at_power(read_quantity("--power", power, "power") or 0)
+    if as_json:
+        print_json(_data_sheet(gpu))
+    elif not gpu.known:
+        alike = ", ".join(each.name for each in GPUS.values() if each.capability == gpu.capability)
+        page().print(
+            f"{gpu}: {alike or 'no GPU with a data sheet here'}; multiplies {', '.join(gpu.native_formats)} as they are"
+        )
+    else:
+        _print_gpu(page(), _data_sheet(gpu))
+
+
+def _data_sheet(gpu: Hardware) -> dict[str, Any]:
+    """Describes a GPU. Rates are the vendor's; null for a GPU that is not in our table."""
+    return {
+        "name": gpu.name,
+        "compute_capability": f"{gpu.capability[0]}.{gpu.capability[1]}",
+        "multiprocessors": gpu.sms,
+        "l2_bytes": gpu.l2 or None,
+        "memory_bytes": gpu.memory,
+        "memory_bandwidth": gpu.bandwidth if gpu.known else None,
+        "tflops": gpu.tflops if gpu.known else None,
+        "native_formats": list(gpu.native_formats),
+    }
 
 
 def examine() -> dict[str, Any]:
@@ -67,7 +119,7 @@ def examine() -> dict[str, Any]:
 
 
 def _gpu(nvml: Any, index: int) -> dict[str, Any]:
-    """Describes a GPU. Rates are the vendor's; null for a GPU that is not in our table."""
+    """Describes a GPU of this machine."""
     import torch
 
     from quant.kernels.base.hardware import current
@@ -75,14 +127,8 @@ def _gpu(nvml: Any, index: int) -> dict[str, Any]:
 
     gpu = current(index)
     return {
+        **_data_sheet(gpu),
         "name": torch.cuda.get_device_properties(index).name,
-        "compute_capability": f"{gpu.capability[0]}.{gpu.capability[1]}",
-        "multiprocessors": gpu.sms,
-        "l2_bytes": gpu.l2,
-        "memory_bytes": gpu.memory,
-        "memory_bandwidth": gpu.bandwidth if gpu.known else None,
-        "tflops": gpu.tflops if gpu.known else None,
-        "native_formats": list(gpu.native_formats),
         "tuned_shapes": tiles.count_entries(gpu),
         "readings": _readings(nvml, index),
     }
@@ -188,16 +234,18 @@ def print_findings(findings: dict[str, Any]) -> None:
 
 
 def _print_gpu(out: Console, gpu: dict[str, Any]) -> None:
+    l2 = f"{gpu['l2_bytes'] >> 20} MiB L2, " if gpu["l2_bytes"] else ""
     out.print(
         f"GPU: {gpu['name']}, sm_{gpu['compute_capability'].replace('.', '')}, {gpu['multiprocessors']} SMs, "
-        f"{gpu['l2_bytes'] >> 20} MiB L2, {gpu['memory_bytes'] >> 30} GiB"
+        f"{l2}{gpu['memory_bytes'] >> 30} GiB"
     )
     if gpu["tflops"]:
         rates = ", ".join(f"{name} {rate:g}" for name, rate in gpu["tflops"].items())
         out.print(f"  by its data sheet: {gpu['memory_bandwidth'] / 1e12:.2f} TB/s; TFLOP/s {rates}")
-    out.print(f"  multiplies as they are: {', '.join(gpu['native_formats'])}; {gpu['tuned_shapes']} tuned shapes")
+    tuned = f"; {gpu['tuned_shapes']} tuned shapes" if "tuned_shapes" in gpu else ""
+    out.print(f"  multiplies as they are: {', '.join(gpu['native_formats'])}{tuned}")
     units, readings = {"watts": "W", "celsius": "°C", "mhz": "MHz", "bytes": "GiB"}, []
-    for name, value in gpu["readings"].items():
+    for name, value in gpu.get("readings", {}).items():
         # The keys of `--json` carry their unit: `power_watts` and 123.4 are shown as "power 123 W".
         what, _, unit = name.rpartition("_")
         readings.append(f"{what.replace('_', ' ')} {value / 2**30 if unit == 'bytes' else value:.0f} {units[unit]}")

@@ -13,15 +13,17 @@ from quant.base.atomic import claimed
 from quant.base.errors import UserError, counted, megabytes
 from quant.base.extras import importing
 from quant.cli.command import JSON, Toolbox, command_line, echo, model_options, print_json
-from quant.cli.completion import MODELS, RUNTIMES
+from quant.cli.completion import MODELS, TARGET_NAMES
 from quant.cli.console import listener, page, print_plan, print_table
 from quant.cli.quantize import RunCommand, plan_options, request_of, run_options
 from quant.export.checkpoint.files.directory import check_apart
+from quant.export.tensorrt.gpu_targets import resolve_target
 from quant.models.startup import skip_image_packages, stored_layers
+from quant.recipes.gpus import Hardware
 from quant.recipes.plan import PLAN_FILE, Plan, edit, parse_setting, set_guard_and_observer, set_kv_cache
 from quant.recipes.plan_check import Change, Problem, diff, places_of, read_plan, totals, validate
 from quant.recipes.recipe import matched
-from quant.recipes.targets import TARGETS, get_target
+from quant.recipes.targets import RTX, TARGETS, Target
 
 # Fields of a whole plan that `diff` compares: key, label, and how the absence of a value reads.
 _PLAN_FIELDS = (
@@ -136,8 +138,8 @@ def edit_command(
 @plan_group.command("validate")
 @_PLAN
 @click.option("--model", shell_complete=MODELS, help="Model that the plan is for; only its shapes are read.")
-@click.option("--target", "target_name", shell_complete=RUNTIMES, metavar="RUNTIME", help="vllm, sglang, … (`quant "
-              "plan targets` lists them).  [default: the plan's]")  # fmt: skip
+@click.option("--target", "target_name", shell_complete=TARGET_NAMES, metavar="NAME", help="Runtime or GPU: "
+              "vllm, rtx5090, … (`quant plan targets` lists runtimes).  [default: the plan's]")  # fmt: skip
 @model_options
 @JSON
 @click.pass_context
@@ -147,17 +149,13 @@ def validate_command(
 ) -> None:  # fmt: skip
     """List every problem of PLAN; exit code 1 if there is one.
 
-    The plan is checked by itself, and against the model and the runtime that are named. No weight is read.
+    The plan is checked by itself, and against the model and the runtime or GPU that are named. No weight is read.
     """
-    if target_name is not None and target_name not in TARGETS:
-        from quant.export.tensorrt.gpu_targets import runtime_of_gpu
-
-        target_name = runtime_of_gpu(target_name)
-        get_target(target_name)
+    gpu = None if target_name is None or target_name in TARGETS else resolve_target(target_name)
     plan, problems = read_plan(_file_of(plan_file))
-    # A plan may be for a GPU, whose name says nothing of the runtime.
-    target_name = target_name or (plan.target if plan.target in TARGETS else None)
-    target = get_target(target_name) if target_name else None
+    # A GPU stands for TensorRT-RTX where that builds for it; a plan's own GPU says nothing of the runtime.
+    runtime = target_name or plan.target or "" if gpu is None else f"{RTX}{gpu.sm}"
+    target = TARGETS.get(runtime)
     # From the headers of safetensors files, in milliseconds; None where only the model's class knows its layers.
     layers = stored_layers(model, plan) if model and model_factory is None else None
     if model and layers is None:
@@ -170,7 +168,7 @@ def validate_command(
     if as_json:
         print_json([problem.to_dict() for problem in problems])
     else:
-        _print_problems(plan, problems, model, target_name)
+        _print_problems(plan, problems, model, target or gpu)
     if problems:
         context.exit(1)
 
@@ -242,20 +240,24 @@ def _arrow(change: Change, text: Any) -> str:
     return sides[0] if sides[0] == sides[1] else " → ".join(sides)
 
 
-def _print_problems(plan: Plan, problems: list[Problem], model: str | None, target: str | None) -> None:
+def _print_problems(plan: Plan, problems: list[Problem], model: str | None, target: Target | Hardware | None) -> None:
     out = page()
-    against = " and ".join(filter(None, (f"model {model}" if model else "", f"target {target}" if target else "")))
+    names = (f"model {model}" if model else "", f"target {target.name}" if target else "")
+    against = " and ".join(filter(None, names))
     if not problems:
         # The conditions under which the runtime runs the formats of the plan, and the number of layers of each.
-        notes, runtime = Counter[str](), None if target is None else get_target(target)
+        notes = Counter[str]()
         for layer in plan.quantized:
-            pair = None if runtime is None else runtime.pair(layer.weight_format, layer.activation)
+            pair = target.pair(layer.weight_format, layer.activation) if isinstance(target, Target) else None
             if pair is not None and pair.note:
                 notes[f"{pair}: {pair.note}"] += 1
         conditions = (f" with {against}" if against else "") + (" under these conditions:" if notes else "")
         out.print(f"{counted(len(plan.layers), 'layer')}, no problem{conditions}")
         for note, count in notes.items():
             out.print(f"{counted(count, 'layer')} in {note}")
+        if isinstance(target, Hardware):
+            native = ", ".join(target.native_formats)
+            out.print(f"{target} multiplies {native} as they are; name a runtime too, which may not load the plan")
         if not against:
             out.print("checked by itself alone; pass --model and --target to check it against them")
         return

@@ -16,7 +16,7 @@ from quant import __version__
 from quant.base.extras import importing
 from quant.calibration.sensitivity.table import METHODS
 from quant.cli import command as cli
-from quant.cli.completion import FORMAT_NAMES, MODELS, OBSERVERS, PRESET_LIST, PRESETS, RUNTIMES, SOLVERS, SOURCES
+from quant.cli.completion import FORMAT_NAMES, MODELS, OBSERVERS, PRESET_LIST, PRESETS, SOLVERS, SOURCES, TARGET_NAMES
 from quant.cli.console import CONSOLE, listener, print_plan
 from quant.models.startup import read_ahead, skip_image_packages
 
@@ -25,8 +25,8 @@ GROUPS = {
         "--format", "--recipe", "--plan", "--include", "--exclude", "--lm-head", "--kv-cache", "--attention",
     ),
     "Formats chosen within a limit": (
-        "--bits", "--fit", "--ctx", "--batch", "--latency", "--max-kl", "--max-ppl-increase", "--target", "--formats",
-        "--method", "--pin", "--forbid", "--at-least", "--search", "--sensitivity",
+        "--bits", "--fit", "--ctx", "--batch", "--latency", "--max-kl", "--max-ppl-increase", "--target", "--power",
+        "--formats", "--method", "--pin", "--forbid", "--at-least", "--search", "--sensitivity",
     ),
     "Rounding": (
         "--effort", "--solver", "--guard", "--observer", "--calib", "--calib-samples", "--seqlen", "--eval",
@@ -125,8 +125,9 @@ _OF_PLANS = (
     click.option("--max-kl", type=float, metavar="NATS",
                  help="Find the smallest model whose KL stays below, on each --eval text."),
     click.option("--max-ppl-increase", metavar="PERCENT", help="The same for perplexity, such as 1%."),
-    click.option("--target", shell_complete=RUNTIMES, multiple=True, metavar="NAME",
+    click.option("--target", shell_complete=TARGET_NAMES, multiple=True, metavar="NAME",
                  help="Runtime, whose formats are offered, or GPU, for --latency: vllm, h100, FILE.json. Repeatable."),
+    click.option("--power", metavar="WATTS", help="Power mode of the GPU of --target, for --latency: 30W."),
     click.option("--method", type=click.Choice(METHODS), help="How groups are scored.  [default: fisher]"),
     click.option("--pin", multiple=True, metavar="GLOB=FORMAT", help="Matching layers get FORMAT. Repeatable."),
     click.option("--forbid", multiple=True, metavar="GLOB=FORMAT", help="Matching layers do not get FORMAT."),

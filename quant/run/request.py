@@ -58,6 +58,7 @@ class AllocationRequest:
     batch: int = 1
     latency: str | None = None
     target: tuple[str, ...] = ()
+    power: str | None = None
     max_kl: float | None = None
     max_ppl_increase: str | None = None
     formats: str | Sequence[str] | None = None
@@ -78,7 +79,7 @@ class AllocationRequest:
                 named = " and ".join(map(spell, users))
                 raise UserError(f"{spell(size)} means something to {named} only; leave it out, or give one too")
         if all(getattr(self, budget) is None for budget in _BUDGETS):
-            needless = ("formats", "method", "target", "pin", "forbid", "at_least", "sensitivity", "search")
+            needless = ("formats", "method", "target", "power", "pin", "forbid", "at_least", "sensitivity", "search")
             for name in needless:
                 if getattr(self, name) not in (None, (), "", []):
                     # The parameters of `quant.quantize` are fewer than the options.
@@ -93,6 +94,7 @@ class AllocationRequest:
             batch=self.batch,
             latency=read_quantity(spell("latency"), self.latency, "time"),
             target=self.target,
+            power=read_quantity(spell("power"), self.power, "power"),
             max_kl=self.max_kl,
             max_ppl_increase=read_quantity(spell("max_ppl_increase"), self.max_ppl_increase, "ratio"),
         )

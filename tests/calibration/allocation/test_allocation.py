@@ -451,7 +451,7 @@ def test_an_infeasible_budget_is_refused_before_anything_is_measured() -> None:
     with pytest.raises(Infeasible, match="smallest feasible value"):
         _allocate(Goal(bits=4.2), progress=lambda stage, done, total: stages.append(stage))
     assert stages == []
-    with pytest.raises(UserError, match=r"unknown target 'h1000'; known runtimes: .*; known GPUs: .*h100"):
+    with pytest.raises(UserError, match=r"unknown target 'h1000'; known targets: .*did you mean h100.*FILE.json"):
         Goal(bits=5.0, target=("h1000",))
 
 

@@ -120,7 +120,7 @@ def test_roofline_is_bound_by_memory_or_by_arithmetic() -> None:
     assert get_timing("a100").linear(w8a8, 8192) == pytest.approx(2 * 8192 * 4096**2 / 624e12)
     assert get_timing("b300").linear(w8a8, 8192) == pytest.approx(2 * 8192 * 4096**2 / 150e12)
     w6a6 = LayerPlan("l", LayerKind.LINEAR, (4096, 4096), FORMATS["mxfp6"], FORMATS["mxfp6"])
-    assert get_timing("rtxpro6000").linear(w6a6, 8192) == pytest.approx(2 * 8192 * 4096**2 / 503e12)
+    assert get_timing("rtxpro6000").linear(w6a6, 8192) == pytest.approx(2 * 8192 * 4096**2 / 1007.6e12)
 
 
 def test_latency_table(tmp_path: Path) -> None:
@@ -144,8 +144,21 @@ def test_latency_table(tmp_path: Path) -> None:
     path.write_text("{}")
     with pytest.raises(ValueError, match=r"gpu\.json: not a table of kernel times"):
         get_timing(str(path))
-    with pytest.raises(ValueError, match="unknown target 'h1000'; known GPUs: a100"):
+    with pytest.raises(ValueError, match=r"unknown target 'h1000'; known targets: .*; did you mean h100"):
         get_timing("h1000")
+
+
+def test_timing_of_a_power_mode_and_of_a_generation() -> None:
+    layer = LayerPlan("l", LayerKind.LINEAR, (4096, 4096), FORMATS["int8"], FORMATS["int8_token"])
+    full, slow = (get_timing("orin", power).linear(layer, 8192) for power in (None, 30))
+    assert slow / full == pytest.approx((16 * 1300) / (8 * 612))
+    assert get_timing("orin", 30).name == "orin at 30 W"
+    with pytest.raises(
+        ValueError, match=r"target sm89: the rates of sm89 are not known; name a GPU \(l40s, l4, rtx4090\)"
+    ):
+        get_timing("sm89")
+    with pytest.raises(ValueError, match="target vllm is a runtime; name a GPU: t4"):
+        get_timing("vllm")
 
 
 @pytest.mark.parametrize(

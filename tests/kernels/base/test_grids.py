@@ -17,11 +17,11 @@ from quant.formats.tensor import quantize
 from quant.kernels.attention import portable_decoder_step, portable_paged_attention
 from quant.kernels.attention.attention_operands import AttentionOptions, DecodeTiles
 from quant.kernels.attention.kv_pages import KVPages
-from quant.kernels.base.hardware import GPUS
 from quant.kernels.linear import dispatch, portable_codes_gemm, portable_grouped_gemm
 from quant.kernels.linear import portable_grouped_gemm as expert_rows
 from quant.kernels.linear.tiles import guess
 from quant.kernels.rounding import portable_casts
+from quant.recipes.gpus import GPUS
 
 TOKENS, LIMIT = 140_000, 65_535
 

@@ -6,28 +6,40 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from quant.base.errors import UserError
 from quant.formats.format import FORMATS
 from quant.kernels.base import hardware
-from quant.kernels.base.hardware import GPUS
 from quant.kernels.linear import tiles
 from quant.kernels.linear import tiles as launch_table
 from quant.kernels.linear.tiles import MeasuredChoice, key
+from quant.recipes.gpus import GPUS
 
 # Compute capability, and the formats that tensor cores take, from NVIDIA's CUDA documentation.
-KNOWN = {
-    "a100": ((8, 0), {"int8"}),
-    "l40s": ((8, 9), {"int8", "fp8"}),
-    "h100": ((9, 0), {"int8", "fp8"}),
-    "h200": ((9, 0), {"int8", "fp8"}),
-    "b200": ((10, 0), {"int8", "fp8", "mxfp8", "mxfp6", "mxfp4", "nvfp4"}),
-    "b300": ((10, 3), {"int8", "fp8", "mxfp8", "mxfp6", "mxfp4", "nvfp4"}),
-    "rtx5090": ((12, 0), {"int8", "fp8", "mxfp8", "mxfp6", "mxfp4", "nvfp4"}),
-    "rtxpro6000": ((12, 0), {"int8", "fp8", "mxfp8", "mxfp6", "mxfp4", "nvfp4"}),
-}
+CAPABILITIES = {
+    (7, 5): "t4", (8, 0): "a100", (8, 6): "a10 rtx3090", (8, 7): "orin", (8, 9): "l40s l4 rtx4090", (9, 0): "h100 h200",
+    (10, 0): "b200 gb200", (10, 3): "b300 gb300", (10, 7): "rubin", (11, 0): "thor",
+    (12, 0): "rtx5090 rtx5080 rtx5070 rtxpro6000", (12, 1): "dgx-spark",
+}  # fmt: skip
+# Boost clock in MHz, and 16-bit operations of a multiprocessor in a cycle, from the white papers.
+CLOCKS = {
+    "t4": (1590, 1024), "a100": (1410, 2048), "a10": (1695, 1024), "rtx3090": (1695, 512), "orin": (1300, 2048),
+    "l40s": (2520, 1024), "l4": (2040, 1024), "rtx4090": (2520, 512), "h100": (1830, 4096), "h200": (1830, 4096),
+    "b200": (1850, 8192), "thor": (1575, 8192), "rtx5090": (2407, 512), "rtx5080": (2617, 512), "rtx5070": (2512, 512),
+    "rtxpro6000": (2617, 1024),
+}  # fmt: skip
 
 
 def test_targets_and_their_formats() -> None:
-    assert {name: (gpu.capability, set(gpu.native_formats)) for name, gpu in GPUS.items()} == KNOWN
+    assert {name: gpu.capability for name, gpu in GPUS.items()} == {
+        name: capability for capability, names in CAPABILITIES.items() for name in names.split()
+    }
+    for gpu in GPUS.values():
+        fp8 = {"fp8"} if gpu.capability >= (8, 9) else set()
+        assert set(gpu.native_formats) == {"int8"} | fp8 | (
+            {"mxfp8", "mxfp6", "mxfp4", "nvfp4"} if gpu.capability >= (10, 0) else set()
+        )
+    for name, (clock, operations) in CLOCKS.items():
+        assert GPUS[name].tflops["bf16"] == pytest.approx(GPUS[name].sms * clock * operations / 1e6, rel=0.02), name
     assert [name for name, gpu in GPUS.items() if gpu.has_wgmma] == ["h100", "h200"]
     for gpu in GPUS.values():
         assert ("fp8" in gpu.tflops) == gpu.has_fp8 and ("fp4" in gpu.tflops) == gpu.has_block_scales
@@ -41,7 +53,11 @@ def test_targets_and_their_formats() -> None:
         ("NVIDIA GeForce RTX 5090", (12, 0), "rtx5090", True),
         ("NVIDIA RTX PRO 6000 Blackwell Server Edition", (12, 0), "rtxpro6000", True),
         ("NVIDIA A100-SXM4-80GB", (8, 0), "a100", True),
-        ("NVIDIA L4", (8, 9), "NVIDIA L4", False),
+        ("NVIDIA L4", (8, 9), "l4", True),
+        ("NVIDIA GB10", (12, 1), "dgx-spark", True),
+        ("NVIDIA GeForce RTX 5070 Ti", (12, 0), "NVIDIA GeForce RTX 5070 Ti", False),
+        ("NVIDIA GeForce RTX 5090 Laptop GPU", (12, 0), "NVIDIA GeForce RTX 5090 Laptop GPU", False),
+        ("Orin", (8, 7), "Orin", False),  # of 77 multiprocessors, which no AGX Orin has
         ("NVIDIA GH200 480GB", (9, 0), "NVIDIA GH200 480GB", False),
     ],
 )
@@ -143,3 +159,16 @@ def test_the_guess_is_what_was_fastest_when_measured_on_an_h100() -> None:
         found = tiles.guess(FORMATS[format], int(tokens), shape, GPUS["h100"], layout == "prepacked")
         assert type(found) is type(fastest), name
         assert getattr(found, "block_m", None) == getattr(fastest, "block_m", None), name
+
+
+def test_a_power_mode_slows_tensor_cores_and_memory() -> None:
+    orin = GPUS["orin"]
+    slow = orin.at_power(30)
+    assert slow.tflops["int8"] == pytest.approx(85 * (8 * 612) / (16 * 1300))
+    assert slow.bandwidth == orin.bandwidth and orin.at_power(15).bandwidth == pytest.approx(
+        204.8e9 * 2133 / 3200, rel=1e-3
+    )
+    with pytest.raises(UserError, match="h100 has no power modes; orin has"):
+        GPUS["h100"].at_power(300)
+    with pytest.raises(UserError, match="orin has modes of 15 W, 30 W, 50 W"):
+        orin.at_power(40)

@@ -31,12 +31,12 @@ from quant.kernels.attention.kv_pages import KVPages, write_reference
 from quant.kernels.attention.portable_paged_attention import attend_pages
 from quant.kernels.attention.portable_paged_kv_cache import read_nvfp4_kv, write_kv, write_kv_slots
 from quant.kernels.base import hardware
-from quant.kernels.base.hardware import GPUS
 from quant.kernels.base.portable_small_floats import decode_e4m3, encode_e4m3
 from quant.kernels.linear import dispatch, portable_codes_gemm
 from quant.kernels.linear.experts import _on_gpu as experts_on_gpu
 from quant.kernels.rounding import portable_casts
 from quant.kernels.training import portable_fake_rounding
+from quant.recipes.gpus import GPUS
 
 SHARED = {80: 163 << 10, 86: 99 << 10}
 """Bytes of shared memory that a program may have, by compute capability."""

@@ -22,12 +22,13 @@ from quant.formats import format as number
 from quant.formats.format import FORMATS, Format
 from quant.formats.tensor import BlockScaledTensor, _pair_table, quantize
 from quant.kernels.base import hardware, weight_layout
-from quant.kernels.base.hardware import GPUS, current
+from quant.kernels.base.hardware import current
 from quant.kernels.base.weight_layout import as_computed, is_prepacked, prepack, prepack_refusal, restore
 from quant.kernels.linear import dispatch, quantized_module, tiles
 from quant.kernels.linear.embedding import QuantEmbedding
 from quant.kernels.linear.experts import QuantExperts
 from quant.kernels.linear.quant_linear import QuantLinear
+from quant.recipes.gpus import GPUS
 
 ARRANGED = ("nvfp4", "mxfp4", "mxfp6", "mxfp6_e3m2")
 OUT, IN = 128, 192

@@ -14,10 +14,10 @@ from interpreter import interpreted
 from quant.formats.format import FORMATS, INPUT_FORMATS
 from quant.formats.tensor import BlockScaledTensor, fake_quantize, quantize
 from quant.kernels.base import hardware
-from quant.kernels.base.hardware import GPUS
 from quant.kernels.base.weight_layout import prepack, restore
 from quant.kernels.linear import dispatch, rounded_products, tiles
 from quant.kernels.linear.rounded_products import round_rows
+from quant.recipes.gpus import GPUS
 
 
 @pytest.fixture(autouse=True)

@@ -18,9 +18,9 @@ from triton.runtime.jit import JITFunction
 from quant.formats.format import FORMATS
 from quant.formats.tensor import quantize
 from quant.kernels.base import hardware, launch
-from quant.kernels.base.hardware import GPUS
 from quant.kernels.linear import dispatch, quantized_module
 from quant.kernels.linear.quant_linear import QuantLinear
+from quant.recipes.gpus import GPUS
 
 MOST = 8
 

@@ -16,12 +16,13 @@ from assembler import assemble
 
 from quant.formats.format import E2M1, FORMATS
 from quant.formats.tensor import BlockScaledTensor, quantize
-from quant.kernels.base.hardware import GPUS, current
+from quant.kernels.base.hardware import current
 from quant.kernels.base.ptx import CompiledKernel
 from quant.kernels.base.weight_layout import prepack
 from quant.kernels.linear import dispatch, sm90_codes_gemm_many
 from quant.kernels.linear.sm90_gemm_pipeline import fetches_of, turns_of
 from quant.kernels.linear.tiles import PREFILL_UNITS, deal, prefill_tiles
+from quant.recipes.gpus import GPUS
 
 BEST = tuple((*size, prefill_tiles(*size, GPUS["h100"]).groups) for size in PREFILL_UNITS)
 SIZES = (*BEST, (128, 1, 1), (64, 1, 1), (192, 1, 1))

@@ -14,11 +14,12 @@ from assembler import assemble
 from quant.formats.format import FORMATS
 from quant.formats.tensor import BlockScaledTensor, quantize
 from quant.kernels.base import hardware
-from quant.kernels.base.hardware import GPUS, current
+from quant.kernels.base.hardware import current
 from quant.kernels.base.ptx import CompiledKernel
 from quant.kernels.linear import dispatch, sm90_codes_gemm_many, tiles
 from quant.kernels.linear.quant_linear import quantized_linear
 from quant.kernels.linear.tiles import STORED_FORMATS, STORED_UNITS, prefill_tiles
+from quant.recipes.gpus import GPUS
 
 
 @pytest.mark.parametrize(

@@ -14,12 +14,13 @@ from interpreter import interpreted
 
 from quant.formats.format import FORMATS
 from quant.formats.tensor import fake_quantize, quantize
-from quant.kernels.base.hardware import GPUS, current
+from quant.kernels.base.hardware import current
 from quant.kernels.base.ptx import CompiledKernel
 from quant.kernels.base.weight_layout import prepack
 from quant.kernels.linear import sm90_codes_gemm_many
 from quant.kernels.linear.sm90_e4m3_rows import multiply_in_e4m3, rows_to_e4m3
 from quant.kernels.linear.tiles import prefill_tiles
+from quant.recipes.gpus import GPUS
 
 SIZES = ((256, 1), (192, 1), (144, 1), (128, 1), (128, 2), (64, 1))
 

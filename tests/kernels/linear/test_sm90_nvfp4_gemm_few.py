@@ -15,10 +15,10 @@ pytest.importorskip("triton", reason="comes with a CUDA build of torch, or: pip 
 
 from assembler import assemble
 
-from quant.kernels.base.hardware import GPUS
 from quant.kernels.base.ptx import CompiledKernel
 from quant.kernels.linear import sm90_nvfp4_gemm_few
 from quant.kernels.linear.tiles import GluonTiles, candidates, gluon_tiles, guess
+from quant.recipes.gpus import GPUS
 
 
 @pytest.mark.parametrize(

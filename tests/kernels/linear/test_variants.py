@@ -19,11 +19,11 @@ from triton.runtime.jit import JITFunction
 from quant.formats.format import FORMATS
 from quant.formats.tensor import BlockScaledTensor, moved, quantize
 from quant.kernels.base import hardware
-from quant.kernels.base.hardware import GPUS
 from quant.kernels.base.weight_layout import prepack
 from quant.kernels.linear import dispatch
 from quant.kernels.linear.sm90_codes_gemm_many import grouped_gemm_many
 from quant.kernels.linear.tiles import DENSE
+from quant.recipes.gpus import GPUS
 from quant.vllm_plugin.warm_up import compile_variants, distinct_lengths, experts_variants, linear_variants
 
 MOST = 8192

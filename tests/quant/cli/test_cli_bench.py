@@ -12,9 +12,9 @@ from samples import BASE
 from quant.cli.main import main
 from quant.cli.quantize import quantize_command
 from quant.kernels.base import hardware
-from quant.kernels.base.hardware import GPUS
 from quant.kernels.linear import tuning
 from quant.kernels.linear.tuning import Ceiling
+from quant.recipes.gpus import GPUS
 
 
 def bench(*arguments: object) -> Any:

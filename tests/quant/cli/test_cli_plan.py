@@ -150,5 +150,8 @@ def test_a_gpu_is_named_as_for_export(plan_file: Path) -> None:
     found = [quant("plan", "validate", plan_file, "--target", name) for name in ("rtx5090", "tensorrt-rtx-sm120")]
     assert found[0].stdout == found[1].stdout and "target tensorrt-rtx-sm120" in found[0].stdout
     assert resolve_target("tensorrt-rtx-sm120") == resolve_target("sm120")
+    # A GPU that no runtime is named after checks the plan by itself, and says what it multiplies.
+    other = quant("plan", "validate", plan_file, "--target", "b200")
+    assert other.exit_code == 0 and "b200 (sm100) multiplies int8, fp8, mxfp8" in other.stdout
     refused = quant("plan", "validate", plan_file, "--target", "rtx5900")
     assert refused.exit_code == 2 and "unknown target 'rtx5900'" in refused.stderr

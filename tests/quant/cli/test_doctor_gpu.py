@@ -1,14 +1,20 @@
 """`quant doctor` describes a machine with two GPUs, played by stand-ins for the driver."""
 
+import json
 import sys
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from click.testing import CliRunner
 
+from quant.calibration.sensitivity.costs import get_timing
 from quant.cli import doctor_command
+from quant.cli.main import main
+from quant.export.tensorrt.gpu_targets import resolve_target
 from quant.kernels.base import hardware
+from quant.recipes.targets import get_target
 
 
 class NVMLError(Exception):
@@ -107,3 +113,29 @@ def test_without_nvml_the_rest_is_there(nvml: SimpleNamespace) -> None:
     (first, _) = doctor_command.examine()["gpus"]
     assert first["readings"] == {} and first["memory_bandwidth"] == 3.35e12
     assert doctor_command.examine()["links"] == {} and doctor_command.examine()["driver"] is None
+
+
+def test_every_command_takes_the_same_names() -> None:
+    """A wrong name gets one message, whichever command is asked."""
+    messages = []
+    for ask in (resolve_target, get_timing, get_target):
+        with pytest.raises(ValueError, match="unknown target 'rtx5900'") as refused:
+            ask("rtx5900")
+        messages.append(str(refused.value))
+    doctor = CliRunner().invoke(main, ["doctor", "--target", "rtx5900"])
+    assert doctor.exit_code == 2 and {*messages, doctor.stderr.removeprefix("error: ").strip()} == {messages[0]}
+    assert messages[0].endswith("did you mean rtx5090 or rtx5080 or rtx5070?")
+
+
+def test_doctor_shows_data_sheets_and_power_modes() -> None:
+    shown = CliRunner().invoke(main, ["doctor", "--target", "orin", "--power", "50W", "--json"])
+    assert json.loads(shown.stdout)["tflops"]["bf16"] == pytest.approx(42.5 * 816 / 1300)
+    for args, message in (
+        (["--target", "h100", "--power", "300W"], "--power 300W: h100 has no power modes; orin has"),
+        (["--power", "30W"], "name it: --target orin"),
+        (["--target", "orin", "--power", "30"], "'30' is not a power; write it like 30W"),
+    ):
+        refused = CliRunner().invoke(main, ["doctor", *args])
+        assert refused.exit_code == 2 and message in refused.stderr
+    assert "l40s, l4, rtx4090" in CliRunner().invoke(main, ["doctor", "--target", "sm89"]).stdout
+    assert "vLLM" in CliRunner().invoke(main, ["doctor", "--target", "vllm"]).stdout

@@ -14,8 +14,8 @@ pytest.importorskip("triton", reason="comes with a CUDA build of torch, or: pip 
 from quant.formats.format import FORMATS
 from quant.formats.tensor import quantize
 from quant.kernels.base import hardware
-from quant.kernels.base.hardware import GPUS
 from quant.kernels.base.weight_layout import prepack
+from quant.recipes.gpus import GPUS
 from quant.vllm_plugin import warm_up
 from quant.vllm_plugin import warm_up as variants
 
