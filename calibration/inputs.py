@@ -35,7 +35,7 @@ from quant.base.errors import warn
 from quant.calibration.evaluating import evaluating
 from quant.calibration.placement import device_of
 from quant.formats.tensor import moved
-from quant.recipes.blocks import Call, is_cache, stored_dtype
+from quant.recipes.blocks import Call, is_cache, is_denoiser, stored_dtype
 
 # Prefixes of the names of the ids and of their mask: an encoder-decoder has both of each side.
 _SIDES = ("", "decoder_")
@@ -113,19 +113,21 @@ class Inputs:
         about: their sources, in a few words; empty where the sources are not known.
         own_text: whether the model wrote texts of them itself, whose likelihood then means nothing.
         labels: the class of each row, int64 `[rows]`, where they are known and the model takes none.
+        alone: whether each call runs by itself, as denoisers take them: tables of positions have no batch dimension.
     """
 
     def __init__(
         self, calls: Sequence[Arguments], *, about: str = "", own_text: bool = False,
-        labels: torch.Tensor | None = None,
+        labels: torch.Tensor | None = None, alone: bool = False,
     ) -> None:  # fmt: skip
         self.calls, self.about, self.own_text, self.labels = list(calls), about, own_text, labels
+        self.alone = alone
 
     def __len__(self) -> int:
         return len(self.calls)
 
     def __getitem__(self, rows: slice) -> Inputs:
-        return Inputs(self.calls[rows])
+        return Inputs(self.calls[rows], alone=self.alone)
 
     @property
     def shape(self) -> torch.Size:
@@ -152,7 +154,7 @@ class Inputs:
 
     def to(self, device: Any) -> Inputs:
         """Returns the same calls on another device."""
-        return Inputs(moved(self.calls, device))
+        return Inputs(moved(self.calls, device), alone=self.alone)
 
     def split(self, rows: int) -> list[Inputs]:
         """Returns batches of at most `rows` consecutive calls whose arguments have one shape and can be joined."""
@@ -160,11 +162,11 @@ class Inputs:
         for call in self.calls:
             last = batches[-1] if batches else []
             # Tensors of different shapes cannot be joined without padding, which would count as tokens.
-            if last and len(last) < rows and _outline(last[0]) == _outline(call):
+            if last and len(last) < rows and not self.alone and _outline(last[0]) == _outline(call):
                 last.append(call)
             else:
                 batches.append([call])
-        return [Inputs(batch) for batch in batches]
+        return [Inputs(batch, alone=self.alone) for batch in batches]
 
     def as_tensor(self, model: nn.Module) -> torch.Tensor | None:
         """Returns the rows as one tensor, where all have one shape and each is the model's only argument. Else None."""
@@ -229,7 +231,12 @@ def _check_arguments(call: Arguments, model: nn.Module) -> None:
 
 
 def cast_for(model: nn.Module, inputs: Inputs) -> Inputs:
-    """Returns the same calls with floating-point tensors in the dtype of the model."""
+    """Returns the same calls with floating-point tensors in the dtype of the model.
+
+    A denoiser's calls stay as they are: the timestep 999 would be 1000 in bfloat16.
+    """
+    if is_denoiser(model):
+        return Inputs(inputs.calls, alone=True)
     dtype = stored_dtype(model)
 
     def cast(value: Any) -> Any:
@@ -244,7 +251,10 @@ def joined(parts: Sequence[Inputs]) -> Inputs:
     own_text = any(part.own_text for part in parts)
     known = [part.labels for part in parts if part.labels is not None]
     labels = torch.cat(known) if len(known) == len(parts) else None
-    return Inputs([call for part in parts for call in part.calls], about=about, own_text=own_text, labels=labels)
+    return Inputs(
+        [call for part in parts for call in part.calls], about=about, own_text=own_text, labels=labels,
+        alone=any(part.alone for part in parts),
+    )  # fmt: skip
 
 
 def recorded(model: nn.Module, forward_loop: Callable[[nn.Module], Any]) -> Inputs:
@@ -271,7 +281,7 @@ def recorded(model: nn.Module, forward_loop: Callable[[nn.Module], Any]) -> Inpu
     calls = _without_empty(calls)
     if not calls:
         raise ValueError("forward_loop called the model only on empty tensors")
-    return Inputs(_without_padding(calls, model))
+    return Inputs(_without_padding(calls, model), alone=is_denoiser(model))
 
 
 @contextmanager

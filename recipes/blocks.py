@@ -8,6 +8,9 @@ whatever else a model passes along are kept as they came, and only the hidden st
 Consecutive blocks form a chain where the output of one *is* the input of the next, the same tensor object. A chain
 can be walked without the model around it; where it breaks (between encoder and decoder, around a downsampling),
 the model is run again up to the next block. A model with no such blocks is one block.
+
+Blocks with joint attention hand two streams on, image and text of one width, as in Flux and Stable Diffusion 3. They
+are found by the same identity, and stand for one hidden state: their tokens one after the other.
 """
 
 from __future__ import annotations
@@ -32,6 +35,15 @@ class Stop(Exception):  # noqa: N818 -- no error
     """Ends a forward pass whose further results are not needed."""
 
 
+@dataclass(frozen=True)
+class Stream:
+    """A tensor that a block hands on to the next one, which takes it as an argument."""
+
+    slot: int | str  # the index or keyword among the arguments
+    result: int  # the index among the results
+    tokens: int = 0  # its second dimension
+
+
 @dataclass(frozen=True, eq=False)
 class Call:
     """One call of a block."""
@@ -39,15 +51,32 @@ class Call:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     slot: int | str  # the index or keyword of the hidden state among the arguments
+    streams: tuple[Stream, ...] = ()  # of a block that hands on several tensors, or another one than its first
 
     @property
     def hidden(self) -> torch.Tensor:
-        """The hidden state."""
+        """The hidden state; the tokens `[batch, tokens, features]` of all streams, one after the other."""
+        if self.streams:
+            return torch.cat(
+                [self.args[s.slot] if isinstance(s.slot, int) else self.kwargs[s.slot] for s in self.streams], 1
+            )
         return self.args[self.slot] if isinstance(self.slot, int) else self.kwargs[self.slot]  # type: ignore[no-any-return]
 
     def with_hidden(self, hidden: torch.Tensor) -> Call:
-        """Returns the same call on another hidden state."""
-        return self.with_arguments({self.slot: hidden})
+        """Returns the same call on another hidden state; without tokens, where it is empty."""
+        if not self.streams:
+            return self.with_arguments({self.slot: hidden})
+        sizes = [stream.tokens for stream in self.streams]
+        parts = hidden.split(sizes, 1) if hidden.numel() else [hidden] * len(sizes)
+        return self.with_arguments({stream.slot: part for stream, part in zip(self.streams, parts, strict=True)})
+
+    def output(self, result: Any) -> torch.Tensor:
+        """Returns the hidden state in the result of this call."""
+        if not self.streams:
+            return output_of(result)
+        parts = _tensors_of(result)
+        # The last block of Stable Diffusion 3 gives no text, which nobody reads behind it.
+        return torch.cat([parts[s.result] for s in self.streams if isinstance(parts[s.result], torch.Tensor)], 1)
 
     def with_arguments(self, values: Mapping[int | str, Any]) -> Call:
         """Returns the same call with other arguments at some positions or under some keywords."""
@@ -78,6 +107,49 @@ def output_of(result: Any) -> torch.Tensor:
     return result[0] if isinstance(result, tuple | list) else result  # type: ignore[no-any-return]
 
 
+def _tensors_of(result: Any) -> list[Any]:
+    if isinstance(result, Mapping):
+        result = tuple(result.values())
+    return list(result) if isinstance(result, tuple | list) else [result]
+
+
+def _streams(result: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Stream, ...]:
+    """Returns which results of a block the call of the next one takes, among tensors of one rank, width and batch.
+
+    None where the hidden state of the call is not among them: a refiner of the prompt gives no image.
+    """
+    results = _tensors_of(result)
+    like = next((each for each in results if isinstance(each, torch.Tensor)), None)
+    if like is None or like.dim() < 2:
+        return ()
+    streams = tuple(
+        Stream(slot, index, value.shape[1])
+        for slot, value in _by_slot(args, kwargs).items()
+        for index, each in enumerate(results)
+        if each is value
+        and isinstance(value, torch.Tensor)
+        and value.dim() == like.dim()
+        # Not the bias of positions of T5, nor keys and values.
+        and (value.shape[0], value.shape[2:], value.dtype) == (like.shape[0], like.shape[2:], like.dtype)
+    )
+    return streams if _slot_of_hidden(args, kwargs) in [stream.slot for stream in streams] else ()
+
+
+def _slot_of_hidden(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int | str | None:
+    """Returns where the hidden state is among a block's arguments: the first floating-point tensor, positional first.
+
+    Every known block takes it there.
+    """
+    values = _by_slot(args, kwargs).items()
+    return next((slot for slot, v in values if isinstance(v, torch.Tensor) and v.is_floating_point()), None)
+
+
+def _by_slot(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[int | str, Any]:
+    by_slot: dict[int | str, Any] = dict(enumerate(args))
+    by_slot.update(kwargs)
+    return by_slot
+
+
 def cache_argument(model: Any, cache: Any) -> dict[str, Any]:
     """Returns `cache` as a keyword argument, whose name changed in transformers 5.24, of a model or its `generate`."""
     return {"cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values": cache}
@@ -93,9 +165,17 @@ def cache_of(output: Any) -> Any:
     return output.cache if hasattr(output, "cache") else getattr(output, "past_key_values", None)
 
 
+def is_denoiser(model: nn.Module) -> bool:
+    """Returns whether a model is of diffusers, whose configs are its own: a transformer or UNet that denoises."""
+    return hasattr(model, "register_to_config")
+
+
 def stored_dtype(model: nn.Module) -> torch.dtype:
     """Returns the dtype of the model's 16-bit or 32-bit weights, to which a checkpoint's scales are rounded."""
-    return next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+    # Wan's first parameter is a table that diffusers keeps in float32.
+    wide = (getattr(model, "_keep_in_fp32_modules", None) or ()) if is_denoiser(model) else ()
+    named = ((n, p) for n, p in model.named_parameters() if p.is_floating_point())
+    return next((p.dtype for n, p in named if not any(part in n for part in wide)), torch.float32)
 
 
 def in_float64(block: nn.Module) -> nn.Module:
@@ -153,17 +233,17 @@ def find_chains(model: nn.Module, names: Sequence[str], run: Callable[[], Any]) 
     """Returns the blocks `names` in order of execution, grouped into chains; `run` calls the model on a small input."""
     order: list[str] = []
     linked: set[str] = set()
-    # The output of the block before. It is kept alive, or a new tensor could take its address and pass for it.
-    last: torch.Tensor | None = None
+    # The result of the block before. It is kept alive, or a new tensor could take its address and pass for it.
+    last: Any = None
 
     def before(name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         order.append(name)
-        if any(value is last for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)):
+        if _streams(last, args, kwargs):
             linked.add(name)
 
     def after(module: nn.Module, args: tuple[Any, ...], result: Any) -> None:
         nonlocal last
-        last = output_of(result)
+        last = result
 
     blocks = [(name, model.get_submodule(name)) for name in names]
     handles = [block.register_forward_pre_hook(partial(before, name), with_kwargs=True) for name, block in blocks]
@@ -184,25 +264,46 @@ def find_chains(model: nn.Module, names: Sequence[str], run: Callable[[], Any]) 
 def capture(model: nn.Module, names: Sequence[str], run: Callable[[], Any]) -> dict[str, Call]:
     """Records the calls of the blocks `names` in one pass, which ends when the last of them is reached."""
     calls: dict[str, Call] = {}
+    streams: tuple[Stream, ...] = ()  # between the last two blocks that ran
+    last: Any = None
 
     def watch(name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        nonlocal streams
         calls[name] = _as_called(args, kwargs)
+        streams = _streams(last, args, kwargs) or streams
         # The last block need not run: only its arguments are needed.
         if len(calls) == len(names):
             raise Stop
 
-    handles = [model.get_submodule(n).register_forward_pre_hook(partial(watch, n), with_kwargs=True) for n in names]
+    def after(module: nn.Module, args: tuple[Any, ...], result: Any) -> None:
+        nonlocal last
+        last = result
+
+    blocks = [(name, model.get_submodule(name)) for name in names]
+    handles = [block.register_forward_pre_hook(partial(watch, name), with_kwargs=True) for name, block in blocks]
+    handles += [block.register_forward_hook(after) for _, block in blocks]
     with removing(handles), suppress(Stop), torch.no_grad():
         run()
+    last = None
+    # One tensor that is the first result is the rule, and needs no list.
+    if len(streams) > 1 or (streams and streams[0].result):
+        return {name: _joint(call, streams) for name, call in calls.items()}
     return calls
+
+
+def _joint(call: Call, streams: Sequence[Stream]) -> Call:
+    """Returns a call with the streams that the blocks around it have, where it takes all of them."""
+    arguments = _by_slot(call.args, call.kwargs)
+    if not all(isinstance(arguments.get(stream.slot), torch.Tensor) for stream in streams):
+        return call
+    return replace(call, streams=tuple(replace(s, tokens=arguments[s.slot].shape[1]) for s in streams))
 
 
 def _as_called(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
     """Returns the call as it is before the block runs.
 
     A key-value cache is left out, because each pass would find the keys of earlier passes in it. Mappings that blocks
-    add to are copied. The hidden state is the first floating-point tensor, positional arguments first: every known
-    block takes it there.
+    add to are copied.
     """
 
     def at_the_time(value: Any) -> Any:
@@ -210,11 +311,9 @@ def _as_called(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
             return copy.copy(value)
         return None if is_cache(value) else value
 
-    arguments: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
-    for slot, value in arguments:
-        if isinstance(value, torch.Tensor) and value.is_floating_point():
-            return Call(tuple(map(at_the_time, args)), {k: at_the_time(v) for k, v in kwargs.items()}, slot)
-    raise ValueError("a block was called without a floating-point tensor")
+    if (slot := _slot_of_hidden(args, kwargs)) is None:
+        raise ValueError("a block was called without a floating-point tensor")
+    return Call(tuple(map(at_the_time, args)), {k: at_the_time(v) for k, v in kwargs.items()}, slot)
 
 
 def calls_of_chain(model: nn.Module, chain: Sequence[str], runs: Sequence[Callable[[], Any]]) -> list[dict[str, Call]]:
@@ -228,7 +327,8 @@ def calls_of_chain(model: nn.Module, chain: Sequence[str], runs: Sequence[Callab
     for run in runs:
         # Rows of one length share positions and masks: one short pass then stands for a whole one.
         if calls:
-            lead, lead_call = calls[0][chain[0]], capture(model, chain[:1], run)[chain[0]]
+            lead = calls[0][chain[0]]
+            lead_call = _joint(capture(model, chain[:1], run)[chain[0]], lead.streams)
             if equal_but_hidden(lead_call, lead):
                 calls.append({**calls[0], chain[0]: lead.with_hidden(lead_call.hidden)})
                 continue

@@ -31,7 +31,7 @@ from torch import nn
 
 from quant.base.errors import UserError, counted
 from quant.formats.format import cache_format, is_16bit, parse_format
-from quant.recipes.blocks import block_names, without_experts
+from quant.recipes.blocks import block_names, is_denoiser, without_experts
 from quant.recipes.callers_model import check_original, unwrapped
 from quant.recipes.gguf_mixes import fitting, mix_rules, without_mixed_groups
 from quant.recipes.groups import Watched, group_experts, group_name, group_unseen, patterns, watching, without_group
@@ -54,6 +54,10 @@ _NO_FP8_CONV = (
     "convolution: kept out of FP8 as ModelOpt does, for TensorRT's kernels take 16 channels or more and up to 32 taps; "
     "int8 takes it"
 )
+# Of diffusers: AdaLN in its many names, and the embedding of the time in blocks of a UNet.
+_MODULATION = ("*norm*.linear", "*norm*.linear_*", "*time_emb_proj", "*modulation*", "*_mod.*", "*adaln_single*")
+_MODULATES = "modulation: one vector scales and shifts every token of its block by it, and its matmul has a single row"
+_OUTSIDE = "embedding or final projection: it is run once a step, and every block reads its error, or none mends it"
 _TEXT_ENCODER = "text_model.encoder."  # of CLIP, SigLIP and CLAP; a language model's blocks are not an encoder
 _KEPT_NAMES = {
     ROUTER: ("*router*", "*.gate", "*.shared_expert_gate"),
@@ -99,6 +103,8 @@ def make_plan(
     recipe = _edited_recipe(recipe, solver, exclude)
     if isinstance(model, nn.Module):
         layers, unknown = grouped_layers(model, run)
+        if is_denoiser(model):
+            layers = _kept_in_denoiser(layers, block_names(model), include)
     else:
         layers, unknown = group_unseen(layers_of_state_dict(model)), NOT_RUN
     record: dict[str, Any] = {}
@@ -127,6 +133,26 @@ def make_plan(
             f"recipe {recipe.name!r} quantizes none of this model's {len(layers)} layers: {_why_none(plan, include)}"
         )
     return plan
+
+
+def _kept_in_denoiser(layers: Sequence[Layer], blocks: Sequence[str], include: Sequence[str]) -> list[Layer]:
+    """Returns the layers of a transformer or UNet of diffusers, with the reason of those that stay in 16 bit.
+
+    A glob of `include` that matches only such layers includes them.
+    """
+    inside = tuple(f"{block}." for block in blocks)
+    reasons = {layer.name: _OUTSIDE for layer in layers if blocks and not layer.name.startswith(inside)}
+    reasons |= dict.fromkeys(matched(_MODULATION, [layer.name for layer in layers]), _MODULATES)
+    for glob in include:
+        if (
+            names := matched([glob], [layer.name for layer in layers if layer.kind in QUANTIZABLE])
+        ).keys() <= reasons.keys():
+            reasons = {name: reason for name, reason in reasons.items() if name not in names}
+    may_be = (LayerKind.LINEAR, LayerKind.CONV)
+    return [
+        replace(layer, kept=layer.kept or reasons.get(layer.name)) if layer.kind in may_be else layer
+        for layer in layers
+    ]
 
 
 def _edited_recipe(recipe: str | Recipe, solver: str | None, exclude: Sequence[str]) -> Recipe:

@@ -33,7 +33,7 @@ from quant.formats.format import E4M3, Format
 from quant.formats.rounding import decode, round_to
 from quant.formats.tensor import BlockScaledTensor, quantize_with_scale
 from quant.kernels.linear.quant_linear import RunTimeParts
-from quant.recipes.blocks import Call, output_of
+from quant.recipes.blocks import Call
 from quant.recipes.module_replacement import Substitute, take_hooks
 
 
@@ -105,7 +105,7 @@ def reconstruct_block(
                 group["lr"] = group["first"] * (1 - step / settings.steps)
             call, target = training[step % len(training)]
             with torch.enable_grad():
-                reconstruction_error(output_of(block(*call.args, **call.kwargs)), target).backward()
+                reconstruction_error(call.output(block(*call.args, **call.kwargs)), target).backward()
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
             if (step + 1) % every == 0 and (error := _error(block, held_out)) < after:
@@ -123,7 +123,7 @@ def reconstruction_error(output: torch.Tensor, target: torch.Tensor) -> torch.Te
 
 def _error(block: nn.Module, pairs: Sequence[tuple[Call, torch.Tensor]]) -> float:
     with torch.no_grad():
-        errors = [reconstruction_error(output_of(block(*call.args, **call.kwargs)), target) for call, target in pairs]
+        errors = [reconstruction_error(call.output(block(*call.args, **call.kwargs)), target) for call, target in pairs]
     return float(torch.stack(errors).mean())
 
 

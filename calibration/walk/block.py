@@ -23,7 +23,7 @@ from quant.calibration.ranks import Exchange, gathered
 from quant.calibration.walk.group import CurrentBatch, Group, Settings, Solved, StandIn, weight_of
 from quant.calibration.walk.stacked_experts import FusedExperts
 from quant.formats.tensor import moved
-from quant.recipes.blocks import Call, Stop, all_arguments, output_of, removing
+from quant.recipes.blocks import Call, Stop, all_arguments, removing
 from quant.recipes.plan import LayerPlan
 
 
@@ -78,7 +78,8 @@ class Block:
         with fast_matmul(), paired_linears(self.device):
             for self.batch.index, call in enumerate(calls):
                 on_device = moved(call, self.device)
-                outputs.append(output_of(self.module(*on_device.args, **on_device.kwargs)).to(call.hidden.device))
+                result = self.module(*on_device.args, **on_device.kwargs)
+                outputs.append(call.output(result).to(call.hidden.device))
         return outputs
 
     def run_until_stopped(self, calls: Sequence[Call]) -> None:

@@ -79,7 +79,6 @@ from quant.recipes.blocks import (
     calls_of_chain,
     equal_but_hidden,
     find_chains,
-    output_of,
     stored_dtype,
     without_experts,
     without_hidden,
@@ -501,8 +500,11 @@ def solve_block(block: Block, *, needs_output: bool) -> States | None:
     calls = block.calls
     members = [*(g.members[0] for g in block.groups), *(m for e in block.experts for m in e.members)]
     # The model itself as the block of layers outside of blocks takes token ids, and has no stream to correct.
-    corrects = calls.few.hidden.is_floating_point() and any(
-        get_pipeline(m.solver).rounding.shares_where(m.activation is not None).residual for m in members
+    # Two streams are no residual stream of one module, so they are not corrected.
+    corrects = (
+        calls.few.hidden.is_floating_point()
+        and not calls.few.streams
+        and any(get_pipeline(m.solver).rounding.shares_where(m.activation is not None).residual for m in members)
     )
     # Before anything changes the block: `few` follows the original model throughout.
     few_output = _run_few(block, corrects) if needs_output or corrects else calls.few.hidden
@@ -531,7 +533,7 @@ def _run_few(block: Block, corrects_stream: bool) -> torch.Tensor:
     few = block.calls.few
     run = partial(block.module, *few.args, **few.kwargs)
     if not corrects_stream:
-        return output_of(run())
+        return few.output(run())
     names = [name for group in block.groups for name in group.names]
     block.stream.writers, result = find_writers(block.module, run, names, [each.path for each in block.experts])
     if not block.stream.writers and block.groups:
@@ -539,7 +541,7 @@ def _run_few(block: Block, corrects_stream: bool) -> torch.Tensor:
             "no layer of its block was seen to add to the residual stream, whose error is left as it is"
         )
     block.stream.begin([call.hidden for call in block.calls.original])
-    return output_of(result)
+    return few.output(result)
 
 
 def _solve_at_once(block: Block) -> list[torch.Tensor]:

@@ -36,10 +36,10 @@ from quant.export.checkpoint.files.read_tensors import (
 from quant.export.checkpoint.files.write_tensors import FLAG, clear_flag, untied_pairs
 from quant.formats.finite import is_wide_float
 from quant.kernels.linear.install import install_kv_scales, install_weight, mark_quantized, use_expert_modules
-from quant.models import huggingface
+from quant.models import huggingface, pipelines
 from quant.models.configs import check_elements, check_sizes, explained, read_fields, read_generation_config
 from quant.models.prediction_heads import attach_head_layer, head_layers
-from quant.recipes.blocks import stored_dtype
+from quant.recipes.blocks import is_denoiser, stored_dtype
 from quant.recipes.groups import group_experts, group_unseen
 from quant.recipes.layers import Layer, LayerKind, find_layers, stacking_of
 from quant.recipes.plan import PLAN_FILE, LayerPlan, Parts, Plan
@@ -197,7 +197,7 @@ def fill(opened: Checkpoint, *, built: bool) -> nn.Module:
         install_kv_scales(model, {name: tensors[name] for name in tensors if name.endswith(KV_SCALES)})
     unquantized = {name: tensors[name] for name in tensors if name not in owned and name not in tensors.carried}
     refuse(dtype_problems(model, unquantized, tensors))
-    if built:
+    if built and not is_denoiser(model):
         unquantized = _as_in_transformers(model, unquantized)
     _assign(model, unquantized, opened.directory, assign=built)
     use_expert_modules(model, plan)
@@ -215,6 +215,8 @@ def outline(directory: Path, like: type[nn.Module] | None = None) -> nn.Module:
     `like`, a known class, replaces the one that config.json names: one that comes with Python files of its own, and has
     been imported already, is not imported again from the directory.
     """
+    if like is None and (denoiser := pipelines.denoiser_class(directory)) is not None:
+        return pipelines.outline_of_denoiser(denoiser, directory)
     initialization = require("transformers.initialization", "hf")
     accelerate = require("accelerate", "hf")
     if not (directory / "config.json").is_file():

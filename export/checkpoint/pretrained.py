@@ -30,7 +30,10 @@ from quant.models.quantized_config import IN_TRAINING
 from quant.recipes.plan import Plan
 
 # Files of weights that transformers may have written here before.
-_WEIGHTS = ("model*.safetensors", "model.safetensors.index.json", "pytorch_model*.bin*")
+_WEIGHTS = (
+    "model*.safetensors", "model.safetensors.index.json", "pytorch_model*.bin*",
+    "diffusion_pytorch_model*.safetensors*",
+)  # fmt: skip
 
 
 def attach(model: nn.Module, plan: Plan) -> None:

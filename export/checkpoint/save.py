@@ -49,11 +49,11 @@ from quant.export.checkpoint.other_runtimes import (
     trial_load,
 )
 from quant.formats.tensor import BlockScaledTensor
-from quant.models import huggingface
+from quant.models import huggingface, pipelines
 from quant.models.configs import source_directory
 from quant.models.files import copy_companions
 from quant.models.prediction_heads import head_layers
-from quant.recipes.blocks import stored_dtype
+from quant.recipes.blocks import is_denoiser, stored_dtype
 from quant.recipes.callers_model import refuse_adapters, unwrapped
 from quant.recipes.plan import PLAN_FILE, Plan
 from quant.recipes.plan_check import coverage_warnings, fusion_warnings
@@ -269,6 +269,8 @@ def write_model(
         messages = checkpoint_warnings(plan, dtype, names)
         if of_transformers:
             write_config(temporary, model, plan, names, destination.source, state)
+        elif is_denoiser(model):
+            pipelines.write_config(temporary, model, compressed_tensors.quantization_config(plan, names))
         # The trial needs names and shapes only, and so runs while the weights are written. Tensors that were carried
         # over, and prediction heads, are not compared: transformers ignores them.
         hold_device_guard()
@@ -277,8 +279,9 @@ def write_model(
             if of_transformers:
                 loading = thread.submit(trial_load, temporary, model, plan, own, names, allow_missing=allow_missing)
             hashes = write_tensors(
-                temporary, tensors, destination.shard_bytes, masks=masks, log=log, carried=names.carried, heads=heads
-            )
+                temporary, tensors, destination.shard_bytes, masks=masks, log=log, carried=names.carried, heads=heads,
+                stem="diffusion_pytorch_model" if is_denoiser(model) else "model",
+            )  # fmt: skip
         trial = None
         if loading is not None:
             # After the trial, not during it: building a model on the meta device replaces functions of PyTorch.

@@ -47,6 +47,7 @@ PACKAGES = {
     "lm_eval": ("lm-eval", "tasks of lm-eval"),
     "torchao": ("torchao", "training on FP8 products of torchao"),
     "transformer_engine": ("te", "training on FP8 products of Transformer Engine"),
+    "diffusers": ("diffusion", "pipelines of diffusers"),
     "modelopt": ("modelopt", "comparisons with ModelOpt"),
 }
 """The optional packages by the name of their module, with the extra that installs each and its purpose."""

@@ -271,27 +271,28 @@ def write_tensors(
     log: FileLog | None = None,
     carried: Collection[str] = (),
     heads: Mapping[str, Sequence[int]] | None = None,
+    stem: str = "model",
 ) -> dict[str, str]:
     """Writes safetensors shards of at most `shard_bytes` with their index; returns the SHA-256 of each by file name.
 
     By default shards have an eighth of all bytes, but one gigabyte at least and five at most. A global scale in float64
     has no equal in float32, the only dtype that runtimes read: the nearest float32 goes into the file, and the exact
     value into the file's metadata. So do the names of tensors `carried` over from the source, and the shapes of the
-    quantized layers of prediction `heads`. `masks`, `log`: see `write_tensor_file`.
+    quantized layers of prediction `heads`. File names begin with `stem`. `masks`, `log`: see `write_tensor_file`.
     """
     tensors, exact = _without_float64_scales(tensors)
     if shard_bytes is None:
         share = sum(tensor.nbytes for tensor in tensors.values()) // _SHARDS_AT_ONCE
         shard_bytes = min(max(share, _LEAST_SHARD_BYTES), SHARD_BYTES)
     shards = _shards(tensors, shard_bytes)
-    names = ["model.safetensors"]
+    names = [f"{stem}.safetensors"]
     if len(shards) > 1:
-        names = [f"model-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)]
+        names = [f"{stem}-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)]
         index = {
             "metadata": {"total_size": sum(t.nbytes for shard in shards for t in shard.values())},
             "weight_map": {key: name for name, shard in zip(names, shards, strict=True) for key in shard},
         }
-        (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=2, allow_nan=False) + "\n")
+        (directory / f"{stem}.safetensors.index.json").write_text(json.dumps(index, indent=2, allow_nan=False) + "\n")
 
     def write(name: str, shard: Mapping[str, torch.Tensor | DeferredTensor]) -> str:
         metadata = {"format": "pt"}

@@ -1,0 +1,82 @@
+"""Transformers and UNets of diffusers: quantized in memory by plain rounding and GPTQ, saved, and loaded bit by bit."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+pytest.importorskip("diffusers", reason="the extra diffusion")
+
+from tiny_denoisers import FAMILIES, noise_of, tiny_calls, tiny_denoiser
+
+import quant
+
+# Two streams by keyword and by position, and a mixed dtype; the others are slow.
+_QUICK = ("Flux.1", "HunyuanVideo", "Wan")
+_EACH = [name if name in _QUICK else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES]
+
+
+def _error(model: nn.Module, original: nn.Module, calls: list[dict[str, Any]]) -> float:
+    """Returns the relative error of the predicted noise over all calls."""
+    pairs = [(noise_of(model, call), noise_of(original, call)) for call in calls]
+    wrong, whole = (
+        sum(float(x.square().sum()) for x in xs) for xs in ([a - b for a, b in pairs], [b for _, b in pairs])
+    )
+    return (wrong / whole) ** 0.5
+
+
+@pytest.mark.filterwarnings("ignore:.*of the weights are not quantized")
+@pytest.mark.parametrize("family", _EACH)
+def test_gptq_loses_less_than_rounding_and_a_saved_model_is_the_same(family: str, tmp_path: Path) -> None:
+    original = tiny_denoiser(family)
+    calls, held_out = tiny_calls(family, 4), tiny_calls(family, 2, seed=7)
+    rounded = quant.quantize(copy.deepcopy(original), "nvfp4", calls, solver="rtn")
+    solved = quant.quantize(copy.deepcopy(original), "nvfp4", calls, solver="gptq")
+    plain, gptq = (_error(each.model, original, held_out) for each in (rounded, solved))
+    assert gptq < 0.95 * plain < 0.4
+    assert _error(solved.model, solved.model, held_out) == 0
+
+    quant.save(solved.model, solved.plan, tmp_path / "saved")
+    loaded = quant.load(tmp_path / "saved")
+    for (name, ours), (_, theirs) in zip(
+        sorted(solved.model.state_dict().items()), sorted(loaded.state_dict().items()), strict=True
+    ):
+        assert ours.dtype == theirs.dtype, name
+        assert torch.equal(*(each.reshape(-1).view(torch.uint8) for each in (ours, theirs))), name
+    assert _error(loaded, solved.model, held_out) == 0
+
+
+def test_what_runs_once_or_modulates_stays_in_16_bit_unless_it_is_included() -> None:
+    model, calls = tiny_denoiser("Flux.1"), tiny_calls("Flux.1", 1)
+    plan = quant.quantize(copy.deepcopy(model), "fp8", calls, solver="rtn").plan
+    kept = {layer.name: layer.reason for layer in plan.layers if layer.weight is None}
+    assert kept["x_embedder"].startswith("embedding or final projection")
+    assert kept["transformer_blocks.0.norm1.linear"].startswith("modulation")
+    assert all(
+        name.startswith(("transformer_blocks.", "single_transformer_blocks.")) for name in plan.by_name.keys() - kept
+    )
+    only = quant.quantize(model, "fp8", calls, solver="rtn", include=["*.norm1.linear"]).plan
+    assert [layer.name for layer in only.quantized] == [f"transformer_blocks.{i}.norm1.linear" for i in range(2)]
+
+
+def test_a_forward_loop_calibrates_as_the_calls_that_it_makes() -> None:
+    calls = tiny_calls("PixArt", 2)
+    models = [tiny_denoiser("PixArt") for _ in range(2)]
+    quant.quantize(models[0], "fp8", calls, solver="gptq")
+    quant.quantize(models[1], "fp8", forward_loop=lambda model: [model(**call) for call in calls], solver="gptq")
+    assert _error(*models, tiny_calls("PixArt", 1, seed=7)) == 0
+
+
+def test_calls_keep_their_timesteps_and_dtypes() -> None:
+    """999 is 1000 in bfloat16, and another point of the trajectory."""
+    seen = []
+    model = tiny_denoiser("Stable Diffusion 3.5")
+    calls = [{**call, "timestep": torch.tensor([999.0])} for call in tiny_calls("Stable Diffusion 3.5", 1)]
+    model.time_text_embed.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
+    quant.quantize(model, "nvfp4", calls, solver="gptq")
+    assert {float(time) for time in seen} == {999.0}

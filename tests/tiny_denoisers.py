@@ -1,0 +1,233 @@
+"""Tiny random transformers and UNets of diffusers, with calls as a pipeline makes them.
+
+Random weights of one scale leave the modulation near zero, and a block near the identity; these are drawn so that every
+block changes its hidden state about as much as in trained models.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+Kwargs = dict[str, Any]
+_TEXT, _SIDE = 6, 4  # tokens of the prompt; side of the latents in patches
+
+
+def _flux() -> tuple[Kwargs, Kwargs]:
+    config = {
+        "patch_size": 1, "in_channels": 16, "num_layers": 2, "num_single_layers": 2, "attention_head_dim": 16,
+        "num_attention_heads": 4, "joint_attention_dim": 32, "pooled_projection_dim": 32, "guidance_embeds": True,
+        "axes_dims_rope": (4, 6, 6),
+    }  # fmt: skip
+    call = {
+        "hidden_states": torch.randn(1, _SIDE**2, 16), "encoder_hidden_states": torch.randn(1, _TEXT, 32),
+        "pooled_projections": torch.randn(1, 32), "img_ids": _ids(3), "txt_ids": torch.zeros(_TEXT, 3),
+        "guidance": torch.full((1,), 3.5),
+    }  # fmt: skip
+    return config, call
+
+
+def _flux2() -> tuple[Kwargs, Kwargs]:
+    config = {
+        "patch_size": 1, "in_channels": 16, "num_layers": 2, "num_single_layers": 2, "attention_head_dim": 16,
+        "num_attention_heads": 4, "joint_attention_dim": 32, "timestep_guidance_channels": 32,
+        "axes_dims_rope": (4, 4, 4, 4),
+    }  # fmt: skip
+    call = {
+        "hidden_states": torch.randn(1, _SIDE**2, 16), "encoder_hidden_states": torch.randn(1, _TEXT, 32),
+        "img_ids": _ids(4), "txt_ids": torch.zeros(_TEXT, 4), "guidance": torch.full((1,), 3.5),
+    }  # fmt: skip
+    return config, call
+
+
+def _sd3() -> tuple[Kwargs, Kwargs]:
+    config = {
+        "sample_size": 8, "patch_size": 2, "in_channels": 4, "num_layers": 3, "attention_head_dim": 16,
+        "num_attention_heads": 4, "joint_attention_dim": 32, "caption_projection_dim": 64, "pooled_projection_dim": 64,
+        "out_channels": 4, "pos_embed_max_size": 8, "dual_attention_layers": (0,), "qk_norm": "rms_norm",
+    }  # fmt: skip
+    call = {
+        "hidden_states": torch.randn(1, 4, 8, 8), "encoder_hidden_states": torch.randn(1, _TEXT, 32),
+        "pooled_projections": torch.randn(1, 64),
+    }  # fmt: skip
+    return config, call
+
+
+def _pixart() -> tuple[Kwargs, Kwargs]:
+    config = {
+        "num_attention_heads": 4, "attention_head_dim": 16, "in_channels": 4, "out_channels": 8, "num_layers": 2,
+        "cross_attention_dim": 64, "sample_size": 8, "caption_channels": 32, "norm_num_groups": 4,
+        "use_additional_conditions": False,
+    }  # fmt: skip
+    mask = torch.tensor([[1] * (_TEXT - 2) + [0] * 2])
+    call = {
+        "hidden_states": torch.randn(1, 4, 8, 8), "encoder_hidden_states": torch.randn(1, _TEXT, 32),
+        "encoder_attention_mask": mask, "added_cond_kwargs": {"resolution": None, "aspect_ratio": None},
+    }  # fmt: skip
+    return config, call
+
+
+def _sana() -> tuple[Kwargs, Kwargs]:
+    config = {
+        "in_channels": 4, "out_channels": 4, "num_attention_heads": 4, "attention_head_dim": 16, "num_layers": 2,
+        "num_cross_attention_heads": 4, "cross_attention_head_dim": 16, "cross_attention_dim": 64,
+        "caption_channels": 32, "sample_size": 8,
+    }  # fmt: skip
+    call = {"hidden_states": torch.randn(1, 4, 8, 8), "encoder_hidden_states": torch.randn(1, _TEXT, 32)}
+    return config, {**call, "encoder_attention_mask": torch.ones(1, _TEXT)}
+
+
+def _qwen_image() -> tuple[Kwargs, Kwargs]:
+    config = {
+        "patch_size": 2, "in_channels": 16, "out_channels": 4, "num_layers": 2, "attention_head_dim": 16,
+        "num_attention_heads": 4, "joint_attention_dim": 32, "axes_dims_rope": (4, 6, 6),
+    }  # fmt: skip
+    call = {
+        "hidden_states": torch.randn(1, _SIDE**2, 16), "encoder_hidden_states": torch.randn(1, _TEXT, 32),
+        "encoder_hidden_states_mask": torch.ones(1, _TEXT, dtype=torch.long), "img_shapes": [[(1, _SIDE, _SIDE)]],
+    }  # fmt: skip
+    return config, call
+
+
+def _z_image() -> tuple[Kwargs, Kwargs]:
+    config = {
+        "in_channels": 4, "dim": 64, "n_layers": 2, "n_refiner_layers": 1, "n_heads": 4, "n_kv_heads": 4,
+        "cap_feat_dim": 32, "axes_dims": [4, 6, 6], "axes_lens": [64, 16, 16],
+    }  # fmt: skip
+    return config, {"x": [torch.randn(4, 1, 8, 8)], "cap_feats": [torch.randn(_TEXT, 32)]}
+
+
+def _wan() -> tuple[Kwargs, Kwargs]:
+    config = {
+        "num_attention_heads": 4, "attention_head_dim": 16, "in_channels": 4, "out_channels": 4, "text_dim": 32,
+        "freq_dim": 32, "ffn_dim": 128, "num_layers": 2, "cross_attn_norm": True, "rope_max_seq_len": 32,
+    }  # fmt: skip
+    return config, {"hidden_states": torch.randn(1, 4, 2, 8, 8), "encoder_hidden_states": torch.randn(1, _TEXT, 32)}
+
+
+def _hunyuan_video() -> tuple[Kwargs, Kwargs]:
+    config = {
+        "in_channels": 4, "out_channels": 4, "num_attention_heads": 4, "attention_head_dim": 16, "num_layers": 2,
+        "num_single_layers": 2, "num_refiner_layers": 1, "text_embed_dim": 32, "pooled_projection_dim": 32,
+        "rope_axes_dim": (4, 6, 6), "guidance_embeds": True,
+    }  # fmt: skip
+    call = {
+        "hidden_states": torch.randn(1, 4, 2, 8, 8), "encoder_hidden_states": torch.randn(1, _TEXT, 32),
+        "encoder_attention_mask": torch.ones(1, _TEXT, dtype=torch.long), "pooled_projections": torch.randn(1, 32),
+        "guidance": torch.full((1,), 6000.0),
+    }  # fmt: skip
+    return config, call
+
+
+def _ltx() -> tuple[Kwargs, Kwargs]:
+    config = {
+        "in_channels": 16, "out_channels": 16, "num_attention_heads": 4, "attention_head_dim": 16,
+        "cross_attention_dim": 64, "num_layers": 2, "caption_channels": 32,
+    }  # fmt: skip
+    call = {
+        "hidden_states": torch.randn(1, 2 * _SIDE**2, 16), "encoder_hidden_states": torch.randn(1, _TEXT, 32),
+        "encoder_attention_mask": torch.ones(1, _TEXT, dtype=torch.long), "num_frames": 2, "height": _SIDE,
+        "width": _SIDE,
+    }  # fmt: skip
+    return config, call
+
+
+def _sdxl() -> tuple[Kwargs, Kwargs]:
+    config = {
+        "sample_size": 8, "in_channels": 4, "out_channels": 4, "block_out_channels": (32, 64), "layers_per_block": 1,
+        "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D"), "attention_head_dim": (2, 4),
+        "up_block_types": ("CrossAttnUpBlock2D", "UpBlock2D"), "transformer_layers_per_block": (1, 1),
+        "use_linear_projection": True, "cross_attention_dim": 32, "norm_num_groups": 8,
+        "addition_embed_type": "text_time", "addition_time_embed_dim": 8, "projection_class_embeddings_input_dim": 80,
+    }  # fmt: skip
+    conditions = {"text_embeds": torch.randn(1, 32), "time_ids": torch.tensor([[8.0, 8, 0, 0, 8, 8]])}
+    call = {
+        "sample": torch.randn(1, 4, 8, 8), "encoder_hidden_states": torch.randn(1, _TEXT, 32),
+        "added_cond_kwargs": conditions,
+    }  # fmt: skip
+    return config, call
+
+
+def _ids(axes: int) -> torch.Tensor:
+    """Returns the positions of image tokens; the last two axes are the row and the column."""
+    ids = torch.zeros(_SIDE, _SIDE, axes)
+    ids[..., -2 if axes == 3 else 1] += torch.arange(_SIDE)[:, None]
+    ids[..., -1 if axes == 3 else 2] += torch.arange(_SIDE)[None]
+    return ids.view(-1, axes)
+
+
+FAMILIES: dict[str, tuple[str, Callable[[], tuple[Kwargs, Kwargs]], tuple[float, ...]]] = {
+    "Flux.1": ("FluxTransformer2DModel", _flux, (1.0, 0.6, 0.2)),
+    "Flux.2": ("Flux2Transformer2DModel", _flux2, (1.0, 0.6, 0.2)),
+    "Stable Diffusion 3.5": ("SD3Transformer2DModel", _sd3, (1000.0, 600.0, 200.0)),
+    "PixArt": ("PixArtTransformer2DModel", _pixart, (999.0, 600.0, 200.0)),
+    "Sana": ("SanaTransformer2DModel", _sana, (999.0, 600.0, 200.0)),
+    "Qwen-Image": ("QwenImageTransformer2DModel", _qwen_image, (1.0, 0.6, 0.2)),
+    "Z-Image": ("ZImageTransformer2DModel", _z_image, (0.0, 0.4, 0.8)),
+    "Wan": ("WanTransformer3DModel", _wan, (999.0, 600.0, 200.0)),
+    "HunyuanVideo": ("HunyuanVideoTransformer3DModel", _hunyuan_video, (999.0, 600.0, 200.0)),
+    "LTX-Video": ("LTXVideoTransformer3DModel", _ltx, (999.0, 600.0, 200.0)),
+    "SDXL": ("UNet2DConditionModel", _sdxl, (999.0, 600.0, 200.0)),
+}  # fmt: skip
+"""Class, config and call, and timesteps as its pipeline counts them, of each family."""
+
+
+def tiny_denoiser(family: str, dtype: torch.dtype = torch.bfloat16) -> nn.Module:
+    """Returns the family's transformer or UNet with random weights, in the dtypes of `from_pretrained`.
+
+    `.to(dtype)` would round buffers and parameters that diffusers keeps in float32.
+    """
+    import diffusers
+
+    name, build, _ = FAMILIES[family]
+    torch.manual_seed(0)
+    torch.set_default_dtype(dtype)
+    try:
+        model = getattr(diffusers, name)(**build()[0]).eval().requires_grad_(False)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    for key, parameter in model.named_parameters():
+        if set(key.split(".")) & set(model._keep_in_fp32_modules or ()):
+            parameter.data = parameter.data.float()
+        if parameter.dim() >= 2 and "scale_shift_table" not in key:
+            nn.init.normal_(parameter, std=1 / math.sqrt(parameter[0].numel()))
+        elif not key.endswith("weight"):
+            nn.init.normal_(parameter, std=0.1)
+    return model  # type: ignore[no-any-return]
+
+
+def tiny_calls(family: str, samples: int, dtype: torch.dtype = torch.bfloat16, seed: int = 1) -> list[Kwargs]:
+    """Returns calls of a family's model, `samples` at each of three timesteps."""
+    _, build, timesteps = FAMILIES[family]
+    calls = []
+    for sample in range(samples):
+        torch.manual_seed(seed * 1000 + sample)
+        _, call = build()
+        for time in timesteps:
+            noisy = {name: _noisy(name, value, dtype) for name, value in call.items()}
+            noisy["t" if family == "Z-Image" else "timestep"] = torch.full((1,), time)
+            calls.append({**noisy, "return_dict": False})
+    return calls
+
+
+def _noisy(name: str, value: Any, dtype: torch.dtype) -> Any:
+    """Returns an argument in the model's dtype; the latents of each timestep are of their own."""
+    if isinstance(value, list) and isinstance(value[0], torch.Tensor):
+        return [_noisy(name, each, dtype) for each in value]
+    if isinstance(value, dict):
+        return {key: _noisy(key, each, dtype) for key, each in value.items()}
+    if not isinstance(value, torch.Tensor) or not value.is_floating_point() or name.endswith("_ids"):
+        return value
+    drawn = torch.randn_like(value) if name in ("hidden_states", "sample", "x") else value
+    return drawn.to(dtype)
+
+
+def noise_of(model: nn.Module, call: Kwargs) -> torch.Tensor:
+    """Returns what the model predicts on a call, in float32."""
+    with torch.no_grad():
+        result = model(**call)[0]
+    return (result[0] if isinstance(result, list) else result).float()
