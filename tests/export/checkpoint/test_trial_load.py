@@ -1,6 +1,5 @@
 """A checkpoint is loaded before it appears: what transformers would miss is an error, what it does not load is told."""
 
-import contextlib
 import copy
 import re
 import threading
@@ -23,7 +22,6 @@ transformers = pytest.importorskip("transformers", reason="the extra hf")
 pytest.importorskip("compressed_tensors", reason="the extra test")
 
 from architectures import build  # noqa: E402 -- needs transformers
-from transformers import core_model_loading as loading  # noqa: E402
 
 
 @pytest.fixture
@@ -95,13 +93,13 @@ def test_scales_of_the_kv_cache_that_transformers_leaves_out_are_told(
         trial_load(out, done.model, done.plan, tensors)
 
 
-def test_experts_of_one_form_are_decompressed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The trial finds the same names as without that, and leaves both libraries as they were."""
+def test_of_blocks_that_are_alike_one_is_tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The trial finds the same names as a load of all tensors, and decompresses the experts of one block."""
     from compressed_tensors.compressors import BaseCompressor
 
     sizes = {**tiny_models.DECODER, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
-    model = tiny_models.build("Qwen3Moe", "ForCausalLM", sizes, dtype=torch.bfloat16)
-    done = quant.quantize(model, "nvfp4a16")
+    model = tiny_models.build("Qwen3Moe", "ForCausalLM", {**sizes, "num_hidden_layers": 4}, dtype=torch.bfloat16)
+    done = quant.quantize(model, "nvfp4a16", exclude=["*.layers.2.self_attn.*"])
     quant.save(done.model, done.plan, tmp_path / "out")
     tensors = {name: t.to("meta") for name, t in load_file(tmp_path / "out" / "model.safetensors").items()}
     calls = []
@@ -113,20 +111,22 @@ def test_experts_of_one_form_are_decompressed_once(tmp_path: Path, monkeypatch: 
         return plain.__func__(cls, state_dict, scheme)
 
     monkeypatch.setattr(cls, "decompress", classmethod(counted))
-    patched = vars(cls)["decompress"]
-    for missing in (None, "model.layers.1.input_layernorm.weight"):
-        names = {name: tensor for name, tensor in tensors.items() if name != missing}
-        calls.clear()
-        info = module._load(tmp_path / "out", type(model), names)
-        assert vars(cls)["decompress"] is patched and loading.deepcopy is copy.deepcopy
-        shapes = {tuple(state["weight_packed"].shape) for state in calls}
-        assert 0 < len(calls) == len(shapes)
-        with monkeypatch.context() as without:
-            without.setattr(module, "_decompressing_once", contextlib.nullcontext)
-            without.setattr(module, "_copying_little", contextlib.nullcontext)
+    norms = [f"model.layers.{block}.input_layernorm.weight" for block in range(4)]
+    for missing in ((), norms[1:2], norms, ["model.norm.weight"]):
+        names = {name: tensor for name, tensor in tensors.items() if name not in missing}
+        if missing is norms:
+            names |= {f"model.layers.{block}.other": torch.empty(4, device="meta") for block in range(4)}
+        found, numbers = [], []
+        for pattern in (module._BLOCK, re.compile("(?!)")):  # the other one matches nothing: all blocks are tried
+            monkeypatch.setattr(module, "_BLOCK", pattern)
             calls.clear()
-            assert info == module._load(tmp_path / "out", type(model), names)
-            assert len(calls) >= 3 * 8 * 2 - 1
+            info = module._load(tmp_path / "out", type(model), names)
+            found.append((info["missing_keys"], set(info["unexpected_keys"])))
+            numbers.append(len(calls))
+            monkeypatch.undo()
+            monkeypatch.setattr(cls, "decompress", classmethod(counted))
+        assert found[0] == found[1] and found[0][0] == set(missing)
+        assert numbers[0] <= numbers[1] / 2 + 8 * 3
 
 
 def granite() -> torch.nn.Module:
