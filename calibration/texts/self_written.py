@@ -48,7 +48,7 @@ _DRAWN, _LIKELY = -1, -2  # in place of the ids of tokens that are still to be c
 
 
 def _no_text(model: nn.Module) -> str:
-    return f"{type(model).__name__} cannot write its own calibration text; pass some with {option('calib', 'FILE')}"
+    return f"{type(model).__name__} cannot write its own calibration text; pass some with {option('calib')}"
 
 
 def generate_rows(
