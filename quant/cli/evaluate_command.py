@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
     from quant.calibration.session import Session
     from quant.calibration.texts.sources import Rows
     from quant.evaluation.evaluation import Evaluation
+    from quant.evaluation.tasks import TaskResult
     from quant.models.open_model import Source
 
 
@@ -41,6 +44,14 @@ if TYPE_CHECKING:
 @click.option("--samples", default=16, show_default=True, help="Rows of each text; images or sounds.")
 @click.option("--seqlen", default=512, show_default=True, help="Tokens per row.")
 @click.option("--batch-size", default=1, show_default=True, help="Rows per forward pass.")
+@click.option(
+    "--task",
+    "own_tasks",
+    multiple=True,
+    type=click.Path(path_type=Path),
+    metavar="FILE.jsonl",
+    help="In place of a text: questions with right answers, one a line (docs/measuring.md). Repeatable.",
+)
 @click.option("--tasks", metavar="NAMES", help="In place of a text: tasks of lm-eval, such as arc_easy,hellaswag.")
 @click.option("--task-path", type=click.Path(path_type=Path), help="Folder with YAML files of tasks of your own.")
 @click.option("--shots", type=click.IntRange(min=0), help="Solved examples before each question of --tasks.")
@@ -53,10 +64,12 @@ if TYPE_CHECKING:
 @cli.QUIET
 @cli.JSON
 def evaluate_command(
-    model: str, texts: tuple[Path, ...], data: tuple[str, ...], baseline: str | None, tasks: str | None, device: str,
-    quiet: bool, as_json: bool, **options: Any,
+    model: str, texts: tuple[Path, ...], data: tuple[str, ...], baseline: str | None, own_tasks: tuple[Path, ...],
+    tasks: str | None, device: str, quiet: bool, as_json: bool, **options: Any,
 ) -> None:  # fmt: skip
     """Measure the perplexity of MODEL, quantized or not, and its KL and top-1 agreement with a baseline.
+
+    With --task its right answers are counted, those of classifiers too, and compared with the baseline's.
 
     Models of images, sounds and two texts take --data; encoders are compared by cosine and relative error. The
     baseline always attends in 16 bit.
@@ -72,21 +85,24 @@ def evaluate_command(
         tokenizer_if_any,
     )
     from quant.evaluation.evaluate import evaluate_texts
+    from quant.evaluation.tasks import evaluate_task, read_task
     from quant.export.checkpoint.load import open_runnable
     from quant.generate.quantized_attention import quantized_attention
     from quant.run.announcements import announce_device, announce_source
 
     of_tasks = {name: options[name] for name in ("task_path", "shots", "limit")}
-    if bool(texts) + bool(data) + bool(tasks) != 1:
+    if bool(texts) + bool(data) + bool(tasks) + bool(own_tasks) != 1:
         raise UserError(
-            "give one of --text, --data and --tasks: a text, inputs of a model that takes more than tokens, or tasks "
-            "of lm-eval"
+            "give one of --text, --data, --task and --tasks: a text, inputs of a model that takes more than tokens, "
+            "questions of your own, or tasks of lm-eval"
         )
+    for task in own_tasks:
+        read_task(task)  # before models are loaded
     if tasks is None and any(value is not None for value in of_tasks.values()):
         raise UserError("--task-path, --shots and --limit are for --tasks; leave them out")
     # lm-eval measures one model at a time.
     if tasks is not None and baseline:
-        raise UserError("--baseline is for --text and --data; run --tasks on each model")
+        raise UserError("--baseline is for --text, --data and --task; run --tasks on each model")
     sources = tuple(map(str, texts or data))
     check_sources(sources, "--data" if data else "--text")
     models = [] if options["model_factory"] else [name for name in (model, baseline) if name]
@@ -123,8 +139,17 @@ def evaluate_command(
     other = None
     if baseline:
         original, other = open_runnable(baseline, **loading)
-        if texts:
+        if texts or own_tasks:
             check_tokenizers(baseline, model, tokenizer_if_any(original), tokenizer_if_any(source))
+    if own_tasks:
+        with attention, bar("evaluate", quiet or as_json) as advance:
+            measure = partial(evaluate_task, module, source.load_tokenizer(), device=session.device, progress=advance)
+            results = [measure(task, other) for task in own_tasks]
+        if as_json:
+            cli.print_json([result.to_dict() for result in results])
+        elif not quiet:
+            _print_tasks(results)
+        return
     rows = _read_texts(source, Rows(sources, options["samples"], options["seqlen"]), other, session, terminal)
     with attention, bar("evaluate", quiet or as_json) as advance:
         result = evaluate_texts(module, rows, other, batch_size=batch_size, device=session.device, progress=advance)
@@ -148,6 +173,26 @@ def _read_texts(
     hashes = {f"the text {name}": digest_of(text) for name, text in texts.items()}
     check_same(hashes, session, WatchedFiles(source.path).files)
     return texts
+
+
+def _print_tasks(results: Sequence[TaskResult]) -> None:
+    """Prints a column for each task."""
+    labels = {
+        "accuracy": lambda r: f"{r.accuracy:.1%}",
+        "baseline accuracy": lambda r: f"{r.baseline_accuracy:.1%}",
+        "ratio": lambda r: f"{r.ratio:.4f}",
+        "… on three random halves": lambda r: ", ".join(f"{ratio:.3f}" for ratio in r.halves),
+        "difference, interval of 95%": lambda r: f"{r.interval[0]:+.1%} to {r.interval[1]:+.1%}",
+        "told apart": lambda r: "yes" if r.differs else "cannot be told apart",
+        "answered alike": lambda r: f"{r.agreement:.1%}",
+        "lost, gained": lambda r: f"{r.lost}, {r.gained}",
+        "questions": lambda r: f"{r.questions:,}",
+        "seconds": lambda r: f"{r.seconds:.1f}",
+    }
+    if results[0].baseline_accuracy is None:
+        labels = {name: labels[name] for name in ("accuracy", "questions", "seconds")}
+    columns = {f"!>{Path(r.task).name}": [cell(r) for cell in labels.values()] for r in results}
+    print_table({"!": list(labels), **columns})
 
 
 def _print_evaluation(result: Evaluation) -> None:
