@@ -24,6 +24,7 @@ from quant.calibration.session import Session
 # The 97.5 % points of Student's t distribution with 1, 2, … degrees of freedom. scipy belongs to the extra `allocate`,
 # and `quantize --eval` prints intervals with only the core packages.
 _STUDENT = (12.706205, 4.302653, 3.182446, 2.776445, 2.570582, 2.446912, 2.364624, 2.306004, 2.262157, 2.228139)
+_NORMAL = 1.959963984540054  # the same of the normal distribution
 
 
 def mean_interval(values: Sequence[float], *, least: float = -math.inf) -> tuple[float, float] | None:
@@ -40,12 +41,22 @@ def mean_interval(values: Sequence[float], *, least: float = -math.inf) -> tuple
     return max(mean - half_width, least), mean + half_width
 
 
+def paired_interval(lost: int, gained: int, count: int) -> tuple[float, float]:
+    """Returns Agresti and Min's interval of 95 % around (gained − lost) / count, for pairs that agree but in those.
+
+    Wald's interval after half a pair is added to each of the four cells (Statistics in Medicine 24, 2005).
+    """
+    b, c, total = lost + 0.5, gained + 0.5, count + 2
+    middle, half = (c - b) / total, _NORMAL * math.sqrt(b + c - (c - b) ** 2 / total) / total
+    return max(middle - half, -1.0), min(middle + half, 1.0)
+
+
 def student_point(freedom: int) -> float:
     """Returns the 97.5 % point of Student's distribution, to 4e-6 of itself."""
     if freedom <= len(_STUDENT):
         return _STUDENT[freedom - 1]
     # Cornish-Fisher's expansion about the normal point z (Abramowitz and Stegun 26.7.5).
-    z, n = 1.959963985, freedom
+    z, n = _NORMAL, freedom
     third = (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384
     fourth = (79 * z**9 + 776 * z**7 + 1482 * z**5 - 1920 * z**3 - 945 * z) / 92160
     return z + (z**3 + z) / (4 * n) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * n**2) + third / n**3 + fourth / n**4

@@ -40,6 +40,7 @@ from quant.base.listener import Progress
 from quant.calibration.allocation.curve import Loop
 from quant.calibration.allocation.goal import (
     AllocationRecord,
+    BudgetKind,
     Chosen,
     Constraint,
     ConstraintKind,
@@ -343,7 +344,8 @@ def _loop(
     # The switchable model runs on the session's device: the rows follow it once, instead of at each measurement.
     held_out, searched = moved((held_out, searched), session.device or device_of(model))
     bench = Bench(
-        switchable, space, divergence_of(model, scored), held_out, searched, session, by_perplexity=goal.by_perplexity,
+        switchable, space, divergence_of(model, scored), held_out, searched, session,
+        limited=goal.budget.kind if goal.has_limit else BudgetKind.KL, allowed=goal.budget.limit,
         expected=len(space.candidates) + (5 if goal.has_limit else counts.probes(searched.device)),
     )  # fmt: skip
     return Loop(space.problem(scores), space, scores, bench, goal, counts), scoring, seconds

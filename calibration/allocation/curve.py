@@ -84,13 +84,15 @@ class Loop:
         low, high = least, math.inf
         # Less than the least predicted loss within the budgets is infeasible, and the search starts at feasible points.
         # ΔNLL and KL have the same size for a calibrated model: KL is the expectation of ΔNLL.
-        limit = math.log1p(self.goal.max_ppl_increase or 0.0) if self.goal.max_kl is None else self.goal.max_kl
+        # Answers are lost at some other KL, which the measurements find.
+        limit = self.goal.budget.limit if self.goal.max_ppl_increase is None else math.log1p(self.goal.max_ppl_increase)
         allowance = max(limit / self.scale, least)
         # Bounds the number of measurements; `_is_close` ends most searches earlier.
         for _ in range(10):
             choice = self._smallest_within(allowance, budgets)
             predicted = self.problem.total(SCORE, choice)
-            ratio = self._ratio(choice, self._note(choice, predicted))  # measured loss / limit
+            self._note(choice, predicted)
+            ratio = self._ratio(choice)  # measured loss / limit
             if ratio <= 1:
                 good, low = choice, max(allowance, low)
                 if self.space.bytes(choice) <= smallest(self.problem, "bytes"):
@@ -136,14 +138,13 @@ class Loop:
         """Returns the limit as the user named it."""
         if self.goal.max_kl is not None:
             return f"max_kl {self.goal.max_kl:g}"
+        if self.goal.min_task is not None:
+            return f"min_task {self.goal.min_task:g}"
         return f"max_ppl_increase {100 * (self.goal.max_ppl_increase or 0.0):g}%"
 
-    def _ratio(self, choice: np.ndarray, measured: float) -> float:
+    def _ratio(self, choice: np.ndarray) -> float:
         """Returns the measured loss of a choice as a fraction of the limit."""
-        if self.goal.max_kl is not None:
-            return measured * self.scale / self.goal.max_kl
-        assert self.goal.max_ppl_increase is not None
-        return self.bench.perplexity_increase(choice) * self.scale / self.goal.max_ppl_increase
+        return self.bench.limited_loss(choice) * self.scale / self.goal.budget.limit
 
     def _note(self, choice: np.ndarray, predicted: float) -> float:
         measured = self.bench.loss(choice)
@@ -186,7 +187,7 @@ class Loop:
             measured = self.bench.loss(choice)
             if self.goal.has_limit:
                 better = self.space.bytes(choice) < self.space.bytes(best.choice)
-                better = better and self._ratio(choice, measured) <= 1
+                better = better and self._ratio(choice) <= 1
             else:
                 better = measured < best.measured
             if better and not np.array_equal(choice, present.choice):

@@ -34,6 +34,7 @@ class BudgetKind(StrEnum):
     SECONDS = "seconds"  # of a decoding step, from --latency
     KL = "kl"  # nats, from --max-kl
     PERPLEXITY = "perplexity"  # relative increase, from --max-ppl-increase
+    TASK = "task"  # right answers over the original's, from --min-task
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,11 @@ class Budget(JsonData):
 
     kind: BudgetKind
     value: float
+
+    @property
+    def limit(self) -> float:
+        """The loss that a limit allows, in its own unit; of a task, the share of right answers that may be lost."""
+        return 1 - self.value if self.kind == BudgetKind.TASK else self.value
 
 
 @dataclass(frozen=True)
@@ -117,18 +123,33 @@ class AllocationRecord(JsonData):
 
     def warnings(self) -> list[str]:
         """Returns a sentence if the limit does not hold on the rows that verify it."""
-        worst = self.worst
-        if worst is None or worst.loss <= self.budget.value:
+        worst, limit = self.worst, self.budget.limit
+        if worst is None:
+            return []
+        if self.budget.kind == BudgetKind.TASK:
+            high = math.inf if worst.interval is None else worst.interval[1]
+            if high <= limit:
+                return []
+            state = "holds" if worst.loss <= limit else "does not hold"
+            return [
+                f"{option('min_task', f'{worst.text}>={self.budget.value:g}')} {state} on "
+                f"{counted(worst.rows, 'question')} kept to verify it: {1 - worst.loss:.3f} of the right answers are "
+                f"left, and the interval of 95% reaches down to {1 - high:.3f}, so that they cannot tell; give more"
+            ]
+        if worst.loss <= limit:
             return []
         # Limits on perplexity are relative and shown in percent, those on KL in nats.
         percent = self.budget.kind == BudgetKind.PERPLEXITY
-        loss, limit = (f"{100 * x:.3g}%" if percent else f"{x:.4g}" for x in (worst.loss, self.budget.value))
+        loss, allowed = (f"{100 * x:.3g}%" if percent else f"{x:.4g}" for x in (worst.loss, limit))
         statement = "perplexity rises by" if percent else "the loss is"
-        limited = option("max_ppl_increase" if percent else "max_kl", limit)
+        limited = option("max_ppl_increase" if percent else "max_kl", allowed)
         return [
             f"{limited} holds on the rows that formats were chosen on, and not on those kept to verify it: "
             f"{statement} {loss} on {counted(worst.rows, 'row')} of {worst.text}; give a lower limit, or more rows"
         ]
+
+
+_LIMITS = ("max_kl", "max_ppl_increase", "min_task")
 
 
 @dataclass(frozen=True)
@@ -145,6 +166,7 @@ class Goal:
         power: watts of the GPU's power mode, by which `latency` is counted; None for its full clock.
         max_kl: largest measured KL(base‖model); of classes for a classifier, 1 − cosine for an encoder.
         max_ppl_increase: largest relative increase of perplexity.
+        min_task: least share of the original's right answers, to the questions of `HeldOut.task`.
     """
 
     bits: float | None = None
@@ -156,15 +178,18 @@ class Goal:
     power: float | None = None
     max_kl: float | None = None
     max_ppl_increase: float | None = None
+    min_task: float | None = None
 
     def __post_init__(self) -> None:
         # Two limits would need two searches: the smallest model for one may break the other.
-        if self.max_kl is not None and self.max_ppl_increase is not None:
-            raise UserError(f"give one limit on the loss: {option('max_kl')} or {option('max_ppl_increase')}")
+        if sum(limit is not None for limit in (self.max_kl, self.max_ppl_increase, self.min_task)) > 1:
+            raise UserError(f"give one limit on the loss: {', '.join(map(option, _LIMITS))}")
+        if self.min_task is not None and not 0 < self.min_task < 1:
+            raise UserError(f"{option('min_task', f'{self.min_task:g}')}: give a share of the original's, such as 0.97")
         if not self.has_limit and self.bits is None and self.fit is None and self.latency is None:
             raise UserError(
                 f"nothing to allocate for: give {option('bits')}, {option('fit')}, {option('latency')}, "
-                f"{option('max_kl')} or {option('max_ppl_increase')}"
+                f"{', '.join(map(option, _LIMITS[:-1]))} or {option(_LIMITS[-1])}"
             )
         for name in ("bits", "fit", "latency", "max_kl", "max_ppl_increase"):
             value = getattr(self, name)
@@ -182,17 +207,7 @@ class Goal:
     @property
     def has_limit(self) -> bool:
         """Whether the loss is limited and the size minimized; otherwise the size is limited and the loss minimized."""
-        return self.max_kl is not None or self.max_ppl_increase is not None
-
-    @property
-    def by_perplexity(self) -> bool:
-        """Whether the limit is on the increase of perplexity."""
-        return self.max_ppl_increase is not None
-
-    @property
-    def limit(self) -> float | None:
-        """The limit on the loss, in its own unit."""
-        return self.max_ppl_increase if self.max_kl is None else self.max_kl
+        return any(getattr(self, limit) is not None for limit in _LIMITS)
 
     @property
     def timing(self) -> Timing | None:
@@ -213,8 +228,9 @@ class Goal:
         """The limit on the loss if there is one, else the first budget, for the record."""
         # A limit on the loss comes first: with one, budgets are side conditions.
         named = (
-            (BudgetKind.KL, self.max_kl), (BudgetKind.PERPLEXITY, self.max_ppl_increase), (BudgetKind.BITS, self.bits),
-            (BudgetKind.BYTES, self.fit), (BudgetKind.SECONDS, self.latency),
+            (BudgetKind.KL, self.max_kl), (BudgetKind.PERPLEXITY, self.max_ppl_increase),
+            (BudgetKind.TASK, self.min_task),
+            (BudgetKind.BITS, self.bits), (BudgetKind.BYTES, self.fit), (BudgetKind.SECONDS, self.latency),
         )  # fmt: skip
         return next(Budget(kind, value) for kind, value in named if value is not None)
 

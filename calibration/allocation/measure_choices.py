@@ -12,11 +12,12 @@ from statistics import fmean
 
 import numpy as np
 import torch
+from torch import nn
 
 from quant.base.errors import UserError, option
-from quant.calibration.allocation.goal import Uniform, Verified
+from quant.calibration.allocation.goal import BudgetKind, Uniform, Verified
 from quant.calibration.allocation.space import Space, key_of
-from quant.calibration.evaluating import mean_interval
+from quant.calibration.evaluating import mean_interval, paired_interval
 from quant.calibration.sensitivity.cached_run import CachedRun
 from quant.calibration.sensitivity.divergence import Divergence, Later, NextToken
 from quant.calibration.sensitivity.knapsack import Infeasible, KnapsackProblem, Near, solve
@@ -147,6 +148,14 @@ _CALIBRATION = "calibration text"
 
 
 @dataclass(frozen=True, eq=False)
+class Answers:
+    """Questions of a task, by the name of their file."""
+
+    name: str
+    right: Callable[[nn.Module], list[bool]]  # whether a model answers each one rightly
+
+
+@dataclass(frozen=True, eq=False)
 class HeldOut:
     """The text on which a limit on the loss is kept, rows of token ids by its name, int64 `[rows, seqlen]`.
 
@@ -159,6 +168,7 @@ class HeldOut:
 
     check: Mapping[str, torch.Tensor]
     verify: Mapping[str, torch.Tensor]  # rows for the loss of the final choice; empty where nothing is verified
+    task: tuple[Answers, Answers] | None = None  # questions to choose on and to verify with, of a limit on a task
 
     @classmethod
     def halves(cls, texts: Mapping[str, torch.Tensor]) -> HeldOut:
@@ -243,8 +253,10 @@ class Bench:
     searched: torch.Tensor
     session: Session
     expected: int = 0
+    allowed: float = math.inf  # the loss that a limit allows
     losses: dict[tuple[int, ...], float] = field(default_factory=dict)  # measured losses, by choice
-    by_perplexity: bool = False
+    limited: BudgetKind = BudgetKind.KL  # the figure that a limit is on
+    answers: dict[tuple[int, ...], list[bool]] = field(default_factory=dict)  # to the questions of a task, by choice
     # measured negative log-likelihoods by text, by choice; the empty choice is the original model
     nlls: dict[tuple[int, ...], dict[str, float]] = field(default_factory=dict)
     # negative log-likelihoods of the original model on the rows that verify, by text
@@ -269,15 +281,59 @@ class Bench:
         """Returns `loss` of a model that is quantized for real, which `divergence` runs."""
         return max(each.loss_of(divergence) for each in self.checked.values())
 
-    def perplexity_increase(self, choice: np.ndarray) -> float:
-        """Returns the relative increase of perplexity on the check rows; of several texts, on the worst."""
+    def limited_loss(self, choice: np.ndarray) -> float:
+        """Returns what a limit is on: `loss`, the increase of perplexity on the worst text, or the answers lost."""
+        if self.limited == BudgetKind.KL:
+            return self.loss(choice)
+        if self.limited == BudgetKind.TASK:
+            return self._answers_lost(self._right(choice))
         self._next_token()
         return self._increase(self._nlls(choice))
 
-    def perplexity_increase_of(self, divergence: Divergence) -> float:
-        """Returns `perplexity_increase` of a model that is quantized for real, which `divergence` runs."""
+    def limited_loss_of(self, divergence: Divergence) -> float:
+        """Returns `limited_loss` of a model that is quantized for real, which `divergence` runs."""
+        if self.limited == BudgetKind.KL:
+            return self.loss_of(divergence)
+        if self.limited == BudgetKind.TASK:
+            return self._answers_lost(self._task[0].right(divergence.model))
         self._next_token()
         return self._increase(_nlls_of(divergence, self.held_out.check))
+
+    @property
+    def _task(self) -> tuple[Answers, Answers]:
+        if self.held_out.task is None:
+            raise UserError(f"{option('min_task')}: name the file of its questions, {option('min_task', 'FILE>=0.97')}")
+        return self.held_out.task
+
+    def _right(self, choice: np.ndarray | None, *, verify: bool = False) -> list[bool]:
+        """Returns which questions are answered rightly by a choice, or by the original model."""
+        key = (verify, *(() if choice is None else key_of(choice)))
+        if key not in self.answers:
+            self.switchable.formats.set({} if choice is None else self.space.named(choice))
+            self.answers[key] = self._task[verify].right(self.divergence.model)
+            self.switchable.formats.forget_inputs()
+        return self.answers[key]
+
+    def _answers_lost(self, right: list[bool]) -> float:
+        """Returns the share of the original's right answers that is lost."""
+        before, allowed = sum(self._right(None)), self.allowed
+        if before == 0 or 1 / before > allowed:
+            few = "none" if before == 0 else f"{before}, and one fewer is {1 / before:.3f} of them"
+            raise UserError(
+                f"{option('min_task', self._task[0].name)}: of {len(right)} questions to choose on, the original "
+                f"answers {few}, where {allowed:.3g} may be lost; give more questions"
+            )
+        return 1 - sum(right) / before
+
+    def _verified_task(self, right: list[bool]) -> tuple[Verified, ...]:
+        before = self._right(None, verify=True)
+        pairs = list(zip(before, right, strict=True))
+        lost, gained = pairs.count((True, False)), pairs.count((False, True))
+        # In shares of the original's right answers, like the limit.
+        scale = len(right) / max(sum(before), 1)
+        low, high = paired_interval(lost, gained, len(right))
+        loss = scale * (lost - gained) / len(right)
+        return (Verified(self._task[1].name, len(right), loss, (-scale * high, -scale * low)),)
 
     @cached_property
     def verifying(self) -> dict[str, CachedRun]:
@@ -288,7 +344,9 @@ class Bench:
     def verified(self, choice: np.ndarray) -> tuple[Verified, ...]:
         """Returns the loss of a choice on the rows that verify, text by text."""
         named = self.space.named(choice)
-        if not self.by_perplexity:
+        if self.limited == BudgetKind.TASK:
+            return self._verified_task(self._right(choice, verify=True))
+        if self.limited == BudgetKind.KL:
             return tuple(_verified(name, each.losses(named)) for name, each in self.verifying.items())
         model = self._next_token()
         # Both models on the same rows, for the differences in `_verified_nlls`.
@@ -301,7 +359,9 @@ class Bench:
 
     def verified_of(self, divergence: Divergence) -> tuple[Verified, ...]:
         """Returns `verified` of a model that is quantized for real; call `verified` for a choice before."""
-        if not self.by_perplexity:
+        if self.limited == BudgetKind.TASK:
+            return self._verified_task(self._task[1].right(divergence.model))
+        if self.limited == BudgetKind.KL:
             return tuple(_verified(name, each.losses_of(divergence)) for name, each in self.verifying.items())
         return self._verified_nlls({name: _row_nlls(divergence, rows) for name, rows in self.held_out.verify.items()})
 

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from quant.calibration.allocation.curve import Loop, MeasuredChoice
-from quant.calibration.allocation.goal import Goal, Round, Verified
+from quant.calibration.allocation.goal import BudgetKind, Goal, Round, Verified
 from quant.calibration.allocation.measure_choices import Counts, Search
 from quant.calibration.allocation.space import key_of
 from quant.calibration.evaluating import prepared
@@ -79,18 +79,17 @@ class RealSolver:
 
     def within_loss(self, estimated: MeasuredChoice) -> tuple[MeasuredChoice, Quantized]:
         """Returns the smallest choice that keeps the limit, searched again while it is missed."""
-        loop, limit = self.loop, self.loop.goal.limit
-        assert limit is not None
+        loop, limit = self.loop, self.loop.goal.budget.limit
         best: tuple[MeasuredChoice, Quantized] | None = None
         for _ in range(loop.counts.solves):
             quantized = self._quantized(estimated.choice)
             # The limited figure of groups solved one by one, as the loop measured it, and of the quantized copy.
             alone, limited = estimated.measured, self._measured(quantized, estimated)
             measured = limited
-            if loop.goal.by_perplexity:
-                alone = loop.bench.perplexity_increase(estimated.choice)
+            if loop.bench.limited != BudgetKind.KL:
+                alone = loop.bench.limited_loss(estimated.choice)
                 with self._running(quantized) as divergence:
-                    limited = loop.bench.perplexity_increase_of(divergence)
+                    limited = loop.bench.limited_loss_of(divergence)
             smaller = best is None or loop.space.bytes(estimated.choice) < loop.space.bytes(best[0].choice)
             if limited <= limit and smaller:
                 best = MeasuredChoice(estimated.choice, measured), quantized

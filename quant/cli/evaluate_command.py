@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -177,7 +177,7 @@ def _read_texts(
 
 def _print_tasks(results: Sequence[TaskResult]) -> None:
     """Prints a column for each task."""
-    labels = {
+    labels: dict[str, Callable[[Any], str]] = {
         "accuracy": lambda r: f"{r.accuracy:.1%}",
         "baseline accuracy": lambda r: f"{r.baseline_accuracy:.1%}",
         "ratio": lambda r: f"{r.ratio:.4f}",

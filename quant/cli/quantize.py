@@ -25,8 +25,8 @@ GROUPS = {
         "--format", "--recipe", "--plan", "--include", "--exclude", "--lm-head", "--kv-cache", "--attention",
     ),
     "Formats chosen within a limit": (
-        "--bits", "--fit", "--ctx", "--batch", "--latency", "--max-kl", "--max-ppl-increase", "--target", "--power",
-        "--formats", "--method", "--pin", "--forbid", "--at-least", "--search", "--sensitivity",
+        "--bits", "--fit", "--ctx", "--batch", "--latency", "--max-kl", "--max-ppl-increase", "--min-task", "--target",
+        "--power", "--formats", "--method", "--pin", "--forbid", "--at-least", "--search", "--sensitivity",
     ),
     "Rounding": (
         "--effort", "--solver", "--guard", "--observer", "--calib", "--calib-samples", "--seqlen", "--eval",
@@ -125,6 +125,8 @@ _OF_PLANS = (
     click.option("--max-kl", type=float, metavar="NATS",
                  help="Find the smallest model whose KL stays below, on each --eval text."),
     click.option("--max-ppl-increase", metavar="PERCENT", help="The same for perplexity, such as 1%."),
+    click.option("--min-task", metavar="'FILE>=SHARE'", help="The same for right answers to the questions of a JSONL "
+                 "file, relative to MODEL's own: 'task.jsonl>=0.97' (docs/measuring.md)."),
     click.option("--target", shell_complete=TARGET_NAMES, multiple=True, metavar="NAME",
                  help="Runtime, whose formats are offered, or GPU, for --latency: vllm, h100, FILE.json. Repeatable."),
     click.option("--power", metavar="WATTS", help="Power mode of the GPU of --target, for --latency: 30W."),

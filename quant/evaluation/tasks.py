@@ -8,9 +8,8 @@
 behind the prompt, as lm-eval's `acc`; written text is greedy, and ends before the first line break.
 
 Two models answer the same questions, so that their accuracies differ by the questions that one of them alone answers:
-of n questions, b are lost and c gained. The interval of 95 % around (c − b) / n is Agresti and Min's (Statistics in
-Medicine 24, 2005): Wald's, after half a question is added to each of the four cells. Where it holds zero, the models
-cannot be told apart by these questions.
+of n questions, b are lost and c gained. Where the interval of 95 % around (c − b) / n holds zero, the models cannot be
+told apart by these questions.
 """
 
 from __future__ import annotations
@@ -28,14 +27,14 @@ from torch import nn
 
 from quant.base.errors import UserError, counted
 from quant.base.json_files import JsonData
-from quant.calibration.evaluating import prepared
+from quant.calibration.allocation.measure_choices import Answers
+from quant.calibration.evaluating import paired_interval, prepared
 from quant.calibration.outputs.logits import Logits, logits_of, run_probe
 from quant.calibration.placement import Device, device_of
 from quant.calibration.session import Session
 from quant.recipes.callers_model import unwrapped
 from quant.recipes.layers import output_head
 
-_Z = 1.959963984540054  # the normal distribution's 97.5 % point
 _SEEDS = (0, 1, 2)  # of the halves that show how much the ratio depends on the questions
 _SPARE = 8  # tokens that a written answer may have beyond those of the right one
 
@@ -223,20 +222,28 @@ def is_right(answers: Sequence[Prediction], questions: Sequence[Question]) -> li
     return [str(answer) == str(question.answer) for answer, question in zip(answers, questions, strict=True)]
 
 
+def held_out_task(path: str | Path, tokenizer: Any) -> tuple[Answers, Answers]:
+    """Returns the questions on which a limit is kept, and those that verify it: every other one of a file."""
+    questions = read_task(path)
+    check, verify = (
+        Answers(Path(path).name, lambda model, own=own: is_right(predict(model, tokenizer, own), own))  # type: ignore[misc]
+        for own in (questions[::2], questions[1::2])
+    )
+    return check, verify
+
+
 def compare_answers(task: str, right: Sequence[bool], before: Sequence[bool]) -> TaskResult:
     """Returns the figures of a model and its original from which of the same questions each answers rightly."""
     n = len(right)
-    lost, gained = (sum(a and not b for a, b in zip(*pair, strict=True)) for pair in ((before, right), (right, before)))
-    # Agresti and Min: half a question more in each cell, of which b and c are two.
-    b, c, total = lost + 0.5, gained + 0.5, n + 2
-    middle, half = (c - b) / total, _Z * math.sqrt(b + c - (c - b) ** 2 / total) / total
+    pairs = list(zip(before, right, strict=True))
+    lost, gained = pairs.count((True, False)), pairs.count((False, True))
     halves = []
     for seed in _SEEDS:
         some = torch.randperm(n, generator=torch.Generator().manual_seed(seed), device="cpu")[: max(n // 2, 1)].tolist()
         halves.append(_ratio(sum(right[i] for i in some), sum(before[i] for i in some)))
     return TaskResult(
         task, n, sum(right) / n, 0.0, sum(before) / n, _ratio(sum(right), sum(before)),
-        (max(middle - half, -1.0), min(middle + half, 1.0)), None, lost, gained, tuple(halves),
+        paired_interval(lost, gained, n), None, lost, gained, tuple(halves),
     )  # fmt: skip
 
 

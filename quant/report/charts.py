@@ -162,6 +162,7 @@ def budget_text(budget: Budget) -> str:
         BudgetKind.SECONDS: f"{1000 * budget.value:g} ms",
         BudgetKind.KL: f"KL ≤ {budget.value:g}",
         BudgetKind.PERPLEXITY: f"perplexity +{budget.value:.1%}",
+        BudgetKind.TASK: f"right answers ≥ {budget.value:.1%} of the original's",
     }[budget.kind]
 
 

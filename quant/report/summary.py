@@ -166,16 +166,19 @@ def _kept_budget(record: AllocationRecord) -> str:
 
 def verified_text(record: AllocationRecord, verified: Verified) -> str:
     """Returns the loss of the chosen allocation on the rows of a text that verify it, in the unit of its limit."""
-    percent = record.budget.kind == BudgetKind.PERPLEXITY
+    percent = record.budget.kind in (BudgetKind.PERPLEXITY, BudgetKind.TASK)
 
     def text(value: float) -> str:
         return f"{100 * value:+.2f}%" if percent else loss_text(value)
 
     ends = verified.interval
     interval = "" if ends is None else f", 95%: {text(ends[0])} to {text(ends[1])}"
-    quantity = "perplexity" if percent else "loss"
-    where = f"{counted(verified.rows, 'row')} of {verified.text} that took no part in the choice"
-    return f"{quantity} {text(verified.loss)} (limit {text(record.budget.value)}{interval}) on {where}"
+    is_task = record.budget.kind == BudgetKind.TASK
+    quantity = "answers lost" if is_task else "perplexity" if percent else "loss"
+    where = (
+        f"{counted(verified.rows, 'question' if is_task else 'row')} of {verified.text} that took no part in the choice"
+    )
+    return f"{quantity} {text(verified.loss)} (limit {text(record.budget.limit)}{interval}) on {where}"
 
 
 # KL in nats of the default solver on SmolLM2-135M, from docs/benchmarks.md: by the weight format where inputs are in

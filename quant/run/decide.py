@@ -30,6 +30,7 @@ from quant.calibration.sensitivity.table import Sensitivity, parse_candidates
 from quant.calibration.solvers.registry import with_supported_solver
 from quant.calibration.texts.mixture import NoTextError, Record, lacks_data, with_calibration, with_data
 from quant.calibration.texts.sources import as_rows, named_inputs
+from quant.evaluation.tasks import held_out_task, read_task
 from quant.export.checkpoint.carry_over import head_weights
 from quant.export.checkpoint.files.compressed_tensors import check_plan
 from quant.export.checkpoint.files.names import stored_names
@@ -250,6 +251,8 @@ def _rows(job: Job, goal: Goal) -> tuple[torch.Tensor, list[Record] | None, Held
     """Returns the rows that score and solve, records of rows that were read here, and held-out rows for a limit."""
     request = job.request
     held_out = None
+    if request.budget.task is not None:
+        read_task(request.budget.task[0])  # refused before texts are read
     # Read here too where nothing is limited: a text that is missing or too short is refused before the choice.
     texts = evaluation_data(replace(job, listener=SILENT))
     if goal.has_limit and texts:
@@ -262,6 +265,9 @@ def _rows(job: Job, goal: Goal) -> tuple[torch.Tensor, list[Record] | None, Held
     if goal.has_limit and held_out is None:
         # A limit that is kept and verified on the solver's own rows would be kept by overfitting.
         rows, held_out = HeldOut.from_calibration(rows)
+    if request.budget.task is not None:
+        questions = held_out_task(request.budget.task[0], job.source.load_tokenizer())
+        held_out = replace(held_out or HeldOut({}, {}), task=questions)
     return rows, records, held_out
 
 

@@ -38,7 +38,7 @@ from quant.recipes.plan_make import kv_cache_name
 from quant.recipes.recipe import KEEP, Recipe, get_recipe
 from quant.recipes.solver_names import DEFAULT_OBSERVER
 
-_BUDGETS = ("bits", "fit", "latency", "max_kl", "max_ppl_increase")
+_BUDGETS = ("bits", "fit", "latency", "max_kl", "max_ppl_increase", "min_task")
 # Fields whose option does not repeat their name; the command has --recipe FILE and --format NAME.
 _OPTIONS = {"recipe": "--format", "recipe_file": "--recipe", "plan_file": "--plan", "eval_texts": "--eval"}
 
@@ -61,6 +61,7 @@ class AllocationRequest:
     power: str | None = None
     max_kl: float | None = None
     max_ppl_increase: str | None = None
+    min_task: str | None = None
     formats: str | Sequence[str] | None = None
     method: str | None = None
     pin: tuple[str, ...] = ()
@@ -97,7 +98,21 @@ class AllocationRequest:
             power=read_quantity(spell("power"), self.power, "power"),
             max_kl=self.max_kl,
             max_ppl_increase=read_quantity(spell("max_ppl_increase"), self.max_ppl_increase, "ratio"),
+            min_task=None if self.task is None else self.task[1],
         )
+
+    @property
+    def task(self) -> tuple[Path, float] | None:
+        """The file of questions, and the least share of the original's right answers, of `FILE>=0.97`."""
+        if self.min_task is None:
+            return None
+        path, sign, share = self.min_task.partition(">=")
+        try:
+            if path and sign:
+                return Path(path.strip()), parse_quantity(share, "ratio")
+        except ValueError:
+            pass
+        raise UserError(f"--min-task {self.min_task!r}: write it as 'FILE.jsonl>=0.97'")
 
     @property
     def counts(self) -> Counts:

@@ -31,7 +31,7 @@ from quant.calibration.allocation.goal import (
     Options,
     Verified,
 )
-from quant.calibration.allocation.measure_choices import Bench, Counts, HeldOut
+from quant.calibration.allocation.measure_choices import Answers, Bench, Counts, HeldOut
 from quant.calibration.sensitivity import divergence
 from quant.calibration.sensitivity.costs import kv_cache_bytes
 from quant.calibration.sensitivity.knapsack import Infeasible
@@ -140,6 +140,48 @@ def test_a_limit_on_perplexity() -> None:
     assert result.baseline_perplexity is not None
     assert result.perplexity <= 1.02 * result.baseline_perplexity * (1 + 1e-5)
     assert found.record.chosen.bits < 16
+
+
+def test_a_limit_on_a_task() -> None:
+    """Questions are rows of tokens, and the right answers the original's likeliest next token, but for every fifth."""
+    model, questions = _llama(2).float(), _rows(400)[12:]
+    with torch.no_grad():
+        answers = (model(questions).logits[:, -1].argmax(-1) + (torch.arange(len(questions)) % 5 == 0)) % VOCABULARY
+
+    def right(model: nn.Module, part: slice) -> list[bool]:
+        return (model(questions[part]).logits[:, -1].argmax(-1) == answers[part]).tolist()  # type: ignore[no-any-return]
+
+    parts = slice(0, None, 2), slice(1, None, 2)
+    task = tuple(Answers("q.jsonl", lambda model, part=part: right(model, part)) for part in parts)
+    held_out = replace(HeldOut.without_verification(_rows()[8:]), task=task)
+    found = _allocate(Goal(min_task=0.9), model, held_out=held_out, solver="gptq")
+    quantized = copy.deepcopy(model)
+    quantize(quantized, found.plan, _rows())
+    with torch.no_grad():
+        before, after = ([right(each, part) for part in parts] for each in (model, quantized))
+    assert found.record.chosen.bits < 16 and sum(after[0]) >= 0.9 * sum(before[0])
+    (verified,) = found.record.verified
+    assert (verified.text, verified.rows) == ("q.jsonl", 194)
+    assert verified.loss == pytest.approx(1 - sum(after[1]) / sum(before[1]))
+    assert verified.interval[0] < verified.loss < verified.interval[1]
+    record = replace(found.record, verified=(replace(verified, loss=0.05, interval=(-0.01, 0.11)),))
+    assert re.match(r'min_task="q.jsonl>=0.9" holds on 194 questions.* 0.950 .* down to 0.890', record.warnings()[0])
+    assert replace(record, verified=(replace(verified, interval=(0.0, 0.09)),)).warnings() == []
+    few = replace(held_out, task=(Answers("q.jsonl", lambda model: right(model, slice(0, 8))), task[1]))
+    with pytest.raises(
+        UserError, match=r"min_task=\"q.jsonl\": of 8 questions to choose on, the original answers 6, and one"
+    ):
+        _allocate(Goal(min_task=0.9), model, held_out=few)
+
+
+def test_a_limit_on_the_loss_is_one() -> None:
+    with pytest.raises(UserError, match="give one limit on the loss: max_kl=, max_ppl_increase=, min_task="):
+        Goal(max_kl=0.1, min_task=0.9)
+    with pytest.raises(UserError, match=r"give a share of the original's, such as 0\.97"):
+        Goal(min_task=1.0)
+    with pytest.raises(UserError, match=r"'tasks.jsonl': write it as 'FILE.jsonl>=0.97'"):
+        AllocationRequest(min_task="tasks.jsonl").goal()
+    assert AllocationRequest(min_task="a b.jsonl >= 97%").task == (Path("a b.jsonl"), 0.97)
 
 
 def test_a_limit_is_verified_on_rows_that_took_no_part() -> None:
