@@ -42,7 +42,7 @@ from quant.export.checkpoint.save import save
 from quant.export.exporters import EXPORTERS, ExportJob, cache_capacity, check_attention
 from quant.export.kinds import CALIB_SAMPLES, CHOICES, DTYPES, KINDS, REMOVED, SEQLEN
 from quant.export.onnx.decoder_graph import GraphInput
-from quant.export.onnx.limits import check_experts
+from quant.export.onnx.expert_nodes import check_experts
 from quant.export.onnx.opsets import RUNTIMES
 from quant.export.onnx.quantized_cache import holds_cache_scales
 from quant.export.tensorrt.gpu_targets import choose_common_library, packages_of_engine, resolve_targets
@@ -192,7 +192,8 @@ def export_model(
         with listener.step(f"loading {model}" if stored is not None else "saving the model"):
             opened = stack.enter_context(_opened(model, stored, to, path, module, tokenizer))
         if "inputs" in KINDS[to][1]:
-            check_experts(opened.model, in_16_bit=to in ("onnx", "tensorrt"))
+            runtime = "onnxruntime" if to == "onnx" and target != "tensorrt" else "tensorrt"
+            check_experts(opened.model, runtime, in_16_bit=to in ("onnx", "tensorrt"))
         # The sizes of a cache decide what is refused, and attention's scales are measured only after that.
         cached = cache_capacity(to, opened.model, capacity, has_inputs=bool(inputs), genai=genai)
         check_attention(to, opened.plan, attention, kv_cache, cached=cached > 0)

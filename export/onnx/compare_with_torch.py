@@ -30,11 +30,13 @@ from torch import nn
 from torch.nn.functional import linear
 
 from quant.base.errors import option
+from quant.export.onnx.expert_nodes import PROJECTIONS, is_fused
 from quant.export.onnx.opsets import INTEGER_PRODUCT, ORT_DOMAIN, TRT_DOMAIN, register_schemas
 from quant.export.onnx.translate import UNREACHED_KEY, layer_of
 from quant.formats.format import Format
 from quant.formats.tensor import BlockScaledTensor, round_activation
 from quant.kernels.linear.conv import QuantConv, round_samples
+from quant.kernels.linear.experts import QuantExperts, experts_forward
 from quant.kernels.linear.quant_linear import QuantLinear, quantized_linear
 from quant.recipes.blocks import stored_dtype
 
@@ -172,6 +174,9 @@ def verify(
         )
     dtype = stored_dtype(model)
     entries = []
+    for name, module in model.named_modules():
+        if is_fused(module) and any(isinstance(x, QuantExperts) for x in module.children()):
+            entries += _experts_entries(name, module, graph, checkpoint, dtype)
     for done, (name, module) in enumerate(layers, 1):
         stored = checkpoint(name) if checkpoint else None
         compared: Any = _compare_conv if isinstance(module, QuantConv) else _compare_linear
@@ -183,19 +188,21 @@ def verify(
             and max(errors["output"], errors.get("saturated", 0.0)) <= TOLERANCE[dtype] * (2 if by_token else 1)
             and max(errors["weight"], errors.get("checkpoint", 0.0)) <= WEIGHT_TOLERANCE
         )
-        entries.append(
-            {
-                "name": name,
-                "fake_quant": errors["fake_quant"],
-                "checkpoint": errors.get("checkpoint"),
-                "onnx": max(errors["output"], errors.get("saturated", 0.0), errors["weight"]),
-                "engine": None,
-                "passed": passed,
-            }
-        )
+        entries.append(_entry(name, errors, passed=passed))
         if progress:
             progress(done, len(layers))
     return {"layers": entries, "unreached": graph.unreached, "passed": all(entry["passed"] for entry in entries)}
+
+
+def _entry(name: str, errors: Mapping[str, float], *, passed: bool) -> dict[str, Any]:
+    return {
+        "name": name,
+        "fake_quant": errors["fake_quant"],
+        "checkpoint": errors.get("checkpoint"),
+        "onnx": max(errors["output"], errors.get("saturated", 0.0), errors["weight"]),
+        "engine": None,
+        "passed": passed,
+    }
 
 
 def worst_layer(receipt: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -261,6 +268,22 @@ class LayerGraphs:
             return value == output or (bool(self.layer.get(value)) and value not in outputs) or value in self.folded
 
         return self._cut(output, own, name)
+
+    def loaded(self, name: str) -> Any:
+        """Returns an initializer with its numbers, which may lie in a file of their own."""
+        from onnx.external_data_helper import load_external_data_for_tensor
+
+        tensor = copy.deepcopy(self.constants[name])
+        if tensor.data_location == tensor.EXTERNAL:
+            load_external_data_for_tensor(tensor, str(self.path.parent))
+        return tensor
+
+    def array(self, name: str) -> np.ndarray:
+        """Returns the numbers of an initializer."""
+        from onnx import numpy_helper
+
+        numbers: np.ndarray = numpy_helper.to_array(self.loaded(name))
+        return numbers
 
     def weight(self, name: str) -> Any:
         """Returns a model that computes the layer's weight `[out, in]`, float32, before any cast to half."""
@@ -339,18 +362,85 @@ class LayerGraphs:
     def _model(self, nodes: Sequence[Any], name: str, values: Sequence[str], used: set[str]) -> Any:
         """Returns a model of nodes; `values` are its inputs and its output, `used` its constants."""
         from onnx import helper
-        from onnx.external_data_helper import load_external_data_for_tensor
 
-        constants = []
-        for value in sorted(used):
-            tensor = copy.deepcopy(self.constants[value])
-            if tensor.data_location == tensor.EXTERNAL:
-                load_external_data_for_tensor(tensor, str(self.path.parent))
-            constants.append(tensor)
+        constants = [self.loaded(value) for value in sorted(used)]
         # The evaluator ignores the declared type, FLOAT of any shape.
         declared = [helper.make_value_info(value, helper.make_tensor_type_proto(1, None)) for value in values]
         graph = helper.make_graph(nodes, name, declared[:-1], declared[-1:], constants)
         return helper.make_model(graph, opset_imports=self.model.opset_import, ir_version=self.model.ir_version)
+
+
+def _experts_entries(
+    name: str,
+    module: Any,
+    graph: LayerGraphs,
+    checkpoint: Callable[[str], BlockScaledTensor] | None,
+    dtype: torch.dtype,
+) -> list[dict[str, Any]]:
+    """Returns the entries of the quantized projections of fused experts, which are one node of the file.
+
+    Its numbers are computed from the codes in the file, in float64, for two experts of each token.
+    """
+    if name not in graph.outputs:
+        raise ValueError(f"{graph.path}: no nodes of {name}; the file is of another model")
+    weights: dict[str, Any] = {projection: getattr(module, projection) for projection in PROJECTIONS}
+    quantized = [key for key, weight in weights.items() if isinstance(weight, QuantExperts)]
+    files = {
+        key: [graph.array(f"{name}.{key}{part}") for part in ((".codes", ".scale") if key in quantized else ("",))]
+        for key in weights
+    }
+
+    def exported(key: str, expert: int) -> torch.Tensor:
+        weight = torch.from_numpy(_expert_weight(*(part[expert] for part in files[key]), columns=weights[key].shape[2]))
+        return weight.unflatten(0, (-1, 2)).transpose(0, 1).flatten(0, 1) if key == PROJECTIONS[0] else weight
+
+    def held(key: str, expert: int) -> torch.Tensor:
+        weight: torch.Tensor = weights[key].dense(expert) if key in quantized else weights[key][expert]
+        return weight.float()
+
+    generator, experts, slots = torch.Generator().manual_seed(0), module.num_experts, min(2, module.num_experts)
+    x = torch.randn(TOKENS, weights["down_proj"].shape[1], generator=generator, dtype=torch.float32).to(dtype)
+    shares, index = torch.randn(TOKENS, experts, generator=generator, dtype=torch.float32).softmax(-1).topk(slots)
+    sums = {}
+    for key, matrix in {"file": exported, "textbook": held}.items():
+        sums[key] = torch.zeros(x.shape, dtype=torch.float64)
+        for token, slot in np.ndindex(TOKENS, slots):
+            up, down = (matrix(projection, int(index[token, slot])).double() for projection in PROJECTIONS)
+            gate, linear_part = (up @ x[token].double()).chunk(2)
+            sums[key][token] += shares[token, slot] * (down @ (nn.functional.silu(gate) * linear_part))
+    with torch.no_grad():
+        op = experts_forward(module, x, index, shares.to(dtype))
+    entries = []
+    for projection in quantized:
+        stored = checkpoint(f"{name}.{projection}") if checkpoint else None
+
+        def pairs(key: str = projection, stored: BlockScaledTensor | None = stored) -> _Pairs:
+            yield from (("fake_quant", op, sums["textbook"]), ("output", sums["file"], op))
+            for expert in range(experts):
+                weight = weights[key].stored_weight.matrix(expert).dequantize()
+                yield "weight", exported(key, expert), weight
+                if stored is not None:
+                    yield "checkpoint", stored.matrix(expert).dequantize(), weight
+
+        errors = _relative_errors(pairs())
+        # In half precision the op rounds both projections, the gate, and each sum.
+        passed = max(errors["output"], errors["fake_quant"]) <= 4 * max(TOLERANCE[dtype], 1e-6)
+        passed = passed and max(errors["weight"], errors.get("checkpoint", 0.0)) <= WEIGHT_TOLERANCE
+        entries.append(_entry(f"{name}.{projection}", errors, passed=passed))
+    return entries
+
+
+def _expert_weight(codes: np.ndarray, scale: np.ndarray | None = None, *, columns: int) -> np.ndarray:
+    """Returns a weight `[out, in]` from the file; unsigned codes are around 8, two to a byte, or around 128."""
+    zero = 0
+    if codes.dtype == np.uint8:
+        zero = 128 if codes.shape[1] == columns else 8
+        codes = codes if zero == 128 else np.stack([codes & 15, codes >> 4], -1).reshape(len(codes), -1)
+    wide: np.ndarray = codes.astype(np.float32) - np.float32(zero)
+    if scale is not None:
+        blocks = scale.reshape(len(scale), -1)
+        wide *= np.repeat(blocks, columns // blocks.shape[1], 1)
+    return wide
 
 
 _Pairs = Iterator[tuple[str, torch.Tensor, torch.Tensor]]

@@ -41,6 +41,7 @@ from quant.export.onnx.decoder_graph import (
     operand_scales,
 )
 from quant.export.onnx.dynamic_shapes import SEQUENCE, dimension_ranges
+from quant.export.onnx.expert_nodes import experts_as_ops
 from quant.export.onnx.genai import genai_program
 from quant.export.onnx.limits import onnxruntime_problem
 from quant.export.onnx.quantized_cache import CACHE_FORMATS, QuantizedCache
@@ -101,8 +102,8 @@ def write_onnx(
         ValueError: a layer, format, shape or option that cannot be exported; nothing is written.
     """
     path = Path(path)
-    scales = _checked_scales(model, inputs, attention, attention_scales, capacity, genai, kv_cache, plan)
-    with quiet():
+    scales = _checked_scales(model, inputs, attention, attention_scales, capacity, genai, kv_cache, plan, runtime)
+    with quiet(), experts_as_ops(model):
         if inputs is not None:
             with without_cache(model_configs(model)):
                 exported = trace(model, _arguments(model, inputs), inputs, dimension_ranges(inputs, shapes))
@@ -145,11 +146,12 @@ def _checked_scales(
     genai: bool,
     kv_cache: Format | None,
     plan: Plan | None,
+    runtime: str,
 ) -> Mapping[str, Sequence[float]]:
     """Returns FP8 scales of attention's operands, as the plan requires them; ValueError for what cannot be exported."""
     if attention not in ATTENTIONS:
         raise ValueError(f"unknown attention {attention!r}; {known_names(attention, ATTENTIONS)}")
-    limits.check_model(model)
+    limits.check_model(model, runtime)
     scales: Mapping[str, Sequence[float]] = {}
     if plan is not None and plan.attention is not None and attention != "none":
         if inputs is not None:

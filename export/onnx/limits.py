@@ -30,6 +30,7 @@ from torch import nn
 
 from quant.base.errors import option
 from quant.base.extras import install_command
+from quant.export.onnx.expert_nodes import check_experts
 from quant.formats.format import Format
 from quant.kernels.attention.attention_operands import HEAD_DIMS as PLUGIN_HEAD_DIMS
 from quant.kernels.linear.conv import QuantConv
@@ -174,27 +175,10 @@ def layer_problem(
     return None
 
 
-def check_experts(model: nn.Module, *, in_16_bit: bool = True) -> None:
-    """Raises ValueError for a model with fused experts, quantized or `in_16_bit`, which no graph holds."""
-    for name, module in model.named_modules():
-        shape = None
-        if isinstance(module, QuantExperts):
-            shape = module.weight_shape
-        elif in_16_bit and hasattr(module, "has_gate") and hasattr(module, "is_transposed"):
-            # transformers multiplies by experts in 16 bit through a class with these two attributes. Where they are
-            # quantized, they are modules below it.
-            shape = next((x.shape for x in module.parameters(recurse=False) if x.dim() == 3), None)
-        if shape is not None:
-            raise ValueError(
-                f"{name} {list(shape)}: fused experts choose their tokens at run time, which a static graph cannot; "
-                "serve this model from its checkpoint (vLLM, TensorRT-LLM)"
-            )
-
-
-def check_model(model: nn.Module) -> None:
+def check_model(model: nn.Module, runtime: str = "tensorrt") -> None:
     """Raises ValueError for the first layer that no translation can express, with an alternative."""
     refuse_residual(model, "ONNX, and so TensorRT,")
-    check_experts(model)
+    check_experts(model, runtime)
     for name, module in model.named_modules():
         if isinstance(module, QuantLinear | QuantConv):
             weight, has_scale = module.weight_format, module.input_scale is not None
@@ -224,6 +208,10 @@ def check_graph(exported: torch.export.ExportedProgram, model: nn.Module, prefix
                 "ONNX graphs do not hold; serve this model from its checkpoint (vLLM, TensorRT-LLM)"
             )
         is_linear = node.op == "call_function" and node.target is torch.ops.quant.linear.default
+        if node.op == "call_function" and node.target is torch.ops.quant.onnx_experts.default:
+            # quant::onnx_experts(x, index, weight, up, up_scale, down, down_scale, …)
+            read = (buffers.get(node.args[index].name, "") for index in (3, 5))
+            multiplied |= {name.removesuffix(".codes").removeprefix(prefix) for name in read}
         if is_linear or (node.op == "call_function" and node.target is torch.ops.quant.conv.default):
             layer = buffers[node.args[1].name].removesuffix(".codes").removeprefix(prefix)
             multiplied.add(layer)
@@ -248,10 +236,11 @@ def unreached_layers(exported: torch.export.ExportedProgram, model: nn.Module, p
 
 
 def _codes(exported: torch.export.ExportedProgram, model: nn.Module, prefix: str) -> dict[str, Any]:
-    """Returns the node that gives the codes of each linear and convolution, by the layer's name."""
+    """Returns the node that gives the codes of each layer, projections of experts too, by the layer's name."""
     names = {buffer: node for node, buffer in exported.graph_signature.inputs_to_buffers.items()}
     nodes = {node.name: node for node in exported.graph.nodes if node.op == "placeholder"}
-    layers = [name for name, module in model.named_modules() if isinstance(module, QuantLinear | QuantConv)]
+    kinds = QuantLinear | QuantConv | QuantExperts
+    layers = [name for name, module in model.named_modules() if isinstance(module, kinds)]
     return {name: nodes[names[f"{prefix}{name}.codes"]] for name in layers if f"{prefix}{name}.codes" in names}
 
 

@@ -6,6 +6,7 @@ dequantizes each weight at each token. A file for onnxruntime has the same codes
     int4            DequantizeLinear over `[in, out]` along axis 0, MatMul: fused into MatMulNBits, which reads 4 bits
     int8 by int8    QuantizeLinear to uint8, 128 for zero; MatMulIntegerToFloat, onnxruntime's own
     other weights   Mul(Cast(codes), scale): constants, which are folded once, at load, into FP32 or FP16
+    experts         QMoE over their codes, or MoE (`expert_nodes`)
     RMS norm, RoPE  RMSNormalization and RotaryEmbedding, in FP32
     KV cache        keys, values and mask are sliced to the longest row before Attention, so that a step costs what the
                     cache holds and not what it could hold
@@ -17,11 +18,13 @@ processors without VNNI add two products in 16 bit, which saturate.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 
+from quant.export.onnx.expert_nodes import EXPERTS, experts_node
 from quant.export.onnx.opsets import FLOAT, INTEGER_PRODUCT, ORT_DOMAIN
 
 _ZERO = 128  # of uint8 codes
@@ -33,9 +36,9 @@ def for_onnxruntime(model: Any) -> None:
 
     model.graph.opset_imports[ORT_DOMAIN] = 1
     rewriter = _Rewriter(model.graph)
-    rewrites = {
+    rewrites: dict[str, Callable[[Any], None]] = {
         "DequantizeLinear": rewriter.weight, "Where": rewriter.positive, "Reciprocal": rewriter.norm,
-        "Neg": rewriter.rope,
+        "Neg": rewriter.rope, EXPERTS: partial(experts_node, rewriter),
     }  # fmt: skip
     for node in list(model.graph):
         rewrites.get(node.op_type, lambda _: None)(node)

@@ -76,7 +76,7 @@ def _parameters(text: str) -> list[Any]:
     options = {"?": option.Optional, "*": option.Variadic}
     for name, _, type in (part.partition(":") for part in text.split()):
         needed = options.get(name[-1], option.Single)
-        type = type if type in ("T", "C", "K") else f"tensor({type})"
+        type = type if type in ("T", "C", "K", "W") else f"tensor({type})"
         single = needed is not option.Variadic
         parameters.append(OpSchema.FormalParameter(name.rstrip("?*"), type, param_option=needed, is_homogeneous=single))
     return parameters
@@ -87,18 +87,24 @@ def _register(
 ) -> None:
     """Registers an operator; `infer` sets the types of its outputs.
 
-    The type `T` is the layer's precision, `C` of any operand of our plugin, and `K` of the codes in its caches.
+    The type `T` is the layer's precision, `C` of any operand of our plugin, `K` of the codes in its caches, and `W` of
+    the weights of experts.
     """
     from onnx.defs import OpSchema, register_schema
 
     kinds = OpSchema.AttrType
     kind_of = {"block_shape": kinds.INTS, "scale": kinds.FLOAT, "softmax_scale": kinds.FLOAT}
     kind_of |= dict.fromkeys(("format", "plugin_version", "plugin_namespace"), kinds.STRING)  # all others are INT
+    kind_of |= dict.fromkeys(("activation_type", "up_format", "down_format"), kinds.STRING)
+    kind_of |= dict.fromkeys(("activation_alpha", "activation_beta"), kinds.FLOAT)
     wide = [f"tensor({type})" for type in ("float", "float16", "bfloat16")]
     constraints = [("T", wide, "the layer's precision")]
     if ":C" in inputs:
         codes = ["tensor(float8e4m3fn)"]
         constraints += [("C", [*wide, *codes, "tensor(int32)"], "an operand"), ("K", codes, "codes of a cache")]
+    if ":W" in inputs:
+        numbers = [f"tensor({type})" for type in ("uint8", "int8", "float8e4m3fn")]
+        constraints.append(("W", [*wide, *numbers], "weights of experts"))
     schema = OpSchema(
         name,
         domain,
@@ -177,6 +183,18 @@ def register_schemas() -> None:
     _register("TRT_BlockDequantize", f"{codes} scale:float", "x:T", "block_shape output_dtype", wide)
     operands = "a:uint8 b:uint8 a_scale:float b_scale:float a_zero:uint8 b_zero:uint8"
     _register(INTEGER_PRODUCT, operands, "y:float", "", _product, ORT_DOMAIN)
+    # `quant.export.onnx.expert_nodes` describes these three.
+    experts, same = "up:W up_scale?:float down:W down_scale?:float", _like_input(None)
+    _register("Experts", f"x:T index:int64 weight:T {experts}", "y:T", "up_format down_format", same, PLUGIN_DOMAIN)
+    swiglu = "k activation_type swiglu_fusion activation_alpha activation_beta normalize_routing_weights"
+    operands = "up:T up_bias?:T down:T down_bias?:T"
+    _register("MoE", f"x:T logits:T {operands}", "y:T", swiglu, same, ORT_DOMAIN)
+    operands = "up:W up_scale:float up_bias?:T down:W down_scale:float down_bias?:T"
+    unused = " ".join(f"unused_{index}?:float" for index in range(6))
+    _register(
+        "QMoE", f"x:T shares:T {operands} {unused} weights:T", "y:T",
+        f"{swiglu} expert_weight_bits weights_prepacked block_size", same, ORT_DOMAIN,
+    )  # fmt: skip
     _register(
         "TRT_QuantizedAttention",
         "q:T k:T v:T mask?:bool normalization_quantize_scale:float",

@@ -43,6 +43,7 @@ from quant.base.json_files import json_text
 from quant.export.onnx import limits
 from quant.export.onnx.attention_nodes import attention_translations
 from quant.export.onnx.decoder_graph import GraphInput
+from quant.export.onnx.expert_nodes import translated
 from quant.export.onnx.onnxruntime_graph import for_onnxruntime
 from quant.export.onnx.opsets import (
     FLOAT,
@@ -194,7 +195,7 @@ MODULE_KEY = "blockscale.module"
 """The module that a node was traced in; nodes of a layer have `LAYER_KEY` too."""
 UNREACHED_KEY = "blockscale.unreached"
 """Key in the file's metadata; its value is a JSON list of the quantized layers on which no output depends."""
-_ATTENTIONS = tuple(f"torch.ops.quant.onnx_{name}" for name in ("attention", "fp8_cache", "nvfp4_cache"))
+_WHOLE_MODULES = tuple(f"torch.ops.quant.onnx_{name}" for name in ("attention", "fp8_cache", "nvfp4_cache", "experts"))
 _PLAIN_LINEARS = (
     "torch.ops.aten.linear.default", "torch.ops.aten.addmm.default", "torch.ops.aten.convolution.default",
     "torch.ops.aten.conv1d.default", "torch.ops.aten.conv2d.default", "torch.ops.aten.conv3d.default",
@@ -222,6 +223,7 @@ def translate(
     packed: dict[Any, int] = {}  # filled by the translations: values of packed 4-bit codes, and their ONNX types
     ops = torch.ops.quant
     table = {ops.linear.default: _linear(packed), ops.conv.default: _conv, **attention_translations(runtime)}
+    table[ops.onnx_experts.default] = translated
     try:
         program = torch.onnx.export(
             exported,
@@ -378,7 +380,7 @@ def _name_layers(model: Any, prefix: str) -> None:
         node.metadata_props[MODULE_KEY] = module
         if "torch.ops.quant.linear.default" in source or "torch.ops.quant.conv.default" in source:
             groups.setdefault(source, []).append(node)
-        elif any(op in source for op in (*_ATTENTIONS, *_PLAIN_LINEARS)):
+        elif any(op in source for op in (*_WHOLE_MODULES, *_PLAIN_LINEARS)):
             plain.append((module, node))
     quantized = set()
     for nodes in groups.values():

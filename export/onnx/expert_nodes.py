@@ -1,0 +1,228 @@
+"""Fused experts as one op while a model is traced, and as one node of onnxruntime.
+
+    int4 in groups, int8    QMoE over the codes, which stay in 4 or 8 bits
+    fp8, fp8_channel        MoE over Mul(Cast(codes), scale), folded at load
+    16 bit                  MoE
+
+Both nodes compute `Σ weight · down(silu(gate) · up)` over the experts of a token. QMoE takes these weights as they are.
+MoE makes them by a softmax over the chosen experts, which gives numbers of sum 1 back from their logarithms; the output
+is multiplied by their sum. Rows of gate and up alternate in a file. Codes of QMoE are unsigned around 8 or 128.
+
+TensorRT has no such operators, and inputs of the second projection are never seen outside the node, so that nothing
+can round them: experts whose inputs are rounded are refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from quant.base.errors import option
+from quant.export.onnx.opsets import ORT_DOMAIN, PLUGIN_DOMAIN, opset
+from quant.formats.format import FORMATS, Format
+from quant.kernels.linear.experts import QuantExperts
+
+EXPERTS = "Experts"
+"""Op type of the node that `onnxruntime_graph` replaces, in the domain of our plug-ins."""
+PROJECTIONS = ("gate_up_proj", "down_proj")
+_IMPLEMENTATION = "quant_onnx"
+_INTEGERS = ("int4", "int4_g64", "int4_g32", "int8")
+_FORMATS = "int4a16_g32, int8@16bit or fp8@16bit"  # that a user may choose, as `--format` spells them
+
+
+def is_fused(module: nn.Module) -> bool:
+    """Returns whether a module is one that transformers runs by an experts implementation."""
+    return hasattr(module, "has_gate") and hasattr(module, "is_transposed")
+
+
+def check_experts(model: nn.Module, runtime: str, *, in_16_bit: bool = True) -> None:
+    """Raises ValueError for a model with fused experts, quantized or `in_16_bit`, that no graph for a runtime holds."""
+    owners = {
+        id(projection): module for module in model.modules() if is_fused(module) for projection in module.children()
+    }
+    for name, module in model.named_modules():
+        shape, problem = None, None
+        if isinstance(module, QuantExperts):
+            owner, shape = owners.get(id(module)), module.weight_shape
+            problem = "are in code of their own" if owner is None else _problem(owner) or _format_problem(owner)
+        elif in_16_bit and is_fused(module):
+            shape = next((x.shape for x in module.parameters(recurse=False) if x.dim() == 3), None)
+            problem = _problem(module)
+        if shape is None:
+            continue
+        served = "serve this model from its checkpoint (vLLM, TensorRT-LLM)"
+        if runtime != "onnxruntime":
+            raise ValueError(
+                f"{name} {list(shape)}: fused experts choose their tokens at run time, which a static graph cannot; "
+                f"{served}, or quantize its experts to {_FORMATS} for onnxruntime ({option('to', 'onnx')})"
+            )
+        if problem is not None:
+            raise ValueError(f"{name} {list(shape)}: fused experts {problem}, or {served}")
+
+
+def _problem(experts: Any) -> str | None:
+    """Returns why onnxruntime's nodes do not compute these experts."""
+    kind, extra = type(experts).__name__, None
+    if experts.has_bias or experts.has_post_expert_norm:
+        extra = "biases" if experts.has_bias else "a norm"
+    elif experts.has_gate and not experts.is_transposed:
+        gate, up = torch.linspace(-9, 9, 64, dtype=torch.float32).view(2, 32)
+        same = torch.allclose(experts._apply_gate(torch.cat([gate, up])), nn.functional.silu(gate) * up)
+        extra = None if same else "another gate than silu"
+    else:
+        extra = "transposed weights" if experts.is_transposed else "no gate"
+    return extra and f"({kind}) have {extra}, which no node of onnxruntime computes; keep the model in PyTorch"
+
+
+def _format_problem(experts: Any) -> str | None:
+    """Returns why onnxruntime's nodes do not take the formats of these experts."""
+    modules = [getattr(experts, name) for name in PROJECTIONS]
+    kinds = [(x.weight_format, x.activation_format) if isinstance(x, QuantExperts) else (None, None) for x in modules]
+    way_out = f"quantize them to {_FORMATS}"
+    for format, activation in kinds:
+        if activation is not None:
+            return f"with inputs in {activation}: onnxruntime leaves inputs of experts in 16 bit; {way_out}"
+        if format is not None and not (_in_integers(format) or format.name in ("fp8", "fp8_channel")):
+            return f"in {format}: onnxruntime has no node for them; {way_out}"
+    (first, _), (second, _) = kinds
+    if first is not second and (_in_integers(first) or _in_integers(second)):
+        return f"in {first or '16 bit'} and {second or '16 bit'}: onnxruntime takes both projections alike; {way_out}"
+    return None
+
+
+def _in_integers(format: Format | None) -> bool:
+    return format is not None and format.name in _INTEGERS
+
+
+@contextmanager
+def experts_as_ops(model: nn.Module) -> Iterator[None]:
+    """Makes the fused experts of a transformers model one op each while open."""
+    configs: dict[int, Any] = {id(module.config): module.config for module in model.modules() if is_fused(module)}
+    before = [(config, config._experts_implementation) for config in configs.values()]
+    if before:
+        from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+        ALL_EXPERTS_FUNCTIONS.register(_IMPLEMENTATION, _op)
+    try:
+        for config, _ in before:
+            config._experts_implementation = _IMPLEMENTATION
+        yield
+    finally:
+        for config, name in before:
+            config._experts_implementation = name
+
+
+def _op(self: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
+    operands: list[torch.Tensor | None] = []
+    formats = []
+    for projection in (getattr(self, name) for name in PROJECTIONS):
+        is_quantized = isinstance(projection, QuantExperts)
+        operands += [projection.codes, projection.scale] if is_quantized else [projection, None]
+        formats.append(projection.weight_format.name if is_quantized else "")
+    y: torch.Tensor = torch.ops.quant.onnx_experts(hidden_states, top_k_index, top_k_weights, *operands, *formats)
+    return y
+
+
+torch.library.define(
+    "quant::onnx_experts",
+    "(Tensor x, Tensor index, Tensor weight, Tensor up, Tensor? up_scale, Tensor down, Tensor? down_scale, "
+    "str up_format, str down_format) -> Tensor",
+)
+torch.library.register_fake("quant::onnx_experts", lambda x, *_: torch.empty_like(x))
+
+
+def translated(
+    x: Any,
+    index: Any,
+    weight: Any,
+    up: Any,
+    up_scale: Any,
+    down: Any,
+    down_scale: Any,
+    up_format: str,
+    down_format: str,
+) -> Any:
+    """Returns the op as a node that `onnxruntime_graph` replaces."""
+    operands = x, index, weight, up, up_scale, down, down_scale
+    return opset(PLUGIN_DOMAIN).Experts(*operands, up_format=up_format, down_format=down_format)
+
+
+def experts_node(rewriter: Any, node: Any) -> None:
+    """Replaces a node of `translated` by those of onnxruntime; `rewriter` is that of `onnxruntime_graph`."""
+    import onnx_ir as ir
+
+    x, index, weight, up, up_scale, down, down_scale = (*node.inputs, None)[:7]  # the last may be left out
+    formats = [FORMATS.get(node.attributes[f"{name}_format"].as_string()) for name in ("up", "down")]
+    experts, dtype = up.shape[0], int(x.dtype)
+
+    def add(op: str, *inputs: Any, **attributes: Any) -> Any:
+        return rewriter.add(node, op, *inputs, **attributes)
+
+    # The weight of each expert, 0 for those that were not chosen: [tokens, experts], in FP32.
+    wide = add("Cast", weight, to=ir.DataType.FLOAT)
+    count, ends = rewriter.constant(experts, scalar=True), rewriter.constant(0.0, 1.0, dtype=np.float32)
+    chosen = add("OneHot", index, count, ends, axis=-1)
+    last, slots = rewriter.constant(-1), rewriter.constant(-2)
+    shares = add("ReduceSum", add("Mul", chosen, add("Unsqueeze", wide, last)), slots, keepdims=0)
+    options = {
+        "k": index.shape[1], "activation_type": "swiglu", "swiglu_fusion": 1, "activation_alpha": 1.0,
+        "activation_beta": 0.0, "domain": ORT_DOMAIN,
+    }  # fmt: skip
+    first = formats[0]
+    if first is not None and _in_integers(first):
+        bits = first.element.bits
+        zero = 0x88 if bits == 4 else 0x80  # added to two's complement
+        for codes, scale, is_up in ((up, up_scale, True), (down, down_scale, False)):
+            _change(codes, partial(_arranged, is_up=is_up, zero=zero), ir.DataType.UINT8)
+            _change(scale, partial(_arranged, is_up=is_up, flat=bits == 8))
+        shares = add("Cast", shares, to=dtype)
+        block = {"block_size": first.block[1]} if bits == 4 else {}
+        options |= {"expert_weight_bits": bits, "weights_prepacked": 0, "normalize_routing_weights": 0, **block}
+        operands = [x, shares, up, up_scale, None, down, down_scale, *[None] * 7, shares]
+        rewriter.replace(node.outputs[0], add("QMoE", *operands, **options))
+        return
+    matrices = []
+    for weight, scale, is_up in ((up, up_scale, True), (down, down_scale, False)):
+        _change(weight, partial(_arranged, is_up=is_up))
+        matrices += [weight, None]
+        if scale is not None:
+            _change(scale, partial(_arranged, is_up=is_up))
+            wide_weight = add("Mul", add("Cast", weight, to=ir.DataType.FLOAT), scale)
+            matrices[-2] = add("Cast", wide_weight, to=dtype)
+    least = rewriter.constant(2.0**-126, dtype=np.float32, scalar=True)
+    total = add("Max", add("ReduceSum", wide, last, keepdims=1), least)
+    logits = add("Cast", add("Log", add("Max", add("Div", shares, total), least)), to=dtype)
+    y = add("MoE", x, logits, *matrices, normalize_routing_weights=1, **options)
+    rewriter.replace(node.outputs[0], add("Mul", y, add("Cast", total, to=dtype)))
+
+
+def _arranged(matrices: np.ndarray, is_up: bool, zero: int = 0, flat: bool = False) -> np.ndarray:
+    """Returns `[experts, out, …]` with rows of gate and up in turns, which lie one above the other.
+
+    `zero` makes codes in two's complement unsigned; `flat` removes the last axis, of one scale for each row.
+    """
+    if zero:
+        matrices = matrices.view(np.uint8) ^ np.uint8(zero)
+    if is_up and matrices.shape[1] > 1:
+        half = matrices.shape[1] // 2
+        matrices = np.stack([matrices[:, :half], matrices[:, half:]], 2).reshape(matrices.shape)
+    return matrices[..., 0] if flat else matrices
+
+
+def _change(value: Any, change: Callable[[np.ndarray], np.ndarray], dtype: Any = None) -> None:
+    """Gives an initializer other numbers, computed when the file is written: experts are most of a model."""
+    import onnx_ir as ir
+
+    stored = value.const_value
+    shape = change(np.broadcast_to(np.zeros((), stored.dtype.numpy()), stored.shape.numpy())).shape
+    value.dtype, value.shape = dtype or stored.dtype, ir.Shape(shape)
+    value.const_value = ir.LazyTensor(
+        lambda: ir.tensor(np.ascontiguousarray(change(stored.numpy())), value.dtype, name=value.name),
+        value.dtype, value.shape, name=value.name,
+    )  # fmt: skip
