@@ -17,7 +17,6 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -255,51 +254,6 @@ def _short(role: str) -> str:
     tail = re.search(r"\(.*\)$", role)
     last = tail.group()[1:-1] if tail else role.rpartition(".")[2]
     return "/".join(part.rpartition(".")[2].removesuffix("_proj") for part in last.split("|"))
-
-
-def waterfall(
-    table: Sensitivity, plan: Plan, record: AllocationRecord | None, colours: Mapping[str | None, str]
-) -> Section | None:
-    """Charts each group's part of the sum of scores, in model order, then the sum and the measurement."""
-    chosen = [(i, group, f) for i, group in enumerate(table.groups) if (f := chosen_format(group, plan)) is not None]
-    scores = [group.scores[f] for _, group, f in chosen]
-    if not any(scores):
-        return None
-    # n + 1 sums: bar k goes from sums[k] to sums[k + 1].
-    n, sums = len(chosen), list(accumulate(scores, initial=0.0))
-    steps: list[tuple[float, float, float, float, str, str]] = []
-    rows, series = [], {}
-    for k, (i, group, f) in enumerate(chosen):
-        rows.append((f"W{i}", (group.name, f, number(scores[k]), percentage(scores[k], sums[n]), number(sums[k + 1]))))
-        steps.append((k, k + 1, sums[k], sums[k + 1], f, f"W{i}"))
-        if scores[k]:
-            weight = plan.by_name[group.layers[0]].weight
-            series[f] = colours.get(weight.name if weight else None, COLOURS[-1])
-    ends = [(_SUM, "soft", sums[n])]
-    if record is not None:
-        ends.append(("measured together", "ink", record.chosen.kl_measured))
-    for k, (name, colour, value) in enumerate(ends):
-        rows.append((f"WX{k}", (name, "–", number(value), percentage(value, sums[n]), number(value))))
-        # The bars of both sums are wider than the bars of groups, however many groups there are.
-        steps.append((n * (1.03 + 0.075 * k), n * (1.085 + 0.075 * k), 0.0, value, name, f"WX{k}"))
-        series[name] = colour
-    ranked = sorted(zip(scores, chosen, strict=True), key=lambda item: -item[0])
-    # The fewest groups that together make up half of the sum.
-    few = next((k for k in range(1, n) if sum(score for score, _ in ranked[:k]) >= 0.5 * sums[n]), n)
-    score, (_, group, f) = ranked[0]
-    text = f"{few} of {n} groups carry half of the sum of the scores. "
-    text += f"The largest part, {percentage(score, sums[n])}, is from {group.name} in {f}."
-    chart = {
-        "kind": "waterfall",
-        "x": "block, in model order",
-        "y": record.unit if record else table.unit,
-        "series": [*series.items()],
-        "steps": steps,
-        "groups": n,
-        "ticks": [(k + 0.5, block) for k, block in block_starts(group.name for _, group, _ in chosen)],
-    }
-    head = ("group", "format", "adds", "share", "up to here")
-    return Section("Where the loss comes from", text, None, chart, head, rows)
 
 
 def chosen_format(group: GroupScores, plan: Plan) -> str | None:

@@ -35,8 +35,7 @@ def sections(report: Report, plan: Plan) -> list[Section]:
     page += [charts.predictions(report.examples), charts.continuation(report.examples)] if report.examples else []
     page += [charts.pareto(record), charts.rounds(record)] if record else []
     page += [charts.sizes(report, plan), charts.memory(plan, report.kv_cache)]
-    colours = format_colours(report)
-    page += [charts.heat_map(table, plan), charts.waterfall(table, plan, record, colours)] if table else []
+    page += [charts.heat_map(table, plan)] if table else []
     page += [charts.errors(report), charts.usage(report, plan)]
     page += charts.receipt(report.receipt) if report.receipt else []
     return [section for section in page if section is not None]

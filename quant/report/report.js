@@ -115,21 +115,6 @@ const DRAW = {
     });
     return [Plot.legend({color, className: 'plot', tickSize: 0, ticks: decades(...domain)}), ...panels];
   },
-
-  waterfall(chart, width) {
-    const steps = chart.steps.map(([x1, x2, y1, y2, series, row]) => ({x1, x2, y1, y2, series, row}));
-    const box = {x1: 'x1', x2: 'x2', y1: 'y1', y2: 'y2'}, names = new Map(chart.ticks);
-    return [Plot.plot(frame(chart, width, {
-      ...scales(chart.series, 'color'),
-      x: {label: chart.x, labelArrow: 'none', ticks: thinned(chart.ticks, width), tickFormat: x => `${names.get(x)}`},
-      y: {label: null, grid: true, nice: true, zero: true, ticks: 6, tickSize: 0, tickFormat: '~g'},
-      marks: [
-        Plot.rect(steps.slice(0, chart.groups), {...box, y1: () => 0, fill: css('soft'), fillOpacity: 0.13}),
-        Plot.rect(steps, {...box, fill: 'series'}),
-        Plot.rect(steps, Plot.pointerX({...box, ...HOVER})),
-      ],
-    }))];
-  },
 };
 
 const tip = document.getElementById('tip');

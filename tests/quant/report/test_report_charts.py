@@ -15,7 +15,7 @@ from quant.recipes.layers import LayerKind
 from quant.recipes.plan import LayerPlan, Parts, Plan
 from quant.report import charts
 from quant.report import charts as receipt_charts
-from quant.report.charts import Section, block_starts, format_colours
+from quant.report.charts import Section, block_starts
 from quant.report.report import Receipt, Report
 
 Rich = tuple[Report, Plan]
@@ -133,8 +133,6 @@ def test_groups_without_a_block_and_negative_scores() -> None:
         ("*.up", 0, -1e-6),
         ("head", None, 0.5),
     ]
-    bars = charts.waterfall(table, plan, None, {"nvfp4": "c0"})
-    assert [cells(bars, row)[2] for row in ("W0", "W1", "WX0")] == ["-1e-06", "0.5", "0.5"]
 
 
 @pytest.mark.parametrize(
@@ -153,32 +151,6 @@ def test_the_chosen_column(weight: str | None, activation: str | None, columns: 
     formats = [get_format(name) if name else None for name in (weight, activation)]
     plan = Plan((LayerPlan("a", LayerKind.LINEAR, (8, 32), *formats),))
     assert charts.chosen_format(GroupScores("a", ("a",), 1, dict.fromkeys(columns, 0.1), {}, {}), plan) == expected
-
-
-def test_the_waterfall_adds_up(rich_report: Rich) -> None:
-    """Each step starts where the last one ended, and the last ends at the sum."""
-    report, plan = rich_report
-    table, record = report.sensitivity, report.allocation
-    assert table is not None and record is not None
-    section = charts.waterfall(table, plan, record, format_colours(report))
-    steps = {row: (x1, x2, y1, y2, series) for x1, x2, y1, y2, series, row in chart(section)["steps"]}
-    total, right = 0.0, 0
-    for i, group in enumerate(table.groups):
-        weight = plan.by_name[group.layers[0]].weight
-        name = weight.name if weight else "keep"
-        x1, x2, y1, y2, series = steps.pop(f"W{i}")
-        assert (x1, x2, y1, series) == (right, right + 1, total, name)
-        total, right = total + group.scores[name], x2
-        assert y2 == pytest.approx(total, rel=1e-12)
-        assert float(cells(section, f"W{i}")[4]) == pytest.approx(total, rel=1e-3)
-        total = y2
-    assert steps.keys() == {"WX0", "WX1"}
-    assert steps["WX0"][2:4] == (0.0, total) and steps["WX1"][2:4] == (0.0, record.chosen.kl_measured)
-    assert right < steps["WX0"][0] < steps["WX0"][1] < steps["WX1"][0] < steps["WX1"][1]
-    assert dict(chart(section)["series"]) == {
-        **{"nvfp4": "c0", "fp8": "c1"},
-        **{"sum of the scores": "soft", "measured together": "ink"},
-    }
 
 
 def test_memory_adds_up_to_the_plan(rich_report: Rich) -> None:
