@@ -17,10 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from _copy_rate import copy_rate
 from _table import machine, show_all, versions
 
 from quant.formats.format import FORMATS
-from quant.kernels.linear.tuning import copy_rate, graph_microseconds
+from quant.kernels.linear.tuning import graph_microseconds
 from quant.kernels.rounding import portable_casts
 
 ELEMENTS = 1 << 26

@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from _copy_rate import copy_rate
 from _gemm_peers import humming
 from _plot import lines
 from _table import Row, machine, show, versions, write_json
@@ -42,7 +43,7 @@ from quant.kernels.base.hardware import current
 from quant.kernels.linear import dispatch, tiles, tuning
 from quant.kernels.linear import tiles as launch_table
 from quant.kernels.linear.rounded_products import prefill_linear
-from quant.kernels.linear.tuning import copy_rate, graph_microseconds, warm_up
+from quant.kernels.linear.tuning import graph_microseconds, warm_up
 
 _search = "--search" in sys.argv
 WIDE, TALL, SQUARE = (28672, 4096), (4096, 14336), (4096, 4096)

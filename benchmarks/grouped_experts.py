@@ -13,6 +13,7 @@ import argparse
 from dataclasses import replace
 
 import torch
+from _copy_rate import copy_rate
 from _table import machine, show, versions
 from gemm import random_weight
 
@@ -20,7 +21,7 @@ from quant.formats.format import FORMATS
 from quant.formats.tensor import BlockScaledTensor
 from quant.kernels.base.weight_layout import prepack
 from quant.kernels.linear.experts import grouped_linear
-from quant.kernels.linear.tuning import copy_rate, graph_microseconds, warm_up
+from quant.kernels.linear.tuning import graph_microseconds, warm_up
 
 SHAPES = {
     "Qwen3-30B-A3B, gate and up": (128, 8, (1536, 2048)),

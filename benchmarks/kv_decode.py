@@ -21,11 +21,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from _copy_rate import copy_rate
 from _table import machine, show, versions, write_json
 
 from quant.kernels.attention.kv_pages import KVPages, encode_kv, kv_format, token_bytes
 from quant.kernels.attention.paged_attention import paged_attention, paged_reference
-from quant.kernels.linear.tuning import copy_rate, graph_microseconds, warm_up
+from quant.kernels.linear.tuning import graph_microseconds, warm_up
 
 Run = Callable[[], torch.Tensor]
 

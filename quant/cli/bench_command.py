@@ -15,44 +15,30 @@ if TYPE_CHECKING:
 
 
 @click.command("bench", cls=Command)
-@click.argument("model", required=False)
-@click.option("--ceilings", is_flag=True, help="Measure copy bandwidth and the peak rates of BF16 and FP8.")
+@click.argument("model")
 @click.option("--tokens", default="1,16,256", show_default=True, help="Numbers of rows to time MODEL's matmuls with.")
 @TRUST
 @QUIET
 @JSON
-def bench_command(model: str | None, ceilings: bool, tokens: str, quiet: bool, as_json: bool) -> None:
-    """Time the quantized matmuls of MODEL on this GPU, each next to the 16-bit one, or the GPU itself (--ceilings).
+def bench_command(model: str, tokens: str, quiet: bool, as_json: bool) -> None:
+    """Time the quantized matmuls of MODEL on this GPU, each next to the 16-bit one.
 
     Byte rates count the weight as it is stored. Nothing is searched: the timed launches are the ones that a call uses
         (`quant tune` searches).
     """
     from quant.kernels.base.hardware import current
-    from quant.kernels.linear.tuning import measure_ceilings, time_as_called
+    from quant.kernels.linear.tuning import time_as_called
 
-    if model is None and not ceilings:
-        raise UserError("nothing to measure: name a MODEL, or pass --ceilings")
-    sizes = _read_numbers(tokens, "--tokens")
+    sizes = _read_numbers(tokens)
     gpu = current()
-    record: dict[str, Any] = {"gpu": gpu.name}
-    if ceilings:
-        record["ceilings"] = {
-            c.name: {"rate": c.rate, "unit": c.unit, "sheet": c.sheet, "share": c.share} for c in measure_ceilings()
-        }
-    if model is not None:
-        weights = _weights(model, "bench")
-        with bar("bench", quiet or as_json) as advance:
-            record["matmuls"] = time_as_called(weights, sizes, progress=advance)
+    weights = _weights(model, "bench")
+    with bar("bench", quiet or as_json) as advance:
+        record: dict[str, Any] = {"gpu": gpu.name, "matmuls": time_as_called(weights, sizes, progress=advance)}
     if as_json:
         print_json(record)
         return
     echo(record["gpu"])
-    for name, entry in record.get("ceilings", {}).items():
-        share = "" if entry["share"] is None else f", {entry['share']:.0%} of the data sheet"
-        # Bytes or operations a second, in units of 10¹².
-        rate = entry["rate"] / 1e12
-        echo(f"  {name}: {rate:.{0 if rate >= 100 else 2}f} {entry['unit']}{share}")
-    for row in record.get("matmuls", ()):
+    for row in record["matmuls"]:
         echo(
             f"  {row['format']} [{row['out']}, {row['in']}], {row['tokens']} tokens: {row['microseconds']:.1f} µs, "
             f"{row['bytes_per_second'] / 1e12:.2f} TB/s, {row['flops'] / 1e12:.1f} TFLOP/s, "
@@ -76,7 +62,7 @@ def tune_command(model: str, tokens: str, quiet: bool, as_json: bool) -> None:
     from quant.kernels.linear.tuning import tune_shapes
 
     gpu = current()
-    sizes = _read_numbers(tokens, "--tokens")
+    sizes = _read_numbers(tokens)
     weights = _weights(model, "tune")
     with bar("tune", quiet or as_json) as advance:
         entries, dropped, path = tune_shapes(weights, sizes, gpu, progress=advance)
@@ -102,12 +88,12 @@ def _weights(model: str, what: str) -> list[BlockScaledTensor]:
     return weights
 
 
-def _read_numbers(text: str, option: str) -> list[int]:
+def _read_numbers(text: str) -> list[int]:
     """Returns positive numbers from "1,16,64", sorted; UserError names the option."""
     try:
         numbers = sorted({int(part) for part in text.split(",")})
     except ValueError:
         numbers = []
     if not numbers or numbers[0] < 1:
-        raise UserError(f"{option} {text}: expected numbers of 1 or more, separated by commas, such as 1,16,64")
+        raise UserError(f"--tokens {text}: expected numbers of 1 or more, separated by commas, such as 1,16,64")
     return numbers
