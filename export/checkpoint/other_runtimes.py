@@ -599,8 +599,8 @@ def _load(directory: Path, cls: Any, tensors: Mapping[str, torch.Tensor], **opti
     forms: dict[str, set[Any]] = {}
     for name, tensor in tensors.items():
         if match := _BLOCK.search(name):
-            form = name[: match.start()], name[match.end() :], tuple(tensor.shape), tensor.dtype
-            forms.setdefault(match[0], set()).add(form)
+            part = name[: match.start()], name[match.end() :], tuple(tensor.shape), tensor.dtype
+            forms.setdefault(match[0], set()).add(part)
     alike: dict[frozenset[Any], list[str]] = {}
     for block, form in forms.items():
         alike.setdefault(frozenset(form), []).append(block)
