@@ -144,7 +144,6 @@ class _Watched:
         self.norms = latent_norms(model) if latent is not None else {}
 
     def operands_of(self, module: nn.Module, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Shows q, k and v of one call."""
         name = self.names[module]
         by_operand = self.observers.setdefault(name, {})
         if "latent" in by_operand:  # its norm has run before

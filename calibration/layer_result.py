@@ -150,7 +150,6 @@ class Quantized:
         return f"Quantized({'; '.join([*parts, f'{sum(self.seconds.values()):.1f} s'])})"
 
     def _repr_html_(self) -> str:
-        """Returns a table of the layers with their errors, for notebooks."""
         rows = [
             (
                 layer.name, "×".join(map(str, layer.shape)), layer.format or "16 bit", layer.activation or "16 bit",

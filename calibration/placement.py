@@ -419,7 +419,6 @@ class _ExpertsOnDevice:
         return len(self.stored)
 
     def dim(self) -> int:
-        """Returns the number of dimensions."""
         return len(self.shape)
 
     def __getitem__(self, expert: int) -> torch.Tensor:
@@ -428,7 +427,6 @@ class _ExpertsOnDevice:
         return self.copies[expert]
 
     def tensor(self) -> torch.Tensor:
-        """Returns the whole parameter, from its files."""
         whole: torch.Tensor = self.stored.tensor()
         return whole
 

@@ -294,7 +294,6 @@ def _padded_bytes(outline: Outline) -> int:
 def _unpacked(
     packed: torch.Tensor, outlines: Sequence[tuple[int, Sequence[Outline | None]]]
 ) -> list[tuple[torch.Tensor | None, ...]]:
-    """Returns the tensors of one rank's entries."""
     entries, offset = [], 0
     for _, outline in outlines:
         tensors: list[torch.Tensor | None] = []

@@ -268,7 +268,6 @@ def _write_verified(job: ExportJob, path: Path, notes: Sequence[str]) -> dict[st
 
 
 def _stored_weights(directory: Path, model: nn.Module, plan: Plan) -> Callable[[str], BlockScaledTensor]:
-    """Returns a function that reads the weight of a layer from the checkpoint's files."""
     tensors = Checkpoint(directory, model).tensors
     return lambda name: read_layer(tensors, plan.by_name[name])[0]
 
@@ -317,7 +316,6 @@ def _put_in_dtype(job: ExportJob) -> list[str]:
 
 
 def _graph_notes(job: ExportJob) -> list[str]:
-    """Returns sentences on what an exported graph does otherwise than the model."""
     notes = []
     senses = {"vision_config": "images", "audio_config": "sounds"}
     config = getattr(job.model, "config", None)
@@ -343,7 +341,6 @@ def _graph_notes(job: ExportJob) -> list[str]:
 
 
 def _cost_notes(job: ExportJob) -> list[str]:
-    """Returns sentences on what the exported file costs where it runs."""
     notes, capacity = [], job.cache_capacity() if "capacity" in KINDS[job.kind][1] else 0
     if job.runtime == "onnxruntime":
         weights = {m.weight_format for m in job.model.modules() if isinstance(m, QuantLinear | QuantConv)}

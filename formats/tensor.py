@@ -394,7 +394,6 @@ def _to_blocks(x: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
 
 
 def _from_blocks(blocks: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
-    """Undoes `_to_blocks`: returns `[rows, columns]` without the pads."""
     return blocks.flatten(2).flatten(0, 1)[:rows, :columns]
 
 

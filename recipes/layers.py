@@ -409,7 +409,6 @@ def _kind_by_name(stem: str, shape: Sequence[int]) -> LayerKind:
 
 
 def _is_head(name: str) -> bool:
-    """Returns whether a linear layer has a usual name of heads."""
     parts = name.split(".")
     return parts[0] in _TOP_HEADS or not _HEADS.isdisjoint(parts)
 

@@ -279,7 +279,6 @@ class Plan:
         return f"Plan({'; '.join([f'{len(self.layers)} layers: {formats}', *run_time, size])})"
 
     def _repr_html_(self) -> str:
-        """Returns a table of the layers, for notebooks."""
         cells = (
             (layer.name, "×".join(map(str, layer.shape)), layer.formats, layer.solver or "", layer.reason)
             for layer in self.layers
@@ -556,7 +555,6 @@ def edit(plan: Plan, settings: Sequence[Setting], *, whole_groups: bool = False)
 
 
 def _chosen(plan: Plan, setting: Setting) -> list[LayerPlan]:
-    """Returns the layers that a setting changes; UserError if there is none."""
     layers = [plan.by_name[name] for name in matched(setting.glob, plan.by_name)]
     if not layers:
         names = ", ".join(layer.name for layer in plan.layers[:3])

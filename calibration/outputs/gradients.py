@@ -178,7 +178,6 @@ def _fault(stats: LayerStats | None) -> str:
 
 
 def _over_ranks(total: MomentSum, exchange: Exchange) -> LayerStats | None:
-    """Returns the statistics of all ranks' batches."""
     if rank_and_world()[1] == 1:
         return total.stats()
     everywhere = MomentSum(total.width)

@@ -119,7 +119,6 @@ class CachedRun:
         return [max(s, 0.0) / self.divergence.count(batch) for s, batch in zip(sums, self.batches, strict=True)]
 
     def _start(self, i: int, divergence: Divergence | None = None) -> Later:
-        """Starts to measure the summed divergence on batch number `i`."""
         divergence = divergence or self.divergence
         return divergence.measure(self.batches[i], self.references[i], i * self.batch_rows)
 

@@ -289,7 +289,6 @@ class FormatChoice:
         return weight
 
     def _fits(self, layer: SwitchableLayer, dtype: torch.dtype) -> bool:
-        """Returns whether the cache has room for one more weight."""
         cached = sum(weight.nbytes for weight in self._dense.values())
         return cached + layer.plan.numel * dtype.itemsize <= self.budget
 

@@ -218,11 +218,9 @@ class _Learned(Substitute):
 
     @property
     def weight(self) -> torch.Tensor:
-        """See `StandIn.weight`."""
         return matrix_of(self.values(), self.layer.parts).to(self.dtype)
 
     def values(self) -> torch.Tensor:
-        """Returns values on their grid, `[out, in]`, float32."""
         step = self._scale() * self.second if self.learns_scale else self.first_step
         return _Rounded.apply(self.latent, step, self.first_step, self.format)  # type: ignore[no-any-return, no-untyped-call]
 
@@ -236,7 +234,6 @@ class _Learned(Substitute):
         return y if branch is None else y + branch
 
     def state(self) -> BlockScaledTensor:
-        """Returns codes and scales as they stand."""
         with torch.no_grad():
             # Straight-through sums may miss the grid by a last place, which must not reach the codes.
             scale = round_to(self._scale(), E4M3) if self.learns_scale else self.first_scale

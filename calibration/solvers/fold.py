@@ -137,7 +137,6 @@ def _is_neutral(
 
 @contextmanager
 def _scaled(module: nn.Module, factors: torch.Tensor, offset: int) -> Iterator[None]:
-    """Divides the output channels of a module by factors while open."""
     originals = [(p, p.detach().clone()) for p in module.parameters(recurse=False)]
     try:
         apply_fold(module, factors, offset)
@@ -149,7 +148,6 @@ def _scaled(module: nn.Module, factors: torch.Tensor, offset: int) -> Iterator[N
 
 
 def _run(block: nn.Module, call: Call, reader: str | None) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Returns the reader's input and the block's output."""
     seen: list[torch.Tensor] = []
     watched = [] if reader is None else [block.get_submodule(reader)]
 

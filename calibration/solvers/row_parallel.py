@@ -89,7 +89,6 @@ def _solve_together(
 
 
 def _joined(matrix: Tensor, parts: Sequence[tuple[int, int]]) -> Tensor:
-    """Returns some parts of the rows of a matrix, one below the other."""
     if all(stop == start for (_, stop), (start, _) in pairwise(parts)):
         return matrix[parts[0][0] : parts[-1][1]]
     return torch.cat([matrix[start:stop] for start, stop in parts])

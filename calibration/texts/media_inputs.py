@@ -328,12 +328,10 @@ class Preparer:
         return call
 
     def _target(self, sample: Sample) -> str:
-        """Returns the decoder's text; empty for a sample without one."""
         index = 0 if sample.has_sound or sample.has_image else 1
         return sample.texts[index] if len(sample.texts) > index else ""
 
     def _prepare(self, sample: Sample) -> Any:
-        """Returns the processor's result for a sample, arguments by name."""
         if sample.has_sound:
             return self._prepare_sound(sample)
         if sample.has_image:

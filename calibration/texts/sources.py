@@ -207,7 +207,6 @@ def short_files(rows: Rows) -> list[str]:
 
 
 def _holds_tensors(name: str) -> bool:
-    """Returns whether a source is a file of tensors; "FILE.safetensors:NAME" names one of them."""
     return name.endswith((".safetensors", *PICKLES)) or ".safetensors:" in name
 
 
@@ -355,7 +354,6 @@ def _cache_of(source: Source, name: str, rows: Rows, session: Session) -> TextCa
 
 
 def _file_rows(source: Source, name: str, rows: Rows) -> tuple[torch.Tensor, Record]:
-    """Returns the rows of one text or data set, and their record."""
     samples = None if rows.at_most else rows.samples
     text = calibration_rows(name, _tokenizer_for(source, name), samples=samples, seqlen=rows.seqlen, seed=rows.seed)
     text = text[: rows.samples]

@@ -137,7 +137,6 @@ def _write_configs(temporary: Path, directory: Path, opened: Checkpoint, layout:
 
 
 def _converted(opened: Checkpoint, dtype: torch.dtype, layout: Layout) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields the tensors of a checkpoint by their names and in their form in `layout`."""
     tensors, names = opened.tensors, opened.names
     owned: set[str] = set()
     # Codes and scales go through our own form, `BlockScaledTensor`, which both layouts read and write without rounding.

@@ -125,7 +125,6 @@ def _formats(plan: Plan, title: Any) -> Iterator[str]:
 
 
 def _loss(report: Mapping[str, Any] | None) -> Iterator[str]:
-    """Yields the measured figures, one row for each text; nothing where none were measured."""
     evaluation = (report or {}).get("evaluation")
     if not evaluation:
         return
@@ -144,7 +143,6 @@ def _loss(report: Mapping[str, Any] | None) -> Iterator[str]:
 
 
 def _use(plan: Plan, model: nn.Module, layout: str, trial: Trial | None) -> Iterator[str]:
-    """Yields how to verify, load and serve, or why a runtime does not run the checkpoint."""
     yield from ("", "## Use", "", "`DIR` is this directory. Blockscale checks and loads it:", "")
     kind = type(model)
     # A class with Python files of its own, which go along.

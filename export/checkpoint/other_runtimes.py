@@ -289,7 +289,6 @@ def _kept_expert_warnings(plan: Plan, names: StoredNames) -> Iterator[str]:
 
 
 def _modelopt_warnings(plan: Plan, names: StoredNames) -> Iterator[str]:
-    """Yields a sentence for each reason why vLLM does not run a checkpoint in ModelOpt's layout."""
     vllm, mixed = get_target("vllm-modelopt"), len({layer.formats for layer in plan.quantized}) > 1
     # It compares excluded names as substrings: a head called `output` excludes each `….output.dense`.
     excluded = [] if mixed else [name.rstrip("*") for name in modelopt.excluded_modules(plan, names)]

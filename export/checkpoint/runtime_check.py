@@ -314,7 +314,6 @@ def _rows(directory: Path, config: dict[str, Any]) -> torch.Tensor:
 
 
 def _probe(runtime: str, directory: Path, request: dict[str, Any], folder: Path) -> tuple[dict[str, Any], Any]:
-    """Returns the facts and tensors that the runtime in its process has written."""
     (folder / "rows.json").write_text(json_text(request), encoding="utf-8")
     command = [sys.executable, "-m", "quant.export.checkpoint.runtime_check", runtime, str(directory)]
     done = subprocess.run(
@@ -428,7 +427,6 @@ def _outputs(modules: Sequence[nn.Module], x: torch.Tensor) -> torch.Tensor:
 
 
 def _dtype(module: nn.Module) -> torch.dtype:
-    """Returns the dtype of a module's inputs."""
     return next((p.dtype for p in module.parameters() if p.is_floating_point() and p.dim() > 1), torch.bfloat16)
 
 

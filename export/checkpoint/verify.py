@@ -214,7 +214,6 @@ def _skeleton(directory: Path) -> nn.Module:
 
 
 def _report(document: Any) -> Mapping[str, Any]:
-    """Returns a report whose fields have the types that a comparison needs."""
     # A report that a user has edited must give a finding and not a TypeError; other fields are compared by `.get`.
     fields = typed(dict[str, Any], document, "report")
     return {**fields, "files": typed(dict[str, str], fields.get("files"), "files")}

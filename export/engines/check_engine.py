@@ -273,6 +273,5 @@ def _among_likeliest(tokens: np.ndarray, logits: np.ndarray) -> np.ndarray:
 
 
 def _mean_kl(expected: np.ndarray, computed: np.ndarray) -> float:
-    """Returns the mean divergence of the computed distributions from the expected ones."""
     p, q = (torch.from_numpy(x).double().log_softmax(-1) for x in (expected, computed))
     return float((p.exp() * (p - q)).sum(-1).mean())

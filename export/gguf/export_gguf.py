@@ -402,7 +402,6 @@ def write_gguf(
 
 
 def _add(writer: Any, fields: Mapping[str, Any]) -> None:
-    """Adds metadata, of which Python's types give those of GGUF."""
     add = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
     for key, value in fields.items():
         add.get(type(value), writer.add_array)(key, value)

@@ -103,7 +103,6 @@ class _Message:
         return sum(_rounded_up(math.prod(shape) * dtype.itemsize) for dtype, shape in self.parts)
 
     def views(self, buffer: Tensor) -> list[Tensor]:
-        """Returns the parts of K, then the parts of V, in `buffer`."""
         views, start = [], 0
         for dtype, shape in self.parts:
             nbytes = math.prod(shape) * dtype.itemsize
@@ -148,7 +147,6 @@ def _rounded_up(nbytes: int) -> int:
 
 
 def _encoded(x: Tensor, format: Format | None) -> tuple[Tensor, ...]:
-    """Returns the parts of a message for one piece of K or V."""
     if format is None:
         return (x,)
     if not format.global_scale:

@@ -203,7 +203,6 @@ def _widened(weight: BlockScaledTensor) -> BlockScaledTensor:
 
 
 def _narrowed(weight: BlockScaledTensor) -> BlockScaledTensor:
-    """Undoes `_widened`."""
     table = _e4m3_codes(weight.format.element)
     back = torch.zeros(256, dtype=torch.uint8, device="cpu")
     back[table.int()] = torch.arange(len(table), dtype=torch.uint8, device="cpu")

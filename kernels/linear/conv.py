@@ -181,7 +181,6 @@ def _convolve(
     activation: str, stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int], transposed: bool,
     output_padding: Sequence[int], groups: int,
 ) -> Tensor:  # fmt: skip
-    """Computes the op `quant::conv` on any device."""
     if activation:
         # One row for each sample: see the module docstring on scales of windows that overlap.
         x = round_samples(x.contiguous(), INPUT_FORMATS[activation], input_scale)

@@ -467,7 +467,6 @@ def can_run_experts_one_by_one(module: nn.Module) -> bool:
 
 
 def _apply_expert(self: Any, name: str, x: Tensor, expert: int) -> Tensor:
-    """Multiplies by one expert."""
     # A projection in 16 bit is a plain parameter, whose experts may still be in their files.
     projection = getattr(self, name)
     if isinstance(projection, ExpertStack):

@@ -74,7 +74,6 @@ def _scales(scale, n, first, N, K, stride, kind: tl.constexpr, rows: tl.constexp
 
 @triton.jit
 def _multiply(acc, x, w, swap: tl.constexpr):
-    """Returns acc + x · wᵀ, or its transpose."""
     if swap:
         return tl.dot(w, tl.trans(x), acc)
     else:
@@ -286,7 +285,6 @@ def dequantize_codes(weight: BlockScaledTensor, dtype: torch.dtype) -> Tensor:
 
 @lru_cache(maxsize=256)
 def _dequantizer(N: int, K: int, format: str, has_global: bool) -> CachedLaunch:
-    """Returns the launch of `dequantize_codes_kernel` for weights like these."""
     return CachedLaunch(dequantize_codes_kernel, *dequantizing_launch(N, K, INPUT_FORMATS[format], has_global))
 
 

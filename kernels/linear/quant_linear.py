@@ -123,7 +123,6 @@ def input_gradient(gradient: Tensor, weight: BlockScaledTensor) -> Tensor:
 
 
 def _reference(*arguments: Any) -> Tensor:
-    """Computes the op `quant::linear` on a device without kernels."""
     call = LinearCall(*arguments)
     return oracle.reference_linear(call.x, call.weight, call.bias, call.input_scale, call.rounding)
 

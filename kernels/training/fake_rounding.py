@@ -268,7 +268,6 @@ def _weight_gradient(
 
 
 def _inside(weight: Tensor, step: Tensor, format: Format) -> Tensor:
-    """Returns where a weight is within the range of its block."""
     return (weight >= format.element.min * step) & (weight <= format.element.max * step)
 
 

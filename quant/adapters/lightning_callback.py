@@ -93,7 +93,6 @@ class QATCallback(Callback):  # type: ignore[misc, valid-type]
             self._pack(model)
 
     def _enter_training(self, model: nn.Module) -> None:
-        """Puts the layers of training in place, if they are not."""
         if _in_training(model):
             return
         if not self._layers:

@@ -196,7 +196,6 @@ def populate(part: torch.Tensor) -> None:
 
 @cache
 def _madvise() -> Callable[..., int] | None:
-    """Returns the system's call; None where there is none."""
     try:
         return ctypes.CDLL(None, use_errno=True).madvise
     except (OSError, AttributeError, TypeError):

@@ -366,7 +366,6 @@ def _of_norm(norm: Any) -> dict[str, Any]:
 
 
 def _gate(config: Any) -> str:
-    """Returns the activation of the MLP's gate."""
     return str(getattr(config, "hidden_activation", None) or config.hidden_act)
 
 

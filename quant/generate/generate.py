@@ -275,7 +275,6 @@ def _refuse_logits(model: nn.Module, count: int) -> NoReturn:
 
 
 def _cache(model: nn.Module, kv_cache: str | None) -> Any:
-    """Returns the requested quantized cache; None leaves the cache to transformers."""
     if is_16bit(kv_cache):
         return None
     from quant.generate.quantized_kv_cache import QuantizedKVCache

@@ -125,7 +125,6 @@ def check_elements(model: nn.Module, files: Iterable[Path], where: Path) -> None
 
 
 def _leaves(fields: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yields the names and values of a config, including its parts."""
     for name, value in fields.items():
         yield from _leaves(value) if isinstance(value, dict) else [(name, value)]
 

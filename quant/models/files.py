@@ -220,7 +220,6 @@ def _kinds(error: Exception) -> set[str]:
 
 
 def _why(error: Exception, name: str, revision: str | None) -> str:
-    """Returns why there is no snapshot, in words."""
     kinds = _kinds(error)
     if "GatedRepoError" in kinds:
         return f"accept its terms on https://huggingface.co/{name}, and log in with hf auth login"

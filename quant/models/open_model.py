@@ -226,7 +226,6 @@ def open_model(
 
 
 def _open_directory(path: Path, dtype: torch.dtype | None, meta: bool) -> Mapping[str, torch.Tensor]:
-    """Returns the tensors in the weight files of a directory as one state dict."""
     files: dict[str, Mapping[str, torch.Tensor]] = {}
     for shard in huggingface.find_shards(path):
         if shard.suffix == ".safetensors":

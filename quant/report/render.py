@@ -189,7 +189,6 @@ def _facts(report: Report, plan: Plan) -> dict[str, dict[str, str]]:
 
 
 def _in_words(key: str, value: Any) -> str:
-    """Returns an entry of a plan's provenance as text."""
     if key == "calibration" and isinstance(value, list) and all(isinstance(each, Mapping) for each in value):
         return "; ".join(_calibration_text(each) for each in value)
     if key == "model":

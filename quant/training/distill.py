@@ -355,7 +355,6 @@ def check_cache(file: Path, teacher: str, out: Path, hidden: float) -> None:
 def _training_rows(
     source: Source, options: DistillOptions, session: Session, progress: StageProgress, listener: Listener
 ) -> torch.Tensor:
-    """Returns the rows of training text; no more are read than the steps use."""
     samples = min(options.samples, options.steps * options.batch_size)
     source_rows = Rows(options.data, samples, options.seqlen, session.seed, at_most=True)
     rows, _ = read_calibration(source, source_rows, replace(session, progress=progress), listener=listener)

@@ -426,7 +426,6 @@ def install_training_layers(
 
 
 def _initial_values(layer: LayerPlan, packed: Any, start: Start, scales: str, dtype: torch.dtype) -> torch.Tensor:
-    """Returns the weight that training starts with, in the shape of the layer's parameter."""
     original = start.weights.get(layer.name)
     values = None if original is None else _matrix(layer, packed, original.detach())
     if scales != "recomputed" or original is not None:  # from a guess other scales might be measured
@@ -443,7 +442,6 @@ def _initial_values(layer: LayerPlan, packed: Any, start: Start, scales: str, dt
 
 
 def _matrix(layer: LayerPlan, packed: Any, parameter: torch.Tensor) -> torch.Tensor:
-    """Returns the matrices `[..., out, in]` of a parameter of the 16-bit model."""
     if isinstance(packed, QuantExperts):
         return packed.stacking.matrices(parameter)
     if isinstance(packed, QuantConv):
@@ -454,7 +452,6 @@ def _matrix(layer: LayerPlan, packed: Any, parameter: torch.Tensor) -> torch.Ten
 def _in_training(
     packed: Any, weight: nn.Parameter, bias: nn.Parameter | None, scales: str, stored: torch.dtype
 ) -> RoundedWeight:
-    """Returns the layer in training that stands for a quantized one."""
     if isinstance(packed, QuantExperts):
         return QATExperts(weight, packed, scales, stored)
     if isinstance(packed, QuantEmbedding):

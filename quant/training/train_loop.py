@@ -95,7 +95,6 @@ class Passes:
             return self._loss(batch)
 
     def _record(self, batch: torch.Tensor) -> None:
-        """Records both passes, or gives up on it."""
         stream, graph = torch.cuda.current_stream(self._device), torch.cuda.CUDAGraph()
         self._batch = batch.to(self._device, copy=True)  # replays read this memory; each batch is copied into it
         for parameter in self._learned:
@@ -112,7 +111,6 @@ class Passes:
         self._graph = graph
 
     def _generators(self) -> tuple[object, ...]:
-        """Returns the states of the generators of random numbers."""
         states = torch.get_rng_state(), torch.cuda.get_rng_state(self._device)
         return (random.getstate(), *(state.numpy().tobytes() for state in states))
 

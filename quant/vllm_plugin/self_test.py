@@ -100,7 +100,6 @@ class SelfTest:
         return _results[key]
 
     def _linear_error(self, format: str) -> float:
-        """Returns the largest error over the numbers of tokens, against float64."""
         weight = quantize(_sample(OUT, IN, 0) / 16, FORMATS[format])
         held, layer, errors = loaded_weights.arranged(moved(weight, self.device))[0], torch.nn.Module(), []
         loaded_weights.hold(layer, held)
@@ -185,7 +184,6 @@ class SelfTest:
         return self._paged_error(oracle, pages)
 
     def _decoding_error(self) -> float:
-        """Returns the error of one query over pages in 16 bit."""
         # As in vLLM's blocks: tokens, then heads, and the key of a head beside its value.
         block = _sample(3 * _PAGE * _KV_HEADS, 2 * _DIM, 0).view(3, _PAGE, _KV_HEADS, 2 * _DIM)
         oracle, pages = (

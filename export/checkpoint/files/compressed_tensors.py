@@ -70,7 +70,6 @@ def _compiled(pattern: str) -> Matcher:
 
 
 def _sequence(tree: Any, pattern: str) -> Matcher:
-    """Returns the parts of a parsed pattern, one after the other."""
     parts = [_part(str(op), argument, tree[index : index + 1], pattern) for index, (op, argument) in enumerate(tree)]
     return lambda name, starts: reduce(lambda reached, part: part(name, reached) if reached else 0, parts, starts)
 
@@ -277,7 +276,6 @@ def _targets(layers: Sequence[LayerPlan], names: StoredNames) -> list[str]:
 
 
 def _inside(module: str) -> str:
-    """Returns the pattern of everything inside a module."""
     return f"re:{re.escape(module)}\\..*"
 
 

@@ -81,7 +81,6 @@ def _private(module: str, name: str) -> Any:
 
 
 def _invertible(rules: list[Any]) -> list[Any]:
-    """Returns the rules that hold in both directions."""
     usable = [rule for rule in rules if is_renaming(rule) or type(rule).__name__ == "WeightConverter"]
     for rule in usable:
         for name in _OF_RULES if is_renaming(rule) else _OF_CONVERTERS:
@@ -144,7 +143,6 @@ def in_model(model: Any, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch
 
 
 def _without_experts(rules: Iterable[Any]) -> list[Any]:
-    """Returns the rules that change tensors, except those of experts."""
     return [
         rule for rule in rules if operations(rule) and not {"MergeModulelist", "SplitModulelist"} & {*operations(rule)}
     ]

@@ -208,7 +208,6 @@ def excluded_modules(plan: Plan, names: StoredNames) -> list[str]:
 
 
 def _matrices(layer: LayerPlan, names: StoredNames) -> list[str]:
-    """Returns the names in the files of a layer's matrices, without `.weight`."""
     is_fused = layer.kind == LayerKind.EXPERTS
     weights = expert_names(layer.name, layer.shape[0]) if is_fused else [f"{layer.name}.weight"]
     return [names.stored(name).removesuffix(".weight") for name in weights]

@@ -222,7 +222,6 @@ def _apply(renamings: Iterable[Rename], name: str) -> str:
 
 
 def _swap(name: str, others: Mapping[str, str]) -> str:
-    """Returns `name`, in which the matrix of an expert has its name of `others`."""
     match = _EXPERT.fullmatch(name)
     if match is None or match[2] not in others:
         return name

@@ -167,7 +167,6 @@ class _Writer:
             self.write_gathered()
 
     def write_gathered(self) -> None:
-        """Writes the small pieces that were gathered."""
         if self._small:
             self._write(memoryview(self._small))
             self._small = bytearray()
@@ -185,7 +184,6 @@ class _Writer:
             self._hashing.popleft().result()
 
     def sync(self) -> None:
-        """Waits until all pieces that were written are on the disk."""
         self.file.flush()
         os.fsync(self.file.fileno())
 
@@ -230,7 +228,6 @@ def _pieces(
 
 
 def _pieces_of(name: str, tensor: torch.Tensor | DeferredTensor, masks: Collection[str] | None) -> Iterator[memoryview]:
-    """Yields the bytes of one tensor."""
     tensor = tensor.compute() if isinstance(tensor, DeferredTensor) else tensor
     is_buffer = masks is not None and name in masks
     if tensor.is_cuda:

@@ -274,7 +274,6 @@ class TEProducts:
         return y.reshape(*x.shape[:-1], -1)
 
     def _module(self, weight: torch.Tensor, state: LowPrecision) -> Any:
-        """Returns Transformer Engine's module, with this weight."""
         if self._linear is None:
             engine = require("transformer_engine.pytorch", "te")
             rows, columns = weight.shape

@@ -65,7 +65,6 @@ def _forward(layer: LowPrecisionLinear, x: torch.Tensor) -> torch.Tensor:
 
 
 def _trained(layer: LowPrecisionLinear, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """Computes the product as the recipe rounds it, with gradients."""
     y = _product(layer, x, layer.weight, x)
     return y if bias is None else y + bias
 
@@ -129,7 +128,6 @@ def _outside_graphs(layer: LowPrecisionLinear, x: torch.Tensor) -> torch.Tensor:
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 @torch.no_grad()
 def _deployed(layer: LowPrecisionLinear, x: torch.Tensor) -> torch.Tensor:
-    """Computes the product of the deployed layer, without gradients."""
     return deployed_layer(layer, layer.low_precision, x)(x)  # type: ignore[no-any-return]
 
 
