@@ -9,7 +9,10 @@ from typing import NamedTuple, TypedDict
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
+from quant.formats.format import E4M3
+from quant.formats.scaling import scale_of
 from quant.kernels.attention.kv_pages import KVPages
 
 DIMS = (64, 96, 128, 192, 256)  # head dimensions of `attention`
@@ -243,6 +246,15 @@ def scale_of_rows(scale: Tensor, shape: torch.Size, cu_seqlens: Tensor | None) -
     if scale.dim() == 2:
         return scale[:, :, None, None]
     return scale[:, :, block_of_rows(cu_seqlens, torch.arange(shape[2], device=scale.device)), None]
+
+
+def quantize_blocks(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns E4M3 codes of `[batch, heads, tokens, dim]` and scales `[batch, heads, blocks]` of 128 tokens each."""
+    tokens = x.shape[2]
+    blocks = pad(x.float(), (0, 0, 0, -tokens % SCALE_BLOCK)).unflatten(2, (-1, SCALE_BLOCK))
+    scale = scale_of(blocks.abs().amax((-2, -1)), E4M3.max)
+    codes = (blocks / scale[..., None, None]).clamp_(-E4M3.max, E4M3.max).to(torch.float8_e4m3fn)
+    return codes.flatten(2, 3)[:, :, :tokens], scale
 
 
 def lay_out_v(v: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:

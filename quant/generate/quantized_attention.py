@@ -24,15 +24,6 @@ scores and cuts the KL of rounding them to E4M3 by two thirds. Scales are one a 
 from the model's `v_scale`, which `quantize --kv-cache fp8` calibrates and a checkpoint keeps; scales of turned keys,
 and of values without calibration, come from the first tokens. Where attention itself stays in 16 bit, a checkpoint
 with calibrated FP8 scales is not turned and `k_scale` is used as well, as other runtimes will read it.
-
-A long text is spread over the processes of a group, each of which runs the model on its share of the tokens:
-
-    rank, world = group.rank(), group.size()
-    with quantized_attention(model, kv_cache="nvfp4", group=group):
-        model(shard(ids, rank, world, dim=1), position_ids=shard(positions, rank, world, dim=1), use_cache=False)
-
-Keys and values go around the ring of `quant.kernels.attention.ring` in the format of the KV cache. They are not turned,
-since the turn would depend on all tokens.
 """
 
 from __future__ import annotations
@@ -43,7 +34,6 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn.functional import pad
 
@@ -51,21 +41,19 @@ from quant.base.errors import UserError, known_names, option
 from quant.base.extras import require
 from quant.calibration.attention_names import implementations_kept, names_registered, text_config
 from quant.calibration.attention_scales import is_latent, latents_changed, rotary_key, with_rotary_key
-from quant.formats.format import E4M3, FORMATS, Format, is_16bit
+from quant.formats.format import E4M3, Format, is_16bit
 from quant.formats.rounding import encode
 from quant.formats.scaling import scale_of
 from quant.generate.key_rotation import turning
-from quant.kernels.attention.attention_operands import DIMS, SCALE_BLOCK
+from quant.kernels.attention.attention_operands import DIMS, SCALE_BLOCK, quantize_blocks
 from quant.kernels.attention.forward import attention
 from quant.kernels.attention.kv_pages import HEADROOM, first_scale, kv_format, round_kv
 from quant.kernels.attention.quantize_qkv import quantize_attention
 from quant.kernels.attention.reference import reference
-from quant.kernels.attention.ring import quantize_blocks, ring_attention
 
 FP8, SIXTEEN_BIT = "quant_fp8", "quant_16bit"
 IMPLEMENTATIONS = (FP8, SIXTEEN_BIT)
 """Names under which transformers finds our attention."""
-_RING = "quant_ring"
 ATTENTIONS = ("fp8", "16bit")
 """Values of --attention."""
 KV_CACHES = ("fp8", "nvfp4", "16bit")
@@ -93,64 +81,6 @@ class AttentionCall(NamedTuple):
         return cls(bool(getattr(module, "is_causal", True) if is_causal is None else is_causal), *options)
 
 
-def ring_format(attention: str, format: Format | None) -> Format | None:
-    """Returns the format in which keys and values go around a ring."""
-    kv_cache = "16bit" if format is None else format.name
-    # FP8 attention multiplies codes, so they travel as codes. Attention in 16 bit dequantizes NVFP4 where it arrives,
-    # which is under a third of the bytes.
-    if attention == "fp8" and kv_cache in ("16bit", "fp8"):
-        return FORMATS["fp8"]
-    if attention == "16bit" and kv_cache in ("16bit", "nvfp4"):
-        return format
-    raise UserError(
-        f"attention in {attention} over a group takes no KV cache in {kv_cache}: FP8 attention passes FP8 on, "
-        "attention in 16 bit passes NVFP4 or 16 bit on"
-    )
-
-
-def refuse_padding(*, attention_mask: torch.Tensor | None = None, **_: Any) -> None:
-    """Raises UserError where tokens are padding: a ring's attention is causal by the positions of the shares."""
-    if attention_mask is not None and not bool(attention_mask.all()):
-        raise UserError("attention over a group takes no padding; give it texts of one length")
-
-
-def attend_in_ring(
-    module: nn.Module,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    mask: torch.Tensor | None,
-    *,
-    format: Format | None,
-    group: dist.ProcessGroup,
-    **keywords: Any,
-) -> tuple[torch.Tensor, None]:
-    """Attends where each process of a group has a share of the tokens; transformers calls this function.
-
-    q, k and v are those of this process, `[batch, heads, tokens, dim]`; keys and values go around in `format`.
-    UserError names an option that a ring does not compute.
-    """
-    call = AttentionCall.of(module, keywords)
-    # A window as long as the whole sequence hides no key.
-    has_window = call.sliding_window is not None and call.sliding_window < q.shape[2] * group.size()
-    unsupported = {
-        "a sliding window": has_window,
-        "a soft cap": call.softcap is not None,
-        "attention sinks": call.s_aux is not None,
-        "a mask": mask is not None,
-        "no causal mask": not call.is_causal,
-    }
-    if any(unsupported.values()):
-        named = ", ".join(option for option, is_set in unsupported.items() if is_set)
-        raise UserError(f"{type(module).__name__} has {named}, which attention over a group does not take")
-    # The ranks compare shapes once a forward pass, in the first layer; the others have the same ones.
-    is_first = getattr(module, "layer_idx", 0) == 0
-    out = ring_attention(q, k, v, format=format, softmax_scale=call.scaling, group=group, check=is_first)
-    # transformers expects `[batch, tokens, heads, dim]`, and None in the place of attention weights, which a ring never
-    # has as a whole.
-    return out.transpose(1, 2).contiguous(), None
-
-
 def register() -> None:
     """Makes `attn_implementation="quant_fp8"` and `"quant_16bit"` known to transformers."""
     for interface, functions in _interfaces():
@@ -171,11 +101,7 @@ def _interfaces() -> list[tuple[Any, dict[str, Callable[..., Any]]]]:
 
 @contextmanager
 def quantized_attention(
-    model: nn.Module,
-    *,
-    attention: str | None = None,
-    kv_cache: str | None = None,
-    group: dist.ProcessGroup | None = None,
+    model: nn.Module, *, attention: str | None = None, kv_cache: str | None = None
 ) -> Iterator[None]:
     """Makes `model` attend in FP8, or over keys and values rounded to a cache format, or both, while open.
 
@@ -183,12 +109,9 @@ def quantized_attention(
         model: a model of transformers.
         attention: one of `ATTENTIONS`; None is "16bit".
         kv_cache: one of `KV_CACHES`; None is "16bit".
-        group: processes that each run the model on their share of a text, as `quant.kernels.attention.ring.shard`
-            cuts the ids and positions, causally and without padding. FP8 attention passes keys and values on in E4M3,
-            attention in 16 bit in NVFP4 or 16 bit. None is no group.
 
     Raises:
-        UserError: an unknown name, a model whose attention cannot be replaced, or an option that no group computes.
+        UserError: an unknown name, or a model whose attention cannot be replaced.
     """
     attention = "16bit" if is_16bit(attention) else str(attention)
     if attention not in ATTENTIONS:
@@ -197,7 +120,7 @@ def quantized_attention(
         format = kv_format(kv_cache)
     except ValueError:
         raise UserError(f"{option('kv_cache', kv_cache)}: unknown; {known_names(kv_cache, KV_CACHES)}") from None
-    if attention == "16bit" and format is None and group is None:
+    if attention == "16bit" and format is None:
         yield
         return
     if getattr(model, "config", None) is None or not hasattr(model, "set_attn_implementation"):
@@ -208,9 +131,6 @@ def quantized_attention(
     config = text_config(model.config)
     functions, masks = (own for _, own in _interfaces())
     name = FP8 if attention == "fp8" else SIXTEEN_BIT
-    if group is not None:
-        name, passed = _RING, ring_format(attention, format)
-        functions, masks = {name: partial(attend_in_ring, format=passed, group=group)}, {name: refuse_padding}
     # Our names are registered only while the context is open: a model saved later does not refer to them.
     with implementations_kept(model), names_registered(functions, masks), _latents_rounded(model, format):
         try:

@@ -22,9 +22,8 @@ from quant.base.errors import UserError, known_names
 from quant.base.extras import require
 from quant.calibration.attention_names import configs_of, implementations_kept, text_config
 from quant.generate.quantized_attention import AttentionCall, mask_of, mask_unless_causal
-from quant.kernels.attention.attention_operands import DIMS, scale_of_rows
+from quant.kernels.attention.attention_operands import DIMS, quantize_blocks, scale_of_rows
 from quant.kernels.attention.forward import has_attention_kernel
-from quant.kernels.attention.ring import quantize_blocks
 from quant.kernels.training.fp8_attention import fp8_training_attention
 from quant.training.low_precision.low_precision_linear import ValueOf
 

@@ -148,7 +148,7 @@ def test_output_in_fp16() -> None:
 
 
 def test_parts_join_by_their_log_sum_exp() -> None:
-    """What ring attention and split-KV decoding do with the log-sum-exp."""
+    """What split-KV decoding does with the log-sum-exp."""
     q, k, v, scales = operands(1, 2, 1, 30, 160, 128)
     options = dict(zip(("q_scale", "k_scale", "v_scale"), scales, strict=True))
     halves = (slice(0, 64), slice(64, 160))

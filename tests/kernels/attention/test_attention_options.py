@@ -7,12 +7,14 @@ from collections.abc import Callable
 from itertools import pairwise, product
 from typing import Any
 
+import ml_dtypes
+import numpy as np
 import pytest
 import torch
 from interpreter import interpreted
 from slow_cases import quick_cases
 
-from quant.kernels.attention.attention_operands import DIMS, scale_blocks
+from quant.kernels.attention.attention_operands import DIMS, quantize_blocks, scale_blocks
 from quant.kernels.attention.forward import attention
 from quant.kernels.attention.reference import reference
 
@@ -337,3 +339,15 @@ def test_gpu_scores_that_outgrow_those_before(kind: str, dim: int, causal: bool)
     assert float((out - expected).norm() / expected.norm()) < P_ERROR
     # Hopper's FP8 dots keep about 13 bits of their sums.
     torch.testing.assert_close(lse, expected_lse, rtol=1e-3, atol=2e-2)
+
+
+def test_blocks_of_128_tokens_share_a_scale_by_their_largest_magnitude() -> None:
+    x = torch.randn(2, 3, 150, 16, generator=torch.Generator().manual_seed(3))
+    codes, scale = quantize_blocks(x)
+    assert codes.shape == x.shape and scale.shape == (2, 3, 2)
+    for block, rows in enumerate((slice(0, 128), slice(128, 150))):
+        part = x[:, :, rows].numpy()
+        step = (np.abs(part).max((2, 3)) / np.float32(448)).astype(np.float32)
+        assert np.array_equal(scale[:, :, block].numpy(), step)
+        expected = (part / step[..., None, None]).astype(ml_dtypes.float8_e4m3fn)
+        assert np.array_equal(codes[:, :, rows].view(torch.uint8).numpy(), expected.view(np.uint8))
