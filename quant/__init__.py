@@ -29,6 +29,7 @@ def _check_links() -> None:
 
 
 if TYPE_CHECKING:
+    from quant.adapters.from_diffusers import load_pipeline as load_pipeline
     from quant.adapters.from_pretrained import QuantConfig as QuantConfig
     from quant.adapters.lightning_callback import QATCallback as QATCallback
     from quant.adapters.lora import lora as lora
@@ -74,6 +75,7 @@ if TYPE_CHECKING:
 _check_links()
 
 _PUBLIC = {
+    "quant.adapters.from_diffusers": ("load_pipeline",),
     "quant.adapters.from_pretrained": ("QuantConfig",),
     "quant.adapters.lightning_callback": ("QATCallback",),
     "quant.adapters.lora": ("lora", "merge_lora"),

@@ -29,6 +29,7 @@ FORMATS_MAY_IMPORT = {"torch", "numpy", "quant", *sys.stdlib_module_names}
 
 # Files that load an optional package when they are imported, which happens inside functions. Kernels load triton.
 MAY_LOAD = {
+    "quant/adapters/from_diffusers.py": "diffusers",
     "quant/adapters/from_pretrained.py": "transformers",
     "quant/adapters/lightning_callback.py": "lightning",
     "quant/adapters/lm_eval_model.py": "lm_eval",
@@ -115,10 +116,10 @@ print(len({modules!r}))
 
 
 OPTIONAL = (
-    "accelerate", "compressed_tensors", "datasets", "gguf", "lightning", "lm_eval", "modelopt", "onnx", "onnx_ir",
-    "onnxruntime", "onnxruntime_genai", "onnxscript", "optuna", "peft", "PIL", "pydantic", "scipy", "soundfile",
-    "tensorrt", "tensorrt_rtx", "torch_tensorrt", "torchao", "torchaudio", "transformer_engine", "transformers",
-    "triton", "vllm",
+    "accelerate", "compressed_tensors", "datasets", "diffusers", "gguf", "lightning", "lm_eval", "modelopt", "onnx",
+    "onnx_ir", "onnxruntime", "onnxruntime_genai", "onnxscript", "optuna", "peft", "PIL", "pydantic", "scipy",
+    "soundfile", "tensorrt", "tensorrt_rtx", "torch_tensorrt", "torchao", "torchaudio", "transformer_engine",
+    "transformers", "triton", "vllm",
 )  # fmt: skip
 
 

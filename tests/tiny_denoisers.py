@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
@@ -231,3 +233,54 @@ def noise_of(model: nn.Module, call: Kwargs) -> torch.Tensor:
     with torch.no_grad():
         result = model(**call)[0]
     return (result[0] if isinstance(result, list) else result).float()
+
+
+def tiny_pipeline(kind: str, directory: Path) -> Path:
+    """Writes a pipeline in BF16 with random weights, "Flux", "SD3" or "SDXL", and a tokenizer of words."""
+    import diffusers
+    import transformers
+
+    torch.manual_seed(0)
+    words = {"<pad>": 0, "</s>": 1, "<unk>": 2, "a": 3, "red": 4, "fox": 5, "cat": 6, "two": 7, "in": 8}
+    tokenizers = pytest.importorskip("tokenizers", reason="the extra hf")
+    encoder = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="<unk>"))
+    encoder.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=encoder, pad_token="<pad>", eos_token="</s>", unk_token="<unk>", model_max_length=12
+    )
+    t5 = transformers.T5EncoderModel(
+        transformers.T5Config(vocab_size=16, d_model=32, d_ff=64, num_layers=1, num_heads=4, d_kv=8)
+    )
+    vae = diffusers.AutoencoderKL(
+        block_out_channels=(8, 8), norm_num_groups=4, latent_channels=4, sample_size=16, shift_factor=0.0,
+        down_block_types=("DownEncoderBlock2D",) * 2, up_block_types=("UpDecoderBlock2D",) * 2,
+    )  # fmt: skip
+    width = 16 if kind == "SDXL" else 32
+    clip_sizes = {
+        "vocab_size": 16, "hidden_size": width, "intermediate_size": 64, "num_hidden_layers": 2, "projection_dim": 32,
+        "num_attention_heads": 4, "max_position_embeddings": 12, "bos_token_id": 2, "eos_token_id": 1,
+    }  # fmt: skip
+    clip = transformers.CLIPTextConfig(**clip_sizes)
+    if kind == "Flux":
+        pipe = diffusers.FluxPipeline(
+            diffusers.FlowMatchEulerDiscreteScheduler(), vae, transformers.CLIPTextModel(clip), tokenizer, t5,
+            tokenizer, tiny_denoiser("Flux.1", torch.float32),
+        )  # fmt: skip
+    elif kind == "SD3":
+        towers = [transformers.CLIPTextModelWithProjection(clip) for _ in range(2)]
+        pipe = diffusers.StableDiffusion3Pipeline(
+            tiny_denoiser("Stable Diffusion 3.5", torch.float32), diffusers.FlowMatchEulerDiscreteScheduler(), vae,
+            towers[0], tokenizer, towers[1], tokenizer, t5, tokenizer,
+        )  # fmt: skip
+    else:
+        towers = [transformers.CLIPTextModel(clip), transformers.CLIPTextModelWithProjection(clip)]
+        pipe = diffusers.StableDiffusionXLPipeline(
+            vae,
+            *towers,
+            tokenizer,
+            tokenizer,
+            tiny_denoiser("SDXL", torch.float32),
+            diffusers.EulerDiscreteScheduler(),
+        )
+    pipe.to(torch.bfloat16).save_pretrained(directory)
+    return directory

@@ -32,6 +32,7 @@ GROUPS = {
         "--effort", "--solver", "--guard", "--observer", "--calib", "--calib-samples", "--seqlen", "--eval",
         "--eval-samples", "--seed",
     ),
+    "Pipelines of diffusers": ("--components", "--steps", "--guidance"),
     "Output": ("--out", "--overwrite", "--restart", "--allow-missing", "--dry-run", "--quiet", "--json"),
     "Machine": ("--device", "--devices", "--memory"),
 }  # fmt: skip
@@ -103,6 +104,14 @@ _ROUNDING = (
     click.option("--seqlen", type=click.IntRange(min=1), default=512, show_default=True, help="Tokens per row."),
     cli.SEED,
 )  # fmt: skip
+_OF_PIPELINES = (
+    click.option("--components", metavar="LIST",
+                 help="Models of a diffusers pipeline to quantize: transformer,text_encoder.  "
+                 "[default: its denoisers]"),
+    click.option("--steps", type=click.IntRange(min=1), metavar="N",
+                 help="Steps of denoising for calibration.  [default: the pipeline's]"),
+    click.option("--guidance", type=float, metavar="SCALE", help="Guidance scale.  [default: the pipeline's]"),
+)  # fmt: skip
 _BUDGET = (
     click.option("--bits", type=float,
                  help="Choose formats with this many bits per weight, scales and padding counted."),
@@ -156,6 +165,13 @@ def run_options(command: Callable[..., Any]) -> Callable[..., Any]:
     return command
 
 
+def pipeline_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Adds the options of `quantize` for a pipeline of diffusers."""
+    for option in _OF_PIPELINES:
+        command = option(command)
+    return command
+
+
 def plan_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """Adds the options of `quant plan make` alone."""
     for option in (*_OF_PLANS, cli.REVISION):
@@ -176,6 +192,7 @@ def request_of(options: dict[str, Any], command: str) -> Any:
 @click.command("quantize", cls=QuantizeCommand)
 @click.argument("model", shell_complete=MODELS)
 @run_options
+@pipeline_options
 @click.option("--plan", "plan_file", type=click.Path(path_type=Path), help="Plan file, which you may have edited.")
 @click.option("--out", type=click.Path(path_type=Path), help="Directory for checkpoint and report, or a .gguf file.")
 @click.option("--overwrite", is_flag=True, help="Replace the contents of --out.")
@@ -184,7 +201,7 @@ def request_of(options: dict[str, Any], command: str) -> Any:
 @click.option("--dry-run", is_flag=True, help="Print the plan with its sizes; read no weights, write nothing.")
 @click.version_option(__version__)
 def quantize_command(quiet: bool, as_json: bool, **options: Any) -> None:
-    """Quantize MODEL: a Hugging Face directory, a .gguf, .safetensors, .pt or .pt2 file, or an alias.
+    """Quantize MODEL: a Hugging Face or diffusers directory, a .gguf, .safetensors, .pt or .pt2 file, or an alias.
 
     \b
       quantize Qwen/Qwen3-0.6B --format nvfp4a16 --out qwen3-nvfp4
@@ -200,12 +217,24 @@ def quantize_command(quiet: bool, as_json: bool, **options: Any) -> None:
     # The garbage collector finds nothing among the objects that imports make, and takes a fifth of their time.
     with importing():
         skip_image_packages(options["model"])
-        from quant.report.summary import next_steps, print_summary
-        from quant.run.run import run
+        from quant.report.summary import next_steps, print_denoising, print_summary
+        from quant.run.pipeline import PipelineOutcome, run_any
 
     out = options["out"]
-    outcome = run(request_of(options, cli.command_line(click.get_current_context())), listener(quiet or as_json))
-    if as_json:
+    outcome = run_any(request_of(options, cli.command_line(click.get_current_context())), listener(quiet or as_json))
+    if isinstance(outcome, PipelineOutcome):
+        results = outcome.reports or outcome.plans
+        if as_json:
+            cli.print_json({**{name: each.to_dict() for name, each in results.items()}, "denoising": outcome.denoising})
+        elif not quiet:
+            for report in outcome.reports.values():
+                print_summary(report, CONSOLE)
+            if outcome.reports:
+                print_denoising(outcome.denoising, CONSOLE)
+                CONSOLE.print(f"written to {out}\nrun it with quant.load_pipeline({str(out)!r})", soft_wrap=True)
+            for plan in () if outcome.reports else outcome.plans.values():
+                print_plan(plan)
+    elif as_json:
         # A dry run has a plan and no report.
         cli.print_json((outcome.report or outcome.plan).to_dict())
     elif outcome.report is not None and not quiet:

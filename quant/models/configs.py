@@ -161,7 +161,8 @@ def origin_of(model: Any) -> Path | None:
     name = getattr(config, "_name_or_path", None)
     # transformers notes the name or path here. Configs of other libraries may use the attribute for anything, and a
     # model of transformers cannot exist while the library is not loaded.
-    if not isinstance(name, str) or not name or "transformers" not in sys.modules:
+    of_transformers = "transformers" in sys.modules and hasattr(config, "save_pretrained")
+    if not isinstance(name, str) or not name or not of_transformers:
         return None
     if (Path(name) / "config.json").is_file():
         return Path(name)

@@ -68,6 +68,8 @@ def packages_of(name: str) -> list[str]:
     path = Path(name).expanduser()
     if name in _ALIASES or path.suffix == ".gguf":
         return ["transformers", "accelerate", "gguf"]
+    if (path / "model_index.json").is_file():
+        return ["diffusers", "transformers", "accelerate"]
     if (path / "config.json").is_file() or (not path.exists() and split_revision(name) and path.suffix not in SUFFIXES):
         return ["transformers", "accelerate"]
     return []

@@ -53,8 +53,8 @@ def refuse_directory(path: Path) -> UserError:
         return UserError(f"{path}: {_adapter_of(path)}")
     if (path / "model_index.json").is_file():
         return UserError(
-            f"{path}: a pipeline of diffusers (model_index.json); open it with diffusers, and pass the module to be "
-            "quantized, such as pipeline.transformer, to quant.quantize"
+            f"{path}: a pipeline of diffusers (model_index.json): `quantize {path} --format nvfp4 --out DIR` "
+            "quantizes it, and quant.quantize a module of it in memory, such as pipeline.transformer"
         )
     files = sorted(file for file in path.iterdir() if file.suffix in SUFFIXES and not _OF_TRAINERS.match(file.name))
     models = sorted(file.parent for file in path.glob("*/config.json") if _is_transformers(file))

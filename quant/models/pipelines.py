@@ -20,8 +20,10 @@ from torch import nn
 
 from quant.base.errors import UserError, listed, option
 from quant.base.extras import require
+from quant.export.checkpoint.files.directory import DENOISING
 from quant.models.configs import explained, read_fields
 from quant.models.files import safetensors_file
+from quant.recipes.plan import PLAN_FILE
 
 INDEX = "model_index.json"
 DENOISERS = ("transformer", "transformer_2", "unet", "prior")
@@ -32,6 +34,11 @@ _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 def is_pipeline(path: str | Path) -> bool:
     """Returns whether `path` is a directory of a diffusers pipeline."""
     return (Path(path) / INDEX).is_file()
+
+
+def is_quantized(path: Path) -> bool:
+    """Returns whether this toolkit has quantized a pipeline, some component or all."""
+    return (path / DENOISING).is_file() or any(path.glob(f"*/{PLAN_FILE}"))
 
 
 def components_of(path: Path) -> list[str]:
@@ -89,7 +96,7 @@ def open_pipeline(path: Path, **components: Any) -> Any:
     logging.disable_progress_bar()
     with explained(path):
         return diffusers.DiffusionPipeline.from_pretrained(
-            str(path), torch_dtype={**dtypes, "default": torch.float32}, use_safetensors=True, local_files_only=True,
+            str(path), dtype={**dtypes, "default": torch.float32}, use_safetensors=True, local_files_only=True,
             **components,
         )  # fmt: skip
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePath
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from quant.base.errors import counted, loss_text, megabytes
 from quant.calibration.allocation.goal import AllocationRecord, BudgetKind, Verified
@@ -38,6 +38,22 @@ def print_summary(report: Report, console: Console) -> None:
         console.print(Text(f"warning: {warning}", style="yellow"))
     for note in report.notes:
         console.print(Text(f"note: {note}", style="dim"))
+
+
+def print_denoising(denoising: Mapping[str, Any], console: Console) -> None:
+    """Prints what the denoisers of a pipeline lose, by timestep, and how far its images are from the original's."""
+    from rich.table import Table
+
+    for name, errors in denoising["components"].items():
+        console.print(f"relative error of the noise that {name} predicts on held-out prompts")
+        table = Table(box=None)
+        table.add_column("timestep")
+        table.add_column("error", justify="right")
+        for time, error in errors.items():
+            table.add_row(time, f"{error:.2%}")
+        console.print(table)
+    psnr = ", ".join(f"{each:.1f}" for each in denoising["psnr"])
+    console.print(f"PSNR of images on held-out prompts, same seeds: {psnr} dB")
 
 
 def summary(report: Report) -> list[tuple[str, str]]:

@@ -70,12 +70,12 @@ def decide(job: Job) -> Decision:
             plan, request.data, may_lower_effort=is_made_here, allocation=choice,
             tries_transforms=is_made_here and _names_no_solver(request),
         )  # fmt: skip
-    if request.is_in_memory:
+    if request.is_in_memory and request.out is None:
         return decision
     # Before data is read: a format that the layout cannot hold would only fail when files are written.
     check_layout(request, decision.plan, source.model)
     if request.only_decides:
-        return decision if request.goal is not None else _for_dry_run(job, decision)
+        return decision if request.goal is not None or request.is_in_memory else _for_dry_run(job, decision)
     if source.model is None:
         announce_effort(job.listener, decision.plan)
         request.check_state_dict(decision.plan)

@@ -51,6 +51,7 @@ class Measured(JsonData):
     fingerprint: Fingerprint | None = None
     examples: Examples | None = None
     output_errors: dict[str, float] = field(default_factory=dict)  # relative error of each layer's output
+    notes: list[str] = field(default_factory=list)  # what a denoiser loses
 
 
 Texts = Mapping[str, torch.Tensor | Inputs]
@@ -80,6 +81,8 @@ def measure(job: Job, solved: SolvedModel, texts: Texts, original: nn.Module | N
     Raises:
         UserError: an earlier run was stopped while its weights moved, and it had measured on other texts.
     """
+    if job.request.noise is not None and solved.quantized is not None:
+        return Measured(notes=job.request.noise(solved.quantized.model))
     if original is None:
         return Measured()
     store, digests = job.session.store, {name: digest_of(rows) for name, rows in texts.items()}

@@ -30,6 +30,7 @@ from quant.calibration.walk.step_store import is_finished
 from quant.export.checkpoint.files.directory import check_apart, check_destination, check_parents
 from quant.formats.format import is_16bit
 from quant.models.files import find_model, packages_of
+from quant.models.pipelines import is_pipeline
 from quant.recipes import solver_names
 from quant.recipes.callers_model import check_original, unwrapped
 from quant.recipes.plan import Plan
@@ -181,6 +182,10 @@ class Request:
     command: str = "quantize"  # recorded in plan and report
     budget: AllocationRequest = field(default_factory=AllocationRequest)
     plan_out: Path | None = None  # the file for a plan, which is then the result
+    components: str | None = None  # of a pipeline of diffusers, separated by commas; None for its denoisers
+    steps: int | None = None  # of denoising; None leaves them to the pipeline
+    guidance: float | None = None
+    noise: Callable[[nn.Module], list[str]] | None = None  # measures a component of a pipeline, in lines for its report
 
     @property
     def only_decides(self) -> bool:
@@ -196,6 +201,11 @@ class Request:
     def is_in_memory(self) -> bool:
         """Whether the model is a module of the caller, as in Python."""
         return isinstance(self.model, nn.Module)
+
+    @cached_property
+    def is_pipeline(self) -> bool:
+        """Whether the model is a directory of a diffusers pipeline."""
+        return not self.is_in_memory and is_pipeline(Path(str(self.model)).expanduser())
 
     def spell(self, field: str) -> str:
         """Returns a field's name as the user wrote it."""
@@ -311,6 +321,7 @@ class Request:
         else:
             self._check_recipe()
             self.chosen_recipe  # noqa: B018 -- it is read here
+        self._check_pipeline()
         # The rest would otherwise fail only after the model is opened, or not in a dry run.
         self._check_names()
         find_device(self.device)
@@ -325,6 +336,29 @@ class Request:
         of_budget = [] if self.goal is None else ["scipy"]
         of_sources = packages_of_sources((*self.calib, *map(str, self.eval_texts)))
         check_installed([*of_model, *of_budget, *of_sources], "this run")
+
+    def _check_pipeline(self) -> None:
+        """Refuses options of pipelines for other models, and others for pipelines."""
+        if not self.is_pipeline:
+            if given := self._given("components", "steps", "guidance"):
+                raise UserError(
+                    f"{given[0]}: is for a pipeline of diffusers, a directory with model_index.json; leave it out"
+                )
+            return
+        if self.plan_out is not None:
+            raise UserError(
+                f"{self.model}: a pipeline has a plan for each component; `quantize {self.model} … --dry-run` "
+                "shows them"
+            )
+        if given := self._given("eval_texts", "kv_cache", "lm_head", "plan_file", "model_factory"):
+            raise UserError(f"{given[0]}: means nothing to a pipeline of diffusers; leave it out")
+        if self.goal is not None:
+            raise UserError(
+                f"{self.model}: formats are chosen within a limit for one model in memory, by quant.quantize(pipe."
+                "transformer, data=calls, bits=…); give --format for a pipeline"
+            )
+        if self.is_gguf:
+            raise UserError(f"--out {self.out}: a pipeline is written to a directory; name one")
 
     def _check_names(self) -> None:
         """Refuses names of files that are not UTF-8: plans and reports, which are, record them."""

@@ -91,7 +91,8 @@ def load(request: Request, listener: Listener) -> Job:
         session = Session.on(request.device, seed=request.seed, memory=request.memory_bytes)
         opened = open_model(request.model)
         assert opened.model is not None
-        check_in_memory(opened.model)
+        if not request.only_decides:
+            check_in_memory(opened.model)
         in_memory = _InMemory(
             name=opened.name, kind=opened.kind, model=opened.model, state_dict=None, path=opened.path,
             dtype=opened.dtype, tokenizer=request.tokenizer,
@@ -274,7 +275,7 @@ def resumable(job: Job, plan: Plan) -> Iterator[Job]:
         ValueError: a run with other options, another model or another version left steps there.
     """
     request, source = job.request, job.source
-    if request.out is None or request.is_gguf or source.model is None:
+    if request.out is None or request.is_gguf or source.model is None or request.is_in_memory:
         yield job
         return
     check_same({"the plan": plan.digest()}, job.session, source.files.files)

@@ -143,6 +143,7 @@ def _report(job: Job, decision: Decision, solved: SolvedModel, measured: Measure
         device=describe(job.session.device),
         files={},
         warnings=_warnings(decision, solved),
+        notes=list(measured.notes),
         sensitivity=None if allocation is None else allocation.sensitivity,
         allocation=None if allocation is None else allocation.record,
         kv_cache=kv_cache_of(source.config, plan),

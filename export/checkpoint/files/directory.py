@@ -17,7 +17,9 @@ from quant.base.atomic import claimed, recover, replace_directory, sync_tree, te
 from quant.base.errors import option
 from quant.recipes.plan import PLAN_FILE
 
-OURS = (PLAN_FILE, "receipt.json")
+DENOISING = "denoising.json"
+"""How a pipeline of diffusers was calibrated, and what its denoisers lost; only a quantized one has it."""
+OURS = (PLAN_FILE, "receipt.json", DENOISING)
 """Files that mark a directory as one that Blockscale wrote, and may replace."""
 NEW, COMPLETE = "new", "complete"
 """In a working directory: the checkpoint that is being built, and the file that says that it is whole.

@@ -1,0 +1,326 @@
+"""`quantize PIPELINE --format nvfp4 --out DIR`: quantizes the denoisers of a pipeline of diffusers.
+
+    plan       of each component, from its config alone          wrong options end here, before weights are read
+    denoise    the original pipeline makes an image of each prompt; calls of its components are kept, some per prompt,
+               drawn so that all prompts together cover the whole trajectory
+    solve      each component by `run`, as a module in memory
+    measure    relative error of what the denoiser predicts, by timestep, on prompts that calibrated nothing; then
+               images of the same seeds, compared by PSNR
+    write      the pipeline again, whole or not at all
+
+Everything is computed on calls of the original, so that no step depends on an image that has drifted.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import math
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from quant.base.errors import UserError, counted
+from quant.base.listener import SILENT, Listener
+from quant.calibration.evaluating import evaluating
+from quant.calibration.inputs import Arguments, Inputs, recorded, taking_inputs
+from quant.calibration.placement import find_device, placed
+from quant.calibration.texts.mixture import lacks_data
+from quant.export.checkpoint.files.directory import DENOISING, new_directory
+from quant.formats.tensor import moved
+from quant.models import pipelines
+from quant.models.configs import explained
+from quant.models.files import find_model
+from quant.models.open_model import open_model
+from quant.recipes.blocks import is_denoiser
+from quant.recipes.plan import Plan
+from quant.report.report import Report
+from quant.run.job import Outcome
+from quant.run.request import Request
+from quant.run.run import run
+
+_PROMPTS = 16  # of the list that ships, where the user gives no number
+_CALLS = 4  # of each component that are kept of each prompt
+_HELD_OUT_CALLS = 10  # of each held-out prompt
+
+
+@dataclass(frozen=True)
+class PipelineOutcome:
+    """The result of a run on a pipeline."""
+
+    plans: dict[str, Plan]  # by component
+    reports: dict[str, Report] = field(default_factory=dict)
+    denoising: dict[str, Any] = field(default_factory=dict)  # the contents of denoising.json
+
+
+def run_any(request: Request, listener: Listener = SILENT) -> Outcome | PipelineOutcome:
+    """Executes a request on a model or on a pipeline of diffusers."""
+    return _run_pipeline(request, listener) if request.is_pipeline else run(request, listener)
+
+
+def _run_pipeline(request: Request, listener: Listener) -> PipelineOutcome:
+    """Executes a request on a pipeline of diffusers.
+
+    Raises:
+        UserError, OSError: the user's mistakes; nothing has been written.
+    """
+    request.check()
+    request.check_destination()
+    path = find_model(str(request.model))
+    if pipelines.is_quantized(path):
+        raise UserError(f"{path}: is quantized already ({DENOISING}); give the original pipeline")
+    names = pipelines.models_to_quantize(path, request.components)
+    plans = {name: _plan(request, path / name) for name in names}
+    if request.dry_run:
+        return PipelineOutcome(plans)
+    prompts = _Prompts.of(request)
+    with listener.step(f"loading {path}"):
+        pipe = pipelines.open_pipeline(path)
+    options = _options(request, pipe)
+    prompts.check(pipe)
+    device = find_device(request.device)
+    needed = [name for name in names if lacks_data(plans[name])]
+    make = partial(_image, pipe, options, request.seed)
+    count = len(prompts.held_out) + len(prompts.used) * bool(needed)
+    with listener.step(f"denoising {counted(count, 'prompt')}"), _on(pipe, device):
+        data = _calls(pipe, needed, prompts.used, make)
+        held_out, images = _held_out(pipe, names, prompts, make)
+    assert request.out is not None
+    with new_directory(request.out, overwrite=request.overwrite) as temporary:
+        for entry in sorted(each for each in path.iterdir() if each.name not in names):
+            (shutil.copytree if entry.is_dir() else shutil.copy2)(entry, temporary / entry.name)
+        reports, tables = {}, {}
+        for name in names:
+            model = getattr(pipe, name)
+            measured = _NoiseError(model, held_out.get(name, []), device)
+            outcome = run(
+                replace(
+                    _in_memory(request, model), out=temporary / name, data=data.get(name), overwrite=False,
+                    noise=measured.notes,
+                ),
+                listener,
+            )  # fmt: skip
+            assert outcome.report is not None
+            plans[name], reports[name], tables[name] = outcome.plan, outcome.report, measured.table
+        with _on(pipe, device), listener.step(f"denoising {counted(len(images), 'prompt')} again"):
+            again = [make(*held, output_type="np") for held in prompts.held_out]
+        denoising = {
+            "prompts": {"calibration": len(prompts.used), "held_out": [text for _, text in prompts.held_out],
+                        "source": prompts.source},
+            "options": options, "seed": request.seed, "components": tables, "psnr": list(map(_psnr, again, images)),
+        }  # fmt: skip
+        (temporary / DENOISING).write_text(json.dumps(denoising, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    return PipelineOutcome(plans, reports, denoising)
+
+
+def _in_memory(request: Request, model: nn.Module) -> Request:
+    """Returns the request for a component in memory."""
+    return replace(
+        request, model=model, components=None, steps=None, guidance=None, calib=(), eval_texts=(), restart=False
+    )
+
+
+def _plan(request: Request, directory: Path) -> Plan:
+    """Returns the plan of a component, made from shapes alone."""
+    cls = pipelines.denoiser_class(directory)
+    if cls is None:
+        model = open_model(str(directory), meta=True).module
+    else:
+        model = pipelines.outline_of_denoiser(cls, directory)
+    return run(replace(_in_memory(request, model), dry_run=True)).plan
+
+
+Prompt = tuple[int, str]
+"""A prompt and its number, which changes the seed."""
+
+
+@dataclass(frozen=True)
+class _Prompts:
+    """Prompts that calibrate, and others on which the loss is measured."""
+
+    used: list[Prompt]
+    held_out: list[Prompt]
+    source: str
+
+    @classmethod
+    def of(cls, request: Request) -> _Prompts:
+        """Returns the prompts of the file that a request names, one a line, or of the list that ships."""
+        if request.calib:
+            if len(request.calib) > 1 or not Path(request.calib[0]).is_file():
+                raise UserError(
+                    f"--calib {' '.join(request.calib)}: a pipeline takes one file with a prompt in each line"
+                )
+            source = request.calib[0]
+            text = Path(source).read_text(encoding="utf-8")
+        else:
+            source, text = "prompts of Blockscale", files("quant.run").joinpath("prompts.txt").read_text("utf-8")
+        lines = [line.strip() for line in text.splitlines() if line.strip()]
+        count = request.calib_samples or (len(lines) if request.calib else _PROMPTS)
+        if min(count, len(lines)) < 2:
+            raise UserError(
+                f"{source}: {counted(min(count, len(lines)), 'prompt')}; give two or more, one a line: the last "
+                "eighth, and one at least, calibrates nothing, and the loss is measured on it"
+            )
+        prompts = list(enumerate(lines[:count]))
+        held_out = max(len(prompts) // 8, 1)
+        return cls(prompts[:-held_out], prompts[-held_out:], source)
+
+    def check(self, pipe: Any) -> None:
+        """Raises UserError for a prompt that every tokenizer of the pipeline cuts."""
+        default = inspect.signature(pipe.__call__).parameters.get("max_sequence_length")
+        longest = math.inf if default is None or not isinstance(default.default, int) else default.default
+        tokenizers = [
+            each for name, each in pipe.components.items() if name.startswith("tokenizer") and each is not None
+        ]
+        limits = [(each, int(min(each.model_max_length, longest))) for each in tokenizers]
+        for number, text in (*self.used, *self.held_out):
+            lengths = [(len(each(text, truncation=False).input_ids), limit) for each, limit in limits]
+            if lengths and all(length > limit for length, limit in lengths):
+                length, limit = max(lengths, key=lambda pair: pair[1])
+                raise UserError(
+                    f"{self.source}: prompt {number + 1} has {length} tokens, and the tokenizer cuts it after {limit}: "
+                    f"{text[:40]!r} …; shorten it"
+                )
+
+
+def _options(request: Request, pipe: Any) -> dict[str, Any]:
+    """Returns the arguments of a pipeline for the options of a request, which it must take."""
+    taken = inspect.signature(pipe.__call__).parameters
+    options: dict[str, Any] = {}
+    for flag, argument, value in (
+        ("--steps", "num_inference_steps", request.steps), ("--guidance", "guidance_scale", request.guidance),
+    ):  # fmt: skip
+        if value is None:
+            continue
+        if argument not in taken:
+            raise UserError(f"{flag} {value}: {type(pipe).__name__} takes no {argument}; leave it out")
+        options[argument] = value
+    trained = pipe.scheduler.config.get("num_train_timesteps")
+    if request.steps is not None and trained is not None and request.steps > trained:
+        raise UserError(
+            f"--steps {request.steps}: {type(pipe.scheduler).__name__} has {trained} timesteps; give at most as many"
+        )
+    return options
+
+
+@contextmanager
+def _on(pipe: Any, device: torch.device | None) -> Any:
+    """Runs a pipeline on a device while open, one component after the other on a GPU."""
+    pipe.set_progress_bar_config(disable=True)
+    if device is None or device.type == "cpu":
+        yield
+        return
+    pipe.enable_model_cpu_offload(device=device)
+    try:
+        yield
+    finally:
+        pipe.remove_all_hooks()
+        pipe.to("cpu")
+
+
+def _image(pipe: Any, options: Mapping[str, Any], seed: int, number: int, prompt: str, *, output_type: str) -> Any:
+    """Returns what the pipeline makes of a prompt: latents, or an array of pixels in [0, 1]."""
+    generator = torch.Generator().manual_seed(seed + number)
+    with explained(type(pipe).__name__), torch.no_grad():
+        made = pipe(prompt=prompt, generator=generator, output_type=output_type, return_dict=False, **options)[0]
+    return np.asarray(made) if output_type == "np" else made
+
+
+def _record(pipe: Any, names: Sequence[str], make: Callable[[], Any]) -> dict[str, Inputs]:
+    """Returns the calls of each component while `make` runs the pipeline once."""
+    if not names:
+        make()
+        return {}
+    inner: dict[str, Inputs] = {}
+    first = recorded(getattr(pipe, names[0]), lambda _: inner.update(_record(pipe, names[1:], make)))
+    return {names[0]: first.to("cpu"), **inner}
+
+
+def _calls(pipe: Any, names: Sequence[str], prompts: Sequence[Prompt], make: Any) -> dict[str, Inputs]:
+    """Returns calibration calls of components: a few of each prompt, over the whole trajectory together."""
+    kept: dict[str, list[Arguments]] = {name: [] for name in names}
+    for number, prompt in prompts if names else ():
+        for name, inputs in _record(pipe, names, partial(make, number, prompt, output_type="latent")).items():
+            stride = max(len(inputs) // _CALLS, 1)
+            kept[name] += inputs.calls[number % stride :: stride]
+    return {name: Inputs(calls, alone=is_denoiser(getattr(pipe, name))) for name, calls in kept.items()}
+
+
+def _held_out(
+    pipe: Any, names: Sequence[str], prompts: _Prompts, make: Any
+) -> tuple[dict[str, list[Arguments]], list[Any]]:
+    """Returns calls of the denoisers on held-out prompts, and the images of these."""
+    images: list[Any] = []
+    calls: dict[str, list[Arguments]] = {name: [] for name in names if is_denoiser(getattr(pipe, name))}
+
+    def draw(number: int, prompt: str) -> None:
+        images.append(make(number, prompt, output_type="np"))
+
+    for held in prompts.held_out:
+        made = _record(pipe, list(calls), partial(draw, *held))
+        for name, inputs in made.items():
+            calls[name] += inputs.calls[:: -(-len(inputs) // _HELD_OUT_CALLS)]
+    return calls, images
+
+
+class _NoiseError:
+    """Measures a denoiser against what it predicted before it was quantized.
+
+    table: the relative error of its predictions at each timestep, from noise to image, and `all` of them together.
+    """
+
+    def __init__(self, model: nn.Module, calls: Sequence[Arguments], device: torch.device | None) -> None:
+        self.calls, self.device = calls, device
+        self.before = self._predictions(model)
+        self.table: dict[str, float] = {}
+
+    def _predictions(self, model: nn.Module) -> list[torch.Tensor]:
+        if not self.calls:
+            return []
+        with evaluating(model), torch.no_grad(), placed(model, self.device) as device, taking_inputs(model):
+            return [_prediction(model(Inputs([moved(call, device)], alone=True))) for call in self.calls]
+
+    def notes(self, model: nn.Module) -> list[str]:
+        """Returns a line about the error, for the report; fills the table."""
+        sums: dict[str, list[float]] = {}
+        takes = list(inspect.signature(model.forward).parameters)
+        for (args, kwargs), before, after in zip(self.calls, self.before, self._predictions(model), strict=True):
+            named = {**dict(zip(takes, args, strict=False)), **kwargs}
+            time = named.get("timestep", named.get("t"))
+            time = float(time.flatten()[0]) if isinstance(time, torch.Tensor) else float(time or 0)
+            for key in (f"{time:.4g}", "all"):
+                wrong, whole = sums.setdefault(key, [0.0, 0.0])
+                sums[key] = [wrong + float((after - before).square().sum()), whole + float(before.square().sum())]
+        if sums:
+            sums["all"] = sums.pop("all")  # last
+        self.table = {key: math.sqrt(wrong / whole) if whole else 0.0 for key, (wrong, whole) in sums.items()}
+        if not self.table:
+            return []
+        worst = max((key for key in self.table if key != "all"), key=self.table.__getitem__)
+        each = ", ".join(f"{key}: {error:.2%}" for key, error in self.table.items() if key != "all")
+        return [
+            f"relative error of the predicted noise on held-out prompts: {self.table['all']:.2%}, at most "
+            f"{self.table[worst]:.2%} at timestep {worst}; by timestep {each}"
+        ]
+
+
+def _prediction(result: Any) -> torch.Tensor:
+    """Returns what a denoiser predicts, in float32 on the CPU; Z-Image gives a list of images."""
+    first = result[0] if isinstance(result, tuple | list | Mapping) else result
+    parts = first if isinstance(first, list) else [first]
+    return torch.cat([part.float().flatten() for part in parts]).cpu()
+
+
+def _psnr(image: np.ndarray, original: np.ndarray) -> float:
+    """Returns the peak signal-to-noise ratio in dB of pixels in [0, 1]; 99 of equal images."""
+    error = float(np.mean(np.square(image.astype(np.float64) - original)))
+    return 99.0 if error == 0 else min(-10 * math.log10(error), 99.0)

@@ -1,0 +1,196 @@
+"""Pipelines of diffusers: `quantize PIPELINE --out DIR`, and both ways of loading what it writes."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from click.testing import CliRunner
+
+pytest.importorskip("diffusers", reason="the extra diffusion")
+
+from tiny_denoisers import tiny_pipeline
+
+import quant
+from quant.cli.quantize import quantize_command
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*of the weights are not quantized", "ignore:.*float32")
+_KINDS = ["SD3", pytest.param("Flux", marks=pytest.mark.slow), pytest.param("SDXL", marks=pytest.mark.slow)]
+_STEPS = ("--steps", "3", "--device", "cpu")
+
+
+@pytest.fixture(scope="module")
+def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    file = tmp_path_factory.mktemp("prompts") / "prompts.txt"
+    file.write_text("a red fox\n\ntwo red cat\na fox in a cat\n")
+    return file
+
+
+@pytest.fixture(scope="module")
+def pipeline(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Returns the directory of a tiny pipeline, written once."""
+    home = tmp_path_factory.mktemp("pipelines")
+    return lambda kind: home / kind if (home / kind).exists() else tiny_pipeline(kind, home / kind)
+
+
+def _quantize(*arguments: str | Path) -> Any:
+    return CliRunner().invoke(quantize_command, [str(each) for each in arguments])
+
+
+def _image(pipe: Any) -> np.ndarray:
+    pipe.set_progress_bar_config(disable=True)
+    generator = torch.Generator().manual_seed(3)
+    made = pipe(prompt="a red cat", num_inference_steps=3, generator=generator, output_type="np", return_dict=False)
+    return np.asarray(made[0])
+
+
+@pytest.mark.parametrize("kind", _KINDS)
+def test_both_ways_of_loading_make_the_images_of_the_model_in_memory(
+    kind: str, pipeline: Callable[[str], Path], tmp_path: Path
+) -> None:
+    import diffusers
+
+    name, out = "unet" if kind == "SDXL" else "transformer", tmp_path / "out"
+    pipe = diffusers.DiffusionPipeline.from_pretrained(pipeline(kind), dtype=torch.bfloat16)
+    before = _image(pipe)
+    solved = quant.quantize(getattr(pipe, name), "nvfp4", forward_loop=lambda model: _image(pipe), solver="gptq")
+    expected = _image(pipe)
+    assert not np.array_equal(before, expected)
+    shutil.copytree(pipeline(kind), out, ignore=lambda _, names: {name} & set(names))
+    quant.save(solved.model, solved.plan, out / name)
+    assert np.array_equal(_image(quant.load_pipeline(out)), expected)
+    assert np.array_equal(_image(diffusers.DiffusionPipeline.from_pretrained(out, dtype=torch.bfloat16)), expected)
+
+
+def test_the_command_writes_the_pipeline_again(pipeline: Callable[[str], Path], prompts: Path, tmp_path: Path) -> None:
+    import diffusers
+
+    source, out = pipeline("SD3"), tmp_path / "out"
+    result = _quantize(source, "--format", "fp8_channel", "--solver", "rtn", "--calib", prompts, *_STEPS, "--out", out)
+    assert result.exit_code == 0, result.output
+    pipe = diffusers.DiffusionPipeline.from_pretrained(source, dtype=torch.bfloat16)
+    quant.quantize(pipe.transformer, "fp8_channel", solver="rtn")
+    loaded = quant.load_pipeline(out)
+    assert np.array_equal(_image(loaded), _image(pipe))
+    # The rest is what it was, byte for byte.
+    for file in (each for each in source.rglob("*") if each.is_file() and each.parent.name != "transformer"):
+        assert (out / file.relative_to(source)).read_bytes() == file.read_bytes()
+
+    # A pipeline saves itself by diffusers' method, and a quantized one is not quantized again.
+    loaded.save_pretrained(tmp_path / "again")
+    assert np.array_equal(_image(quant.load_pipeline(tmp_path / "again")), _image(pipe))
+    result = _quantize(out, "--format", "fp8", "--calib", prompts, "--out", tmp_path / "twice")
+    assert result.exit_code and "is quantized already (denoising.json)" in result.output
+    options = ("--format", "fp8", "--calib", prompts, *_STEPS, "--out", out)
+    assert "pass --overwrite" in _quantize(source, *options).output
+    assert _quantize(source, *options, "--overwrite").exit_code == 0
+
+
+def test_the_loss_is_measured_by_timestep_on_held_out_prompts(
+    pipeline: Callable[[str], Path], prompts: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    result = _quantize(pipeline("SD3"), "--format", "nvfp4", "--calib", prompts, *_STEPS, "--out", out)
+    assert result.exit_code == 0, result.output
+    recorded = json.loads((out / "denoising.json").read_text())
+    errors = recorded["components"]["transformer"]
+    *timesteps, last = errors
+    assert last == "all" and len(timesteps) == 3 and recorded["prompts"]["held_out"] == ["a fox in a cat"]
+    assert "PSNR" in result.output and f"{errors['all']:.2%}" in result.output
+
+    # The same from outside: the original denoises the held-out prompt, the quantized one on its calls.
+    import diffusers
+
+    original = diffusers.DiffusionPipeline.from_pretrained(pipeline("SD3"), dtype=torch.bfloat16)
+    quantized = quant.load(out / "transformer")
+    original.set_progress_bar_config(disable=True)
+    sums: dict[str, list[float]] = {}
+
+    def compare(module: Any, args: Any, kwargs: dict[str, Any], result: Any) -> None:
+        difference = quantized(*args, **kwargs)[0].float() - result[0].float()
+        pair = sums.setdefault(f"{float(kwargs['timestep'][0]):.4g}", [0.0, 0.0])
+        pair[0] += float(difference.square().sum())
+        pair[1] += float(result[0].float().square().sum())
+
+    original.transformer.register_forward_hook(compare, with_kwargs=True)
+    generator = torch.Generator().manual_seed(2)  # the seed 0 and the prompt's number
+    original(prompt="a fox in a cat", num_inference_steps=3, generator=generator, output_type="latent")
+    assert {key: (wrong / whole) ** 0.5 for key, (wrong, whole) in sums.items()} == pytest.approx(
+        {key: errors[key] for key in timesteps}, rel=1e-3
+    )
+
+
+@pytest.mark.slow
+def test_text_encoders_are_quantized_on_request(pipeline: Callable[[str], Path], prompts: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    result = _quantize(
+        pipeline("Flux"), "--format", "fp8", "--components", "transformer,text_encoder_2", "--calib", prompts, *_STEPS,
+        "--out", out,
+    )  # fmt: skip
+    assert result.exit_code == 0, result.output
+    pipe = quant.load_pipeline(out)
+    assert pipe.text_encoder_2.quantization_plan.quantized and pipe.transformer.quantization_plan.quantized
+    assert np.isfinite(_image(pipe)).all()
+
+
+def test_a_dry_run_prints_the_plan_and_writes_nothing(pipeline: Callable[[str], Path], tmp_path: Path) -> None:
+    result = _quantize(pipeline("SD3"), "--format", "nvfp4", "--dry-run", "--out", tmp_path / "out")
+    assert result.exit_code == 0, result.output
+    assert "transformer_blocks.0.attn" in result.output and not (tmp_path / "out").exists()
+
+
+def test_bad_input_is_one_line_with_the_way_out(pipeline: Callable[[str], Path], prompts: Path, tmp_path: Path) -> None:
+    source = pipeline("SD3")
+    long, single = tmp_path / "long.txt", tmp_path / "single.txt"
+    long.write_text(f"a red fox\n{'a cat in ' * 200}\n")
+    single.write_text("a red fox\n")
+    copies = {name: tmp_path / name for name in ("lora", "quantized", "vae_only")}
+    for copy in copies.values():
+        shutil.copytree(source, copy)
+    (copies["lora"] / "pytorch_lora_weights.safetensors").touch()
+    fields = json.loads((copies["quantized"] / "transformer/config.json").read_text())
+    fields["quantization_config"] = {"quant_method": "bitsandbytes"}
+    (copies["quantized"] / "transformer/config.json").write_text(json.dumps(fields))
+    index = json.loads((copies["vae_only"] / "model_index.json").read_text())
+    (copies["vae_only"] / "model_index.json").write_text(
+        json.dumps({key: value for key, value in index.items() if key != "transformer"})
+    )
+    calib = ("--calib", prompts)
+    for model, options, expected in (
+        (copies["vae_only"], calib, "no transformer and no unet"),
+        (copies["quantized"], calib, "is quantized already (bitsandbytes)"),
+        (copies["lora"], calib, "pipe.fuse_lora()"),
+        (source, (*calib, "--components", "decoder"), "has no component decoder"),
+        (source, (*calib, "--components", "scheduler"), "holds no weights"),
+        (source, ("--calib", long), "the tokenizer cuts it after"),
+        (source, ("--calib", single), "give two or more"),
+        (source, ("--calib", "self"), "one file with a prompt in each line"),
+        (source, (*calib, "--steps", "2000"), "has 1000 timesteps"),
+        (source, (*calib, "--eval", prompts), "means nothing to a pipeline"),
+        (source, (*calib, "--bits", "5"), "give --format for a pipeline"),
+    ):
+        out, steps = tmp_path / "out", () if "--steps" in options else _STEPS
+        format = () if "--bits" in options else ("--format", "nvfp4")
+        result = _quantize(model, *format, *options, *steps, "--out", out)
+        lines = result.output.strip().splitlines()
+        assert result.exit_code and expected in lines[-1] and lines[-1].startswith("error: "), result.output
+        assert not out.exists() and not list(tmp_path.glob(".*")), expected
+
+
+def test_options_of_pipelines_are_refused_for_other_models(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    result = _quantize(tmp_path, "--format", "nvfp4", "--steps", "4", "--out", tmp_path / "out")
+    assert "--steps: is for a pipeline of diffusers" in result.output
+
+
+def test_load_pipeline_says_what_a_directory_is(pipeline: Callable[[str], Path], tmp_path: Path) -> None:
+    with pytest.raises(quant.UserError, match="no component is quantized; make such a pipeline with"):
+        quant.load_pipeline(pipeline("SD3"))
+    with pytest.raises(quant.UserError, match="no pipeline of diffusers"):
+        quant.load_pipeline(tmp_path)
