@@ -168,10 +168,13 @@ _RTX_SOURCE = (
 _FP32 = "dequantized at load, multiplied in FP32"
 _ONNXRUNTIME = (
     *(Pair("int8", inputs, note="MatMulInteger", kinds=_BUILT) for inputs in ("int8_token", "int8_tensor")),
-    *(Pair(weight, None, STORAGE, "MatMulNBits, which rounds inputs to INT8", _LINEAR) for weight in _INT4),
+    *(Pair(weight, None, STORAGE, "MatMulNBits, which rounds inputs to INT8", (*_LINEAR, *_EXPERTS))
+      for weight in _INT4),
     *(Pair(weight, inputs, STORAGE, _FP32, _BUILT) for weight in ("fp8", "fp8_channel")
-      for inputs in ("fp8", "fp8_token", None)),
-    Pair("int8", None, STORAGE, _FP32, _BUILT),
+      for inputs in ("fp8", "fp8_token")),
+    # Experts are nodes of their own, which round no inputs.
+    *(Pair(weight, None, STORAGE, _FP32, (*_BUILT, *_EXPERTS)) for weight in ("fp8", "fp8_channel")),
+    Pair("int8", None, STORAGE, "linear layers in FP32, experts over their codes", (*_BUILT, *_EXPERTS)),
 )  # fmt: skip
 # Fused experts are unpacked by none of transformers' loaders; the output head is.
 _UNPACKED = (LayerKind.LINEAR, LayerKind.HEAD)
@@ -328,7 +331,7 @@ _ALL = (
         "onnxruntime-genai",
         "onnxruntime-genai 0.18, from `quant export --to onnx --genai`",
         (
-            *(replace(pair, kinds=_LINEAR) for pair in _ONNXRUNTIME),
+            *(replace(pair, kinds=tuple({*pair.kinds} - {LayerKind.CONV})) for pair in _ONNXRUNTIME),
             Pair("nvfp4", "nvfp4", note="by the provider of TensorRT-RTX; read, not run", kinds=_LINEAR),
         ),
         source="onnxruntime-genai 0.18 with onnxruntime 1.32 on a CPU: its tokens were those of `quant.load`",

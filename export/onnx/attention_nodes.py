@@ -25,6 +25,7 @@ from quant.export.onnx.opsets import (
     PLUGIN_VERSION,
     SERVING_OPSET,
     TRT_DOMAIN,
+    narrowed,
     opset,
     round_trip,
     widened,
@@ -95,8 +96,9 @@ def _attention(
     runtime: str = "tensorrt",
 ) -> Any:
     op = opset()
-    if not scales and int(q.dtype) == FLOAT and runtime == "tensorrt":
-        return _spelled_attention(q, k, v, mask, scale, causal)
+    # TensorRT has fused kernels in half precision, and with a mask for four heads or more.
+    if not scales and runtime == "tensorrt" and (int(q.dtype) == FLOAT or (mask is not None and q.shape[1] < 4)):
+        return narrowed(_spelled_attention(q, k, v, mask, scale, causal), q.dtype)
     if not scales:
         y, *_ = op.Attention(q, k, v, mask, scale=scale, is_causal=int(causal))
         return y
@@ -130,9 +132,10 @@ def _attention(
 
 
 def _spelled_attention(q: Any, k: Any, v: Any, mask: Any, scale: float, causal: bool) -> Any:
-    """Returns attention in FP32 from single nodes: TensorRT refuses the op, for which it has no fused kernel."""
+    """Returns attention in FP32 from single nodes, where TensorRT has no fused kernel and refuses the op."""
     op = opset()
-    heads, kv_heads, dim = q.shape[1], k.shape[1], q.shape[3]
+    heads, kv_heads, dim, v_dim = q.shape[1], k.shape[1], q.shape[3], v.shape[3]
+    q, k, v = widened(q), widened(k), widened(v)
     # [batch, kv_heads, query heads of each, tokens, dim]: keys and values are broadcast and not repeated.
     grouped = op.Reshape(q, op.Constant(value_ints=[0, kv_heads, heads // kv_heads, -1, dim]))
     two = op.Constant(value_ints=[2])
@@ -150,9 +153,9 @@ def _spelled_attention(q: Any, k: Any, v: Any, mask: Any, scale: float, causal: 
             scores = op.Where(op.Unsqueeze(mask, two), scores, lowest)
         else:  # [1 or batch, heads, queries, tokens], heads are grouped as in q
             shape = op.Concat(op.Constant(value_ints=[0, kv_heads, -1]), op.Shape(mask, start=2), axis=0)
-            scores = op.Add(scores, op.Reshape(mask, shape))
+            scores = op.Add(scores, op.Reshape(widened(mask), shape))
     out = op.MatMul(op.Softmax(scores, axis=-1), op.Unsqueeze(v, two))
-    return op.Reshape(out, op.Constant(value_ints=[0, heads, -1, v.shape[3]]))
+    return op.Reshape(out, op.Constant(value_ints=[0, heads, -1, v_dim]))
 
 
 def _scatter_body(cache: torch.Tensor, x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:

@@ -58,27 +58,31 @@ def audit(
     attention: str | None = None,
     attention_nodes: Sequence[str] = (),
     exported: Collection[str] | None = None,
+    dtypes: Sequence[str] | None = None,
 ) -> list[AuditRow]:
     """Compares the precisions of an engine with a plan.
 
     One finding for each planned layer, then other GEMMs, attentions, inputs that no kernel reads, and parts of a KV
     cache that are updated as others. `exported` are the layers that its graph must have, by which a layer that no
-    output depends on is not missed; without them the engine must have every planned layer. Other arguments left out are
+    output depends on is not missed; without them the engine must have every planned layer. `dtypes` are those of the
+    parameters: of a model in FP32 alone, inputs in 16 bit are in FP32. Other arguments left out are
     read from the record in the engine, if our own builder wrote it.
     """
     engine = read_engine(path)
     kernels, record = engine.kernels, engine.record
     if attention is None and record.get("attention") == "none":
         attention = "half"
-    if not attention_nodes and isinstance(contents := record.get("contents"), dict):
-        attention_nodes = contents["attention_nodes"]
+    if isinstance(contents := record.get("contents"), dict):
+        attention_nodes = attention_nodes or contents["attention_nodes"]
+        dtypes = dtypes or (contents.get("export") or {}).get("dtypes")
+    wide = "float" if dtypes == ["float32"] else "half"
     planned = {layer.name: layer for layer in plan.quantized if layer.kind in _AUDITED} if plan else {}
     if attention is None and plan is not None and plan.attention is not None:
         attention = _ELEMENTS.get(plan.attention.element.name.lower(), "half")
     findings = [
-        _audit_layer(layer, kernels)
+        _audit_layer(layer, kernels, wide)
         if exported is None or name in exported
-        else AuditRow(name, planned_precision(layer), NOT_EXPORTED, True)
+        else AuditRow(name, planned_precision(layer, wide), NOT_EXPORTED, True)
         for name, layer in planned.items()
     ]
     findings += [*_audit_unplanned(kernels, planned), *_audit_attention(kernels, attention, attention_nodes)]
@@ -110,12 +114,12 @@ def is_storage_only(layer: LayerPlan) -> bool:
     return layer.weight is not None and layer.weight.scale is E8M0
 
 
-def planned_precision(layer: LayerPlan) -> str:
-    """Returns the precision in which a planned layer should run."""
+def planned_precision(layer: LayerPlan, wide: str = "half") -> str:
+    """Returns the precision in which a planned layer should run; `wide` is that of inputs in 16 bit."""
     formats = (layer.weight_format, layer.activation or layer.weight_format)
     weight, activation = (_ELEMENTS.get(x.element.name.lower(), x.element.name.lower()) for x in formats)
     if layer.activation is None or is_storage_only(layer):
-        return f"half, {weight} weights"
+        return f"{wide}, {weight} weights"
     return weight if weight == activation else f"{activation}, {weight} weights"
 
 
@@ -124,8 +128,8 @@ def _is_gemm_of(kernel: Kernel, layer: str) -> bool:
     return kernel.is_gemm and any(node.startswith(f"{layer}{kind}") for node in kernel.nodes for kind in PRODUCTS)
 
 
-def _audit_layer(layer: LayerPlan, kernels: Sequence[Kernel]) -> AuditRow:
-    planned = planned_precision(layer)
+def _audit_layer(layer: LayerPlan, kernels: Sequence[Kernel], wide: str) -> AuditRow:
+    planned = planned_precision(layer, wide)
     precisions = [_precision(kernel, kernels) for kernel in kernels if _is_gemm_of(kernel, layer.name)]
     if not precisions:
         return AuditRow(layer.name, planned, "no GEMM of its name in the engine", False)

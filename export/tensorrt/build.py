@@ -315,7 +315,8 @@ def audit_built(built: BuiltEngine, plan: Plan | None, attention: str = "native"
     required, nodes = "half" if attention == "none" else None, built.contents["attention_nodes"]
     # A graph need not name its layers.
     layers = built.contents["layers"] or None
-    return audit(built.path, plan, attention=required, attention_nodes=nodes, exported=layers)
+    dtypes = (built.contents["export"] or {}).get("dtypes")
+    return audit(built.path, plan, attention=required, attention_nodes=nodes, exported=layers, dtypes=dtypes)
 
 
 def summary(receipt: Mapping[str, Any]) -> list[str]:

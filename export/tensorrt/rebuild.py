@@ -80,7 +80,9 @@ def audit_with_checkpoint(
         graph = write_onnx(model, Path(folder) / "model.onnx", **options)
         expected = describe_graph(load_graph(graph), Path(folder))
         nodes = expected["attention_nodes"]
-        findings = audit(path, plan, attention=attention, attention_nodes=nodes, exported=expected["layers"])
+        dtypes = exported["dtypes"]
+        layers = expected["layers"]
+        findings = audit(path, plan, attention=attention, attention_nodes=nodes, exported=layers, dtypes=dtypes)
         others = list(_other_modules(contents["graph"], expected["graph"], exported["versions"]))
         findings += others or [AuditRow(_GRAPH, AS_EXPORTED, AS_EXPORTED, True)]
         obstacle = "as was asked" if rebuild is False else _obstacle(record)

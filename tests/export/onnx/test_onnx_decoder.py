@@ -293,3 +293,18 @@ def test_models_of_images_and_texts_need_inputs_by_name(name: str) -> None:
     """The export ended in "'NoneType' object has no attribute 'shape'"."""
     with pytest.raises(ValueError, match=f"{name} takes input_ids and pixel_values: name each of its inputs"):
         model_inputs(architectures.build(name, torch.float32))
+
+
+def test_attention_of_few_heads_over_a_cache_is_spelled(tmp_path: Path) -> None:
+    """TensorRT has no fused kernel for fewer than four heads with a mask, and stopped with Myelin's raw error."""
+    sizes = {"num_attention_heads": 2, "num_key_value_heads": 1, "num_hidden_layers": 1}
+    model, tokens = tiny_models.llama(**sizes, dtype=torch.float16), ids(2, 6) % 64
+    plan = quantize(model, Plan(_weight_only(model))).plan
+    path = export_onnx(model, tmp_path / "m.onnx", plan=plan, capacity=16)
+    assert "Attention" not in {node.op_type for node in onnx.load(path).graph.node}
+    cache = {name: torch.zeros(2, 1, 16, 32, dtype=torch.float16) for name in ("past_key.0", "past_value.0")}
+    step = {"input_ids": tokens, "lengths": torch.zeros(2, dtype=torch.long), "last": torch.tensor([5, 3])}
+    found = run(path, {**step, **cache})["logits"]
+    with torch.no_grad():
+        expected = model(tokens).logits.float()
+    assert relative_error(found, torch.stack([expected[0, 5], expected[1, 3]])) < 2e-3

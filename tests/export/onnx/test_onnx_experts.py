@@ -17,6 +17,7 @@ from slow_cases import quick_cases
 import quant
 from quant.export.checkpoint.load import load
 from quant.generate.generate import cast_unquantized
+from quant.recipes.plan_check import first_problem
 
 onnx = pytest.importorskip("onnx", reason="needs the extra onnx")
 onnxruntime = pytest.importorskip("onnxruntime", reason="needs the extra onnx")
@@ -98,6 +99,14 @@ def test_formats_that_no_node_takes_are_refused_with_formats_that_one_takes(tmp_
     with pytest.raises(ValueError, match=r"a static graph cannot.*for onnxruntime \(to=\"onnx\"\)"):
         quant.export_model(done, "onnx", tmp_path / "onnx", target="tensorrt")
     assert not (tmp_path / "onnx").exists()
+
+
+def test_plan_validate_agrees_with_the_export() -> None:
+    for format, allowed in {"int4a16_g32": True, "int8@16bit": True, "fp8": False, "nvfp4a16": False}.items():
+        plan = quantized(tiny_models.qwen3_moe(), format).plan
+        for target in ("onnxruntime", "onnxruntime-genai"):
+            problem = first_problem(plan, target)
+            assert (problem is None) is allowed, (format, target, problem)
 
 
 def test_experts_with_biases_are_refused_by_name(tmp_path: Path) -> None:

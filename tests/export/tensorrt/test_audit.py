@@ -136,6 +136,8 @@ def test_planned_precision() -> None:
         for layer in plan_of(("nvfp4", "nvfp4"), ("nvfp4", None), ("int8", "int8_token"), ("mxfp8", "mxfp8")).layers
     ]
     assert words == ["fp4", "half, fp4 weights", "int8", "half, fp8 weights"]
+    # Of a model in FP32 alone nothing is in half precision.
+    assert [planned_precision(layer, "float") for layer in plan_of(("int4", None)).layers] == ["float, int4 weights"]
 
 
 @pytest.mark.parametrize("content", [b"", b"no engine at all" * 100])

@@ -19,6 +19,7 @@ from quant.base.errors import UserError
 from quant.calibration.attention_scales import collect_attention_scales
 from quant.cli.main import main
 from quant.export.checkpoint.save import save
+from quant.export.export_model import export_model
 from quant.export.onnx.export_onnx import export_onnx
 from quant.export.tensorrt.build import BuildOptions, export_engine
 from quant.formats.format import FORMATS
@@ -93,6 +94,20 @@ def test_one_engine_reads_prompts_and_decodes(
     # Each attention is compiled twice: for one query, and for many.
     program = engine.read_bytes()
     assert program.count(b"name=_gemv_mha_v1") == program.count(b"name=_gemm_mha_v2") == blocks
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("heads", "format", "dtype"), [(2, "fp8", "float16"), (1, "fp8", "bfloat16"), (1, "int4a16_g32", "float32")]
+)
+def test_few_heads_and_fp32_build(heads: int, format: str, dtype: str, tmp_path: Path) -> None:
+    """Under four heads, Myelin's raw error; INT4 in FP32, "planned half, found float"."""
+    sizes = {"num_attention_heads": heads, "num_key_value_heads": 1, "num_hidden_layers": 1}
+    model = tiny_models.llama(**sizes, dtype=getattr(torch, dtype))
+    done = quantize(model, format, torch.zeros(2, 24, dtype=torch.long), solver="rtn")
+    exported = export_model(done, "tensorrt", tmp_path / "model.engine", target="sm89", capacity=64)
+    precision = {"fp8": "fp8", "int4a16_g32": "float, int4 weights"}[format]
+    assert {row["found"] for row in exported.audit if row["planned"] == precision} == {precision}
 
 
 def test_profiles_that_the_cache_does_not_take(tmp_path: Path) -> None:
