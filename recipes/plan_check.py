@@ -266,9 +266,9 @@ def _check_fused(plan: Plan, target: Target) -> tuple[list[Problem], set[str]]:
     return problems, followed
 
 
-def _places(names: Sequence[str], limit: int = 8) -> str:
+def _places(names: Sequence[str]) -> str:
     """Returns `names` as a text; in a long list, names that differ only in numbers become one."""
-    if len(names) <= limit:
+    if len(names) <= 8:
         return ", ".join(names)
     alike = Counter(re.sub(r"\d+", "*", name) for name in names)
     return ", ".join(f"{name} ({counted(count, 'layer')})" for name, count in alike.items())

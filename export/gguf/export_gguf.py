@@ -347,7 +347,6 @@ def write_gguf(
     plan: Plan | None = None,
     *,
     words: Mapping[str, Any] | None = None,
-    name: str | None = None,
     progress: Callable[[str, int, int], None] = lambda stage, done, total: None,
 ) -> dict[str, Any]:
     """Writes a model of transformers, with quantized layers, as the GGUF file `path`.
@@ -357,7 +356,6 @@ def write_gguf(
         path: appears when the whole file is written; one that is there is replaced.
         plan: what is refused in it: work for run time that llama.cpp does not have.
         words: the metadata of the tokenizer, as `vocabulary` makes them; None writes a file for token ids.
-        name: `general.name`.
 
     Returns:
         `files`: the size by name; `types`: how many tensors have each type of ggml.
@@ -375,7 +373,7 @@ def write_gguf(
     with temporary_directory(path) as folder:
         file = folder / path.name
         writer = gguf.GGUFWriter(file, architecture.name)
-        _add(writer, {"general.name": name or path.stem, "general.quantization_version": 2})
+        _add(writer, {"general.name": path.stem, "general.quantization_version": 2})
         _add(writer, {f"{architecture.name}.{key}": value for key, value in fields.items()})
         _add(writer, words or {"tokenizer.ggml.model": "no_vocab"})
         for entry in entries:

@@ -250,11 +250,11 @@ def companion_files(directory: Path) -> list[Path]:
     return [directory / name for name in companion_names(names, listed_modules(directory / "modules.json"))]
 
 
-def copy_companions(directory: Path, target: Path, *, without: Collection[str] = ()) -> None:
-    """Copies the companion files of the model in `directory` that are not in `target` yet, nor named in `without`."""
+def copy_companions(directory: Path, target: Path) -> None:
+    """Copies the companion files of the model in `directory` that are not in `target` yet."""
     for file in companion_files(directory):
         name = file.relative_to(directory)
-        if name.as_posix() not in without and not (target / name).exists():
+        if not (target / name).exists():
             (target / name).parent.mkdir(parents=True, exist_ok=True)
             copy_along(file, target / name, directory)
 

@@ -11,7 +11,6 @@ its own, heat is a ramp of one hue, and chosen cells have a ring.
 from __future__ import annotations
 
 import math
-import os
 import re
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
@@ -65,11 +64,6 @@ def short_name(name: str | None) -> str:
     # A model of the hub, org/name, is no path; neither are the sources hf:org/name.
     is_path = name.startswith(("/", "~", ".")) or "\\" in name or name.count("/") > 1 or Path(name).suffix != ""
     return (re.split(r"[/\\]", name.rstrip("/\\"))[-1] or name) if is_path else name
-
-
-def percentage(value: float, total: float) -> str:
-    """Formats `value` as a percentage of `total`, or as a dash."""
-    return f"{value / total:.1%}" if total else "–"
 
 
 def format_colours(report: Report) -> dict[str | None, str]:
@@ -166,62 +160,20 @@ def budget_text(budget: Budget) -> str:
 
 
 def rounds(record: AllocationRecord) -> Section | None:
-    """Charts the prediction and the measurement of every round of the allocation loop."""
-    chosen, turns, rows = record.chosen, record.rounds, []
-    if not turns:
-        return None
-    # The plan holds the round with the chosen loss; none, if a solver from data or a single format came after them.
-    chosen_round = next((i for i, turn in enumerate(turns) if turn.measured == chosen.kl_measured), None)
-    for i, turn in enumerate(turns):
-        cells = (f"{turn.bits:.3f}", number(turn.predicted), number(turn.measured), _off(turn.measured, turn.predicted))
-        change = f"{turn.measured - turns[i - 1].measured:+.3g}" if i else "–"
-        changed = f"{len(turn.changed)}: {_by_parent(turn.changed)}" if turn.changed else "–"
-        rows.append((f"R{i}", (f"round {i + 1}{', chosen' if i == chosen_round else ''}", *cells, change, changed)))
-    limit = {"y": record.budget.value} if record.budget.kind == BudgetKind.KL else None
-    series = {"predicted": "c0", "measured": "c1", "measured, and chosen": "c3"}
-    names = ["measured, and chosen" if i == chosen_round else "measured" for i in range(len(turns))]
-    chart = {
-        "kind": "dots",
-        "zero": True,
-        "column": True,
-        "x": "round" + (", dashed: the limit asked for" if limit else ""),
-        "y": record.unit,
-        "series": [*series.items()],
-        "points": [(i, turn.predicted, "predicted", f"R{i}") for i, turn in enumerate(turns)]
-        + [(i, turn.measured, names[i], f"R{i}") for i, turn in enumerate(turns)],
-        "gaps": [(i, turn.predicted, turn.measured) for i, turn in enumerate(turns)],
-        "ticks": [(i, i + 1) for i in range(len(turns))],
-        "limit": limit,
-    }
-    outcome = f"none of these rounds, with {number(chosen.kl_measured)} measured"
-    if chosen_round is not None:
-        turn = turns[chosen_round]
-        outcome = (
-            f"round {chosen_round + 1} of {len(turns)}: {number(turn.predicted)} predicted, {number(turn.measured)} "
-            f"measured ({_off(turn.measured, turn.predicted)})"
-        )
+    """Returns the prediction and the measurement of every round of the allocation loop."""
+    rows = []
+    for i, turn in enumerate(record.rounds):
+        # The plan holds this round, unless a solver from data or a single format came after it.
+        name = f"round {i + 1}{', chosen' if turn.measured == record.chosen.kl_measured else ''}"
+        off = f"{turn.measured / turn.predicted - 1:+.1%}" if turn.predicted > 0 else "–"
+        figures = (f"{turn.bits:.3f}", number(turn.predicted), number(turn.measured), off)
+        rows.append((f"R{i}", (name, *figures, str(len(turn.changed) or "–"))))
     text = (
         "The first prediction is the sum of the groups’ scores. Every round quantizes the model, measures it and "
-        f"corrects the next prediction. The plan holds the outcome of {outcome}. All rounds took "
-        f"{record.seconds:.1f} s."
+        f"corrects the next prediction. All rounds took {record.seconds:.1f} s."
     )
-    head = ("round", "bits", "predicted", "measured", "off by", "change", "layers changed")
-    return Section("Predicted and achieved", text, None, chart, head, rows)
-
-
-def _off(measured: float, predicted: float) -> str:
-    return f"{measured / predicted - 1:+.1%}" if predicted > 0 else "–"
-
-
-def _by_parent(names: Sequence[str]) -> str:
-    """Returns layer names without their common start, grouped by module: `5.self_attn.(q_proj, k_proj), 6.mlp.up`."""
-    shared = os.path.commonpath([name.replace(".", "/") for name in names]).replace("/", ".") + "."
-    parents: dict[str, list[str]] = {}
-    for name in names:
-        parent, _, last = name.removeprefix(shared).rpartition(".")
-        parents.setdefault(parent, []).append(last)
-    together = {p: lasts[0] if len(lasts) == 1 else f"({', '.join(lasts)})" for p, lasts in parents.items()}
-    return ", ".join(f"{parent}.{last}".lstrip(".") for parent, last in together.items())
+    head = ("round", "bits", "predicted", "measured", "off by", "layers changed")
+    return Section("Predicted and achieved", text, head=head, rows=rows) if rows else None
 
 
 def heat_map(table: Sensitivity, plan: Plan) -> Section | None:

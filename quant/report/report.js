@@ -42,7 +42,7 @@ const DRAW = {
     let [low = 1, high = 1] = d3.extent(heights.filter(y => !chart.log || y > 0));
     const pad = Math.max(0.08 * (high - low), chart.pad ?? 0) || 1;
     if (chart.log) [low, high] = [low / 1.5, high * 1.5];
-    else [low, high] = d3.nice(chart.zero ? Math.min(low, 0) : low - pad, high + pad, 6);
+    else [low, high] = d3.nice(low - pad, high + pad, 6);
     // What a logarithmic axis has no place for stands at its end: zero below, infinity above.
     const at = y => y === 'top' ? high : Math.max(y ?? low, low);
     const points = chart.points.map(([x, y, series, row]) => ({x, y: at(y), series, row}));
@@ -59,7 +59,6 @@ const DRAW = {
       },
       marks: [
         chart.limit && Plot[chart.limit.x ? 'ruleX' : 'ruleY'](Object.values(chart.limit), {strokeDasharray: '5 4'}),
-        chart.gaps && Plot.ruleX(chart.gaps, {x: '0', y1: '1', y2: '2', stroke: css('soft')}),
         chart.curve && Plot.line(chart.curve, {stroke: css('c0'), strokeWidth: 2}),
         Plot.dot(points, {...place, fill: 'series', symbol: 'series', r: 4, fillOpacity: 0.85}),
         // Names of neighbours stand above and below their points in turn, and so do not cover each other.
