@@ -292,7 +292,8 @@ def write_tensors(
             "metadata": {"total_size": sum(t.nbytes for shard in shards for t in shard.values())},
             "weight_map": {key: name for name, shard in zip(names, shards, strict=True) for key in shard},
         }
-        (directory / f"{stem}.safetensors.index.json").write_text(json.dumps(index, indent=2, allow_nan=False) + "\n")
+        text = json.dumps(index, indent=2, allow_nan=False) + "\n"
+        (directory / f"{stem}.safetensors.index.json").write_text(text, encoding="utf-8")
 
     def write(name: str, shard: Mapping[str, torch.Tensor | DeferredTensor]) -> str:
         metadata = {"format": "pt"}

@@ -211,8 +211,9 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     model = quant.open_model(BASE).model
     assert model is not None
     result = quant.quantize(model, "nvfp4", torch.randint(0, 256, (2, 32)))
-    quant.save(result.model, result.plan, tmp_path_factory.mktemp("saved") / "out")
-    return tmp_path_factory.getbasetemp() / "saved0" / "out"
+    out = tmp_path_factory.mktemp("saved") / "out"
+    quant.save(result.model, result.plan, out)
+    return out
 
 
 @pytest.mark.parametrize("layout", ["compressed-tensors", "modelopt"])

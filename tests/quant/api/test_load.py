@@ -24,6 +24,7 @@ def test_loading_imports_nothing_that_decides_or_measures() -> None:
         "quant.export.checkpoint.model_card",
         "quant.export.checkpoint.other_runtimes",
         "quant.models.huggingface",
+        "quant.models.pipelines",
         "quant.models.prediction_heads",
         "quant.models.state_dict",
         "quant.export.checkpoint.open_checkpoint",
