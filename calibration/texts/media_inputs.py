@@ -534,7 +534,8 @@ def _tensors_of(path: Path, takes: Sequence[str]) -> dict[str, torch.Tensor]:
         # Without running code that the file may hold.
         content = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # pickle and zip have no common class of errors
-        raise ValueError(f"{path}: torch.load cannot read it as tensors ({_first_line(error)})") from None
+        first_line = str(error).strip().split("\n")[0]
+        raise ValueError(f"{path}: torch.load cannot read it as tensors ({first_line})") from None
     if isinstance(content, torch.Tensor) and takes:
         return {takes[0]: content}
     if isinstance(content, dict) and content and all(isinstance(each, torch.Tensor) for each in content.values()):
@@ -543,7 +544,3 @@ def _tensors_of(path: Path, takes: Sequence[str]) -> dict[str, torch.Tensor]:
         f"{path}: holds {type(content).__name__}; save a tensor, or a dict of tensors by the names of the model's "
         f"arguments: {', '.join(takes)}"
     )
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().split("\n")[0]
