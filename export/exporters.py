@@ -326,6 +326,8 @@ def _graph_notes(job: ExportJob) -> list[str]:
             "checkpoint (vLLM) for both"
         )
     planned = None if job.plan is None else job.plan.kv_cache
+    if job.plan is not None and job.plan.kv_layers:
+        notes.append(f"the plan has the KV cache in {job.plan.kv_text}, and this graph has one format for all layers")
     if job.cache_format is not None:
         notes.append(
             f"the KV cache in {job.cache_format} is a node of our plugin: the engine runs in programs that load its "

@@ -228,6 +228,10 @@ class LayerPlan:
         return cls(**{**own, **formats, "parts": parts})
 
 
+KV_LAYERS = ("nvfp4", "fp8", "16bit")
+"""Formats that a plan may give the KV cache of single layers, by rising bits."""
+
+
 class RunTimeFormats(TypedDict):
     """Names of the formats of the KV cache and of attention's operands; None is 16 bit."""
 
@@ -250,6 +254,7 @@ class Plan:
         observer: name of the method that sets static activation scales, a key of `OBSERVERS`.
         target: name of the hardware the plan was made for, if any.
         provenance: recipe, command line, versions, seed and data, for readers; nothing in it is executed.
+        kv_layers: where they differ, the format of the KV cache of each layer by name, in place of `kv_cache`.
     """
 
     layers: tuple[LayerPlan, ...]
@@ -259,9 +264,15 @@ class Plan:
     observer: str = DEFAULT_OBSERVER
     target: str | None = None
     provenance: dict[str, Any] = field(default_factory=dict)
+    kv_layers: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "layers", tuple(self.layers))
+        object.__setattr__(self, "kv_layers", tuple(self.kv_layers))
+        if self.kv_layers and self.kv_cache is not None:
+            raise ValueError("a plan has kv_cache, or kv_layers for each layer, not both")
+        if unknown := sorted({*self.kv_layers} - {*KV_LAYERS}):
+            raise ValueError(f"kv_layers: {unknown[0]!r}; {known_names(unknown[0], KV_LAYERS, 'formats')}")
         cache = self.kv_cache.name if isinstance(self.kv_cache, Format) else self.kv_cache
         object.__setattr__(self, "kv_cache", _format_of(cache, cache_format))
         object.__setattr__(self, "attention", _format_of(self.attention))
@@ -273,7 +284,7 @@ class Plan:
         """One line; `by_name` and `quant inspect` have the layers."""
         counts = Counter(layer.formats for layer in self.layers)
         formats = ", ".join(f"{count} in {name}" for name, count in counts.most_common())
-        run_time = [f"KV cache {self.kv_cache.name}"] if self.kv_cache else []
+        run_time = [f"KV cache {self.kv_text}"] if self.kv_text else []
         run_time += [f"attention {self.attention.name}"] if self.attention else []
         size = f"{self.effective_bits:.3f} bits per quantized weight, {self.nbytes / 1e6:.1f} MB"
         return f"Plan({'; '.join([f'{len(self.layers)} layers: {formats}', *run_time, size])})"
@@ -332,16 +343,26 @@ class Plan:
         return dataclasses.replace(self, layers=tuple(new.get(layer.name, layer) for layer in self.layers))
 
     @property
+    def kv_text(self) -> str:
+        """The format of the KV cache, or how many layers have which; empty for 16 bit."""
+        counts = Counter(self.kv_layers).most_common()
+        mixed = ", ".join(f"{name} in {count} layers" for name, count in counts)
+        return mixed or (self.kv_cache.name if self.kv_cache else "")
+
+    @property
     def run_time(self) -> RunTimeFormats:
         """Arguments of `quant.quantized_attention` that run the model as planned."""
         # The scales that the model holds are one a tensor or one a head; the codes are the same.
         cache = FORMATS["fp8"] if self.kv_cache is FP8_HEAD else self.kv_cache
-        return {"kv_cache": cache.name if cache else None, "attention": self.attention.name if self.attention else None}
+        name = ",".join(self.kv_layers) or (cache.name if cache else None)
+        return {"kv_cache": name, "attention": self.attention.name if self.attention else None}
 
     def to_dict(self) -> dict[str, Any]:
         """Returns JSON-ready form, as in the module docstring."""
         fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         fields |= {key: fields[key].name if fields[key] else None for key in ("kv_cache", "attention")}
+        if not self.kv_layers:  # earlier releases read the plan then
+            del fields["kv_layers"]
         return {"schema_version": SCHEMA_VERSION, **fields, "layers": [layer.to_dict() for layer in self.layers]}
 
     @classmethod
@@ -422,7 +443,13 @@ def _format_of(value: Any, parse: Callable[[str], Format | None] = parse_format)
 
 _PARTS = get_type_hints(Parts)
 _LAYER_FIELDS = {**get_type_hints(LayerPlan), **_PARTS, "kind": str, "weight": str | None, "activation": str | None}
-_PLAN_FIELDS = {**get_type_hints(Plan), "layers": list[Any], "kv_cache": str | None, "attention": str | None}
+_PLAN_FIELDS = {
+    **get_type_hints(Plan),
+    "layers": list[Any],
+    "kv_layers": list[str],
+    "kv_cache": str | None,
+    "attention": str | None,
+}
 _PROVENANCE: dict[str, Any] = {
     "edits": list[str], "allocation": dict[str, Any],
     "fusion_groups": str, "fusion_groups_by_name": list[str], "layers_not_called": list[str],
@@ -633,7 +660,7 @@ def _refuse_split_groups(plan: Plan, changes: Mapping[str, Setting]) -> None:
 def set_kv_cache(plan: Plan, name: str) -> Plan:
     """Returns the plan with another format of the KV cache; `keep` or `16bit` for none, UserError for an unknown."""
     try:
-        return replace(plan, kv_cache=cache_format(name))
+        return replace(plan, kv_cache=cache_format(name), kv_layers=())
     except ValueError as error:
         raise UserError(f"{option('kv_cache', name)}: {error}") from None
 

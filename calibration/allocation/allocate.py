@@ -55,7 +55,7 @@ from quant.calibration.allocation.space import Space
 from quant.calibration.evaluating import evaluating, prepared
 from quant.calibration.layer_result import Quantized
 from quant.calibration.placement import Device, device_of
-from quant.calibration.sensitivity.costs import group_bytes, kv_cache_bytes
+from quant.calibration.sensitivity.costs import group_bytes, mixed_cache_bytes
 from quant.calibration.sensitivity.divergence import divergence_of
 from quant.calibration.sensitivity.group_solutions import solve_each_group
 from quant.calibration.sensitivity.knapsack import SCORE
@@ -104,7 +104,8 @@ def make_space(model: nn.Module, goal: Goal, options: Options) -> Space:
     planned = {id(model.get_parameter(layer.tensor_name)) for layer in base.layers}
     tensors = {id(t): t for t in (*model.parameters(), *model.buffers())}
     unplanned_bytes = sum(t.nbytes for key, t in tensors.items() if key not in planned)
-    cache_bytes = kv_cache_bytes(getattr(model, "config", None), goal.context, goal.batch, base.kv_cache)
+    base = replace(base, kv_layers=tuple(options.kv_layers))
+    cache_bytes = mixed_cache_bytes(getattr(model, "config", None), goal.context, goal.batch, base)
     timing = goal.timing
     # A decoding step reads a row of an embedding, and a head that is tied to it in 16 bit: it has no bytes in the plan.
     heads = [layer for layer in fixed_layers if layer.kind == LayerKind.HEAD and layer.tied_to is not None]

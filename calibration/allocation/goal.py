@@ -282,6 +282,7 @@ class OptionArguments(TypedDict, total=False):
     exclude: Sequence[str]
     constraints: Sequence[Constraint]
     kv_cache: str | None
+    kv_layers: Sequence[str]
     run: RunModel | None
     provenance: Mapping[str, Any] | None
     method: str
@@ -300,6 +301,7 @@ class Options:
     exclude: Sequence[str] = ()
     constraints: Sequence[Constraint] = ()
     kv_cache: str | None = None  # format of the KV cache, or None for 16 bit
+    kv_layers: Sequence[str] = ()  # the format of each layer's cache, where they differ
     run: RunModel | None = None
     provenance: Mapping[str, Any] | None = None
     method: str = "fisher"

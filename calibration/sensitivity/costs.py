@@ -31,7 +31,7 @@ from quant.base.errors import listed
 from quant.base.json_files import read_json, typed
 from quant.calibration.attention_names import text_config
 from quant.calibration.sensitivity.table import Candidate
-from quant.formats.format import Format
+from quant.formats.format import FORMATS, Format
 from quant.kernels.base.hardware import current
 from quant.recipes.gpus import GPUS, Hardware
 from quant.recipes.layers import LayerKind
@@ -79,7 +79,12 @@ def memory_of(plan: Plan, *, unplanned: int = 0, kv_cache: int = 0, tokens: int 
 
 
 def kv_cache_bytes(config: Any, context: int, batch: int, format: Format | None = None) -> int:
-    """Returns the bytes of the key-value cache of `batch` sequences of `context` tokens; a format of None is 16 bit.
+    """Returns the bytes of the key-value cache of `batch` sequences of `context` tokens; a format of None is 16 bit."""
+    return sum(kv_layer_bytes(config, context, batch, format))
+
+
+def kv_layer_bytes(config: Any, context: int, batch: int, format: Format | None = None) -> list[int]:
+    """Returns the bytes of the key-value cache of each layer.
 
     Layers with a sliding window hold at most the window's tokens; layers of linear attention, whose state does not
     grow, hold none, and so do layers that reuse the keys and values of another; latent attention (DeepSeek) holds one
@@ -92,17 +97,18 @@ def kv_cache_bytes(config: Any, context: int, batch: int, format: Format | None 
     generates = getattr(config, "is_decoder", False) or any("CausalLM" in n or "Conditional" in n for n in names)
     count = getattr(config, "num_hidden_layers", None)
     if not count or not generates:
-        return 0
+        return []
     kinds = getattr(config, "layer_types", None) or ["full_attention"] * count
     # Layers that reuse the keys and values of an earlier one (Gemma 3n, Gemma 4) cache none of their own.
     sharing = getattr(config, "kv_sharing_modes", None) or [None] * count
     # Where layers differ (Gemma 4's head dimension), transformers 5.24 refuses to read the field of the whole config.
     layers = getattr(config, "per_layer_config", None) or [config] * count
-    total = 0
+    sizes = []
     for layer, kind, shared in zip(layers, kinds, sharing, strict=True):
         # transformers' names: linear_attention, mamba, conv (LFM2) have a state of fixed size, not a cache.
         has_state = any(name in kind for name in ("linear", "mamba", "conv"))
         if shared == "reuse" or has_state or not getattr(layer, "num_attention_heads", None):
+            sizes.append(0)
             continue
         window = getattr(layer, "sliding_window", None)
         tokens = batch * (min(context, window) if "sliding" in kind and window else context)
@@ -113,8 +119,16 @@ def kv_cache_bytes(config: Any, context: int, batch: int, format: Format | None 
             copies, heads = 2, getattr(layer, "num_key_value_heads", None) or layer.num_attention_heads
             width = getattr(layer, "head_dim", None) or layer.hidden_size // layer.num_attention_heads
         shape = (tokens * heads, width)
-        total += copies * (format.nbytes(shape) if format else 2 * math.prod(shape))
-    return total
+        sizes.append(copies * (format.nbytes(shape) if format else 2 * math.prod(shape)))
+    return sizes
+
+
+def mixed_cache_bytes(config: Any, context: int, batch: int, plan: Plan) -> int:
+    """Returns the bytes of the key-value cache of a plan, whose layers may have formats of their own."""
+    if not plan.kv_layers:
+        return kv_cache_bytes(config, context, batch, plan.kv_cache)
+    sizes = {name: kv_layer_bytes(config, context, batch, FORMATS.get(name)) for name in set(plan.kv_layers)}
+    return sum(sizes[name][layer] for layer, name in enumerate(plan.kv_layers))
 
 
 @dataclass(frozen=True)

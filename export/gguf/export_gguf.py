@@ -452,7 +452,7 @@ def gguf_notes(model: nn.Module, plan: Plan | None) -> list[str]:
             f"the plan rounds inputs to {', '.join(inputs)}, and llama.cpp rounds them in its own way, to eight "
             "bits on a CPU"
         )
-    if plan is not None and (plan.kv_cache is not None or plan.attention is not None):
+    if plan is not None and (plan.kv_text or plan.attention is not None):
         notes.append("the plan has a KV cache or attention in low precision, which llama.cpp chooses when it starts")
     return notes
 

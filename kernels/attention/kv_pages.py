@@ -188,6 +188,14 @@ def kv_format(name: str | None) -> Format | None:
     return FORMATS[str(name)]
 
 
+def kv_formats(name: str | None, layers: int) -> list[Format | None]:
+    """Returns the cache format of each layer of a model: of all by one name, or of each by as many with commas."""
+    names = [None] if name is None else name.split(",")
+    if len(names) not in (1, layers):
+        raise ValueError(f"{len(names)} formats for the KV cache of {layers} layers; give one, or one a layer")
+    return [kv_format(each) for each in names] * (layers // len(names))
+
+
 def write_reference(pages: KVPages, table: Tensor, first: Tensor, k: Tensor, v: Tensor) -> None:
     """Writes k and v `[batch, kv_heads, new, dim]` at the positions from `first` `[batch]` on: the oracle."""
     position = first[:, None].long() + torch.arange(k.shape[2], device=k.device)

@@ -256,8 +256,8 @@ SEED = click.option("--seed", type=click.IntRange(0, 2**63 - 1), default=0, show
                     help="Seed of all random numbers.")  # fmt: skip
 ATTENTION = click.option("--attention", metavar="FORMAT", help="Format of attention's operands: fp8 or 16bit.  "
                          "[default: the plan's]")  # fmt: skip
-KV_CACHE = click.option("--kv-cache", metavar="FORMAT", help="Format of the KV cache: fp8, nvfp4 or 16bit.  "
-                        "[default: the plan's]")  # fmt: skip
+KV_CACHE = click.option("--kv-cache", metavar="FORMAT", help="Format of the KV cache: fp8, nvfp4 or 16bit, or one for "
+                        "each layer with commas.  [default: the plan's]")  # fmt: skip
 REVISION = click.option("--revision", metavar="REV", help="Branch, tag or commit of a MODEL on the Hugging Face hub, "
                         "such as org/name.")  # fmt: skip
 

@@ -313,7 +313,7 @@ def print_plan(
         f"{len(chosen)} quantized at {bits_per_weight(chosen):.4f} bits a weight, scales counted; "
         f"{megabytes(before)} in 16 bit become {megabytes(sum(m.nbytes for m in layers))}"
     )
-    for label, value in (("KV cache", plan.kv_cache), ("attention", plan.attention), ("target", plan.target)):
+    for label, value in (("KV cache", plan.kv_text), ("attention", plan.attention), ("target", plan.target)):
         if value:
             out.print(f"{label}: {value}")
 

@@ -22,7 +22,8 @@ from quant.models.startup import read_ahead, skip_image_packages
 
 GROUPS = {
     "Formats": (
-        "--format", "--recipe", "--plan", "--include", "--exclude", "--lm-head", "--kv-cache", "--attention",
+        "--format", "--recipe", "--plan", "--include", "--exclude", "--lm-head", "--kv-cache", "--kv-bits",
+        "--attention",
     ),
     "Formats chosen within a limit": (
         "--bits", "--fit", "--ctx", "--batch", "--latency", "--max-kl", "--max-ppl-increase", "--min-task", "--target",
@@ -120,6 +121,8 @@ _BUDGET = (
                  "[default: nvfp4,fp8]"),
 )  # fmt: skip
 _OF_PLANS = (
+    click.option("--kv-bits", type=float, metavar="BITS", help="Choose a format of the KV cache for each layer (nvfp4, "
+                 "fp8, 16 bit) with this many bits per value; for checkpoints that Blockscale runs."),
     click.option("--attention", shell_complete=FORMAT_NAMES, metavar="FORMAT",
                  help="Format of attention's operands: fp8."),
     click.option("--guard", metavar="'LIMIT FORMAT …'",

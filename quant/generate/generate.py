@@ -164,7 +164,9 @@ def generate(
     formats = quantized_attention(model, attention=attention, kv_cache=kv_cache)
     with torch.no_grad(), evaluating(model), _wide_logits(model), formats, weights_stay():
         reason = "its attention is in FP8 over a KV cache in 16 bit"
-        if is_16bit(attention) or cache is not None:
+        if cache is not None and cache.is_mixed:
+            reason = "the formats of its KV cache differ by layer"
+        elif is_16bit(attention) or cache is not None:
             reason = _decode(model, ids, max_new_tokens, stream.add, cache)
             # The decoder may have written the prompt into its cache before it refused: transformers starts with an
             # empty one.

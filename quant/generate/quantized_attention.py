@@ -47,7 +47,7 @@ from quant.formats.scaling import scale_of
 from quant.generate.key_rotation import turning
 from quant.kernels.attention.attention_operands import DIMS, SCALE_BLOCK, quantize_blocks
 from quant.kernels.attention.forward import attention
-from quant.kernels.attention.kv_pages import HEADROOM, first_scale, kv_format, round_kv
+from quant.kernels.attention.kv_pages import HEADROOM, first_scale, kv_format, kv_formats, round_kv
 from quant.kernels.attention.quantize_qkv import quantize_attention
 from quant.kernels.attention.reference import reference
 
@@ -108,31 +108,35 @@ def quantized_attention(
     Args:
         model: a model of transformers.
         attention: one of `ATTENTIONS`; None is "16bit".
-        kv_cache: one of `KV_CACHES`; None is "16bit".
+        kv_cache: one of `KV_CACHES`, or one for each layer with commas between them; None is "16bit".
 
     Raises:
         UserError: an unknown name, or a model whose attention cannot be replaced.
     """
     attention = "16bit" if is_16bit(attention) else str(attention)
+    config = text_config(getattr(model, "config", None))
     if attention not in ATTENTIONS:
         raise UserError(f"{option('attention', attention)}: unknown; {known_names(attention, ATTENTIONS)}")
     try:
-        format = kv_format(kv_cache)
-    except ValueError:
-        raise UserError(f"{option('kv_cache', kv_cache)}: unknown; {known_names(kv_cache, KV_CACHES)}") from None
-    if attention == "16bit" and format is None:
+        formats = kv_formats(kv_cache, getattr(config, "num_hidden_layers", 1))
+    except ValueError as error:
+        # Of a list, the name or the number of layers that is wrong.
+        why = str(error) if kv_cache and "," in kv_cache else f"unknown; {known_names(kv_cache, KV_CACHES)}"
+        raise UserError(f"{option('kv_cache', kv_cache)}: {why}") from None
+    if attention == "16bit" and not any(formats):
         yield
         return
+    if len(set(formats)) > 1 and attention == "fp8":
+        raise UserError(f"{option('kv_cache', kv_cache)}: formats by layer are for attention in 16 bit")
     if getattr(model, "config", None) is None or not hasattr(model, "set_attn_implementation"):
         raise UserError(
             f"{type(model).__name__} is not a transformers model; {option('attention')} and {option('kv_cache')} "
             "act on transformers' own attention interface"
         )
-    config = text_config(model.config)
     functions, masks = (own for _, own in _interfaces())
     name = FP8 if attention == "fp8" else SIXTEEN_BIT
     # Our names are registered only while the context is open: a model saved later does not refer to them.
-    with implementations_kept(model), names_registered(functions, masks), _latents_rounded(model, format):
+    with implementations_kept(model), names_registered(functions, masks), _latents_rounded(model, any(formats)):
         try:
             model.set_attn_implementation(name)  # type: ignore[operator]
             if config._attn_implementation != name:
@@ -141,7 +145,7 @@ def quantized_attention(
                     f"({option('attention', '16bit')})"
                 )
             # Read by `_rounded` in a forward pass without a cache; one with a cache carries its own format.
-            config.quant_kv_cache = None if format is None else format.name
+            config.quant_kv_cache = kv_cache if any(formats) else None
             yield
         finally:
             vars(config).pop("quant_kv_cache", None)
@@ -269,7 +273,7 @@ def _rounded(
     module: nn.Module, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, fp8: bool, **options: float | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, KVScales | None]:
     """Returns q, k and v as a cache in the config's format would return them, and the scales of K and V in FP8."""
-    format = kv_format(getattr(getattr(module, "config", None), "quant_kv_cache", None))
+    format = _format_of(module)
     if format is not None and is_latent(module):
         # The cache holds no expanded keys: `_latents_rounded` has rounded the vector that they come from.
         k = with_rotary_key(module, k, _through_latent_cache(module, rotary_key(module, k), format))
@@ -290,11 +294,22 @@ def _rounded(
     return q, k, v, (k_scale, v_scale)
 
 
-def _latents_rounded(model: nn.Module, format: Format | None) -> AbstractContextManager[None]:
-    """Makes latent attention expand keys and values from a vector as a cache in `format` returns it, while open."""
-    if format is None:
+def _format_of(module: nn.Module) -> Format | None:
+    """Returns the format of the KV cache of an attention module, from the config, which may have one a layer."""
+    name = getattr(getattr(module, "config", None), "quant_kv_cache", None)
+    return kv_format(name.split(",")[module.layer_idx] if name and "," in name else name)
+
+
+def _latents_rounded(model: nn.Module, is_rounded: bool) -> AbstractContextManager[None]:
+    """Makes latent attention expand keys and values from a vector as its cache returns it, while open."""
+    if not is_rounded:
         return nullcontext()
-    return latents_changed(model, lambda module, x: _through_latent_cache(module, x[:, None], format)[:, 0])
+
+    def change(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        format = _format_of(module)
+        return x if format is None else _through_latent_cache(module, x[:, None], format)[:, 0]
+
+    return latents_changed(model, change)
 
 
 def _through_latent_cache(module: nn.Module, x: torch.Tensor, format: Format) -> torch.Tensor:

@@ -19,14 +19,14 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer
 
 from quant.base.errors import UserError, known_names, option
 from quant.calibration.attention_names import text_config
 from quant.formats.format import Format
 from quant.generate.key_rotation import Turn, turning
 from quant.generate.quantized_attention import FP8, IMPLEMENTATIONS, KV_CACHES, scales_of, turns
-from quant.kernels.attention.kv_pages import KVPages, kv_format
+from quant.kernels.attention.kv_pages import KVPages, kv_formats
 from quant.kernels.attention.paged_attention import PagedKVCache
 
 
@@ -209,7 +209,8 @@ class QuantizedKVCache(Cache):  # type: ignore[misc]
 
     Args:
         model: a model of transformers; its calibrated scales are used where it has any.
-        kv_cache: "fp8" or "nvfp4"; "fp8_token" has a scale for each token and head.
+        kv_cache: "fp8" or "nvfp4"; "fp8_token" has a scale for each token and head. With commas, one for each layer,
+            of which some may be "16bit".
         page_size: tokens of a page: 16, 32 or 64.
 
     Raises:
@@ -217,20 +218,32 @@ class QuantizedKVCache(Cache):  # type: ignore[misc]
     """
 
     def __init__(self, model: nn.Module, kv_cache: str, *, page_size: int = 64) -> None:
-        try:
-            format = kv_format(kv_cache)
-        except ValueError:
-            format = None
-        if format is None:
-            formats = [name for name in KV_CACHES if name != "16bit"]
-            raise UserError(f"{option('kv_cache', kv_cache)}: no quantized cache; {known_names(kv_cache, formats)}")
         config = text_config(model.config)
+        try:
+            formats = kv_formats(kv_cache, config.num_hidden_layers)
+        except ValueError:
+            formats = []
+        if not any(formats):
+            names = [name for name in KV_CACHES if name != "16bit"]
+            raise UserError(f"{option('kv_cache', kv_cache)}: no quantized cache; {known_names(kv_cache, names)}")
         modules = _attention_modules(model)
-        super().__init__(layers=[QuantizedKVLayer(config, module, format, page_size) for module in modules])
+        super().__init__(
+            layers=[
+                DynamicLayer() if format is None else QuantizedKVLayer(config, module, format, page_size)
+                for module, format in zip(modules, formats, strict=True)
+            ]
+        )
+
+    @property
+    def is_mixed(self) -> bool:
+        """Whether some layers keep 16 bit, or have another format than others."""
+        return len({getattr(layer, "format", None) for layer in self.layers}) > 1
 
     @property
     def nbytes(self) -> int:
-        return sum(layer.nbytes for layer in self.layers)
+        quantized = (layer.nbytes for layer in self.layers if isinstance(layer, QuantizedKVLayer))
+        plain = [layer for layer in self.layers if isinstance(layer, DynamicLayer) and layer.is_initialized]
+        return sum(quantized) + sum(int(x.nbytes) for layer in plain for x in (layer.keys, layer.values))
 
 
 def _attention_modules(model: nn.Module) -> list[nn.Module]:

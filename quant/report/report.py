@@ -17,7 +17,7 @@ from quant.base.json_files import JsonData, read_json, typed, write_json
 from quant.base.processor import peak_rss
 from quant.calibration.allocation.goal import AllocationRecord
 from quant.calibration.layer_result import LayerResult
-from quant.calibration.sensitivity.costs import kv_cache_bytes
+from quant.calibration.sensitivity.costs import mixed_cache_bytes
 from quant.calibration.sensitivity.table import Sensitivity
 from quant.evaluation.evaluation import Evaluation, Examples
 from quant.evaluation.fingerprint import Fingerprint
@@ -252,5 +252,5 @@ def kv_cache_of(config: Any, plan: Plan) -> KVCache | None:
     # The context of the budget, so that the page shows the memory that was budgeted.
     goal = plan.provenance.get("allocation", {}).get("goal", {})
     context, batch = goal.get("context", 4096), goal.get("batch", 1)
-    nbytes = kv_cache_bytes(config, context, batch, plan.kv_cache)
+    nbytes = mixed_cache_bytes(config, context, batch, plan)
     return KVCache(nbytes, context, batch) if nbytes else None

@@ -25,6 +25,7 @@ from quant.base.listener import SILENT
 from quant.calibration.allocation.allocate import Allocation, allocate, check_feasible
 from quant.calibration.allocation.goal import AllocationRecord, Goal
 from quant.calibration.allocation.measure_choices import HeldOut
+from quant.calibration.attention_names import text_config
 from quant.calibration.inputs import call_on_first_row
 from quant.calibration.sensitivity.table import Sensitivity, parse_candidates
 from quant.calibration.solvers.registry import with_supported_solver
@@ -49,6 +50,7 @@ from quant.recipes.solver_names import solver_of
 from quant.run.announcements import announce_effort
 from quant.run.data import announce_budget, calibration_data, evaluation_data
 from quant.run.job import Decision, Job
+from quant.run.kv_layers import choose_kv_layers
 from quant.run.request import Request
 from quant.run.same_on_ranks import check_same
 
@@ -200,9 +202,11 @@ def for_budget(job: Job, goal: Goal) -> Decision:
         origin["calibration"] = request.calibration_rows.label
     # From shapes alone, before text is written and scores are measured, which takes minutes. All that needs text comes
     # afterwards.
+    layers = getattr(text_config(getattr(job.model, "config", None)), "num_hidden_layers", 1)
+    smallest_cache = ("nvfp4",) * layers if request.kv_bits is not None else ()
     check_feasible(
         job.model, goal, formats=options["formats"], constraints=options["constraints"],
-        run=example_run(request, source), **choices,
+        run=example_run(request, source), kv_layers=smallest_cache, **choices,
     )  # fmt: skip
     # An allocation measures hundreds of choices, so it rounds to nearest unless an effort is requested. A better solver
     # lowers the loss of all choices alike, and the chosen formats are solved by it afterwards.
@@ -220,6 +224,11 @@ def for_budget(job: Job, goal: Goal) -> Decision:
         rows, records, held_out = _rows(staged, goal)
         if job.tries_loading:
             import_for_trial()  # the choice takes longer than solving, which may not be long enough to import it
+        cache = None
+        if request.kv_bits is not None:
+            cache = choose_kv_layers(job.model, rows, request.kv_bits, staged.session)
+            choices["kv_layers"] = cache.layers
+            origin = {**(origin or {}), "kv_layers": cache.record}
         allocation = allocate(
             job.model,
             rows,

@@ -157,6 +157,7 @@ class Request:
     guard: str | None = None
     observer: str | None = None
     kv_cache: str | None = None
+    kv_bits: float | None = None
     attention: str | None = None
     include: Sequence[str] = ()
     exclude: Sequence[str] = ()
@@ -316,6 +317,11 @@ class Request:
                 raise UserError(
                     f"data is {list(data.shape)}; expected token ids [rows, seqlen], or inputs of the model [rows, …]"
                 )
+        if self.kv_bits is not None and (self.goal is None or self.kv_cache is not None):
+            raise UserError(
+                f"{self.spell('kv_bits')} goes with a budget or a limit, such as {self.spell('bits')}, and without "
+                f"{self.spell('kv_cache')}"
+            )
         if self.goal is not None:
             self._check_budget()
         else:

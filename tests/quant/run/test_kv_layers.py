@@ -1,0 +1,125 @@
+"""The format of each layer's KV cache, chosen by measured losses."""
+
+import itertools
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_models
+import torch
+from click.testing import CliRunner
+from safetensors.torch import save_file
+
+from quant.base.errors import UserError
+from quant.calibration.sensitivity.costs import kv_cache_bytes, mixed_cache_bytes
+from quant.calibration.session import Session
+from quant.cli.main import main
+from quant.evaluation.evaluate import evaluate
+from quant.formats.format import FORMATS
+from quant.generate.generate import cache_argument
+from quant.generate.quantized_attention import quantized_attention
+from quant.generate.quantized_kv_cache import QuantizedKVCache
+from quant.recipes.plan import Plan, set_kv_cache
+from quant.recipes.plan_check import validate
+from quant.recipes.plan_make import make_plan
+from quant.recipes.targets import get_target
+from quant.run.kv_layers import choose_kv_layers
+
+LAYERS = 4
+
+
+def _model() -> Any:
+    return tiny_models.llama(gain=4, num_hidden_layers=LAYERS, vocab_size=61).eval()
+
+
+def _rows(count: int = 2, seed: int = 0) -> torch.Tensor:
+    return torch.randint(0, 61, (count, 32), generator=torch.Generator().manual_seed(seed))
+
+
+@cache
+def _loss(names: tuple[str, ...]) -> float:
+    """KL of the model over a cache in these formats to itself, by `evaluate`."""
+    model, original = _model(), _model()
+    with quantized_attention(model, kv_cache=",".join(names)):
+        kl = evaluate(model, _rows(), original).kl  # row by row, as scales of a batch are shared
+    assert kl is not None
+    return kl
+
+
+def test_the_choice_is_near_the_best_of_all_and_better_than_one_format() -> None:
+    model, sizes = _model(), {"nvfp4": 4.5, "fp8": 8.0, "16bit": 16.0}
+    choice = choose_kv_layers(model, _rows(), 8.0, Session())
+    cached = mixed_cache_bytes(model.config, 4096, 1, Plan((), kv_layers=choice.layers))
+    assert cached <= kv_cache_bytes(model.config, 4096, 1, FORMATS["fp8"])
+    measured = _loss(choice.layers)
+    assert choice.record["loss"] == pytest.approx(measured, rel=0.02)
+    assert choice.record["single_formats"]["fp8"] == pytest.approx(_loss(("fp8",) * LAYERS), rel=0.02)
+    # Every assignment that uses the bits, measured.
+    losses = [
+        _loss(names)
+        for names in itertools.product(sizes, repeat=LAYERS)
+        if 6.5 * LAYERS <= sum(sizes[name] for name in names) <= 8.0 * LAYERS
+    ]
+    assert min(losses) <= measured <= 1.2 * min(losses)
+    assert measured <= _loss(("fp8",) * LAYERS)
+    assert "within 8 bits a value" in choice.record["reason"] and "fp8 for all" in choice.record["reason"]
+    with pytest.raises(UserError, match=r"kv_bits=4: the smallest feasible value is 4\.5"):
+        choose_kv_layers(model, _rows(), 4, Session())
+
+
+def test_decoding_over_a_mixed_cache_is_the_forward_pass() -> None:
+    model, row, names = _model(), _rows(1), "nvfp4,fp8,16bit,nvfp4"
+    with torch.no_grad(), quantized_attention(model, kv_cache=names):
+        held = QuantizedKVCache(model, names)
+        # The prompt sets the scales, and both ways have seen the same one.
+        expected = model(row[:, :24], use_cache=False).logits
+        found = model(row[:, :24], use_cache=True, **cache_argument(model, held)).logits
+        assert torch.equal(found, expected) and held.is_mixed
+        model(row[:, 24:25], use_cache=True, **cache_argument(model, held))
+    assert [getattr(layer, "format", None) for layer in held.layers] == [
+        FORMATS["nvfp4"], FORMATS["fp8"], None, FORMATS["nvfp4"],
+    ]  # fmt: skip
+    assert held.get_seq_length() == 25 and held.nbytes > 0
+    for wrong, message in (
+        ({"kv_cache": "fp8,fp8"}, "2 formats for the KV cache of 4 layers"),
+        ({"kv_cache": names, "attention": "fp8"}, "formats by layer are for attention in 16 bit"),
+    ):
+        with pytest.raises(UserError, match=message), quantized_attention(model, **wrong):
+            pass
+
+
+def test_plans_hold_the_layers_and_targets_refuse_them() -> None:
+    plan = make_plan(_model(), "nvfp4a16")
+    assert "kv_layers" not in plan.to_dict()
+    mixed = Plan.from_dict({**plan.to_dict(), "kv_layers": ["fp8", "nvfp4", "16bit", "fp8"]})
+    assert Plan.from_dict(json.loads(json.dumps(mixed.to_dict()))) == mixed
+    assert mixed.run_time["kv_cache"] == "fp8,nvfp4,16bit,fp8" and "KV cache fp8 in 2 layers" in repr(mixed)
+    (problem,) = validate(mixed, target=get_target("vllm"))
+    assert problem.what.startswith("vllm keeps the KV cache of all layers in one format; the plan has fp8 in 2 layers")
+    assert validate(set_kv_cache(mixed, "keep"), target=get_target("vllm")) == []
+    with pytest.raises(ValueError, match="a plan has kv_cache, or kv_layers"):
+        Plan((), kv_cache=FORMATS["fp8"], kv_layers=("fp8",))
+    with pytest.raises(ValueError, match="kv_layers: 'int3'; known formats: nvfp4"):
+        Plan((), kv_layers=("fp8", "int3"))
+
+
+def test_the_command_line(tmp_path: Path) -> None:
+    _model().save_pretrained(tmp_path / "model")
+    save_file({"input_ids": _rows(16)}, tmp_path / "rows.safetensors")
+    out = tmp_path / "plan.json"
+    arguments = [
+        "plan", "make", tmp_path / "model", "--fit", "1MB", "--ctx", "64", "--kv-bits", "7", "--formats",
+        "nvfp4a16,fp8a16", "--calib", tmp_path / "rows.safetensors", "--calib-samples", "16", "--seqlen", "32",
+        "--search", "0", "--out", out,
+    ]  # fmt: skip
+    made = CliRunner().invoke(main, list(map(str, arguments)))
+    assert made.exit_code == 0, made.output
+    plan = Plan.load(out)
+    assert len(plan.kv_layers) == LAYERS and len(set(plan.kv_layers)) > 1
+    assert "within 7 bits a value" in plan.provenance["kv_layers"]["reason"]
+    assert plan.provenance["allocation"]["memory"]["kv_cache"] == mixed_cache_bytes(_model().config, 64, 1, plan)
+    arguments = ["plan", "make", str(tmp_path / "model"), "--format", "fp8", "--kv-bits", "7", "--out", "x"]
+    alone = CliRunner().invoke(main, list(map(str, arguments)))
+    assert alone.exit_code == 2 and "--kv-bits goes with a budget or a limit" in alone.stderr
