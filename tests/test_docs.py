@@ -134,11 +134,18 @@ def test_pages_of_the_site_link_inside_of_it() -> None:
 
 
 def test_the_table_of_formats_says_what_the_targets_say() -> None:
-    """The rows of docs/formats.md, of which runs of engines and of vLLM are behind the pairs of `TARGETS`."""
-    page = (ROOT / "docs" / "formats.md").read_text(encoding="utf-8")
-    rows = [[cell.strip(" ¹²³⁴⁵⁶") for cell in line.strip("|").split("|")] for line in page.splitlines()]
-    table = {row[0].strip("`"): row for row in rows if len(row) == 8 and row[0].strip("`") in presets()}
+    """Those of docs/formats.md and README.md; runs of engines and of vLLM are behind the pairs of `TARGETS`."""
+    found = []
+    for file, width in (("docs/formats.md", 8), ("README.md", 6)):
+        lines = (ROOT / file).read_text(encoding="utf-8").splitlines()
+        rows = [[cell.strip(" ¹²³⁴⁵⁶") for cell in line.strip("|").split("|")] for line in lines]
+        found.append({row[0].strip("`"): row for row in rows if len(row) == width and row[0].strip("`") in presets()})
+    table, short = found
     assert table.keys() == set(presets())
+    assert len(short) == 6
+    for name, (_, *cells) in short.items():
+        row = table[name]
+        assert cells == [row[2], row[4].partition(",")[0], *row[5:]], name
     for name, (_, _, bits, _, hopper, blackwell, rtx, onnxruntime) in table.items():
         recipe = get_recipe(name)
         weight, inputs = str(recipe.weight), None if recipe.activation == KEEP else str(recipe.activation)
