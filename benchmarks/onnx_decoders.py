@@ -7,12 +7,16 @@ export. All sessions are opened, then they take turns: each reads a prompt of 25
 32 tokens after it, one at a time; medians over the rounds are printed. `quant.load` is the model of the INT4 checkpoint
 in FP32 under transformers, with its own cache, in the same turns. Files in `--keep` are used again.
 
+`--profile INT4` prints instead what the operators of that file take of a token, by onnxruntime's profiler.
+
 KL is the mean over the tokens of a text, against `quant.load` of the same checkpoint in FP32: what the runtime's own
 roundings add to those of the format.
 """
 
 from __future__ import annotations
 
+import collections
+import json
 import statistics
 import tempfile
 import time
@@ -105,6 +109,28 @@ def kl(run: Callable[..., np.ndarray], reference: Callable[..., np.ndarray], pro
     return statistics.mean(divergences)
 
 
+def profiled(path: Path, prompt: np.ndarray, threads: int) -> list[dict[str, Any]]:
+    """Returns the time of each operator in a token after the prompt, the mean of `NEW` tokens."""
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads, options.log_severity_level = threads, 3
+    options.enable_profiling, options.profile_file_prefix = True, str(path.parent / "profile")
+    session = OnnxruntimeSession(path, threads=threads)
+    session._session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+    timed(session, prompt)
+    events = json.loads(Path(session._session.end_profiling()).read_text())
+    begin = sorted(event["ts"] for event in events if event["name"] == "model_run")[1]  # the first one is the prefill
+    times: dict[str, float] = collections.Counter()
+    for event in events:
+        if event.get("cat") == "Node" and event["name"].endswith("kernel_time") and event["ts"] >= begin:
+            head = " of the head" if "lm_head" in event["name"] else ""
+            times[event["args"]["op_name"] + head] += event["dur"] / 1e3 / NEW
+    total = sum(times.values())
+    ordered = sorted(times.items(), key=lambda item: -item[1])
+    return [{"operator": op, "ms a token": ms, "share": ms / total} for op, ms in ordered[:12]]
+
+
 @click.command()
 @click.option("--model", default="smollm2-135m", show_default=True)
 @click.option("--formats", default=",".join(FORMATS), show_default=True)
@@ -112,12 +138,26 @@ def kl(run: Callable[..., np.ndarray], reference: Callable[..., np.ndarray], pro
 @click.option("--capacity", default=1024, show_default=True)
 @click.option("--rounds", default=5, show_default=True)
 @click.option("--keep", type=click.Path(path_type=Path))
+@click.option("--profile", help="Time the operators of one file.")
 @click.option("--json", "json_path", type=click.Path(path_type=Path))
 def main(
-    model: str, formats: str, threads: int, capacity: int, rounds: int, keep: Path | None, json_path: Path | None
+    model: str,
+    formats: str,
+    threads: int,
+    capacity: int,
+    rounds: int,
+    keep: Path | None,
+    profile: str | None,
+    json_path: Path | None,
 ) -> None:
     torch.set_num_threads(threads)
+    text = (Path(__file__).parent / "data" / "evaluation.txt").read_text("utf-8")
+    prompt = np.array([open_model(model).load_tokenizer()(text[:20_000])["input_ids"][:PROMPT]])
     with tempfile.TemporaryDirectory() as temporary:
+        if profile is not None:
+            path, _ = exported(profile, model, keep or Path(temporary), capacity)
+            show(f"a token of {profile}", machine(threads), profiled(path, prompt, threads), json_path=json_path)
+            return
         files = {
             name: exported(name, model, keep or Path(temporary), capacity) for name in ("FP32", *formats.split(","))
         }
@@ -125,9 +165,6 @@ def main(
             name: OnnxruntimeSession(path, threads=threads) for name, (path, _) in files.items()
         }
         sessions["quant.load of INT4"] = Loaded(files["INT4"][1] or Path())
-        text = (Path(__file__).parent / "data" / "evaluation.txt").read_text("utf-8")
-        ids = open_model(model).load_tokenizer()(text[:20_000])["input_ids"][:PROMPT]
-        prompt = np.array([ids])
         times: dict[str, list[tuple[float, float]]] = {name: [] for name in sessions}
         for _ in range(rounds):
             for name, session in sessions.items():

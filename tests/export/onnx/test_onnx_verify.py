@@ -107,6 +107,20 @@ def test_a_wide_layer_is_compared_in_slices(
     assert not verify(model, path)["passed"]
 
 
+@pytest.mark.parametrize("format", ["fp8", "fp8_channel", "fp8_block", "nvfp4", "int4", "int8", "mxfp8"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_weights_of_half_precision_models_are_compared_in_float32(
+    tmp_path: Path, format: str, dtype: torch.dtype
+) -> None:
+    """fp8_block was refused in FP16 and BF16: its operator rounds to the dtype of the layer."""
+    torch.manual_seed(0)
+    weight = quantize(torch.randn(256, 256, dtype=dtype), FORMATS[format])
+    model = nn.Sequential(QuantLinear(weight, torch.randn(256, dtype=dtype), dtype=dtype)).eval()
+    inputs = {"x": GraphInput(torch.randn(4, 256, dtype=dtype), ("rows", 256))}
+    (layer,) = verify(model, export_onnx(model, tmp_path / "m.onnx", inputs=inputs))["layers"]
+    assert layer["passed"], layer
+
+
 @pytest.mark.parametrize("name", ["0", "1", "3"])
 def test_one_flipped_bit_in_a_weight_fails(model: nn.Module, path: Path, tmp_path: Path, name: str) -> None:
     damaged = onnx.load(path)
