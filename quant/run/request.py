@@ -360,8 +360,8 @@ class Request:
             raise UserError(f"{given[0]}: means nothing to a pipeline of diffusers; leave it out")
         if self.goal is not None:
             raise UserError(
-                f"{self.model}: formats are chosen within a limit for one model in memory, by quant.quantize(pipe."
-                "transformer, data=calls, bits=…); give --format for a pipeline"
+                f"{self.model}: formats are chosen within a limit by the loss on one tensor, and a denoiser takes "
+                "several; give --format for a pipeline"
             )
         if self.is_gguf:
             raise UserError(f"--out {self.out}: a pipeline is written to a directory; name one")

@@ -150,7 +150,7 @@ def _check_files(path: Path, overwrite: bool) -> None:
         )
     if not any(name in files for name in OURS):
         raise FileExistsError(
-            f"{path} holds {files[0]} and no {' or '.join(OURS)}, so it is not ours to delete: "
+            f"{path} holds {files[0]} and no {' or '.join(OURS[:2])}, so it is not ours to delete: "
             f"{option('overwrite', True)} replaces "
             "only what Blockscale wrote; choose another directory"
         )
