@@ -119,9 +119,9 @@ def _formats(plan: Plan, title: Any) -> Iterator[str]:
         by_format.setdefault(layer.formats, []).append(layer)
     for name, layers in by_format.items():
         yield f"| {name} | {len(layers)} | {bits_per_weight(layers):.3f} |"
-    for name, format in (("KV cache", plan.kv_cache), ("attention", plan.attention)):
-        if format is not None:
-            yield from ("", f"The {name} is in {format.name}.")
+    for name, format in (("KV cache", plan.kv_text), ("attention", plan.attention)):
+        if format:
+            yield from ("", f"The {name} is in {format}.")
 
 
 def _loss(report: Mapping[str, Any] | None) -> Iterator[str]:

@@ -57,7 +57,7 @@ def render_html(report: Report, plan: Plan) -> str:
         groups=_layers(report, plan),
         facts=_facts(report, plan),
         formats=[name for name in format_colours(report) if name],
-        settings={k: v for k in ("kv_cache", "attention", "target") if (v := getattr(plan, k))},
+        settings={k.removesuffix("_text"): v for k in ("kv_text", "attention", "target") if (v := getattr(plan, k))},
         files=[(f"F{i}", entry) for i, entry in enumerate(report.files.items())],
     )
 
