@@ -57,7 +57,11 @@ def render_html(report: Report, plan: Plan) -> str:
         groups=_layers(report, plan),
         facts=_facts(report, plan),
         formats=[name for name in format_colours(report) if name],
-        settings={k.removesuffix("_text"): v for k in ("kv_text", "attention", "target") if (v := getattr(plan, k))},
+        settings={
+            label: value
+            for label, value in (("kv_cache", plan.kv_text), ("attention", plan.attention), ("target", plan.target))
+            if value
+        },
         files=[(f"F{i}", entry) for i, entry in enumerate(report.files.items())],
     )
 
