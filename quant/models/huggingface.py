@@ -411,6 +411,11 @@ def find_shards(path: Path) -> list[Path]:
         return shards
     if (path / ADAPTER_CONFIG).is_file():
         raise refuse_directory(path)
+    if "_class_name" in read_fields(path / "config.json"):
+        raise UserError(
+            f"{path}: a model of diffusers; give the directory of its pipeline, with model_index.json, or open it with "
+            "diffusers and pass the module to quant.quantize"
+        )
     raise UserError(
         f"{path}: has a config.json and no weights; expected {' or '.join(_WEIGHTS)}, or an index of shards"
     )

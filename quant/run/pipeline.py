@@ -183,7 +183,7 @@ class _Prompts:
         ]
         limits = [(each, int(min(each.model_max_length, longest))) for each in tokenizers]
         for number, text in (*self.used, *self.held_out):
-            lengths = [(len(each(text, truncation=False).input_ids), limit) for each, limit in limits]
+            lengths = [(len(each(text, truncation=False, verbose=False).input_ids), limit) for each, limit in limits]
             if lengths and all(length > limit for length, limit in lengths):
                 length, limit = max(lengths, key=lambda pair: pair[1])
                 raise UserError(

@@ -174,13 +174,28 @@ def test_bad_input_is_one_line_with_the_way_out(pipeline: Callable[[str], Path],
         (source, (*calib, "--steps", "2000"), "has 1000 timesteps"),
         (source, (*calib, "--eval", prompts), "means nothing to a pipeline"),
         (source, (*calib, "--bits", "5"), "give --format for a pipeline"),
+        (source / "transformer", (), "give the directory of its pipeline"),
     ):
-        out, steps = tmp_path / "out", () if "--steps" in options else _STEPS
+        out, steps = tmp_path / "out", () if "--steps" in options or model.name == "transformer" else _STEPS
         format = () if "--bits" in options else ("--format", "nvfp4")
         result = _quantize(model, *format, *options, *steps, "--out", out)
         lines = result.output.strip().splitlines()
         assert result.exit_code and expected in lines[-1] and lines[-1].startswith("error: "), result.output
         assert not out.exists() and not list(tmp_path.glob(".*")), expected
+
+
+def test_a_run_that_fails_when_all_is_solved_leaves_nothing(
+    pipeline: Callable[[str], Path], prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*images: np.ndarray) -> float:
+        assert list(tmp_path.glob("*/transformer/plan.json"))  # in the temporary directory
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr("quant.run.pipeline._psnr", fail)
+    options = ("--format", "fp8_channel", "--solver", "rtn", "--calib", prompts, *_STEPS)
+    result = _quantize(pipeline("SD3"), *options, "--out", tmp_path / "out")
+    assert result.exit_code and "no space left" in result.output
+    assert not list(tmp_path.iterdir())
 
 
 def test_options_of_pipelines_are_refused_for_other_models(tmp_path: Path) -> None:
