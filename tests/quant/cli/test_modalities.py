@@ -289,7 +289,7 @@ def test_a_model_without_a_processor_says_what_is_missing(tmp_path: Path) -> Non
 def test_one_of_text_and_data(tmp_path: Path) -> None:
     for given in ((), ("--text", "a", "--data", "b")):
         done = command("evaluate", tmp_path, *given)
-        assert done.exit_code == 2 and "give one of --text, --data and --tasks" in done.output
+        assert done.exit_code == 2 and "give one of --text, --data, --task and --tasks" in done.output
 
 
 @pytest.mark.parametrize("name", ["whisper", "clip"])
