@@ -14,7 +14,6 @@ Everything is computed on calls of the original, so that no step depends on an i
 from __future__ import annotations
 
 import inspect
-import json
 import math
 import shutil
 from collections.abc import Callable, Mapping, Sequence
@@ -30,6 +29,7 @@ import torch
 from torch import nn
 
 from quant.base.errors import UserError, counted
+from quant.base.json_files import write_json
 from quant.base.listener import SILENT, Listener
 from quant.calibration.evaluating import evaluating
 from quant.calibration.inputs import Arguments, Inputs, recorded, taking_inputs
@@ -118,7 +118,7 @@ def _run_pipeline(request: Request, listener: Listener) -> PipelineOutcome:
                         "source": prompts.source},
             "options": options, "seed": request.seed, "components": tables, "psnr": list(map(_psnr, again, images)),
         }  # fmt: skip
-        (temporary / DENOISING).write_text(json.dumps(denoising, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        write_json(temporary / DENOISING, denoising, ensure_ascii=False)
     return PipelineOutcome(plans, reports, denoising)
 
 
