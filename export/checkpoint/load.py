@@ -95,6 +95,11 @@ def no_checkpoint(directory: Path) -> UserError:
     # From the most to the least certain: no checkpoint, a checkpoint of our training, one of another method.
     config = config_in(file, "quantization_config") if file.is_file() else None
     if config is None:
+        if parts := [str(file.parent) for file in sorted(directory.glob(f"*/{PLAN_FILE}"))]:
+            return UserError(
+                f"{directory}: not a checkpoint but a pipeline with some, which quant.load_pipeline loads; give one of "
+                f"its components: {', '.join(parts)}"
+            )
         return UserError(
             f"{directory}: no quantized checkpoint (no {PLAN_FILE}, no quantization_config); make one with `quantize "
             f"MODEL --format nvfp4 --out DIR`"

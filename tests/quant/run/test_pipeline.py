@@ -82,6 +82,11 @@ def test_the_command_writes_the_pipeline_again(pipeline: Callable[[str], Path], 
     for file in (each for each in source.rglob("*") if each.is_file() and each.parent.name != "transformer"):
         assert (out / file.relative_to(source)).read_bytes() == file.read_bytes()
 
+    # Who gives the pipeline where a checkpoint is wanted is told the component's directory, which serves.
+    with pytest.raises(quant.UserError, match="one of its components: ") as refused:
+        quant.load(out)
+    assert quant.verify(str(refused.value).rpartition(": ")[2]).findings == ()
+
     # A pipeline saves itself by diffusers' method, and a quantized one is not quantized again.
     loaded.save_pretrained(tmp_path / "again")
     assert np.array_equal(_image(quant.load_pipeline(tmp_path / "again")), _image(pipe))
