@@ -1,7 +1,7 @@
 """Layers that read the *same input tensor* (q/k/v, gate/up) are found by watching a forward pass.
 
 Every serving runtime merges them into one matmul, so they must share their format and their global scales.
-Layers that receive the very same tensor object form a group, within one numbered block.
+Layers that receive the very same tensor object form a group, within the innermost numbered block around them.
 
 A pass over two tokens does not call experts that get no token, nor the tower for images, and nothing runs a bare state
 dict. Serving runtimes merge these layers nevertheless, so `group_unseen` gives them groups from two sources:
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from torch import nn
 
 
-_NUMBERED = re.compile(r".*?\.\d+(?=\.)")
+_NUMBERED = re.compile(r".*\.\d+(?=\.)")
 
 
 @dataclass

@@ -286,6 +286,8 @@ class _Pass:
         if hasattr(result, "logits"):
             return result.logits, lambda generator: _label_gradient(result.logits.detach(), generator)
         output = logits_of(lambda _: result, batch)  # type: ignore[arg-type]
+        if isinstance(output, list):  # Z-Image gives an image of its own size for each row
+            output = torch.cat([each.flatten() for each in output])
         draw = partial(torch.randn, output.shape, device=output.device, dtype=output.dtype)
         return output, lambda generator: draw(generator=generator)
 

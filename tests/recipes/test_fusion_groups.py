@@ -52,6 +52,24 @@ class Experts(nn.Module):
         return x
 
 
+class Attending(nn.Module):
+    """Two stages of two blocks, as in a UNet, which all read the same text."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(8, 64)
+        self.stages = nn.ModuleList(nn.ModuleList(Expert() for _ in range(2)) for _ in range(2))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        return sum(block(x) for stage in self.stages for block in stage)  # type: ignore[return-value]
+
+
+def test_blocks_of_one_stage_that_read_one_tensor_are_groups_of_their_own() -> None:
+    blocks = [f"stages.{stage}.{block}" for stage in range(2) for block in range(2)]
+    assert groups_of(make_plan(Attending(), "nvfp4a16").layers) == {frozenset((f"{b}.one", f"{b}.two")) for b in blocks}
+
+
 def test_experts_without_tokens_are_grouped_as_those_with() -> None:
     model = Experts()
     plan = make_plan(model, "nvfp4a16")

@@ -51,6 +51,19 @@ def test_gptq_loses_less_than_rounding_and_a_saved_model_is_the_same(family: str
     assert _error(loaded, solved.model, held_out) == 0
 
 
+@pytest.mark.filterwarnings("ignore:.*of the weights are not quantized")
+@pytest.mark.parametrize("family", ["Z-Image", pytest.param("SDXL", marks=pytest.mark.slow)])
+def test_kfac_rounds_for_the_noise(family: str) -> None:
+    """Z-Image gives a list of images, and blocks of a UNet share the text that they attend to."""
+    original, calls, held_out = tiny_denoiser(family), tiny_calls(family, 4), tiny_calls(family, 2, seed=7)
+    solved = {
+        solver: quant.quantize(copy.deepcopy(original), "nvfp4a16", calls, solver=solver) for solver in ("gptq", "kfac")
+    }
+    assert not [layer.name for layer in solved["kfac"].plan.quantized if "no gradient (" in layer.reason]
+    gptq, kfac = (_error(each.model, original, held_out) for each in solved.values())
+    assert gptq != kfac < 1.1 * gptq
+
+
 def test_what_runs_once_or_modulates_stays_in_16_bit_unless_it_is_included() -> None:
     model, calls = tiny_denoiser("Flux.1"), tiny_calls("Flux.1", 1)
     plan = quant.quantize(copy.deepcopy(model), "fp8", calls, solver="rtn").plan
