@@ -188,18 +188,6 @@ RATIOS = (
     line("4.8 bits, weights and inputs, `awq:merge+gptq`", "mixed Blockscale awq:merge+gptq"),
     line("`awq:merge+kfac`", "mixed Blockscale awq:merge+kfac"),
 )
-# Our rows that stand for two sizes of model beside each other.
-SIZES = (
-    line("NVFP4 weights, `gptq`", "nvfp4a16 Blockscale gptq"),
-    line("`kfac`", "nvfp4a16 Blockscale kfac"),
-    line("NVFP4 weights and inputs, `awq:merge+gptq`", "nvfp4 Blockscale awq:merge+gptq"),
-    line("`awq:merge+kfac`", "nvfp4 Blockscale awq:merge+kfac"),
-    line("with 64 residual channels, `awq:merge+residual:64+gptq`", "nvfp4 Blockscale awq:merge+residual:64+gptq"),
-    line("`awq:merge+residual:64+kfac`", "nvfp4 Blockscale awq:merge+residual:64+kfac"),
-    line("FP8 static, `gptq`", "fp8 Blockscale gptq"),
-    line("FP8 per channel and token, `gptq`", "fp8_channel Blockscale gptq"),
-    line("INT4 in groups of 64, `gptq`", "int4a16_g64 Blockscale gptq"),
-)
 
 
 class Measured:
@@ -280,13 +268,15 @@ def ratio_table(measured: Measured) -> Lines:
 
 
 def size_table(models: Mapping[str, Measured]) -> Lines:
-    """Losses of ours and of the best peer in models of different sizes, by the names of the models."""
+    """Losses of ours and of the best peer in models of different sizes, by their names, where all were measured."""
     cells = [
         ["at both sizes", "model", "Blockscale", "best peer", "KL", "ratio"],
         ["---", "---", "---:", "---", "---:", "---:"],
     ]
-    for entry in SIZES:
+    for entry in RATIOS:
         (name,) = entry.rows
+        if not all(measured.is_comparable(name) for measured in models.values()):
+            continue
         for model, measured in models.items():
             peer = measured.best_peer(name)
             best = [min(measured.loss(row, text) for row in measured.peers(name)) for text in DOMAINS]

@@ -229,17 +229,18 @@ def reads_experts(parameter: nn.Parameter) -> bool:
     return bool(getattr(getattr(parameter, "stored", None), "runs_alone", False))
 
 
-def find_chains(model: nn.Module, names: Sequence[str], run: Callable[[], Any]) -> list[list[str]]:
-    """Returns the blocks `names` in order of execution, grouped into chains; `run` calls the model on a small input."""
-    order: list[str] = []
-    linked: set[str] = set()
+def _run_watched(
+    model: nn.Module,
+    names: Sequence[str],
+    run: Callable[[], Any],
+    called: Callable[[str, tuple[Any, ...], dict[str, Any], tuple[Stream, ...]], None],
+) -> None:
+    """Runs the model, and says of each call of a block what it takes from the block that ran before."""
     # The result of the block before. It is kept alive, or a new tensor could take its address and pass for it.
     last: Any = None
 
     def before(name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        order.append(name)
-        if _streams(last, args, kwargs):
-            linked.add(name)
+        called(name, args, kwargs, _streams(last, args, kwargs))
 
     def after(module: nn.Module, args: tuple[Any, ...], result: Any) -> None:
         nonlocal last
@@ -250,6 +251,19 @@ def find_chains(model: nn.Module, names: Sequence[str], run: Callable[[], Any]) 
     handles += [block.register_forward_hook(after) for _, block in blocks]
     with removing(handles), torch.no_grad():
         run()
+
+
+def find_chains(model: nn.Module, names: Sequence[str], run: Callable[[], Any]) -> list[list[str]]:
+    """Returns the blocks `names` in order of execution, grouped into chains; `run` calls the model on a small input."""
+    order: list[str] = []
+    linked: set[str] = set()
+
+    def called(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], streams: tuple[Stream, ...]) -> None:
+        order.append(name)
+        if streams:
+            linked.add(name)
+
+    _run_watched(model, names, run, called)
     # ALBERT calls one block for every layer: then a name is no call, and the whole model must be taken as one block.
     if len(set(order)) != len(order):
         return []
@@ -265,26 +279,17 @@ def capture(model: nn.Module, names: Sequence[str], run: Callable[[], Any]) -> d
     """Records the calls of the blocks `names` in one pass, which ends when the last of them is reached."""
     calls: dict[str, Call] = {}
     streams: tuple[Stream, ...] = ()  # between the last two blocks that ran
-    last: Any = None
 
-    def watch(name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def called(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], found: tuple[Stream, ...]) -> None:
         nonlocal streams
         calls[name] = _as_called(args, kwargs)
-        streams = _streams(last, args, kwargs) or streams
+        streams = found or streams
         # The last block need not run: only its arguments are needed.
         if len(calls) == len(names):
             raise Stop
 
-    def after(module: nn.Module, args: tuple[Any, ...], result: Any) -> None:
-        nonlocal last
-        last = result
-
-    blocks = [(name, model.get_submodule(name)) for name in names]
-    handles = [block.register_forward_pre_hook(partial(watch, name), with_kwargs=True) for name, block in blocks]
-    handles += [block.register_forward_hook(after) for _, block in blocks]
-    with removing(handles), suppress(Stop), torch.no_grad():
-        run()
-    last = None
+    with suppress(Stop):
+        _run_watched(model, names, run, called)
     # One tensor that is the first result is the rule, and needs no list.
     if len(streams) > 1 or (streams and streams[0].result):
         return {name: _joint(call, streams) for name, call in calls.items()}
