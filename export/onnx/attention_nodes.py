@@ -3,6 +3,8 @@
 quant::onnx_attention      Attention, or its parts in FP32; in FP8 trt::TRT_QuantizedAttention over QuantizeLinear
                            and DequantizeLinear of q, k and v, or the node of our own plugin over their codes
 quant::onnx_scatter        TensorScatter: keys or values of new tokens at each row's position in the cache
+quant::onnx_grouped_attention
+                           both of these in one node, which `onnxruntime_graph` makes GroupQueryAttention
 quant::onnx_fp8_cache, quant::onnx_nvfp4_cache
                            QuantCacheAttention, a node of our plugin: attention over a KV cache in FP8 or NVFP4
 """
@@ -234,12 +236,18 @@ def _scatter(cache: Any, x: Any, index: Any) -> Any:
     return opset("", SERVING_OPSET).TensorScatter(cache, x, index, axis=2, mode="linear")
 
 
+def _grouped(q: Any, k: Any, v: Any, past_key: Any, past_value: Any, lengths: Any, scale: float, window: int) -> Any:
+    operands = q, k, v, past_key, past_value, lengths
+    return opset(PLUGIN_DOMAIN).GroupedAttention(*operands, softmax_scale=scale, window=window, _outputs=3)
+
+
 def attention_translations(runtime: str) -> dict[Any, Callable[..., Any]]:
     """Returns ONNX translations by PyTorch op, for a runtime of `RUNTIMES`."""
     ops = torch.ops.quant
     return {
         ops.onnx_attention.default: partial(_attention, runtime=runtime),
         ops.onnx_scatter.default: _scatter,
+        ops.onnx_grouped_attention.default: _grouped,
         ops.onnx_fp8_cache.default: _cache_translation("fp8"),
         ops.onnx_nvfp4_cache.default: _cache_translation("nvfp4"),
     }
@@ -263,6 +271,17 @@ _define(
     _scatter_body,
     lambda cache, x, index: torch.empty_like(cache),
 )
+torch.library.define(
+    "quant::onnx_grouped_attention",
+    "(Tensor q, Tensor k, Tensor v, Tensor past_key, Tensor past_value, Tensor lengths, float scale, int window)"
+    " -> (Tensor, Tensor, Tensor)",
+)
+torch.library.register_fake(
+    "quant::onnx_grouped_attention",
+    lambda q, k, v, past_key, past_value, *_: (
+        q.new_empty(q.transpose(1, 2).shape), *map(torch.empty_like, (past_key, past_value)),
+    ),
+)  # fmt: skip
 for _name, _outputs in (("fp8", 3), ("nvfp4", 5)):
     _define(
         f"onnx_{_name}_cache",

@@ -312,10 +312,14 @@ class LayerGraphs:
 
     def is_transposed(self, name: str) -> bool:
         """Returns whether the codes of a linear are `[in, out]`, as onnxruntime multiplies by them."""
+        from onnx import TensorProto
+
         node = next(node for node in self.model.graph.node if f"{name}.codes" in node.input)
         axis = next((attribute.i for attribute in node.attribute if attribute.name == "axis"), 1)
         blocked = any(attribute.name == "block_size" and attribute.i for attribute in node.attribute)
-        return node.op_type == INTEGER_PRODUCT or (blocked and axis == 0)
+        codes = self.constants[f"{name}.codes"]
+        by_output = codes.data_type == TensorProto.INT8 and len(codes.dims) == 2  # INT8 has one scale for each output
+        return node.op_type == INTEGER_PRODUCT or axis == (0 if blocked else 1 if by_output else None)
 
     def _integer_weight(self, name: str, product: Any) -> Any:
         """Returns the weight of a product of codes: less its zero point, times its scale."""

@@ -151,15 +151,15 @@ class Attention:
         if position_bias is not None:
             keys = keys.biased(position_bias.to(query.dtype))
         scale = 1 / math.sqrt(query.shape[-1]) if scaling is None else float(scaling)
-        return self.computed(module, name, query, keys, scale).transpose(1, 2).contiguous(), None
+        return self.computed(module, name, query, keys, scale), None
 
     def computed(self, module: nn.Module, name: str, query: torch.Tensor, keys: Keys, scale: float) -> torch.Tensor:
-        """Returns the attention of one module, `[batch, heads, queries, dim]`; `scale` multiplies q·k."""
+        """Returns the attention of one module, `[batch, queries, heads, dim]`; `scale` multiplies q·k."""
         scales = self.scales.get(name, ())
         if scales:
             check_attention(name, self.kind, query, keys.key, keys.mask)
         out: torch.Tensor = attend(query, *keys[:3], scale, keys.causal, list(scales), self.kind)
-        return out
+        return out.transpose(1, 2).contiguous()
 
     def attended(self, name: str, keys: Keys, window: int | None) -> Keys:
         """Returns the keys that queries attend to, from the keys of this pass."""
@@ -181,6 +181,7 @@ class Keys(NamedTuple):
     # which are added to the scores; None for no mask
     mask: torch.Tensor | None
     causal: bool  # whether a query sees no later token; False where the mask says so
+    window: int | None = None  # tokens that a query sees, its own too, where the op has them without a mask
 
     def biased(self, bias: torch.Tensor) -> Keys:
         """Returns the keys with a mask of numbers, from a bias of the scores `[1 or batch, heads, queries, tokens]`."""

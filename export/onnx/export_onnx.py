@@ -45,7 +45,7 @@ from quant.export.onnx.expert_nodes import experts_as_ops
 from quant.export.onnx.genai import genai_program
 from quant.export.onnx.limits import onnxruntime_problem
 from quant.export.onnx.quantized_cache import CACHE_FORMATS, QuantizedCache
-from quant.export.onnx.serving import CachedAttention, serving_program
+from quant.export.onnx.serving import CachedAttention, GroupedAttention, serving_program
 from quant.export.onnx.trace import MODEL_PREFIX, trace
 from quant.export.onnx.translate import quiet, translate
 from quant.formats.format import FORMATS, Format
@@ -112,7 +112,8 @@ def write_onnx(
             program = genai_program(model, kind=attention, scales=scales, runtime=runtime)
         elif capacity:
             names = {module: name for name, module in model.named_modules()}
-            function = CachedAttention(names, kind=attention, scales=scales)
+            cached = GroupedAttention if runtime == "onnxruntime" and not scales else CachedAttention
+            function = cached(names, kind=attention, scales=scales)
             if kv_cache is not None:
                 function = QuantizedCache(names, format=kv_cache, measured=attention_scales or {})
             program = serving_program(model, capacity, shapes, function, runtime)

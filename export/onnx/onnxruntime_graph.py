@@ -3,13 +3,14 @@
 TensorRT takes codes as `[out, in]` behind DequantizeLinear and Transpose. onnxruntime 1.32 fuses nothing of that: it
 dequantizes each weight at each token. A file for onnxruntime has the same codes and scales in other nodes:
 
-    int4            DequantizeLinear over `[in, out]` along axis 0, MatMul: fused into MatMulNBits, which reads 4 bits
+    int4, int8      DequantizeLinear over `[in, out]`, MatMul: fused into MatMulNBits, which reads 4 or 8 bits
     int8 by int8    QuantizeLinear to uint8, 128 for zero; MatMulIntegerToFloat, onnxruntime's own
     other weights   Mul(Cast(codes), scale): constants, which are folded once, at load, into FP32 or FP16
+    FP8 inputs      rounded by sums with a power of two: QuantizeLinear takes as long as the product
     experts         QMoE over their codes, or MoE (`expert_nodes`)
-    RMS norm, RoPE  RMSNormalization and RotaryEmbedding, in FP32
-    KV cache        keys, values and mask are sliced to the longest row before Attention, so that a step costs what the
-                    cache holds and not what it could hold
+    RMS norm, RoPE  RMSNormalization, SkipSimplifiedLayerNormalization and RotaryEmbedding, in FP32
+    KV cache        GroupQueryAttention, which reads the tokens that the cache holds; for heads that it does not take,
+                    keys, values and mask are sliced to the longest row before Attention
 
 MatMulNBits rounds its inputs to INT8, a scale for each group of weights, unless the session's option
 `session.qdq_matmulnbits_accuracy_level` is 1. Integer products have both operands in uint8: with int8 weights,
@@ -25,7 +26,16 @@ from typing import Any
 import numpy as np
 
 from quant.export.onnx.expert_nodes import EXPERTS, experts_node
-from quant.export.onnx.opsets import FLOAT, INTEGER_PRODUCT, ORT_DOMAIN
+from quant.export.onnx.opsets import (
+    ADDED_NORM,
+    FLOAT,
+    GROUPED_ATTENTION,
+    INT32,
+    INTEGER_PRODUCT,
+    ORT_DOMAIN,
+    PLUGIN_DOMAIN,
+)
+from quant.formats.format import E4M3
 
 _ZERO = 128  # of uint8 codes
 
@@ -40,10 +50,12 @@ def for_onnxruntime(model: Any) -> None:
         "DequantizeLinear": rewriter.weight, "Where": rewriter.positive, "Reciprocal": rewriter.norm,
         "Neg": rewriter.rope, EXPERTS: partial(experts_node, rewriter),
     }  # fmt: skip
-    for node in list(model.graph):
-        rewrites.get(node.op_type, lambda _: None)(node)
-    for node in [node for node in model.graph if node.op_type == "Attention"]:
-        rewriter.attention(node)
+    attentions = {"Attention": rewriter.attention, GROUPED_ATTENTION: rewriter.grouped_attention}
+    # Attention takes the turned keys that RoPE leaves.
+    for table in (rewrites, attentions):
+        for node in list(model.graph):
+            table.get(node.op_type, lambda _: None)(node)
+    model.graph.opset_imports.pop(PLUGIN_DOMAIN, None)  # of the nodes that were replaced
     RemoveUnusedNodesPass()(model)
 
 
@@ -56,15 +68,16 @@ class _Rewriter:
         self.sliced: dict[tuple[Any, int], Any] = {}  # by value and axis
         self.rounded: dict[tuple[Any, Any], Any] = {}  # codes of inputs, by input and scale
         self.total: Any = None  # cached and new tokens of the longest row, `[1]`
+        self.counts: list[Any] = []  # operands of GroupQueryAttention: last keys of rows, the total, new tokens of rows
 
-    def add(self, before: Any, op: str, *inputs: Any, domain: str = "", **attributes: Any) -> Any:
-        """Returns the output of a new node."""
+    def add(self, before: Any, op: str, *inputs: Any, domain: str = "", outputs: int = 1, **attributes: Any) -> Any:
+        """Returns the output of a new node, or its outputs."""
         import onnx_ir as ir
 
         made = ir.convenience.convert_attributes(attributes)
-        node = ir.Node(domain, op, inputs, made, metadata_props=dict(before.metadata_props))
+        node = ir.Node(domain, op, inputs, made, num_outputs=outputs, metadata_props=dict(before.metadata_props))
         self.graph.insert_before(before, node)
-        return node.outputs[0]
+        return node.outputs[0] if outputs == 1 else node.outputs
 
     def replace(self, old: Any, value: Any) -> None:
         """Gives the readers of a value another one, with its name, type and shape."""
@@ -91,16 +104,26 @@ class _Rewriter:
         """Rewrites the DequantizeLinear of a weight, and what multiplies by it."""
         codes, scale = node.inputs[:2]
         if codes.name not in self.graph.initializers:
+            if codes.dtype is not None and codes.dtype.name == "FLOAT8E4M3FN":
+                self._round_to_fp8(node)
             return
         if codes.dtype.name == "INT4":
             return self._int4(node, [reader for reader, _ in node.outputs[0].uses()])
         products = list(_readers(node.outputs[0], through=("Cast", "Transpose")))
         inputs = [_made(product.inputs[0], "DequantizeLinear", through="Cast") for product in products]
-        if codes.dtype.name == "INT8" and all(inputs) and {product.op_type for product in products} == {"MatMul"}:
-            flipped = codes.const_value.numpy().view(np.uint8) ^ np.uint8(_ZERO)  # two's complement plus 128
-            _set(codes, np.ascontiguousarray(flipped.T))
+        if codes.dtype.name == "INT8" and {product.op_type for product in products} == {"MatMul"}:
+            matrix = np.ascontiguousarray(codes.const_value.numpy().T)
+            # Two's complement plus 128 where inputs are codes too.
+            _set(codes, matrix.view(np.uint8) ^ np.uint8(_ZERO) if any(inputs) else matrix)
+            wide = None if any(inputs) else self.add(node, "DequantizeLinear", codes, scale, axis=1)
             for product, rounded in zip(products, inputs, strict=True):
-                self._multiply(product, rounded, codes, scale)
+                if rounded is None:
+                    x, dtype = product.inputs[0], int(product.outputs[0].dtype)
+                    x = x if dtype == FLOAT else self.add(product, "Cast", x, to=FLOAT)
+                    y = self.add(product, "MatMul", x, wide)
+                    self.replace(product.outputs[0], y if dtype == FLOAT else self.add(product, "Cast", y, to=dtype))
+                else:
+                    self._multiply(product, rounded, codes, scale)
             return
         if scale.shape is not None and len(scale.shape):
             axis = node.attributes["axis"].as_int() if "axis" in node.attributes else 1
@@ -130,17 +153,7 @@ class _Rewriter:
 
     def _multiply(self, matmul: Any, rounded: Any, codes: Any, scale: Any) -> None:
         """Makes a product of codes, `[in, out]` in uint8, in place of one of dequantized numbers."""
-        quantize, step = rounded.inputs[0].producer(), rounded.inputs[1]
-        x, one = quantize.inputs[0], step
-        small = _made(x, "Mul")
-        # Inputs with a scale for each token are divided by it, and rounded with a power of two as their static scale,
-        # by which the outputs are multiplied afterwards. Codes need no such step.
-        if small is not None and small.inputs[1] is step:
-            x, one = small.inputs[0], self.constant(1.0, dtype=np.float32, scalar=True)
-            for reader in _readers(matmul.outputs[0], through=("Cast",)):
-                factor = _made(reader.inputs[1], "Div")
-                if factor is not None and factor.inputs[1] is step:
-                    reader.replace_input_with(1, factor.inputs[0])
+        x, one = self._unscaled(rounded, [matmul])
         zero = self.constant(_ZERO, dtype=np.uint8, scalar=True)
         if (x, one) not in self.rounded:
             self.rounded[x, one] = self.add(matmul, "QuantizeLinear", x, one, zero)
@@ -148,6 +161,46 @@ class _Rewriter:
         y = self.add(matmul, INTEGER_PRODUCT, *operands, domain=ORT_DOMAIN)
         dtype = matmul.outputs[0].dtype
         self.replace(matmul.outputs[0], y if int(dtype) == FLOAT else self.add(matmul, "Cast", y, to=int(dtype)))
+
+    def _unscaled(self, rounded: Any, products: Sequence[Any]) -> tuple[Any, Any]:
+        """Returns the numbers that are divided by a scale and rounded, and the scale.
+
+        Inputs with a scale for each token are divided by it, and rounded with a power of two as their static scale, by
+        which the outputs of `products` are divided afterwards. They need no such step, and get a scale of 1.
+        """
+        x, step = rounded.inputs[0].producer().inputs[0], rounded.inputs[1]
+        small = _made(x, "Mul")
+        if small is None or small.inputs[1] is not step:
+            return x, step
+        for product in products:
+            for reader in _readers(product.outputs[0], through=("Cast",)):
+                factor = _made(reader.inputs[1], "Div")
+                if factor is not None and factor.inputs[1] is step:
+                    reader.replace_input_with(1, factor.inputs[0])
+        return small.inputs[0], self.constant(1.0, dtype=np.float32, scalar=True)
+
+    def _round_to_fp8(self, node: Any) -> None:
+        """Makes sums and differences in FP32 of the rounding of inputs to E4M3: the same numbers.
+
+        With u the largest power of two up to |x|, x + 1.5 · 2²⁰ u has a last bit of u / 8, which is the step of E4M3.
+        """
+
+        def number(value: float) -> Any:
+            return self.constant(value, dtype=np.float32, scalar=True)
+
+        products = list(_readers(node.outputs[0], through=("Cast",)))
+        x, scale = self._unscaled(node, products)
+        if scale is node.inputs[1]:
+            x = self.add(node, "Clip", self.add(node, "Div", x, scale), number(-E4M3.max), number(E4M3.max))
+        # Rump's ufp(x) in rounded arithmetic: φx − (1 − 2⁻²⁴)φx for φ = 2²³ + 1.
+        turned = self.add(node, "Mul", x, number(2.0**23 + 1))
+        power = self.add(
+            node, "Abs", self.add(node, "Sub", turned, self.add(node, "Mul", turned, number(1 - 2.0**-24)))
+        )
+        # Below 2⁻⁶ the step is that of 2⁻⁶.
+        shift = self.add(node, "Max", self.add(node, "Mul", power, number(1.5 * 2**20)), number(1.5 * 2**14))
+        y = self.add(node, "Sub", self.add(node, "Add", x, shift), shift)
+        self.replace(node.outputs[0], self.add(node, "Mul", y, scale) if scale is node.inputs[1] else y)
 
     def positive(self, where: Any) -> None:
         """Rewrites the scale of a token of zeros, 1, as the smallest number: their product is zero with either."""
@@ -177,9 +230,18 @@ class _Rewriter:
             return
         product, index = products[0]
         weight = product.inputs[1 - index] if product.op_type == "Mul" else None
-        if weight is not None and weight.shape is not None and len(weight.shape) == 1:
+        if weight is None or weight.shape is None or len(weight.shape) != 1:
+            return
+        total = _made(x, "Add")
+        is_sum = total is not None and len(x.shape) == 3 and all(value.shape == x.shape for value in total.inputs)
+        # The norm moves before the sum, so its weight must be there.
+        if is_sum and weight.producer() is None:
+            operands = *total.inputs, weight
+            y, _, _, added = self.add(total, ADDED_NORM, *operands, domain=ORT_DOMAIN, outputs=4, epsilon=epsilon)
+            self.replace(x, added)
+        else:
             y = self.add(product, "RMSNormalization", x, weight, axis=-1, epsilon=epsilon)
-            self.replace(product.outputs[0], y)
+        self.replace(product.outputs[0], y)
 
     def rope(self, neg: Any) -> None:
         """Rewrites `x · cos + concat(−x[half:], x[:half]) · sin`, in FP32, for angles of each row."""
@@ -215,6 +277,46 @@ class _Rewriter:
                 self.sliced[key] = self.add(wide, "Slice", wide.inputs[0], *ends)
             angles.append(self.sliced[key])
         self.replace(total.outputs[0], self.add(total, "RotaryEmbedding", x, *angles))
+
+    def joined(self, before: Any, value: Any) -> Any:
+        """Returns `[batch, heads, tokens, dim]` as `[batch, tokens, heads · dim]`, as projections give it."""
+        node, sizes = value.producer(), self.constant(0, 0, value.shape[1] * value.shape[3])
+        if node.op_type == "RotaryEmbedding" and "num_heads" not in node.attributes:
+            x = self.joined(node, node.inputs[0])
+            return self.add(node, "RotaryEmbedding", x, *node.inputs[1:], num_heads=value.shape[1])
+        if node.op_type != "Transpose" or list(node.attributes["perm"].as_ints()) != [0, 2, 1, 3]:
+            return self.add(before, "Reshape", self.add(before, "Transpose", value, perm=[0, 2, 1, 3]), sizes)
+        split = _made(node.inputs[0], "Reshape")
+        if split is not None and split.inputs[0].shape is not None and len(split.inputs[0].shape) == 3:
+            return split.inputs[0]
+        return self.add(node, "Reshape", node.inputs[0], sizes)
+
+    def grouped_attention(self, node: Any) -> None:
+        """Rewrites attention over a KV cache, with queries, keys, values and outputs as projections have them."""
+        q, k, v, *past, lengths = node.inputs
+        heads, kv_heads, dim = q.shape[1], k.shape[1], q.shape[3]
+        operands = [self.joined(node, value) for value in (q, k, v)]
+        if not self.counts:
+            # All tokens of a step are new, padding too: they lie behind a row's last real one.
+            new = self.add(node, "Shape", operands[0], start=1, end=2)
+            last = self.add(node, "Sub", self.add(node, "Add", lengths, new), self.constant(1))
+            total = self.add(node, "Add", self.add(node, "ReduceMax", lengths, keepdims=1), new)
+            rows = self.add(node, "Expand", new, self.add(node, "Shape", lengths))
+            self.counts = [self.add(node, "Cast", value, to=INT32) for value in (last, total, rows)]
+        last, total, rows = self.counts
+        y, *new_past = self.add(
+            node, "GroupQueryAttention", *operands, *past, last, total, *[None] * 9, rows, domain=ORT_DOMAIN, outputs=3,
+            num_heads=heads, kv_num_heads=kv_heads, scale=node.attributes["softmax_scale"].as_float(),
+            local_window_size=node.attributes["window"].as_int(),
+        )  # fmt: skip
+        for old, value in zip(node.outputs[1:], new_past, strict=True):
+            self.replace(old, value)
+        for reader in list(_readers(node.outputs[0], through=())):
+            shape = reader.outputs[0].shape
+            if reader.op_type == "Reshape" and shape is not None and len(shape) == 3 and shape[2] == heads * dim:
+                self.replace(reader.outputs[0], y)
+        if list(node.outputs[0].uses()):
+            self.replace(node.outputs[0], self.add(node, "Reshape", y, self.constant(0, 0, heads, dim)))
 
     def attention(self, node: Any) -> None:
         """Slices the keys, values and mask of an attention over a KV cache of fixed size."""

@@ -19,6 +19,10 @@ RUNTIMES = ("onnxruntime", "tensorrt")
 """Runtimes that an ONNX file can be written for."""
 ORT_DOMAIN, INTEGER_PRODUCT = "com.microsoft", "MatMulIntegerToFloat"
 """Domain of onnxruntime's own operators, and its product of codes with scales."""
+ADDED_NORM = "SkipSimplifiedLayerNormalization"
+"""onnxruntime's RMS norm of a sum, which is its fourth output."""
+GROUPED_ATTENTION = "GroupedAttention"
+"""Op type of attention over a KV cache that `onnxruntime_graph` replaces, in the domain of our plug-ins."""
 TRT_DOMAIN = "trt"
 PLUGIN, PLUGIN_DOMAIN, PLUGIN_VERSION = "QuantFp8Attention", "quant", "1"
 """Op type, domain (namespace in TensorRT) and version of our plugin; `quant.export.tensorrt.plugin` describes it."""
@@ -96,7 +100,7 @@ def _register(
     kind_of = {"block_shape": kinds.INTS, "scale": kinds.FLOAT, "softmax_scale": kinds.FLOAT}
     kind_of |= dict.fromkeys(("format", "plugin_version", "plugin_namespace"), kinds.STRING)  # all others are INT
     kind_of |= dict.fromkeys(("activation_type", "up_format", "down_format"), kinds.STRING)
-    kind_of |= dict.fromkeys(("activation_alpha", "activation_beta"), kinds.FLOAT)
+    kind_of |= dict.fromkeys(("activation_alpha", "activation_beta", "epsilon"), kinds.FLOAT)
     wide = [f"tensor({type})" for type in ("float", "float16", "bfloat16")]
     constraints = [("T", wide, "the layer's precision")]
     if ":C" in inputs:
@@ -120,14 +124,15 @@ def _register(
     register_schema(schema)
 
 
-def _like_input(attribute: str | None) -> Callable[[Any], None]:
-    """Infers one output of the first input's shape; its type is named by an attribute, or is the input's."""
+def _like_input(attribute: str | None, outputs: tuple[int, ...] = (0,)) -> Callable[[Any], None]:
+    """Infers outputs of the first input's shape; their type is named by an attribute, or is the input's."""
 
     def infer(context: Any) -> None:
         type = context.get_input_type(0)
         if attribute is not None:
             type.tensor_type.elem_type = context.get_attribute(attribute).i
-        context.set_output_type(0, type)
+        for index in outputs:
+            context.set_output_type(index, type)
 
     return infer
 
@@ -195,6 +200,18 @@ def register_schemas() -> None:
         "QMoE", f"x:T shares:T {operands} {unused} weights:T", "y:T",
         f"{swiglu} expert_weight_bits weights_prepacked block_size", same, ORT_DOMAIN,
     )  # fmt: skip
+    operands, outputs = "q:T k:T v:T past_key:T past_value:T", "y:T new_key:T new_value:T"
+    _register(
+        GROUPED_ATTENTION, f"{operands} lengths:int64", outputs, "softmax_scale window", _like_query_and_caches,
+        PLUGIN_DOMAIN,
+    )  # fmt: skip
+    unused = " ".join(f"unused_{index}?:float" for index in range(9))
+    _register(
+        "GroupQueryAttention", f"{operands} last_key:int32 tokens:int32 {unused} new_tokens:int32", outputs,
+        "num_heads kv_num_heads scale local_window_size", _like_query_and_caches, ORT_DOMAIN,
+    )  # fmt: skip
+    outputs = "y:T mean?:float deviation?:float sum:T"
+    _register(ADDED_NORM, "x:T skip:T weight:T", outputs, "epsilon", _like_input(None, (0, 3)), ORT_DOMAIN)
     _register(
         "TRT_QuantizedAttention",
         "q:T k:T v:T mask?:bool normalization_quantize_scale:float",

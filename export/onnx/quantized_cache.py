@@ -61,7 +61,7 @@ class QuantizedCache(CachedAttention):
         out, *new = op(query, keys.key, keys.value, caches, *self.cache_scales[name], self.inputs[LENGTHS], scale)
         self.new += new
         attended: torch.Tensor = out
-        return attended
+        return attended.transpose(1, 2).contiguous()
 
     def parts(self, dim: int) -> list[tuple[str, int, torch.dtype]]:
         """Returns the tensors of a layer's cache: their names, values of a token in one head, and dtypes."""

@@ -111,6 +111,27 @@ class CachedAttention(Attention):
         return seen if window is None else seen & (columns > positions - window)
 
 
+class GroupedAttention(CachedAttention):
+    """Attention of onnxruntime, which writes into the cache itself and takes no mask."""
+
+    def attended(self, name: str, keys: Keys, window: int | None) -> Keys:
+        # Its node takes heads of a multiple of eight, and keys and values of one size.
+        dim, v_dim = keys.key.shape[3], keys.value.shape[3]
+        if not self.past or not keys.causal or dim % 8 or dim != v_dim:
+            return super().attended(name, keys, window)
+        return keys._replace(window=window or -1)
+
+    def computed(self, module: nn.Module, name: str, query: torch.Tensor, keys: Keys, scale: float) -> torch.Tensor:
+        if keys.window is None:
+            return super().computed(module, name, query, keys, scale)
+        past = self.past[len(self.new) : len(self.new) + 2]
+        operands = query, keys.key, keys.value, *past, self.inputs[LENGTHS]
+        out, *new = torch.ops.quant.onnx_grouped_attention(*operands, scale, keys.window)
+        self.new += new
+        attended: torch.Tensor = out
+        return attended
+
+
 class ServingGraph(nn.Module):
     """A decoder over a KV cache, with tensors in and tensors out."""
 

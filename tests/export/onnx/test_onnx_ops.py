@@ -236,6 +236,31 @@ def test_onnxruntime_runs_fp8(tmp_path: Path) -> None:
     assert relative_error(torch.from_numpy(y), module(x)) < 1e-6
 
 
+@pytest.mark.parametrize("activation", ["fp8", "fp8_token"])
+def test_inputs_in_onnxruntime_are_the_numbers_of_ml_dtypes(tmp_path: Path, activation: str) -> None:
+    """A product with the identity gives the rounded inputs: ties, subnormals, the largest numbers, and zeros."""
+    import ml_dtypes
+
+    runtime = pytest.importorskip("onnxruntime", reason="needs the extra onnx")
+    scale = torch.tensor(0.37)
+    identity = quantize(torch.eye(IN) * 448, FORMATS["fp8"])
+    module = nn.Sequential(QuantLinear(identity, None, FORMATS[activation], scale if activation == "fp8" else None))
+    grid = np.arange(127, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
+    ties = (grid[:-1] + grid[1:]) / 2
+    near = np.concatenate([grid, ties, np.nextafter(ties, np.float32(0)), np.nextafter(ties, np.float32(500))])
+    x = np.resize(np.concatenate([near, -near, np.random.default_rng(0).normal(0, 200, 2000)]), (2, 8, IN))
+    x[..., 0], x[0, 0] = 448, 0  # all tokens but the first have the largest number
+    x = (x * np.float32(0.37)).astype(np.float32)
+    path = exported(module, torch.from_numpy(x), tmp_path / "m.onnx")
+    (y,) = runtime.InferenceSession(path, providers=["CPUExecutionProvider"]).run(None, {"x": x})
+    own = np.abs(x).max(-1, keepdims=True) / np.float32(448) if activation == "fp8_token" else np.float32(0.37)
+    own = np.where(own > 0, own, np.float32(1))
+    codes = np.clip(x / own, -448, 448).astype(ml_dtypes.float8_e4m3fn).astype(np.float32)
+    weight = np.float32(448)
+    # A scale of a token multiplies the product, and not the inputs.
+    assert np.array_equal(y, (codes * weight) * own if activation == "fp8_token" else (codes * own) * weight)
+
+
 def test_names_dimensions_and_metadata(tmp_path: Path) -> None:
     plan = Plan((LayerPlan("0", LayerKind.LINEAR, (OUT, IN), FORMATS["nvfp4"], FORMATS["nvfp4"]),))
     module, x = nn.Sequential(layer("nvfp4", "nvfp4", torch.float32), nn.ReLU()), torch.randn(2, ROWS, IN)

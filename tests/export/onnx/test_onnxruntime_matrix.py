@@ -31,7 +31,7 @@ pytest.importorskip("transformers", reason="needs the extra hf")
 from quant.export.engines.check_engine import forced_run, reference_run  # noqa: E402
 from quant.export.onnx import engine_session  # noqa: E402
 
-FORMATS = ("int4a16_g32", "int8", "int8_static", "fp8", "fp8_channel", "fp8@16bit")
+FORMATS = ("int4a16_g32", "int8", "int8_static", "fp8", "fp8_channel", "fp8@16bit", "int8@16bit")
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 MODELS: dict[str, Any] = {
     "llama": lambda **options: serving_samples.decoder("llama-64", **options),
@@ -40,11 +40,14 @@ MODELS: dict[str, Any] = {
     "bert": tiny_models.bert, "vit": tiny_models.vit, "resnet": tiny_models.resnet,
 }  # fmt: skip
 DECODERS = ("llama", "qwen3", "gemma3")
-OPERATORS = {"int4": "MatMulNBits", "int8": "MatMulIntegerToFloat", "fp8": "MatMul", "fp8@": "MatMul"}
+OPERATORS = {
+    "int4": "MatMulNBits", "int8": "MatMulIntegerToFloat", "int8@": "MatMulNBits", "fp8": "MatMul", "fp8@": "MatMul",
+}  # fmt: skip
 QUICK = {
     ("llama", "int4a16_g32", "bf16", "command"), ("qwen3", "int8_static", "fp32", "python"),
     ("gemma3", "int8", "bf16", "python"), ("bert", "fp8_channel", "fp16", "command"),
     ("vit", "int8_static", "fp16", "python"), ("resnet", "int8_static", "bf16", "command"),
+    ("llama", "int8@16bit", "fp16", "python"),
 }  # fmt: skip
 CELLS = [
     (kind, format, dtype, door)
@@ -130,7 +133,8 @@ def test_a_model_in_onnxruntime(
         assert relative_error(torch.from_numpy(computed).float(), answer[0].float()) < most
     operators = {node.op_type for node in onnx.load(optimized).graph.node}
     if kind != "resnet":
-        assert OPERATORS[format[:4] if "@" in format else format.partition("a")[0].partition("_")[0]] in operators
+        kind_of = format.removesuffix("16bit") if "@" in format else format.partition("a")[0].partition("_")[0]
+        assert OPERATORS[kind_of] in operators
     # Weights are not dequantized at each token.
     assert kind == "resnet" or not any(
         node.op_type == "DequantizeLinear" and any(".codes" in name for name in node.input)
