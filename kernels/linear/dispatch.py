@@ -142,36 +142,16 @@ def _prepare_gemm(
     """Prepares a product in which x is rounded to its format, if any, and a kernel for 16-bit rows multiplies it."""
     # The order matters: rounding checks the input scale, and its error should come before a kernel is prepared.
     rounding = None if activation is None else prepare_rounding(x, activation, input_scale)
-    choice = choose_for_numbers(weight, x)
-    launch, launch_for_any_code = prepare_launch(x, weight, bias, choice), None
-    if _reads_stored_codes(choice, weight):
-        from quant.kernels.linear.sm90_decode import numbers_only
-
-        launch_for_any_code = prepare_launch(x, weight, bias, _choose_without_tma(weight, x))
+    launch = prepare_launch(x, weight, bias, choose_launch(weight, x))
 
     def multiply(x: Tensor, weight: BlockScaledTensor, bias: Tensor | None, input_scale: Tensor | None) -> Tensor:
-        if rounding is not None:
-            x = rounding(x, input_scale)
-        # Whether codes are NaN is a property of each weight, so it is asked at each call; the answer is kept.
-        if launch_for_any_code is not None and not numbers_only(weight):
-            return launch_for_any_code(x, weight, bias)
-        return launch(x, weight, bias)
+        return launch(x if rounding is None else rounding(x, input_scale), weight, bias)
 
     return multiply
 
 
 def choose_launch(weight: BlockScaledTensor, x: Tensor) -> tiles.Choice:
     """Returns how to multiply x `[tokens, in]`, in 16 bit with aligned rows, by `weight`."""
-    choice = choose_for_numbers(weight, x)
-    if _reads_stored_codes(choice, weight):
-        from quant.kernels.linear.sm90_decode import numbers_only
-
-        return choice if numbers_only(weight) else _choose_without_tma(weight, x)
-    return choice
-
-
-def choose_for_numbers(weight: BlockScaledTensor, x: Tensor) -> tiles.Choice:
-    """Returns `choose_launch`, for a weight whose codes are all numbers."""
     prepacked = is_prepacked(weight)
     # Hopper's decoder makes only BF16: a code in FP16 would need other shifts.
     if prepacked and x.dtype is not torch.bfloat16:
@@ -180,20 +160,10 @@ def choose_for_numbers(weight: BlockScaledTensor, x: Tensor) -> tiles.Choice:
     measured = tiles.look_up(gpu, weight.format, x.shape[0], shape, prepacked)
     choice = measured or tiles.guess(weight.format, x.shape[0], shape, gpu, prepacked)
     aligned = x.dtype is torch.bfloat16 and weight.codes.data_ptr() % 16 == 0
-    if _reads_stored_codes(choice, weight) and not aligned:
-        return _choose_without_tma(weight, x)
+    # Hopper's kernel for many tokens would read codes in the order of a checkpoint by TMA.
+    if isinstance(choice, tiles.PrefillTiles) and not prepacked and not aligned:
+        return tiles.guess(weight.format, x.shape[0], shape, gpu, False, stored=False)
     return choice
-
-
-def _choose_without_tma(weight: BlockScaledTensor, x: Tensor) -> tiles.Choice:
-    """Returns `choose_launch`, for codes of a checkpoint that Hopper's kernel for many tokens does not take."""
-    gpu, shape = hardware.current(x.device.index or 0), (weight.shape[0], weight.shape[1])
-    return tiles.guess(weight.format, x.shape[0], shape, gpu, False, stored=False)
-
-
-def _reads_stored_codes(choice: tiles.Choice, weight: BlockScaledTensor) -> bool:
-    """Returns whether Hopper's kernel for many tokens reads codes in the order of a checkpoint."""
-    return isinstance(choice, tiles.PrefillTiles) and not is_prepacked(weight)
 
 
 def multiply_with(x: Tensor, weight: BlockScaledTensor, bias: Tensor | None, choice: tiles.Choice) -> Tensor:

@@ -89,7 +89,6 @@ from quant.kernels.linear.sm90_decode import (
     decode,
     decode_to_e4m3,
     load_scales,
-    numbers_only,
     scale_rows,
     scales_of_matrix,
     stored_scales,
@@ -735,7 +734,6 @@ def takes_experts(weight: BlockScaledTensor, hardware: Hardware) -> bool:
         and rows % 64 == 0
         and takes_stored(weight.format, (rows, columns), hardware)
         and weight.codes.data_ptr() % 16 == 0
-        and numbers_only(weight)
     )
 
 

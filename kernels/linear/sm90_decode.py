@@ -22,11 +22,13 @@ thread. The rows of a read are neighbours in shared memory, and the swizzle puts
 exchanged between threads, and the weight stays as it is, because the kernels for few tokens read it in this order too.
 
     E4M3, E5M2   exponent and mantissa move to their places in a bfloat16, which is then 2^120 or 2^112 too small; one
-                 product corrects that exactly, for subnormals too. Weights with NaN or infinity never come here.
+                 product corrects that exactly, for subnormals too. A comparison, whose result is all ones or none,
+                 gives infinities and NaN their bits.
     INT8         128 plus the low seven bits, less 128 or, where the code is negative, 256
     INT4         136 plus the code, less 136
 
-These are 4 instructions a pair, half of them for a unit that accepts one per warp every other clock.
+INT8 takes 4 instructions a pair, E4M3 6 and E5M2 7, half of them for a unit that accepts one per warp every other
+clock.
 
 A scale of a tensor or a channel multiplies the finished sum. A power of two multiplies decoded values, exactly. The
 float32 scale of a 128 × 128 block or an INT4 group is split into two bfloat16s; their products are added smaller first,
@@ -34,8 +36,6 @@ within 2^-8 of a unit in the last place of one rounding.
 """
 
 from __future__ import annotations
-
-import weakref
 
 import torch
 import triton
@@ -265,15 +265,19 @@ def _tiles_of(K: int) -> int:
     return next(tiles for tiles in (4, 2, 1) if K // 64 % tiles == 0)
 
 
-# Two codes, the low 16 bits of $1, to two bfloat16, v. The byte above a code repeats its sign.
+# Two codes, the low 16 bits of $1, to two bfloat16, v. The byte above a code repeats its sign. t is all ones where a
+# code is larger than the largest number.
 _FP8 = """{
-.reg .b32 v,t;
+.reg .b32 v,t,c;
 prmt.b32 v,$1,0,0x9180; shl.b32 v,v,%s; and.b32 v,v,%s;
-mov.b32 t,%s; mul.rn.bf16x2 v,v,t;
+abs.bf16x2 t,v; mov.b32 c,%s; set.gt.u32.bf16x2 t,t,c; mov.b32 c,%s; %s
 """
 _DECODED = {
-    "e4m3": _FP8 % ("4", "0x87F087F0", "0x7B807B80"),
-    "e5m2": _FP8 % ("5", "0x8FE08FE0", "0x77807780"),
+    # All ones are a NaN, which a sum keeps, and no ones are the zero.
+    "e4m3": _FP8 % ("4", "0x87F087F0", "0x07E007E0", "0x7B807B80", "fma.rn.bf16x2 v,v,c,t;"),
+    # The exponent gets the three ones that it lacks: an infinity, or a NaN.
+    "e5m2": _FP8
+    % ("5", "0x8FE08FE0", "0x0F600F60", "0x77807780", "and.b32 t,t,0x70007000; or.b32 v,v,t; mul.rn.bf16x2 v,v,c;"),
     "int8": """{
 .reg .b32 v,t;
 prmt.b32 t,$1,0x43434343,0x4140; and.b32 v,t,0xFF7FFF7F; and.b32 t,t,0xFF80FF80; sub.rn.bf16x2 v,v,t;
@@ -460,32 +464,3 @@ def code_pairs(weight: BlockScaledTensor) -> Tensor:
 def stored_scales(weight: BlockScaledTensor) -> Tensor:
     """Returns block scales as the kernel reads them: E8M0 scales in pairs, for 64 columns."""
     return weight.scale.view(torch.int16) if weight.format.scale.bits == 8 else weight.scale
-
-
-def numbers_only(weight: BlockScaledTensor) -> bool:
-    """Returns whether no code is an infinity or a NaN, which are not decoded as such."""
-    # Waits for the GPU, once for each weight. While a graph is captured nothing can wait: it is False for a new weight.
-    codes, least = weight.codes, _NO_NUMBER.get(weight.format.element.name)
-    if least is None:
-        return True
-    version = 0 if codes.is_inference() else codes._version
-    # An expert's part of a stack is a new view at each call, so the result is kept with the stack.
-    owner = codes if codes._base is None else codes._base
-    entry = _results.get(id(owner))
-    if entry is None or entry[0]() is not owner:
-        number = id(owner)
-        entry = _results[number] = (weakref.ref(owner, lambda _: _results.pop(number, None)), {})
-    results, key = entry[1], (codes.data_ptr(), version)
-    if key not in results:
-        if codes.is_cuda and torch.cuda.is_current_stream_capturing():
-            return False
-        parts = codes.view(torch.uint8).flatten(0, -2).split(_ROWS_AT_ONCE)
-        results[key] = all(int((part & 0x7F).amax()) < least for part in parts)
-    return results[key]
-
-
-# The least code without its sign that is an infinity or a NaN.
-_NO_NUMBER = {"e4m3": 0x7F, "e5m2": 0x7C}
-_ROWS_AT_ONCE = 4096
-_results: dict[int, tuple[weakref.ref[Tensor], dict[tuple[int, int], bool]]] = {}
-"""By id of the codes: a weak reference to them, and by address and version whether all codes are numbers."""

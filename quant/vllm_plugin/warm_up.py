@@ -57,7 +57,7 @@ def linear_variants(weight: BlockScaledTensor, bias: torch.Tensor | None, length
     with recorded() as variants:
         for tokens in lengths:
             x = torch.empty(tokens, weight.shape[1], dtype=torch.bfloat16, device="meta")
-            choice = dispatch.choose_for_numbers(weight, x)
+            choice = dispatch.choose_launch(weight, x)
             if choice != DENSE:
                 dispatch.multiply_with(x, weight, bias, choice)
     return variants

@@ -94,8 +94,6 @@ def test_what_the_kernel_cannot_multiply_takes_the_other_way(monkeypatch: pytest
     shifted.codes.copy_(weight.codes)
     chosen = dispatch.choose_launch(weight, x)
     assert dispatch.choose_launch(shifted, x) is (tiles.DENSE if shifted.codes.data_ptr() % 16 else chosen)
-    weight.codes.view(torch.uint8)[3, 5] = 0x7F
-    assert dispatch.choose_launch(weight, x) is tiles.DENSE
 
 
 def weight_of_all_codes(form: str, rows: int, columns: int) -> BlockScaledTensor:
@@ -153,11 +151,23 @@ def test_every_tile_is_compared_on_a_gpu() -> None:
 
 
 @pytest.mark.gpu
-def test_a_code_that_is_no_number_shows_on_a_gpu() -> None:
+@pytest.mark.parametrize(("form", "code"), [("fp8_channel", 0x7F), ("fp8_block", 0xFF), ("mxfp8_e5m2", 0x7C)])
+def test_a_code_that_is_no_number_shows_on_a_gpu(form: str, code: int) -> None:
+    """Also one that was written past autograd, and in a graph that was captured before."""
     if not current().has_wgmma:
         pytest.skip("the kernel is Hopper's")
-    weight = quantize(torch.randn(256, 512, device="cuda"), FORMATS["fp8_channel"])
-    x = torch.randn(100, 512, device="cuda", dtype=torch.bfloat16)
-    weight.codes.view(torch.uint8)[5, 7] = 0x7F
-    y = quantized_linear(x, weight)
-    assert bool(y[:, 5].isnan().all()) and not bool(y[:, 6].isnan().any())
+    weight = quantize(torch.randn(256, 512, device="cuda"), FORMATS[form])
+    x = torch.randn(100, 512, device="cuda", dtype=torch.bfloat16).abs()
+    assert isinstance(dispatch.choose_launch(weight, x), tiles.PrefillTiles)
+    assert bool(quantized_linear(x, weight).isfinite().all())
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = quantized_linear(x, weight)
+    spoilt = weight.codes.clone()
+    spoilt.view(torch.uint8)[5, 7] = code
+    weight.codes.data.copy_(spoilt)
+    graph.replay()
+    for y in (quantized_linear(x, weight), captured):
+        column = y[:, 5]
+        assert bool(column.isposinf().all() if code == 0x7C else column.isnan().all())
+        assert bool(y[:, :5].isfinite().all()) and bool(y[:, 6:].isfinite().all())

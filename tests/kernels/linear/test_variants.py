@@ -94,7 +94,7 @@ def test_a_matrix_of_words(shape: tuple[int, int], count: int, compiled: list[An
     found = agree(
         compiled,
         lambda tokens: dispatch.multiply_with(
-            x := rows_of(tokens, shape[1]), weight, None, dispatch.choose_for_numbers(weight, x)
+            x := rows_of(tokens, shape[1]), weight, None, dispatch.choose_launch(weight, x)
         ),
         variants,
         MOST,
@@ -110,7 +110,7 @@ def test_a_matrix_in_the_order_of_a_checkpoint(format: str, compiled: list[Any])
 
     def launch(tokens: int) -> None:
         x = rows_of(tokens, 2048)
-        choice = dispatch.choose_for_numbers(weight, x)
+        choice = dispatch.choose_launch(weight, x)
         if choice != DENSE:
             dispatch.multiply_with(x, weight, bias, choice)
 
