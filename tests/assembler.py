@@ -25,6 +25,8 @@ def assemble(compiled: CompiledKernel) -> Resources:
     Raises:
         ValueError: the assembler refuses it; the message is the assembler's.
     """
+    if missing := registers_without_values(compiled.ptx):
+        raise ValueError(f"{compiled.name}: reads {', '.join(missing)}, which nothing writes")
     try:
         said = messages(compiled.ptx, compiled.arch)
     except ValueError as error:
@@ -32,6 +34,28 @@ def assemble(compiled: CompiledKernel) -> Resources:
     registers = re.findall(r"Used (\d+) registers", said)
     spilled = re.findall(r"(\d+) bytes spill stores", said)
     return Resources(max(map(int, registers)), sum(map(int, spilled)))
+
+
+def registers_without_values(ptx: str) -> list[str]:
+    """The registers that are read and nowhere written: LLVM leaves them where a value is undefined."""
+    read: set[str] = set()
+    written: set[str] = set()
+    for line in ptx.splitlines():
+        for statement in re.sub(r"//.*|^\s*@\S+", "", line).split(";"):
+            # The first operand is the result, a vector where it stands in braces; `p|q` are two.
+            operands = re.fullmatch(r"[\s{]*([a-z][\w.:]*)\s+(\{[^}]*\}|[^,]+)(.*?)[\s}]*", statement)
+            if operands is None or operands[1].startswith("."):
+                read.update(re.findall(r"%r[sd]?\d+\b", statement))
+                continue
+            name, first, others = operands.groups()
+            writes = not name.startswith(
+                ("st.", "bra", "bar", "red.", "mbarrier.init", "cp.", "fence", "prefetch", "call")
+            )
+            (written if writes else read).update(re.findall(r"%r[sd]?\d+\b", first))
+            # Instructions that put values together may get halves that nobody reads afterwards.
+            if not re.match(r"prmt|mov\.b64|cvt\.\S*x2\.", name):
+                read.update(re.findall(r"%r[sd]?\d+\b", others))
+    return sorted(read - written)
 
 
 def messages(ptx: str, arch: int) -> str:

@@ -428,7 +428,8 @@ def codes_operand(tile, scale, first: gl.constexpr, form: gl.constexpr, warps: g
     if scaling(form) == "sum":
         value = gl.inline_asm_elementwise(text, "=r,r", [codes], dtype=gl.int32, is_pure=False, pack=1)
     elif scaling(form) == "one":
-        # Two codes of E8M0.
+        # Two codes of E8M0, in 32 bits: Triton 3.9 shifts 16 bits by 16 otherwise, and LLVM drops such a value.
+        scale = scale.to(gl.int32)
         scale = gl.join(_power_twice(scale & 0xFF), _power_twice((scale >> 8) & 0xFF))
         scale = gl.convert_layout(scale, gl.SliceLayout(3, pairs), assert_trivial=True).expand_dims(3)
         scale, codes = gl.broadcast(scale, codes)
