@@ -76,6 +76,9 @@ def case(tmp_path_factory: pytest.TempPathFactory) -> Path:
     save_file({"ids": torch.arange(3, 131).reshape(4, 32)}, case / "ids.safetensors")
     run(case, "quantize {model} --format fp8_channel --out {case}/stored")
     run(case, "plan make {model} --format nvfp4 --out {case}/plan.json")
+    # Its tokenizer is one that llama.cpp does not have.
+    shutil.copytree(case / "model", case / "bare", ignore=shutil.ignore_patterns("token*"))
+    run(case, "quantize {case}/bare --format q8_0 --effort 0 --out {case}/model.gguf")
     shutil.copytree(case / "stored", case / "taken")
     return case
 
@@ -273,6 +276,11 @@ COMMANDS = [
         "export {model} --to onnx --out {out}",
         "`quantize MODEL --format nvfp4 --out DIR`",
         instead="quantize {model} --format nvfp4 --out {out} --effort 0 --calib {ids} " + SMALL,
+    ),
+    Row(
+        "check {case}/model.gguf --source {model}",
+        "`quant evaluate ",
+        instead="evaluate {case}/model.gguf --text {ids} --samples 2 --seqlen 16 --baseline {model}",
     ),
     # exports that are refused before anything is traced
     Row(EXPORT + "--to modelop", "'compressed-tensors'", drop="--to modelop", add="--to compressed-tensors"),

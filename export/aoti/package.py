@@ -243,7 +243,8 @@ def compile_package(
         buffers_kept(),
         warnings.catch_warnings(),
     ):
-        # torch 2.13 copies its own tree of inputs by a class that it has deprecated.
+        # torch 2.13 copies its own tree of inputs by a class that it has deprecated, and uses torch.jit.
+        warnings.simplefilter("ignore", DeprecationWarning)
         warnings.filterwarnings("ignore", message=".*LeafSpec.*", category=FutureWarning)
         try:
             package = torch._inductor.aoti_compile_and_package(

@@ -87,6 +87,9 @@ def check_command(directory: str, **options: Any) -> None:
     A finding or difference ends the command with exit code 2.
     """  # noqa: D301  (a backspace, after which click keeps the lines of a paragraph)
     path, source = Path(directory), options.pop("source")
+    if path.suffix == ".gguf" and path.is_file():
+        measured = f"quant evaluate {directory} --text FILE --baseline MODEL"
+        raise UserError(f"{directory}: GGUF files have nothing that `quant check` reads; `{measured}` measures one")
     is_export = path.is_file() or (path.is_dir() and any(path.glob("*.onnx")) and not any(path.glob("*.safetensors")))
     if is_export and source is None and (path.is_dir() or path.suffix in (".onnx", ".pt2")):
         raise UserError(f"{directory}: name the checkpoint that it was exported from with --source")

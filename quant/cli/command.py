@@ -60,6 +60,7 @@ def launch(command: Sequence[str], count: int) -> int:
         1, 1, count, run_id=str(os.getpid()), rdzv_backend="c10d", rdzv_endpoint="127.0.0.1:0",
         local_addr="127.0.0.1", max_restarts=0,
     )  # fmt: skip
+    handlers = {number: signal.getsignal(number) for number in signal.valid_signals()}
     try:
         # The same interpreter; a console script of another environment could be first on PATH.
         elastic_launch(config, sys.executable)("-m", "quant", *command)
@@ -71,6 +72,11 @@ def launch(command: Sequence[str], count: int) -> int:
             return int(failure.exitcode)
         sys.stderr.write(f"error: rank {rank} was killed by signal {-failure.exitcode}; run the same command again\n")
         return 128 - int(failure.exitcode)  # as shells do
+    finally:
+        # torch leaves its own for SIGTERM, SIGINT, SIGHUP and SIGQUIT behind, which later forks would inherit.
+        for number, handler in handlers.items():
+            if handler is not None and signal.getsignal(number) is not handler:
+                signal.signal(number, handler)
     return 0
 
 
@@ -188,10 +194,15 @@ class PatientStream:
 
 @contextmanager
 def warnings_in_one_line(*, quiet: bool) -> Iterator[None]:
-    """Prints warnings of this package without file and line, which do not help users; leaves others to Python."""
+    """Prints warnings of this package without file and line, which do not help users; leaves others to Python.
+
+    They are lines of the command, so `python -W error` and PYTHONWARNINGS make no errors of them.
+    """
     # The folder of the package: `filename` is the place that raised the warning, given its stacklevel.
     ours = str(Path(__file__).parents[1])
     with warnings.catch_warnings():
+        if any(action.startswith("e") for action in sys.warnoptions):
+            warnings.filterwarnings("default", category=UserWarning, module=r"quant(\.|$)")
         # pytest and notebooks replace this function; theirs is called for warnings of other packages.
         usual = warnings.showwarning
 
@@ -400,6 +411,10 @@ def _as_line(error: Exception) -> tuple[str, int]:
     # Everything that users can cause is a ValueError or an OSError here; any other class is a bug.
     if isinstance(error, ValueError | OSError):
         return message, 2
+    if isinstance(error, Warning):
+        frame, line = list(traceback.walk_tb(error.__traceback__))[-1]
+        where = f"{type(error).__name__} at {Path(frame.f_code.co_filename).name}:{line}"
+        return f"-W or PYTHONWARNINGS makes an error of a warning: {message} ({where})", 2
     # A rank that died breaks the collective calls of all others.
     signs = ("gloo", "NCCL", "onnection closed", "onnection reset", "Broken pipe")
     if os.environ.get("WORLD_SIZE", "1") != "1" and any(sign in message for sign in signs):

@@ -30,13 +30,14 @@ from quant.calibration.inputs import call_on_first_row
 from quant.calibration.sensitivity.table import Sensitivity, parse_candidates
 from quant.calibration.solvers.registry import with_supported_solver
 from quant.calibration.texts.mixture import NoTextError, Record, lacks_data, with_calibration, with_data
-from quant.calibration.texts.sources import as_rows, named_inputs
+from quant.calibration.texts.sources import as_rows, named_inputs, tokenizer_if_any
 from quant.evaluation.tasks import held_out_task, read_task
 from quant.export.checkpoint.carry_over import head_weights
 from quant.export.checkpoint.files.compressed_tensors import check_plan
 from quant.export.checkpoint.files.names import stored_names
 from quant.export.checkpoint.other_runtimes import check_experts, import_for_trial
-from quant.export.gguf.export_gguf import check_gguf
+from quant.export.gguf.export_gguf import check_gguf, stored_vocabulary, vocabulary
+from quant.models.files import SourceKind
 from quant.models.open_model import Source
 from quant.models.prediction_heads import attach_head_layer, plan_heads
 from quant.recipes import solver_names
@@ -62,6 +63,8 @@ def decide(job: Job) -> Decision:
         ValueError: the plan does not fit the model, or the layout cannot hold one of its formats.
     """
     request, source = job.request, job.source
+    if request.is_gguf and source.model is not None:
+        gguf_words(source)  # before hours of work: llama.cpp may have no tokenizer of this kind
     if request.goal is not None:
         decision = for_budget(job, request.goal)
     else:
@@ -91,6 +94,14 @@ def _names_no_solver(request: Request) -> bool:
     recipe = request.chosen_recipe
     named = isinstance(recipe, Recipe) and (recipe.solver, *(rule.solver for rule in recipe.rules))
     return request.solver is None and named is not False and not any(named)
+
+
+def gguf_words(source: Source) -> dict[str, Any] | None:
+    """Returns the metadata of a model's tokenizer for its GGUF file; None where there is no tokenizer."""
+    if source.kind == SourceKind.GGUF and source.path is not None:
+        return stored_vocabulary(source.path)
+    tokenizer = tokenizer_if_any(source)
+    return None if tokenizer is None else vocabulary(tokenizer, source.config.vocab_size)
 
 
 def check_layout(request: Request, plan: Plan, model: nn.Module | None) -> None:

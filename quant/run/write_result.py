@@ -20,12 +20,13 @@ from quant.export.checkpoint.compare_source import compare_with_source
 from quant.export.checkpoint.files.names import stored_names
 from quant.export.checkpoint.pretrained import attach
 from quant.export.checkpoint.save import Destination, save_state_dict, write_model
-from quant.export.gguf.export_gguf import gguf_notes, stored_vocabulary, vocabulary, write_gguf
+from quant.export.gguf.export_gguf import gguf_notes, write_gguf
 from quant.models.configs import described_by
 from quant.models.files import SourceKind
 from quant.models.prediction_heads import head_layers
 from quant.recipes.plan import Plan
 from quant.report.report import Report, kv_cache_of
+from quant.run.decide import gguf_words
 from quant.run.job import Decision, Job, Outcome, SolvedModel
 from quant.run.measure import Measured
 
@@ -66,12 +67,7 @@ def _write_checkpoint(job: Job, out: Path, solved: SolvedModel, report: Report) 
     if request.is_gguf:
         assert solved.quantized is not None
         source.files.check()  # before the file gets its name
-        words = None
-        if source.kind == SourceKind.GGUF and source.path is not None:
-            words = stored_vocabulary(source.path)
-        elif (tokenizer := tokenizer_if_any(source)) is not None:
-            words = vocabulary(tokenizer, source.config.vocab_size)
-        write_gguf(solved.quantized.model, out, solved.plan, words=words)
+        write_gguf(solved.quantized.model, out, solved.plan, words=gguf_words(source))
         report.notes += gguf_notes(solved.quantized.model, solved.plan)
         report.seconds["write"], report.bytes_after = time.perf_counter() - started, out.stat().st_size
         return

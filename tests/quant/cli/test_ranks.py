@@ -11,7 +11,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -213,7 +212,7 @@ def test_ranks_without_rows_and_evaluation(home: Path, tmp_path: Path) -> None:
     assert one == five == two and one["kl"] > 0
 
 
-def killed(rank: int, at: int, log: Path, arguments: list[str], count: int) -> tuple[list[int], list[str], float]:
+def killed(rank: int, at: int, log: Path, arguments: list[str], count: int) -> tuple[list[int], list[str]]:
     """Runs a command whose rank kills itself when it begins its `at`-th step, or when it has given so many hashes."""
 
     def dies() -> None:
@@ -234,9 +233,8 @@ def killed(rank: int, at: int, log: Path, arguments: list[str], count: int) -> t
             setattr(store_module.DirectoryStore, name, counting(getattr(store_module.DirectoryStore, name)))
         quantize_command(arguments)
 
-    started = time.monotonic()
     work = [dies if each == rank else lambda: quantize_command(arguments) for each in range(count)]
-    return (*in_ranks(work, log), time.monotonic() - started)
+    return in_ranks(work, log)
 
 
 @pytest.mark.parametrize(
@@ -247,9 +245,9 @@ def test_a_lost_rank_is_named_and_another_number_of_ranks_goes_on(
 ) -> None:
     out = tmp_path / "out"
     arguments = options(home, "llama", out, "--format=nvfp4a16", f"--solver={solver}")
-    codes, said, seconds = killed(rank, at, tmp_path / "log", arguments, 3)
-    assert seconds < 20
-    assert codes[rank] == -signal.SIGKILL and 0 not in codes, (codes, said)
+    codes, said = killed(rank, at, tmp_path / "log", arguments, 3)
+    # None of the others waits for the lost one until its alarm.
+    assert codes[rank] == -signal.SIGKILL and not {0, -signal.SIGALRM} & set(codes), (codes, said)
     # The first rank says that it goes on later, whether the lost connection or the launcher's signal came first.
     if rank:
         assert re.fullmatch(
@@ -390,6 +388,7 @@ def test_the_launcher_gives_the_exit_code_of_the_rank_that_failed(
     )
     program.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(program))
+    handlers = [signal.getsignal(number) for number in sorted(signal.valid_signals())]
     for argument, code, error in (
         ("well", 0, ""),
         ("fail", 2, ""),
@@ -398,6 +397,8 @@ def test_the_launcher_gives_the_exit_code_of_the_rank_that_failed(
         monkeypatch.setenv("OMP_NUM_THREADS", "6")
         assert command.launch(["quantize", argument], 2) == code
         assert capfd.readouterr() == (f"0 of 2 on 127.0.0.1: -m quant quantize {argument}\n", error)
+        # Later forks inherit handlers: one of torch's printed a traceback where a rank was stopped while it ended.
+        assert [signal.getsignal(number) for number in sorted(signal.valid_signals())] == handlers
 
 
 @pytest.mark.slow

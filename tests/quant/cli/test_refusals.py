@@ -67,6 +67,11 @@ def test_what_cannot_be_evaluated_is_refused_first(make: type, message: str, tmp
     assert result.exit_code == 2 and message in result.stderr
 
 
+def test_a_tokenizer_that_a_gguf_file_cannot_hold_is_seen_before_solving(tmp_path: Path, ids: Path) -> None:
+    options = ("--format", "q8_0", "--calib", ids, "--calib-samples", 1, "--seqlen", 8)
+    assert "llama.cpp has no tokenizer like this WordLevel one" in refused(tmp_path / "out.gguf", BASE, *options)
+
+
 def test_a_model_of_images_is_not_calibrated_on_text(tmp_path: Path, ids: Path) -> None:
     tiny_models.vit().save_pretrained(tmp_path / "model")
     options = ("--calib", ids, "--calib-samples", 1, "--seqlen", 8)

@@ -2,13 +2,16 @@
 
 import re
 import types
+import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from click.testing import CliRunner
 
+from quant.base import errors
 from quant.cli.command import Command
 
 transformers = pytest.importorskip("transformers")
@@ -21,10 +24,10 @@ def line_of(raising: Callable[[], Any]) -> str:
     return result.output.strip()
 
 
-def written_in(module: str, body: str) -> Callable[[], Any]:
+def written_in(module: str, body: str, file: str = "modeling_made.py") -> Callable[[], Any]:
     """The function `fail` of a module that has another module's name, as a traceback shows it."""
     made = types.ModuleType(module)
-    exec(compile(f"import torch\ndef fail():\n    {body}\n", "modeling_made.py", "exec"), made.__dict__)
+    exec(compile(f"import torch\ndef fail():\n    {body}\n", file, "exec"), made.__dict__)
     return made.fail
 
 
@@ -53,3 +56,23 @@ def test_our_code_is_named_as_ours_where_transformers_calls_it() -> None:
     assert line.startswith(
         "error: this is a bug in Blockscale: run with --debug, and report what that prints (RuntimeError"
     )
+
+
+def test_our_warnings_are_lines_where_python_makes_errors_of_warnings(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.warnoptions", ["error"])
+    file = str(Path(errors.__file__).parents[1] / "made.py")
+    warns = written_in("quant.made", "warn('layer 3 stays in 16 bit')", file)
+    warns.__globals__["warn"] = errors.warn
+    with warnings.catch_warnings(action="error"):
+        result = CliRunner().invoke(Command("work", callback=warns))
+    assert (result.exit_code, result.output) == (0, "warning: layer 3 stays in 16 bit\n")
+
+
+def test_a_warning_of_a_library_that_python_makes_an_error_is_named() -> None:
+    def run() -> None:
+        with warnings.catch_warnings(action="error"):
+            warnings.warn("`old` is deprecated", DeprecationWarning, stacklevel=1)
+
+    result = CliRunner().invoke(Command("work", callback=run))
+    expected = "error: -W or PYTHONWARNINGS makes an error of a warning: `old` is deprecated (DeprecationWarning at "
+    assert result.exit_code == 2 and result.output.startswith(expected)
