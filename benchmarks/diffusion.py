@@ -1,8 +1,8 @@
-"""This benchmark trains a small diffusion transformer on drawn shapes and quantizes it by every format and solver.
+"""This benchmark trains a small diffusion model on drawn shapes and quantizes it by every format and solver.
 
-The model is diffusers' `DiTTransformer2DModel`, conditional on one of eight classes (a disc, square, ring or cross,
-small or large, at a random place), trained by flow matching: at a time t between 0 and 1 it sees `(1 - t) x + t noise`
-and predicts `noise - x`. Images come from 20 steps of Euler.
+The model is diffusers' `DiTTransformer2DModel`, or with `--model unet` its `UNet2DConditionModel`, conditional on one
+of eight classes (a disc, square, ring or cross, small or large, at a random place), trained by flow matching: at a time
+t between 0 and 1 it sees `(1 - t) x + t noise` and predicts `noise - x`. Images come from 20 steps of Euler.
 
     noise error    ‖v - v₀‖ / ‖v₀‖ of the predicted velocity, on calls of trajectories that calibrated nothing
     PSNR           of images of the same seeds, against the original's, in dB
@@ -30,9 +30,10 @@ from torch import Tensor, nn
 import quant
 
 SIDE, CLASSES, STEPS = 16, 8, 20
+LAYERS = (nn.Linear, nn.Conv2d)
 OURS = [
-    *(("nvfp4", solver) for solver in ("rtn", "gptq", "awq+gptq", "lowrank:32", "kfac")),
-    *((name, solver) for name in ("mxfp8", "fp8", "fp8_channel", "int8") for solver in ("rtn", "gptq")),
+    *(("nvfp4", solver) for solver in ("rtn", "gptq", "awq+gptq", "lowrank:32", "kfac", "lowrank:32+kfac")),
+    *((name, solver) for name in ("mxfp8", "fp8", "fp8_channel", "int8") for solver in ("rtn", "gptq", "kfac")),
 ]
 MODELOPT = {
     "nvfp4": ("NVFP4_DEFAULT_CFG", "NVFP4_AWQ_LITE_CFG", "NVFP4_SVDQUANT_DEFAULT_CFG"),
@@ -66,6 +67,26 @@ def dit(width: int, layers: int) -> nn.Module:
     )  # fmt: skip
 
 
+def unet(width: int, layers: int) -> nn.Module:
+    """An untrained UNet as SDXL's, whose text is one token: the class."""
+    import diffusers
+
+    return diffusers.UNet2DConditionModel(
+        sample_size=SIDE, in_channels=1, out_channels=1, block_out_channels=(width, 2 * width), layers_per_block=1,
+        down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"), up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"),
+        attention_head_dim=(width // 32, width // 16), transformer_layers_per_block=layers, norm_num_groups=8,
+        use_linear_projection=True, cross_attention_dim=CLASSES,
+    )  # fmt: skip
+
+
+def call_of(model: nn.Module, x: Tensor, t: Tensor, classes: Tensor) -> Call:
+    """The arguments of a call of either model."""
+    if hasattr(model, "pos_embed"):
+        return {"hidden_states": x, "timestep": t, "class_labels": classes}
+    token = nn.functional.one_hot(classes, CLASSES)[:, None].to(x.dtype)
+    return {"sample": x, "timestep": t, "encoder_hidden_states": token}
+
+
 def train(model: nn.Module, seconds: float, batch: int, device: str) -> float:
     """Trains for a time; returns the mean loss of the last hundred steps."""
     generator = torch.Generator().manual_seed(0)
@@ -78,7 +99,7 @@ def train(model: nn.Module, seconds: float, batch: int, device: str) -> float:
         image, classes = shapes(batch, generator)
         noise, t = torch.randn(image.shape, generator=generator), torch.rand(batch, generator=generator)
         noisy = torch.lerp(image, noise, t[:, None, None, None])
-        velocity = model(noisy.to(device), 1000 * t.to(device), classes.to(device)).sample
+        velocity = model(**call_of(model, noisy.to(device), 1000 * t.to(device), classes.to(device))).sample
         loss = (velocity - (noise - image).to(device)).square().mean()
         loss.backward()
         optimizer.step()
@@ -96,7 +117,7 @@ def denoise(model: nn.Module, count: int, seed: int, device: str, record: list[C
     with torch.no_grad():
         for step in range(STEPS):
             t = torch.full((count,), 1000 * (1 - step / STEPS), device=device)
-            call = {"hidden_states": x, "timestep": t, "class_labels": classes}
+            call = call_of(model, x, t, classes)
             if record is not None:
                 record.append(call)
             x = x - model(**call).sample / STEPS
@@ -120,48 +141,50 @@ def measure(
     }
 
 
-def modelopt(preset: str) -> Callable[[nn.Module, list[Call]], None]:
-    """A preset of ModelOpt on the layers that we quantize: those in blocks, but modulation and the inputs of norms."""
+def modelopt(name: str, preset: str) -> Callable[[nn.Module, list[Call]], None]:
+    """A preset of ModelOpt on the layers that we quantize in the same format."""
 
     def run(model: nn.Module, calls: list[Call]) -> None:
         import modelopt.torch.quantization as mtq
 
-        config = _modelopt_config(preset)
-        config["quant_cfg"] += [
-            {"quantizer_name": pattern, "enable": False} for pattern in ("*norm*", "*pos_embed*", "*proj_out*")
-        ]
+        names, config = _quantized(model, name, calls), _modelopt_config(preset)
+        others = [path for path, layer in model.named_modules() if isinstance(layer, LAYERS) and path not in names]
+        config["quant_cfg"] += [{"quantizer_name": f"{path}.*", "enable": False} for path in others]
         with torch.no_grad():
             mtq.quantize(model, config, lambda model: [model(**call) for call in calls])
 
     return run
 
 
-def torchao(name: str, **options: Any) -> Callable[[nn.Module, list[Call]], None]:
+def torchao(config: str) -> Callable[[nn.Module, list[Call]], None]:
     """A configuration of torchao on the same layers."""
 
     def run(model: nn.Module, calls: list[Call]) -> None:
         from torchao import quantization
 
-        config = getattr(quantization, name)(**options)
-        quantization.quantize_(
-            model, config,
-            filter_fn=lambda layer, path: isinstance(layer, nn.Linear) and "_blocks." in path and ".norm1." not in path,
-        )  # fmt: skip
+        names = _quantized(model, "int8", calls)
+        quantization.quantize_(model, getattr(quantization, config)(), filter_fn=lambda _, path: path in names)
 
     return run
 
 
+def _quantized(model: nn.Module, name: str, calls: list[Call]) -> set[str]:
+    """Returns the names of the layers that we quantize in a format."""
+    return {layer.name for layer in quant.quantize(copy.deepcopy(model), name, calls[:1], solver="rtn").plan.quantized}
+
+
 @click.command()
+@click.option("--model", "kind", type=click.Choice(["dit", "unet"]), default="dit", show_default=True)
 @click.option("--seconds", default=150.0, show_default=True, help="Time for training.")
 @click.option("--width", default=128, show_default=True)
 @click.option("--layers", default=3, show_default=True)
 @click.option("--batch", default=64, show_default=True, help="Images of a step of training.")
 @click.option("--device", default="cpu", show_default=True)
 @click.option("--json", "json_path", type=click.Path(path_type=Path), help="File for the same facts.")
-def main(seconds: float, width: int, layers: int, batch: int, device: str, json_path: Path | None) -> None:
+def main(kind: str, seconds: float, width: int, layers: int, batch: int, device: str, json_path: Path | None) -> None:
     """Trains the model, quantizes it by each format and solver, and prints the table."""
     torch.manual_seed(0)
-    model = dit(width, layers).to(device)
+    model = (dit if kind == "dit" else unet)(width, layers).to(device)
     loss = train(model, seconds, batch, device)
     model.eval().requires_grad_(False)
     calibration: list[Call] = []
@@ -180,7 +203,9 @@ def main(seconds: float, width: int, layers: int, batch: int, device: str, json_
         if device == "cpu":
             modelopt_on_cpu()
         runs += [
-            (name, f"ModelOpt, {preset}", modelopt(preset)) for name, presets in MODELOPT.items() for preset in presets
+            (name, f"ModelOpt, {preset}", modelopt(name, preset))
+            for name, presets in MODELOPT.items()
+            for preset in presets
         ]
     if find_spec("torchao"):
         runs += [("int8", "torchao, Int8DynamicActivationInt8Weight", torchao("Int8DynamicActivationInt8WeightConfig"))]
@@ -202,7 +227,7 @@ def main(seconds: float, width: int, layers: int, batch: int, device: str, json_
     parameters = sum(parameter.numel() for parameter in model.parameters())
     header = {**machine(), **versions("diffusers", "nvidia-modelopt", "torchao")}
     notes = [f"{parameters / 1e6:.2f} M parameters, trained for {seconds:g} s to a loss of {loss:.4f}."]
-    show("A diffusion transformer, quantized", header, rows, notes, json_path)
+    show(f"A diffusion model ({kind}), quantized", header, rows, notes, json_path)
 
 
 if __name__ == "__main__":

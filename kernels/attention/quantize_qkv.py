@@ -2,6 +2,7 @@
 
     operands = quantize_attention(q, k, v, hadamard=True)
     out = operands.attend(causal=True)
+    out = attend_in_fp8(q, k, v)                 both as one op, without a mask, for models that are compiled
 
 Each block of 128 tokens of a head has its scale, amax / 448, unless scales are given. With `hadamard`, Q and K are
 first multiplied by a random-sign Hadamard matrix: scores stay, outliers spread over the head. On Hopper V comes out
@@ -33,6 +34,7 @@ from quant.kernels.attention.attention_operands import (
 )
 from quant.kernels.attention.forward import attention
 from quant.kernels.base import hardware
+from quant.kernels.base.custom_ops import register
 from quant.kernels.base.hardware import is_on_hopper
 from quant.kernels.rounding.hadamard import random_sign_rotation
 
@@ -80,6 +82,24 @@ def quantize_attention(
         quantize_qkv = _quantize
     (q, k, v), (q_scale, k_scale, v_scale) = quantize_qkv(q, k, v, scales, hadamard, laid_out)
     return AttentionOperands(q, k, v, AttentionOptions(q_scale, k_scale, v_scale, v_laid_out=laid_out))
+
+
+def attend_in_fp8(q: Tensor, k: Tensor, v: Tensor, softmax_scale: float | None = None) -> Tensor:
+    """Returns softmax(q kᵀ · softmax_scale) v, `[batch, heads, seq_q, dim]`, with operands rounded to E4M3 by blocks.
+
+    The arguments are those of `quantize_attention`.
+    """
+    return torch.ops.quant.attend_in_fp8(q, k, v, softmax_scale)  # type: ignore[no-any-return]
+
+
+register(
+    "quant::attend_in_fp8",
+    "(Tensor q, Tensor k, Tensor v, float? softmax_scale) -> Tensor",
+    lambda q, *_: q.new_empty(q.shape),
+    default=lambda q, k, v, scale: quantize_attention(q, k, v, hadamard=True).attend(
+        softmax_scale=scale, dtype=q.dtype
+    ),
+)
 
 
 def _quantize(q: Tensor, k: Tensor, v: Tensor, scales: Scales | None, hadamard: bool, laid_out: bool) -> QuantizedParts:

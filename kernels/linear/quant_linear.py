@@ -30,10 +30,11 @@ from quant.base.errors import UserError
 from quant.formats.format import INPUT_FORMATS, WEIGHT_FORMATS, Format
 from quant.formats.tensor import BlockScaledTensor, round_activation
 from quant.kernels.base.custom_ops import below_autograd, register
-from quant.kernels.base.hardware import has_triton
+from quant.kernels.base.hardware import has_fp8_tensor_cores, has_triton
 from quant.kernels.linear import dispatch, oracle
 from quant.kernels.linear.oracle import row_slices
 from quant.kernels.linear.quantized_module import QuantizedModule
+from quant.kernels.linear.rounded_products import fp8_linear, takes_fp8
 from quant.kernels.rounding.hadamard import hadamard_block, hadamard_transform
 
 LINEAR = "quant::linear"
@@ -346,12 +347,26 @@ class QuantLinear(QuantizedModule):
             parts = self.parts
             x = parts.input(x)
         wide = x if parts is None else parts.widened(x, activation, buffers["input_scale"])
-        y: Tensor = torch.ops.quant.linear.default(
-            wide, buffers["codes"], buffers["scale"], buffers["global_scale"], self._parameters["bias"],
-            buffers["input_scale"], self.weight_format.name, "" if activation is None else activation.name,
-        )  # fmt: skip
+        if torch.compiler.is_dynamo_compiling() and activation is not None and self._fuses_rounding(wide, activation):
+            weight, bias = self.stored_weight, self._parameters["bias"]
+            y = fp8_linear(wide, weight, bias, buffers["input_scale"], activation)
+        else:
+            y = torch.ops.quant.linear.default(
+                wide, buffers["codes"], buffers["scale"], buffers["global_scale"], self._parameters["bias"],
+                buffers["input_scale"], self.weight_format.name, "" if activation is None else activation.name,
+            )  # fmt: skip
         branch = None if parts is None else parts.branch(x)
         return y if branch is None else y + branch
+
+    def _fuses_rounding(self, x: Tensor, activation: Format) -> bool:
+        """Returns whether the library multiplies FP8 here, so that torch.compile may see the rounding of the input.
+
+        Inductor then rounds in the kernel that makes x, and once for q, k and v. Around an op it could do neither. The
+        op stays where a gradient is needed, which passes straight through its rounding, and in exported graphs.
+        """
+        needs_gradient = torch.is_grad_enabled() and x.requires_grad
+        takes = takes_fp8(self.weight_format, activation, self.weight_shape, x.dtype)
+        return takes and has_fp8_tensor_cores(x) and not needs_gradient and not torch.compiler.is_exporting()
 
     def extra_repr(self) -> str:
         words = [super().extra_repr()]

@@ -1,6 +1,7 @@
 """Quantized pipelines of diffusers: `quant.load_pipeline`, and a quantizer for `DiffusionPipeline.from_pretrained`.
 
-Importing this file, as `quant.load_pipeline` does, registers the quantizer. diffusers has none for compressed-tensors.
+Importing this file, as `quant.load_pipeline` does, registers the quantizer, since diffusers has none for
+compressed-tensors, and attention in FP8, `pipe.transformer.set_attention_backend("blockscale_fp8")`.
 Quantized modules stand in the model, on the meta device, before diffusers looks at the files; it loads the tensors that
 are not quantized, in the dtype that it is asked for, and `read_buffers` gives the others, as in transformers.
 """
@@ -20,6 +21,7 @@ from quant.export.checkpoint.files.read_tensors import read_buffers, read_layer,
 from quant.export.checkpoint.load import load
 from quant.export.checkpoint.open_checkpoint import Checkpoint, refuse, suspect_problems
 from quant.export.checkpoint.pretrained import attach
+from quant.kernels.attention.quantize_qkv import attend_in_fp8
 from quant.kernels.linear.install import install_weight, mark_quantized
 from quant.models import pipelines
 from quant.models.files import find_model
@@ -27,6 +29,7 @@ from quant.recipes.plan import PLAN_FILE
 
 require("diffusers", "diffusion")
 
+from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry  # noqa: E402
 from diffusers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AUTO_QUANTIZER_MAPPING  # noqa: E402
 from diffusers.quantizers.base import DiffusersQuantizer  # noqa: E402
 from diffusers.quantizers.quantization_config import QuantizationConfigMixin  # noqa: E402
@@ -129,5 +132,31 @@ class _Quantizer(DiffusersQuantizer):
         return True
 
 
+FP8_ATTENTION = "blockscale_fp8"
+"""The name of our attention among diffusers' backends."""
+
+
+def _fp8_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0, is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
+) -> torch.Tensor:  # fmt: skip
+    """Attends with operands in FP8, `[batch, tokens, heads, dim]`; calls with a mask stay in 16 bit."""
+    if attn_mask is not None or is_causal:
+        native = _AttentionBackendRegistry._backends[AttentionBackendName.NATIVE]
+        return native(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)  # type: ignore[no-any-return]
+    return attend_in_fp8(*(x.transpose(1, 2) for x in (query, key, value)), scale).transpose(1, 2)
+
+
+def _add_attention() -> None:
+    """Adds a backend of attention to diffusers, whose names are an enum (0.42): an enum takes members by its maps."""
+    member = str.__new__(AttentionBackendName, FP8_ATTENTION)
+    member._name_, member._value_ = FP8_ATTENTION.upper(), FP8_ATTENTION
+    AttentionBackendName._member_map_[member._name_] = member
+    AttentionBackendName._value2member_map_[member._value_] = member
+    _AttentionBackendRegistry.register(member)(_fp8_attention)
+
+
+if FP8_ATTENTION not in AttentionBackendName._value2member_map_:
+    _add_attention()
 AUTO_QUANTIZATION_CONFIG_MAPPING.setdefault(_Method.COMPRESSED_TENSORS.value, _Config)
 AUTO_QUANTIZER_MAPPING.setdefault(_Method.COMPRESSED_TENSORS.value, _Quantizer)

@@ -50,6 +50,7 @@ from quant.run.run import run
 
 _PROMPTS = 16  # of the list that ships, where the user gives no number
 _CALLS = 4  # of each component that are kept of each prompt
+_ROOM = 3  # times the bytes of a pipeline that a GPU has free where all of it is moved there
 _HELD_OUT_CALLS = 10  # of each held-out prompt
 
 
@@ -214,9 +215,18 @@ def _options(request: Request, pipe: Any) -> dict[str, Any]:
 
 @contextmanager
 def _on(pipe: Any, device: torch.device | None) -> Any:
-    """Runs a pipeline on a device while open, one component after the other on a GPU."""
+    """Runs a pipeline on a device while open: on a GPU with all of it where solving has room beside it, where it stays.
+
+    Elsewhere one component after the other is moved there for each image.
+    """
     pipe.set_progress_bar_config(disable=True)
     if device is None or device.type == "cpu":
+        yield
+        return
+    models = [each for each in pipe.components.values() if isinstance(each, nn.Module)]
+    waiting = sum(x.nbytes for each in models for x in each.parameters() if x.device.type == "cpu")
+    if _ROOM * waiting < torch.cuda.mem_get_info(device)[0]:
+        pipe.to(device)
         yield
         return
     pipe.enable_model_cpu_offload(device=device)

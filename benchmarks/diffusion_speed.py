@@ -1,0 +1,290 @@
+"""This benchmark times blocks of Flux and Wan on one GPU, and quantizes a Flux transformer of 12 B parameters.
+
+    python benchmarks/diffusion_speed.py                        every section
+    python benchmarks/diffusion_speed.py --only flux,wan        flux, wan or quantize
+    python benchmarks/diffusion_speed.py --compile-only         fills the caches of compilers and measures nothing
+
+    flux        1 block of two streams and 2 of one (19 and 38 in Flux.1), width 3,072, 512 tokens of text
+    wan         1 block of Wan 2.1 14B, width 5,120, 512 tokens of text
+    quantize    `quantize PIPELINE --solver gptq` on the whole Flux.1, from disk to disk
+
+Method: random weights in BF16; every block is compiled by torch.compile with its default settings, for the shape that
+is timed. A time is the median of replays of a CUDA graph of the blocks alone, so that no launch waits for Python.
+Attention in BF16 is PyTorch's by cuDNN, the
+fastest that it has on Hopper. torchao's rows quantize the same
+layers; a peer that does not run is a row too. Errors are relative, of the outputs of the blocks against BF16.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import click
+import torch
+from _table import Row, machine, show, versions
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import quant
+from quant.kernels.linear.tuning import graph_microseconds
+
+TEXT = 512
+SIZES = {"flux": ((64, 64), (182, 180)), "wan": ((4, 32, 32), (21, 30, 52))}
+"""Patches of an image or a video: 4,096 and 32,760 tokens."""
+
+
+def flux(grid: tuple[int, ...]) -> tuple[nn.Module, dict[str, Any]]:
+    """Blocks of Flux.1 with the call of its transformer."""
+    import diffusers
+
+    model = diffusers.FluxTransformer2DModel(num_layers=1, num_single_layers=2, guidance_embeds=True)
+    ids = torch.zeros(math.prod(grid), 3)
+    ids[:, 1:] = torch.cartesian_prod(*(torch.arange(size) for size in grid))
+    call = {
+        "hidden_states": torch.randn(1, math.prod(grid), 64), "encoder_hidden_states": torch.randn(1, TEXT, 4096),
+        "pooled_projections": torch.randn(1, 768), "timestep": torch.tensor([0.5]), "guidance": torch.tensor([3.5]),
+        "img_ids": ids, "txt_ids": torch.zeros(TEXT, 3),
+    }  # fmt: skip
+    return model, call
+
+
+def wan(grid: tuple[int, ...]) -> tuple[nn.Module, dict[str, Any]]:
+    """A block of Wan 2.1 14B with the call of its transformer, whose patches are 1 × 2 × 2 latents."""
+    import diffusers
+
+    model = diffusers.WanTransformer3DModel(num_layers=1)
+    latents = torch.randn(1, 16, grid[0], 2 * grid[1], 2 * grid[2])
+    return model, {
+        "hidden_states": latents, "encoder_hidden_states": torch.randn(1, TEXT, 4096), "timestep": torch.tensor([500]),
+    }  # fmt: skip
+
+
+@torch.no_grad()
+def draw(model: nn.Module) -> nn.Module:
+    """Gives a model random weights under which every block counts, in the dtypes of `from_pretrained`."""
+    wide = set(model._keep_in_fp32_modules or ())
+    for name, parameter in model.named_parameters():
+        if wide & set(name.split(".")):
+            parameter.data = parameter.data.float()
+        if parameter.dim() >= 2:
+            nn.init.normal_(parameter, std=1 / math.sqrt(parameter[0].numel()))
+        elif not name.endswith("weight"):
+            nn.init.normal_(parameter, std=0.1)
+    return model
+
+
+def calls_of_blocks(model: nn.Module, call: dict[str, Any]) -> list[tuple[nn.Module, tuple[Any, ...], dict[str, Any]]]:
+    """Returns the blocks of a transformer with the arguments that a call of it gives them."""
+    seen: list[tuple[nn.Module, tuple[Any, ...], dict[str, Any]]] = []
+    lists = [child for child in model.children() if isinstance(child, nn.ModuleList)]
+    hooks = [
+        block.register_forward_pre_hook(lambda *each: seen.append(each), with_kwargs=True)
+        for blocks in lists
+        for block in blocks
+    ]
+    with torch.no_grad():
+        model(**call, return_dict=False)
+    for hook in hooks:
+        hook.remove()
+    return seen
+
+
+def torchao(granularity: str) -> Callable[[nn.Module], None]:
+    """torchao's FP8 with dynamic inputs on the layers that we quantize."""
+
+    def run(model: nn.Module) -> None:
+        from torchao import quantization
+
+        plan = quant.quantize(copy.deepcopy(model), "fp8_channel", solver="rtn").plan
+        names = {layer.name for layer in plan.quantized}
+        config = quantization.Float8DynamicActivationFloat8WeightConfig(
+            granularity=getattr(quantization, granularity)(),
+        )  # fmt: skip
+        quantization.quantize_(model, config, filter_fn=lambda _, name: name in names)
+
+    return run
+
+
+def ours(name: str, attention: bool = False) -> Callable[[nn.Module], None]:
+    """Ours, with attention in FP8 too."""
+
+    def run(model: nn.Module) -> None:
+        quant.quantize(model, name, solver="rtn")
+        if attention:
+            model.set_attention_backend("blockscale_fp8")
+
+    return run
+
+
+def methods() -> dict[str, Callable[[nn.Module], None]]:
+    """What is timed, by name; the first is the measure of the others."""
+    rows: dict[str, Callable[[nn.Module], None]] = {
+        "BF16": lambda model: None,
+        "ours, fp8_channel": ours("fp8_channel"),
+        "ours, fp8_channel and FP8 attention": ours("fp8_channel", attention=True),
+        "ours, fp8": ours("fp8"),
+    }
+    if find_spec("torchao"):
+        rows |= {"torchao, FP8 per row": torchao("PerRow"), "torchao, FP8 per tensor": torchao("PerTensor")}
+    return rows
+
+
+def time_blocks(model: nn.Module, call: dict[str, Any], compile_only: bool) -> tuple[float, list[Tensor]]:
+    """Returns the microseconds of all blocks, compiled, and what they compute."""
+    calls = calls_of_blocks(model, call)
+    compiled = [(torch.compile(block, dynamic=False), args, kwargs) for block, args, kwargs in calls]
+
+    def run() -> list[Tensor]:
+        return [each for block, args, kwargs in compiled for each in _tensors(block(*args, **kwargs))]
+
+    with torch.no_grad():
+        results = [each.clone() for each in run()]
+        if compile_only:
+            return math.nan, results
+        run()
+        return graph_microseconds([run]), results
+
+
+def _tensors(result: Any) -> list[Tensor]:
+    return [result] if isinstance(result, Tensor) else [each for each in result if isinstance(each, Tensor)]
+
+
+def speed(family: str, chosen: str, compile_only: bool) -> Iterator[Row]:
+    """Milliseconds and errors of every method at both sizes."""
+    for grid in SIZES[family]:
+        torch.manual_seed(0)
+        torch.set_default_dtype(torch.bfloat16)
+        with torch.device("cuda"):
+            model, call = {"flux": flux, "wan": wan}[family](grid)
+        torch.set_default_dtype(torch.float32)
+        draw(model.eval().requires_grad_(False))
+        base: tuple[float, list[Tensor]] | None = None
+        for name, change in methods().items():
+            if chosen not in name:
+                continue
+            # A backend of attention is the whole process's in diffusers.
+            model.set_attention_backend("native")
+            torch._dynamo.reset()
+            row = {"blocks": family, "tokens": math.prod(grid), "method": name}
+            try:
+                changed = copy.deepcopy(model)
+                change(changed)
+                backends = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]
+                with sdpa_kernel(backends, set_priority=True):
+                    best = time_blocks(changed, call, compile_only)
+                base = base or best
+                yield row | {
+                    "ms": round(best[0] / 1000, 3), "× BF16": round(base[0] / best[0], 2),
+                    "error %": round(100 * _error(best[1], base[1]), 2),
+                }  # fmt: skip
+            except Exception as error:  # a peer that does not run here is a row too
+                click.echo(f"{row}: {type(error).__name__}: {error}", err=True)
+                yield row | {"ms": None, "× BF16": None, "error %": None}
+
+
+def _error(results: list[Tensor], exact: list[Tensor]) -> float:
+    wrong, whole = (
+        sum(float(each.float().square().sum()) for each in parts)
+        for parts in ([a.float() - b.float() for a, b in zip(results, exact, strict=True)], exact)
+    )
+    return math.sqrt(wrong / whole)
+
+
+def write_pipeline(directory: Path) -> None:
+    """Writes a pipeline of Flux.1's transformer with random weights, and tiny text encoders and VAE."""
+    import diffusers
+    import transformers
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    words = Tokenizer(models.WordLevel({"<pad>": 0, "</s>": 1, "<unk>": 2, "a": 3, "of": 4}, unk_token="<unk>"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    names = {"pad_token": "<pad>", "eos_token": "</s>", "unk_token": "<unk>"}
+    tokenizers = [
+        transformers.PreTrainedTokenizerFast(tokenizer_object=words, model_max_length=length, **names)
+        for length in (77, 512)
+    ]
+    torch.manual_seed(0)
+    torch.set_default_dtype(torch.bfloat16)
+    with torch.device("cuda"):
+        transformer = diffusers.FluxTransformer2DModel(guidance_embeds=True)
+        vae = diffusers.AutoencoderKL(
+            block_out_channels=(8, 8, 8, 8), norm_num_groups=4, latent_channels=16, shift_factor=0.0,
+            down_block_types=("DownEncoderBlock2D",) * 4, up_block_types=("UpDecoderBlock2D",) * 4,
+        )  # fmt: skip
+        clip = transformers.CLIPTextModel(
+            transformers.CLIPTextConfig(
+                vocab_size=16, hidden_size=768, intermediate_size=64, num_hidden_layers=1, num_attention_heads=12,
+                bos_token_id=2, eos_token_id=1,
+            )
+        )  # fmt: skip
+        t5 = transformers.T5EncoderModel(
+            transformers.T5Config(vocab_size=16, d_model=4096, d_ff=64, num_layers=1, num_heads=64)
+        )
+    torch.set_default_dtype(torch.float32)
+    scheduler = diffusers.FlowMatchEulerDiscreteScheduler()
+    pipe = diffusers.FluxPipeline(scheduler, vae, clip, tokenizers[0], t5, tokenizers[1], draw(transformer))
+    pipe.save_pretrained(directory)
+
+
+def quantize(shared: Path, options: list[str]) -> Row:
+    """Seconds from disk to disk, of the whole command and of its stages."""
+    source, out = shared / "flux", shared / "out"
+    if not source.is_dir():
+        write_pipeline(source)
+        torch.cuda.empty_cache()
+    started = time.perf_counter()
+    program = "from quant.cli.quantize import quantize_command as run; run()"
+    command = [sys.executable, "-c", program, str(source), "--out", str(out), "--overwrite", *options]
+    subprocess.run(command, check=True, stdout=sys.stderr)
+    seconds = time.perf_counter() - started
+    report = quant.Report.load(out / "transformer/report.json")
+    stages = {name: round(value, 1) for name, value in report.seconds.items()}
+    shutil.rmtree(out)
+    return {"command": " ".join(["quantize flux", *options]), "s": round(seconds, 1), **stages}
+
+
+@click.command()
+@click.option("--only", default="flux,wan,quantize", show_default=True, help="Sections, separated by commas.")
+@click.option("--method", default="", help="Only methods whose name holds this.")
+@click.option("--compile-only", is_flag=True)
+@click.option("--write-only", is_flag=True, help="Only write the pipeline of the section quantize.")
+@click.option("--shared", type=click.Path(path_type=Path), help="Directory for 32 GB; /dev/shm without it.")
+@click.option("--json", "json_path", type=click.Path(path_type=Path), help="File for the same facts.")
+def main(
+    only: str, method: str, compile_only: bool, write_only: bool, shared: Path | None, json_path: Path | None
+) -> None:
+    """Runs the sections and prints their tables."""
+    from quant.adapters import from_diffusers  # noqa: F401 -- registers attention in FP8
+
+    header = {**machine(), **versions("diffusers", "torchao", "triton")}
+    rows: list[Row] = []
+    for family in (name for name in ("flux", "wan") if name in only.split(",")):
+        for row in speed(family, method, compile_only):
+            click.echo(row, err=True)
+            rows.append(row)
+    if rows and not compile_only:
+        show("Blocks of diffusion transformers", header, rows, (), json_path)
+    if "quantize" in only.split(","):
+        home = shared or Path(tempfile.mkdtemp(dir="/dev/shm"))
+        if write_only:
+            write_pipeline(home / "flux")
+            return
+        options = ["--format", "nvfp4", "--solver", "gptq", "--steps", "4", "--calib-samples", "8"]
+        row = quantize(home, options)
+        show("A transformer of 12 B parameters, from disk to disk", header, [row], (), None)
+        if shared is None:
+            shutil.rmtree(home)
+
+
+if __name__ == "__main__":
+    main()
