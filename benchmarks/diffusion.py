@@ -180,12 +180,23 @@ def _quantized(model: nn.Module, name: str, calls: list[Call]) -> set[str]:
 @click.option("--layers", default=3, show_default=True)
 @click.option("--batch", default=64, show_default=True, help="Images of a step of training.")
 @click.option("--device", default="cpu", show_default=True)
+@click.option("--weights", type=click.Path(path_type=Path), help="File of trained weights: read, or else written.")
+@click.option("--only", default="", help="Only rows of which this is a part, such as nvfp4 or ModelOpt.")
 @click.option("--json", "json_path", type=click.Path(path_type=Path), help="File for the same facts.")
-def main(kind: str, seconds: float, width: int, layers: int, batch: int, device: str, json_path: Path | None) -> None:
+def main(
+    kind: str, seconds: float, width: int, layers: int, batch: int, device: str, weights: Path | None, only: str,
+    json_path: Path | None,
+) -> None:  # fmt: skip
     """Trains the model, quantizes it by each format and solver, and prints the table."""
     torch.manual_seed(0)
     model = (dit if kind == "dit" else unet)(width, layers).to(device)
-    loss = train(model, seconds, batch, device)
+    trained = f"trained for {seconds:g} s"
+    if weights is not None and weights.is_file():
+        model.load_state_dict(torch.load(weights))
+    else:
+        trained += f" to a loss of {train(model, seconds, batch, device):.3f}"
+        if weights is not None:
+            torch.save(model.state_dict(), weights)
     model.eval().requires_grad_(False)
     calibration: list[Call] = []
     held_out: list[Call] = []
@@ -211,6 +222,8 @@ def main(kind: str, seconds: float, width: int, layers: int, batch: int, device:
         runs += [("int8", "torchao, Int8DynamicActivationInt8Weight", torchao("Int8DynamicActivationInt8WeightConfig"))]
     rows = []
     for name, how, run in runs:
+        if only not in f"{name} {how}":
+            continue
         changed, started = copy.deepcopy(model), time.perf_counter()
         try:
             run(changed, calibration)
@@ -226,7 +239,7 @@ def main(kind: str, seconds: float, width: int, layers: int, batch: int, device:
         click.echo(rows[-1], err=True)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     header = {**machine(), **versions("diffusers", "nvidia-modelopt", "torchao")}
-    notes = [f"{parameters / 1e6:.2f} M parameters, trained for {seconds:g} s to a loss of {loss:.4f}."]
+    notes = [f"{parameters / 1e6:.2f} M parameters, {trained}."]
     show(f"A diffusion model ({kind}), quantized", header, rows, notes, json_path)
 
 

@@ -110,7 +110,7 @@ def make_plan(
     record: dict[str, Any] = {}
     recipe = replace(recipe, rules=(*mix_rules(recipe.name, layers), *recipe.rules))
     if recipe.solver is None:
-        recipe, record = _with_solver_of(effort, recipe, layers, can_run=isinstance(model, nn.Module))
+        recipe, record = _with_solver_of(effort, recipe, layers, model)
     # The name of a layer becomes a tensor name in a checkpoint, and the path at which it is replaced.
     if any(layer.name == "" for layer in layers):
         raise UserError(f"the model is a single {type(model).__name__}: put it in a module, such as nn.Sequential")
@@ -168,13 +168,14 @@ def _edited_recipe(recipe: str | Recipe, solver: str | None, exclude: Sequence[s
 
 
 def _with_solver_of(
-    effort: int, recipe: Recipe, layers: Sequence[Layer], can_run: bool
+    effort: int, recipe: Recipe, layers: Sequence[Layer], model: nn.Module | Mapping[str, Sequence[int]]
 ) -> tuple[Recipe, dict[str, Any]]:
     """Returns `recipe` with the solver of an effort, and the record of that choice for the provenance."""
-    level = effort if can_run else min(effort, 1)  # a bare state dict has no data for more
+    is_module = isinstance(model, nn.Module)
+    level = effort if is_module else min(effort, 1)  # a bare state dict has no data for more
     # Fused experts as in transformers 5, or one module for each expert as before: `solver_of` treats both alike.
     experts = any(layer.kind == LayerKind.EXPERTS or ".experts." in layer.name for layer in layers)
-    solver = solver_of(level, recipe.activation, experts=experts)
+    solver = solver_of(level, recipe.activation, experts=experts, denoiser=is_module and is_denoiser(model))
     record = {"level": level, "solver": solver, **({"asked": effort, "why": NOT_RUN} if level < effort else {})}
     return replace(recipe, solver=solver), {"effort": record} if effort else {}
 

@@ -174,21 +174,24 @@ def rows_of(solver: str, *, on_gpu: bool, parameters: int | None = None) -> int:
     return 4 * rows if parameters is not None and parameters < _SMALL else rows
 
 
-def solver_of(effort: int, activation: str, *, experts: bool = False) -> str:
+def solver_of(effort: int, activation: str, *, experts: bool = False, denoiser: bool = False) -> str:
     """Returns the solver that an effort, from 0 to 3, stands for; `activation` is the format of inputs.
 
     A model with `experts` gets no scaling: to find where scales can go, a block is copied in float64, which is too
-    large with hundreds of them.
+    large with hundreds of them. A `denoiser` gets a low-rank branch where inputs have 4 bits, which loses a third of
+    what scaling does (docs/diffusion.md) and costs little at the many tokens of an image.
     """
     if effort not in EFFORTS:
         raise ValueError(f"effort {effort!r}: expected a whole number from 0 to 3")
     if effort < 2:
         return ("rtn", "mse")[effort]
     scaling = "" if experts else "awq:merge+"
+    four_bits = not is_16bit(activation) and get_format(activation).element.bits == 4
+    if denoiser and four_bits:
+        return f"lowrank:{STEPS['lowrank']}+{'gptq' if effort == 2 else 'kfac'}"
     if effort == 2:
         # Scaling moves magnitude from inputs to weights, which pays where inputs have the coarser grid; 8-bit inputs
         # lose little.
-        four_bits = not is_16bit(activation) and get_format(activation).element.bits == 4
         return f"{scaling if four_bits else ''}gptq"
     # Neither merged rotations nor learned rounding of finished blocks (AutoRound) gained as much, at minutes on a GPU.
     return f"{'' if is_16bit(activation) else scaling}kfac"

@@ -41,7 +41,7 @@ from quant.models.files import SourceKind
 from quant.models.open_model import Source
 from quant.models.prediction_heads import attach_head_layer, plan_heads
 from quant.recipes import solver_names
-from quant.recipes.blocks import stored_dtype
+from quant.recipes.blocks import is_denoiser, stored_dtype
 from quant.recipes.layers import LayerKind
 from quant.recipes.plan import LayerPlan, Plan, set_guard_and_observer
 from quant.recipes.plan_check import refuse
@@ -256,7 +256,7 @@ def for_budget(job: Job, goal: Goal) -> Decision:
         )
     job.seconds.update(score=allocation.sensitivity.seconds, allocate=allocation.record.seconds)
     # A limit is verified on the weights that were measured, so these are the weights of the plan.
-    if takes_default and (plan := _by_default_solvers(allocation.plan)) != allocation.plan:
+    if takes_default and (plan := _by_default_solvers(allocation.plan, job.model)) != allocation.plan:
         record = replace(allocation.record, measured_with=allocation.plan.quantized[0].solver)
         allocation = replace(allocation, plan=plan, record=record, quantized=None)
     # Ranks sum floating-point losses in the same order, so that this never differs but through a defect.
@@ -297,19 +297,19 @@ def _example_plan(job: Job, formats: str | Sequence[str], solver: str | None) ->
     plan = make_plan(job.model, "fp8", run=request.run, include=request.include, exclude=request.exclude)
     plan = plan.replace_layers(candidate.applied(layer) for layer in plan.quantized)
     if solver is None:
-        return _by_default_solvers(plan)
+        return _by_default_solvers(plan, job.model)
     return plan.replace_layers(with_supported_solver(replace(layer, solver=solver)) for layer in plan.quantized)
 
 
-def _by_default_solvers(plan: Plan) -> Plan:
-    """Returns a plan with the solvers of the default effort."""
+def _by_default_solvers(plan: Plan, model: nn.Module) -> Plan:
+    """Returns a plan for a model with the solvers of the default effort."""
+    denoiser = is_denoiser(model)
     experts = any(layer.kind == LayerKind.EXPERTS or ".experts." in layer.name for layer in plan.quantized)
 
     def solved(layer: LayerPlan) -> LayerPlan:
         activation = KEEP if layer.activation is None else layer.activation.name
-        return with_supported_solver(
-            replace(layer, solver=solver_of(solver_names.DEFAULT_EFFORT, activation, experts=experts))
-        )
+        solver = solver_of(solver_names.DEFAULT_EFFORT, activation, experts=experts, denoiser=denoiser)
+        return with_supported_solver(replace(layer, solver=solver))
 
     return plan.replace_layers(map(solved, plan.quantized))
 
