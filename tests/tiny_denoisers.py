@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -178,7 +179,7 @@ FAMILIES: dict[str, tuple[str, Callable[[], tuple[Kwargs, Kwargs]], tuple[float,
 """Class, config and call, and timesteps as its pipeline counts them, of each family."""
 
 
-def tiny_denoiser(family: str, dtype: torch.dtype = torch.bfloat16) -> nn.Module:
+def tiny_denoiser(family: str, dtype: torch.dtype = torch.bfloat16, **config: Any) -> nn.Module:
     """Returns the family's transformer or UNet with random weights, in the dtypes of `from_pretrained`.
 
     `.to(dtype)` would round buffers and parameters that diffusers keeps in float32.
@@ -189,7 +190,7 @@ def tiny_denoiser(family: str, dtype: torch.dtype = torch.bfloat16) -> nn.Module
     torch.manual_seed(0)
     torch.set_default_dtype(dtype)
     try:
-        model = getattr(diffusers, name)(**build()[0]).eval().requires_grad_(False)
+        model = getattr(diffusers, name)(**{**build()[0], **config}).eval().requires_grad_(False)
     finally:
         torch.set_default_dtype(torch.float32)
     for key, parameter in model.named_parameters():
@@ -235,52 +236,167 @@ def noise_of(model: nn.Module, call: Kwargs) -> torch.Tensor:
     return (result[0] if isinstance(result, list) else result).float()
 
 
+PIPELINES = {
+    "Flux": "FluxPipeline", "Flux.2": "Flux2Pipeline", "SD3": "StableDiffusion3Pipeline",
+    "PixArt": "PixArtSigmaPipeline", "Sana": "SanaPipeline", "Qwen-Image": "QwenImagePipeline",
+    "Z-Image": "ZImagePipeline", "Wan": "WanPipeline", "HunyuanVideo": "HunyuanVideoPipeline", "LTX": "LTXPipeline",
+    "SDXL": "StableDiffusionXLPipeline",
+}  # fmt: skip
+"""Class of the pipeline of each kind."""
+_SMALL: dict[str, Kwargs] = {
+    "Flux.2": {"height": 32, "width": 32}, "PixArt": {"height": 16, "width": 16, "use_resolution_binning": False},
+    "Sana": {"height": 32, "width": 32, "use_resolution_binning": False}, "Qwen-Image": {"height": 32, "width": 32},
+    "Z-Image": {"height": 32, "width": 32}, "Wan": {"height": 32, "width": 32, "num_frames": 5},
+    "HunyuanVideo": {
+        "height": 32, "width": 32, "num_frames": 5, "prompt_template": {"template": "{}", "crop_start": 0},
+        "max_sequence_length": 12,
+    },
+    "LTX": {"height": 32, "width": 32, "num_frames": 9},
+}  # fmt: skip
+"""Arguments of a call, where the defaults are those of large images."""
+
+
+def tiny_image(pipe: Any, **options: Any) -> Any:
+    """Returns the pixels that a tiny pipeline makes of a prompt in three steps."""
+    pipe.set_progress_bar_config(disable=True)
+    kind = next(kind for kind, name in PIPELINES.items() if name == type(pipe).__name__)
+    call = {"num_inference_steps": 3, "generator": torch.Generator().manual_seed(3), **_SMALL.get(kind, {}), **options}
+    return np.asarray(pipe(prompt="a red cat", output_type="np", return_dict=False, **call)[0])
+
+
 def tiny_pipeline(kind: str, directory: Path) -> Path:
-    """Writes a pipeline in BF16 with random weights, "Flux", "SD3" or "SDXL", and a tokenizer of words."""
+    """Writes a pipeline in BF16 with random weights, of a kind of `PIPELINES`, and a tokenizer of words."""
     import diffusers
     import transformers
 
     torch.manual_seed(0)
-    words = {"<pad>": 0, "</s>": 1, "<unk>": 2, "a": 3, "red": 4, "fox": 5, "cat": 6, "two": 7, "in": 8}
-    tokenizers = pytest.importorskip("tokenizers", reason="the extra hf")
-    encoder = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="<unk>"))
-    encoder.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    tokenizer = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=encoder, pad_token="<pad>", eos_token="</s>", unk_token="<unk>", model_max_length=12
-    )
-    t5 = transformers.T5EncoderModel(
-        transformers.T5Config(vocab_size=16, d_model=32, d_ff=64, num_layers=1, num_heads=4, d_kv=8)
-    )
-    vae = diffusers.AutoencoderKL(
-        block_out_channels=(8, 8), norm_num_groups=4, latent_channels=4, sample_size=16, shift_factor=0.0,
-        down_block_types=("DownEncoderBlock2D",) * 2, up_block_types=("UpDecoderBlock2D",) * 2,
-    )  # fmt: skip
-    width = 16 if kind == "SDXL" else 32
-    clip_sizes = {
-        "vocab_size": 16, "hidden_size": width, "intermediate_size": 64, "num_hidden_layers": 2, "projection_dim": 32,
-        "num_attention_heads": 4, "max_position_embeddings": 12, "bos_token_id": 2, "eos_token_id": 1,
+    flow = diffusers.FlowMatchEulerDiscreteScheduler()
+    tokenizer = _tokenizer()
+    image_vae = {
+        "block_out_channels": (8, 8), "norm_num_groups": 4, "latent_channels": 4, "sample_size": 16,
+        "shift_factor": 0.0, "down_block_types": ("DownEncoderBlock2D",) * 2,
+        "up_block_types": ("UpDecoderBlock2D",) * 2,
     }  # fmt: skip
-    clip = transformers.CLIPTextConfig(**clip_sizes)
+    parts: Kwargs = {"tokenizer": tokenizer, "scheduler": flow}
+    # Hidden states of the text have 32 features in all families but Flux.2, which takes those of three layers.
+    sizes = {
+        "vocab_size": 16, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "head_dim": 8,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": 0, "bos_token_id": 2, "eos_token_id": 1,
+    }  # fmt: skip
+    t5 = transformers.T5Config(vocab_size=16, d_model=32, d_ff=64, num_layers=1, num_heads=4, d_kv=8)
+    clip = transformers.CLIPTextConfig(
+        vocab_size=16, hidden_size=16 if kind == "SDXL" else 32, intermediate_size=64, num_hidden_layers=2,
+        projection_dim=32, num_attention_heads=4, max_position_embeddings=77, bos_token_id=2, eos_token_id=1,
+    )  # fmt: skip
     if kind == "Flux":
-        pipe = diffusers.FluxPipeline(
-            diffusers.FlowMatchEulerDiscreteScheduler(), vae, transformers.CLIPTextModel(clip), tokenizer, t5,
-            tokenizer, tiny_denoiser("Flux.1", torch.float32),
-        )  # fmt: skip
+        parts |= {
+            "vae": diffusers.AutoencoderKL(**image_vae), "text_encoder": transformers.CLIPTextModel(clip),
+            "text_encoder_2": transformers.T5EncoderModel(t5), "tokenizer_2": tokenizer,
+        }  # fmt: skip
+    elif kind == "Flux.2":
+        text = {**sizes, "hidden_size": 16, "head_dim": 4, "num_hidden_layers": 31}
+        vision = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+        config = transformers.Mistral3Config(
+            text_config=transformers.MistralConfig(**text), vision_config=transformers.PixtralVisionConfig(**vision)
+        )
+        parts |= {
+            "vae": diffusers.AutoencoderKLFlux2(
+                block_out_channels=(8,) * 4, norm_num_groups=4, latent_channels=4, layers_per_block=1
+            ),
+            "text_encoder": transformers.Mistral3ForConditionalGeneration(config),
+        }  # fmt: skip
     elif kind == "SD3":
         towers = [transformers.CLIPTextModelWithProjection(clip) for _ in range(2)]
-        pipe = diffusers.StableDiffusion3Pipeline(
-            tiny_denoiser("Stable Diffusion 3.5", torch.float32), diffusers.FlowMatchEulerDiscreteScheduler(), vae,
-            towers[0], tokenizer, towers[1], tokenizer, t5, tokenizer,
-        )  # fmt: skip
+        parts |= {
+            "vae": diffusers.AutoencoderKL(**image_vae), "text_encoder": towers[0], "text_encoder_2": towers[1],
+            "text_encoder_3": transformers.T5EncoderModel(t5), "tokenizer_2": tokenizer, "tokenizer_3": tokenizer,
+        }  # fmt: skip
+    elif kind == "PixArt":
+        parts |= {
+            "vae": diffusers.AutoencoderKL(**image_vae), "text_encoder": transformers.T5EncoderModel(t5),
+            "scheduler": diffusers.DPMSolverMultistepScheduler(),
+        }  # fmt: skip
+    elif kind == "Sana":
+        parts |= {
+            "vae": diffusers.AutoencoderDC(
+                latent_channels=4, attention_head_dim=2, encoder_block_types=("ResBlock", "EfficientViTBlock"),
+                decoder_block_types=("ResBlock", "EfficientViTBlock"), encoder_block_out_channels=(8, 8),
+                decoder_block_out_channels=(8, 8), encoder_qkv_multiscales=((), (5,)),
+                decoder_qkv_multiscales=((), (5,)), encoder_layers_per_block=(1, 1), decoder_layers_per_block=(1, 1),
+                upsample_block_type="interpolate", downsample_block_type="stride_conv",
+            ),
+            "text_encoder": transformers.Gemma2Model(transformers.Gemma2Config(**sizes)),
+        }  # fmt: skip
+    elif kind == "Qwen-Image":
+        rope = {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 1e4}
+        text = {**sizes, "rope_parameters": rope}
+        vision = {
+            "depth": 1, "hidden_size": 16, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 32,
+            "fullatt_block_indexes": [0],
+        }  # fmt: skip
+        config = transformers.Qwen2_5_VLConfig(text_config=text, vision_config=vision)
+        parts |= {
+            "vae": diffusers.AutoencoderKLQwenImage(
+                base_dim=8, z_dim=4, dim_mult=[1, 1, 1, 1], num_res_blocks=1, latents_mean=[0.0] * 4,
+                latents_std=[1.0] * 4,
+            ),
+            "text_encoder": transformers.Qwen2_5_VLForConditionalGeneration(config),
+        }  # fmt: skip
+    elif kind == "Z-Image":
+        parts |= {
+            "vae": diffusers.AutoencoderKL(**image_vae),
+            "text_encoder": transformers.Qwen3Model(transformers.Qwen3Config(**sizes)),
+        }  # fmt: skip
+    elif kind == "Wan":
+        umt5 = transformers.UMT5Config(vocab_size=16, d_model=32, d_ff=64, num_layers=1, num_heads=4, d_kv=8)
+        parts |= {
+            "vae": diffusers.AutoencoderKLWan(
+                base_dim=8, z_dim=4, dim_mult=[1, 1, 1, 1], num_res_blocks=1, latents_mean=[0.0] * 4,
+                latents_std=[1.0] * 4,
+            ),
+            "text_encoder": transformers.UMT5EncoderModel(umt5),
+        }  # fmt: skip
+    elif kind == "HunyuanVideo":
+        parts |= {
+            "vae": diffusers.AutoencoderKLHunyuanVideo(
+                latent_channels=4, block_out_channels=(8,) * 4, layers_per_block=1, norm_num_groups=4
+            ),
+            "text_encoder": transformers.LlamaModel(transformers.LlamaConfig(**sizes)),
+            "text_encoder_2": transformers.CLIPTextModel(clip), "tokenizer_2": tokenizer,
+        }  # fmt: skip
+    elif kind == "LTX":
+        parts |= {
+            "vae": diffusers.AutoencoderKLLTXVideo(
+                latent_channels=16, block_out_channels=(8,) * 4, decoder_block_out_channels=(8,) * 4,
+                layers_per_block=(1,) * 5, decoder_layers_per_block=(1,) * 5,
+            ),
+            "text_encoder": transformers.T5EncoderModel(t5),
+        }  # fmt: skip
     else:
-        towers = [transformers.CLIPTextModel(clip), transformers.CLIPTextModelWithProjection(clip)]
-        pipe = diffusers.StableDiffusionXLPipeline(
-            vae,
-            *towers,
-            tokenizer,
-            tokenizer,
-            tiny_denoiser("SDXL", torch.float32),
-            diffusers.EulerDiscreteScheduler(),
-        )
+        parts |= {
+            "vae": diffusers.AutoencoderKL(**image_vae), "text_encoder": transformers.CLIPTextModel(clip),
+            "text_encoder_2": transformers.CLIPTextModelWithProjection(clip), "tokenizer_2": tokenizer,
+            "scheduler": diffusers.EulerDiscreteScheduler(),
+        }  # fmt: skip
+    family = {"Flux": "Flux.1", "SD3": "Stable Diffusion 3.5", "LTX": "LTX-Video"}.get(kind, kind)
+    config = {"Flux.2": {"joint_attention_dim": 48}}.get(kind, {})
+    parts["unet" if kind == "SDXL" else "transformer"] = tiny_denoiser(family, torch.float32, **config)
+    pipe = getattr(diffusers, PIPELINES[kind])(**parts)
     pipe.to(torch.bfloat16).save_pretrained(directory)
     return directory
+
+
+def _tokenizer() -> Any:
+    import transformers
+
+    tokenizers = pytest.importorskip("tokenizers", reason="the extra hf")
+    words = {"<pad>": 0, "</s>": 1, "<unk>": 2, "a": 3, "red": 4, "fox": 5, "cat": 6, "two": 7, "in": 8}
+    encoder = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="<unk>"))
+    encoder.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    made = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=encoder, pad_token="<pad>", eos_token="</s>", unk_token="<unk>", model_max_length=12
+    )
+    made.chat_template = (
+        "{% for m in messages %}{{ m['content'] if m['content'] is string else m['content'][0]['text'] }} {% endfor %}"
+    )
+    return made
