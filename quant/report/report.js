@@ -116,6 +116,13 @@ const DRAW = {
   },
 };
 
+// Each image lies over the original, cut at the slider; without a script they stand next to each other.
+for (const pair of document.querySelectorAll('.pair')) {
+  const slider = pair.querySelector('input');
+  pair.classList.add('slides');
+  slider.addEventListener('input', () => pair.style.setProperty('--cut', `${slider.value}%`));
+}
+
 const tip = document.getElementById('tip');
 // The tip repeats the row of the table. It is HTML, because Plot's own tips cut long names and leave a phone's screen.
 function show(value, event) {

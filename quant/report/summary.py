@@ -53,7 +53,9 @@ def print_denoising(denoising: Mapping[str, Any], console: Console) -> None:
             table.add_row(time, f"{error:.2%}")
         console.print(table)
     psnr = ", ".join(f"{each:.1f}" for each in denoising["psnr"])
-    console.print(f"PSNR of images on held-out prompts, same seeds: {psnr} dB")
+    ssim = denoising["ssim"]
+    more = "; pip install scikit-image adds SSIM" if ssim is None else f", SSIM {', '.join(f'{x:.3f}' for x in ssim)}"
+    console.print(f"images of held-out prompts, same seeds: PSNR {psnr} dB{more}")
 
 
 def summary(report: Report) -> list[tuple[str, str]]:

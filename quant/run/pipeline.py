@@ -3,10 +3,11 @@
     plan       of each component, from its config alone          wrong options end here, before weights are read
     denoise    the original pipeline makes an image of each prompt; calls of its components are kept, some per prompt,
                drawn so that all prompts together cover the whole trajectory
+    choose     formats within --bits, where that is given (`denoiser_budget`)
     solve      each component by `run`, as a module in memory
     measure    relative error of what the denoiser predicts, by timestep, on prompts that calibrated nothing; then
-               images of the same seeds, compared by PSNR
-    write      the pipeline again, whole or not at all
+               images of the same seeds, compared by PSNR and SSIM
+    write      the pipeline again, whole or not at all, with a page that shows images side by side
 
 Everything is computed on calls of the original, so that no step depends on an image that has drifted.
 """
@@ -14,6 +15,7 @@ Everything is computed on calls of the original, so that no step depends on an i
 from __future__ import annotations
 
 import inspect
+import json
 import math
 import shutil
 from collections.abc import Callable, Mapping, Sequence
@@ -28,13 +30,14 @@ import numpy as np
 import torch
 from torch import nn
 
-from quant.base.errors import UserError, counted
+from quant.base.errors import UserError, counted, listed
 from quant.base.json_files import write_json
 from quant.base.listener import SILENT, Listener
 from quant.calibration.evaluating import evaluating
 from quant.calibration.inputs import Arguments, Inputs, recorded, taking_inputs
 from quant.calibration.placement import find_device, placed
 from quant.calibration.texts.mixture import lacks_data
+from quant.evaluation.images import image_figures
 from quant.export.checkpoint.files.directory import DENOISING, new_directory
 from quant.formats.tensor import moved
 from quant.models import pipelines
@@ -43,9 +46,12 @@ from quant.models.files import find_model
 from quant.models.open_model import open_model
 from quant.recipes.blocks import is_denoiser
 from quant.recipes.plan import Plan
+from quant.report.charts import short_name
+from quant.report.denoising import denoising_html
 from quant.report.report import Report
+from quant.run.denoiser_budget import choose_formats, prediction_of, timestep_of
 from quant.run.job import Outcome
-from quant.run.request import Request
+from quant.run.request import AllocationRequest, Request
 from quant.run.run import run
 
 _PROMPTS = 16  # of the list that ships, where the user gives no number
@@ -80,7 +86,7 @@ def _run_pipeline(request: Request, listener: Listener) -> PipelineOutcome:
     if pipelines.is_quantized(path):
         raise UserError(f"{path}: is quantized already ({DENOISING}); give the original pipeline")
     names = pipelines.models_to_quantize(path, request.components)
-    plans = {name: _plan(request, path / name) for name in names}
+    plans = {} if request.goal else {name: _plan(request, path / name) for name in names}
     if request.dry_run:
         return PipelineOutcome(plans)
     prompts = _Prompts.of(request)
@@ -89,12 +95,17 @@ def _run_pipeline(request: Request, listener: Listener) -> PipelineOutcome:
     options = _options(request, pipe)
     prompts.check(pipe)
     device = find_device(request.device)
-    needed = [name for name in names if lacks_data(plans[name])]
+    needed = [name for name in names if name not in plans or lacks_data(plans[name])]
     make = partial(_image, pipe, options, request.seed)
     count = len(prompts.held_out) + len(prompts.used) * bool(needed)
     with listener.step(f"denoising {counted(count, 'prompt')}"), _on(pipe, device):
         data = _calls(pipe, needed, prompts.used, make)
         held_out, images = _held_out(pipe, names, prompts, make)
+    sensitivity: dict[str, Any] = {}
+    for name in names if request.goal else ():
+        with listener.step(f"measuring what each layer of {name} loses"):
+            choice = choose_formats(getattr(pipe, name), data[name], request, device, name)
+        plans[name], sensitivity[name] = choice.plan, choice.by_block
     assert request.out is not None
     with new_directory(request.out, overwrite=request.overwrite) as temporary:
         for entry in sorted(each for each in path.iterdir() if each.name not in names):
@@ -103,10 +114,11 @@ def _run_pipeline(request: Request, listener: Listener) -> PipelineOutcome:
         for name in names:
             model = getattr(pipe, name)
             measured = _NoiseError(model, held_out.get(name, []), device)
+            chosen = {"recipe": plans[name], "solver": None, "effort": None, "include": (), "exclude": ()}
             outcome = run(
                 replace(
                     _in_memory(request, model), out=temporary / name, data=data.get(name), overwrite=False,
-                    noise=measured.notes,
+                    noise=measured.notes, **(chosen if request.goal else {}),
                 ),
                 listener,
             )  # fmt: skip
@@ -115,19 +127,25 @@ def _run_pipeline(request: Request, listener: Listener) -> PipelineOutcome:
         with _on(pipe, device), listener.step(f"denoising {counted(len(images), 'prompt')} again"):
             again = [make(*held, output_type="np") for held in prompts.held_out]
         denoising = {
-            "prompts": {"calibration": len(prompts.used), "held_out": [text for _, text in prompts.held_out],
-                        "source": prompts.source},
-            "options": options, "seed": request.seed, "components": tables, "psnr": list(map(_psnr, again, images)),
+            "prompts": {
+                "calibration": len(prompts.used), "held_out": [each["prompt"] for _, each in prompts.held_out],
+                "source": prompts.source,
+            },
+            "options": options, "seed": request.seed, "components": tables, **image_figures(again, images),
+            **({"sensitivity": sensitivity} if sensitivity else {}),
         }  # fmt: skip
         write_json(temporary / DENOISING, denoising, ensure_ascii=False)
+        page = denoising_html(short_name(str(path)), denoising, reports, images, again)
+        (temporary / "report.html").write_text(page, encoding="utf-8")
     return PipelineOutcome(plans, reports, denoising)
 
 
 def _in_memory(request: Request, model: nn.Module) -> Request:
     """Returns the request for a component in memory."""
     return replace(
-        request, model=model, components=None, steps=None, guidance=None, calib=(), eval_texts=(), restart=False
-    )
+        request, model=model, components=None, steps=None, guidance=None, calib=(), eval_texts=(), restart=False,
+        budget=AllocationRequest(),
+    )  # fmt: skip
 
 
 def _plan(request: Request, directory: Path) -> Plan:
@@ -140,8 +158,8 @@ def _plan(request: Request, directory: Path) -> Plan:
     return run(replace(_in_memory(request, model), dry_run=True)).plan
 
 
-Prompt = tuple[int, str]
-"""A prompt and its number, which changes the seed."""
+Prompt = tuple[int, dict[str, Any]]
+"""A prompt's number, which changes the seed, and the arguments of the pipeline for it, `prompt` among them."""
 
 
 @dataclass(frozen=True)
@@ -154,7 +172,10 @@ class _Prompts:
 
     @classmethod
     def of(cls, request: Request) -> _Prompts:
-        """Returns the prompts of the file that a request names, one a line, or of the list that ships."""
+        """Returns the prompts of the file that a request names, one a line, or of the list that ships.
+
+        A line that is a JSON object holds arguments of the pipeline, such as a prompt, a size and a number of frames.
+        """
         if request.calib:
             if len(request.calib) > 1 or not Path(request.calib[0]).is_file():
                 raise UserError(
@@ -171,26 +192,47 @@ class _Prompts:
                 f"{source}: {counted(min(count, len(lines)), 'prompt')}; give two or more, one a line: the last "
                 "eighth, and one at least, calibrates nothing, and the loss is measured on it"
             )
-        prompts = list(enumerate(lines[:count]))
+        prompts = [(i, _arguments(source, i, line)) for i, line in enumerate(lines[:count])]
         held_out = max(len(prompts) // 8, 1)
         return cls(prompts[:-held_out], prompts[-held_out:], source)
 
     def check(self, pipe: Any) -> None:
-        """Raises UserError for a prompt that every tokenizer of the pipeline cuts."""
-        default = inspect.signature(pipe.__call__).parameters.get("max_sequence_length")
+        """Raises UserError for an argument that the pipeline does not take, or a prompt that every tokenizer cuts."""
+        taken = inspect.signature(pipe.__call__).parameters
+        default = taken.get("max_sequence_length")
         longest = math.inf if default is None or not isinstance(default.default, int) else default.default
+        # Flux.2 has a processor, whose tokenizer takes text alone.
         tokenizers = [
-            each for name, each in pipe.components.items() if name.startswith("tokenizer") and each is not None
+            getattr(each, "tokenizer", each)
+            for name, each in pipe.components.items()
+            if name.startswith("tokenizer") and each is not None
         ]
         limits = [(each, int(min(each.model_max_length, longest))) for each in tokenizers]
-        for number, text in (*self.used, *self.held_out):
+        for number, arguments in (*self.used, *self.held_out):
+            where, text = f"{self.source}: prompt {number + 1}", arguments["prompt"]
+            if unknown := arguments.keys() - taken.keys():
+                raise UserError(
+                    f"{where} gives {min(unknown)}, which {type(pipe).__name__} does not take; it takes "
+                    f"{listed(list(taken), 8)}"
+                )
             lengths = [(len(each(text, truncation=False, verbose=False).input_ids), limit) for each, limit in limits]
             if lengths and all(length > limit for length, limit in lengths):
                 length, limit = max(lengths, key=lambda pair: pair[1])
                 raise UserError(
-                    f"{self.source}: prompt {number + 1} has {length} tokens, and the tokenizer cuts it after {limit}: "
-                    f"{text[:40]!r} …; shorten it"
+                    f"{where} has {length} tokens, and the tokenizer cuts it after {limit}: {text[:40]!r} …; shorten it"
                 )
+
+
+def _arguments(source: str, number: int, line: str) -> dict[str, Any]:
+    if not line.startswith("{"):
+        return {"prompt": line}
+    try:
+        arguments = json.loads(line)
+    except ValueError as error:
+        raise UserError(f"{source}: prompt {number + 1} is no JSON object ({error}): {line[:60]}") from None
+    if not isinstance(arguments.get("prompt"), str):
+        raise UserError(f'{source}: prompt {number + 1} has no text; write {{"prompt": "…", "height": 512}}')
+    return arguments  # type: ignore[no-any-return]
 
 
 def _options(request: Request, pipe: Any) -> dict[str, Any]:
@@ -237,11 +279,13 @@ def _on(pipe: Any, device: torch.device | None) -> Any:
         pipe.to("cpu")
 
 
-def _image(pipe: Any, options: Mapping[str, Any], seed: int, number: int, prompt: str, *, output_type: str) -> Any:
+def _image(
+    pipe: Any, options: Mapping[str, Any], seed: int, number: int, arguments: Mapping[str, Any], *, output_type: str
+) -> Any:
     """Returns what the pipeline makes of a prompt: latents, or an array of pixels in [0, 1]."""
-    generator = torch.Generator().manual_seed(seed + number)
+    call = {"generator": torch.Generator().manual_seed(seed + number), "return_dict": False, **options, **arguments}
     with explained(type(pipe).__name__), torch.no_grad():
-        made = pipe(prompt=prompt, generator=generator, output_type=output_type, return_dict=False, **options)[0]
+        made = pipe(output_type=output_type, **call)[0]
     return np.asarray(made) if output_type == "np" else made
 
 
@@ -272,8 +316,8 @@ def _held_out(
     images: list[Any] = []
     calls: dict[str, list[Arguments]] = {name: [] for name in names if is_denoiser(getattr(pipe, name))}
 
-    def draw(number: int, prompt: str) -> None:
-        images.append(make(number, prompt, output_type="np"))
+    def draw(*held: Any) -> None:
+        images.append(make(*held, output_type="np"))
 
     for held in prompts.held_out:
         made = _record(pipe, list(calls), partial(draw, *held))
@@ -297,40 +341,22 @@ class _NoiseError:
         if not self.calls:
             return []
         with evaluating(model), torch.no_grad(), placed(model, self.device) as device, taking_inputs(model):
-            return [_prediction(model(Inputs([moved(call, device)], alone=True))) for call in self.calls]
+            return [prediction_of(model(Inputs([moved(call, device)], alone=True))).cpu() for call in self.calls]
 
     def notes(self, model: nn.Module) -> list[str]:
         """Returns a line about the error, for the report; fills the table."""
         sums: dict[str, list[float]] = {}
-        takes = list(inspect.signature(model.forward).parameters)
-        for (args, kwargs), before, after in zip(self.calls, self.before, self._predictions(model), strict=True):
-            named = {**dict(zip(takes, args, strict=False)), **kwargs}
-            time = named.get("timestep", named.get("t"))
-            time = float(time.flatten()[0]) if isinstance(time, torch.Tensor) else float(time or 0)
-            for key in (f"{time:.4g}", "all"):
+        for call, before, after in zip(self.calls, self.before, self._predictions(model), strict=True):
+            for key in (timestep_of(model, call), "all"):
                 wrong, whole = sums.setdefault(key, [0.0, 0.0])
                 sums[key] = [wrong + float((after - before).square().sum()), whole + float(before.square().sum())]
-        if sums:
-            sums["all"] = sums.pop("all")  # last
-        self.table = {key: math.sqrt(wrong / whole) if whole else 0.0 for key, (wrong, whole) in sums.items()}
-        if not self.table:
+        if not sums:
             return []
+        sums["all"] = sums.pop("all")  # last
+        self.table = {key: math.sqrt(wrong / whole) if whole else 0.0 for key, (wrong, whole) in sums.items()}
         worst = max((key for key in self.table if key != "all"), key=self.table.__getitem__)
         each = ", ".join(f"{key}: {error:.2%}" for key, error in self.table.items() if key != "all")
         return [
             f"relative error of the predicted noise on held-out prompts: {self.table['all']:.2%}, at most "
             f"{self.table[worst]:.2%} at timestep {worst}; by timestep {each}"
         ]
-
-
-def _prediction(result: Any) -> torch.Tensor:
-    """Returns what a denoiser predicts, in float32 on the CPU; Z-Image gives a list of images."""
-    first = result[0] if isinstance(result, tuple | list | Mapping) else result
-    parts = first if isinstance(first, list) else [first]
-    return torch.cat([part.float().flatten() for part in parts]).cpu()
-
-
-def _psnr(image: np.ndarray, original: np.ndarray) -> float:
-    """Returns the peak signal-to-noise ratio in dB of pixels in [0, 1]; 99 of equal images."""
-    error = float(np.mean(np.square(image.astype(np.float64) - original)))
-    return 99.0 if error == 0 else min(-10 * math.log10(error), 99.0)

@@ -358,11 +358,8 @@ class Request:
             )
         if given := self._given("eval_texts", "kv_cache", "lm_head", "plan_file", "model_factory"):
             raise UserError(f"{given[0]}: means nothing to a pipeline of diffusers; leave it out")
-        if self.goal is not None:
-            raise UserError(
-                f"{self.model}: formats are chosen within a limit by the loss on one tensor, and a denoiser takes "
-                "several; give --format for a pipeline"
-            )
+        if self.goal is not None and (self.goal.bits is None or self.goal.has_limit or self._given("kv_bits")):
+            raise UserError(f"{self.model}: formats of a pipeline are chosen within --bits alone; leave the others out")
         if self.is_gguf:
             raise UserError(f"--out {self.out}: a pipeline is written to a directory; name one")
 
