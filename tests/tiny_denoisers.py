@@ -243,10 +243,14 @@ PIPELINES = {
     "SDXL": "StableDiffusionXLPipeline",
 }  # fmt: skip
 """Class of the pipeline of each kind."""
-_SMALL: dict[str, Kwargs] = {
-    "Flux.2": {"height": 32, "width": 32}, "PixArt": {"height": 16, "width": 16, "use_resolution_binning": False},
-    "Sana": {"height": 32, "width": 32, "use_resolution_binning": False}, "Qwen-Image": {"height": 32, "width": 32},
-    "Z-Image": {"height": 32, "width": 32}, "Wan": {"height": 32, "width": 32, "num_frames": 5},
+SMALL: dict[str, Kwargs] = {
+    "Flux": {"height": 16, "width": 16},
+    "Flux.2": {"height": 32, "width": 32},
+    "PixArt": {"height": 16, "width": 16, "use_resolution_binning": False},
+    "Sana": {"height": 32, "width": 32, "use_resolution_binning": False},
+    "Qwen-Image": {"height": 32, "width": 32},
+    "Z-Image": {"height": 32, "width": 32},
+    "Wan": {"height": 32, "width": 32, "num_frames": 5},
     "HunyuanVideo": {
         "height": 32, "width": 32, "num_frames": 5, "prompt_template": {"template": "{}", "crop_start": 0},
         "max_sequence_length": 12,
@@ -260,7 +264,7 @@ def tiny_image(pipe: Any, **options: Any) -> Any:
     """Returns the pixels that a tiny pipeline makes of a prompt in three steps."""
     pipe.set_progress_bar_config(disable=True)
     kind = next(kind for kind, name in PIPELINES.items() if name == type(pipe).__name__)
-    call = {"num_inference_steps": 3, "generator": torch.Generator().manual_seed(3), **_SMALL.get(kind, {}), **options}
+    call = {"num_inference_steps": 3, "generator": torch.Generator().manual_seed(3), **SMALL.get(kind, {}), **options}
     return np.asarray(pipe(prompt="a red cat", output_type="np", return_dict=False, **call)[0])
 
 

@@ -33,7 +33,7 @@ def test_fp8_attention_is_near_float64_and_masked_calls_stay_in_16_bit(device: s
         _attend("blockscale_fp8", *(x[..., :48] for x in (q, k, v)))
 
 
-@pytest.mark.filterwarnings("ignore:.*of the weights are not quantized")
+@pytest.mark.slow
 def test_a_transformer_takes_the_backend_compiled_too() -> None:
     import diffusers
 

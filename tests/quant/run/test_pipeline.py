@@ -15,10 +15,12 @@ from click.testing import CliRunner
 
 pytest.importorskip("diffusers", reason="the extra diffusion")
 
-from tiny_denoisers import PIPELINES, noise_of, tiny_calls, tiny_image, tiny_pipeline
+from tiny_denoisers import PIPELINES, SMALL, noise_of, tiny_calls, tiny_image, tiny_pipeline
 
 import quant
 from quant.cli.quantize import quantize_command
+from quant.formats.format import FORMATS
+from quant.formats.tensor import fake_quantize, round_activation
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*of the weights are not quantized", "ignore:.*float32")
 _KINDS = ["SD3", *(pytest.param(kind, marks=pytest.mark.slow) for kind in PIPELINES if kind != "SD3")]
@@ -124,6 +126,76 @@ def test_the_loss_is_measured_by_timestep_on_held_out_prompts(
     )
 
 
+def test_formats_are_chosen_within_a_budget_by_what_the_prediction_loses(
+    pipeline: Callable[[str], Path], tmp_path: Path
+) -> None:
+    file, out = tmp_path / "prompts.txt", tmp_path / "out"
+    file.write_text('a red fox\n{"prompt": "two red cat", "height": 32, "width": 16}\na fox in a cat\n')
+    result = _quantize(pipeline("SD3"), "--bits", "6", "--calib", file, *_STEPS, "--out", out)
+    assert result.exit_code == 0, result.output
+    plan = quant.Plan.load(out / "transformer/plan.json")
+    open_layers = [layer for layer in plan.layers if layer.score is not None]
+    chosen = {str(layer.weight) for layer in open_layers}
+    assert {"nvfp4", "fp8_channel"} <= chosen <= {"nvfp4", "fp8_channel", "None"}
+    assert 5.5 < 8 * sum(layer.nbytes for layer in open_layers) / sum(layer.numel for layer in open_layers) <= 6
+    recorded = json.loads((out / "denoising.json").read_text())
+
+    # The score of a group from outside: its weight rounded in the model, its input before the layer.
+    import diffusers
+
+    model = diffusers.SD3Transformer2DModel.from_pretrained(
+        pipeline("SD3"), subfolder="transformer", dtype=torch.bfloat16
+    )
+    seen: list[Any] = []
+    pipe = diffusers.DiffusionPipeline.from_pretrained(pipeline("SD3"), transformer=model, dtype=torch.bfloat16)
+    hook = model.register_forward_pre_hook(lambda _, args, kwargs: seen.append((args, kwargs)), with_kwargs=True)
+    for number, (prompt, more) in enumerate((("a red fox", {}), ("two red cat", {"height": 32, "width": 16}))):
+        generator = torch.Generator().manual_seed(number)
+        pipe(prompt=prompt, generator=generator, num_inference_steps=3, output_type="latent", **more)
+    hook.remove()
+    # The last call at each timestep.
+    calls = {f"{float(kwargs['timestep'][0]):.4g}": (args, kwargs) for args, kwargs in seen}
+    exact = {time: noise_of(model, kwargs) for time, (_, kwargs) in calls.items()}
+    block = recorded["sensitivity"]["transformer"]["transformer_blocks.2"]
+    assert set(block) == set(exact)
+    nvfp4 = FORMATS["nvfp4"]
+    members = [layer for layer in open_layers if layer.name.startswith("transformer_blocks.2.")]
+    sums = dict.fromkeys(exact, 0.0)
+    for group in {layer.group or layer.name for layer in members}:
+        with torch.no_grad():
+            layers = [model.get_submodule(each.name) for each in members if (each.group or each.name) == group]
+            before = [layer.weight.clone() for layer in layers]
+            for layer in layers:
+                layer.weight.copy_(fake_quantize(layer.weight.float(), nvfp4))
+            hooks = [
+                layer.register_forward_pre_hook(lambda _, args: round_activation(args[0], nvfp4, None))
+                for layer in layers
+            ]
+            for time, (_, kwargs) in calls.items():
+                error = (noise_of(model, kwargs) - exact[time]).square().sum() / exact[time].square().sum()
+                sums[time] += float(error)
+            for layer, weight, hook in zip(layers, before, hooks, strict=True):
+                layer.weight.copy_(weight)
+                hook.remove()
+    assert {time: e**0.5 for time, e in sums.items()} == pytest.approx(block, rel=1e-3)
+
+    page = (out / "report.html").read_text()
+    assert page.count("data:image/png;base64,") == 2 and 'type="range"' in page and "Sensitivity of transformer" in page
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["Flux.2", "Wan", "Z-Image"])
+def test_the_command_takes_other_pipelines(kind: str, pipeline: Callable[[str], Path], tmp_path: Path) -> None:
+    """A processor for a tokenizer, videos, and a denoiser that takes lists of images."""
+    file, out = tmp_path / "prompts.txt", tmp_path / "out"
+    file.write_text("".join(json.dumps({"prompt": text, **SMALL[kind]}) + "\n" for text in ("a red fox", "two cat")))
+    options = ("--format", "nvfp4", "--effort", "2", "--calib", file, *_STEPS)
+    result = _quantize(pipeline(kind), *options, "--out", out)
+    assert result.exit_code == 0, result.output
+    assert {layer.solver for layer in quant.Plan.load(out / "transformer/plan.json").quantized} == {"lowrank:32+gptq"}
+    assert np.isfinite(tiny_image(quant.load_pipeline(out))).all()
+
+
 @pytest.mark.slow
 def test_text_encoders_are_quantized_on_request(pipeline: Callable[[str], Path], prompts: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
@@ -180,7 +252,10 @@ def test_a_dry_run_prints_the_plan_and_writes_nothing(pipeline: Callable[[str], 
 
 def test_bad_input_is_one_line_with_the_way_out(pipeline: Callable[[str], Path], prompts: Path, tmp_path: Path) -> None:
     source = pipeline("SD3")
-    long, single = tmp_path / "long.txt", tmp_path / "single.txt"
+    long, single, unknown, broken, untold = (tmp_path / f"{name}.txt" for name in ("long", "one", "num", "cut", "no"))
+    unknown.write_text('a red fox\n{"prompt": "a cat", "num_frames": 5}\n')
+    broken.write_text('{"prompt": "a cat"\na red fox\n')
+    untold.write_text('a red fox\n{"height": 16}\n')
     long.write_text(f"a red fox\n{'a cat in ' * 200}\n")
     single.write_text("a red fox\n")
     copies = {name: tmp_path / name for name in ("lora", "quantized", "vae_only")}
@@ -206,7 +281,10 @@ def test_bad_input_is_one_line_with_the_way_out(pipeline: Callable[[str], Path],
         (source, ("--calib", "self"), "one file with a prompt in each line"),
         (source, (*calib, "--steps", "2000"), "has 1000 timesteps"),
         (source, (*calib, "--eval", prompts), "means nothing to a pipeline"),
-        (source, (*calib, "--bits", "5"), "give --format for a pipeline"),
+        (source, (*calib, "--bits", "3"), "the smallest feasible value"),
+        (source, ("--calib", unknown), "gives num_frames, which StableDiffusion3Pipeline does not take"),
+        (source, ("--calib", broken), "is no JSON object"),
+        (source, ("--calib", untold), "has no text; write"),
         (source / "transformer", (), "give the directory of its pipeline"),
     ):
         out, steps = tmp_path / "out", () if "--steps" in options or model.name == "transformer" else _STEPS
@@ -220,11 +298,11 @@ def test_bad_input_is_one_line_with_the_way_out(pipeline: Callable[[str], Path],
 def test_a_run_that_fails_when_all_is_solved_leaves_nothing(
     pipeline: Callable[[str], Path], prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(*images: np.ndarray) -> float:
+    def fail(*images: Any) -> dict[str, Any]:
         assert list(tmp_path.glob("*/transformer/plan.json"))  # in the temporary directory
         raise OSError("no space left on device")
 
-    monkeypatch.setattr("quant.run.pipeline._psnr", fail)
+    monkeypatch.setattr("quant.run.pipeline.image_figures", fail)
     options = ("--format", "fp8_channel", "--solver", "rtn", "--calib", prompts, *_STEPS)
     result = _quantize(pipeline("SD3"), *options, "--out", tmp_path / "out")
     assert result.exit_code and "no space left" in result.output
