@@ -171,11 +171,11 @@ def _with_solver_of(
     effort: int, recipe: Recipe, layers: Sequence[Layer], model: nn.Module | Mapping[str, Sequence[int]]
 ) -> tuple[Recipe, dict[str, Any]]:
     """Returns `recipe` with the solver of an effort, and the record of that choice for the provenance."""
-    is_module = isinstance(model, nn.Module)
-    level = effort if is_module else min(effort, 1)  # a bare state dict has no data for more
+    denoiser = isinstance(model, nn.Module) and is_denoiser(model)
+    level = effort if isinstance(model, nn.Module) else min(effort, 1)  # a bare state dict has no data for more
     # Fused experts as in transformers 5, or one module for each expert as before: `solver_of` treats both alike.
     experts = any(layer.kind == LayerKind.EXPERTS or ".experts." in layer.name for layer in layers)
-    solver = solver_of(level, recipe.activation, experts=experts, denoiser=is_module and is_denoiser(model))
+    solver = solver_of(level, recipe.activation, experts=experts, denoiser=denoiser)
     record = {"level": level, "solver": solver, **({"asked": effort, "why": NOT_RUN} if level < effort else {})}
     return replace(recipe, solver=solver), {"effort": record} if effort else {}
 

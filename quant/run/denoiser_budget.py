@@ -118,7 +118,7 @@ def _rounded(model: nn.Module, layers: Sequence[LayerPlan], candidate: Candidate
     """Rounds weights and inputs of linear layers while open; a branch takes the largest singular values of a weight."""
     changed = []
     for layer in layers:
-        module = model.get_submodule(layer.name)
+        module: Any = model.get_submodule(layer.name)
         weight = module.weight.float()
         branch = None
         if candidate.rank:
@@ -127,7 +127,7 @@ def _rounded(model: nn.Module, layers: Sequence[LayerPlan], candidate: Candidate
             weight = weight - branch
         values = fake_quantize(weight, candidate.weight_format).to(module.weight.dtype)
         changed.append((module, module.__dict__.get("forward")))
-        module.forward = _forward(module, values, branch, candidate)  # type: ignore[method-assign]
+        module.forward = _forward(module, values, branch, candidate)
     try:
         yield
     finally:
@@ -137,7 +137,7 @@ def _rounded(model: nn.Module, layers: Sequence[LayerPlan], candidate: Candidate
                 module.forward = forward
 
 
-def _forward(module: nn.Module, weight: torch.Tensor, branch: torch.Tensor | None, candidate: Candidate) -> Any:
+def _forward(module: Any, weight: torch.Tensor, branch: torch.Tensor | None, candidate: Candidate) -> Any:
     def forward(x: torch.Tensor) -> torch.Tensor:
         rounded = x if candidate.activation is None else round_activation(x, candidate.activation, None)
         y = nn.functional.linear(rounded, weight.to(x.dtype), module.bias)

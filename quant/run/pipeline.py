@@ -114,14 +114,13 @@ def _run_pipeline(request: Request, listener: Listener) -> PipelineOutcome:
         for name in names:
             model = getattr(pipe, name)
             measured = _NoiseError(model, held_out.get(name, []), device)
-            chosen = {"recipe": plans[name], "solver": None, "effort": None, "include": (), "exclude": ()}
-            outcome = run(
-                replace(
-                    _in_memory(request, model), out=temporary / name, data=data.get(name), overwrite=False,
-                    noise=measured.notes, **(chosen if request.goal else {}),
-                ),
-                listener,
+            component = replace(
+                _in_memory(request, model), out=temporary / name, data=data.get(name), overwrite=False,
+                noise=measured.notes,
             )  # fmt: skip
+            if request.goal is not None:  # its plan says everything
+                component = replace(component, recipe=plans[name], solver=None, effort=None, include=(), exclude=())
+            outcome = run(component, listener)
             assert outcome.report is not None
             plans[name], reports[name], tables[name] = outcome.plan, outcome.report, measured.table
         with _on(pipe, device), listener.step(f"denoising {counted(len(images), 'prompt')} again"):
