@@ -229,20 +229,18 @@ def install_norms() -> str:
 def install_rotations() -> str:
     """Replaces the classes of rotary embeddings, and the function that writes the cache."""
     check_arguments(RotaryEmbedding.forward_native, "self", "positions", "query", "key")
-    write = flash_attn.reshape_and_cache_flash
-    check_arguments(write, "key", "value", "key_cache", "value_cache", "slot_mapping")
 
     def wrap(write: Any) -> Any:
         def store(
-            k: torch.Tensor, v: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, slots: torch.Tensor,
-            format: str, *scales: Any,
+            key: torch.Tensor, value: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor,
+            slot_mapping: torch.Tensor, kv_cache_dtype: str, *arguments: Any, **named: Any,
         ) -> None:  # fmt: skip
-            if takes_cache(k, v, k_cache, v_cache, format):
+            if takes_cache(key, value, key_cache, value_cache, kv_cache_dtype):
                 from quant.kernels.attention.portable_decoder_step import store_rows
 
-                store_rows(k, v, k_cache, v_cache, slots)
+                store_rows(key, value, key_cache, value_cache, slot_mapping)
             else:
-                write(k, v, k_cache, v_cache, slots, format, *scales)
+                write(key, value, key_cache, value_cache, slot_mapping, kv_cache_dtype, *arguments, **named)
 
         return store
 

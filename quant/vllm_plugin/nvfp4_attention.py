@@ -459,17 +459,18 @@ def install_attention_backend() -> str:
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
     check_classes(BlockscaleNvFp4AttentionBackend, BlockscaleNvFp4Attention, Builder)
-    check_has_arguments(cuda._get_backend_priorities, "kv_cache_dtype")
+    check_has_arguments(cuda._get_backend_priorities, "use_mla", "kv_cache_dtype")
     signature = inspect.signature(cuda._get_backend_priorities)
     path = f"{__name__}.{BlockscaleNvFp4AttentionBackend.__qualname__}"
     register_backend(AttentionBackendEnum.CUSTOM, path)
 
     def wrap(theirs: Any) -> Any:
         # Later releases added arguments, which are handed on.
-        def priorities(use_mla: bool, capability: Any, *arguments: Any, **named: Any) -> list[Any]:
-            backends = theirs(use_mla, capability, *arguments, **named)
-            dtype = signature.bind(use_mla, capability, *arguments, **named).arguments.get("kv_cache_dtype")
-            ours = dtype in BlockscaleNvFp4AttentionBackend.supported_kv_cache_dtypes and not use_mla
+        def priorities(*arguments: Any, **named: Any) -> list[Any]:
+            backends: list[Any] = theirs(*arguments, **named)
+            given = signature.bind(*arguments, **named).arguments
+            dtypes = BlockscaleNvFp4AttentionBackend.supported_kv_cache_dtypes
+            ours = given.get("kv_cache_dtype") in dtypes and not given["use_mla"]
             return [AttentionBackendEnum.CUSTOM, *backends] if ours else backends
 
         return priorities

@@ -14,12 +14,15 @@ def replace_function(
 ) -> None:
     """Puts `wrap(theirs)` in the place of a function of the module or class `owner`, once however often it is called.
 
-    With `in_importers`, modules of vLLM that imported the function by name get ours too.
+    With `in_importers`, modules of vLLM that imported the function by name get ours too. TypeError, and nothing is
+    replaced, unless ours can be called in every way in which theirs can: a release may begin to name its arguments.
     """
     theirs = getattr(owner, name)
     if getattr(theirs, "is_blockscale", False):
         return
-    ours: Any = wraps(theirs)(wrap(theirs))
+    ours: Any = wrap(theirs)
+    _check_calls(theirs, ours)
+    ours = wraps(theirs)(ours)
     ours.is_blockscale = True
     is_static = isinstance(inspect.getattr_static(owner, name), staticmethod)
     if in_importers:
@@ -28,6 +31,19 @@ def replace_function(
             if module_name.startswith("vllm.") and vars(module).get(name) is theirs:
                 setattr(module, name, ours)
     setattr(owner, name, staticmethod(ours) if is_static else ours)
+
+
+def _check_calls(theirs: Callable[..., Any], ours: Callable[..., Any]) -> None:
+    parameters = inspect.signature(theirs).parameters.values()
+    by_place = [None for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    by_name = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    only_by_name = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
+    only_by_place = by_place[: len(by_place) + len(only_by_name) - len(by_name)]
+    try:
+        inspect.signature(ours).bind(*by_place, **dict.fromkeys(only_by_name))
+        inspect.signature(ours).bind(*only_by_place, **dict.fromkeys(by_name))
+    except TypeError as error:
+        raise TypeError(f"{theirs.__qualname__} of this vLLM cannot be replaced: {error}") from None
 
 
 def check_arguments(function: Callable[..., Any], *names: str) -> None:

@@ -328,7 +328,9 @@ def test_nvfp4_caches_choose_it_and_others_do_not() -> None:
     assert custom.get_class() is BlockscaleNvFp4AttentionBackend
     chosen = cuda._get_backend_priorities(False, hopper, 32, "nvfp4", False)
     assert chosen[0] is custom and chosen.count(custom) == 1
-    assert custom not in cuda._get_backend_priorities(False, hopper, 32, "fp8", False)
+    by_name = {"use_mla": False, "device_capability": hopper, "num_heads": 32}  # as vLLM itself calls it
+    assert cuda._get_backend_priorities(**by_name, kv_cache_dtype="nvfp4") == chosen
+    assert custom not in cuda._get_backend_priorities(**by_name, kv_cache_dtype="fp8")
     assert custom not in cuda._get_backend_priorities(True, hopper, 32, "nvfp4")
 
 

@@ -558,9 +558,9 @@ def test_keys_and_values_go_to_the_cache_by_our_kernel_where_it_can(vllm: Any, m
     calls: list[str] = []
 
     def write(
-        key: Any, value: Any, key_cache: Any, value_cache: Any, slot_mapping: Any, format: str, *scales: Any
+        key: Any, value: Any, key_cache: Any, value_cache: Any, slot_mapping: Any, kv_cache_dtype: str, *scales: Any
     ) -> None:
-        calls.append(format)
+        calls.append(kv_cache_dtype)
 
     monkeypatch.setattr(between_layers, "op_registry_oot", {})
     monkeypatch.setattr(between_layers.flash_attn, "reshape_and_cache_flash", write)
@@ -692,3 +692,26 @@ def test_a_model_without_our_layers_keeps_vllms_norms(vllm: Any, monkeypatch: py
         and not between_layers.takes_rows(x.float())
         and not between_layers.takes_rows(x[:, ::2])
     )
+
+
+def test_a_function_whose_calls_ours_would_not_take_is_left_as_it_is() -> None:
+    """vLLM 0.33 began to name an argument that our function called otherwise, and no model was loaded."""
+    from types import SimpleNamespace
+
+    from quant.vllm_plugin.replacement import replace_function
+
+    def theirs(model: str, device: int = 0, *, size: int = 1) -> tuple[str, int, int]:
+        return model, device, size
+
+    owner = SimpleNamespace(choose=theirs)
+    for ours in (
+        lambda model, capability, **named: None,
+        lambda model, device: None,
+        lambda **named: None,
+        lambda model, *arguments: None,
+    ):
+        with pytest.raises(TypeError, match="choose|theirs"):
+            replace_function(owner, "choose", lambda _, ours=ours: ours)
+        assert owner.choose is theirs
+    replace_function(owner, "choose", lambda theirs: lambda *arguments, **named: theirs(*arguments, **named))
+    assert owner.choose(model="m", device=2, size=3) == owner.choose("m", 2, size=3) == ("m", 2, 3)
