@@ -36,7 +36,7 @@ _PARTS = {
 }
 """By part, its module here, and the function that offers it."""
 
-RAN = ("0.26", "0.29")
+RAN = ("0.26", "0.29", "0.33")
 """Releases of vLLM in which the plug-in ran on a GPU; for others the log says that they are untested."""
 
 _log = logging.getLogger("vllm.blockscale")
