@@ -100,9 +100,9 @@ FAILURES: dict[str, Failure] = {
         source="run on an H100",
     ),
     "modelopt mxfp4": Failure(
-        "vLLM", "0.26", "0.29", "MXFP4 and INT4 in ModelOpt's layout",
+        "vLLM", "0.26", "0.33", "MXFP4 and INT4 in ModelOpt's layout",
         "stops: no known algorithm (model_executor/layers/quantization/modelopt.py, QUANT_ALGOS)",
-        source="run on an H100 in 0.26 and 0.29",
+        source="run on an H100 in 0.26 and 0.29, INT4 on an H200 in 0.33",
     ),
     "fp8 weights": Failure(
         "vLLM", "0.26", "0.26", "weights in FP8 with inputs in 16 bit",
@@ -114,9 +114,9 @@ FAILURES: dict[str, Failure] = {
         source="read in 0.26 to 0.33 (compressed_tensors_moe.py)",
     ),
     "w4a4 on hopper": Failure(
-        "vLLM", "0.26", "0.29", "NVFP4, MXFP4 and MXFP8 with rounded inputs",
+        "vLLM", "0.26", "0.33", "NVFP4, MXFP4 and MXFP8 with rounded inputs",
         "runs with inputs in 16 bit: slower than FP8, and more precise than the report says", "before Blackwell",
-        source="run on an H100 in 0.26 and 0.29",
+        source="run on an H100 in 0.26 and 0.29; NVFP4 and MXFP8 with our plug-in on an H200 in 0.33",
     ),
     "nvfp4 experts": Failure(
         "transformers", "5.17", "5.24", "fused experts in NVFP4",
