@@ -491,10 +491,11 @@ def _holds(plan: Plan, model: nn.Module, part: nn.Module | None) -> int:
     return sum(layer.name.startswith(f"{paths[0]}.") for layer in plan.quantized) if paths and paths[0] else 0
 
 
-# Model classes of vLLM 0.26 to 0.29 for which transformers has no attention that vLLM's backend could replace.
+# Model classes of vLLM 0.29 and 0.33 for which transformers has no attention that vLLM's backend could replace.
 _SERVED = (
-    "Bloom", "CohereAsr", "Falcon", "FalconH1", "FalconMamba", "Jamba", "KimiLinear", "Mamba", "Mamba2", "Mpt",
-    "NemotronH", "OlmoHybrid", "Qwen2Audio", "Qwen3Next", "Qwen3_5", "Qwen3_5Moe", "StableLm", "Whisper",
+    "Bloom", "CohereAsr", "Falcon", "FalconH1", "FalconMamba", "GPTJ", "Inkling", "Jamba", "KimiLinear", "Mamba", "Mamba2",
+    "MiniCPMV4_6", "NemotronH", "OlmoHybrid", "Qwen2Audio", "Qwen3Next", "Qwen3_5", "Qwen3_5Moe", "Qwen4Exp", "StableLm",
+    "Whisper", "Zamba2",
 )  # fmt: skip
 
 
@@ -506,7 +507,7 @@ def vllm_problem(plan: Plan, model: Any, layout: str, names: StoredNames | None 
     has_backend = getattr(type(model), "_supports_attention_backend", False) and not model.config.is_encoder_decoder
     if not has_backend and name.partition("For")[0] not in _SERVED:
         return (
-            f"vLLM does not serve it: 0.26 to 0.29 have no {name}, and their backend for transformers does not take it"
+            f"vLLM does not serve it: 0.29 and 0.33 have no {name}, and their backend for transformers does not take it"
         )
     if transposed := next((layer.name for layer in plan.quantized if layer.transposed), None):
         return f"vLLM does not serve it: {transposed} is a Conv1D, whose weight vLLM transposes as it reads it"

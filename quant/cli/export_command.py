@@ -69,7 +69,7 @@ def export_command(
 
     --to gguf writes the same codes and scales in one file, for llama.cpp, Ollama and LM Studio.
 
-    --to modelopt writes the same codes and scales in ModelOpt's layout, for TensorRT-LLM; vLLM (0.26 to 0.29) refuses
+    --to modelopt writes the same codes and scales in ModelOpt's layout, for TensorRT-LLM; vLLM (0.26 to 0.33) refuses
     mxfp4 and ragged fp8_block there, and mixes only fp8, nvfp4, nvfp4a16 and mxfp8. --to compressed-tensors converts
     a checkpoint of ModelOpt.
     """
