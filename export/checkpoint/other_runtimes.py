@@ -325,8 +325,11 @@ def check_experts(plan: Plan, names: StoredNames) -> None:
         )
 
 
+_imports: list[Thread] = []
+
+
 def import_for_trial() -> None:
-    """Imports the package that `trial_load` needs, in a thread.
+    """Imports the package that `trial_load` needs, in a thread that it waits for.
 
     With PyTorch 2.11, compressed-tensors imports torch.compile's backend, which takes 4 s. Weights are solved in
     parallel; without the thread, the end of a run would wait for it.
@@ -337,7 +340,8 @@ def import_for_trial() -> None:
             require(_PEER, "hf")
 
     if importlib.util.find_spec(_PEER) is not None:
-        Thread(target=run, name="import").start()
+        _imports.append(Thread(target=run, name="import"))
+        _imports[-1].start()
 
 
 def hold_device_guard() -> None:
@@ -395,6 +399,8 @@ def trial_load(
     loadable = hasattr(type(model), "from_pretrained") and importlib.util.find_spec(_PEER) is not None
     if not loadable or (dist.is_available() and dist.is_initialized()):
         return None
+    while _imports:  # two threads that import parts of one package at a time can find it half imported
+        _imports.pop().join()
     library = require("transformers", "hf")
     runtime = f"transformers {library.__version__}"
     # The layout's tensors without their data; an empty tensor stays empty.
@@ -493,9 +499,9 @@ def _holds(plan: Plan, model: nn.Module, part: nn.Module | None) -> int:
 
 # Model classes of vLLM 0.29 and 0.33 for which transformers has no attention that vLLM's backend could replace.
 _SERVED = (
-    "Bloom", "CohereAsr", "Falcon", "FalconH1", "FalconMamba", "GPTJ", "Inkling", "Jamba", "KimiLinear", "Mamba", "Mamba2",
-    "MiniCPMV4_6", "NemotronH", "OlmoHybrid", "Qwen2Audio", "Qwen3Next", "Qwen3_5", "Qwen3_5Moe", "Qwen4Exp", "StableLm",
-    "Whisper", "Zamba2",
+    "Bloom", "CohereAsr", "Falcon", "FalconH1", "FalconMamba", "GPTJ", "Inkling", "Jamba", "KimiLinear", "Mamba",
+    "Mamba2", "MiniCPMV4_6", "NemotronH", "OlmoHybrid", "Qwen2Audio", "Qwen3Next", "Qwen3_5", "Qwen3_5Moe", "Qwen4Exp",
+    "StableLm", "Whisper", "Zamba2",
 )  # fmt: skip
 
 
