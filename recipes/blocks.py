@@ -155,6 +155,15 @@ def cache_argument(model: Any, cache: Any) -> dict[str, Any]:
     return {"cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values": cache}
 
 
+def position_argument(model: Any, ids: torch.Tensor, begin: int) -> dict[str, Any]:
+    """Returns the positions of ids `[batch, tokens]` from `begin` on as a keyword argument, if a model takes them.
+
+    Bamba begins at 0 in every step over its cache, unless it is told.
+    """
+    positions = torch.arange(begin, begin + ids.shape[1], device=ids.device)[None]
+    return {"position_ids": positions} if "position_ids" in inspect.signature(model.forward).parameters else {}
+
+
 def is_cache(value: Any) -> bool:
     """Returns whether an argument of a model is a key-value cache of transformers."""
     return hasattr(value, "get_seq_length")

@@ -61,7 +61,7 @@ class EvaluatorSession:
     An empty cache holds codes of NaN where it is in FP8, and random numbers otherwise.
     """
 
-    backend, plan, capacity = "onnx.reference", "", CAPACITY
+    backend, plan, capacity, recurrent = "onnx.reference", "", CAPACITY, False
 
     def __init__(self, path: Path, operators: Sequence[type] = ()) -> None:
         import onnx

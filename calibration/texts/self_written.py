@@ -38,7 +38,7 @@ from quant.base.errors import option
 from quant.calibration.evaluating import evaluating
 from quant.calibration.placement import device_of
 from quant.calibration.session import Session
-from quant.recipes.blocks import cache_argument, cache_of
+from quant.recipes.blocks import cache_argument, cache_of, position_argument
 
 _ALONE = Session()
 ROWS_AT_ONCE = 64
@@ -180,7 +180,8 @@ def _step(model: Any, prefix: torch.Tensor, cache: Any) -> tuple[torch.Tensor, A
     """Returns the logits of the positions that are new, and the cache, None where the model keeps none."""
     if hasattr(model, "prepare_inputs_for_generation"):
         new = prefix if cache is None else prefix[:, -1:]
-        output = model(input_ids=new, use_cache=True, **cache_argument(model, cache))
+        positions = position_argument(model, new, prefix.shape[1] - new.shape[1])
+        output = model(input_ids=new, use_cache=True, **positions, **cache_argument(model, cache))
     else:
         output = model(prefix)
     logits: Any = output[0] if isinstance(output, tuple) else getattr(output, "logits", output)

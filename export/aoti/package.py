@@ -476,6 +476,8 @@ _INSTRUCTIONS = {
 class AotiSession:
     """See `EngineSession`; any number of rows and any width run, within the limits of `--shapes`."""
 
+    recurrent = False
+
     def __init__(self, path: Path, *, unsafe_load: bool = False) -> None:
         self._path = path
         entries = read_metadata(path)

@@ -39,7 +39,7 @@ from quant.export.tensorrt.audit import UNPLANNED, AuditRow
 from quant.export.tensorrt.tensorrt_session import read_receipt, runs_here
 from quant.generate.generate import cast_unquantized
 from quant.models.huggingface import load_tokenizer
-from quant.recipes.blocks import cache_argument, cache_of
+from quant.recipes.blocks import cache_argument, cache_of, position_argument
 
 
 @dataclass(frozen=True)
@@ -67,8 +67,9 @@ def reference_run(
         for row, prompt in enumerate(prompts):
             ids, cache, logits = torch.tensor([list(prompt)], device=device), None, []
             for index in range(new):
+                positions = position_argument(model, ids, len(prompt) + index - ids.shape[1])
                 started = time.perf_counter()
-                seen = model(ids, use_cache=True, **cache_argument(model, cache))
+                seen = model(ids, use_cache=True, **positions, **cache_argument(model, cache))
                 logits.append(seen.logits[0, -1].float().cpu())
                 seconds = time.perf_counter() - started
                 if cache is None:

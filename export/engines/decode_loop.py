@@ -8,6 +8,10 @@ a row that has no new token is fed its last one again, which writes the same key
     then                    row 1: 6 of 7, and 6 + 4 > 8         feeds tokens 4 … 6   from position 4
 
 A step must end within the cache, so near its end the row starts further back.
+
+A recurrent layer has a state without positions, which no token may change twice. Rows of a hybrid are read so that all
+of them end in the same step, and a shorter one waits by feeding its first token from position 0, where its state is
+reset. Steps of any width run in onnxruntime, so none starts further back.
 """
 
 from __future__ import annotations
@@ -140,8 +144,10 @@ def read(session: EngineSession, rows: Sequence[Sequence[int]], *, chunk: int | 
     logits: np.ndarray | None = None
     while (cached < ends).any():
         remaining = int((ends - cached).max())
-        before = cached
-        cached, computed = _feed(session, rows, cached, session.width(min(remaining, chunk or remaining)))
+        before, width = cached, session.width(min(remaining, chunk or remaining))
+        # Rows with states end together: short ones wait, which the step that begins them undoes.
+        until = np.maximum(ends - remaining + width, 0) if session.recurrent else ends
+        cached, computed = _feed(session, rows, cached, np.minimum(until, ends), width)
         # A row keeps the logits of the step that read its last token.
         logits = computed if logits is None else np.where((before < ends)[:, None], computed, logits)
     assert logits is not None
@@ -150,20 +156,21 @@ def read(session: EngineSession, rows: Sequence[Sequence[int]], *, chunk: int | 
 
 def step(session: EngineSession, rows: Sequence[Sequence[int]]) -> np.ndarray:
     """Feeds the last token of each row, and returns its logits."""
-    return _feed(session, rows, np.array([len(row) - 1 for row in rows]), session.width(1))[1]
+    ends = np.array([len(row) for row in rows])
+    return _feed(session, rows, ends - 1, ends, session.width(1))[1]
 
 
 def _feed(
-    session: EngineSession, rows: Sequence[Sequence[int]], cached: np.ndarray, width: int
+    session: EngineSession, rows: Sequence[Sequence[int]], cached: np.ndarray, ends: np.ndarray, width: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Runs one step, and returns how many tokens of each row are cached after it, and the last ones' logits."""
-    ends = np.array([len(row) for row in rows])
-    starts = np.minimum(np.minimum(cached, ends - 1), session.capacity - width)
-    counts = np.minimum(ends - starts, width)
+    """Runs one step up to token `ends` of each row; returns how many are cached after it, and the last ones' logits."""
+    waiting = ends == 0
+    starts = np.maximum(np.minimum(np.minimum(cached, ends - 1), session.capacity - width), 0)
+    counts = np.minimum(np.maximum(ends, 1) - starts, width)
     ids = np.zeros((len(rows), width), np.int64)
     for index, (row, start, count) in enumerate(zip(rows, starts, counts, strict=True)):
         ids[index, :count] = row[start : start + count]
-    return starts + counts, session.step(ids, starts, counts - 1)
+    return np.where(waiting, 0, starts + counts), session.step(ids, starts, counts - 1)
 
 
 def probabilities(logits: np.ndarray, sampling: Sampling) -> np.ndarray:

@@ -5,6 +5,7 @@ quant::onnx_attention      Attention, or its parts in FP32; in FP8 trt::TRT_Quan
 quant::onnx_scatter        TensorScatter: keys or values of new tokens at each row's position in the cache
 quant::onnx_grouped_attention
                            both of these in one node, which `onnxruntime_graph` makes GroupQueryAttention
+quant::onnx_delta_rule     Scan: the state of a gated delta rule, token by token
 quant::onnx_fp8_cache, quant::onnx_nvfp4_cache
                            QuantCacheAttention, a node of our plugin: attention over a KV cache in FP8 or NVFP4
 """
@@ -241,6 +242,43 @@ def _grouped(q: Any, k: Any, v: Any, past_key: Any, past_value: Any, lengths: An
     return opset(PLUGIN_DOMAIN).GroupedAttention(*operands, softmax_scale=scale, window=window, _outputs=3)
 
 
+def _delta_rule(S: torch.Tensor, *operands: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Computes y `[tokens, batch, heads, 1, dim]` and the last S `[batch, heads, key_dim, value_dim]`.
+
+    `operands` are q, k and v like y, and exp(g) and beta `[tokens, batch, heads, 1, 1]`.
+    """
+    outputs = []
+    for q, k, v, decay, beta in zip(*operands, strict=True):
+        S = S * decay
+        S = S + k.mT @ ((v - k @ S) * beta)
+        outputs.append(q @ S)
+    return torch.stack(outputs), S
+
+
+def _delta_rule_scan(S: Any, *operands: Any) -> tuple[Any, Any]:
+    """Translates `_delta_rule` to a Scan over tokens."""
+    import onnx_ir as ir
+
+    def value(name: str) -> Any:
+        return ir.val(f"delta.{name}", ir.DataType.FLOAT)
+
+    inputs = {name: value(name) for name in ("past", "q", "k", "v", "decay", "beta")}
+    past, q, k, v, decay, beta = inputs.values()
+    nodes: list[Any] = []
+
+    def add(op: str, *operands: Any, **attributes: Any) -> Any:
+        nodes.append(ir.node(op, operands, attributes, outputs=[value(f"{op}.{len(nodes)}")]))
+        return nodes[-1].outputs[0]
+
+    kept = add("Mul", past, decay)
+    wrong = add("Mul", add("Sub", v, add("MatMul", k, kept)), beta)
+    state = add("Add", kept, add("MatMul", add("Transpose", k, perm=[0, 1, 3, 2]), wrong))
+    body = ir.Graph(list(inputs.values()), [state, add("MatMul", q, state)], nodes=nodes, name="delta_rule")
+    node = opset("", SERVING_OPSET).Scan(S, *operands, body=body, num_scan_inputs=len(operands)).producer()
+    node.resize_outputs(2)
+    return node.outputs[1], node.outputs[0]
+
+
 def attention_translations(runtime: str) -> dict[Any, Callable[..., Any]]:
     """Returns ONNX translations by PyTorch op, for a runtime of `RUNTIMES`."""
     ops = torch.ops.quant
@@ -248,6 +286,7 @@ def attention_translations(runtime: str) -> dict[Any, Callable[..., Any]]:
         ops.onnx_attention.default: partial(_attention, runtime=runtime),
         ops.onnx_scatter.default: _scatter,
         ops.onnx_grouped_attention.default: _grouped,
+        ops.onnx_delta_rule.default: _delta_rule_scan,
         ops.onnx_fp8_cache.default: _cache_translation("fp8"),
         ops.onnx_nvfp4_cache.default: _cache_translation("nvfp4"),
     }
@@ -282,6 +321,12 @@ torch.library.register_fake(
         q.new_empty(q.transpose(1, 2).shape), *map(torch.empty_like, (past_key, past_value)),
     ),
 )  # fmt: skip
+_define(
+    "onnx_delta_rule",
+    "(Tensor S, Tensor q, Tensor k, Tensor v, Tensor decay, Tensor beta) -> (Tensor, Tensor)",
+    _delta_rule,
+    lambda S, q, k, v, *_: (torch.empty_like(v), torch.empty_like(S)),
+)
 for _name, _outputs in (("fp8", 3), ("nvfp4", 5)):
     _define(
         f"onnx_{_name}_cache",

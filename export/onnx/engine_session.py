@@ -10,6 +10,7 @@ All take the inputs and outputs of `quant.export.onnx.serving`, and everything a
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -19,7 +20,8 @@ from quant.base.errors import UserError, counted, option
 from quant.base.processor import memory_left
 from quant.export.onnx.export_onnx import PLAN_KEY
 from quant.export.onnx.limits import loaded
-from quant.export.onnx.serving import CAPACITY_KEY, IDS, LAST, LENGTHS, LOGITS, cache_names
+from quant.export.onnx.recurrent_states import STATES, STEP_TOKENS
+from quant.export.onnx.serving import CAPACITY_KEY, IDS, KEYS, LAST, LENGTHS, LOGITS, new_name
 
 
 class EngineSession(Protocol):
@@ -29,6 +31,7 @@ class EngineSession(Protocol):
     capacity: int  # tokens that each row of the KV cache holds
     dtype: str  # the dtype of the cache and of everything that is not quantized, as numpy names it
     plan: str  # digest of the plan that the file was exported with; empty if the file does not record it
+    recurrent: bool  # whether a row has states, which each of its tokens may change only once
 
     def most_rows(self) -> int:
         """Returns the largest number of rows."""
@@ -49,17 +52,16 @@ class EngineSession(Protocol):
         """
 
 
-def check_names(path: Path, inputs: list[str], outputs: list[str]) -> int:
-    """Returns the number of layers of a serving graph; UserError for the inputs and outputs of any other graph."""
-    layers = sum(name.startswith("past_key.") for name in inputs)
-    expected = {IDS, LENGTHS, LAST, *cache_names("past", layers)}, {LOGITS, *cache_names("new", layers)}
-    if not layers or (set(inputs), set(outputs)) != expected:
+def check_names(path: Path, inputs: list[str], outputs: list[str], kinds: Sequence[str] = KEYS) -> list[str]:
+    """Returns the caches of a serving graph, which are of `kinds`; UserError for any other inputs and outputs."""
+    caches = [name for name in inputs if name.removeprefix("past_").partition(".")[0] in kinds]
+    if not caches or (set(inputs), set(outputs)) != ({IDS, LENGTHS, LAST, *caches}, {LOGITS, *map(new_name, caches)}):
         listed = ", ".join(name for name in inputs if not name.startswith("past_"))
         raise UserError(
             f"{path}: no serving graph of a decoder (its inputs are {listed}); export one with `quant export DIRECTORY "
             f"--to onnx` or `--to tensorrt`, without {option('capacity', 0)}"
         )
-    return layers
+    return caches
 
 
 def check_memory(path: Path, nbytes: int, free: int | None, rows: int) -> None:
@@ -101,13 +103,15 @@ class OnnxruntimeSession:
         self._path = path
         self._session = loaded(path, threads)
         inputs = {value.name: value for value in self._session.get_inputs()}
-        layers = check_names(path, list(inputs), [value.name for value in self._session.get_outputs()])
-        self._names = list(zip(cache_names("past", layers), cache_names("new", layers), strict=True))
-        # [batch, kv_heads, capacity, dim]
-        self._shapes = {past: tuple(inputs[past].shape[1:]) for past, _ in self._names}
+        outputs = [value.name for value in self._session.get_outputs()]
+        names = check_names(path, list(inputs), outputs, (*KEYS, *STATES))
+        # [batch, kv_heads, capacity, dim], and states of other layers
+        self._shapes = {name: tuple(inputs[name].shape[1:]) for name in names}
+        self._dtypes = {name: _DTYPES[inputs[name].type] for name in names}
+        self.recurrent = len(names) > sum(name.startswith("past_key") + name.startswith("past_value") for name in names)
         self._caches: dict[str, onnxruntime.OrtValue] = {}
         metadata = self._session.get_modelmeta().custom_metadata_map
-        self.dtype = _DTYPES[inputs[self._names[0][0]].type]
+        self.dtype = next(self._dtypes[name] for name in names if "state" not in name)
         self.capacity = int(metadata[CAPACITY_KEY])
         self.plan = metadata.get(PLAN_KEY, "")
         self.backend = f"onnxruntime {onnxruntime.__version__}, CPU"
@@ -119,13 +123,13 @@ class OnnxruntimeSession:
         from onnxruntime import OrtValue
 
         self._caches = {}
-        values = sum(rows * int(np.prod(shape)) for shape in self._shapes.values())
-        check_memory(self._path, values * np.dtype(self.dtype).itemsize, memory_left(), rows)
+        sizes = [int(np.prod(shape)) * np.dtype(self._dtypes[name]).itemsize for name, shape in self._shapes.items()]
+        check_memory(self._path, rows * sum(sizes), memory_left(), rows)
         for name, shape in self._shapes.items():
-            self._caches[name] = OrtValue.ortvalue_from_numpy(np.zeros((rows, *shape), self.dtype))
+            self._caches[name] = OrtValue.ortvalue_from_numpy(np.zeros((rows, *shape), self._dtypes[name]))
 
     def width(self, tokens: int) -> int:
-        return min(tokens, self.capacity)
+        return min(tokens, self.capacity, STEP_TOKENS if self.recurrent else self.capacity)
 
     def step(self, ids: np.ndarray, lengths: np.ndarray, last: np.ndarray) -> np.ndarray:
         check_step(ids, lengths, last, self.capacity)
@@ -133,9 +137,9 @@ class OnnxruntimeSession:
         for name, value in ((IDS, ids), (LENGTHS, lengths), (LAST, last)):
             binding.bind_cpu_input(name, value)
         # TensorScatter copies the cache unless its input and its output are one buffer.
-        for past, new in self._names:
-            binding.bind_ortvalue_input(past, self._caches[past])
-            binding.bind_ortvalue_output(new, self._caches[past])
+        for past, cache in self._caches.items():
+            binding.bind_ortvalue_input(past, cache)
+            binding.bind_ortvalue_output(new_name(past), cache)
         binding.bind_output(LOGITS)
         try:
             self._session.run_with_iobinding(binding)

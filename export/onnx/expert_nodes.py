@@ -26,7 +26,7 @@ from torch import nn
 from quant.base.errors import option
 from quant.export.onnx.opsets import ORT_DOMAIN, PLUGIN_DOMAIN, opset
 from quant.formats.format import FORMATS, Format
-from quant.kernels.linear.experts import QuantExperts
+from quant.kernels.linear.experts import QuantExperts, experts_forward
 
 EXPERTS = "Experts"
 """Op type of the node that `onnxruntime_graph` replaces, in the domain of our plug-ins."""
@@ -119,6 +119,8 @@ def experts_as_ops(model: nn.Module) -> Iterator[None]:
 
 
 def _op(self: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
+    if type(hidden_states) is torch.Tensor:  # a pass with numbers, of which no graph is made
+        return experts_forward(self, hidden_states, top_k_index, top_k_weights)
     operands: list[torch.Tensor | None] = []
     formats = []
     for projection in (getattr(self, name) for name in PROJECTIONS):

@@ -45,6 +45,7 @@ from quant.export.onnx.expert_nodes import experts_as_ops
 from quant.export.onnx.genai import genai_program
 from quant.export.onnx.limits import onnxruntime_problem
 from quant.export.onnx.quantized_cache import CACHE_FORMATS, QuantizedCache
+from quant.export.onnx.recurrent_states import HybridCache, recurrent_functions
 from quant.export.onnx.serving import CachedAttention, GroupedAttention, serving_program
 from quant.export.onnx.trace import MODEL_PREFIX, trace
 from quant.export.onnx.translate import quiet, translate
@@ -113,6 +114,8 @@ def write_onnx(
         elif capacity:
             names = {module: name for name, module in model.named_modules()}
             cached = GroupedAttention if runtime == "onnxruntime" and not scales else CachedAttention
+            if runtime == "onnxruntime" and recurrent_functions(model):
+                cached = HybridCache
             function = cached(names, kind=attention, scales=scales)
             if kv_cache is not None:
                 function = QuantizedCache(names, format=kv_cache, measured=attention_scales or {})

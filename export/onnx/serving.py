@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -48,6 +48,7 @@ from quant.export.onnx.translate import translate
 CAPACITY_KEY = "blockscale.capacity"
 """Key in the file's metadata; its value is the capacity of the cache."""
 LENGTHS, LAST, IDS, LOGITS = "lengths", "last", "input_ids", "logits"
+KEYS = ("key", "value")
 _KEPT_LAYERS = {"full_attention", "sliding_attention", "attention"}  # of a config's `layer_types`
 _SMALLEST = 8
 
@@ -58,23 +59,30 @@ class CachedAttention(Attention):
 
     past: Sequence[torch.Tensor] = ()  # keys and values, in order of the layers; none while shapes are recorded
     new: list[torch.Tensor] = field(default_factory=list)  # keys and values that the graph returns
+    kinds: list[str] = field(default_factory=list)  # of `new`: "key" or "value", or of a recurrent layer
     inputs: Mapping[str, torch.Tensor] = field(default_factory=dict)  # the graph's other inputs
     masks: dict[int | None, torch.Tensor] = field(default_factory=dict)  # by window; layers share them
     # A bias of positions would cover the new tokens alone.
     refused: tuple[str, ...] = ("softcap", "s_aux", "position_bias")
+    recurrent: bool = False  # whether it keeps the states of recurrent layers too
 
     def begin(self, inputs: Mapping[str, torch.Tensor], past: Sequence[torch.Tensor]) -> None:
         """Prepares for one pass of the model."""
-        self.inputs, self.past, self.new, self.masks = inputs, past, [], {}
+        self.inputs, self.past, self.new, self.kinds, self.masks = inputs, past, [], [], {}
+
+    def replacing(self, model: nn.Module) -> AbstractContextManager[None]:
+        """Makes the layers of a model compute over this cache while open."""
+        return attending(model, self, masked=False)
 
     def attended(self, name: str, keys: Keys, window: int | None) -> Keys:
         """Returns all keys in the cache, including the new ones, and which query sees which key."""
         if not keys.causal:
             raise ValueError(f"{name}: its attention is not causal, so it cannot decode over a cache")
+        self.kinds += KEYS
         if not self.past:
             self.new += [keys.key, keys.value]
             return keys._replace(mask=None)
-        # Keys and values of layer N are at 2N and 2N + 1.
+        # Layers are called in the order of the inputs.
         index = len(self.new)
         key, value = (self.cached(self.past[index + part], x) for part, x in enumerate((keys.key, keys.value)))
         self.new += [key, value]
@@ -98,6 +106,9 @@ class CachedAttention(Attention):
             for name, (heads, dim, dtype) in zip(cache_names("past", len(shapes) // 2), shapes, strict=True)
         }
 
+    def check(self, model: nn.Module, past: Mapping[str, GraphInput]) -> None:
+        """Raises ValueError for a model that keeps more from step to step than these caches."""
+
     def positions(self) -> torch.Tensor:
         """Returns the positions of the new tokens, `[batch, sequence]`."""
         lengths = self.inputs[LENGTHS]
@@ -117,7 +128,8 @@ class GroupedAttention(CachedAttention):
     def attended(self, name: str, keys: Keys, window: int | None) -> Keys:
         # Its node takes heads of a multiple of eight, and keys and values of one size.
         dim, v_dim = keys.key.shape[3], keys.value.shape[3]
-        if not self.past or not keys.causal or dim % 8 or dim != v_dim:
+        is_plain = type(keys.key) is torch.Tensor  # of a pass with numbers, of which no graph is made
+        if is_plain or not self.past or not keys.causal or dim % 8 or dim != v_dim:
             return super().attended(name, keys, window)
         return keys._replace(window=window or -1)
 
@@ -146,8 +158,9 @@ class ServingGraph(nn.Module):
         """Returns logits `[batch, vocabulary]`, then the cache."""
         self.attention.begin(inputs, past)
         with last_token_only(self.model, inputs[LAST]):
-            positions = self.attention.positions()
-            logits = self.model(input_ids=inputs[IDS], position_ids=positions, use_cache=False).logits
+            # Models of recurrent layers alone take no positions.
+            given = {"position_ids": self.attention.positions()} if _takes_positions(self.model) else {}
+            logits = self.model(input_ids=inputs[IDS], use_cache=False, **given).logits
         return (logits[:, 0], *self.attention.new)
 
 
@@ -155,10 +168,12 @@ def serving_program(
     model: nn.Module, capacity: int, shapes: str | Sequence[str] | None, function: CachedAttention, runtime: str
 ) -> Any:
     """Returns the ONNX model of a decoder's serving graph for a runtime, as an `onnx_ir.Model`."""
-    check_decoder(model, capacity)
-    with attending(model, function, masked=False):
+    check_decoder(model, capacity, recurrent=function.recurrent)
+    with function.replacing(model):
         # A first pass without values tells the shapes of the cache, which is an input of the pass that is traced.
         past = function.cache_inputs(cache_shapes(model, function), capacity)
+    function.check(model, past)
+    with function.replacing(model):
         exported, inputs = trace_serving(ServingGraph(model, function), past, shapes, capacity)
     outputs = [LOGITS, *map(new_name, past)]
     program = translate(exported, inputs, outputs, MODEL_PREFIX, model, opset=SERVING_OPSET, runtime=runtime)
@@ -186,10 +201,10 @@ def trace_serving(
     return trace(graph, arguments, every, ranges, split=len(inputs)), every
 
 
-def check_decoder(model: nn.Module, capacity: int | None) -> None:
+def check_decoder(model: nn.Module, capacity: int | None, *, recurrent: bool = False) -> None:
     """Raises ValueError for a model that a graph with a KV cache cannot hold; the message names the way out.
 
-    `capacity` is None for a cache that grows.
+    `capacity` is None for a cache that grows; `recurrent` is whether the graph holds the states of recurrent layers.
     """
     name = type(model).__name__
     if not is_decoder(model):
@@ -212,7 +227,7 @@ def check_decoder(model: nn.Module, capacity: int | None) -> None:
         f"{name} cannot be exported with a KV cache: %s; serve its checkpoint (vLLM), or pass {option('capacity', 0)}"
     )
     states = set(getattr(config, "layer_types", None) or ()) - _KEPT_LAYERS
-    if states:
+    if states and not recurrent:
         raise ValueError(without % f"its layers of type {', '.join(sorted(states))} keep another state")
     scaling = getattr(config, "rope_parameters", None) or {}
     each = scaling.values() if all(isinstance(entry, dict) for entry in scaling.values()) else [scaling]
@@ -220,8 +235,12 @@ def check_decoder(model: nn.Module, capacity: int | None) -> None:
     if moving is not None:
         raise ValueError(without % f"its RoPE ({moving}) depends on the longest position of a batch")
     check_attends(model, {IDS: torch.zeros(2, 5, dtype=torch.long, device=next(model.parameters()).device)})
-    if "position_ids" not in inspect.signature(model.forward).parameters:
+    if not _takes_positions(model) and not recurrent:
         raise ValueError(without % "its positions are not an input of its forward method")
+
+
+def _takes_positions(model: nn.Module) -> bool:
+    return "position_ids" in inspect.signature(model.forward).parameters
 
 
 def check_capacity_fits(shapes: Sequence[tuple[int, int, torch.dtype]], capacity: int) -> None:
@@ -240,11 +259,14 @@ def cache_shapes(model: nn.Module, function: CachedAttention) -> list[tuple[int,
     """Returns KV heads, dimension and dtype of keys and values of each layer, from a run without values."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    function.begin({}, [])
-    with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
-        device = next(model.parameters()).device
-        model(input_ids=torch.zeros(2, 5, dtype=torch.long, device=device), use_cache=False)
-    shapes = [(x.shape[1], x.shape[3], x.dtype) for x in function.new]
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad(), next(model.parameters()).device:
+        rows = torch.zeros(2, dtype=torch.long)
+        function.begin({LENGTHS: rows, LAST: rows}, [])
+        model(input_ids=torch.zeros(2, 5, dtype=torch.long), use_cache=False)
+    pairs = [x for x, kind in zip(function.new, function.kinds, strict=True) if kind in KEYS]
+    shapes = [(x.shape[1], x.shape[3], x.dtype) for x in pairs]
+    if len(pairs) < len(function.new):
+        return shapes  # `check` runs a model that keeps more than keys and values
     config: Any = text_config(model.config)
     blocks = getattr(config, "num_hidden_layers", None)
     if not shapes or (blocks is not None and len(shapes) != 2 * blocks):
@@ -281,4 +303,4 @@ def new_name(past: str) -> str:
 
 def cache_names(prefix: str, layers: int) -> list[str]:
     """Returns the names of keys and values, in the graph's order."""
-    return [f"{prefix}_{part}.{layer}" for layer in range(layers) for part in ("key", "value")]
+    return [f"{prefix}_{part}.{layer}" for layer in range(layers) for part in KEYS]

@@ -20,7 +20,7 @@ from quant.base.extras import install_command
 from quant.base.json_files import read_json
 from quant.calibration.placement import free_memory
 from quant.export.onnx.engine_session import check_memory, check_names, check_step
-from quant.export.onnx.serving import IDS, LAST, LENGTHS, LOGITS, cache_names
+from quant.export.onnx.serving import IDS, LAST, LENGTHS, LOGITS, new_name
 from quant.export.tensorrt.engine_file import receipt_path
 from quant.export.tensorrt.gpu_targets import EXTRAS, local_capability
 
@@ -30,6 +30,8 @@ _NUMPY = {"FLOAT": "float32", "HALF": "float16", "BF16": "bfloat16"}
 
 class TensorrtSession:
     """See `EngineSession`; the engine's profiles limit rows and widths."""
+
+    recurrent = False
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -49,13 +51,12 @@ class TensorrtSession:
         names = [self._engine.get_tensor_name(index) for index in range(self._engine.num_io_tensors)]
         is_input = {name: self._engine.get_tensor_mode(name) == self._trt.TensorIOMode.INPUT for name in names}
         inputs = [name for name in names if is_input[name]]
-        layers = check_names(path, inputs, [name for name in names if not is_input[name]])
-        self._names = list(zip(cache_names("past", layers), cache_names("new", layers), strict=True))
+        caches = check_names(path, inputs, [name for name in names if not is_input[name]])
         # [batch, kv_heads, capacity, dim]
-        self._shapes = {past: tuple(self._engine.get_tensor_shape(past))[1:] for past, _ in self._names}
-        kind = self._engine.get_tensor_dtype(self._names[0][0]).name
+        self._shapes = {name: tuple(self._engine.get_tensor_shape(name))[1:] for name in caches}
+        kind = self._engine.get_tensor_dtype(caches[0]).name
         self.dtype, self._torch_dtype = _NUMPY[kind], _TORCH[kind]
-        self.capacity = int(self._shapes[self._names[0][0]][1])
+        self.capacity = int(self._shapes[caches[0]][1])
         self.plan = str(receipt.get("plan") or "")
         self.backend = f"{self._trt.__name__} {self._trt.__version__}, {torch.cuda.get_device_name()}"
         # Smallest and largest [batch, sequence] of each profile.
@@ -99,8 +100,8 @@ class TensorrtSession:
         for name, tensor in {**inputs, **self._caches}.items():
             context.set_input_shape(name, tuple(tensor.shape))
             context.set_tensor_address(name, tensor.data_ptr())
-        for past, new in self._names:
-            context.set_tensor_address(new, self._caches[past].data_ptr())
+        for past, cache in self._caches.items():
+            context.set_tensor_address(new_name(past), cache.data_ptr())
         shape = tuple(context.get_tensor_shape(LOGITS))
         logits = torch.empty(shape, dtype=_TORCH[self._engine.get_tensor_dtype(LOGITS).name], device="cuda")
         context.set_tensor_address(LOGITS, logits.data_ptr())

@@ -36,7 +36,7 @@ ROWS = torch.randint(0, 64, (4, 64), generator=torch.Generator().manual_seed(0))
 class GraphSession:
     """A session over the graph that the package is compiled from, which PyTorch runs op by op."""
 
-    backend, dtype, plan = "graph", "float32", ""
+    backend, dtype, plan, recurrent = "graph", "float32", "", False
 
     def __init__(self, model: Any, capacity: int) -> None:
         program, self._shapes = decoder_program(model, capacity)

@@ -24,7 +24,7 @@ PROMPTS, NEW = [[7, 3, 50, 21, 9], [*range(60, 40, -1)]], 8
 class UncachedSession:
     """An engine that adds in another order: eager attention over the whole row at every step."""
 
-    backend, plan, capacity, dtype = "uncached model", "", 64, "bfloat16"
+    backend, plan, capacity, dtype, recurrent = "uncached model", "", 64, "bfloat16", False
 
     def __init__(self, model: Any) -> None:
         self.model = copy.deepcopy(model)
