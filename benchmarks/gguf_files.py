@@ -20,6 +20,8 @@ from _texts import python_rows, reference_rows
 from safetensors.torch import load_file
 
 import quant
+from quant.calibration.session import Session
+from quant.calibration.texts.mixture import mixture_rows
 from quant.export.gguf.architectures import architecture_of
 from quant.export.gguf.export_gguf import stored_vocabulary, write_gguf
 from quant.models.open_model import open_model
@@ -35,17 +37,20 @@ OURS = {"Q4_0": "q4_0", "Q4_K_M": "q4_k_m", "Q4_K_S": "q4_k_s", "Q5_K_M": "q5_k_
 @click.option("--types", default="Q4_K_M,Q4_0,NVFP4", show_default=True)
 @click.option("--solvers", default="mse,gptq", show_default=True)
 @click.option("--calibration-rows", default=32, show_default=True)
+@click.option("--mixture", is_flag=True, help="Calibrate on the mixture that `quantize` takes, not on WikiText-2.")
 @click.option("--rows", default=2, show_default=True, help="Rows of each text.")
 @click.option("--folder", type=click.Path(path_type=Path), default=Path("gguf-files"), show_default=True)
 @click.option("--json", "json_path", type=click.Path(path_type=Path), help="Also write the table here.")
 def main(
-    python: Path, model: str, types: str, solvers: str, calibration_rows: int, rows: int, folder: Path,
-    json_path: Path | None,
+    python: Path, model: str, types: str, solvers: str, calibration_rows: int, mixture: bool, rows: int,
+    folder: Path, json_path: Path | None,
 ) -> None:  # fmt: skip
     folder.mkdir(exist_ok=True)
     llama, source = Llama(python), open_model(model)
     tokens, tokenizer = load_file(TOKENS), source.load_tokenizer()
     calibration = tokens["calibration"][:calibration_rows].long()
+    if mixture:
+        calibration, _ = mixture_rows(source.model, tokenizer, Session(), samples=calibration_rows, seqlen=512)
     texts = {
         "WikiText": tokens["eval"][:rows].long(),
         "Python": python_rows(tokenizer, rows, "report"),

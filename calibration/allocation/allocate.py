@@ -104,7 +104,7 @@ def make_space(model: nn.Module, goal: Goal, options: Options) -> Space:
     planned = {id(model.get_parameter(layer.tensor_name)) for layer in base.layers}
     tensors = {id(t): t for t in (*model.parameters(), *model.buffers())}
     unplanned_bytes = sum(t.nbytes for key, t in tensors.items() if key not in planned)
-    base = replace(base, kv_layers=tuple(options.kv_layers))
+    base = replace(base, kv_layers=next(iter(options.kv_mixes), ()))
     cache_bytes = mixed_cache_bytes(getattr(model, "config", None), goal.context, goal.batch, base)
     timing = goal.timing
     # A decoding step reads a row of an embedding, and a head that is tied to it in 16 bit: it has no bytes in the plan.
@@ -284,6 +284,7 @@ def allocate(
     )
     # Layers are switchable only inside; afterwards the model has its own modules again.
     with bench.switchable.ready():
+        space = loop.choose_cache(getattr(model, "config", None), settings.kv_mixes)
         best = loop.run(searches=not rows_solved)
         # Single formats are measured for the report even where the budget has no room for them.
         uniform = bench.uniform(loop.problem)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -57,6 +58,19 @@ class Loop:
         choice = solve(self.problem, self.space.limits(self.goal))
         best = MeasuredChoice(choice, self._note(choice, self.problem.total(SCORE, choice)))
         return self._against_uniform(self._search(best) if searches else best)
+
+    def choose_cache(self, config: Any, mixes: Mapping[tuple[str, ...], float]) -> Space:
+        """Takes the KV cache that loses the least together with the weights, which get the rest of the budgets."""
+        best = math.inf
+        for mix, loss in mixes.items() if len(mixes) > 1 else ():
+            space = self.space.with_cache(config, self.goal, mix)
+            try:
+                choice = solve(self.problem, space.limits(self.goal))
+            except Infeasible:
+                continue
+            if (total := loss + self.bench.loss(choice)) < best:
+                best, self.space = total, space
+        return self.space
 
     def plan(self, choice: np.ndarray) -> Plan:
         """Returns the plan of a choice, with a reason for every layer."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 from typing import Any, TypedDict
@@ -282,7 +282,7 @@ class OptionArguments(TypedDict, total=False):
     exclude: Sequence[str]
     constraints: Sequence[Constraint]
     kv_cache: str | None
-    kv_layers: Sequence[str]
+    kv_mixes: Mapping[tuple[str, ...], float]
     run: RunModel | None
     provenance: Mapping[str, Any] | None
     method: str
@@ -301,7 +301,8 @@ class Options:
     exclude: Sequence[str] = ()
     constraints: Sequence[Constraint] = ()
     kv_cache: str | None = None  # format of the KV cache, or None for 16 bit
-    kv_layers: Sequence[str] = ()  # the format of each layer's cache, where they differ
+    # formats of the cache by layer that may be chosen, with the loss of each; the first has the fewest bytes
+    kv_mixes: Mapping[tuple[str, ...], float] = field(default_factory=dict)
     run: RunModel | None = None
     provenance: Mapping[str, Any] | None = None
     method: str = "fisher"

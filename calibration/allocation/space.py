@@ -16,7 +16,7 @@ import numpy as np
 
 from quant.base.errors import listed, megabytes, option
 from quant.calibration.allocation.goal import Goal
-from quant.calibration.sensitivity.costs import Timing, group_bytes, memory_of
+from quant.calibration.sensitivity.costs import Timing, group_bytes, memory_of, mixed_cache_bytes
 from quant.calibration.sensitivity.knapsack import Infeasible, KnapsackProblem, smallest
 from quant.calibration.sensitivity.table import KEPT, Candidate, Sensitivity
 from quant.formats.format import get_format
@@ -39,6 +39,15 @@ class Space:
     fixed_seconds: float  # time of a decode step to read those bytes; 0 without kernel times
     timing: Timing | None  # kernel times of the target, or None
     batch: int
+
+    def with_cache(self, config: Any, goal: Goal, kv_layers: tuple[str, ...]) -> Space:
+        """Returns the same choices beside a KV cache of other formats, which takes other bytes."""
+        base = replace(self.base, kv_layers=kv_layers)
+        more = mixed_cache_bytes(config, goal.context, goal.batch, base) - self.cache_bytes
+        return replace(
+            self, base=base, cache_bytes=self.cache_bytes + more, fixed_bytes=self.fixed_bytes + more,
+            fixed_seconds=self.fixed_seconds + (self.timing.read(more) if self.timing is not None else 0.0),
+        )  # fmt: skip
 
     def problem(self, scores: Sensitivity | None = None) -> KnapsackProblem:
         """Returns the knapsack problem; without scores all losses are zero, which is enough to check budgets."""

@@ -121,8 +121,9 @@ _BUDGET = (
                  "[default: nvfp4,fp8]"),
 )  # fmt: skip
 _OF_PLANS = (
-    click.option("--kv-bits", type=float, metavar="BITS", help="Choose a format of the KV cache for each layer (nvfp4, "
-                 "fp8, 16 bit) with this many bits per value; for checkpoints that Blockscale runs."),
+    click.option("--kv-bits", metavar="BITS", help="Choose a format of the KV cache for each layer (nvfp4, fp8, 16 "
+                 "bit) with this many bits per value, or auto: so that weights and cache together lose the least; for "
+                 "checkpoints that Blockscale runs."),
     click.option("--attention", shell_complete=FORMAT_NAMES, metavar="FORMAT",
                  help="Format of attention's operands: fp8."),
     click.option("--guard", metavar="'LIMIT FORMAT …'",

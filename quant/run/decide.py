@@ -52,7 +52,7 @@ from quant.run.announcements import announce_effort
 from quant.run.data import announce_budget, calibration_data, evaluation_data
 from quant.run.job import Decision, Job
 from quant.run.kv_layers import choose_kv_layers
-from quant.run.request import Request
+from quant.run.request import KV_AUTO, Request
 from quant.run.same_on_ranks import check_same
 
 
@@ -214,10 +214,10 @@ def for_budget(job: Job, goal: Goal) -> Decision:
     # From shapes alone, before text is written and scores are measured, which takes minutes. All that needs text comes
     # afterwards.
     layers = getattr(text_config(getattr(job.model, "config", None)), "num_hidden_layers", 1)
-    smallest_cache = ("nvfp4",) * layers if request.kv_bits is not None else ()
+    smallest_cache = {("nvfp4",) * layers: 0.0} if request.kv_bits is not None else {}
     check_feasible(
         job.model, goal, formats=options["formats"], constraints=options["constraints"],
-        run=example_run(request, source), kv_layers=smallest_cache, **choices,
+        run=example_run(request, source), kv_mixes=smallest_cache, **choices,
     )  # fmt: skip
     # An allocation measures hundreds of choices, so it rounds to nearest unless an effort is requested. A better solver
     # lowers the loss of all choices alike, and the chosen formats are solved by it afterwards.
@@ -235,11 +235,11 @@ def for_budget(job: Job, goal: Goal) -> Decision:
         rows, records, held_out = _rows(staged, goal)
         if job.tries_loading:
             import_for_trial()  # the choice takes longer than solving, which may not be long enough to import it
-        cache = None
+        caches = {}
         if request.kv_bits is not None:
-            cache = choose_kv_layers(job.model, rows, request.kv_bits, staged.session)
-            choices["kv_layers"] = cache.layers
-            origin = {**(origin or {}), "kv_layers": cache.record}
+            bits = None if request.kv_bits == KV_AUTO else float(request.kv_bits)
+            caches = {one.layers: one for one in choose_kv_layers(job.model, rows, bits, staged.session)}
+            choices["kv_mixes"] = {layers: one.loss for layers, one in caches.items()}
         allocation = allocate(
             job.model,
             rows,
@@ -254,6 +254,10 @@ def for_budget(job: Job, goal: Goal) -> Decision:
             **choices,
             **options,
         )
+    if caches:
+        plan = allocation.plan
+        plan = replace(plan, provenance={**plan.provenance, "kv_layers": caches[plan.kv_layers].record})
+        allocation = replace(allocation, plan=plan)
     job.seconds.update(score=allocation.sensitivity.seconds, allocate=allocation.record.seconds)
     # A limit is verified on the weights that were measured, so these are the weights of the plan.
     if takes_default and (plan := _by_default_solvers(allocation.plan, job.model)) != allocation.plan:

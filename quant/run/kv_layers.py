@@ -2,8 +2,11 @@
 
 Each layer's keys and values are rounded to each format while all others stay in 16 bit, and KL(base‖model) is measured
 on calibration rows. A knapsack finds the formats with the least sum of these losses within the bytes. Losses add up
-only roughly: the same is done once more around this mix, both mixes are measured as a whole, and so is every single
-format that fits. The best of them is returned.
+only roughly: for a number of bits the same is done once more around this mix, both mixes are measured as a whole, and
+so is every single format that fits. The best of them is returned.
+
+Where weights and cache share one budget (`auto`), knapsacks of several sizes give mixes, each is measured as a whole,
+and those that lose less than every smaller one are returned: the allocation measures the weights beside each.
 """
 
 from __future__ import annotations
@@ -30,28 +33,35 @@ from quant.recipes.plan import KV_LAYERS
 
 _ROWS = 2
 _TURNS = 2
+_SIZES = (4.5, 5, 5.5, 6.25, 7, 8, 10, 12, 16)  # bits a value of the mixes beside which weights are measured
 
 
 @dataclass(frozen=True)
 class KVChoice:
-    """The format of each layer's cache, and the measurements that led to it."""
+    """The format of each layer's cache, its loss, and the measurements that led to it."""
 
     layers: tuple[str, ...]
+    loss: float
     record: dict[str, Any]  # for the plan's provenance
 
 
-def choose_kv_layers(model: nn.Module, rows: torch.Tensor, bits: float, session: Session) -> KVChoice:
+def choose_kv_layers(model: nn.Module, rows: torch.Tensor, bits: float | None, session: Session) -> list[KVChoice]:
     """Returns the cache's formats within `bits` a value on average, scales counted, by losses on token ids `rows`.
 
-    UserError: a model without next tokens or without a cache that can be quantized, or too few bits.
+    Without `bits`, choices of rising bytes and falling loss. UserError: a model without next tokens or without a cache
+    that can be quantized, or too few bits.
     """
     config, rows = getattr(model, "config", None), rows[:_ROWS].to(device_of(model))
     sizes = np.array([kv_layer_bytes(config, 4096, 1, FORMATS.get(name)) for name in KV_LAYERS], dtype=float).T
     if not len(sizes) or not sizes.all():
         raise UserError(f"{type(model).__name__}: {option('kv_bits')} needs attention with a KV cache in every layer")
-    layers, limit = [f"layer {index}" for index in range(len(sizes))], sizes[:, 2].sum() * bits / 16 * (1 + 1e-4)
-    if limit < sizes[:, 0].sum():
-        least = 16 * sizes[:, 0].sum() / sizes[:, 2].sum()
+    layers, total = [f"layer {index}" for index in range(len(sizes))], sizes.sum(axis=0)
+
+    def limit(bits: float) -> float:
+        return float(total[2] * bits / 16 * (1 + 1e-4))
+
+    if bits is not None and limit(bits) < total[0]:
+        least = 16 * total[0] / total[2]
         raise UserError(f"{option('kv_bits', f'{bits:g}')}: the smallest feasible value is {least:.3g}")
     divergence = divergence_of(model, rows)
     if not isinstance(divergence, NextToken):
@@ -66,30 +76,45 @@ def choose_kv_layers(model: nn.Module, rows: torch.Tensor, bits: float, session:
 
         # First around 16 bit; then around the mix, where errors of several layers meet.
         mix, measured = ("16bit",) * len(layers), dict[tuple[str, ...], float]()
-        for turn in range(_TURNS):
-            scores = _scores(loss, mix, session, turn)
+        turns = 1 if bits is None else _TURNS
+        for turn in range(turns):
+            scores = _scores(loss, mix, session, turn, turns)
             problem = KnapsackProblem(tuple(layers), KV_LAYERS, scores, {"bytes": sizes})
-            mix = tuple(KV_LAYERS[j] for j in solve(problem, {"bytes": limit}))
-            measured[mix] = loss(mix)
-        fitting = [name for j, name in enumerate(KV_LAYERS) if sizes[:, j].sum() <= limit]
-        measured |= {names: loss(names) for names in ((name,) * len(layers) for name in fitting)}
-    best = min(measured, key=measured.__getitem__)
-    counts = ", ".join(f"{name} in {count} layers" for name, count in Counter(best).most_common())
-    single = {names[0]: each for names, each in measured.items() if len(set(names)) == 1}
-    record = {
-        "bits": bits, "loss": measured[best], "single_formats": single, "losses": scores.tolist(),
-        "reason": f"{counts}: KL {measured[best]:.3g} within {bits:g} bits a value; "
-        + ", ".join(f"{name} for all {each:.3g}" for name, each in sorted(single.items(), key=lambda item: item[1])),
-    }  # fmt: skip
-    return KVChoice(best, record)
+            for size in _SIZES if bits is None else (bits,):
+                if limit(size) >= total[0]:
+                    mix = tuple(KV_LAYERS[j] for j in solve(problem, {"bytes": limit(size)}))
+                    measured[mix] = measured[mix] if mix in measured else loss(mix)
+        single = {name: loss((name,) * len(layers)) for j, name in enumerate(KV_LAYERS)
+                  if bits is None or total[j] <= limit(bits)}  # fmt: skip
+        measured |= {(name,) * len(layers): each for name, each in single.items()}
+    order = {name: j for j, name in enumerate(KV_LAYERS)}
+    used = {mix: sizes[range(len(mix)), [order[name] for name in mix]].sum() for mix in measured}
+    best = [min(measured, key=measured.__getitem__)] if bits is not None else [
+        mix for mix in sorted(measured, key=used.__getitem__)
+        if all(measured[mix] < measured[other] for other in measured if used[other] < used[mix])
+    ]  # fmt: skip
+    choices = []
+    for mix in best:
+        counts = ", ".join(f"{name} in {count} layers" for name, count in Counter(mix).most_common())
+        within = "beside the weights of this budget" if bits is None else f"within {bits:g} bits a value"
+        record = {
+            "bits": 16 * used[mix] / total[2] if bits is None else bits, "loss": measured[mix],
+            "single_formats": single, "losses": scores.tolist(),
+            "reason": f"{counts}: KL {measured[mix]:.3g} {within}; "
+            + ", ".join(f"{name} for all {each:.3g}" for name, each in sorted(single.items(), key=lambda one: one[1])),
+        }  # fmt: skip
+        choices.append(KVChoice(mix, measured[mix], record))
+    return choices
 
 
-def _scores(loss: Callable[[Sequence[str]], float], present: Sequence[str], session: Session, turn: int) -> np.ndarray:
+def _scores(
+    loss: Callable[[Sequence[str]], float], present: Sequence[str], session: Session, turn: int, turns: int
+) -> np.ndarray:
     """Returns the change of the loss by each layer in each format, all others as at present, `[layers, formats]`."""
     scores, base = np.zeros((len(present), len(KV_LAYERS))), loss(present)
     for index in range(len(present)):
         for j, name in enumerate(KV_LAYERS):
             if name != present[index]:
                 scores[index, j] = loss([*present[:index], name, *present[index + 1 :]]) - base
-        session.report("cache", turn * len(present) + index + 1, _TURNS * len(present))
+        session.report("cache", turn * len(present) + index + 1, turns * len(present))
     return scores

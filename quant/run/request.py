@@ -7,6 +7,7 @@ wrote it: `--lm-head` or `lm_head=`. Refusals that depend on the model are in `c
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -39,6 +40,8 @@ from quant.recipes.plan_make import kv_cache_name
 from quant.recipes.recipe import KEEP, Recipe, get_recipe
 from quant.recipes.solver_names import DEFAULT_OBSERVER
 
+KV_AUTO = "auto"
+"""In place of the bits of the KV cache: it shares the budget with the weights."""
 _BUDGETS = ("bits", "fit", "latency", "max_kl", "max_ppl_increase", "min_task")
 # Fields whose option does not repeat their name; the command has --recipe FILE and --format NAME.
 _OPTIONS = {"recipe": "--format", "recipe_file": "--recipe", "plan_file": "--plan", "eval_texts": "--eval"}
@@ -157,7 +160,7 @@ class Request:
     guard: str | None = None
     observer: str | None = None
     kv_cache: str | None = None
-    kv_bits: float | None = None
+    kv_bits: float | str | None = None  # bits a cached value, or `KV_AUTO`
     attention: str | None = None
     include: Sequence[str] = ()
     exclude: Sequence[str] = ()
@@ -322,6 +325,8 @@ class Request:
                 f"{self.spell('kv_bits')} goes with a budget or a limit, such as {self.spell('bits')}, and without "
                 f"{self.spell('kv_cache')}"
             )
+        if self.kv_bits is not None:
+            self._check_kv_bits(self.kv_bits)
         if self.goal is not None:
             self._check_budget()
         else:
@@ -342,6 +347,21 @@ class Request:
         of_budget = [] if self.goal is None else ["scipy"]
         of_sources = packages_of_sources((*self.calib, *map(str, self.eval_texts)))
         check_installed([*of_model, *of_budget, *of_sources], "this run")
+
+    def _check_kv_bits(self, bits: float | str) -> None:
+        """Refuses bits of the cache that are no number, and a shared budget that counts no cache."""
+        goal = self.goal
+        if bits == KV_AUTO and goal is not None and (goal.has_limit or (goal.fit is None and goal.latency is None)):
+            raise UserError(
+                f"{self.spell('kv_bits')} {KV_AUTO} divides {self.spell('fit')} or {self.spell('latency')} between "
+                f"weights and cache; with another budget or limit give bits, such as {self.spell('kv_bits')} 6"
+            )
+        try:
+            number = bits == KV_AUTO or 0 < float(bits) < math.inf
+        except ValueError:
+            number = False
+        if not number:
+            raise UserError(f"{self.spell('kv_bits')} {bits}: give bits per cached value, such as 6, or {KV_AUTO}")
 
     def _check_pipeline(self) -> None:
         """Refuses options of pipelines for other models, and others for pipelines."""

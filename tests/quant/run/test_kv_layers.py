@@ -13,7 +13,10 @@ from click.testing import CliRunner
 from safetensors.torch import save_file
 
 from quant.base.errors import UserError
+from quant.calibration.allocation.allocate import allocate
+from quant.calibration.allocation.goal import Goal
 from quant.calibration.sensitivity.costs import kv_cache_bytes, mixed_cache_bytes
+from quant.calibration.sensitivity.knapsack import Infeasible
 from quant.calibration.session import Session
 from quant.cli.main import main
 from quant.evaluation.evaluate import evaluate
@@ -50,7 +53,7 @@ def _loss(names: tuple[str, ...]) -> float:
 
 def test_the_choice_is_near_the_best_of_all_and_better_than_one_format() -> None:
     model, sizes = _model(), {"nvfp4": 4.5, "fp8": 8.0, "16bit": 16.0}
-    choice = choose_kv_layers(model, _rows(), 8.0, Session())
+    (choice,) = choose_kv_layers(model, _rows(), 8.0, Session())
     cached = mixed_cache_bytes(model.config, 4096, 1, Plan((), kv_layers=choice.layers))
     assert cached <= kv_cache_bytes(model.config, 4096, 1, FORMATS["fp8"])
     measured = _loss(choice.layers)
@@ -67,6 +70,46 @@ def test_the_choice_is_near_the_best_of_all_and_better_than_one_format() -> None
     assert "within 8 bits a value" in choice.record["reason"] and "fp8 for all" in choice.record["reason"]
     with pytest.raises(UserError, match=r"kv_bits=4: the smallest feasible value is 4\.5"):
         choose_kv_layers(model, _rows(), 4, Session())
+
+
+def test_weights_and_cache_share_a_budget() -> None:
+    """The cache that is chosen beside the weights loses less with them than any other, each with its own weights."""
+    model, rows = _model(), _rows(24)
+    choices = choose_kv_layers(model, rows, None, Session())
+    tokens = {"context": 512, "batch": 4}
+    used = [mixed_cache_bytes(model.config, 512, 4, Plan((), kv_layers=choice.layers)) for choice in choices]
+    assert used == sorted(set(used)) and len(used) > 3
+    assert [choice.loss for choice in choices] == sorted((choice.loss for choice in choices), reverse=True)
+    mixes = {choice.layers: choice.loss for choice in choices[::2]}
+    goal = Goal(fit=600_000, **tokens)
+    options: Any = {"formats": "nvfp4a16,fp8a16"}
+    found = allocate(model, rows, goal, kv_mixes=mixes, **options)
+    totals = {}
+    for layers, loss in mixes.items():
+        try:
+            alone = allocate(model, rows, goal, kv_mixes={layers: loss}, **options)
+        except Infeasible:
+            continue
+        assert alone.plan.kv_layers == layers
+        totals[layers] = alone.record.chosen.kl_measured + loss
+    assert len(totals) > 2 and max(totals.values()) > 1.05 * min(totals.values())
+    assert found.plan.kv_layers == min(totals, key=totals.__getitem__)
+    assert found.record.chosen.memory is not None and found.record.chosen.memory <= 600_000
+    assert found.plan.provenance["allocation"]["memory"]["kv_cache"] == used[::2][list(mixes).index(found.plan.kv_layers)]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--bits", "5", "--kv-bits", "auto"], "--kv-bits auto divides --fit or --latency between weights and cache"),
+        (["--fit", "1MB", "--max-kl", "1", "--kv-bits", "auto"], "--kv-bits auto divides --fit or --latency"),
+        (["--fit", "1MB", "--kv-bits", "few"], "--kv-bits few: give bits per cached value, such as 6, or auto"),
+        (["--fit", "1MB", "--kv-bits", "-1"], "--kv-bits -1: give bits per cached value"),
+    ],
+)
+def test_bits_of_the_cache_that_nobody_can_keep(options: list[str], message: str) -> None:
+    result = CliRunner().invoke(main, ["plan", "make", "model", "--out", "plan.json", *options])
+    assert result.exit_code == 2 and message in result.stderr
 
 
 def test_decoding_over_a_mixed_cache_is_the_forward_pass() -> None:
