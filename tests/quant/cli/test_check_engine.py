@@ -135,7 +135,7 @@ def test_the_runtime_of_a_file_is_an_option(files: tuple[Path, Path], tmp_path: 
         kinds[target] = [node.op_type for node in onnx.load(out / "model.onnx", load_external_data=False).graph.node]
         checked = run("check", out, "--source", files[0], "--max-new-tokens", 4, "--json")
         assert json.loads(checked.stdout)["passed"], checked.output
-    assert "RMSNormalization" in kinds["onnxruntime"] and "Attention" in kinds["onnxruntime"]
+    assert "RMSNormalization" in kinds["onnxruntime"] and "GroupQueryAttention" in kinds["onnxruntime"]
     assert "Reciprocal" in kinds["tensorrt"] and "Softmax" in kinds["tensorrt"]
     wrong = run("export", files[0], "--to", "onnx", "--target", "sm89", "--out", tmp_path / "wrong")
     assert wrong.exit_code == 2 and "an ONNX file is for onnxruntime or tensorrt" in wrong.stderr
