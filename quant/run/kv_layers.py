@@ -2,17 +2,16 @@
 
 Each layer's keys and values are rounded to each format while all others stay in 16 bit, and KL(base‖model) is measured
 on calibration rows. A knapsack finds the formats with the least sum of these losses within the bytes. Losses add up
-only roughly: for a number of bits the same is done once more around this mix, both mixes are measured as a whole, and
-so is every single format that fits. The best of them is returned.
+only roughly: the mix is measured as a whole, and so is every single format that fits. The best of them is returned.
 
-Where weights and cache share one budget (`auto`), knapsacks of several sizes give mixes, each is measured as a whole,
-and those that lose less than every smaller one are returned: the allocation measures the weights beside each.
+Where weights and cache share one budget (`auto`), knapsacks of several sizes give mixes, and those that lose less than
+every smaller one are returned: the allocation measures the weights beside each.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,7 +31,6 @@ from quant.generate.quantized_attention import quantized_attention
 from quant.recipes.plan import KV_LAYERS
 
 _ROWS = 2
-_TURNS = 2
 _SIZES = (4.5, 5, 5.5, 6.25, 7, 8, 10, 12, 16)  # bits a value of the mixes beside which weights are measured
 
 
@@ -74,16 +72,15 @@ def choose_kv_layers(model: nn.Module, rows: torch.Tensor, bits: float | None, s
                 sums = [divergence.measure(row, base)() for row, base in zip(rows.split(1), references, strict=True)]
             return sum(sums) / divergence.count(rows)
 
-        # First around 16 bit; then around the mix, where errors of several layers meet.
-        mix, measured = ("16bit",) * len(layers), dict[tuple[str, ...], float]()
-        turns = 1 if bits is None else _TURNS
-        for turn in range(turns):
-            scores = _scores(loss, mix, session, turn, turns)
-            problem = KnapsackProblem(tuple(layers), KV_LAYERS, scores, {"bytes": sizes})
-            for size in _SIZES if bits is None else (bits,):
-                if limit(size) >= total[0]:
-                    mix = tuple(KV_LAYERS[j] for j in solve(problem, {"bytes": limit(size)}))
-                    measured[mix] = measured[mix] if mix in measured else loss(mix)
+        scores, plain = np.zeros(sizes.shape), ["16bit"] * len(layers)
+        for index in range(len(layers)):
+            for j, name in enumerate(KV_LAYERS[:-1]):
+                scores[index, j] = loss([*plain[:index], name, *plain[index + 1 :]])
+            session.report("cache", index + 1, len(layers))
+        problem = KnapsackProblem(tuple(layers), KV_LAYERS, scores, {"bytes": sizes})
+        limits = [limit(size) for size in (_SIZES if bits is None else (bits,)) if limit(size) >= total[0]]
+        mixes = {tuple(KV_LAYERS[j] for j in solve(problem, {"bytes": most})) for most in limits}
+        measured = {mix: loss(mix) for mix in mixes}
         single = {name: loss((name,) * len(layers)) for j, name in enumerate(KV_LAYERS)
                   if bits is None or total[j] <= limit(bits)}  # fmt: skip
         measured |= {(name,) * len(layers): each for name, each in single.items()}
@@ -105,16 +102,3 @@ def choose_kv_layers(model: nn.Module, rows: torch.Tensor, bits: float | None, s
         }  # fmt: skip
         choices.append(KVChoice(mix, measured[mix], record))
     return choices
-
-
-def _scores(
-    loss: Callable[[Sequence[str]], float], present: Sequence[str], session: Session, turn: int, turns: int
-) -> np.ndarray:
-    """Returns the change of the loss by each layer in each format, all others as at present, `[layers, formats]`."""
-    scores, base = np.zeros((len(present), len(KV_LAYERS))), loss(present)
-    for index in range(len(present)):
-        for j, name in enumerate(KV_LAYERS):
-            if name != present[index]:
-                scores[index, j] = loss([*present[:index], name, *present[index + 1 :]]) - base
-        session.report("cache", turn * len(present) + index + 1, turns * len(present))
-    return scores
