@@ -53,6 +53,8 @@ class Question:
 
 def read_task(path: str | Path) -> list[Question]:
     """Returns the questions of a JSONL file; UserError names the line that cannot be read."""
+    if (name := str(path)).startswith("lm_eval:"):
+        raise UserError(f"task {name}: no file of questions; `quant evaluate --tasks {name[8:]}` runs tasks of lm-eval")
     path = Path(path)
     try:
         lines = path.read_text(encoding="utf-8").splitlines()

@@ -156,6 +156,11 @@ def test_bad_lines_are_named(line: object, message: str, file: Callable[..., Pat
     assert message in str(refused.value)
 
 
+def test_a_task_of_lm_eval_is_no_file() -> None:
+    with pytest.raises(UserError, match=r"task lm_eval:arc_easy: no file of questions; `quant evaluate --tasks arc_e"):
+        read_task("lm_eval:arc_easy")
+
+
 def test_the_command(model: Any, tokenizer: Any, file: Callable[..., Path], tmp_path: Path) -> None:
     def evaluate(*arguments: object) -> Result:
         return CliRunner().invoke(main, ["evaluate", *map(str, arguments)])
