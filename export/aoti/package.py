@@ -297,13 +297,14 @@ def cause_of(error: BaseException) -> str:
     return text if len(text) <= _LONGEST else f"{text[: _LONGEST // 2]} ... {text[-_LONGEST // 2 :]}"
 
 
-def load_aoti(path: str | Path) -> Callable[..., Any]:
+def load_aoti(path: str | Path, *, single_threaded: bool = False) -> Callable[..., Any]:
     """Returns a package as a function of the model's inputs; a decoder's raises ValueError for a cache with gaps.
 
-    Compiled code takes every tensor for contiguous and does not look at its strides, so an input such as `ids[:, :50]`
-    is copied first. A decoder's package writes into its cache, and would write into the copy.
+    A function for a single thread has no events that keep threads apart, which a CUDA graph cannot hold. Compiled code
+    takes every tensor for contiguous and does not look at its strides, so an input such as `ids[:, :50]` is copied
+    first. A decoder's package writes into its cache, and would write into the copy.
     """
-    package = torch._inductor.aoti_load_package(str(path))
+    package = torch._inductor.aoti_load_package(str(path), run_single_threaded=single_threaded)
     writes = METADATA in package.get_metadata()
 
     def contiguous(x: torch.Tensor) -> torch.Tensor:
@@ -474,7 +475,11 @@ _INSTRUCTIONS = {
 
 
 class AotiSession:
-    """See `EngineSession`; any number of rows and any width run, within the limits of `--shapes`."""
+    """See `EngineSession`; any number of rows and any width run, within the limits of `--shapes`.
+
+    On a GPU steps of one token are replayed by a CUDA graph: launched one by one, hundreds of kernels of a few
+    microseconds each wait for the host.
+    """
 
     recurrent = False
 
@@ -493,13 +498,14 @@ class AotiSession:
         # [heads, capacity, dim] of keys and values, in order of the layers
         self._shapes = [(heads, description["capacity"], dim) for heads, dim in description["caches"]]
         self._caches: list[torch.Tensor] = []
+        self._captured: tuple[torch.cuda.CUDAGraph, dict[str, torch.Tensor], torch.Tensor] | None = None
         self.capacity: int = description["capacity"]
         self.dtype: str = description["dtype"]
         self.plan: str = description["plan"]
         name = torch.cuda.get_device_name() if self._device.type == "cuda" else "CPU"
         self.backend = f"AOTInductor of torch {torch.__version__}, {name}"
         try:
-            self._run = load_aoti(path)
+            self._run = load_aoti(path, single_threaded=self._device.type == "cuda")
         except RuntimeError as error:
             raise UserError(f"{path}: torch cannot load it: {' '.join(str(error).split())[:300]}") from error
 
@@ -507,7 +513,7 @@ class AotiSession:
         return 1 << 16
 
     def begin(self, rows: int) -> None:
-        self._caches = []
+        self._caches, self._captured = [], None
         values = sum(rows * int(np.prod(shape)) for shape in self._shapes)
         free = free_memory(self._device) if self._device.type == "cuda" else memory_left()
         check_memory(self._path, values * self._torch_dtype.itemsize, free, rows)
@@ -520,14 +526,31 @@ class AotiSession:
 
     def step(self, ids: np.ndarray, lengths: np.ndarray, last: np.ndarray) -> np.ndarray:
         check_step(ids, lengths, last, self.capacity)
-        inputs = {IDS: ids, LENGTHS: lengths, LAST: last}
-        arguments = {name: torch.from_numpy(value).to(self._device) for name, value in inputs.items()}
+        inputs = {name: torch.from_numpy(value) for name, value in ((IDS, ids), (LENGTHS, lengths), (LAST, last))}
         try:
-            logits: torch.Tensor = self._run(arguments, self._caches)
+            if self._device.type == "cuda" and ids.shape[1] == 1:
+                logits = self._replayed(inputs)
+            else:
+                logits = self._run({name: x.to(self._device) for name, x in inputs.items()}, self._caches)
         except RuntimeError as error:
             raise UserError(f"{self._path}: the package stopped: {' '.join(str(error).split())[:300]}") from error
         result: np.ndarray = logits.float().cpu().numpy()
         return result
+
+    def _replayed(self, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+        """Returns the logits of a step of one token a row; the first one of an empty cache's rows is captured."""
+        if self._captured is None:
+            fixed = {name: x.to(self._device) for name, x in inputs.items()}
+            self._run(fixed, self._caches)  # loads the kernels; it writes the keys that the graph writes again
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                logits = self._run(fixed, self._caches)
+            self._captured = graph, fixed, logits
+        graph, fixed, logits = self._captured
+        for name, x in inputs.items():
+            fixed[name].copy_(x)
+        graph.replay()
+        return logits
 
 
 def read_metadata(path: Path) -> dict[str, Any]:

@@ -147,6 +147,8 @@ def _weight(format: Format, codes: Any, scale: Any, global_scale: Any, dtype: An
     if format.element is INT4:
         scale = scale if int(dtype) == FLOAT else op.Cast(scale, to=int(dtype))
         return op.DequantizeLinear(codes, scale, axis=1, block_size=columns)
+    if rows > 1 and list(scale.shape) == [1, 1]:  # TensorRT refuses a scale of one block, and takes a number
+        return narrowed(op.DequantizeLinear(codes, op.Squeeze(scale)), dtype)
     if rows > 1:
         return trt.TRT_BlockDequantize(codes, scale, block_shape=[rows, columns], output_dtype=int(dtype))
     return _dequantized(format, codes, scale, dtype, axis=0)

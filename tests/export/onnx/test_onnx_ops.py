@@ -236,6 +236,18 @@ def test_onnxruntime_runs_fp8(tmp_path: Path) -> None:
     assert relative_error(torch.from_numpy(y), module(x)) < 1e-6
 
 
+def test_a_single_block_has_a_number_for_its_scale(tmp_path: Path) -> None:
+    """TensorRT-RTX refuses a matrix of one scale at TRT_BlockDequantize: "ScaleMode is illegal"."""
+    module = nn.Sequential(QuantLinear(quantize(torch.randn(128, 128), FORMATS["fp8_block"]), None, None, None))
+    x = torch.randn(2, ROWS, 128)
+    path = export_onnx(
+        module, tmp_path / "m.onnx", inputs={"x": GraphInput(x, ("batch", "rows", 128))}, runtime="tensorrt"
+    )
+    (y,) = run(path, x)
+    assert relative_error(y, module(x)) < 1e-6
+    assert "TRT_BlockDequantize" not in {node.op_type for node in onnx.load(path).graph.node}
+
+
 @pytest.mark.parametrize("activation", ["fp8", "fp8_token"])
 def test_inputs_in_onnxruntime_are_the_numbers_of_ml_dtypes(tmp_path: Path, activation: str) -> None:
     """A product with the identity gives the rounded inputs: ties, subnormals, the largest numbers, and zeros."""

@@ -40,6 +40,18 @@ CASES = [
     ("qwen3", "fp8", "fp16", CACHE),
     ("gemma3", "int8", "fp16", CACHE),
     ("mistral", "mxfp8", "bf16", {"target": "sm89,sm120", **CACHE}),
+    ("bert", "int8", "fp16", {"dtype": "fp32"}),
+    ("bert", "int4a16_g32", "bf16", {"dtype": "fp16"}),
+    ("vit", "nvfp4", "bf16", {}),
+    ("vit", "fp8_channel", "bf16", {"dtype": "fp32"}),
+    ("llama-64", "int8_static", "fp32", CACHE),
+    ("llama-64", "fp8@16bit", "bf16", {"dtype": "fp16", **CACHE}),
+    ("llama-64", "nvfp4a16", "fp16", {"kv_cache": "fp8", "data": IDS, **CACHE}),
+    ("qwen3", "int4a16", "bf16", CACHE),
+    ("qwen3", "nvfp4", "fp32", {"dtype": "fp16", **CACHE}),
+    ("gemma3", "fp8", "bf16", {"capacity": 0, "shapes": "sequence=1:16:32"}),
+    ("gemma3", "int8_static", "fp32", {"dtype": "bf16", **CACHE}),
+    ("resnet", "int8", "bf16", {"inputs": {"pixel_values": "bf16:batch,3,32,32"}}),
 ]
 
 

@@ -363,7 +363,58 @@ def take_the_next_layers_scales(model: Any) -> None:
     first.k_scale, first.v_scale = second.k_scale, second.v_scale
 
 
+def exchange_q_and_k_norms(model: Any) -> None:
+    attention = model.model.layers[0].self_attn
+    attention.q_norm, attention.k_norm = attention.k_norm, attention.q_norm
+
+
+def take_the_exact_gelu(model: Any) -> None:
+    model.model.layers[1].mlp.act_fn = nn.GELU()  # Gemma's is the approximation by tanh
+
+
+def exchange_windows(model: Any) -> None:
+    """The layer with a window takes the whole cache."""
+    sliding = next(layer.self_attn for layer in model.model.layers if layer.self_attn.sliding_window is not None)
+    sliding.sliding_window = None
+    sliding.is_sliding = False
+
+
+def swap_kv_heads(model: Any) -> None:
+    """Queries attend to the keys of the other head; values stay."""
+    rows = model.model.layers[0].self_attn.k_proj.codes
+    rows.view(torch.uint8).copy_(rows.view(torch.uint8).roll(len(rows) // 2, 0))
+
+
+def drop_the_bias_of_a_norm(model: Any) -> None:
+    model.encoder.layer[1].output.LayerNorm.bias.zero_()
+
+
+def begin_positions_of_bert_at_one(model: Any) -> None:
+    model.embeddings.position_embeddings.weight.copy_(model.embeddings.position_embeddings.weight.roll(-1, 0))
+
+
+def exchange_token_types(model: Any) -> None:
+    model.embeddings.token_type_embeddings.weight.copy_(model.embeddings.token_type_embeddings.weight.flip(0))
+
+
+def leave_out_the_tanh_of_the_pooler(model: Any) -> None:
+    model.pooler.activation = nn.Identity()
+
+
+def widen_the_epsilon_of_a_batch_norm(model: Any) -> None:
+    model.resnet.encoder.stages[0].layers[0].layer[0].normalization.eps = 1e-3
+
+
 OTHER_MODELS = [
+    ("qwen3", exchange_q_and_k_norms),
+    ("gemma3", take_the_exact_gelu),
+    ("gemma3", exchange_windows),
+    ("llama-64", swap_kv_heads),
+    ("bert", drop_the_bias_of_a_norm),
+    ("bert", begin_positions_of_bert_at_one),
+    ("bert", exchange_token_types),
+    ("bert", leave_out_the_tanh_of_the_pooler),
+    ("resnet", widen_the_epsilon_of_a_batch_norm),
     ("qwen3", drop_q_norm),
     ("gemma3", exchange_gemmas_norms),
     ("gemma3", forget_the_factor_of_embeddings),
