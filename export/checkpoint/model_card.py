@@ -161,6 +161,6 @@ def _use(plan: Plan, model: nn.Module, layout: str, trial: Trial | None) -> Iter
     if kind.__name__.endswith(_GENERATIVE):
         problem = vllm_problem(plan, model, layout)
         if problem is None:
-            yield from ("", "vLLM has kernels for these formats:", "", "```console", "$ vllm serve DIR", "```")
+            yield from ("", "vLLM has kernels for these formats:", "", "```console", f"$ vllm serve DIR{flag}", "```")
         else:
             yield from ("", f"{problem}.")

@@ -261,13 +261,14 @@ def usage(report: Report, plan: Plan) -> Section | None:
     """Returns commands for the directory that the page lies in; None for a model that writes no text."""
     if report.kv_cache is None:
         return None
-    rows = [("try it", 'quant generate . --prompt "The capital of France is"')]
+    trust = " --trust-remote-code" if "--trust-remote-code" in report.command else ""
+    rows = [("try it", f'quant generate . --prompt "The capital of France is"{trust}')]
     conv1d = next((f"{layer.name}: its weight is a Conv1D's" for layer in plan.quantized if layer.transposed), None)
     problem = conv1d or first_problem(plan, "vllm")
     if problem is None:
         cache = " --kv-cache-dtype fp8" if plan.kv_cache is not None else ""
-        rows.append(("serve", f"vllm serve .{cache}"))
-    rows.append(("check the files", "quant check ."))
+        rows.append(("serve", f"vllm serve .{cache}{trust}"))
+    rows.append(("check the files", f"quant check .{trust}"))
     text = "Commands for the directory of this page."
     if problem is not None:
         text += f" vLLM does not serve this plan: {problem}."

@@ -219,19 +219,21 @@ def next_steps(report: Report, plan: Plan, directory: Path) -> list[str]:
         return lines
     opened = f"report:   {shlex.quote(str(directory / 'report.html'))} in a browser"
     config = directory / "config.json"
-    names = read_fields(config).get("architectures") or [""] if config.is_file() else [""]
+    fields = read_fields(config) if config.is_file() else {}
+    names = fields.get("architectures") or [""]
+    flag = " --trust-remote-code" if "auto_map" in fields else ""  # a class with Python files of its own
     # The commands need text, and so a tokenizer: none for vision models, state dicts, or a model without its tokenizer.
     if not names[0].endswith("ForCausalLM") or not any((directory / name).is_file() for name in _TOKENIZERS):
         return [*lines, opened]
     if report.evaluation is None:
         lines.append("the loss was not measured: give --eval FILE to a run, or use the line `measure` below")
     path, original = shlex.quote(str(directory)), shlex.quote(report.model)
-    lines.append(f'try it:   quant generate {path} --prompt "The capital of France is"')
-    lines.append(f"measure:  quant evaluate {path} --text FILE --baseline {original}")
+    lines.append(f'try it:   quant generate {path} --prompt "The capital of France is"{flag}')
+    lines.append(f"measure:  quant evaluate {path} --text FILE --baseline {original}{flag}")
     # As the model card has it, which knows the model's class too.
     card = directory / "README.md"
     if card.is_file() and "$ vllm serve" in card.read_text(encoding="utf-8"):
-        lines.append(f"serve:    vllm serve {path}")
+        lines.append(f"serve:    vllm serve {path}{flag}")
     return [*lines, opened]
 
 

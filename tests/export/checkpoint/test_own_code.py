@@ -1,6 +1,7 @@
 """Models with Python files of their own (`auto_map`) are quantized, written and read, by the command and in Python."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,8 @@ from safetensors.torch import save_file
 import quant
 from quant.base.errors import UserError
 from quant.cli.main import main
+from quant.report.report import read_run
+from quant.report.summary import next_steps
 
 transformers = pytest.importorskip("transformers", reason="the extra hf")
 pytest.importorskip("compressed_tensors", reason="the extra test")
@@ -107,6 +110,7 @@ def written_is_right(out: Path, source: Path) -> None:
     with pytest.raises(UserError, match=r"pass trust_remote_code=True$"):
         quant.load(out)
     card = (out / "README.md").read_text()
+    assert card.count("$ vllm serve DIR") == card.count("$ vllm serve DIR --trust-remote-code\n")
     assert "$ quant check DIR --trust-remote-code\n" in card and 'quant.load("DIR", trust_remote_code=True)' in card
     verified = quant.verify(out, trust_remote_code=True)
     assert not verified.findings and "forward pass" in verified.checked
@@ -124,6 +128,12 @@ def test_the_command_works_to_the_end(directory: Path, tmp_path: Path) -> None:
         "--trust-remote-code",
     )  # fmt: skip
     written_is_right(out, directory)
+    shown = re.findall(r"(?:quant generate|quant check|vllm serve) \.[^<]*", (out / "report.html").read_text())
+    assert all("--trust-remote-code" in command for command in shown)
+    (out / "tokenizer_config.json").write_text("{}")  # the commands below need one to run
+    lines = [line for line in next_steps(*read_run(out), out) if re.match("try it|measure|serve", line)]
+    assert len(lines) >= 2 and all(line.endswith("--trust-remote-code") for line in lines)
+    (out / "tokenizer_config.json").unlink()
     run("check", out, "--trust-remote-code")
     run("export", out, "--to", "modelopt", "--out", tmp_path / "modelopt", "--trust-remote-code")
     quant.convert(out, tmp_path / "converted", "modelopt", trust_remote_code=True)
