@@ -379,7 +379,9 @@ def is_16bit(name: str | None) -> bool:
 
 def parse_format(name: str | None) -> Format | None:
     """Returns the format that a user names, or None where the name stands for 16 bit."""
-    try:
-        return None if is_16bit(name) else get_format(str(name))
-    except ValueError as error:
-        raise ValueError(f"{error}, keep") from None
+    if is_16bit(name):
+        return None
+    if name not in GGUF_FORMATS and name not in INPUT_FORMATS:
+        known = known_names(name, [*INPUT_FORMATS, "keep"], "formats")
+        raise ValueError(f"unknown format {name!r}; {known}")
+    return get_format(str(name))

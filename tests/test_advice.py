@@ -224,6 +224,14 @@ COMMANDS = [
         drop="--guard fp8",
         add="--guard 0.1␣fp8␣keep",
     ),
+    Row(
+        "plan edit {plan} --set *.q_proj=fp9 --whole-groups --out {out}",
+        "keep; did you mean fp8?",
+        drop="--set *.q_proj=fp9",
+        add="--set *.q_proj=fp8",
+    ),
+    Row("inspect {stored}/model.safetensors", "name its directory", instead="inspect {stored}"),
+    Row("plan show {model}", "or a directory of `quantize --out`", instead="plan show {stored}"),
     # evaluate and generate
     Row("evaluate {model} --samples 2 --seqlen 16", "--text", add="--text {text}"),
     Row("evaluate {model} --text {text} --shots 3 --samples 2 --seqlen 16", "leave them out", drop="--shots 3"),

@@ -91,6 +91,8 @@ def no_checkpoint(directory: Path) -> UserError:
     """Returns the error for a directory that `load` cannot read."""
     if not directory.exists():
         return UserError(f"{directory}: no such directory")
+    if directory.is_file() and is_checkpoint(directory.parent):
+        return UserError(f"{directory} is a file of a checkpoint; name its directory, {directory.parent}")
     file = directory / "config.json"
     # From the most to the least certain: no checkpoint, a checkpoint of our training, one of another method.
     config = config_in(file, "quantization_config") if file.is_file() else None

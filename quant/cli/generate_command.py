@@ -65,6 +65,9 @@ def generate_command(
             session = open_session(engine, unsafe_load=unsafe_load)
         _run_session(session, model, prompts, max_new_tokens, sampling, quiet=quiet, as_json=as_json)
         return
+    path = Path(model)
+    if path.suffix in (".onnx", ".engine") or (any(path.glob("*.onnx")) and not any(path.glob("*.safetensors"))):
+        raise UserError(f"{model} is an export; name the checkpoint it was made from, and it with --engine {model}")
     if len(prompts) > 1:
         raise UserError(f"{len(prompts)} prompts: MODEL takes one, and an exported file several (--engine)")
     options = {name: choices[name] for name in of_models}

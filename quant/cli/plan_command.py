@@ -202,7 +202,11 @@ def targets_command(as_json: bool) -> None:
 
 def _file_of(path: Path) -> Path:
     """A plan file; for a checkpoint, the one in its directory."""
-    return path / PLAN_FILE if path.is_dir() else path
+    if not path.is_dir():
+        return path
+    if not (path / PLAN_FILE).is_file():
+        raise UserError(f"{path}: no {PLAN_FILE}; name a file of `quant plan make`, or a directory of `quantize --out`")
+    return path / PLAN_FILE
 
 
 def _show_diff(old: Plan, new: Plan, as_json: bool) -> None:

@@ -391,7 +391,7 @@ def memory(plan: Plan, kv_cache: KVCache | None) -> Section | None:
     sizes |= {"embeddings and head": weights.embeddings, "16-bit rest": weights.rest}
     parts = [("weights", size, name) for name, size in sizes.items() if size]
     bars = {"weights": f"Weights {megabytes(weights.total)}"}
-    text = "The KV cache and activations take memory as well; the server decides how much."
+    text = "Activations, and a KV cache if the model has one, take memory as well."
     # A second bar, since a long context's cache may be many times as large as the weights.
     if kv_cache is not None:
         cache_name = f"KV cache, {kv_cache.batch} × {kv_cache.context:,} tokens"

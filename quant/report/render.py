@@ -107,7 +107,9 @@ def _tiles(report: Report) -> list[tuple[str, str, str]]:
     if (record := report.allocation) is not None:
         tiles.insert(0, ("Asked for", charts.budget_text(record.budget), choice_loss(record)))
     if (evaluation := report.evaluation) is None:
-        return [*tiles, ("Quality", "not measured", "give a text to evaluate on")]
+        # Only a model that writes text has the size of a KV cache.
+        why = "no text was evaluated" if report.kv_cache is None else "give a text to evaluate on"
+        return [*tiles, ("Quality", "not measured", why)]
     count, worst = len(evaluation.texts), evaluation.worst
     of = f"on {short_name(worst.text)}, the worst of {count} texts" if count > 1 else ""
     interval = interval_text(worst).strip(" ()")

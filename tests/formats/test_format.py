@@ -141,7 +141,7 @@ def test_a_row_is_a_matrix_of_one_row_and_a_scalar_is_refused() -> None:
 def test_16_bit_has_several_names_and_is_no_format(name: str | None) -> None:
     assert parse_format(name) is None
     assert parse_format("fp8") is FORMATS["fp8"]
-    with pytest.raises(ValueError, match=r"unknown format 'int16'; known formats: nvfp4, .*, keep$"):
+    with pytest.raises(ValueError, match=r"unknown format 'int16'; known formats: nvfp4, .*, keep; did you mean int8"):
         parse_format("int16")
 
 
