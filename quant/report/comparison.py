@@ -68,11 +68,13 @@ def compare_html(a: ComparedRun, b: ComparedRun) -> str:
     ]
     models = dict.fromkeys(short_name(run.report.model) for run in (a, b))
     return render_page(
-        "comparison.html.j2",
+        "sections.html.j2",
+        kicker="Comparison of two runs",
         title=f"{a.name} and {b.name}",
-        model=" and ".join(models),
+        subtitle=" and ".join(models),
         sections=[section for section in sections if section is not None],
-    )
+        links=(), tiles=(), pairs=(),
+    )  # fmt: skip
 
 
 def totals(a: ComparedRun, b: ComparedRun) -> list[tuple[str, str, str, str]]:

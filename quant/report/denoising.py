@@ -51,8 +51,9 @@ def denoising_html(
         for prompt, figure, a, b in zip(denoising["prompts"]["held_out"], figures, before, after, strict=True)
     ]
     return render_page(
-        "denoising.html.j2", name=name, tiles=tiles, sections=sections, pairs=pairs[:_SHOWN], components=list(reports)
-    )
+        "sections.html.j2", kicker="Quantized pipeline", title=name, subtitle="Reports of components:", tiles=tiles,
+        links=list(reports), pairs=pairs[:_SHOWN], sections=sections,
+    )  # fmt: skip
 
 
 def _by_timestep(errors: Mapping[str, Mapping[str, float]]) -> Section:
