@@ -15,7 +15,7 @@ from click.testing import CliRunner
 
 pytest.importorskip("diffusers", reason="the extra diffusion")
 
-from tiny_denoisers import PIPELINES, SMALL, noise_of, tiny_calls, tiny_image, tiny_pipeline
+from tiny_denoisers import PIPELINES, SMALL, noise_of, tiny_image, tiny_pipeline
 
 import quant
 from quant.cli.quantize import quantize_command
@@ -210,38 +210,22 @@ def test_text_encoders_are_quantized_on_request(pipeline: Callable[[str], Path],
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("kind", ["Flux", "SD3", "SDXL"])
-@pytest.mark.parametrize("format", ["fp8_channel", "nvfp4"])
-def test_a_pipeline_on_a_gpu(
-    kind: str, format: str, pipeline: Callable[[str], Path], prompts: Path, tmp_path: Path
-) -> None:
+def test_a_pipeline_on_a_gpu(pipeline: Callable[[str], Path], prompts: Path, tmp_path: Path) -> None:
     import diffusers
 
-    name, out = "unet" if kind == "SDXL" else "transformer", tmp_path / "out"
-    result = _quantize(pipeline(kind), "--format", format, "--calib", prompts, "--steps", "3", "--out", out)
+    out = tmp_path / "out"
+    result = _quantize(pipeline("SD3"), "--format", "fp8_channel", "--calib", prompts, "--steps", "3", "--out", out)
     assert result.exit_code == 0, result.output
     pipe = quant.load_pipeline(out, device="cuda")
     image = tiny_image(pipe)
     theirs = diffusers.DiffusionPipeline.from_pretrained(out, dtype=torch.bfloat16).to("cuda")
     assert np.array_equal(tiny_image(theirs), image)
 
-    # A CPU rounds the same values, but sums in another order; so does a compiled graph, whose second call is a replay.
-    family = {"Flux": "Flux.1", "SD3": "Stable Diffusion 3.5"}.get(kind, kind)
-    call = tiny_calls(family, 1)[0]
-    exact = noise_of(getattr(quant.load_pipeline(out), name), call)
-    call = {key: _on_gpu(value) for key, value in call.items()}
-    model = getattr(pipe, name)
-    compiled = torch.compile(model, mode="reduce-overhead")
-    for run in (model, compiled, compiled, compiled):
-        assert float((noise_of(run, call).cpu() - exact).norm() / exact.norm()) < 0.1
-    setattr(pipe, name, compiled)
-    assert np.isfinite(tiny_image(pipe)).all()
-
-
-def _on_gpu(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _on_gpu(each) for key, each in value.items()}
-    return value.to("cuda") if isinstance(value, torch.Tensor) else value
+    # A CPU rounds the same values, but sums in another order, and so does a compiled graph.
+    assert np.abs(tiny_image(quant.load_pipeline(out)) - image).mean() < 0.03
+    pipe.transformer = torch.compile(pipe.transformer, mode="reduce-overhead")
+    for _ in range(2):  # the second replays a CUDA graph at each step
+        assert np.abs(tiny_image(pipe) - image).mean() < 0.03
 
 
 def test_a_dry_run_prints_the_plan_and_writes_nothing(pipeline: Callable[[str], Path], tmp_path: Path) -> None:
