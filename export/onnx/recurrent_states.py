@@ -17,8 +17,7 @@ change nothing (dt, g and β are 0 there), and a row whose `lengths` is 0 begins
 from __future__ import annotations
 
 import sys
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -29,7 +28,7 @@ from torch.nn import functional as F
 
 from quant.base.errors import option
 from quant.export.onnx.decoder_graph import GraphInput
-from quant.export.onnx.serving import IDS, KEYS, LAST, LENGTHS, GroupedAttention, ServingGraph
+from quant.export.onnx.serving import IDS, LAST, LENGTHS, GroupedAttention, ServingGraph
 from quant.kernels.linear.conv import QuantConv
 from quant.recipes.blocks import cache_of
 
@@ -64,14 +63,6 @@ class HybridCache(GroupedAttention):
         finally:
             for (file, name), function in plain.items():
                 setattr(file, name, function)
-
-    def cache_inputs(self, shapes: Sequence[tuple[int, int, torch.dtype]], capacity: int) -> dict[str, GraphInput]:
-        keys, counts, inputs = iter(super().cache_inputs(shapes, capacity).values()), Counter[str](), {}
-        for kind, x in zip(self.kinds, self.new, strict=True):
-            example = GraphInput(torch.zeros(tuple(x.shape), dtype=x.dtype), ("batch", *x.shape[1:]))
-            inputs[f"past_{kind}.{counts[kind]}"] = next(keys) if kind in KEYS else example
-            counts[kind] += 1
-        return inputs
 
     def check(self, model: nn.Module, past: Mapping[str, GraphInput]) -> None:
         """Compares two steps of the graph, and what it keeps, with one pass of the model over its own cache."""

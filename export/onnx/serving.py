@@ -26,6 +26,7 @@ with a warning, and the engine then attends to the whole cache.
 from __future__ import annotations
 
 import inspect
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
@@ -101,10 +102,13 @@ class CachedAttention(Attention):
         Raises ValueError for a cache that the memory of torch's default device cannot hold.
         """
         check_capacity_fits(shapes, capacity)
-        return {
-            name: GraphInput(torch.zeros(2, heads, capacity, dim, dtype=dtype), ("batch", heads, capacity, dim))
-            for name, (heads, dim, dtype) in zip(cache_names("past", len(shapes) // 2), shapes, strict=True)
-        }
+        keys, counts, inputs = iter(shapes), Counter[str](), {}
+        for kind, x in zip(self.kinds, self.new, strict=True):
+            heads, dim, dtype = next(keys) if kind in KEYS else (0, 0, x.dtype)
+            shape = (heads, capacity, dim) if kind in KEYS else tuple(x.shape[1:])
+            inputs[f"past_{kind}.{counts[kind]}"] = GraphInput(torch.zeros(2, *shape, dtype=dtype), ("batch", *shape))
+            counts[kind] += 1
+        return inputs
 
     def check(self, model: nn.Module, past: Mapping[str, GraphInput]) -> None:
         """Raises ValueError for a model that keeps more from step to step than these caches."""
@@ -299,8 +303,3 @@ def last_token_only(model: Any, last: torch.Tensor) -> Iterator[None]:
 def new_name(past: str) -> str:
     """Returns the name of the output that continues a cache: `new_key.0` of `past_key.0`."""
     return past.replace("past_", "new_", 1)
-
-
-def cache_names(prefix: str, layers: int) -> list[str]:
-    """Returns the names of keys and values, in the graph's order."""
-    return [f"{prefix}_{part}.{layer}" for layer in range(layers) for part in KEYS]
