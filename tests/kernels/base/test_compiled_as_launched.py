@@ -151,3 +151,24 @@ def test_a_hopper_gpu_gets_code(name: str) -> None:
     for kernel in kernels:
         assert kernel.asm["cubin"] and kernel.metadata.shared <= SHARED_LIMIT
         assert ".target sm_90a" in kernel.asm["ptx"]
+
+
+@pytest.mark.parametrize(
+    ("name", "arch"),
+    [("fake nvfp4 torch.float32", 90), ("fake nvfp4 torch.float32", 100), ("decode in parts", 90),
+     ("dequantize fp8_block", 100)],
+)  # fmt: skip
+def test_code_does_not_depend_on_tritons_default_of_fusion(
+    name: str, arch: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from triton import knobs
+
+    if not hasattr(knobs.language, "default_fp_fusion"):
+        pytest.skip("this Triton has no such default")
+    texts = []
+    for default in (True, False):
+        monkeypatch.setattr(knobs.language, "default_fp_fusion", default)
+        with compiled_for(arch) as kernels:
+            CASES[name]()
+        texts.append([kernel.asm["ptx"] for kernel in kernels])
+    assert texts[0] == texts[1] and texts[0]
