@@ -422,8 +422,16 @@ class Plan:
 
     @classmethod
     def load(cls, path: str | Path) -> Plan:
-        """Reads a plan file; ValueError, which names it, for one that is not JSON or not a valid plan."""
-        return read_json(path, "a valid plan", cls.from_dict)
+        """Reads a plan file, or that of a checkpoint; ValueError, which names it, for what is not a valid plan."""
+        return read_json(cls.file(path), "a valid plan", cls.from_dict)
+
+    @staticmethod
+    def file(path: str | Path) -> Path:
+        """Returns a plan file as it is; of a checkpoint's directory, the plan in it."""
+        file = Path(path) / PLAN_FILE if Path(path).is_dir() else Path(path)
+        if file.is_file() or not Path(path).is_dir():
+            return file
+        raise UserError(f"{path}: no {PLAN_FILE}; name a file of `quant plan make`, or a directory of `quantize --out`")
 
     def digest(self) -> str:
         """Returns SHA-256 over every field but the provenance: the plan's identity for exporters, ranks and resume."""

@@ -94,11 +94,9 @@ def read_plan(path: str | Path) -> tuple[Plan, list[Problem]]:
         return fields
 
     try:
-        fields = read_json(path, "a plan", with_layers)
+        fields = read_json(Plan.file(path), "a plan", with_layers)
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror}") from None
-    except ValueError as error:
-        raise UserError(str(error)) from None
     layers, problems = [], []
     for entry in fields["layers"]:
         try:

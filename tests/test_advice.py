@@ -29,6 +29,7 @@ import quant
 from quant.cli.main import main
 
 transformers = pytest.importorskip("transformers", reason="the extra hf")
+tokenizers = pytest.importorskip("tokenizers", reason="comes with transformers")
 
 
 @dataclass(frozen=True)
@@ -79,6 +80,12 @@ def case(tmp_path_factory: pytest.TempPathFactory) -> Path:
     # Its tokenizer is one that llama.cpp does not have.
     shutil.copytree(case / "model", case / "bare", ignore=shutil.ignore_patterns("token*"))
     run(case, "quantize {case}/bare --format q8_0 --effort 0 --out {case}/model.gguf")
+    # A tokenizer of bytes, without a merge.
+    shutil.copytree(case / "bare", case / "merges")
+    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    own = tokenizers.Tokenizer(tokenizers.models.BPE({byte: i for i, byte in enumerate(alphabet)}, []))
+    own.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    own.save(str(case / "merges" / "tokenizer.json"))
     shutil.copytree(case / "stored", case / "taken")
     return case
 
@@ -232,6 +239,9 @@ COMMANDS = [
     ),
     Row("inspect {stored}/model.safetensors", "name its directory", instead="inspect {stored}"),
     Row("plan show {model}", "or a directory of `quantize --out`", instead="plan show {stored}"),
+    Row(Q + "--plan {model}", "or a directory of `quantize --out`", drop="--plan {model}", add="--plan {stored}"),
+    Row(Q + "--format fp8_channel --resume", "the same command by itself", drop="--resume"),
+    Row("check {stored}/model.safetensors", "name the directory of its checkpoint", instead="check {stored}"),
     # evaluate and generate
     Row("evaluate {model} --samples 2 --seqlen 16", "--text", add="--text {text}"),
     Row("evaluate {model} --text {text} --shots 3 --samples 2 --seqlen 16", "leave them out", drop="--shots 3"),
@@ -289,6 +299,11 @@ COMMANDS = [
         "check {case}/model.gguf --source {model}",
         "`quant evaluate ",
         instead="evaluate {case}/model.gguf --text {ids} --samples 2 --seqlen 16 --baseline {model}",
+    ),
+    Row(
+        "quantize {case}/merges --format q8_0 --effort 0 --out {out}.gguf",
+        "a copy of the model without the tokenizer's files",
+        instead="quantize {case}/bare --format q8_0 --effort 0 --out {out}.gguf",
     ),
     # exports that are refused before anything is traced
     Row(EXPORT + "--to modelop", "'compressed-tensors'", drop="--to modelop", add="--to compressed-tensors"),

@@ -97,6 +97,9 @@ def vocabulary(tokenizer: Any, size: int) -> dict[str, Any]:
     over_bytes = any(step == "bytes" for step in steps) or "ByteLevel" in json_text(described.get("pre_tokenizer"))
     if model["type"] != "BPE" or not (over_bytes or model.get("byte_fallback")):
         raise UserError(f"llama.cpp has no tokenizer like this {model['type']} one ({type(tokenizer).__name__})")
+    if over_bytes and not model["merges"]:
+        way_out = "a copy of the model without the tokenizer's files becomes a file for token ids"
+        raise UserError(f"llama.cpp opens no BPE tokenizer without merges; {way_out}")
     merges = [pair if isinstance(pair, str) else " ".join(pair) for pair in model["merges"]]
     fields: dict[str, Any] = {}
     tokens, types = _tokens(described, size, over_bytes=over_bytes)

@@ -90,6 +90,8 @@ def check_command(directory: str, **options: Any) -> None:
     if path.suffix == ".gguf" and path.is_file():
         measured = f"quant evaluate {directory} --text FILE --baseline MODEL"
         raise UserError(f"{directory}: GGUF files have nothing that `quant check` reads; `{measured}` measures one")
+    if path.suffix == ".safetensors" and path.is_file():
+        raise UserError(f"{directory} is a file of weights; name the directory of its checkpoint, {path.parent}")
     is_export = path.is_file() or (path.is_dir() and any(path.glob("*.onnx")) and not any(path.glob("*.safetensors")))
     if is_export and source is None and (path.is_dir() or path.suffix in (".onnx", ".pt2")):
         raise UserError(f"{directory}: name the checkpoint that it was exported from with --source")
@@ -182,7 +184,8 @@ def _audit(
     from quant.models.state_dict import call_factory
 
     if plan_file is None and checkpoint is not None and (checkpoint / PLAN_FILE).is_file():
-        plan_file = checkpoint / PLAN_FILE
+        plan_file = checkpoint
+    plan_file = Plan.file(plan_file) if plan_file else None
     plan = Plan.load(plan_file) if plan_file else None
     receipt = receipt_path(engine)
     try:

@@ -182,7 +182,7 @@ def _print_tasks(results: Sequence[TaskResult]) -> None:
         "baseline accuracy": lambda r: f"{r.baseline_accuracy:.1%}",
         "ratio": lambda r: f"{r.ratio:.4f}",
         "… on three random halves": lambda r: ", ".join(f"{ratio:.3f}" for ratio in r.halves),
-        "difference, interval of 95%": lambda r: f"{r.interval[0]:+.1%} to {r.interval[1]:+.1%}",
+        "difference, interval of 95%": lambda r: f"{r.interval[0]:+z.1%} to {r.interval[1]:+z.1%}",
         "told apart": lambda r: "yes" if r.differs else "cannot be told apart",
         "answered alike": lambda r: f"{r.agreement:.1%}",
         "lost, gained": lambda r: f"{r.lost}, {r.gained}",

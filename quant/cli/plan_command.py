@@ -20,7 +20,7 @@ from quant.export.checkpoint.files.directory import check_apart
 from quant.export.tensorrt.gpu_targets import resolve_target
 from quant.models.startup import skip_image_packages, stored_layers
 from quant.recipes.gpus import Hardware
-from quant.recipes.plan import PLAN_FILE, Plan, edit, parse_setting, set_guard_and_observer, set_kv_cache
+from quant.recipes.plan import Plan, edit, parse_setting, set_guard_and_observer, set_kv_cache
 from quant.recipes.plan_check import Change, Problem, diff, places_of, read_plan, totals, validate
 from quant.recipes.recipe import matched
 from quant.recipes.targets import RTX, TARGETS, Target
@@ -76,7 +76,7 @@ def make_command(out: Path, quiet: bool, as_json: bool, **options: Any) -> None:
 @JSON
 def show_command(plan_file: Path, globs: tuple[str, ...], sort: str, everything: bool, as_json: bool) -> None:
     """Show the format, the reason and the cost of every layer."""
-    plan = Plan.load(_file_of(plan_file))
+    plan = Plan.load(plan_file)
     layers = [plan.by_name[name] for name in matched(globs or "*", plan.by_name)]
     if globs and not layers:
         raise ValueError(f"--match {', '.join(globs)}: no layer of {plan_file} matches")
@@ -96,7 +96,7 @@ def show_command(plan_file: Path, globs: tuple[str, ...], sort: str, everything:
 @JSON
 def diff_command(before: Path, after: Path, as_json: bool) -> None:
     """List the layers that change from BEFORE to AFTER, and the totals of both."""
-    _show_diff(Plan.load(_file_of(before)), Plan.load(_file_of(after)), as_json)
+    _show_diff(Plan.load(before), Plan.load(after), as_json)
 
 
 @plan_group.command("edit")
@@ -123,7 +123,7 @@ def edit_command(
     click.get_current_context().with_resource(claimed(out))
     if out.exists() and not overwrite:
         raise UserError(f"{out}: exists already; pass --overwrite to replace it")
-    old = Plan.load(_file_of(plan_file))
+    old = Plan.load(plan_file)
     new = edit(old, [parse_setting(text) for text in settings], whole_groups=whole_groups)
     if kv_cache is not None:
         new = set_kv_cache(new, kv_cache)
@@ -152,7 +152,7 @@ def validate_command(
     The plan is checked by itself, and against the model and the runtime or GPU that are named. No weight is read.
     """
     gpu = None if target_name is None or target_name in TARGETS else resolve_target(target_name)
-    plan, problems = read_plan(_file_of(plan_file))
+    plan, problems = read_plan(plan_file)
     # A GPU stands for TensorRT-RTX where that builds for it; a plan's own GPU says nothing of the runtime.
     runtime = target_name or plan.target or "" if gpu is None else f"{RTX}{gpu.sm}"
     target = TARGETS.get(runtime)
@@ -198,15 +198,6 @@ def targets_command(as_json: bool) -> None:
         for formats, reason in target.misread.items():
             out.print(f"misread without a word: {formats}: {reason}")
         out.print(f"KV cache: {', '.join((*target.kv_cache, '16 bit'))}. From: {target.source}\n")
-
-
-def _file_of(path: Path) -> Path:
-    """A plan file; for a checkpoint, the one in its directory."""
-    if not path.is_dir():
-        return path
-    if not (path / PLAN_FILE).is_file():
-        raise UserError(f"{path}: no {PLAN_FILE}; name a file of `quant plan make`, or a directory of `quantize --out`")
-    return path / PLAN_FILE
 
 
 def _show_diff(old: Plan, new: Plan, as_json: bool) -> None:

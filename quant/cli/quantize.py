@@ -51,7 +51,7 @@ class RunCommand(cli.Command):
                 formatter.write_dl(records)
 
 
-# Options of `quantize` up to 0.2, and where they are now; the table goes with 0.4.
+# Options of `quantize` up to 0.2, and where they are now, until 0.4; and one of other tools.
 MOVED = {
     **dict.fromkeys(
         ("--fit", "--ctx", "--batch", "--latency", "--max-kl", "--max-ppl-increase", "--target", "--method", "--pin",
@@ -61,6 +61,7 @@ MOVED = {
     ),
     "--revision": "part of MODEL since 0.3: org/name@REV",
     "--help-all": "--help since 0.3",
+    "--resume": "no option: the same command by itself continues after the layers that an unfinished run has kept",
 }  # fmt: skip
 
 

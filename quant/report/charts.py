@@ -165,7 +165,7 @@ def rounds(record: AllocationRecord) -> Section | None:
     for i, turn in enumerate(record.rounds):
         # The plan holds this round, unless a solver from data or a single format came after it.
         name = f"round {i + 1}{', chosen' if turn.measured == record.chosen.kl_measured else ''}"
-        off = f"{turn.measured / turn.predicted - 1:+.1%}" if turn.predicted > 0 else "–"
+        off = f"{turn.measured / turn.predicted - 1:+z.1%}" if turn.predicted > 0 else "–"
         figures = (f"{turn.bits:.3f}", number(turn.predicted), number(turn.measured), off)
         rows.append((f"R{i}", (name, *figures, str(len(turn.changed) or "–"))))
     text = (
@@ -372,8 +372,8 @@ def sizes(report: Report, plan: Plan) -> Section:
         # Quantized weights had 2 bytes each; a tied layer has no bytes and is counted where its weight is.
         before = sum(2 * math.prod(layer.shape) if layer.format else layer.nbytes for layer in members if layer.nbytes)
         size = {"before": before, "after": sum(layer.nbytes for layer in members)}
-        parts += [(bar, size[bar], name, f"B{i}") for bar in bars]
-        series[name] = colours[format]
+        parts += [(bar, size[bar], format or "not quantized", f"B{i}") for bar in bars]
+        series[format or "not quantized"] = colours[format]
         cells = (f"{weights:,}", f"{8 * size['after'] / weights:.3f}", *(megabytes(size[bar]) for bar in bars))
         share = f"{size['after'] / max(report.bytes_after, 1):.1%}"
         rows.append((f"B{i}", (name, str(len(members)), *cells, share)))

@@ -83,7 +83,7 @@ def totals(a: ComparedRun, b: ComparedRun) -> list[tuple[str, str, str, str]]:
     bits = [report.effective_bits for report in (x, y)]
     rows = [
         ("weights", megabytes(x.bytes_after), megabytes(y.bytes_after), _ratio(x.bytes_after, y.bytes_after)),
-        ("bits a quantized weight", f"{bits[0]:.3f}", f"{bits[1]:.3f}", f"{bits[1] - bits[0]:+.3f}"),
+        ("bits a quantized weight", f"{bits[0]:.3f}", f"{bits[1]:.3f}", f"{bits[1] - bits[0]:+z.3f}"),
     ]
     formats = [[_formats(layer) for layer in report.layers] for report in (x, y)]
     for name in sorted({name for each in formats for name in each}):
@@ -119,7 +119,7 @@ def _figures(text: str | None, a: Evaluation | None, b: Evaluation | None) -> li
         elif a.tokens != b.tokens:
             change = "on other rows"  # figures of different rows cannot be told apart from a difference of the runs
         else:
-            change = f"{100 * (after - before):+.1f} points" if is_share else _ratio(before, after)
+            change = f"{100 * (after - before):+z.1f} points" if is_share else _ratio(before, after)
         rows.append((f"{label}{where}", cells[0], cells[1], change))
         if label in ("KL", "1 − cosine"):
             ends = [None if each is None else each.interval for each in (a, b)]
@@ -129,8 +129,7 @@ def _figures(text: str | None, a: Evaluation | None, b: Evaluation | None) -> li
 
 
 def _ratio(before: float | None, after: float | None) -> str:
-    # Adding zero turns −0.0, which would be printed with its sign, into 0.0.
-    return "–" if not before or after is None else f"{round(after / before - 1, 3) + 0.0:+.1%}"
+    return "–" if not before or after is None else f"{after / before - 1:+z.1%}"
 
 
 def _formats(layer: LayerResult | None) -> str:

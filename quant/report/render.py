@@ -115,7 +115,7 @@ def _tiles(report: Report) -> list[tuple[str, str, str]]:
     interval = interval_text(worst).strip(" ()")
     if worst.perplexity is not None:
         base = worst.baseline_perplexity
-        change = f"{base:.2f} before, {100 * (worst.perplexity / base - 1):+.1f}%" if base else "no baseline measured"
+        change = f"{base:.2f} before, {100 * (worst.perplexity / base - 1):+z.1f}%" if base else "no baseline measured"
         tiles.append(("Perplexity", f"{worst.perplexity:.2f}", _note(change, of)))
     if worst.cosine is not None:
         tiles.append(("Embeddings", loss_text(worst.cosine), _note("1 − cosine to the model before", interval, of)))

@@ -161,7 +161,7 @@ def _perplexity(each: Evaluation) -> str:
     base, now = each.baseline_perplexity, each.perplexity
     if now is None:
         return "infinite"
-    return f"{now:.2f}" + ("" if base is None else f", {base:.2f} before ({100 * (now / base - 1):+.1f}%)")
+    return f"{now:.2f}" + ("" if base is None else f", {base:.2f} before ({100 * (now / base - 1):+z.1f}%)")
 
 
 def interval_text(evaluation: Evaluation) -> str:
@@ -187,7 +187,7 @@ def verified_text(record: AllocationRecord, verified: Verified) -> str:
     percent = record.budget.kind in (BudgetKind.PERPLEXITY, BudgetKind.TASK)
 
     def text(value: float) -> str:
-        return f"{100 * value:+.2f}%" if percent else loss_text(value)
+        return f"{100 * value:+z.2f}%" if percent else loss_text(value)
 
     ends = verified.interval
     interval = "" if ends is None else f", 95%: {text(ends[0])} to {text(ends[1])}"

@@ -24,6 +24,7 @@ from quant.formats.format import FORMATS, get_format
 from quant.formats.tensor import quantize
 from quant.recipes.layers import LayerKind
 from quant.recipes.plan import LayerPlan, Plan
+from quant.report.render import render_html
 from quant.report.report import KVCache, Receipt, Report, kv_cache_of
 from quant.report.summary import print_summary, summary
 
@@ -198,3 +199,13 @@ def test_the_terminal_says_the_same(rich_report: Rich) -> None:
 )
 def test_a_small_loss_keeps_its_digits(value: float, text: str) -> None:
     assert loss_text(value) == text
+
+
+def test_a_change_that_rounds_to_zero_has_no_minus(make_report: Make) -> None:
+    report, plan = make_report()
+    assert report.evaluation is not None and report.evaluation.baseline_perplexity is not None
+    near = replace(report.evaluation, perplexity=report.evaluation.baseline_perplexity * 0.99999)
+    report = replace(report, evaluation=near)
+    assert "(+0.0%)" in str(dict(summary(report)))
+    html = render_html(report, plan)
+    assert "+0.0%" in html and "-0.0%" not in html
