@@ -66,6 +66,10 @@ class Store:
         """Whether some steps are only in the checkpoint's files, so that their tensors hold zeros here."""
         return False
 
+    def progress(self) -> tuple[int, int]:
+        """Returns the number of layers that an earlier run has solved, and the bytes of all that it has kept."""
+        return 0, 0
+
     def __contains__(self, step: str) -> bool:
         """Returns whether a step was finished, though perhaps its file is damaged."""
         return False

@@ -234,7 +234,6 @@ class DirectoryStore(Store):
             ) from error
 
     def progress(self) -> tuple[int, int]:
-        """Returns the number of layers that an earlier run has solved, and the bytes of all that it has kept."""
         solved = 0
         for file in self._steps.values():
             with safe_open(file.path, framework="pt") as opened:

@@ -30,9 +30,13 @@ _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # of Linux's fcntl.h
 def write_atomically(path: str | Path, content: str | bytes) -> None:
     """Writes a file; an old file of its name stays until the new one is on the disk."""
     path = Path(path)
-    with _temporary(path, Path.touch) as beside:
-        beside.write_bytes(content.encode() if isinstance(content, str) else content)
-        put_file(beside, path)
+    try:
+        with _temporary(path, Path.touch) as beside:
+            beside.write_bytes(content.encode() if isinstance(content, str) else content)
+            put_file(beside, path)
+    except OSError as error:
+        # With the name that the user knows, and not the temporary one's.
+        raise OSError(f"{path} cannot be written: {error.strerror or error}") from error
 
 
 def sync(path: Path) -> None:

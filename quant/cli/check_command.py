@@ -188,8 +188,12 @@ def _audit(
     plan_file = Plan.file(plan_file) if plan_file else None
     plan = Plan.load(plan_file) if plan_file else None
     receipt = receipt_path(engine)
+
+    def digest_of(document: Any) -> Any:
+        return typed(str | None, typed(dict[str, Any], document, "receipt").get("plan"), "plan")
+
     try:
-        digest = read_json(receipt, "a receipt of an engine", _digest_of) if receipt.is_file() else None
+        digest = read_json(receipt, "a receipt of an engine", digest_of) if receipt.is_file() else None
     except ValueError as error:
         raise UserError(f"{error}; delete it to audit the engine without it") from None
     # A receipt without a digest cannot contradict the plan.
@@ -220,11 +224,6 @@ def _audit(
     problems = failures(findings)
     if problems and not allow_fallback:
         raise UserError(f"{engine}: {fallback_message(problems)}")
-
-
-def _digest_of(receipt: Any) -> str | None:
-    digest: str | None = typed(str | None, typed(dict[str, Any], receipt, "receipt").get("plan"), "plan")
-    return digest
 
 
 def _print_audit(findings: list[AuditRow]) -> None:

@@ -19,16 +19,11 @@ def image_figures(images: Sequence[np.ndarray], originals: Sequence[np.ndarray])
     `ssim` is None without scikit-image.
     """
     pairs = list(zip(images, originals, strict=True))
+    errors = [float(np.mean(np.square(image.astype(np.float64) - original))) for image, original in pairs]
     return {
-        "psnr": [_psnr(image, original) for image, original in pairs],
+        "psnr": [99.0 if error == 0 else min(-10 * math.log10(error), 99.0) for error in errors],  # 99 of equal images
         "ssim": [_ssim(image, original) for image, original in pairs] if find_spec("skimage") else None,
     }
-
-
-def _psnr(image: np.ndarray, original: np.ndarray) -> float:
-    """Returns the peak signal-to-noise ratio in dB of pixels in [0, 1]; 99 of equal images."""
-    error = float(np.mean(np.square(image.astype(np.float64) - original)))
-    return 99.0 if error == 0 else min(-10 * math.log10(error), 99.0)
 
 
 def _ssim(image: np.ndarray, original: np.ndarray) -> float:

@@ -57,7 +57,8 @@ def refuse_directory(path: Path) -> UserError:
             "quantizes it, and quant.quantize a module of it in memory, such as pipeline.transformer"
         )
     files = sorted(file for file in path.iterdir() if file.suffix in SUFFIXES and not _OF_TRAINERS.match(file.name))
-    models = sorted(file.parent for file in path.glob("*/config.json") if _is_transformers(file))
+    configs = (file for file in path.glob("*/config.json") if file.is_file())
+    models = sorted(file.parent for file in configs if b'"model_type"' in file.read_bytes())
     hint = "pass the directory that has one"
     if models:
         # The last of a trainer's: checkpoint-1000 comes after checkpoint-500.
@@ -109,13 +110,6 @@ def _adapter_of(folder: Path) -> str:
         f"quant.open_model({base!r}).model, {str(folder)!r}).merge_and_unload().save_pretrained('merged'), copy the "
         "tokenizer of the base there, and pass merged"
     )
-
-
-def _is_transformers(file: Path) -> bool:
-    try:
-        return "model_type" in json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, TypeError):
-        return False
 
 
 TRUSTED = ContextVar("TRUSTED", default=False)

@@ -176,7 +176,9 @@ def call_factory(factory: str, *, meta: bool = False) -> nn.Module:
         raise UserError(f"{named}: expected package.module:function, or file.py:function")
     file = Path(module_name)
     try:
-        make = getattr(_imported_file(file) if file.suffix == ".py" else _imported(module_name), function)
+        with _on_path(Path.cwd()):
+            module = _imported_file(file) if file.suffix == ".py" else importlib.import_module(module_name)
+        make = getattr(module, function)
     except ImportError as error:
         raise UserError(
             f"{named}: cannot import {module_name} ({error}); name a module that is in the current folder or on "
@@ -189,12 +191,6 @@ def call_factory(factory: str, *, meta: bool = False) -> nn.Module:
     if not isinstance(model, nn.Module):
         raise UserError(f"{named} returned a {type(model).__name__}; expected an nn.Module")
     return model
-
-
-def _imported(name: str) -> ModuleType:
-    """Imports a module by its name, which may lie in the current folder."""
-    with _on_path(Path.cwd()):
-        return importlib.import_module(name)
 
 
 def _imported_file(file: Path) -> ModuleType:

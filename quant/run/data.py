@@ -121,13 +121,17 @@ def verification_data(job: Job, decision: Decision) -> Mapping[str, Data]:
 def announce_time(job: Job, decision: Decision) -> None:
     """Says before anything slow starts how long a plan that needs text will take."""
     source, plan = job.source, decision.plan
-    is_solved = decision.allocation is not None and decision.allocation.quantized is not None
+    store = job.session.store
+    unsolved = 1 - store.progress()[0] / max(len(plan.quantized), 1)  # of a run that is continued
+    is_solved = not unsolved or (decision.allocation is not None and decision.allocation.quantized is not None)
     if is_solved or job.listener.is_silent or not source.is_causal_lm or not lacks_data(plan):
         return
     # A budget has its text by now.
     samples, seqlen, written = _text_size(job, will_write=decision.data is None)
     time = expected_time(job.model, plan, job.session, rows=samples, seqlen=seqlen, written=written)
-    trying = expected_choice(job.model, plan, job.session, samples, seqlen) if decision.tries_transforms else 0.0
+    is_tried = decision.tries_transforms and CHOICE not in store
+    trying = expected_choice(job.model, plan, job.session, samples, seqlen) if is_tried else 0.0
+    solving = unsolved * time.solving
     if not any(solver_needs_data(layer) for layer in plan.quantized):
         # Static scales of inputs and of the KV cache need text too.
         if written:
@@ -141,7 +145,7 @@ def announce_time(job: Job, decision: Decision) -> None:
     writing += f"{in_words(trying)} to choose a transform, " if trying else ""
     job.listener.message(
         f"{solvers} on {samples} rows of {seqlen} tokens will take about "
-        f"{in_words(time.writing + trying + time.solving)}: {writing}{in_words(time.solving)} to solve; "
+        f"{in_words(time.writing + trying + solving)}: {writing}{in_words(solving)} to solve; "
         f"{option('effort', 0)} is much faster"
     )
 

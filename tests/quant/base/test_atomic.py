@@ -80,3 +80,18 @@ def test_a_full_disk_is_told_with_the_destination(tmp_path: Path) -> None:
     with pytest.raises(OSError, match=rf"No space left on device: '{tmp_path}/out'$"), claimed(tmp_path / "out"):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_text_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By its own name, and not by the temporary one: on a full disk, and in a directory that is only read."""
+    place = tmp_path / "page.html"
+    for number in (errno.ENOSPC, errno.EROFS):
+        error = OSError(number, os.strerror(number), f"{tmp_path}/.page.html.new.12345678")
+
+        def fail(*_: object, error: OSError = error) -> None:
+            raise error
+
+        monkeypatch.setattr(Path, "write_bytes", fail)
+        with pytest.raises(OSError, match=rf"^{place} cannot be written: {os.strerror(number)}$"):
+            write_atomically(place, "text")
+        assert list(tmp_path.iterdir()) == []

@@ -19,9 +19,10 @@ import torch
 from click.testing import CliRunner, Result
 from rich.progress import Progress
 from safetensors.torch import load_file, save_file
-from samples import BASE
+from samples import BASE, TEXTS
 
 from quant.base.errors import loss_text
+from quant.calibration.walk import walk
 from quant.cli import console
 from quant.cli.main import COMMANDS, RENAMED, main
 from quant.cli.quantize import MOVED, quantize_command
@@ -182,6 +183,34 @@ def test_a_stopped_run_says_that_the_same_command_goes_on(
     layers = len(Plan.load(out / "plan.json").quantized)
     said = f"continuing the run that was stopped: {layers} of {layers} layers are solved, in {tmp_path}/.out.partial\n"
     assert goes_on.exit_code == 0 and said in goes_on.stderr
+
+
+def test_a_continued_run_announces_the_time_that_is_left(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C after the first of two blocks is kept, and the same command again: half of the time, and the same bits."""
+    texts = ("--calib", TEXTS / "calibration.txt", "--calib-samples", "4", "--seqlen", "32")
+    arguments = (quantize_command, model, "--format", "nvfp4", "--solver", "gptq", *texts)
+    solve_block = walk.solve_block
+    blocks = []
+
+    def stop(*args: Any, **options: Any) -> Any:
+        blocks.append(1)
+        if len(blocks) == 2:
+            raise KeyboardInterrupt
+        return solve_block(*args, **options)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(walk, "solve_block", stop)
+        stopped = run(*arguments, "--out", tmp_path / "out")
+    assert stopped.exit_code == 130 and "the same command continues" in stopped.stderr
+    monkeypatch.setattr("quant.run.data.in_words", lambda seconds: f"{seconds:.9f} s")
+    continued, whole = (run(*arguments, "--out", tmp_path / out) for out in ("out", "whole"))
+    assert "14 layers are solved" in continued.stderr
+    left, all_of_it = (float(re.search(r"([\d.]+) s to solve", done.stderr)[1]) for done in (continued, whole))
+    assert left == pytest.approx(all_of_it / 2, rel=1e-3)
+    first, second = ((tmp_path / out / "model.safetensors").read_bytes() for out in ("out", "whole"))
+    assert first == second
 
 
 def test_a_disk_without_room_is_seen_before_anything_is_solved(
