@@ -7,8 +7,8 @@ A target is a table of pairs: weight format and input format that its loader acc
 
 Everything that is not in the table is refused: a pair that nobody has seen work is worth less than an error. The
 tables are read off the runtimes' own loaders, or off engines that were built and inspected; `Target.source` says
-which, and `Pair.source` where in it. Our presets also ran in vLLM 0.26 and 0.29 on an H100. Where a pair depends on the
-GPU, the note names the first architecture that runs it natively.
+which, and `Pair.source` where in it. Our presets also ran in vLLM 0.26 and 0.29 on an H100, those of linear layers in
+0.33 on an H200. Where a pair depends on the GPU, the note names the first architecture that runs it natively.
 """
 
 from __future__ import annotations
@@ -183,7 +183,7 @@ _ROUNDED = "inputs are rounded as planned"
 _ALL = (
     Target(
         "vllm",
-        "vLLM 0.26 to 0.29, from the compressed-tensors checkpoint",
+        "vLLM 0.26 to 0.33, from the compressed-tensors checkpoint",
         (
             Pair("nvfp4", "nvfp4", note=_HOPPER, source=_VLLM("NVFP4")),
             Pair("nvfp4", None, STORAGE, kinds=_SERVED, source=_VLLM("NVFP4")),
@@ -200,15 +200,15 @@ _ALL = (
         ),
         kv_cache=("fp8", "fp8_head"),
         fused=_FUSED,
-        source="vllm 0.26.0 and 0.29.0, model_executor/kernels/linear/__init__.py; our presets ran on an H100, the "
-        "rest is read",
+        source="model_executor/kernels/linear/__init__.py of vllm 0.26.0, 0.29.0 and 0.33.0; our presets ran in the "
+        "first two on an H100, those of linear layers in 0.33 on an H200, the rest is read",
         refused={
             "mxfp6": "Only num_bits in (8) are supported (compressed-tensors 0.17, QuantizationArgs.pytorch_dtype)"
         },
     ),
     Target(
         "vllm-modelopt",
-        "vLLM 0.26 to 0.29, from the ModelOpt checkpoint",
+        "vLLM 0.26 to 0.33, from the ModelOpt checkpoint",
         (
             Pair("nvfp4", "nvfp4", note=_HOPPER, source=_QUANT_ALGOS),
             Pair("nvfp4", None, STORAGE, source=_QUANT_ALGOS),
@@ -219,7 +219,7 @@ _ALL = (
         ),
         kv_cache=("fp8",),
         fused=_FUSED,
-        source=f"vllm 0.26.0 and 0.29.0, {_MODELOPT}; our presets ran on an H100, the rest is read",
+        source=f"{_MODELOPT} of vllm 0.26.0, 0.29.0 and 0.33.0; presets ran in the first two, the rest is read",
         refused={"mxfp4": f"mxfp4 is not a known algorithm ({_MODELOPT}, QUANT_ALGOS)"},
     ),
     Target(

@@ -84,9 +84,9 @@ class Failure:
 
 FAILURES: dict[str, Failure] = {
     "mxfp6": Failure(
-        "vLLM", "0.26", "0.29", "weights in MXFP6",
+        "vLLM", "0.26", "0.33", "weights in MXFP6",
         "stops: Only num_bits in (8) are supported (compressed-tensors 0.17, QuantizationArgs.pytorch_dtype)",
-        source="run on an H100 in 0.26 and 0.29",
+        source="run on an H100 in 0.26 and 0.29, read in 0.33",
     ),
     "narrow int4 experts": Failure(
         "vLLM", "0.26", "0.33", "experts in INT4 that are no wider than a group",
@@ -303,7 +303,7 @@ def _modelopt_warnings(plan: Plan, names: StoredNames) -> Iterator[str]:
     for problem, layers in layers_by_problem.items():
         yield (
             f"{layers[0]}{f' and {len(layers) - 1} more' if layers[1:] else ''}: {problem}; deploy the "
-            "compressed-tensors checkpoint in vLLM 0.26"
+            "compressed-tensors checkpoint in vLLM"
         )
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from plan_samples import ATTENTION, NVFP4, block, layers_of, plan_of, where
+from samples import ROOT
 
 from quant.base.errors import UserError
 from quant.calibration.solvers.registry import SOLVERS, TRANSFORMS
@@ -247,3 +249,12 @@ def test_names_of_solvers_are_those_there_are() -> None:
     assert STEPS["rotation"] == LARGEST_BLOCK
     with pytest.raises(ValueError, match="unknown solver 'mine'"):
         parse_solver("awq+mine")
+
+
+def test_one_range_of_releases_is_meant_where_vllm_is() -> None:
+    """In the targets, the failures that last, and the pages: that in which the plug-in's tests run."""
+    releases = re.findall(r"\"(0\.\d+)\.\d+\"", (ROOT / "tests" / "vllm_releases.py").read_text())
+    span = f"vLLM {releases[0]} to {releases[-1]}"
+    assert all(get_target(name).description.startswith(f"{span}, ") for name in ("vllm", "vllm-modelopt"))
+    texts = [file.read_text(encoding="utf-8") for file in (*(ROOT / "docs").glob("*.md"), ROOT / "README.md")]
+    assert {found for text in texts for found in re.findall(r"vLLM 0\.\d+ to 0\.\d+", text)} == {span}

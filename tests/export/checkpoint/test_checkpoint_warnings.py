@@ -20,7 +20,7 @@ FEATURES = {
     "low-rank": (torch.bfloat16, "nvfp4a16", "lowrank:8+rtn", "a 16-bit low-rank branch at run time"),
     "float32": (torch.float32, "nvfp4", "rtn", "unpacks nvfp4 to bfloat16 and then fails on a model in float32"),
     "float16": (torch.float16, "nvfp4", "rtn", "unpacks nvfp4 to bfloat16 and then fails on a model in float16"),
-    "mxfp6": (torch.bfloat16, "mxfp6a16", "rtn", "vLLM 0.26 to 0.29 does not load mxfp6"),
+    "mxfp6": (torch.bfloat16, "mxfp6a16", "rtn", "vLLM 0.26 to 0.33 does not load mxfp6"),
 }
 
 
