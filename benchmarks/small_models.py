@@ -25,6 +25,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from quant.base.json_files import json_text
+
 START = time.time()
 MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "BERT-base": ("BertConfig", "BertForSequenceClassification", {}),
@@ -61,7 +63,7 @@ def main() -> None:
                 rows.append({"model": name, "run": what, **best})
                 print(f"{name:10} {what:26}", *(f"{key} {value:6.2f}" for key, value in best.items()), flush=True)
     if options.json:
-        options.json.write_text(json.dumps(rows, indent=1), encoding="utf-8")
+        options.json.write_text(json_text(rows, indent=1), encoding="utf-8")
 
 
 def make(name: str, directory: Path, rows: int) -> tuple[Path, Path]:
@@ -138,7 +140,7 @@ def run(what: str, model_path: str, inputs: str, out: str, *, device: str) -> No
     moments["quantized"] = time.time()
     torch.save(model.state_dict(), out)
     moments["saved"] = time.time()
-    print(json.dumps(moments))
+    print(json_text(moments))
 
 
 if __name__ == "__main__":

@@ -51,7 +51,7 @@ def blocks(page: Path) -> Iterator[Block]:
 
 def commands(text: str) -> Iterator[list[str]]:
     """The words of each command behind a `$`, comments left out; a backslash continues a line."""
-    for line in re.findall(r"^\$ (.*(?:\\\n.*)*)", text, re.MULTILINE):
+    for line in re.findall(r"^\$ ((?:.*\\\n)*.*)", text, re.MULTILINE):
         words = shlex.split(line.replace("\\\n", " "), comments=True)
         yield list(itertools.dropwhile(lambda word: re.match(r"[A-Z_]+=", word), words))  # variables before a command
 

@@ -210,7 +210,7 @@ def test_inputs_are_laid_out_as_compiled_code_reads_them(monkeypatch: pytest.Mon
         def __call__(self, *args: Any, **kwargs: Any) -> None:
             received.append((args, kwargs))
 
-    monkeypatch.setattr(torch._inductor, "aoti_load_package", lambda path: Package())
+    monkeypatch.setattr(torch._inductor, "aoti_load_package", lambda path, **_: Package())
     x = torch.arange(24).reshape(4, 6)
     load_aoti("m.pt2")([x], mask=x[:2, :3])
     ((((whole,),), options),) = received
