@@ -72,7 +72,7 @@ def lora(config: Any, model: nn.Module) -> Any:
 def merge_lora(
     model: Any, data: Any = None, plan: Plan | None = None, *, device: Device = None, progress: Progress | None = None
 ) -> Quantized:
-    """Merges the active adapters into the quantized layers, which are quantized again as the plan says.
+    """Merges the active adapters in place into the quantized layers, which are quantized again as the plan says.
 
     Args:
         model: a `PeftModel` over a quantized model.
@@ -133,7 +133,8 @@ def _adapted_layers(model: nn.Module, plan: Plan | None) -> tuple[dict[str, nn.M
         if isinstance(getattr(module, "base_layer", None), QuantLinear | QuantExperts)
     }
     if not adapted:
-        raise UserError("no quantized layer of the model has an adapter; give merge_lora the PeftModel")
+        way_out = "merge_lora takes a PeftModel and merges it in place, a copy.deepcopy(model) if training goes on"
+        raise UserError(f"no quantized layer of the model has an adapter: {way_out}")
     plan = plan or getattr(model, "quantization_plan", None)
     if plan is None:
         raise UserError(

@@ -174,10 +174,12 @@ def replace_directory(new: Path, path: Path) -> None:
             old.rmdir()  # Windows renames over no directory, not even an empty one
             path.rename(old)
             new.rename(path)
-        except BaseException:
+        except BaseException as error:
             if not path.exists():
                 old.rename(path)
             shutil.rmtree(old, ignore_errors=True)
+            if isinstance(error, PermissionError):  # Windows renames no directory of which a program maps a file
+                raise OSError(f"{path} cannot be replaced: close what has its files open, and try again") from error
             raise
         shutil.rmtree(old, ignore_errors=True)
     sync(path.parent)

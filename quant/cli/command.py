@@ -49,6 +49,7 @@ def launch(command: Sequence[str], count: int) -> int:
     """Runs a command of the toolbox, with its arguments, as `count` ranks of this machine; gives its exit code."""
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous import RendezvousConnectionError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     threads = int(os.environ.get("OMP_NUM_THREADS", cores()))  # of one rank; `cores` obeys a container's quota
@@ -66,6 +67,8 @@ def launch(command: Sequence[str], count: int) -> int:
         elastic_launch(config, sys.executable)("-m", "quant", *command)
     except SignalException as stopped:
         return 128 + int(stopped.sigval)
+    except RendezvousConnectionError as error:  # of PyTorch for Windows, which has no libuv
+        raise UserError(f"--devices {count}: PyTorch starts no ranks here ({error.__cause__}); leave it out") from None
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         if failure.exitcode >= 0:

@@ -160,7 +160,9 @@ def load(
                     return model, quantization
                 return build(cls, config, tensors.dtype, meta, path, tensors), quantization
             warn(f"{path}: the config says {quantization}, and no tensor is quantized")
-        dtype = dtype or config.dtype or _first_dtype(shards[0])
+        if (dtype := dtype or config.dtype) is None:  # that of the first floating-point tensor
+            stored = open_safetensors(shards[0], None, meta=True) if shards[0].suffix == ".safetensors" else {}
+            dtype = next((each.dtype for each in stored.values() if each.dtype.is_floating_point), torch.float32)
         if stream:
             # Experts that have matrices of their own in the files, judging by their names, stay there.
             names = (name for shard in readable for name in safetensors_file(shard).keys())  # noqa: SIM118
@@ -413,12 +415,6 @@ def find_shards(path: Path) -> list[Path]:
     raise UserError(
         f"{path}: has a config.json and no weights; expected {' or '.join(_WEIGHTS)}, or an index of shards"
     )
-
-
-def _first_dtype(shard: Path) -> torch.dtype:
-    """Returns the dtype of the first floating-point tensor, for configs that do not say."""
-    tensors = open_safetensors(shard, None, meta=True).values() if shard.suffix == ".safetensors" else ()
-    return next((tensor.dtype for tensor in tensors if tensor.dtype.is_floating_point), torch.float32)
 
 
 def patch_forward(model: nn.Module) -> nn.Module:

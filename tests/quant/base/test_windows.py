@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from samples import TEXTS
+from click.testing import CliRunner
+from samples import BASE, TEXTS
 from torch import nn
 
 import quant
@@ -21,6 +22,7 @@ from quant.base.json_files import read_json
 from quant.base.processor import peak_rss, trim_heap
 from quant.calibration.texts.rows import token_rows
 from quant.cli.command import PatientStream
+from quant.cli.main import main
 from quant.models.files import shard_names
 from quant.models.open_model import open_model
 from quant.recipes.recipe import Recipe
@@ -56,6 +58,64 @@ def test_directories_replace_each_other(windows: None, tmp_path: Path) -> None:
         (tmp_path / name / "file.txt").write_text(name)
     replace_directory(tmp_path / "new", tmp_path / "old")
     assert (tmp_path / "old" / "file.txt").read_text() == "new" and os.listdir(tmp_path) == ["old"]
+
+
+def test_a_directory_whose_files_are_open_stays_and_is_named(
+    windows: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """github.com/unslothai/unsloth-zoo/pull/190: a mapped file holds its place; the same again once it is closed."""
+    arguments = ["quantize", str(BASE), "--format", "fp8_channel", "--out", str(tmp_path / "out"), "--overwrite"]
+    assert CliRunner().invoke(main, arguments).exit_code == 0
+    before = (tmp_path / "out").stat().st_ino
+    rename = Path.rename
+
+    def denied(self: Path, target: Path) -> Path:
+        if self == tmp_path / "out":
+            raise PermissionError(errno.EACCES, "The process cannot access the file", str(self))
+        return rename(self, target)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "rename", denied)
+        refused = CliRunner().invoke(main, arguments)
+    named = f"error: {tmp_path / 'out'} cannot be replaced: close what has its files open, and try again"
+    assert refused.exit_code == 2 and named in refused.stderr
+    assert (tmp_path / "out").stat().st_ino == before and (tmp_path / "out" / "plan.json").is_file()
+    again = CliRunner().invoke(main, arguments)
+    assert again.exit_code == 0 and (tmp_path / "out").stat().st_ino != before
+
+
+def test_ranks_that_pytorch_does_not_start_are_no_bug_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    """github.com/kohya-ss/sd-scripts/pull/1686: the store of torchrun wants libuv, and this PyTorch has none."""
+    lacks = "use_libuv was requested but PyTorch was built without libuv support"
+
+    def store(*_: object, **__: object) -> None:
+        raise RuntimeError(lacks)
+
+    monkeypatch.setattr("torch.distributed.elastic.rendezvous.c10d_rendezvous_backend.TCPStore", store)
+    arguments = ["quantize", str(BASE), "--format", "fp8_channel", "--dry-run"]
+    refused = CliRunner().invoke(main, [*arguments, "--devices", "2"])
+    assert refused.exit_code == 2, refused.output
+    assert refused.stderr.endswith(f"error: --devices 2: PyTorch starts no ranks here ({lacks}); leave it out\n")
+    assert CliRunner().invoke(main, arguments).exit_code == 0
+
+
+def test_a_cache_that_another_process_holds_open_costs_no_result(
+    windows: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """github.com/cupy/cupy/pull/9483: nothing is put in the place of a file that another process reads."""
+    replace = os.replace
+
+    def denied(source: str | Path, target: str | Path) -> None:
+        if Path(target).is_relative_to(tmp_path / "cache"):
+            raise PermissionError(errno.EACCES, "Access is denied", str(target))
+        replace(source, target)
+
+    monkeypatch.setenv("BLOCKSCALE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(os, "replace", denied)
+    options = ["--format", "fp8", "--calib", "self", "--calib-samples", "1", "--seqlen", "8", "--effort", "0"]
+    done = CliRunner().invoke(main, ["quantize", str(BASE), *options, "--out", str(tmp_path / "out")])
+    assert done.exit_code == 0, done.output
+    assert not [file for file in (tmp_path / "cache").rglob("*") if file.is_file()]
 
 
 def test_a_checkpoint_is_written_and_loaded(windows: None, tmp_path: Path) -> None:
