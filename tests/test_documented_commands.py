@@ -77,7 +77,12 @@ def write_decoder(directory: Path) -> None:
     """A decoder of one block over bytes, in BF16 as models are released, which reads 2,048 tokens."""
     tokenizer = tiny_processors._byte_tokenizer(["<pad>", "</s>"], "$A </s>")
     tokenizer.save_pretrained(directory)
-    sizes = {"vocab_size": len(tokenizer), "max_position_embeddings": 2048, "num_hidden_layers": 2}
+    # llama.cpp opens no tokenizer without merges.
+    file = directory / "tokenizer.json"
+    fields = json.loads(file.read_text())
+    fields["model"]["vocab"]["th"], fields["model"]["merges"] = len(tokenizer), [["t", "h"]]
+    file.write_text(json.dumps(fields))
+    sizes = {"vocab_size": len(tokenizer) + 1, "max_position_embeddings": 2048, "num_hidden_layers": 2}
     tiny_models.llama(**sizes, hidden_size=128, intermediate_size=256, dtype=torch.bfloat16).save_pretrained(directory)
 
 
@@ -91,6 +96,10 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tiny_processors.write_sounds(directory / "sounds")
     for name in ("text", "articles", "held_out", "own"):
         (directory / f"{name}.txt").write_text((ROOT / "benchmarks/data/evaluation.txt").read_text()[:20_000])
+    questions = [
+        {"prompt": f"{n} + 1 =", "choices": [str(n + 1 - n % 2), str(n + n % 2)], "answer": n % 2} for n in range(8)
+    ]
+    (directory / "questions.jsonl").write_text("\n".join(map(json.dumps, questions)))
     (directory / "source.py").write_text(4 * Path(__file__).read_text())
     (directory / "benchmarks").symlink_to(ROOT / "benchmarks")
     quantized = quant.quantize(quant.open_model(directory / "MODEL").model, "nvfp4a16", effort=0)
