@@ -281,6 +281,10 @@ def tiny_pipeline(kind: str, directory: Path) -> Path:
         "shift_factor": 0.0, "down_block_types": ("DownEncoderBlock2D",) * 2,
         "up_block_types": ("UpDecoderBlock2D",) * 2,
     }  # fmt: skip
+    frame_vae = {
+        "base_dim": 8, "z_dim": 4, "dim_mult": [1, 1, 1, 1], "num_res_blocks": 1, "latents_mean": [0.0] * 4,
+        "latents_std": [1.0] * 4,
+    }  # fmt: skip
     parts: Kwargs = {"tokenizer": tokenizer, "scheduler": flow}
     # Hidden states of the text have 32 features in all families but Flux.2, which takes those of three layers.
     sizes = {
@@ -340,10 +344,7 @@ def tiny_pipeline(kind: str, directory: Path) -> Path:
         }  # fmt: skip
         config = transformers.Qwen2_5_VLConfig(text_config=text, vision_config=vision)
         parts |= {
-            "vae": diffusers.AutoencoderKLQwenImage(
-                base_dim=8, z_dim=4, dim_mult=[1, 1, 1, 1], num_res_blocks=1, latents_mean=[0.0] * 4,
-                latents_std=[1.0] * 4,
-            ),
+            "vae": diffusers.AutoencoderKLQwenImage(**frame_vae),
             "text_encoder": transformers.Qwen2_5_VLForConditionalGeneration(config),
         }  # fmt: skip
     elif kind == "Z-Image":
@@ -354,10 +355,7 @@ def tiny_pipeline(kind: str, directory: Path) -> Path:
     elif kind == "Wan":
         umt5 = transformers.UMT5Config(vocab_size=16, d_model=32, d_ff=64, num_layers=1, num_heads=4, d_kv=8)
         parts |= {
-            "vae": diffusers.AutoencoderKLWan(
-                base_dim=8, z_dim=4, dim_mult=[1, 1, 1, 1], num_res_blocks=1, latents_mean=[0.0] * 4,
-                latents_std=[1.0] * 4,
-            ),
+            "vae": diffusers.AutoencoderKLWan(**frame_vae),
             "text_encoder": transformers.UMT5EncoderModel(umt5),
         }  # fmt: skip
     elif kind == "HunyuanVideo":

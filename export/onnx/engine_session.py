@@ -108,7 +108,7 @@ class OnnxruntimeSession:
         # [batch, kv_heads, capacity, dim], and states of other layers
         self._shapes = {name: tuple(inputs[name].shape[1:]) for name in names}
         self._dtypes = {name: _DTYPES[inputs[name].type] for name in names}
-        self.recurrent = len(names) > sum(name.startswith("past_key") + name.startswith("past_value") for name in names)
+        self.recurrent = any(name.removeprefix("past_").partition(".")[0] in STATES for name in names)
         self._caches: dict[str, onnxruntime.OrtValue] = {}
         metadata = self._session.get_modelmeta().custom_metadata_map
         self.dtype = next(self._dtypes[name] for name in names if "state" not in name)

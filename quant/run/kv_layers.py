@@ -79,11 +79,12 @@ def choose_kv_layers(model: nn.Module, rows: torch.Tensor, bits: float | None, s
             session.report("cache", index + 1, len(layers))
         problem = KnapsackProblem(tuple(layers), KV_LAYERS, scores, {"bytes": sizes})
         limits = [limit(size) for size in (_SIZES if bits is None else (bits,)) if limit(size) >= total[0]]
-        mixes = {tuple(KV_LAYERS[j] for j in solve(problem, {"bytes": most})) for most in limits}
-        measured = {mix: loss(mix) for mix in mixes}
-        single = {name: loss((name,) * len(layers)) for j, name in enumerate(KV_LAYERS)
-                  if bits is None or total[j] <= limit(bits)}  # fmt: skip
-        measured |= {(name,) * len(layers): each for name, each in single.items()}
+        mixes = [tuple(KV_LAYERS[j] for j in solve(problem, {"bytes": most})) for most in limits]
+        single_mixes = {name: (name,) * len(layers) for j, name in enumerate(KV_LAYERS)
+                        if bits is None or total[j] <= limit(bits)}  # fmt: skip
+        # Each once, and in one order in every process: the first of equal losses is taken.
+        measured = {mix: loss(mix) for mix in dict.fromkeys((*mixes, *single_mixes.values()))}
+        single = {name: measured[mix] for name, mix in single_mixes.items()}
     order = {name: j for j, name in enumerate(KV_LAYERS)}
     used = {mix: sizes[range(len(mix)), [order[name] for name in mix]].sum() for mix in measured}
     best = [min(measured, key=measured.__getitem__)] if bits is not None else [
