@@ -219,7 +219,7 @@ def _from_checkpoint(model: nn.Module, state: dict[str, torch.Tensor], prefix: s
         owned = layer_tensor_names(tensors, layer)
         if not owned:
             continue
-        buffers = read_buffers(tensors, layer)
+        buffers = read_buffers(tensors, layer, model)
         for name in owned:
             tensors.pop(name)
         tensors |= buffers

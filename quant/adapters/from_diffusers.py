@@ -113,7 +113,7 @@ class _Quantizer(DiffusersQuantizer):
             raise UserError(f"{self.directory}: is on {len(devices)} devices; give from_pretrained no device_map")
         device = devices.pop()
         for layer in self.plan.quantized:
-            for name, tensor in read_buffers(tensors, layer).items():
+            for name, tensor in read_buffers(tensors, layer, model).items():
                 owner, _, last = name.rpartition(".")
                 model.get_submodule(owner)._buffers[last] = tensor.to(device)
         mark_quantized(model)

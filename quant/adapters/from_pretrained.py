@@ -149,7 +149,7 @@ class Quantizer(HfQuantizer):  # type: ignore[misc]
     def layer_tensors(self, name: str) -> dict[str, torch.Tensor]:
         """Returns the buffers of a quantized module by their full names."""
         assert self._checkpoint is not None
-        return read_buffers(self._checkpoint.tensors, self._checkpoint.plan.by_name[name])
+        return read_buffers(self._checkpoint.tensors, self._checkpoint.plan.by_name[name], self._checkpoint.model)
 
     def _process_model_after_weight_loading(self, model: nn.Module, **kwargs: Any) -> nn.Module:
         if self._checkpoint is None:

@@ -11,12 +11,14 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
+from torch import nn
 
 from quant.base.json_files import parse_json, typed
 from quant.export.checkpoint.files.layouts import layout_of_tensors, matrix_problems, value_problem
 from quant.export.checkpoint.files.names import Rename, matrix_names
 from quant.export.checkpoint.files.tensor_file import DTYPE_NAMES
 from quant.formats.tensor import BlockScaledTensor
+from quant.kernels.linear.conv import QuantConv, conv_parameter
 from quant.kernels.linear.quant_linear import RunTimeParts
 from quant.recipes.layers import LayerKind
 from quant.recipes.plan import LayerPlan
@@ -289,12 +291,18 @@ def read_parts(tensors: Mapping[str, torch.Tensor], plan: LayerPlan) -> RunTimeP
     return parts
 
 
-def read_buffers(tensors: Mapping[str, torch.Tensor], plan: LayerPlan) -> dict[str, torch.Tensor]:
-    """Reads the buffers of a planned layer's module, by their full names; raises as `read_layer` and `read_parts`."""
+def read_buffers(tensors: Mapping[str, torch.Tensor], plan: LayerPlan, model: nn.Module) -> dict[str, torch.Tensor]:
+    """Reads the buffers of a planned layer's module, by their full names; raises as `read_layer` and `read_parts`.
+
+    `model` has that module already: of a convolution it says the shape of the codes, which files hold as a matrix.
+    """
     (weight, input_scale), parts = read_layer(tensors, plan), read_parts(tensors, plan)
     down, up = parts.lowrank or (None, None)
+    codes, module = weight.codes, model.get_submodule(plan.name)
+    if isinstance(module, QuantConv):
+        codes = conv_parameter(codes, module.codes.shape, module.groups, module.transposed).contiguous()
     buffers = {
-        "codes": weight.codes, "scale": weight.scale, "global_scale": weight.global_scale,
+        "codes": codes, "scale": weight.scale, "global_scale": weight.global_scale,
         "input_scale": input_scale, "pre_scale": parts.pre_scale, "lowrank_down": down, "lowrank_up": up,
         "channels": parts.channels,
     }  # fmt: skip

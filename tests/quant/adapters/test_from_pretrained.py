@@ -85,6 +85,27 @@ def test_layers_of_a_class_of_their_own_are_known_where_transformers_builds_on_t
     assert torch.equal(logits(theirs), logits(quant.load(tmp_path / "out")))
 
 
+@pytest.mark.parametrize("format", ["int8", "fp8_channel"])
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_convolutions_run_however_a_checkpoint_is_loaded(format: str, tmp_path: Path) -> None:
+    """Files hold their codes as matrices, modules in the shape of the parameter."""
+    safetensors = pytest.importorskip("safetensors.torch")
+    images = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(1))
+    done = quant.quantize(tiny_models.resnet(), format, images, solver="rtn")
+    quant.save(done.model, done.plan, tmp_path / "out")
+    loaded, other = quant.load(tmp_path / "out"), tiny_models.resnet(seed=5)
+    theirs = transformers.AutoModelForImageClassification.from_pretrained(
+        tmp_path / "out", quantization_config=quant.QuantConfig()
+    )
+    other = quant.quantize(other, done.plan, images).model
+    quant.save(other, done.plan, tmp_path / "other")
+    other = quant.load(tmp_path / "other")
+    other.load_state_dict(safetensors.load_file(tmp_path / "out/model.safetensors"))
+    with torch.no_grad():
+        y = done.model(images).logits
+        assert all(torch.equal(model(images).logits, y) for model in (loaded, theirs, other))
+
+
 def test_without_a_config_a_checkpoint_is_for_transformers_own_quantizer(tmp_path: Path) -> None:
     done = quant.quantize(tiny_models.llama(dtype=torch.bfloat16), "nvfp4a16")
     quant.save(done.model, done.plan, tmp_path / "out")
