@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import ml_dtypes
@@ -16,6 +17,17 @@ def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
     """Frobenius norm of the difference over that of what was expected, in float64."""
     difference = (found.double() - expected.double()).norm()
     return float(difference / expected.double().norm().clamp_min(1e-30))
+
+
+def onnxruntime_session(path: Path, optimized: Path) -> Any:
+    """A session of one thread whose INT4 products do not round their inputs; `optimized` gets the graph that it runs."""
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level, options.intra_op_num_threads = 3, 1
+    options.optimized_model_filepath = str(optimized)
+    options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", "1")
+    return onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
 
 
 def quantized_attention(

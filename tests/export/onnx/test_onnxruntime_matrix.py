@@ -15,7 +15,7 @@ import serving_samples
 import tiny_models
 import torch
 from click.testing import CliRunner
-from onnx_samples import relative_error
+from onnx_samples import onnxruntime_session, relative_error
 from slow_cases import quick_cases
 
 import quant
@@ -24,7 +24,7 @@ from quant.export.checkpoint.load import load
 from quant.generate.generate import cast_unquantized
 
 onnx = pytest.importorskip("onnx", reason="needs the extra onnx")
-onnxruntime = pytest.importorskip("onnxruntime", reason="needs the extra onnx")
+pytest.importorskip("onnxruntime", reason="needs the extra onnx")
 pytest.importorskip("onnxscript", reason="needs the extra onnx")
 pytest.importorskip("transformers", reason="needs the extra hf")
 
@@ -56,15 +56,6 @@ CELLS = [
     for dtype in DTYPES
     for door in ("command", "python")
 ]
-
-
-def session(path: Path, optimized: Path) -> Any:
-    """A session of one thread whose INT4 products do not round their inputs."""
-    options = onnxruntime.SessionOptions()
-    options.log_severity_level, options.intra_op_num_threads = 3, 1
-    options.optimized_model_filepath = str(optimized)
-    options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", "1")
-    return onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
 
 
 def example(kind: str) -> torch.Tensor:
@@ -106,7 +97,7 @@ def test_a_model_in_onnxruntime(
     # Roundings of inputs that are halfway between two codes go either way.
     most = {"fp32": 2e-2 if "16" not in format else 1e-4, "fp16": 5e-2}[wide]
     if kind in DECODERS:
-        monkeypatch.setattr(engine_session, "loaded", lambda path, threads: session(path, optimized))
+        monkeypatch.setattr(engine_session, "loaded", lambda path, threads: onnxruntime_session(path, optimized))
         prompts = [row.tolist()[: 9 + 15 * index] for index, row in enumerate(x)]
         expected = reference_run(reference, prompts, 8)
         run = forced_run(engine_session.OnnxruntimeSession(out / "model.onnx"), prompts, expected.tokens, chunk=7)
@@ -124,7 +115,7 @@ def test_a_model_in_onnxruntime(
         with torch.no_grad():
             answer = reference(x.to(DTYPES[wide]) if x.is_floating_point() else x)
         name = "input_ids" if kind == "bert" else "pixel_values"
-        opened = session(out / "model.onnx", optimized)
+        opened = onnxruntime_session(out / "model.onnx", optimized)
         feeds = {name: x.numpy().astype(np.float16 if x.is_floating_point() and wide == "fp16" else x.numpy().dtype)}
         shape = x.shape[:2]
         masks = {"attention_mask": np.ones(shape, np.int64), "token_type_ids": np.zeros(shape, np.int64)}

@@ -1,0 +1,403 @@
+"""This harness runs every format in every runtime that is here, and writes the support tables of the docs from that.
+
+A cell is a tiny decoder of random weights in one format, and one runtime:
+
+    model -> quantize -> checkpoint -> transformers                          -> logits
+                                    -> quant export -> onnxruntime, or genai -> logits, tokens, the operators that ran
+                                                    -> a TensorRT-RTX engine -> the precision of each GEMM in its file
+                                                    -> an AOTInductor package -> logits
+
+    equal      the logits (of genai: the tokens) are those of `quant.load` on the same device, up to roundings
+    built      the audit found every layer of the engine in the planned precision; its GPU is not here
+    refused    by name, with a way out, before anything was written
+    never run  written, with a warning that this runtime needs another machine
+    DIFFERENT, TRACEBACK   what no table may hold
+
+`runs in` says how a layer is multiplied: *native*, in its low precision, or *storage*, unpacked before.
+
+    PYTHONPATH=. python tests/support_tables.py               all runtimes of this machine, and the pages
+    PYTHONPATH=. python tests/support_tables.py onnxruntime   one of them
+    PYTHONPATH=. python tests/support_tables.py --render      the pages alone
+
+A machine with a GPU runs `quant.load` and AOTInductor there. Cells lie in tests/data/support.json; runtimes that are not
+here keep theirs. The columns of vLLM are from the runs that `benchmarks/vllm_presets.py` left in benchmarks/data.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import platform
+import shutil
+import sys
+import tempfile
+import traceback
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from functools import cache
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import serving_samples
+import tiny_models
+import torch
+from onnx_samples import onnxruntime_session, relative_error
+from samples import BASE
+
+import quant
+from quant.export.engines.check_engine import forced_run, reference_run
+from quant.export.tensorrt.audit import UNPLANNED
+
+ROOT = Path(__file__).parents[1]
+FOUND = ROOT / "tests" / "data" / "support.json"
+VLLM = [ROOT / "benchmarks" / "data" / f"vllm_presets_{release}.json" for release in ("0.26", "0.29")]
+FORMATS_PAGE, ENGINES_PAGE = ROOT / "docs" / "formats.md", ROOT / "docs" / "engines.md"
+PRESETS = (
+    "nvfp4a16", "nvfp4", "mxfp4a16", "mxfp4", "mxfp6a16", "mxfp8", "fp8", "fp8_channel", "fp8_block", "int8",
+    "int8_static", "int4a16", "int4a16_g64", "int4a16_g32",
+)  # fmt: skip
+FORMATS = (*PRESETS, "fp8@16bit", "int8@16bit", "fp8_block@16bit", "mxfp8@16bit")
+EXPERTS = tuple(f"experts in {format}" for format in ("int4a16_g32", "int8@16bit", "fp8@16bit", "nvfp4a16"))
+CAPACITY, NEW = 64, 8
+ROWS = torch.randint(0, 64, (4, 32), generator=torch.Generator().manual_seed(1))
+PROMPTS = [row.tolist()[: 9 + 7 * index] for index, row in enumerate(ROWS[:3])]
+EQUAL, BUILT, REFUSED, NEVER_RUN = "equal", "built", "refused", "never run"
+NATIVE, STORAGE = "native", "storage"
+_UP_TO_A_ROUNDING = 1e-3  # of logits, where inputs stay in 16 bit: sums in another order
+_CODES_OF_INPUTS_FLIP = 5e-2  # where they are rounded, and half-way between two codes
+
+
+@dataclass(frozen=True)
+class Cell:
+    """What a runtime did with a format: a verdict, how it multiplies ("" if unknown), and a detail in words."""
+
+    verdict: str
+    runs_in: str = ""
+    detail: str = ""
+
+
+@cache
+def checkpoint(format: str, dtype: torch.dtype = torch.float32) -> Path:
+    """A directory with the tiny decoder in a format."""
+    out = Path(tempfile.mkdtemp()) / "checkpoint"
+    if format.startswith("experts in "):
+        model = tiny_models.qwen3_moe(moe_intermediate_size=64, head_dim=32, gain=4.0, max_position_embeddings=512, dtype=dtype)
+        recipe = format.removeprefix("experts in ")
+    else:
+        model = serving_samples.decoder("llama-128", dtype=dtype)
+        recipe = format
+    done = quant.quantize(model, recipe, ROWS, solver="rtn")
+    assert done.plan.quantized, format
+    quant.save(done.model, done.plan, out)
+    shutil.copy(BASE / "tokenizer.json", out)  # genai wants one
+    return out
+
+
+def _compared(logits: np.ndarray, expected: np.ndarray, format: str, runs_in: str = "") -> Cell:
+    """The logits of a run in FP32 beside those of `quant.load` on the same tokens."""
+    error = relative_error(torch.from_numpy(logits), torch.from_numpy(expected))
+    most = _UP_TO_A_ROUNDING if "16" in format else _CODES_OF_INPUTS_FLIP
+    return Cell(EQUAL if error < most else "DIFFERENT", runs_in, f"logits differ by {error:.1g} of their norm")
+
+
+def _compared_in_bf16(logits: np.ndarray, reference: Any, tokens: np.ndarray, runs_in: str = "") -> Cell:
+    """The logits of a run in BF16 are as near to those of FP32 as `reference`, the same model in BF16, is.
+
+    A rounding of BF16 moves an input over the boundary of two codes, so the logits of two right runs differ widely.
+    """
+    exact = torch.from_numpy(reference_run(copy.deepcopy(reference).float(), PROMPTS, NEW, tokens).logits)
+    own = torch.from_numpy(reference_run(reference, PROMPTS, NEW, tokens).logits)
+    error, usual = relative_error(torch.from_numpy(logits), exact), relative_error(own, exact)
+    said = f"logits differ from FP32's by {error:.1g} of their norm, those of `quant.load` by {usual:.1g}"
+    return Cell(EQUAL if error < 1.25 * usual else "DIFFERENT", runs_in, said)
+
+
+def in_transformers(format: str) -> Cell:
+    import transformers
+
+    transformers.utils.logging.disable_progress_bar()
+    # In BF16: it unpacks to BF16 what a model in FP32 could not take.
+    directory = checkpoint(format, torch.bfloat16)
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(directory)
+    run = reference_run(loaded, PROMPTS, NEW)
+    return _compared_in_bf16(run.logits, quant.load(directory), run.tokens, STORAGE)
+
+
+def in_onnxruntime(format: str) -> Cell:
+    """The operators of the optimized graph say how it multiplies."""
+    import onnx
+
+    from quant.export.onnx import engine_session
+
+    with tempfile.TemporaryDirectory() as folder:
+        out, optimized = Path(folder) / "out", Path(folder) / "optimized.onnx"
+        quant.export_model(checkpoint(format), "onnx", out, capacity=CAPACITY, dtype="fp32", target="onnxruntime")
+        usual = engine_session.loaded
+        engine_session.loaded = lambda path, threads: onnxruntime_session(path, optimized)
+        try:
+            session = engine_session.OnnxruntimeSession(out / "model.onnx")
+        finally:
+            engine_session.loaded = usual
+        expected = reference_run(quant.load(checkpoint(format)), PROMPTS, NEW)
+        run = forced_run(session, PROMPTS, expected.tokens, chunk=7)
+        operators = {node.op_type for node in onnx.load(optimized, load_external_data=False).graph.node}
+    native = operators & {"MatMulIntegerToFloat", "MatMulInteger", "QLinearMatMul", "DynamicQuantizeMatMul"}
+    return _compared(run.logits, expected.logits, format, NATIVE if native else STORAGE)
+
+
+def in_genai(format: str) -> Cell:
+    import onnxruntime_genai as genai
+
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "out"
+        exported = quant.export_model(checkpoint(format), "onnx", out, dtype="fp32", genai=True)
+        if said := [sentence for sentence in exported.warnings if "does not load" in sentence]:
+            return Cell(NEVER_RUN, "", said[0])  # it is for the provider of RTX GPUs
+        config = json.loads((out / "genai_config.json").read_text())
+        config["model"]["decoder"]["session_options"]["session.qdq_matmulnbits_accuracy_level"] = "1"
+        (out / "genai_config.json").write_text(json.dumps(config))
+        model, reference = genai.Model(str(out)), quant.load(checkpoint(format))
+        same = total = 0
+        for prompt in PROMPTS:
+            parameters = genai.GeneratorParams(model)
+            parameters.set_search_options(max_length=len(prompt) + NEW, do_sample=False)
+            generator = genai.Generator(model, parameters)
+            generator.append_tokens(np.array(prompt, np.int32))
+            while not generator.is_done():
+                generator.generate_next_token()
+            written = np.array([generator.get_sequence(0)[len(prompt) :]])
+            expected = reference_run(reference, [prompt], written.size, written)  # it may end early
+            # The likeliest token of the model at each place of what genai wrote, or one as likely.
+            chosen = np.take_along_axis(expected.logits[0], written[0][:, None], 1)[:, 0]
+            near = expected.logits[0].max(-1) - chosen <= 0.05 * expected.logits[0].std(-1)
+            same, total = same + int(near.sum()), total + near.size
+        del generator, model
+    return Cell(EQUAL if same == total else "DIFFERENT", "", f"{same} of {total} tokens")
+
+
+def in_tensorrt_rtx(target: str) -> Callable[[str], Cell]:
+    def build(format: str) -> Cell:
+        with tempfile.TemporaryDirectory() as folder:
+            out, half = Path(folder) / "model.engine", "bf16" if target != "sm75" else "fp16"
+            options: dict[str, Any] = {"capacity": CAPACITY, "dtype": half, "target": target}
+            exported = quant.export_model(checkpoint(format), "tensorrt", out, **options)
+            rows = [row for row in exported.audit if row["planned"] not in (UNPLANNED, "16 bit")]
+        assert rows and all(row["passed"] for row in rows), exported.audit
+        found = sorted({row["found"] for row in rows if "attn_" not in row["name"].rpartition(".")[2]})
+        runs_in = STORAGE if any("half" in word for word in found) else NATIVE
+        return Cell(BUILT, runs_in, f"{len(rows)} layers in {', '.join(found)}")
+
+    return build
+
+
+def in_aoti(device: str) -> Callable[[str], Cell]:
+    def compile_and_run(format: str) -> Cell:
+        from quant.export.aoti.package import AotiSession
+
+        dtype = torch.float32 if device == "cpu" else torch.bfloat16
+        model = quant.load(checkpoint(format)).to(device, dtype)
+        with tempfile.TemporaryDirectory() as folder:
+            path = quant.export_model(copy.deepcopy(model), "aoti", Path(folder) / "model.pt2", capacity=CAPACITY).path
+            session = AotiSession(path, unsafe_load=True)
+            expected = reference_run(model, PROMPTS, NEW)
+            run = forced_run(session, PROMPTS, expected.tokens, chunk=7)
+        if device == "cpu":
+            return _compared(run.logits, expected.logits, format)
+        return _compared_in_bf16(run.logits, model, expected.tokens)
+
+    return compile_and_run
+
+
+def on_a_gpu(format: str) -> Cell:
+    """`quant.load` by our kernels next to the same checkpoint on the processor; the kernels that multiplied by name."""
+    from torch.profiler import ProfilerActivity, profile
+
+    model = quant.load(checkpoint(format, torch.bfloat16))
+    run = reference_run(copy.deepcopy(model).cuda(), PROMPTS, NEW)
+    cell = _compared_in_bf16(run.logits, model, run.tokens)
+    model.cuda()
+    kernels = []
+    for rows in (1, 8):  # of 32 tokens
+        ids = ROWS[:1].repeat(rows, 1).cuda()
+        with torch.no_grad(), profile(activities=[ProfilerActivity.CUDA]) as seen:
+            model(ids)
+        names = {event.key.partition("(")[0] for event in seen.key_averages()}
+        kernels.append(", ".join(sorted(name for name in names if "at::" not in name and "Mem" not in name)))
+    return Cell(cell.verdict, "", f"{cell.detail}; 32 tokens by {kernels[0]}; 256 tokens by {kernels[1]}")
+
+
+RUNTIMES: dict[str, tuple[Callable[[str], Cell], tuple[str, ...]]] = {
+    "transformers": (in_transformers, ("transformers", "compressed-tensors")),
+    "onnxruntime": (in_onnxruntime, ("onnxruntime",)),
+    "onnxruntime-genai": (in_genai, ("onnxruntime-genai", "onnxruntime")),
+    "tensorrt-rtx-sm89": (in_tensorrt_rtx("sm89"), ("tensorrt-rtx",)),
+    "tensorrt-rtx-sm120": (in_tensorrt_rtx("sm120"), ("tensorrt-rtx",)),
+    "aoti-cpu": (in_aoti("cpu"), ("torch",)),
+    "gpu": (on_a_gpu, ("torch", "triton")),
+    "aoti-gpu": (in_aoti("cuda"), ("torch", "triton")),
+}
+"""By name: what runs a cell, and the packages whose versions are written beside it."""
+
+
+def run_cell(runtime: str, format: str) -> Cell:
+    """One cell; what is refused is one, too."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return RUNTIMES[runtime][0](format)
+    except (quant.UserError, ValueError) as error:
+        raised_in = Path(traceback.extract_tb(error.__traceback__)[-1].filename).resolve()
+        if ROOT not in raised_in.parents or ".venv" in raised_in.parts:
+            return Cell("TRACEBACK", "", f"{type(error).__name__}: {error} ({raised_in.name})")
+        return Cell(REFUSED, "", " ".join(str(error).split()))
+    except Exception as error:
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        return Cell("TRACEBACK", "", f"{type(error).__name__}: {error} ({Path(last.filename).name}:{last.lineno})")
+
+
+def here(runtime: str) -> bool:
+    if runtime.endswith("gpu") != torch.cuda.is_available():
+        return False
+    try:
+        return all(version(package) for package in RUNTIMES[runtime][1])
+    except ImportError:
+        return False
+
+
+# What the pages say, from cells alone.
+
+WORDS = {
+    "nvfp4a16": "NVFP4, 16 bit", "nvfp4": "NVFP4, NVFP4", "mxfp4a16": "MXFP4, 16 bit", "mxfp4": "MXFP4, MXFP4",
+    "mxfp6a16": "MXFP6, 16 bit", "mxfp8": "MXFP8, MXFP8", "fp8": "FP8, one static scale each ¹",
+    "fp8_channel": "FP8 per row, per token", "fp8_block": "FP8 in 128×128, 1×128", "int8": "INT8 per row, per token",
+    "int8_static": "INT8 per row, one static scale", "int4a16": "INT4 in groups of 128, 16 bit",
+    "int4a16_g64": "INT4 in groups of 64, 16 bit", "int4a16_g32": "INT4 in groups of 32, 16 bit",
+}  # fmt: skip
+_BITS = {"nvfp4": 4.5, "mxfp4": 4.25, "mxfp6": 6.25, "mxfp8": 8.25, "fp8": 8, "int8": 8, "int4": 4.125}
+_BITS |= {"int4a16_g64": 4.25, "int4a16_g32": 4.5}
+_OURS = {  # parts of the names of kernels that multiply in the low precision
+    "fp8": ("fp8_gemm", "scaled_mm", "nvjet", "_block_gemm", "e4m3"), "int8": ("int8_gemm", "imma", "i8"),
+}  # fmt: skip
+
+
+def formats_table(found: Mapping[str, Any], presets: tuple[str, ...] = PRESETS) -> list[str]:
+    """How each runtime multiplies each preset; `–` where it is refused."""
+    vllm = [json.loads(path.read_text(encoding="utf-8")) for path in VLLM]
+    lines = [
+        "| `--format` | weights, inputs | bits | our kernels, H200 | vLLM, H100 and H200 | TensorRT-RTX, Ada / Blackwell "
+        "| onnxruntime, CPU | transformers |",
+        "|---|---|---:|---|---|---|---|---|",
+    ]
+    for preset in presets:
+        bits = _BITS.get(preset, _BITS[preset.partition("a16")[0].partition("_")[0]])
+        engines = [_runs_in(found, f"tensorrt-rtx-{target}", preset) for target in ("sm89", "sm120")]
+        cells = (
+            _runs_in(found, "gpu", preset),
+            in_vllm(vllm, preset),
+            " / ".join(engines),
+            _runs_in(found, "onnxruntime", preset),
+            _runs_in(found, "transformers", preset),
+        )
+        lines.append(f"| `{preset}` | {WORDS[preset]} | {bits:g} | {' | '.join(cells)} |")
+    return lines
+
+
+def _runs_in(found: Mapping[str, Any], runtime: str, format: str) -> str:
+    cell = Cell(**found[runtime]["cells"][format])
+    if cell.verdict == REFUSED:
+        return "–"
+    assert cell.verdict in (EQUAL, BUILT), (runtime, format, cell)
+    rounds_inputs = "16" not in format and runtime in ("gpu", "transformers")
+    return f"{cell.runs_in}, inputs rounded" if cell.runs_in == STORAGE and rounds_inputs else cell.runs_in
+
+
+def in_vllm(runs: list[Any], preset: str) -> str:
+    """How the kernels that vLLM itself chose multiply, in every release that was run."""
+    said = set()
+    for run in runs:
+        for row in run["rows"]:
+            if (row["of"], row["preset"], row["layout"]) == ("dense", preset, "compressed-tensors"):
+                wide = row["kernel"].startswith(("Marlin", "Machete", "Humming"))
+                storage = f"{STORAGE}, inputs in 16 bit" if "16" not in preset else STORAGE
+                said.add((storage if wide else NATIVE) if row["loads"] == "yes" else "–")
+    assert len(said) <= 1, (preset, said)
+    return said.pop() if said else "not run"
+
+
+def engines_table(found: Mapping[str, Any]) -> list[str]:
+    """What every exported format did in every runtime."""
+    columns = {
+        "onnxruntime, CPU": ("onnxruntime",), "onnxruntime-genai, CPU": ("onnxruntime-genai",),
+        "TensorRT-RTX, Ada / Blackwell": ("tensorrt-rtx-sm89", "tensorrt-rtx-sm120"),
+        "AOTInductor, CPU": ("aoti-cpu",), "AOTInductor, H200": ("aoti-gpu",),
+    }  # fmt: skip
+    lines = [f"| | {' | '.join(columns)} |", f"|---|{'---|' * len(columns)}"]
+    for format in (*FORMATS, *EXPERTS):
+        cells = [" / ".join(_verdict(found, runtime, format) for runtime in runtimes) for runtimes in columns.values()]
+        name = format.replace("experts in ", "experts in `") if format in EXPERTS else f"`{format}"
+        lines.append(f"| {name}` | {' | '.join(cells)} |")
+    return lines
+
+
+def _verdict(found: Mapping[str, Any], runtime: str, format: str) -> str:
+    cell = found.get(runtime, {}).get("cells", {}).get(format)
+    verdict = cell["verdict"] if cell else NEVER_RUN
+    assert verdict in (EQUAL, BUILT, REFUSED, NEVER_RUN), (runtime, format, cell)
+    return f"{verdict}, {cell['runs_in']}" if cell and cell["runs_in"] else "–" if verdict == REFUSED else verdict
+
+
+def versions_line(found: Mapping[str, Any]) -> list[str]:
+    """The versions and the machine of each runtime's cells."""
+    machines: dict[str, dict[str, str]] = {}
+    for entry in found.values():
+        machines.setdefault(entry["machine"], {}).update(entry["versions"])
+    return [
+        f"On {machine}: {', '.join(f'{package} {number}' for package, number in sorted(packages.items()))}."
+        for machine, packages in machines.items()
+    ]
+
+
+TABLES = {(FORMATS_PAGE, "formats"): formats_table, (ENGINES_PAGE, "engines"): engines_table}
+
+
+def rendered(page: Path, name: str, found: Mapping[str, Any]) -> str:
+    """The text of a page with its table written anew."""
+    text = page.read_text(encoding="utf-8")
+    start, end = f"<!-- {name}: written by tests/support_tables.py -->\n", f"<!-- {name}: end -->"
+    before, _, rest = text.partition(start)
+    _, _, after = rest.partition(end)
+    lines = [*TABLES[page, name](found), "", *versions_line(found)]
+    return before + start + "\n" + "\n".join(lines) + "\n\n" + end + after
+
+
+def main(arguments: list[str]) -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("runtimes", nargs="*", help="of those that are here; all by default")
+    parser.add_argument("--formats", nargs="*", default=[*FORMATS, *EXPERTS])
+    parser.add_argument("--render", action="store_true")
+    parser.add_argument("--found", type=Path, default=FOUND)
+    options = parser.parse_args(arguments)
+    found = json.loads(options.found.read_text(encoding="utf-8")) if options.found.is_file() else {}
+    for runtime in [] if options.render else options.runtimes or [name for name in RUNTIMES if here(name)]:
+        machine = torch.cuda.get_device_name() if torch.cuda.is_available() else f"a processor ({platform.machine()})"
+        versions = {package: version(package) for package in RUNTIMES[runtime][1]}
+        entry = found.setdefault(runtime, {})
+        entry |= {"machine": machine, "versions": versions}
+        for format in options.formats:
+            if runtime == "transformers" and format in EXPERTS:
+                continue  # docs/architectures.md has them, model by model
+            cell = run_cell(runtime, format)
+            print(runtime, format, *asdict(cell).values(), flush=True)
+            entry.setdefault("cells", {})[format] = asdict(cell)
+            options.found.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    if options.found == FOUND:
+        for page, name in TABLES:
+            page.write_text(rendered(page, name, found), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
