@@ -20,7 +20,7 @@ def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def onnxruntime_session(path: Path, optimized: Path) -> Any:
-    """A session of one thread whose INT4 products do not round their inputs; `optimized` gets the graph that it runs."""
+    """A session of one thread whose INT4 products do not round inputs; `optimized` gets the graph that it runs."""
     import onnxruntime
 
     options = onnxruntime.SessionOptions()

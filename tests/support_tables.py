@@ -19,8 +19,8 @@ A cell is a tiny decoder of random weights in one format, and one runtime:
     PYTHONPATH=. python tests/support_tables.py onnxruntime   one of them
     PYTHONPATH=. python tests/support_tables.py --render      the pages alone
 
-A machine with a GPU runs `quant.load` and AOTInductor there. Cells lie in tests/data/support.json; runtimes that are not
-here keep theirs. The columns of vLLM are from the runs that `benchmarks/vllm_presets.py` left in benchmarks/data.
+A machine with a GPU runs `quant.load` and AOTInductor there. Cells lie in tests/data/support.json; runtimes that are
+not here keep theirs. The columns of vLLM are from the runs that `benchmarks/vllm_presets.py` left in benchmarks/data.
 """
 
 from __future__ import annotations
@@ -51,11 +51,13 @@ from samples import BASE
 import quant
 from quant.export.engines.check_engine import forced_run, reference_run
 from quant.export.tensorrt.audit import UNPLANNED
+from quant.formats.format import WEIGHT_FORMATS
+from quant.recipes.recipe import get_recipe
 
 ROOT = Path(__file__).parents[1]
 FOUND = ROOT / "tests" / "data" / "support.json"
 VLLM = [ROOT / "benchmarks" / "data" / f"vllm_presets_{release}.json" for release in ("0.26", "0.29")]
-FORMATS_PAGE, ENGINES_PAGE = ROOT / "docs" / "formats.md", ROOT / "docs" / "engines.md"
+README, FORMATS_PAGE, ENGINES_PAGE = (ROOT / name for name in ("README.md", "docs/formats.md", "docs/engines.md"))
 PRESETS = (
     "nvfp4a16", "nvfp4", "mxfp4a16", "mxfp4", "mxfp6a16", "mxfp8", "fp8", "fp8_channel", "fp8_block", "int8",
     "int8_static", "int4a16", "int4a16_g64", "int4a16_g32",
@@ -85,7 +87,9 @@ def checkpoint(format: str, dtype: torch.dtype = torch.float32) -> Path:
     """A directory with the tiny decoder in a format."""
     out = Path(tempfile.mkdtemp()) / "checkpoint"
     if format.startswith("experts in "):
-        model = tiny_models.qwen3_moe(moe_intermediate_size=64, head_dim=32, gain=4.0, max_position_embeddings=512, dtype=dtype)
+        model = tiny_models.qwen3_moe(
+            moe_intermediate_size=64, head_dim=32, gain=4.0, max_position_embeddings=512, dtype=dtype
+        )
         recipe = format.removeprefix("experts in ")
     else:
         model = serving_samples.decoder("llama-128", dtype=dtype)
@@ -225,9 +229,13 @@ def on_a_gpu(format: str) -> Cell:
         ids = ROWS[:1].repeat(rows, 1).cuda()
         with torch.no_grad(), profile(activities=[ProfilerActivity.CUDA]) as seen:
             model(ids)
-        names = {event.key.partition("(")[0] for event in seen.key_averages()}
-        kernels.append(", ".join(sorted(name for name in names if "at::" not in name and "Mem" not in name)))
-    return Cell(cell.verdict, "", f"{cell.detail}; 32 tokens by {kernels[0]}; 256 tokens by {kernels[1]}")
+        launched = [x for x in seen.key_averages() if x.device_type == torch.autograd.DeviceType.CUDA]
+        names = {x.key.partition("(")[0].removeprefix("void ") for x in launched}
+        kernels.append(", ".join(sorted(name for name in names if name and "at::" not in name and "Mem" not in name)))
+    # cuBLAS names the types of operands by letters, two of FP8 by "qq".
+    few, many = (NATIVE if "qqtst" in names or "fp8_block_gemm" in names else STORAGE for names in kernels)
+    runs_in = many if few == many else f"{many}, {few} below 64 tokens"
+    return Cell(cell.verdict, runs_in, f"{cell.detail}; 32 tokens by {kernels[0]}; 256 tokens by {kernels[1]}")
 
 
 RUNTIMES: dict[str, tuple[Callable[[str], Cell], tuple[str, ...]]] = {
@@ -277,23 +285,18 @@ WORDS = {
     "int8_static": "INT8 per row, one static scale", "int4a16": "INT4 in groups of 128, 16 bit",
     "int4a16_g64": "INT4 in groups of 64, 16 bit", "int4a16_g32": "INT4 in groups of 32, 16 bit",
 }  # fmt: skip
-_BITS = {"nvfp4": 4.5, "mxfp4": 4.25, "mxfp6": 6.25, "mxfp8": 8.25, "fp8": 8, "int8": 8, "int4": 4.125}
-_BITS |= {"int4a16_g64": 4.25, "int4a16_g32": 4.5}
-_OURS = {  # parts of the names of kernels that multiply in the low precision
-    "fp8": ("fp8_gemm", "scaled_mm", "nvjet", "_block_gemm", "e4m3"), "int8": ("int8_gemm", "imma", "i8"),
-}  # fmt: skip
 
 
 def formats_table(found: Mapping[str, Any], presets: tuple[str, ...] = PRESETS) -> list[str]:
     """How each runtime multiplies each preset; `–` where it is refused."""
     vllm = [json.loads(path.read_text(encoding="utf-8")) for path in VLLM]
     lines = [
-        "| `--format` | weights, inputs | bits | our kernels, H200 | vLLM, H100 and H200 | TensorRT-RTX, Ada / Blackwell "
-        "| onnxruntime, CPU | transformers |",
+        "| `--format` | weights, inputs | bits | our kernels, H200 | vLLM, H100 and H200 "
+        "| TensorRT-RTX, Ada / Blackwell | onnxruntime, CPU | transformers |",
         "|---|---|---:|---|---|---|---|---|",
     ]
     for preset in presets:
-        bits = _BITS.get(preset, _BITS[preset.partition("a16")[0].partition("_")[0]])
+        bits = 8 * WEIGHT_FORMATS[get_recipe(preset).weight].nbytes((4096, 4096)) / 4096**2
         engines = [_runs_in(found, f"tensorrt-rtx-{target}", preset) for target in ("sm89", "sm120")]
         cells = (
             _runs_in(found, "gpu", preset),
@@ -302,7 +305,7 @@ def formats_table(found: Mapping[str, Any], presets: tuple[str, ...] = PRESETS) 
             _runs_in(found, "onnxruntime", preset),
             _runs_in(found, "transformers", preset),
         )
-        lines.append(f"| `{preset}` | {WORDS[preset]} | {bits:g} | {' | '.join(cells)} |")
+        lines.append(f"| `{preset}` | {WORDS[preset]} | {round(8 * bits) / 8:g} | {' | '.join(cells)} |")
     return lines
 
 
@@ -354,14 +357,23 @@ def versions_line(found: Mapping[str, Any]) -> list[str]:
     """The versions and the machine of each runtime's cells."""
     machines: dict[str, dict[str, str]] = {}
     for entry in found.values():
-        machines.setdefault(entry["machine"], {}).update(entry["versions"])
+        packages = {name: number.partition("+")[0] for name, number in entry["versions"].items()}
+        machines.setdefault(entry["machine"], {}).update(packages)
     return [
-        f"On {machine}: {', '.join(f'{package} {number}' for package, number in sorted(packages.items()))}."
+        f"On {machine}: "
+        + ", ".join(f"{name} {number.split('+')[0]}" for name, number in sorted(packages.items()))
+        + "."
         for machine, packages in machines.items()
     ]
 
 
-TABLES = {(FORMATS_PAGE, "formats"): formats_table, (ENGINES_PAGE, "engines"): engines_table}
+def readme_table(found: Mapping[str, Any]) -> list[str]:
+    lines = formats_table(found, ("nvfp4", "nvfp4a16", "mxfp8", "fp8", "int8", "int4a16"))
+    return [line.replace(" ¹", "") for line in lines]
+
+
+TABLES = {(FORMATS_PAGE, "formats"): formats_table, (ENGINES_PAGE, "engines"): engines_table,
+          (README, "formats"): readme_table}  # fmt: skip
 
 
 def rendered(page: Path, name: str, found: Mapping[str, Any]) -> str:
@@ -370,7 +382,9 @@ def rendered(page: Path, name: str, found: Mapping[str, Any]) -> str:
     start, end = f"<!-- {name}: written by tests/support_tables.py -->\n", f"<!-- {name}: end -->"
     before, _, rest = text.partition(start)
     _, _, after = rest.partition(end)
-    lines = [*TABLES[page, name](found), "", *versions_line(found)]
+    lines = TABLES[page, name](found)
+    if page != README:
+        lines += ["", *versions_line(found)]
     return before + start + "\n" + "\n".join(lines) + "\n\n" + end + after
 
 
@@ -383,7 +397,7 @@ def main(arguments: list[str]) -> None:
     options = parser.parse_args(arguments)
     found = json.loads(options.found.read_text(encoding="utf-8")) if options.found.is_file() else {}
     for runtime in [] if options.render else options.runtimes or [name for name in RUNTIMES if here(name)]:
-        machine = torch.cuda.get_device_name() if torch.cuda.is_available() else f"a processor ({platform.machine()})"
+        machine = torch.cuda.get_device_name() if torch.cuda.is_available() else f"an {platform.machine()} processor"
         versions = {package: version(package) for package in RUNTIMES[runtime][1]}
         entry = found.setdefault(runtime, {})
         entry |= {"machine": machine, "versions": versions}

@@ -12,9 +12,7 @@ from samples import ROOT
 from test_layering import FILES, ROOMS
 
 import quant
-from quant.formats.format import FORMATS, WEIGHT_FORMATS
-from quant.recipes.recipe import KEEP, get_recipe, presets
-from quant.recipes.targets import TARGETS
+from quant.formats.format import FORMATS
 
 DOCUMENTS = [*(ROOT / name for name in ("README.md", "PYPI.md", "CONTRIBUTING.md", "examples/README.md"))]
 DOCUMENTS += sorted((ROOT / "docs").glob("*.md"))
@@ -131,33 +129,3 @@ def test_pages_of_the_site_link_inside_of_it() -> None:
     outside = [(page.name, link) for page in (ROOT / "docs").glob("*.md") for link in LINK.findall(page.read_text())
                if link.startswith("..")]  # fmt: skip
     assert outside == []
-
-
-def test_the_table_of_formats_says_what_the_targets_say() -> None:
-    """Those of docs/formats.md and README.md; runs of engines and of vLLM are behind the pairs of `TARGETS`."""
-    found = []
-    for file, width in (("docs/formats.md", 8), ("README.md", 6)):
-        lines = (ROOT / file).read_text(encoding="utf-8").splitlines()
-        rows = [[cell.strip(" ¹²³⁴⁵⁶") for cell in line.strip("|").split("|")] for line in lines]
-        found.append({row[0].strip("`"): row for row in rows if len(row) == width and row[0].strip("`") in presets()})
-    table, short = found
-    assert table.keys() == set(presets())
-    assert len(short) == 6
-    for name, (_, *cells) in short.items():
-        row = table[name]
-        assert cells == [row[2], row[4].partition(",")[0], *row[5:]], name
-    for name, (_, _, bits, _, hopper, blackwell, rtx, onnxruntime) in table.items():
-        recipe = get_recipe(name)
-        weight, inputs = str(recipe.weight), None if recipe.activation == KEEP else str(recipe.activation)
-
-        def runs(target: str, gpu: int, weight: str = weight, inputs: str | None = inputs) -> str:
-            pairs = [pair for pair in TARGETS[target].pairs if (pair.weight, pair.activation) == (weight, inputs)]
-            if not pairs:
-                return "–"
-            return "storage, inputs in 16 bit" if "from SM100" in pairs[0].note and gpu < 100 else pairs[0].runs
-
-        assert float(bits) == pytest.approx(8 * WEIGHT_FORMATS[weight].nbytes((4096, 4096)) / 4096**2, rel=0.002), name
-        assert hopper == runs("vllm", 90), name
-        assert blackwell == runs("vllm", 100), name
-        assert rtx == f"{runs('tensorrt-rtx-sm89', 89)} / {runs('tensorrt-rtx-sm120', 120)}", name
-        assert onnxruntime == runs("onnxruntime", 0), name
