@@ -47,7 +47,7 @@ from typing import Any, NamedTuple
 import torch
 from safetensors import SafetensorError, safe_open
 
-from quant.base.atomic import claimed, sync, write_atomically
+from quant.base.atomic import claimed, not_written, sync, write_atomically
 from quant.base.errors import option
 from quant.base.json_files import JsonData, json_text, parse_json, read_json, typed
 from quant.base.processor import trim_heap
@@ -91,10 +91,7 @@ class StepFile(NamedTuple):
             sha256 = write_tensor_file(unfinished, tensors, metadata, durable=durable)
         except OSError as error:
             unfinished.unlink(missing_ok=True)
-            raise OSError(
-                f"{start} cannot be written: {error}; what was finished before is kept: make room, and run the same "
-                "command again"
-            ) from error
+            raise OSError(f"{not_written(start, error)}; what was finished before is kept") from error
         # A rename within a directory is atomic, so a file under its final name is whole.
         path = unfinished.rename(f"{start}-{sha256}.safetensors")
         if durable:

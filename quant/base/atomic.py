@@ -24,6 +24,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 _CLAIMED: set[Path] = set()  # by this process
+_FULL = errno.ENOSPC, errno.EDQUOT, errno.EFBIG
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # of Linux's fcntl.h
 
 
@@ -35,8 +36,13 @@ def write_atomically(path: str | Path, content: str | bytes) -> None:
             beside.write_bytes(content.encode() if isinstance(content, str) else content)
             put_file(beside, path)
     except OSError as error:
-        # With the name that the user knows, and not the temporary one's.
-        raise OSError(f"{path} cannot be written: {error.strerror or error}") from error
+        raise not_written(path, error) from error  # with the name that the user knows, not the temporary one's
+
+
+def not_written(path: Path, error: OSError) -> OSError:
+    """Returns the error that names `path`, says why it could not be written and, if the disk is full, the way out."""
+    way_out = "; make room, and run the same command again" if error.errno in _FULL else ""
+    return OSError(f"{path} cannot be written: {error.strerror or error}{way_out}")
 
 
 def sync(path: Path) -> None:
@@ -116,8 +122,8 @@ def claimed(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         # A full disk is no news about any file; the message says which destination did not fit.
-        if error.errno == errno.ENOSPC and error.filename is None:
-            error.filename = str(path)
+        if error.errno in _FULL:
+            raise not_written(path, error) from error
         raise
     finally:
         _CLAIMED.discard(path)

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from quant.base.atomic import not_written
 from quant.export.checkpoint.files import compressed_tensors
 from quant.export.checkpoint.files.conversion_rules import in_files
 from quant.export.checkpoint.files.names import StoredNames, cut_experts, matrix_names
@@ -306,7 +307,7 @@ def write_tensors(
         try:
             return write_tensor_file(directory / name, shard, metadata, durable=True, masks=masks, log=log)
         except OSError as error:
-            raise OSError(f"{directory / name} cannot be written: {error}") from error
+            raise not_written(directory / name, error) from error
 
     threads = min(_SHARDS_AT_ONCE, max(torch.get_num_threads(), 4))
     with ThreadPoolExecutor(threads, thread_name_prefix="shard") as writing:

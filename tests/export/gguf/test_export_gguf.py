@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -164,6 +166,23 @@ def test_a_run_writes_a_file_in_place_of_a_checkpoint(tmp_path: Path) -> None:
         run(request)
     with pytest.raises(UserError, match=r"q_proj: llama\.cpp has no fp8_channel; it has nvfp4"):
         run(Request(str(tmp_path / "model"), "fp8_channel", solver="rtn", out=tmp_path / "fp8.gguf"))
+
+
+def test_a_full_disk_is_told_with_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    tiny_models.llama(**SIZES).save_pretrained(tmp_path / "model")
+    request = Request(str(tmp_path / "model"), "q4_0", solver="rtn", out=tmp_path / "m.gguf")
+    monkeypatch.setattr(gguf.GGUFWriter, "write_tensor_data", full)
+    with pytest.raises(
+        OSError, match=r"/m\.gguf cannot be written: No space left .*make room, and run the same command"
+    ):
+        run(request)
+    assert [path.name for path in tmp_path.iterdir() if path.suffix or path.is_file()] == []
+    monkeypatch.undo()
+    run(request)
+    assert (tmp_path / "m.gguf").is_file()
 
 
 def test_experts_are_stacked_with_gate_and_up_apart(tmp_path: Path) -> None:

@@ -77,7 +77,8 @@ def test_a_claim_ends_with_its_process(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_is_told_with_the_destination(tmp_path: Path) -> None:
-    with pytest.raises(OSError, match=rf"No space left on device: '{tmp_path}/out'$"), claimed(tmp_path / "out"):
+    said = rf"^{tmp_path}/out cannot be written: No space left on device; make room, and run the same command again$"
+    with pytest.raises(OSError, match=said), claimed(tmp_path / "out"):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     assert list(tmp_path.iterdir()) == []
 
@@ -85,13 +86,13 @@ def test_a_full_disk_is_told_with_the_destination(tmp_path: Path) -> None:
 def test_a_text_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By its own name, and not by the temporary one: on a full disk, and in a directory that is only read."""
     place = tmp_path / "page.html"
-    for number in (errno.ENOSPC, errno.EROFS):
+    for number, way_out in ((errno.ENOSPC, "; make room, and run the same command again"), (errno.EROFS, "")):
         error = OSError(number, os.strerror(number), f"{tmp_path}/.page.html.new.12345678")
 
         def fail(*_: object, error: OSError = error) -> None:
             raise error
 
         monkeypatch.setattr(Path, "write_bytes", fail)
-        with pytest.raises(OSError, match=rf"^{place} cannot be written: {os.strerror(number)}$"):
+        with pytest.raises(OSError, match=rf"^{place} cannot be written: {os.strerror(number)}{way_out}$"):
             write_atomically(place, "text")
         assert list(tmp_path.iterdir()) == []
