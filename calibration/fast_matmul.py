@@ -22,8 +22,9 @@ BF16 on its tensor cores and adds up in float32, so that
 takes a fifth of the time of float32 products. The rest, lᵀ l', is below float32's own error over thousands of tokens.
 
 **Pairs of BF16 for forward passes.** Blocks run in float32 while their layers are rounded. On a GPU `paired_linears`
-takes x Wᵀ ≈ h Hᵀ + l Hᵀ + h Lᵀ with W = H + L; weights that a checkpoint stores in BF16 have L = 0. A block of
-Llama-3-8B's shape spends more than half of its float32 operations there.
+takes x Wᵀ ≈ h Hᵀ + l Hᵀ + h Lᵀ with W = H + L; weights that a checkpoint stores in BF16 have L = 0, and so have codes
+times block scales of NVFP4, less the scale of the whole weight. A block of Llama-3-8B's shape spends more than half of
+its float32 operations there.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch.nn.functional import linear
+from torch.nn.functional import linear, scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 
 _PAIRED_TOKENS = 256  # with fewer, splitting a weight takes as long as its product
@@ -104,32 +105,6 @@ def columns_product(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return _of_columns(left_operand(x.t()).t(), RightOperand(y).stacked)
 
 
-def difference_product(difference: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """Returns `differenceᵀ x`, float32 `[in, in']`, rounded to BF16 where a GPU has pairs: see the module docstring."""
-    if not has_pairs(x):
-        return difference.t() @ x
-    return _of_columns(difference.bfloat16(), x.bfloat16())
-
-
-def half_square(x: torch.Tensor) -> torch.Tensor:
-    """Returns a matrix `[in, in]` whose mean with its transpose is `xᵀ x`, of x `[tokens, in]`; see `symmetric`.
-
-    hᵀ h + 2 hᵀ l is one product less than hᵀ h + hᵀ l + lᵀ h.
-    """
-    if not has_pairs(x):
-        return x.t() @ x
-    tokens, columns = x.shape
-    left, right = x.new_empty(2, 2, tokens, columns, dtype=torch.bfloat16)
-    _split(x, left[0], right[1], again=right[0], low_factor=2)
-    left[1] = left[0]
-    return _of_columns(left.flatten(0, 1), right.flatten(0, 1))
-
-
-def symmetric(sums: torch.Tensor) -> torch.Tensor:
-    """Returns sums of `half_square` made symmetric; on a CPU they are."""
-    return (sums + sums.mT).mul_(0.5) if has_pairs(sums) else sums
-
-
 def left_operand(x: torch.Tensor) -> torch.Tensor:
     """Returns a left factor `[…, n, k]` of `add_product`, where a GPU multiplies pairs `[…, n, 3 k]`: h | h | l."""
     if not has_pairs(x):
@@ -174,6 +149,18 @@ class RightOperand:
             torch.sub(matrix, minus, out=first)
 
 
+def exact_operands(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns x `[n, k]` and y `[m, k]` of `x yᵀ` as float32 multiplies them: left and right `[…, 6 k]` in BF16.
+
+    A float32 is the sum of three BF16, x = h + m + l, and l m, m l and l l are below its rounding.
+    """
+    high = x.bfloat16()
+    rest = x - high
+    middle = rest.bfloat16()
+    low = (rest - middle).bfloat16()
+    return torch.cat([low, middle, high, middle, high, high], 1), torch.cat([high, middle, low, high, middle, high], 1)
+
+
 def add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor, factor: float = 1.0) -> None:
     """Computes `total += factor · left @ right` for a `left_operand`, and columns of a `RightOperand`'s `stacked`."""
     if left.dtype is torch.bfloat16:
@@ -212,11 +199,19 @@ def paired_linears(device: torch.device) -> Any:
 
 
 class PairedWeight:
-    """A weight `[out, in]`, split into two BF16 parts once for many products; see the module docstring."""
+    """A weight `[out, in]`, split into two BF16 parts once for many products; see the module docstring.
 
-    def __init__(self, weight: torch.Tensor) -> None:
-        self.high, low = _pair(weight.detach().t())
-        self.low: torch.Tensor | None = low
+    A weight in BF16 is one part already, by which `factor`, a number on its device, is multiplied.
+    """
+
+    def __init__(self, weight: torch.Tensor, factor: torch.Tensor | None = None) -> None:
+        self.factor = factor
+        self.low: torch.Tensor | None = None
+        if weight.dtype is torch.bfloat16:
+            self.high = weight.t()
+            return
+        self.high, self.low = _pair(weight.detach().t())
+        low = self.low
         # Checkpoints in BF16 have no low part, whose product adds zeros until the GPU has said so.
         self._some = torch.empty((), dtype=torch.bool, device="cpu", pin_memory=low.is_cuda)
         self._some.copy_(low.any(), non_blocking=True)
@@ -232,6 +227,7 @@ class PairedWeight:
         out = _of_columns(low, self.high, _of_columns(high, self.high))
         if self.low is not None:
             out = _of_columns(high, self.low, out)
+        out = out if self.factor is None else out.mul_(self.factor)
         return (out if bias is None else out.add_(bias)).view(*x.shape[:-1], -1)
 
 
@@ -244,17 +240,25 @@ class _PairedLinears(TorchFunctionMode):
         self.weights: dict[tuple[Any, ...], tuple[torch.Tensor, PairedWeight]] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is not linear or kwargs or torch.is_grad_enabled():
+        if func is scaled_dot_product_attention and (kwargs or {}).get("enable_gqa") and has_pairs(args[0]):
+            # PyTorch has no fused attention in float32 with fewer heads of keys than of queries.
+            q, k, v = args[:3]
+            k, v = (x.repeat_interleave(q.shape[-3] // x.shape[-3], -3) for x in (k, v))
+            return func(q, k, v, *args[3:], **{**kwargs, "enable_gqa": False})
+        if func is not linear or kwargs:
             return func(*args, **(kwargs or {}))
         x, weight, *bias = args
-        # Splitting pays for a layer that is large enough, in a dtype that needs it.
-        enough = x.numel() >= _PAIRED_TOKENS * x.shape[-1]
-        if not (enough and weight.dim() == 2 and weight.dtype is torch.float32 and has_pairs(x)):
+        if not (weight.dim() == 2 and weight.dtype is torch.float32 and multiplies_pairs(x)):
             return func(*args)
         key = (weight.data_ptr(), weight._version, weight.shape, weight.stride())
         if key not in self.weights:
             self.weights[key] = (weight, PairedWeight(weight))
         return self.weights[key][1].linear(x, *bias)
+
+
+def multiplies_pairs(x: torch.Tensor) -> bool:
+    """Returns whether inputs of a linear layer, `[..., in]`, are enough that its weight is worth splitting."""
+    return has_pairs(x) and not torch.is_grad_enabled() and x.numel() >= _PAIRED_TOKENS * x.shape[-1]
 
 
 def has_pairs(x: torch.Tensor) -> bool:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -178,16 +178,10 @@ class Exchange:
         Each entry has its number in the order in which one rank would have come to it, and tensors, of which some may
         be None. Entries of one number keep their order.
         """
-        if rank_and_world()[1] == 1:
-            yield from ((number, tuple(tensors)) for number, tensors in sorted(own, key=lambda entry: entry[0]))
-        else:
-            # All ranks send entries of one kind: if this rank has no None among its tensors, no other rank has one.
-            yield from self._in_order(own)  # type: ignore[misc]
-
-    def _in_order(
-        self, own: Sequence[tuple[int, Sequence[torch.Tensor | None]]]
-    ) -> Iterator[tuple[int, tuple[torch.Tensor | None, ...]]]:
         rank, world = rank_and_world()
+        if world == 1:
+            yield from ((number, tuple(tensors)) for number, tensors in sorted(own, key=lambda entry: entry[0]))
+            return
         outlines = [
             (number, [None if t is None else (tuple(t.shape), t.dtype) for t in tensors]) for number, tensors in own
         ]
@@ -205,63 +199,13 @@ class Exchange:
         if max(sizes) <= _SMALL:
             packed = self._packed([t for _, tensors in own for t in tensors if t is not None], max(sizes))
             whole = [_unpacked(packed[owner], everywhere[owner]) for owner in range(world)]
-            yield from ((number, whole[owner][index]) for number, owner, index, _ in schedule)
+            yield from ((number, whole[owner][index]) for number, owner, index, _ in schedule)  # type: ignore[misc]
             return
         for number, owner, index, outline in schedule:
             sent = own[index][1] if owner == rank else [None] * len(outline)
-            yield (
-                number,
-                tuple(
-                    None if shape is None else self._broadcast(tensor, *shape, owner)
-                    for tensor, shape in zip(sent, outline, strict=True)
-                ),
-            )
-
-    def sum_in_order(
-        self, numbers: Sequence[Sequence[int]], make: Callable[[int], torch.Tensor], shape: Sequence[int]
-    ) -> torch.Tensor:
-        """Returns the sum of float32 matrices of a shape that several ranks hold, in order, on every rank.
-
-        Each rank adds up a slab of rows of all of them, and the slabs are put together. So a rank never holds more than
-        two matrices of its own, and the sum is the one that adding matrix after matrix gives.
-        """
-        _met()
-        rank, world = rank_and_world()
-        order = sorted(
-            (number, owner, i)
-            for owner, numbers_of_rank in enumerate(numbers)
-            for i, number in enumerate(numbers_of_rank)
-        )
-        rows, columns = -(-shape[0] // world), shape[1:]
-        total: torch.Tensor | None = None
-        sent: tuple[Any, torch.Tensor, torch.Tensor, list[int]] | None = None
-        for run in _rounds([owner for _, owner, _ in order]):
-            owners = [order[i][1] for i in run]
-            sends = rank in owners
-            mine = (
-                make(order[run[owners.index(rank)]][2])
-                if sends
-                else torch.empty(0, *columns, dtype=torch.float32, device=self.device)
-            )
-            # Slabs are of equal size; the last is filled up with zeros, which the result leaves out.
-            if sends and len(mine) < rows * world:
-                mine = torch.cat([mine, mine.new_zeros(rows * world - len(mine), *columns)])
-            slabs = mine.new_empty(rows * len(run), *columns)
-            if sent is not None:
-                total = _with_slabs(total, *sent)
-            received = [rows if owner in owners else 0 for owner in range(world)]
-            work = dist.all_to_all_single(
-                slabs, mine.contiguous(), received, [rows if sends else 0] * world, async_op=mine.is_cuda
-            )
-            sent = work, mine, slabs, owners  # on their way while a GPU makes the next
-            if work is None:
-                total, sent = _with_slabs(total, *sent), None
-        if sent is not None:
-            total = _with_slabs(total, *sent)
-        assert total is not None
-        whole = total.new_empty(rows * world, *columns)
-        dist.all_gather(list(whole.split(rows)), total)
-        return whole[: shape[0]]
+            pairs = zip(sent, outline, strict=True)
+            # All ranks send entries of one kind: if this rank has no None among its tensors, no other rank has one.
+            yield number, tuple(None if o is None else self.broadcast(t, *o, owner) for t, o in pairs)  # type: ignore[misc]
 
     def _packed(self, tensors: Sequence[torch.Tensor], size: int) -> list[torch.Tensor]:
         """Returns the tensors of each rank, one behind the other, as `size` bytes."""
@@ -275,9 +219,10 @@ class Exchange:
             dist.all_gather(packed, own)
         return packed
 
-    def _broadcast(
+    def broadcast(
         self, tensor: torch.Tensor | None, shape: Sequence[int], dtype: torch.dtype, owner: int
     ) -> torch.Tensor:
+        """Returns the tensor of a rank, of a shape and dtype, on all ranks."""
         tensor = torch.empty(shape, dtype=dtype, device=self.device) if tensor is None else tensor.contiguous()
         if tensor.numel():
             _met()
@@ -307,30 +252,3 @@ def _unpacked(
             offset += _padded_bytes(each)
         entries.append(tuple(tensors))
     return entries
-
-
-def _with_slabs(
-    total: torch.Tensor | None, work: Any, mine: torch.Tensor, slabs: torch.Tensor, owners: Sequence[int]
-) -> torch.Tensor:
-    """Waits until the slabs of a round have arrived and `mine` is sent, and returns the sum with them added."""
-    if work is not None:
-        work.wait()
-    by_owner = dict(zip(sorted(owners), slabs.chunk(len(owners)), strict=True))
-    # Additions in the order of one rank, whatever came first.
-    for owner in owners:
-        total = by_owner[owner].clone() if total is None else total.add_(by_owner[owner])
-    assert total is not None
-    return total
-
-
-def _rounds(owners: Iterable[int]) -> list[list[int]]:
-    """Returns runs of consecutive positions in which no owner occurs twice."""
-    rounds: list[list[int]] = []
-    seen: set[int] = set()
-    for position, owner in enumerate(owners):
-        if owner in seen or not rounds:
-            rounds.append([])
-            seen = set()
-        rounds[-1].append(position)
-        seen.add(owner)
-    return rounds

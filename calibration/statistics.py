@@ -42,7 +42,8 @@ import torch
 from torch.nn.functional import pad
 
 from quant.base.errors import warn
-from quant.calibration.fast_matmul import default_matmul, difference_product, half_square, has_pairs, symmetric
+from quant.calibration.fast_matmul import RightOperand, add_product, default_matmul, has_pairs, left_operand
+from quant.calibration.ranks import Exchange, dealt, rank_and_world
 from quant.formats.format import Format
 from quant.formats.scaling import global_scale_of, scale_of
 from quant.kernels.linear.quant_linear import rounded_input
@@ -52,6 +53,8 @@ CHANNELS = 128
 # λ = STRENGTH · λ*. A solver that inverts M loses more by its chance entries than the squared error of M says, and the
 # texts that a model will meet differ more than calibration rows do. The held-out loss is flat around this value.
 STRENGTH = 2.0
+# Rows of a second moment that are added up together: on a CPU, and of how many strips on a GPU, of so many at least.
+_STRIP, _STRIPS, _LEAST_GPU = 512, 8, 1024
 
 
 class MomentSpread:
@@ -219,14 +222,10 @@ class MomentSum:
         self.spread: MomentSpread | None = None
 
     def add(
-        self,
-        x: torch.Tensor,
-        drift: torch.Tensor | None = None,
-        rows: int = 1,
-        noise: torch.Tensor | None = None,
-        residual: torch.Tensor | None = None,
-    ) -> None:
-        """Adds one batch.
+        self, x: torch.Tensor, drift: torch.Tensor | None = None, rows: int = 1, noise: torch.Tensor | None = None,
+        residual: torch.Tensor | None = None, *, shared: bool = False,
+    ) -> None:  # fmt: skip
+        """Adds one batch; of matrices that are `shared`, this rank adds up some of the rows, until `gather`.
 
         Args:
             x: inputs of the layer, `[tokens, in]`.
@@ -237,11 +236,12 @@ class MomentSum:
         self.add_spread(x, rows)
         drift, residual = (None if t is None else t.to(x) for t in (drift, residual))
         self.add_means(x, drift, noise, residual)
-        self.add_products(x, drift, residual)
+        self.add_products(x, drift, residual, shared=shared)
 
     def add_products(
-        self, x: torch.Tensor, drift: torch.Tensor | None = None, residual: torch.Tensor | None = None
-    ) -> None:
+        self, x: torch.Tensor, drift: torch.Tensor | None = None, residual: torch.Tensor | None = None, *,
+        shared: bool = False,
+    ) -> None:  # fmt: skip
         """Adds one batch to the second moments only."""
         if self.width is not None:
             # [tokens, in] -> [blocks, tokens, width]: one batched product for all diagonal blocks.
@@ -250,15 +250,37 @@ class MomentSum:
                 blocks = x.mT @ x
             self.second = blocks.float() if self.second is None else self.second.add_(blocks)
             return
+        columns, pairs, rank = x.shape[1], has_pairs(x), rank_and_world()[0]
         if self.second is None:
-            self.second = torch.zeros(x.shape[1], x.shape[1], dtype=torch.float32, device=x.device)
-        _add_symmetric(self.second, x)
-        if drift is not None:
-            self.cross = torch.zeros_like(self.second) if self.cross is None else self.cross
-            # D = Σ (r - x) xᵀ, not symmetric.
-            self.cross += difference_product(drift, x)
-        if residual is not None:
-            self.residual = add_up(self.residual, difference_product(residual, x))
+            self.second = torch.zeros(columns, columns, dtype=torch.float32, device=x.device)
+        left, right = left_operand(x.t()), RightOperand(x).stacked
+        # From the diagonal on: the part below is its mirror image, which `stats` adds.
+        for rows, owner in _strips(columns, x.device, triangular=True):
+            if owner == rank or not shared:
+                _add_product(self.second[rows, rows.start :], left[rows], right[:, rows.start :], pairs)
+        # D = Σ (r - x) xᵀ, not symmetric. Differences may be rounded to BF16: see `fast_matmul`.
+        right = x.bfloat16() if pairs else x
+        for name, errors in (("cross", drift), ("residual", residual)):
+            if errors is None:
+                continue
+            if getattr(self, name) is None:
+                setattr(self, name, self.second.new_zeros(errors.shape[1], columns))
+            total, left = getattr(self, name), (errors.bfloat16() if pairs else errors).t()
+            for rows, owner in _strips(len(total), x.device):
+                if owner == rank or not shared:
+                    _add_product(total[rows], left[rows], right, pairs)
+
+    def gather(self, exchange: Exchange) -> None:
+        """Takes the rows of matrices that other ranks have added up."""
+        if self.width is not None:
+            return
+        for matrix in (self.second, self.cross, self.residual):
+            if matrix is None:
+                continue
+            triangular = matrix is self.second
+            for rows, owner in _strips(len(matrix), matrix.device, triangular):
+                part = matrix[rows, rows.start :] if triangular else matrix[rows]
+                part.copy_(exchange.broadcast(part, part.shape, part.dtype, owner))
 
     def add_means(
         self,
@@ -295,7 +317,10 @@ class MomentSum:
         strength = self.spread.shrinkage()
         if self.width is not None:
             return LayerStats(self.tokens, block_moments=shrink(self.second / self.tokens, strength), **means)
-        second = shrink(symmetric(self.second) / self.tokens, strength)
+        second = self.second / self.tokens
+        for rows, _ in _strips(len(second), second.device, triangular=True):
+            second[rows.stop :, rows] = second[rows, rows.stop :].t()
+        second = shrink(second, strength)
         drift = None if self.cross is None else shrink(self.cross / self.tokens, strength)
         # Outputs and inputs are different channels, so that no entry is more certain than the others.
         residual = None if self.residual is None else self.residual * ((1 - strength) / self.tokens)
@@ -314,19 +339,22 @@ def rows_of(x: torch.Tensor) -> int:
     return len(x) if x.dim() == 3 else 1
 
 
-def _add_symmetric(total: torch.Tensor, x: torch.Tensor, width: int = 512) -> None:
-    """Computes `total += xᵀ x`, on a GPU up to `symmetric`: of several blocks, only those on and above the diagonal."""
-    if has_pairs(x):
-        # The whole product is added at once, as where several ranks add up theirs.
-        total += half_square(x)
-        return
-    columns = range(0, x.shape[1], width)
-    for start in columns:
-        # Rows start … start + width of xᵀ x from the diagonal on; the part below is its mirror image.
-        strip = x[:, start : start + width].t() @ x[:, start:]
-        total[start : start + width, start:] += strip
-        if start + width < x.shape[1]:
-            total[start + width :, start : start + width] += strip[:, width:].t()
+def _strips(size: int, device: torch.device, triangular: bool = False) -> list[tuple[slice, int]]:
+    """Returns strips of a matrix's rows, and the rank that adds up each of them where ranks share the matrix.
+
+    One rank takes the same strips, because a product of other sizes may add up in another order.
+    """
+    width = max(-(-size // _STRIPS // 128) * 128, _LEAST_GPU) if device.type == "cuda" else _STRIP
+    starts = range(0, size, width)
+    owners = dealt([size - start if triangular else 1 for start in starts])
+    return [(slice(start, min(start + width, size)), owner) for start, owner in zip(starts, owners, strict=True)]
+
+
+def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor, pairs: bool) -> None:
+    if pairs:
+        add_product(total, left, right)
+    else:
+        total += left @ right
 
 
 def static_input_scale(

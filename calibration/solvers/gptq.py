@@ -29,8 +29,10 @@ reads from the whole weight (`gptq`) over a pass of 128 inputs at a time (`Round
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from threading import Thread
 from typing import Any, NamedTuple
 
 import torch
@@ -38,14 +40,21 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from quant.base.errors import warn
-from quant.base.parallel import in_parts
-from quant.calibration.fast_matmul import RightOperand, SplitMatrix, add_product, has_pairs, left_operand
-from quant.calibration.ranks import Exchange, dealt, rank_and_world, shares_rows
+from quant.base.parallel import bounds_of, in_parts
+from quant.calibration.fast_matmul import (
+    RightOperand,
+    SplitMatrix,
+    add_product,
+    exact_operands,
+    has_pairs,
+    left_operand,
+)
+from quant.calibration.ranks import Exchange, dealt, gathered, rank_and_world, shares_rows
 from quant.calibration.solvers import replay
 from quant.calibration.solvers.interfaces import Shares, Solver, required_stats
 from quant.calibration.solvers.row_parallel import LEAST_ROWS, WHOLE, search_threads, solve_by_rows
-from quant.calibration.statistics import LayerStats, diagonal_blocks
-from quant.formats.format import E4M3, Format, Number
+from quant.calibration.statistics import LayerStats, MomentSum, diagonal_blocks
+from quant.formats.format import E4M3, FORMATS, Format, Number
 from quant.formats.rounding import round_to
 from quant.formats.scaling import SCALE_RULES, candidate_scales, nonzero
 from quant.formats.superblocks import candidates, choose_scales, grid, levels, pack_scales, units
@@ -57,10 +66,11 @@ _LAZY = 128
 _CODES, _HUGE = 256, 1e30
 # Columns solved together where scales are fixed beforehand.
 _FIXED_WIDTH = 32
-# Columns of a factor that are taken together on a CPU and on a GPU, and the number of such slabs that ranks share.
-_SLAB, _SLAB_GPU, _SHARED_SLABS = 256, 2048, 4
-# Columns of a triangular matrix that a GPU inverts in float32.
-_LEAF = 1024
+# Columns of a factor that are taken together on a CPU and on a GPU.
+_SLAB, _SLAB_GPU = 256, 2048
+# Columns of a triangular matrix that a GPU inverts, of a matrix that it factorizes by itself, and leaves of a matrix
+# that ranks share.
+_LEAF, _WHOLE, _SHARED_LEAVES = 1024, 8192, 8
 
 # Errors of earlier layers that are made up for where inputs stay in 16 bit, and where they are rounded: their own
 # rounding is not made up for.
@@ -446,14 +456,29 @@ def _by_blocks(blocks: Tensor, x: Tensor) -> Tensor:
 
 
 def compile_ahead(formats: Iterable[Format], device: torch.device | None) -> None:
-    """Begins to compile the kernels with which a GPU rounds weights to these formats, in threads.
+    """Begins to compile the kernels with which a GPU rounds weights to these formats, in threads, by rounding a weight.
 
-    A process whose kernels are in Triton's cache finds them there.
+    Triton takes 4 s for each of the two large ones, most of them without Python's lock, and keeps them on the disk for
+    later processes. A launch waits for the kernel that it needs.
     """
-    if device is not None and device.type == "cuda" and any(format.is_nvfp4 for format in formats):
-        from quant.kernels.rounding.portable_solvers import compile_solver
+    if device is None or device.type != "cuda" or not any(format.is_nvfp4 for format in formats):
+        return
 
-        compile_solver(device)
+    def round_one(step: Callable[[Rounding], object]) -> None:
+        # An error is left to the weight that comes upon it again.
+        with suppress(Exception), torch.cuda.device(device), torch.no_grad():
+            # By columns, as U of every weight: Triton compiles another kernel for other strides.
+            eye = torch.eye(512, device=device, dtype=torch.float32).t()
+            factor = Factor(eye, eye, 0.0)
+            step(Rounding(eye.contiguous(), factor, FORMATS["nvfp4"], eye.new_ones(()), shortlist=1))
+
+    def correct(rounding: Rounding) -> None:
+        moments = MomentSum()
+        moments.add(rounding.target, rounding.target)
+        corrected_weight(rounding.target, moments.cross, factorize(rounding.target))
+
+    for step in (Rounding.feed_back, Rounding.descend, correct):
+        Thread(target=round_one, args=(step,), name="compile").start()
 
 
 # ---- the blocks of a window
@@ -661,64 +686,93 @@ def factorize(second_moment: Tensor, damping: float = 0.01, order: Tensor | None
     while used <= 10:
         H = second_moment.clone() if order is None else second_moment[order][:, order]
         H.diagonal().add_(torch.where(diagonal > 0, used * mean, mean))
-        # H = R Rᵀ with R upper (a Cholesky of the flipped matrix), so U = R⁻¹: one factorization, no H⁻¹.
-        lower, info = torch.linalg.cholesky_ex(H.flip(0, 1))
-        if int(info) == 0:
-            return Factor(H, inverse_of_upper(lower.flip(0, 1)), used, order)
+        U = _inverse_root(H)
+        if U is not None:
+            return Factor(H, U, used, order)
         used = max(10 * used, 1e-4)
     layer = f"{name}: " if name else ""
     raise ValueError(f"{layer}the second moment of the inputs cannot be inverted: it holds NaN or infinity")
 
 
-def inverse_of_upper(upper: Tensor) -> Tensor:
-    """Returns the inverse of an upper triangular matrix `[in, in]`, computed some columns at a time.
+def _inverse_root(H: Tensor) -> Tensor | None:
+    """Returns U, upper, with H⁻¹ = Uᵀ U; None where H is not positive definite."""
+    # H = R Rᵀ with R upper (a Cholesky of the flipped matrix), so U = R⁻¹: one factorization, no H⁻¹.
+    if has_pairs(H) and len(H) > _WHOLE:
+        inverse = torch.zeros_like(H).t()  # by columns, as below: kernels are compiled for the strides of U
+        upper = _root_by_blocks(H, inverse)
+        return None if upper is None else inverse_of_upper(upper, inverse)
+    lower, info = torch.linalg.cholesky_ex(H.flip(0, 1))
+    return None if int(info) else inverse_of_upper(lower.flip(0, 1))
 
-    Columns that end at input k have zeros below it, so that k rows and columns of the matrix are enough for them: in
-    all a third of the operations. Ranks that solve one weight together share the columns of a large matrix; one rank
-    takes the same ones together, because a product of other sizes may add up in another order. A GPU with pairs of BF16
-    needs no more time for all of it than to exchange the columns.
+
+def _root_by_blocks(H: Tensor, leaves: Tensor) -> Tensor | None:
+    """Returns R, upper, with H = R Rᵀ, and zeros or not below it; `leaves` get the inverses of its diagonal blocks.
+
+    On a GPU products as exact as float32's take two thirds of the time of float32's own, and ranks share them: each has
+    some of the columns. The last columns come first.
     """
-    if has_pairs(upper):
-        inverse = torch.zeros_like(upper)
-        _invert_in_pairs(upper, inverse)
-        return inverse
-    # Columns [start, stop) of the inverse U need only the leading stop × stop part of R.
-    slabs = _slabs(upper)
-    rank, shared = rank_and_world()[0], shares_rows() and len(slabs) >= _SHARED_SLABS
-    owners = dealt([stop**2 * (stop - start) for start, stop in slabs.items()]) if shared else [rank] * len(slabs)
-    own: list[tuple[int, list[Tensor]]] = []
-    for (start, stop), owner in zip(slabs.items(), owners, strict=True):
-        if owner == rank:
-            ones = upper.new_zeros(stop, stop - start)
-            ones[start:].fill_diagonal_(1)
-            own.append((start, [torch.linalg.solve_triangular(upper[:stop, :stop], ones, upper=True)]))
-    inverse = torch.zeros_like(upper)
-    for start, (slab,) in Exchange(upper.device).in_order(own) if shared else own:
-        inverse[: slabs[start], start : slabs[start]] = slab
-    return inverse
+    R, infos = H.clone(), [torch.zeros((), dtype=torch.int32, device=H.device)]
+    rank, world = rank_and_world() if shares_rows() else (0, 1)
+    exchange = Exchange(H.device)
+    for index, start in reversed(list(enumerate(range(0, len(H), _LEAF)))):
+        own, above = slice(start, min(start + _LEAF, len(H))), slice(0, start)
+        if index % world == rank:
+            lower, info = torch.linalg.cholesky_ex(R[own, own].flip(0, 1))
+            infos.append(info)
+            R[own, own] = lower.flip(0, 1)
+            leaves[own, own] = _inverse_of_leaf(R[own, own])
+            if start:
+                panel = torch.zeros_like(R[above, own])
+                add_product(panel, exact_operands(R[above, own])[0], exact_operands(leaves[own, own])[1].t())
+                R[above, own] = panel
+        for matrix in (R[: own.stop, own], leaves[own, own]) if world > 1 else ():
+            matrix.copy_(exchange.broadcast(matrix, matrix.shape, matrix.dtype, index % world))
+        left, right = exact_operands(R[above, own])
+        for other, first in enumerate(range(0, start, _LEAF)):
+            if other % world == rank:
+                last = first + _LEAF
+                add_product(R[:last, first:last], left[:last], right[first:last].t(), factor=-1)
+    failed = gathered(bool(torch.stack(infos).any())) if world > 1 else [bool(torch.stack(infos).any())]
+    return None if any(failed) else R
 
 
-def _invert_in_pairs(upper: Tensor, inverse: Tensor) -> None:
-    """Fills zeros with an inverse by halves: that of [[A, B], [0, C]] is [[A⁻¹, -A⁻¹ B C⁻¹], [0, C⁻¹]].
+def inverse_of_upper(upper: Tensor, inverse: Tensor | None = None) -> Tensor:
+    """Returns the inverse of an upper triangular matrix `[in, in]`; `inverse` may have those of its diagonal blocks.
 
-    At a condition of 10⁵ its error is 4e-6, and the loss of weights rounded with it is the same in float32.
+    It is found by halves: that of [[A, B], [0, C]] is [[A⁻¹, -A⁻¹ B C⁻¹], [0, C⁻¹]]. In pairs of BF16, at a condition
+    of 10⁵, its error is 4e-6, and the loss of weights rounded with it is the same in float32. Ranks that solve one
+    weight together share the rows of large corners; one rank takes the same rows together, because a product of other
+    sizes may add up in another order.
     """
-    size = len(upper)
-    if size <= _LEAF:
-        inverse.copy_(torch.linalg.solve_triangular(upper, torch.zeros_like(upper).fill_diagonal_(1), upper=True))
-        return
-    half = -(-size // _LEAF) // 2 * _LEAF
+    size, leaf = len(upper), _LEAF if has_pairs(upper) else _SLAB
+    found = torch.zeros_like(upper) if inverse is None else inverse
+    if size <= leaf:
+        return found.copy_(_inverse_of_leaf(upper)) if inverse is None else found
+    half = -(-size // leaf) // 2 * leaf
     first, last = slice(None, half), slice(half, None)
-    _invert_in_pairs(upper[first, first], inverse[first, first])
-    _invert_in_pairs(upper[last, last], inverse[last, last])
-    corner = SplitMatrix(inverse[first, first]) @ SplitMatrix(upper[first, last])
-    torch.neg(SplitMatrix(corner) @ SplitMatrix(inverse[last, last]), out=inverse[first, last])
+    for part in (first, last):
+        found[part, part] = inverse_of_upper(upper[part, part], None if inverse is None else inverse[part, part])
+    rank, is_large = rank_and_world()[0], size >= _SHARED_LEAVES * leaf
+    rows = [slice(*bounds) for bounds in bounds_of(half, _SHARED_LEAVES if is_large else 1)]
+    shared = is_large and shares_rows()
+    owners = dealt([(part.stop - part.start) * (size - part.start) for part in rows]) if shared else [rank] * len(rows)
+    left, corner, right = SplitMatrix(found[first, first]), SplitMatrix(upper[first, last]), None
+    for part, owner in zip(rows, owners, strict=True):
+        if owner == rank:
+            right = right or SplitMatrix(found[last, last])
+            # Columns before the rows hold zeros.
+            product = SplitMatrix(left[part, part.start :] @ corner[part.start :])
+            torch.neg(product @ right, out=found[part, last])
+    exchange = Exchange(upper.device)
+    for part, owner in zip(rows, owners, strict=True) if shared else ():
+        corner_rows = found[part, last]
+        corner_rows.copy_(exchange.broadcast(corner_rows, corner_rows.shape, corner_rows.dtype, owner))
+    return found
 
 
-def _slabs(upper: Tensor) -> dict[int, int]:
-    """Returns the starts and stops of runs of columns of a triangular matrix."""
-    width = _SLAB_GPU if upper.is_cuda else _SLAB
-    return {start: min(start + width, len(upper)) for start in range(0, len(upper), width)}
+def _inverse_of_leaf(upper: Tensor) -> Tensor:
+    inverse: Tensor = torch.linalg.solve_triangular(upper, torch.zeros_like(upper).fill_diagonal_(1), upper=True)
+    return inverse
 
 
 def corrected_weight(
@@ -749,13 +803,14 @@ def corrected_weight(
 
 def _times_inverse(x: Tensor, U: Tensor, parts: Sequence[slice]) -> Tensor:
     """Returns `x` H⁻¹ = (`x` Uᵀ) U of `[n, in]`, U's zeros left out: little more than half of the operations."""
-    slabs, upper = _slabs(U), SplitMatrix(U)
+    width, upper = _SLAB_GPU if U.is_cuda else _SLAB, SplitMatrix(U)
+    slabs = [(start, min(start + width, len(U))) for start in range(0, len(U), width)]
     step, half, result = SplitMatrix(x), torch.empty_like(x), torch.empty_like(x)
-    for start, stop in slabs.items():
+    for start, stop in slabs:
         for rows in parts:
             half[rows, start:stop] = step[rows, start:] @ upper[start:stop, start:].t()
     step = SplitMatrix(half)
-    for start, stop in slabs.items():
+    for start, stop in slabs:
         for rows in parts:
             result[rows, start:stop] = step[rows, :stop] @ upper[:stop, start:stop]
     return result

@@ -1,12 +1,8 @@
 """`Moments` adds up second moments of inputs that lie on several ranks, batch by batch in the order of the rows.
 
-There are two ways, and both give the sum of one rank to the bit.
-
-*Together.* Each rank multiplies out its own batches, and the matrices [in, in] are added up in slabs of rows, each slab
-by one rank (`Exchange.sum_in_order`). All ranks get the sum. This is for a layer that every token passes.
-
-*By owners.* The inputs themselves go to the rank that will solve the layer, which adds them up by itself. This is for
-experts: there are many, each gets few tokens, and each is solved by one rank.
+The inputs go to the ranks that add them up: of a layer that every token passes, each rank adds up some rows of the
+matrices, and all get the sums; of an expert, the rank that will solve it adds up all. For there are many experts, each
+gets few tokens, and each is solved by one rank. Both give the sums of one rank to the bit.
 
 A second moment of 7168 inputs is 205 MB, and a layer of DeepSeek-V3 has 256 experts with two each. So the
 moments of a few experts are made at a time (`slices_that_fit`), from inputs that take less memory, and dropped when
@@ -17,13 +13,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import chain
 
 import torch
 
-from quant.calibration.fast_matmul import difference_product, fast_matmul
-from quant.calibration.ranks import Exchange, gathered, number_of, rank_and_world
-from quant.calibration.statistics import LayerStats, MomentSpread, MomentSum, add_up, pooled_stats
+from quant.calibration.fast_matmul import fast_matmul
+from quant.calibration.ranks import Exchange, number_of, rank_and_world
+from quant.calibration.statistics import LayerStats, MomentSum, pooled_stats
 
 Waiting = tuple[int, torch.Tensor, torch.Tensor | None, int, torch.Tensor | None, torch.Tensor | None]
 """Inputs of a batch until they are multiplied out: its number, inputs, drift, calibration rows, noise and residual."""
@@ -79,11 +74,8 @@ def stats_of(
             for each in moments:
                 for _, x, drift, rows, noise, residual in each.waiting:
                     each.sum.add(x, drift, rows, noise, residual)
-        elif owners is None:
-            for each in moments:
-                _add_together(each, exchange)
         else:
-            _add_at_owners(moments, exchange, owners)
+            _add_up(moments, exchange, owners)
     means = []
     for each in moments:
         means.append(each.sum.stats())
@@ -119,65 +111,7 @@ def pooled(
     return pooled_stats(parts, tokens, before)
 
 
-def _add_together(moments: Moments, exchange: Exchange) -> None:
-    total, waiting = moments.sum, moments.waiting
-    everywhere = gathered(
-        [
-            (number, *x.shape, drift is not None, 0 if residual is None else residual.shape[1], rows)
-            for number, x, drift, rows, _, residual in waiting
-        ]
-    )
-    outlines = [outline for _, *outline in chain.from_iterable(everywhere)]
-    if not outlines:
-        return
-    numbers = [[number for number, *_ in part] for part in everywhere]
-    _, columns, drifts, outputs, _ = outlines[0]
-    means = [MomentSum(total.width) for _ in waiting]
-    for part, (_, x, drift, rows, noise, error) in zip(means, waiting, strict=True):
-        part.add_means(x, drift, noise, error)
-        part.add_spread(x, rows)
-    total.tokens = sum(tokens for tokens, *_ in outlines)
-    # Vectors are added up in order on every rank; only the matrices are worth dealing out in slabs.
-    small = [
-        (number, [part.first, part.shift, part.noise, part.push, None if part.spread is None else part.spread.sums])
-        for (number, *_), part in zip(waiting, means, strict=True)
-    ]
-    for _, (first, shift, noise, push, sums) in exchange.in_order(small):
-        total.first, total.shift = add_up(total.first, first), add_up(total.shift, shift)
-        total.noise, total.push = add_up(total.noise, noise), add_up(total.push, push)
-        assert first is not None and sums is not None
-        if total.spread is None:
-            total.spread = MomentSpread(first)
-            total.spread.tokens = total.tokens
-            total.spread.squared_tokens = sum(tokens**2 // rows for tokens, *_, rows in outlines)
-        total.spread.sums += sums
-
-    def residual(index: int) -> torch.Tensor:
-        _, x, *_, error = waiting[index]
-        assert error is not None
-        return difference_product(error, x)
-
-    def second(index: int) -> torch.Tensor:
-        part = MomentSum(total.width)
-        part.add_products(waiting[index][1])
-        assert part.second is not None
-        return part.second
-
-    def cross(index: int) -> torch.Tensor:
-        _, x, drift, *_ = waiting[index]
-        assert drift is not None
-        return difference_product(drift, x).add_(0.0)  # no negative zeros, as in a sum that begins with zeros
-
-    width = total.width
-    shape = (columns, columns) if width is None else (-(-columns // width), width, width)
-    total.second = exchange.sum_in_order(numbers, second, shape)
-    if drifts and width is None:
-        total.cross = exchange.sum_in_order(numbers, cross, shape)
-    if outputs:
-        total.residual = exchange.sum_in_order(numbers, residual, (outputs, columns))
-
-
-def _add_at_owners(moments: Sequence[Moments], exchange: Exchange, owners: Sequence[int]) -> None:
+def _add_up(moments: Sequence[Moments], exchange: Exchange, owners: Sequence[int] | None) -> None:
     # index · 2³² + number sorts by sum first and by batch within a sum.
     rank, most = rank_and_world()[0], 1 << 32
     # The rows of a batch travel as its first dimension.
@@ -189,7 +123,10 @@ def _add_at_owners(moments: Sequence[Moments], exchange: Exchange, owners: Seque
     for number, (x, drift, noise, residual) in exchange.in_order(own):
         index = number // most
         assert x is not None
-        if owners[index] == rank:
-            moments[index].sum.add(x.flatten(0, 1), drift, len(x), noise, residual)
+        if owners is None or owners[index] == rank:
+            moments[index].sum.add(x.flatten(0, 1), drift, len(x), noise, residual, shared=owners is None)
         else:
             moments[index].sum.add_means(x.flatten(0, 1), drift, noise, residual)
+    if owners is None:
+        for each in moments:
+            each.sum.gather(exchange)

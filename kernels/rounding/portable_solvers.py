@@ -21,9 +21,7 @@ scales that are fixed beforehand (FP8 and INT8 by tensor, row or square): a lane
 
 from __future__ import annotations
 
-from contextlib import suppress
 from functools import cache
-from threading import Thread
 
 import torch
 import triton
@@ -269,27 +267,6 @@ def _launch_solver(
         coupling.stride(-1), *strides,
     )  # fmt: skip
     return moves
-
-
-def compile_solver(device: torch.device) -> None:
-    """Compiles both kernels of GPTQ's windows, each in a thread; a launch waits for the one that it needs."""
-    # Triton takes 4 s for each, most of them without Python's lock, and keeps the result on the disk for later
-    # processes.
-
-    def launch(improve: bool) -> None:
-        # An error is left to the launch that needs the kernel.
-        with suppress(Exception), torch.cuda.device(device):
-            rows, inputs = 16, 2 * WIDTH
-            targets = torch.zeros(inputs, rows, device=device, dtype=torch.float32)
-            blocks = torch.ones(2, WIDTH, WIDTH, device=device, dtype=torch.float32)
-            # Triton compiles another kernel for other strides: U and its products are stored by columns.
-            coupling = torch.zeros(inputs, inputs, device=device, dtype=torch.float32).t()
-            values, scales = torch.zeros_like(targets), torch.zeros(2, rows, device=device, dtype=torch.float32)
-            one = torch.ones((), device=device, dtype=torch.float32)
-            solve_nvfp4_window(one, targets, coupling, blocks, values, scales, 0, improve)
-
-    for improve in (False, True):
-        Thread(target=launch, args=(improve,), name="compile").start()
 
 
 @cache

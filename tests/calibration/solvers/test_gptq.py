@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -74,27 +75,48 @@ def test_feedback_is_the_closed_form_of_optimal_brain_surgery() -> None:
         left[:, j:] -= torch.outer(left[:, j] - rounded, inverse[0] / inverse[0, 0])
 
 
-def test_the_inverse_of_a_triangular_matrix_is_found_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("quant.calibration.solvers.gptq._SLAB", 16)
-    for size in (7, 16, 50):
-        upper = torch.randn(size, size).triu() + 8 * torch.eye(size)
-        found = inverse_of_upper(upper)
-        torch.testing.assert_close(found.double(), torch.linalg.inv(upper.double()), rtol=1e-5, atol=1e-7)
-        assert torch.equal(found, found.triu())
-
-
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_the_inverse_of_a_triangular_matrix_is_found_by_halves(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a CPU the products of halves are in float32, on a GPU in pairs of BF16."""
-    monkeypatch.setattr("quant.calibration.solvers.gptq._LEAF", 16)
-    monkeypatch.setattr("quant.calibration.solvers.gptq.has_pairs", lambda x: True)
-    for size in (7, 16, 17, 50, 129):
-        upper = torch.randn(size, size, device=device).triu() + 8 * torch.eye(size, device=device)
+    for name in ("_LEAF", "_SLAB"):
+        monkeypatch.setattr(f"quant.calibration.solvers.gptq.{name}", 16)
+    for size in (7, 16, 17, 50, 129, 600):
+        upper = torch.randn(size, size, device=device).triu() + 2 * size**0.5 * torch.eye(size, device=device)
         for stored in (upper, upper.t().contiguous().t()):
             found = inverse_of_upper(stored)
             exact = torch.linalg.inv(upper.double())
             assert (found - exact).norm() < (1e-6 if device == "cpu" else 3e-5) * exact.norm()
             assert torch.equal(found, found.triu())
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_a_large_second_moment_is_factorized_by_blocks(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As exactly as by LAPACK, though a few inputs are a thousand times as loud; and damped where it is singular."""
+    if device == "cpu":
+
+        def of_columns(x: torch.Tensor, y: torch.Tensor, total: torch.Tensor | None = None, factor: float = 1.0) -> Any:
+            product = factor * (x.float().mT @ y.float())
+            return product if total is None else total.add_(product)
+
+        monkeypatch.setattr("quant.calibration.fast_matmul._of_columns", of_columns)
+        for module in ("fast_matmul", "solvers.gptq"):
+            monkeypatch.setattr(f"quant.calibration.{module}.has_pairs", lambda x: True)
+    monkeypatch.setattr("quant.calibration.solvers.gptq._LEAF", 16)
+    for size in (40, 64, 150):
+        x = torch.randn(2000, size, device=device) @ torch.randn(size, size, device=device)
+        x[:, ::20] *= 1000
+        moment, errors = x.t() @ x / len(x), []
+        for whole in (16, 1000):
+            monkeypatch.setattr("quant.calibration.solvers.gptq._WHOLE", whole)
+            U = factorize(moment, 1e-9).U.double()
+            assert torch.equal(U, U.triu())
+            off = U @ moment.double() @ U.t() - torch.eye(size, device=device)
+            errors.append(float(off.norm()))
+        assert errors[0] < 1.5 * errors[1] + 1e-4
+        monkeypatch.setattr("quant.calibration.solvers.gptq._WHOLE", 16)
+        singular = x[: size // 2].t() @ x[: size // 2]
+        factor = factorize(singular - 1e-5 * torch.diag(singular.diagonal()), 0.0)
+        assert factor.damping > 0 and bool(torch.isfinite(factor.U).all())
 
 
 @pytest.mark.parametrize("slab", [256, 3])

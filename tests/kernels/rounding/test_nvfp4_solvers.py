@@ -1,6 +1,5 @@
 """NVFP4 rounding on a GPU agrees with PyTorch: GPTQ's window, `formats` and autograd; a CPU interprets the kernels."""
 
-import copy
 import threading
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -19,6 +18,7 @@ from quant.calibration.solvers.gptq import (
     Gptq,
     Rounding,
     block_factors,
+    compile_ahead,
     corrected_weight,
     factorize,
     gptq_together,
@@ -31,7 +31,6 @@ from quant.formats.format import E4M3, FORMATS, INPUT_FORMATS
 from quant.formats.rounding import round_to
 from quant.formats.tensor import fake_quantize
 from quant.kernels.rounding.portable_solvers import (
-    compile_solver,
     fake_quantize_nvfp4,
     learned_gradient,
     learned_values,
@@ -185,8 +184,8 @@ def test_several_weights_are_solved_in_the_launches_of_one(device: str, monkeypa
         assert losses[0] == pytest.approx(losses[1], rel=0.02) and losses[0] < 1.05 * losses[2]
 
 
-def test_kernels_are_compiled_ahead_for_the_arguments_of_gptq(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Triton compiles by dtypes, and by whether integers are 1 or multiples of 16."""
+def test_all_weights_are_solved_by_the_kernels_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton compiles for 4 s by dtypes, and by whether integers are 1 or multiples of 16."""
     launches: dict[bool, set[tuple[Any, ...]]] = {False: set(), True: set()}
 
     def kind(argument: Any) -> Any:
@@ -196,26 +195,26 @@ def test_kernels_are_compiled_ahead_for_the_arguments_of_gptq(monkeypatch: pytes
         return lambda *arguments: launches[improve].add(tuple(map(kind, arguments)))
 
     monkeypatch.setattr("quant.kernels.rounding.portable_solvers._solver", solver)
-    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
-    compile_solver(torch.device("cpu"))
-    for thread in threading.enumerate():
-        if thread.name == "compile":
-            thread.join()
-    ahead = copy.deepcopy(launches)
-    assert [len(kinds) for kinds in ahead.values()] == [1, 1]
     factors = [factorize(torch.eye(256)) for _ in range(2)]
+    with monkeypatch.context() as large:  # factorized by blocks
+        for name in ("_LEAF", "_WHOLE"):
+            large.setattr(f"quant.calibration.solvers.gptq.{name}", 64)
+        large.setattr("quant.calibration.solvers.gptq.has_pairs", lambda x: True)
+        large.setattr("quant.calibration.fast_matmul._of_columns", lambda x, y, total, factor: total)
+        factors.append(factorize(torch.eye(256)))
     monkeypatch.setattr("quant.calibration.solvers.gptq.encoded", lambda *_: None)
-    gptq_together([torch.randn(32, 256)] * 2, factors, NVFP4, torch.ones(2))
+    gptq_together([torch.randn(32, 256)] * 2, factors[:2], NVFP4, torch.ones(2))
     parts, kernel = [slice(0, 32), slice(32, 64)], partial(solve_nvfp4_window, torch.ones(()))
-    rounding = Rounding(torch.randn(256, 64), factors[0], NVFP4, None, 4, parts=parts, kernel=kernel)
-    rounding.feed_back()
-    rounding.descend()
-    assert launches == ahead
+    for factor in factors:
+        rounding = Rounding(torch.randn(256, 64), factor, NVFP4, None, 4, parts=parts, kernel=kernel)
+        rounding.feed_back()
+        rounding.descend()
+    assert [len(kinds) for kinds in launches.values()] == [1, 1]
 
 
 @pytest.mark.gpu
 def test_kernels_that_were_compiled_ahead_are_those_of_gptq() -> None:
-    compile_solver(torch.device("cuda", 0))
+    compile_ahead([NVFP4], torch.device("cuda", 0))
     for thread in threading.enumerate():
         if thread.name == "compile":
             thread.join()
