@@ -118,7 +118,7 @@ def loss_warnings(results: Sequence[LayerResult]) -> list[str]:
 
 def _energies(weight: torch.Tensor, quantized: BlockScaledTensor) -> tuple[float, float]:
     """Returns ‖w‖² and ‖w − w_q‖², summed in float64."""
-    elements = 64 * _CHUNK_ELEMENTS if quantized.codes.is_cuda else _CHUNK_ELEMENTS  # a GPU is slow in small bites
+    elements = 128 * _CHUNK_ELEMENTS if quantized.codes.is_cuda else _CHUNK_ELEMENTS  # a GPU is slow in small bites
     signal = noise = torch.zeros((), dtype=torch.float64, device=quantized.codes.device)  # no part is waited for
     for index in range(len(weight)) if weight.dim() > 2 else [...]:
         matrix = quantized if index is ... else quantized.matrix(index)
@@ -128,7 +128,8 @@ def _energies(weight: torch.Tensor, quantized: BlockScaledTensor) -> tuple[float
             # sub_ changes w before dot reads it again, so both factors are the difference w − w_q.
             error = w - part.dequantize().flatten()  # not in place: w is the caller's own weight in a float64 model
             noise = noise + error.dot(error)
-    return float(signal), float(noise)
+    both: list[float] = torch.stack([signal, noise]).tolist()  # waited for once
+    return both[0], both[1]
 
 
 @dataclass(frozen=True, eq=False)

@@ -110,7 +110,7 @@ class BlockKeeper(BlockStore):
     ) -> None:
         self.store, self.model, self.results, self.noted = session.store, model, results, noted
         self.memory = session.usable_memory()
-        self.before: dict[str, torch.Tensor] = {}
+        self.before: dict[str, dict[str, torch.Tensor]] = {}  # tensors of open blocks
         self.kept_layers = 0
         self.kept_states = time.perf_counter()
 
@@ -136,10 +136,9 @@ class BlockKeeper(BlockStore):
         return finished, states
 
     def begin(self, block: str) -> None:
-        self.before = {}
-        for name, tensor in _stored(self.model.get_submodule(block)).items():
-            # Vectors may be changed in place; matrices never are.
-            self.before[name] = tensor.detach().clone() if tensor.dim() < 2 else tensor.detach()
+        # Vectors may be changed in place; matrices never are.
+        stored = _stored(self.model.get_submodule(block))
+        self.before[block] = {name: t.detach().clone() if t.dim() < 2 else t.detach() for name, t in stored.items()}
 
     def end(self, block: str, states: States | None) -> States | None:
         changed = self._changed(block)
@@ -178,11 +177,11 @@ class BlockKeeper(BlockStore):
 
         Unchanged ones point to their first memory again.
         """
-        changed = {}
+        changed, before = {}, self.before.pop(block)
         for name, tensor in _stored(self.model.get_submodule(block)).items():
-            if name not in self.before:
+            if name not in before:
                 continue
-            value = self.before[name]
+            value = before[name]
             # Matrices were not copied: the same address means that no solver replaced them. Vectors always differ here.
             if tensor.data_ptr() == value.data_ptr():
                 continue
@@ -191,7 +190,6 @@ class BlockKeeper(BlockStore):
             # Equal values in new memory: the map of the model's file costs no memory, the copy does.
             elif value.dim() > 1:
                 tensor.data = value
-        self.before = {}
         return changed
 
 

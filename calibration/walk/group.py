@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from quant.calibration.fast_matmul import PairedWeight, multiplies_pairs
 from quant.calibration.ranks import Exchange, number_of
 from quant.calibration.solvers.interfaces import sampled
 from quant.calibration.solvers.registry import Pipeline, get_pipeline
@@ -153,6 +154,7 @@ class StandIn(Substitute):
     ) -> None:
         super().__init__()
         self.original, self.dense, self.group = original, dense, group
+        self.paired: PairedWeight | None = None  # the same values for products on a GPU
         self.batch, self.parts = batch, parts
         take_hooks(self, original)
         # One that is called several times in a pass would have to remember all of its outputs, and a hook may change
@@ -174,7 +176,11 @@ class StandIn(Substitute):
     def product(self, x: torch.Tensor) -> torch.Tensor:
         """Returns the output without its bias."""
         # The low-rank branch below reads the input unrounded, as kernels do at run time.
-        out = nn.functional.linear(self.group.round_input(x), self.dense)
+        rounded = self.group.round_input(x)
+        if self.paired is not None and multiplies_pairs(rounded):
+            out = self.paired.linear(rounded)
+        else:
+            out = nn.functional.linear(rounded, self.dense)
         branch = self.parts.branch(self.parts.input(x)) if self.parts.lowrank else None
         return out if branch is None else out + branch
 

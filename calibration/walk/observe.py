@@ -24,8 +24,11 @@ from quant.calibration.walk.shared_moments import Moments
 from quant.calibration.walk.transform import fix_input_scale, searches_input_scale
 
 
-def observe(block: Block) -> list[torch.Tensor]:
-    """Runs the reference pass, whose outputs are returned, and sorts groups into the order of their calls."""
+def observe(block: Block, meanwhile: Callable[[], None]) -> list[torch.Tensor]:
+    """Runs the reference pass, whose outputs are returned, and sorts groups into the order of their calls.
+
+    `meanwhile` is called while a GPU runs it.
+    """
     order: list[tuple[int, int]] = []  # numbers of batch and group, call by call
     finite: list[torch.Tensor] = []
 
@@ -44,6 +47,7 @@ def observe(block: Block) -> list[torch.Tensor]:
     watching = block.hooked({g.names[0]: watch(i) for i, g in enumerate(block.groups)})
     with counting, watching, block.stream.recording(block.module):
         outputs = block.run(block.calls.original)
+    meanwhile()
     _check_finite(block, finite)
     orders, counts, tokens = zip(*gathered((order, block.module_calls, [g.tokens for g in block.groups])), strict=True)
     block.module_calls = sum(counts, Counter())

@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from quant.calibration.fast_matmul import PairedWeight, has_pairs
 from quant.calibration.ranks import dealt, gathered, rank_and_world, sharing
 from quant.calibration.solvers.lowrank import Branch, refit_branches, take_branches
 from quant.calibration.solvers.registry import get_pipeline, with_supported_solver
@@ -323,6 +324,10 @@ def _put_in_place(block: Block, group: Group, stats: LayerStats | None, rounded:
         dense = weight.dequantize(original.weight.dtype)  # type: ignore[arg-type]
         parts = replace(group.parts, lowrank=rounded.branches.get(member.name))
         stand_in = StandIn(original, dense, group, block.batch, parts)
+        if weight.format.is_nvfp4 and has_pairs(dense):
+            # Elements times scales of E4M3 have at most six digits, and BF16 has eight.
+            exact = replace(weight, global_scale=None).dequantize(torch.bfloat16)
+            stand_in.paired = PairedWeight(exact, weight.global_scale)
         if stats is not None:
             _correct_bias(block, group, name, stand_in, stats)
         block.stand_ins[name] = stand_in

@@ -56,6 +56,8 @@ from quant.recipes.module_replacement import as_linears
 from quant.recipes.plan import Guard, LayerPlan, Parts, Plan
 from quant.recipes.plan_check import check_plan_fits
 
+_TOKENS_GPU = 4096  # of a batch of short rows
+
 Rounded = Callable[[str, torch.Tensor], None]
 """Takes a layer's name and the weight that was rounded, `[..., out, in]`."""
 
@@ -226,6 +228,13 @@ def solve_plan(
     # Positional and keyword arguments become one list of calls, each bound to the forward signature.
     elif data is not None and not isinstance(data, torch.Tensor | Inputs):
         data = inputs_of(data, model)
+    pipelines = [get_pipeline(layer.solver) for layer in plan.quantized]
+    steps = plan.guard or any(p.reconstruction or p.spec.learns_rotation or p.rounding.two_sided for p in pipelines)
+    on_gpu = (session.device or device_of(model)).type == "cuda"
+    if on_gpu and not steps and isinstance(data, torch.Tensor) and data.dim() == 2:
+        # Python takes as long for a batch of few tokens as for one of many. Guards and learning look at single batches.
+        batch = min(_TOKENS_GPU // data.shape[1], len(data) // 4)
+        settings = replace(settings, batch=max(batch, settings.batch))
     session = session.for_model(model)
     started = time.perf_counter()
     seconds: dict[str, float] = {}

@@ -79,6 +79,7 @@ from quant.recipes.blocks import (
     calls_of_chain,
     equal_but_hidden,
     find_chains,
+    reads_experts,
     stored_dtype,
     without_experts,
     without_hidden,
@@ -122,11 +123,6 @@ def handed_on(calls: Mapping[str, Call]) -> HandedOn:
 def copied(mappings: HandedOn) -> HandedOn:
     """Returns the same tensors in new mappings."""
     return {slot: copy.copy(mapping) for slot, mapping in mappings.items()}
-
-
-def is_filled(call: Call) -> bool:
-    """Returns whether a mapping among the arguments of a block holds something."""
-    return any(isinstance(value, UserDict) and value for value in (*call.args, *call.kwargs.values()))
 
 
 @dataclass(frozen=True, eq=False)
@@ -228,6 +224,7 @@ Apply = Callable[[LayerPlan, Solved | None, torch.Tensor], None]
 Run = Callable[[torch.Tensor], Any]
 """Runs the model on a batch of rows, where it is placed."""
 _ATTENTION = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+_BLOCKS = 16  # of a block in float32, so many fit into a GPU on which two are open
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -352,6 +349,50 @@ class ModelWalk:
         self.block_name = chain.names[0]
         return states, chain.names[finished:]
 
+    def solve(self, chain: Chain, states: States, unfinished: Sequence[str]) -> None:
+        """Solves the blocks of a chain that are not finished.
+
+        A GPU with room for two blocks still works on one while Python opens the next and looks for its writers, and
+        already runs the next while Python closes the one before: on a stream beside, or Python would wait for the GPU.
+        """
+        device, closing = self.session.device, ExitStack()  # which closes the block before
+        blocks = {name: self.model.get_submodule(name) for name in unfinished}
+        # Ranks open and close in one order.
+        ahead = from_first(lambda: self._has_room_for_two(list(blocks.values()), states))
+        beside = torch.cuda.Stream(device) if ahead else None
+        if beside is not None:
+            beside.wait_stream(torch.cuda.current_stream(device))
+
+        def close(name: str, block: Block, outputs: States | None, end: torch.cuda.Event) -> None:
+            with torch.cuda.stream(beside):
+                end.wait()  # also before the next block but one takes the memory of this one
+                self.close_block(name, block, outputs)
+
+        weights = Prefetcher(device, whole=False).in_turn(unfinished, lambda name: tensors_of(blocks[name].modules()))
+        for name, copies in weights:
+            needs_output = name != chain.names[-1]
+            with torch.cuda.stream(beside):
+                block = self.open_block(chain, name, copies, states)
+                few_output = run_few(block, needs_output=needs_output)
+            if beside is not None:
+                torch.cuda.current_stream(device).wait_stream(beside)
+            outputs = solve_block(block, few_output=few_output, needs_output=needs_output, meanwhile=closing.close)
+            if beside is not None and outputs is not None:
+                states = outputs
+                closing.callback(close, name, block, outputs, torch.cuda.current_stream(device).record_event())
+            else:
+                states = self.close_block(name, block, outputs) or states
+            del block, outputs  # before the next block is opened
+
+    def _has_room_for_two(self, blocks: Sequence[nn.Module], states: States) -> bool:
+        """Returns whether a GPU has much more memory than two of the blocks take; experts may be in files."""
+        device = self.session.device
+        if device is None or device.type != "cuda" or states.quantized[0].device != device:
+            return False
+        largest = max((sum(p.numel() for p in b.parameters()) for b in blocks), default=0) * self.dtype.itemsize
+        has_experts = any(reads_experts(p) for b in blocks for p in b.parameters())
+        return not has_experts and largest <= torch.cuda.get_device_properties(device).total_memory // _BLOCKS
+
     def open_block(self, chain: Chain, name: str, copies: list[torch.Tensor], states: States) -> Block:
         """Returns a block with its weights and its calls on the device where it is worked on."""
         self.block_name = name
@@ -383,7 +424,8 @@ class ModelWalk:
             self.done += 1
             self.session.report("solve", self.done, len(self.layers))
         self.experts.close()
-        if is_filled(block.calls.few):
+        few = block.calls.few
+        if any(isinstance(value, UserDict) and value for value in (*few.args, *few.kwargs.values())):
             # The store has room only for hidden states: a walk that is resumed begins before these blocks.
             self.store.end(name, None)
             return outputs
@@ -436,10 +478,6 @@ class ModelWalk:
     def _layers_of(self, block: str) -> list[LayerPlan]:
         return [layer for layer in self.layers if layer.name.startswith(f"{block}.")]
 
-    def tensors_of(self, block: str) -> list[torch.Tensor]:
-        """Returns the parameters and buffers of a block."""
-        return tensors_of(self.model.get_submodule(block).modules())
-
     def _device_of_whole(self) -> torch.device:
         """Returns the device on which the whole model can be worked on."""
         device = self.session.device
@@ -480,39 +518,58 @@ def solve_sequentially(
         chains, captured = walk.find_chains()
         for names in filter(None, map(walk.up_to_last_planned, chains)):
             chain = captured.pop() if captured else walk.capture(names)
-            states, unfinished = walk.begin(chain)
             with reporting_block(lambda: walk.block_name, session):
-                for name, copies in Prefetcher(session.device, whole=False).in_turn(unfinished, walk.tensors_of):
-                    block = walk.open_block(chain, name, copies, states)
-                    outputs = solve_block(block, needs_output=name != names[-1])
-                    states = walk.close_block(name, block, outputs) or states
-                    del block, outputs  # before the next block is opened
-            del chain, states
+                walk.solve(chain, *walk.begin(chain))
+            del chain
         outside = walk.open_outside(chains)
         if outside is not None:
             with reporting_block(lambda: "", replace(session, device=outside.device)):
-                solve_block(outside, needs_output=False)
+                solve_block(outside, few_output=run_few(outside, needs_output=False), needs_output=False)
             walk.close_block("", outside, None)
 
 
-def solve_block(block: Block, *, needs_output: bool) -> States | None:
-    """Takes a block through all steps; returns the hidden states behind it, if another one follows."""
-    calls = block.calls
+def run_few(block: Block, *, needs_output: bool) -> torch.Tensor:
+    """Returns the output of the original block on a few tokens; the pass finds the layers that write to the stream.
+
+    It comes before anything changes the block, because the few tokens follow the original model throughout.
+    """
+    few = block.calls.few
     members = [*(g.members[0] for g in block.groups), *(m for e in block.experts for m in e.members)]
     # The model itself as the block of layers outside of blocks takes token ids, and has no stream to correct.
     # Two streams are no residual stream of one module, so they are not corrected.
     corrects = (
-        calls.few.hidden.is_floating_point()
-        and not calls.few.streams
+        few.hidden.is_floating_point()
+        and not few.streams
         and any(get_pipeline(m.solver).rounding.shares_where(m.activation is not None).residual for m in members)
     )
-    # Before anything changes the block: `few` follows the original model throughout.
-    few_output = _run_few(block, corrects) if needs_output or corrects else calls.few.hidden
+    if not needs_output and not corrects:
+        return few.hidden
+    run = partial(block.module, *few.args, **few.kwargs)
+    if not corrects:
+        return few.output(run())
+    names = [name for group in block.groups for name in group.names]
+    block.stream.writers, result = find_writers(block.module, run, names, [each.path for each in block.experts])
+    if not block.stream.writers and block.groups:
+        block.groups[-1].notes.append(
+            "no layer of its block was seen to add to the residual stream, whose error is left as it is"
+        )
+    block.stream.begin([call.hidden for call in block.calls.original])
+    return few.output(result)
+
+
+def solve_block(
+    block: Block, *, few_output: torch.Tensor, needs_output: bool, meanwhile: Callable[[], None] = lambda: None
+) -> States | None:
+    """Takes a block through all steps; returns the hidden states behind it, if another one follows.
+
+    `meanwhile` is called when a GPU has got its first work.
+    """
+    calls = block.calls
     if block.settings.guard is None and all(group.pipeline.at_once for group in block.groups):
-        outputs = _solve_at_once(block)
+        outputs = _solve_at_once(block, meanwhile)
         return States(outputs, outputs, few_output) if needs_output else None
     # The steps 1 to 7 of the module docstring.
-    reference = observe(block)
+    reference = observe(block, meanwhile)
     scale_inputs(block)
     for group in block.groups:
         rotate(block, group)
@@ -528,25 +585,10 @@ def solve_block(block: Block, *, needs_output: bool) -> States | None:
     return States(block.run(calls.quantized), reference, few_output) if needs_output else None
 
 
-def _run_few(block: Block, corrects_stream: bool) -> torch.Tensor:
-    """Returns the output of the original block on a few tokens; the pass finds the layers that write to the stream."""
-    few = block.calls.few
-    run = partial(block.module, *few.args, **few.kwargs)
-    if not corrects_stream:
-        return few.output(run())
-    names = [name for group in block.groups for name in group.names]
-    block.stream.writers, result = find_writers(block.module, run, names, [each.path for each in block.experts])
-    if not block.stream.writers and block.groups:
-        block.groups[-1].notes.append(
-            "no layer of its block was seen to add to the residual stream, whose error is left as it is"
-        )
-    block.stream.begin([call.hidden for call in block.calls.original])
-    return few.output(result)
-
-
-def _solve_at_once(block: Block) -> list[torch.Tensor]:
+def _solve_at_once(block: Block, meanwhile: Callable[[], None]) -> list[torch.Tensor]:
     """Solves all groups from one pass over the original inputs, whose outputs are returned."""
     outputs, sums = observe_and_sum(block)
+    meanwhile()
     siblings: dict[str, list[Group]] = {}
     for group in block.groups:
         siblings.setdefault(group.pattern, []).append(group)
@@ -593,7 +635,7 @@ def reconstruct(block: Block, outputs: Sequence[torch.Tensor]) -> None:
         assert solved is not None
         block.solutions[name] = (member, replace(solved, weight=weight, notes=(*solved.notes, note)))
         stand_in = block.stand_ins[name]
-        stand_in.dense = weight.dequantize(stand_in.dense.dtype)
+        stand_in.dense, stand_in.paired = weight.dequantize(stand_in.dense.dtype), None
 
 
 def _on_first_rank(

@@ -42,10 +42,12 @@ from quant.calibration.walk.solve import check_in_memory, solve_plan
 from quant.calibration.walk.solve_weights import solve_state_dict
 from quant.calibration.walk.step_store import DirectoryStore
 from quant.export.checkpoint import other_runtimes
+from quant.formats.format import FORMATS
 from quant.models.open_model import Source, open_model
 from quant.recipes.blocks import block_names
 from quant.recipes.layers import LayerKind
 from quant.recipes.plan import Plan, groups_by_input
+from quant.recipes.recipe import Recipe
 from quant.report.report import Report
 from quant.run.announcements import announce_device, announce_source, announce_untied_head
 from quant.run.data import announce_time, choose_transforms, read_data, verification_data
@@ -112,6 +114,7 @@ def load(request: Request, listener: Listener) -> Job:
             shapes = _open(request, meta=True)
             if request.goal is not None or lacks_data(plan_for(request, shapes)):
                 check_lengths(shapes, request.calibration_rows)
+        _compile_ahead(request, session)
         source = _open(
             request,
             meta=request.reads_no_weights,
@@ -133,6 +136,16 @@ def _open(request: Request, *, meta: bool, stream: bool = False) -> Source:
     assert not isinstance(request.model, nn.Module)
     factory, unsafe = request.model_factory, request.unsafe_load
     return open_model(request.model, model_factory=factory, unsafe_load=unsafe, meta=meta, stream=stream)
+
+
+def _compile_ahead(request: Request, session: Session) -> None:
+    """Begins to compile the kernels of a request's solver, which takes 8 s, while transformers is imported."""
+    if request.reads_no_weights or not (request.solver is None or get_pipeline(request.solver).rounding.feeds_back):
+        return
+    recipe = None if request.goal is not None else request.chosen_recipe
+    # Of a budget and of a plan, any format may be among the chosen ones.
+    names = {recipe.weight, *(rule.weight for rule in recipe.rules)} if isinstance(recipe, Recipe) else set(FORMATS)
+    compile_ahead((format for name, format in FORMATS.items() if name in names), session.device)
 
 
 def _create_context(session: Session) -> None:
@@ -240,9 +253,6 @@ def run(request: Request, listener: Listener = SILENT) -> Outcome:
 
 def _compute(job: Job, decision: Decision) -> tuple[Decision, SolvedModel, Measured]:
     """Runs every stage but writing. The original model, which measuring needs, is freed at the end."""
-    # Kernels of the plan's solvers are compiled while texts are read and the model is copied to the GPU.
-    layers = [layer for layer in decision.plan.quantized if get_pipeline(layer.solver).rounding.feeds_back]
-    compile_ahead({layer.weight_format for layer in layers}, job.session.device)
     texts = verification_data(job, decision)
     original = original_of(job, decision, texts)
     announce_time(job, decision)
