@@ -9,8 +9,10 @@ import random
 import signal
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import children
 import pytest
@@ -138,6 +140,46 @@ def test_hidden_states_in_a_file_give_the_same_bytes(
         pipeline.run(job(model, tmp_path / name, text, recipe="nvfp4a16", solver="gptq"))
     assert seen == 3 * [False] + 3 * [True]
     assert weights(tmp_path / "file") == weights(tmp_path / "memory")
+
+
+def test_a_block_is_closed_while_the_next_one_runs(
+    models: Callable[[str], Path], text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU, whose streams are left out; the run is stopped in the third block, and goes on."""
+
+    def write(out: str) -> Path:
+        pipeline.run(job(models("llama"), tmp_path / out, text, recipe="nvfp4a16", solver="gptq"))
+        return tmp_path / out
+
+    plain, order = write("plain"), list[str]()
+    stream = MagicMock()
+    monkeypatch.setattr(walk.ModelWalk, "_has_room_for_two", lambda *_: True)
+    for name, stands_in in (("Stream", stream), ("current_stream", stream), ("stream", lambda _: nullcontext())):
+        monkeypatch.setattr(torch.cuda, name, stands_in)
+    opens, closes, solves = walk.ModelWalk.open_block, walk.ModelWalk.close_block, walk.solve_block
+
+    def opened(self: walk.ModelWalk, chain: walk.Chain, name: str, *rest: Any) -> Block:
+        order.append(f"open {name[-1]}")
+        return opens(self, chain, name, *rest)
+
+    def closed(self: walk.ModelWalk, name: str, *rest: Any) -> States | None:
+        order.append(f"close {name[-1]}")
+        return closes(self, name, *rest)
+
+    def stopped(*blocks: Block, **options: Any) -> States | None:
+        if len(order) == 4:
+            raise KeyboardInterrupt
+        return solves(*blocks, **options)
+
+    monkeypatch.setattr(walk.ModelWalk, "open_block", opened)
+    monkeypatch.setattr(walk.ModelWalk, "close_block", closed)
+    with monkeypatch.context() as patched:
+        patched.setattr(walk, "solve_block", stopped)
+        with pytest.raises(KeyboardInterrupt):
+            write("beside")
+    assert order == ["open 0", "open 1", "close 0", "open 2"]
+    assert weights(write("beside")) == weights(plain)
+    assert order[4:] == ["open 1", "open 2", "close 1", "close 2"]
 
 
 def test_a_block_that_does_not_fit_is_named(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
