@@ -28,7 +28,7 @@ from torch import nn
 
 from quant.export.onnx.compare_with_torch import check_file, verify
 from quant.export.onnx.decoder_graph import GraphInput
-from quant.export.onnx.export_onnx import export_onnx
+from quant.export.onnx.export_onnx import write_onnx
 from quant.export.tensorrt.build import BuildOptions, export_engine
 from quant.formats.format import FORMATS, Format
 from quant.formats.tensor import BlockScaledTensor
@@ -128,7 +128,7 @@ def main(gigabytes: float, name: str, checks: bool, target: str, json_file: Path
     with tempfile.TemporaryDirectory() as folder:
         path, engine = Path(folder, "model.onnx"), Path(folder, "model.engine")
         steps: dict[str, Callable[[], Any]] = {
-            "ONNX file": lambda: export_onnx(model, path, inputs=inputs, shapes=shapes),
+            "ONNX file": lambda: write_onnx(model, path, inputs=inputs, shapes=shapes),
             "checks of every layer": lambda: (check_file(path), verify(model, path)),
             "engine, audit, codes found": lambda: export_engine(path, engine, BuildOptions(target, shapes)),
         }

@@ -3,9 +3,10 @@
     python benchmarks/onnx_decoders.py [--model smollm2-135m] [--formats INT4,FP8] [--threads 2] [--keep FOLDER]
 
 Each format is rounded to nearest, saved, and exported for onnxruntime; "FP32" is the model as it is, through the same
-export. All sessions are opened, then they take turns: each reads a prompt of 256 tokens into an empty cache, and writes
-32 tokens after it, one at a time; medians over the rounds are printed. `quant.load` is the model of the INT4 checkpoint
-in FP32 under transformers, with its own cache, in the same turns. Files in `--keep` are used again.
+export, and names with "head" have the output head in INT8 too (`--lm-head int8`). All sessions are opened, then they
+take turns: each reads a prompt of 256 tokens into an empty cache, and writes 32 tokens after it, one at a time; medians
+over the rounds are printed. `quant.load` is the model of the INT4 checkpoint in FP32 under transformers, with its own
+cache, in the same turns. Files in `--keep` are used again.
 
 `--profile INT4` prints instead what the operators of that file take of a token, by onnxruntime's profiler.
 
@@ -39,6 +40,7 @@ from quant.models.open_model import open_model
 from quant.recipes.blocks import cache_argument, cache_of
 
 FORMATS = {"INT4": "int4a16_g64", "INT8": "int8", "INT8 static": "int8_static", "FP8": "fp8"}
+FORMATS |= {"INT4 head": "int4a16_g64", "INT8 head": "int8"}  # with the output head in INT8
 PROMPT, NEW = 256, 32  # tokens
 
 
@@ -57,7 +59,8 @@ def exported(name: str, model_name: str, folder: Path, capacity: int) -> tuple[P
         assert source.model is not None
         text = Path(__file__).parent / "data" / "calibration.txt"
         rows = calibration_rows(str(text), source.load_tokenizer(), samples=4, seqlen=256, seed=0)
-        done = quant.quantize(source.model, FORMATS[name], rows, solver="rtn")
+        head = "int8" if name.endswith("head") else None
+        done = quant.quantize(source.model, FORMATS[name], rows, solver="rtn", lm_head=head)
         quant.save(done.model, done.plan, checkpoint)
     if not path.exists():
         model = load(checkpoint)

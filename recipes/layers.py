@@ -431,7 +431,8 @@ def obstacle(layer: Layer, weight: Format, activation: Format | None) -> str | N
                 return f"convolution: no runtime convolves in blocks, as {format} has them; it takes {takes}"
     if layer.kind == LayerKind.EMBEDDING and activation is not None:
         return f"the input of an embedding is a number of a row, which {activation} cannot round"
-    if layer.tied_to is not None:
+    # A head gets codes of its own, and the embedding stays as it is.
+    if layer.tied_to is not None and layer.kind != LayerKind.HEAD:
         return f"tied to {layer.tied_to}, which is stored once and in 16 bit"
     if layer.obstacle is not None:
         return layer.obstacle

@@ -128,6 +128,9 @@ class LayerPlan:
                 object.__setattr__(self, field_name, _format_of(getattr(self, field_name)))
             except ValueError as error:
                 raise ValueError(f"plan layer {self.name!r}: {field_name}: {error}") from None
+        # A head that is quantized has codes of its own, beside the embedding that it shared.
+        if self.kind == LayerKind.HEAD and self.weight is not None:
+            object.__setattr__(self, "tied_to", None)
         if self.activation is not None and self.activation.gguf:
             raise ValueError(f"plan layer {self.name!r}: activation: {self.activation} is a format of weights alone")
         if self.weight is not None and self.weight.name not in WEIGHT_FORMATS:

@@ -172,7 +172,8 @@ def _raise(problems: Sequence[Problem]) -> None:
 
 
 def _check_model(plan: Plan, layers: Sequence[Layer]) -> list[Problem]:
-    have, sharers = {layer.name: layer for layer in layers}, sharers_of(layers)
+    have, quantized = {layer.name: layer for layer in layers}, {layer.name for layer in plan.quantized}
+    sharers = sharers_of(layer for layer in layers if layer.name not in quantized)
     problems, what = [], ""
     for planned in plan.layers:
         layer, remedy = have.get(planned.name), "name the model the plan is for"
@@ -185,7 +186,7 @@ def _check_model(plan: Plan, layers: Sequence[Layer]) -> list[Problem]:
             continue
         elif _as_multiplied(layer) != _as_multiplied(planned):
             what = f"is {_as_multiplied(layer)} in the model and {_as_multiplied(planned)} in the plan"
-        elif (other := layer.tied_to or sharers.get(layer.name)) and not planned.tied_to:
+        elif (other := sharers.get(layer.name, layer.kind != LayerKind.HEAD and layer.tied_to)) and not planned.tied_to:
             what = f"its weight is also that of {other} in the model, and is stored once and in 16 bit"
             remedy = _KEEP_IT
         elif layer.obstacle is not None:

@@ -415,8 +415,9 @@ def _choice(
     if (kept_reason := layer.kept or house.get(layer.name)) is not None:
         choice = Rule("*", KEEP, KEEP, recipe.solver, kept_reason)
     for rule in recipe.rules:
-        # An embedding is quantized only by a rule of its own, never as one of many that a glob happens to match.
-        meant = layer.kind != LayerKind.EMBEDDING or rule.match not in broad or is_16bit(rule.weight)
+        # An embedding, and a head that is one, need a rule of their own, and are none of many that a glob matches.
+        one_of_many = layer.kind == LayerKind.EMBEDDING or layer.tied_to is not None
+        meant = not one_of_many or rule.match not in broad or is_16bit(rule.weight)
         if meant and layer.name in globs[rule.match]:
             choice = _override(choice, rule, recipe)
     if included and not by and not is_16bit(choice.weight):
@@ -437,6 +438,8 @@ def _plan_layer(layer: Layer, choice: Rule, recipe: Recipe) -> LayerPlan:
         weight, reason = None, refusal
     if weight is None:
         activation = None
+    elif layer.tied_to is not None:
+        reason = f"{reason}; no longer shares the weight of {layer.tied_to}"
     return LayerPlan(
         layer.name, layer.kind, layer.shape, weight, activation, solver, reason, layer.group, layer.tied_to,
         transposed=layer.transposed,

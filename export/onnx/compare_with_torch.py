@@ -237,7 +237,7 @@ def check_file(path: str | Path) -> None:
 
 
 class LayerGraphs:
-    """The nodes of each quantized linear in a file of `export_onnx`, as models that read weights on demand."""
+    """The nodes of each quantized linear in a file of `write_onnx`, as models that read weights on demand."""
 
     def __init__(self, path: Path) -> None:
         import onnx

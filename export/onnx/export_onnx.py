@@ -1,4 +1,4 @@
-"""`export_onnx` writes an ONNX file from a quantized model.
+"""`write_onnx` writes an ONNX file from a quantized model.
 
     decoder with a KV cache     `serving`: one graph for prefill and decoding
     the same for another loop   `genai`: the inputs and outputs of onnxruntime-genai
@@ -24,7 +24,7 @@ import torch
 from torch import nn
 
 from quant.base.atomic import put_file, temporary_directory
-from quant.base.errors import known_names, option, warn
+from quant.base.errors import known_names, option
 from quant.base.json_files import json_text
 from quant.calibration.attention_names import model_configs, text_config
 from quant.calibration.attention_scales import AttentionScales
@@ -43,7 +43,6 @@ from quant.export.onnx.decoder_graph import (
 from quant.export.onnx.dynamic_shapes import SEQUENCE, dimension_ranges
 from quant.export.onnx.expert_nodes import experts_as_ops
 from quant.export.onnx.genai import genai_program
-from quant.export.onnx.limits import onnxruntime_problem
 from quant.export.onnx.quantized_cache import CACHE_FORMATS, QuantizedCache
 from quant.export.onnx.recurrent_states import HybridCache, recurrent_functions
 from quant.export.onnx.serving import CachedAttention, GroupedAttention, serving_program
@@ -58,16 +57,6 @@ PLAN_KEY = "blockscale.plan"
 ATTENTION_KEY = "blockscale.attention"
 EXPORT_KEY = "blockscale.export"
 """Key in the file's metadata; its value is a JSON object of the options by which a model is exported likewise."""
-
-
-def export_onnx(model: nn.Module, path: str | Path, **options: Any) -> Path:
-    """Writes as `write_onnx`, whose options it takes, and warns with the reason if onnxruntime cannot load the file."""
-    plan: Plan | None = options.get("plan")
-    fp8_attention = plan is not None and plan.attention is not None and options.get("attention") != "none"
-    problem = onnxruntime_problem(model, fp8_attention=fp8_attention, kv_cache=options.get("kv_cache"))
-    if problem is not None:
-        warn(problem)
-    return write_onnx(model, path, **options)
 
 
 def write_onnx(

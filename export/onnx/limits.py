@@ -45,11 +45,9 @@ from quant.kernels.linear.quant_linear import QuantLinear, refuse_residual
 #     int4*, fp8, fp8_channel, int8      loads            no operators in BF16
 #     nvfp4, mxfp8, fp8_block            operators that TensorRT alone has, or no kernel for FP4
 #
-# Releases before 1.32 rewrite DequantizeLinear and MatMul of FP8 in FP32 as MatMulIntegerToFloat, which takes no FP8,
-# and stop there (1.29 to 1.31; 1.24 to 1.27 stop at QuantizeLinear, also of INT8). They leave FP16 alone.
+# Releases before 1.32 have no `query_seqlens` of GroupQueryAttention, and stop at FP8 in FP32.
 _OF_TENSORRT = ("nvfp4", "mxfp8", "fp8_block")
 _TRIED = "1.32"
-_LOADS_FP8_IN_FP32 = (1, 32)
 
 
 def layer_of_tensorrt(model: nn.Module) -> tuple[str, str] | None:
@@ -102,11 +100,8 @@ def loaded(path: Path, threads: int = 0) -> Any:
     except Exception as error:  # onnxruntime has a class for each of its status codes, and no base of them
         text = " ".join(str(error).split())
         hint = f"NVFP4, MXFP8, BF16 and {option('kv_cache')} files are for TensorRT"
-        if tuple(map(int, onnxruntime.__version__.split(".")[:2])) < _LOADS_FP8_IN_FP32:
-            hint = (
-                f"1.32 is the first that loads FP8 and INT8 in FP32: {install_command('onnx')}, or "
-                f"{option('dtype', 'fp16')}"
-            )
+        if tuple(map(int, onnxruntime.__version__.split(".")[:2])) < tuple(map(int, _TRIED.split("."))):
+            hint = f"{_TRIED} is the first that loads these files: {install_command('onnx')}"
         raise ValueError(
             f"{path.name}: onnxruntime {onnxruntime.__version__} does not load it: {text[:300]}; {hint}"
         ) from error

@@ -27,7 +27,6 @@ import numpy as np
 
 from quant.export.onnx.expert_nodes import EXPERTS, experts_node
 from quant.export.onnx.opsets import (
-    ADDED_NORM,
     FLOAT,
     GROUPED_ATTENTION,
     INT32,
@@ -236,8 +235,8 @@ class _Rewriter:
         is_sum = total is not None and len(x.shape) == 3 and all(value.shape == x.shape for value in total.inputs)
         # The norm moves before the sum, so its weight must be there.
         if is_sum and weight.producer() is None:
-            operands = *total.inputs, weight
-            y, _, _, added = self.add(total, ADDED_NORM, *operands, domain=ORT_DOMAIN, outputs=4, epsilon=epsilon)
+            operands, op = (*total.inputs, weight), "SkipSimplifiedLayerNormalization"
+            y, _, _, added = self.add(total, op, *operands, domain=ORT_DOMAIN, outputs=4, epsilon=epsilon)
             self.replace(x, added)
         else:
             y = self.add(product, "RMSNormalization", x, weight, axis=-1, epsilon=epsilon)
@@ -257,13 +256,8 @@ class _Rewriter:
         direct = next((_made(value, "Mul") for value in total.inputs if value is not turned.outputs[0]), None)
         if direct is None or x not in direct.inputs or int(x.dtype or 0) != FLOAT or x.shape is None:
             return
-        if (
-            half is None
-            or _number(low.inputs[1]) != 0
-            or _number(high.inputs[1]) != half
-            or len(x.shape) != 4
-            or x.shape[3] != 2 * half
-        ):
+        starts = _number(low.inputs[1]), _number(high.inputs[1])
+        if half is None or starts != (0, half) or len(x.shape) != 4 or x.shape[3] != 2 * half:
             return
         angles = []
         for product, other in ((direct, x), (turned, concat.outputs[0])):
@@ -299,8 +293,11 @@ class _Rewriter:
         if not self.counts:
             # All tokens of a step are new, padding too: they lie behind a row's last real one.
             new = self.add(node, "Shape", operands[0], start=1, end=2)
-            last = self.add(node, "Sub", self.add(node, "Add", lengths, new), self.constant(1))
-            total = self.add(node, "Add", self.add(node, "ReduceMax", lengths, keepdims=1), new)
+            # The CUDA provider (1.31) reads a total that it has made before the copy arrives. Sums with a shape stay on
+            # the processor, and so does what is made of them.
+            after = self.add(node, "Add", lengths, new)
+            last = self.add(node, "Sub", after, self.constant(1))
+            total = self.add(node, "ReduceMax", after, keepdims=1)
             rows = self.add(node, "Expand", new, self.add(node, "Shape", lengths))
             self.counts = [self.add(node, "Cast", value, to=INT32) for value in (last, total, rows)]
         last, total, rows = self.counts

@@ -1,7 +1,8 @@
 """The operators of exported graphs: ONNX's own, TensorRT's of the domain `trt`, and our attention plugins.
 
 ONNX's exporter and checker refuse operators that they do not know. `register_schemas` describes the last two kinds to
-them: inputs, outputs, attributes, and how shapes and types follow.
+them: inputs, outputs, attributes, and how shapes and types follow. Operators of onnxruntime are checked where it loads
+the file.
 """
 
 from __future__ import annotations
@@ -19,8 +20,6 @@ RUNTIMES = ("onnxruntime", "tensorrt")
 """Runtimes that an ONNX file can be written for."""
 ORT_DOMAIN, INTEGER_PRODUCT = "com.microsoft", "MatMulIntegerToFloat"
 """Domain of onnxruntime's own operators, and its product of codes with scales."""
-ADDED_NORM = "SkipSimplifiedLayerNormalization"
-"""onnxruntime's RMS norm of a sum, which is its fourth output."""
 GROUPED_ATTENTION = "GroupedAttention"
 """Op type of attention over a KV cache that `onnxruntime_graph` replaces, in the domain of our plug-ins."""
 TRT_DOMAIN = "trt"
@@ -98,9 +97,8 @@ def _register(
 
     kinds = OpSchema.AttrType
     kind_of = {"block_shape": kinds.INTS, "scale": kinds.FLOAT, "softmax_scale": kinds.FLOAT}
-    kind_of |= dict.fromkeys(("format", "plugin_version", "plugin_namespace"), kinds.STRING)  # all others are INT
-    kind_of |= dict.fromkeys(("activation_type", "up_format", "down_format"), kinds.STRING)
-    kind_of |= dict.fromkeys(("activation_alpha", "activation_beta", "epsilon"), kinds.FLOAT)
+    texts = ("format", "up_format", "down_format", "plugin_version", "plugin_namespace")
+    kind_of |= dict.fromkeys(texts, kinds.STRING)  # all others are INT
     wide = [f"tensor({type})" for type in ("float", "float16", "bfloat16")]
     constraints = [("T", wide, "the layer's precision")]
     if ":C" in inputs:
@@ -124,15 +122,14 @@ def _register(
     register_schema(schema)
 
 
-def _like_input(attribute: str | None, outputs: tuple[int, ...] = (0,)) -> Callable[[Any], None]:
-    """Infers outputs of the first input's shape; their type is named by an attribute, or is the input's."""
+def _like_input(attribute: str | None) -> Callable[[Any], None]:
+    """Infers an output of the first input's shape; its type is named by an attribute, or is the input's."""
 
     def infer(context: Any) -> None:
         type = context.get_input_type(0)
         if attribute is not None:
             type.tensor_type.elem_type = context.get_attribute(attribute).i
-        for index in outputs:
-            context.set_output_type(index, type)
+        context.set_output_type(0, type)
 
     return infer
 
@@ -151,17 +148,6 @@ def _codes_and_scales(codes: int, scale: int) -> Callable[[Any], None]:
         context.set_output_type(1, type)
 
     return infer
-
-
-def _product(context: Any) -> None:
-    """Infers a product in FLOAT: the first operand's shape, with the columns of the second `[in, out]`."""
-    from onnx import TensorProto
-
-    type, weight = context.get_input_type(0), context.get_input_type(1)
-    type.tensor_type.elem_type = TensorProto.FLOAT
-    if type.tensor_type.HasField("shape") and weight.tensor_type.HasField("shape"):
-        type.tensor_type.shape.dim[-1].CopyFrom(weight.tensor_type.shape.dim[-1])
-    context.set_output_type(0, type)
 
 
 def _like_query_and_caches(context: Any) -> None:
@@ -186,32 +172,13 @@ def register_schemas() -> None:
     _register("TRT_MXFP8DynamicQuantize", "x:T", f"{codes} scale:uint8", f"{blocks} output_dtype", mxfp8)
     _register("TRT_MXFP8DequantizeLinear", f"{codes} scale:uint8", "x:T", f"{blocks} output_dtype", wide)
     _register("TRT_BlockDequantize", f"{codes} scale:float", "x:T", "block_shape output_dtype", wide)
-    operands = "a:uint8 b:uint8 a_scale:float b_scale:float a_zero:uint8 b_zero:uint8"
-    _register(INTEGER_PRODUCT, operands, "y:float", "", _product, ORT_DOMAIN)
-    # `quant.export.onnx.expert_nodes` describes these three.
-    experts, same = "up:W up_scale?:float down:W down_scale?:float", _like_input(None)
-    _register("Experts", f"x:T index:int64 weight:T {experts}", "y:T", "up_format down_format", same, PLUGIN_DOMAIN)
-    swiglu = "k activation_type swiglu_fusion activation_alpha activation_beta normalize_routing_weights"
-    operands = "up:T up_bias?:T down:T down_bias?:T"
-    _register("MoE", f"x:T logits:T {operands}", "y:T", swiglu, same, ORT_DOMAIN)
-    operands = "up:W up_scale:float up_bias?:T down:W down_scale:float down_bias?:T"
-    unused = " ".join(f"unused_{index}?:float" for index in range(6))
+    # `quant.export.onnx.expert_nodes` describes it.
+    operands = "x:T index:int64 weight:T up:W up_scale?:float down:W down_scale?:float"
+    _register("Experts", operands, "y:T", "up_format down_format", _like_input(None), PLUGIN_DOMAIN)
     _register(
-        "QMoE", f"x:T shares:T {operands} {unused} weights:T", "y:T",
-        f"{swiglu} expert_weight_bits weights_prepacked block_size", same, ORT_DOMAIN,
+        GROUPED_ATTENTION, "q:T k:T v:T past_key:T past_value:T lengths:int64", "y:T new_key:T new_value:T",
+        "softmax_scale window", _like_query_and_caches, PLUGIN_DOMAIN,
     )  # fmt: skip
-    operands, outputs = "q:T k:T v:T past_key:T past_value:T", "y:T new_key:T new_value:T"
-    _register(
-        GROUPED_ATTENTION, f"{operands} lengths:int64", outputs, "softmax_scale window", _like_query_and_caches,
-        PLUGIN_DOMAIN,
-    )  # fmt: skip
-    unused = " ".join(f"unused_{index}?:float" for index in range(9))
-    _register(
-        "GroupQueryAttention", f"{operands} last_key:int32 tokens:int32 {unused} new_tokens:int32", outputs,
-        "num_heads kv_num_heads scale local_window_size", _like_query_and_caches, ORT_DOMAIN,
-    )  # fmt: skip
-    outputs = "y:T mean?:float deviation?:float sum:T"
-    _register(ADDED_NORM, "x:T skip:T weight:T", outputs, "epsilon", _like_input(None, (0, 3)), ORT_DOMAIN)
     _register(
         "TRT_QuantizedAttention",
         "q:T k:T v:T mask?:bool normalization_quantize_scale:float",

@@ -1,6 +1,6 @@
 """Builds an engine, compares it with its plan, and describes it in a receipt.
 
-    model ──export_onnx──▶ ONNX ──checks, profiles──▶ builder in a process of its own ──▶ engine ──audit──▶ receipt
+    model ──write_onnx──▶ ONNX ──checks, profiles──▶ builder in a process of its own ──▶ engine ──audit──▶ receipt
 
 One path serves TensorRT-RTX, which needs no GPU, and TensorRT, which needs the GPU it builds for (`targets`). The
 engine and its receipt are written only if the audit passes: a layer that the plan quantizes and that TensorRT left in

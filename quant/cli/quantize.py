@@ -84,7 +84,7 @@ _FORMATS = (
                  help="Quantize only layers that match; 'mtp.*' adds prediction heads. Repeatable."),
     click.option("--exclude", multiple=True, metavar="GLOB", help="Keep matching layers in 16 bit. Repeatable."),
     click.option("--lm-head", shell_complete=FORMAT_NAMES, metavar="FORMAT",
-                 help="Format of the output head, its inputs in 16 bit.  [default: 16 bit]"),
+                 help="Format of the output head, apart from a tied embedding; inputs in 16 bit.  [default: 16 bit]"),
     click.option("--kv-cache", shell_complete=FORMAT_NAMES, metavar="FORMAT",
                  help="KV cache: fp8, or fp8_head with a scale for each head."),
 )  # fmt: skip

@@ -203,12 +203,6 @@ def _check_plan(plan: Plan) -> None:
             f"the plan has attention in {plan.attention}, which has no gradient; train with a plan without "
             "(attention=None), and choose attention's format when the trained model runs"
         )
-    for layer in plan.quantized:
-        if layer.tied_to is not None and any(other.name == layer.tied_to for other in plan.quantized):
-            raise UserError(
-                f"{layer.name}: it shares its weight with {layer.tied_to}, and both are quantized, as two weights; "
-                f"leave one of them in 16 bit with exclude="
-            )
 
 
 def _check_trainable(plan: Plan, model: nn.Module) -> None:

@@ -38,7 +38,6 @@ def test_every_problem_is_named_at_once(tmp_path: Path) -> None:
     layers["model.layers.1.mlp.down_proj"]["weight"] = "nvfp5"
     layers["model.norm"]["weight"] = "nvfp4"
     layers["model.embed_tokens"]["wieght"] = "nvfp4"
-    layers["lm_head"].update(weight="mxfp8")
     fields["layers"] += [
         {"name": "odd", "kind": "linear", "shape": [8, 40], "weight": "nvfp4", "activation": None},
         {"name": "backwards", "kind": "linear", "shape": [64, 64], "weight": None, "activation": "fp8"},
@@ -56,7 +55,6 @@ def test_every_problem_is_named_at_once(tmp_path: Path) -> None:
         "model.layers.1.mlp.down_proj",
         "model.norm",
         "model.embed_tokens",
-        "lm_head",
         "odd",
         "backwards",
         ATTENTION.format(1, "q"),

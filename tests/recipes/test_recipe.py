@@ -143,12 +143,20 @@ def test_an_embedding_is_quantized_by_a_rule_of_its_own_and_by_no_other() -> Non
     assert tied.weight is None and tied.reason == "its weight is also that of head"
 
 
+def test_a_tied_head_is_quantized_apart_by_a_rule_of_its_own_and_by_no_other() -> None:
+    broad = resolve(LAYERS, NVFP4.with_rules(Rule("*", "mxfp8"))).by_name["head"]
+    assert broad.weight is None and broad.tied_to == "embed" and broad.nbytes == 0
+    plan = resolve(LAYERS, NVFP4.with_rules(Rule("head", "mxfp8")))
+    assert plan.by_name["head"].weight == FORMATS["mxfp8"] and plan.by_name["head"].tied_to is None
+    assert "no longer shares the weight of embed" in plan.by_name["head"].reason
+    assert plan.by_name["head"].nbytes == 100 * 64 * 33 // 32 and plan.by_name["embed"].weight is None
+
+
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
         ("0.norm", "kind 'norm'"),
         ("conv", "convolution: no runtime convolves in blocks, as nvfp4 has them"),
-        ("head", "tied to embed, which is stored once and in 16 bit"),
         ("1.odd", "in = 40 is not a multiple of nvfp4's block of 16"),
     ],
 )

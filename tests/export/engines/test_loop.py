@@ -30,7 +30,7 @@ from quant.export.engines.decode_loop import (  # noqa: E402 -- as above
     open_session,
     probabilities,
 )
-from quant.export.onnx.export_onnx import export_onnx  # noqa: E402 -- as above
+from quant.export.onnx.export_onnx import write_onnx  # noqa: E402 -- as above
 
 ROWS = torch.randint(0, 64, (4, 64), generator=torch.Generator().manual_seed(0))
 KINDS = [kind for kind in serving_samples.DECODERS if kind != "llama-64"]
@@ -40,7 +40,7 @@ def exported(kind: str, format: str, folder: Path, **options: Any) -> tuple[Any,
     """A tiny quantized model, and its serving graph."""
     model = serving_samples.decoder(kind, **options)
     plan = quant.quantize(model, format, ROWS, solver="rtn").plan
-    return model, export_onnx(model, folder / "model.onnx", capacity=CAPACITY, plan=plan)
+    return model, write_onnx(model, folder / "model.onnx", capacity=CAPACITY, plan=plan)
 
 
 @pytest.fixture(scope="module")
@@ -178,6 +178,6 @@ def test_other_files_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"none\.onnx: no such file"):
         open_session(tmp_path / "none.onnx")
     model = serving_samples.decoder("llama-64", num_hidden_layers=1)
-    path = export_onnx(model, tmp_path / "once.onnx")
+    path = write_onnx(model, tmp_path / "once.onnx")
     with pytest.raises(UserError, match=r"no serving graph of a decoder \(its inputs are input_ids\)"):
         open_session(path)

@@ -15,7 +15,7 @@ onnx = pytest.importorskip("onnx", reason="needs the extra onnx")
 pytest.importorskip("onnxscript", reason="needs the extra onnx")
 transformers = pytest.importorskip("transformers", reason="needs the extra hf")
 
-from quant.export.onnx.export_onnx import export_onnx  # noqa: E402
+from quant.export.onnx.export_onnx import write_onnx  # noqa: E402
 from quant.export.onnx.serving import check_decoder  # noqa: E402
 from quant.export.onnx.trace import trace_for_torch  # noqa: E402
 
@@ -28,7 +28,7 @@ def test_attention_in_code_of_its_own_is_refused(name: str, tmp_path: Path) -> N
     """Graphs of BLOOM and XGLM looked at later tokens, those of ConvBERT at padding: half of the logits was wrong."""
     model = architectures.build(name, torch.float32)
     with pytest.raises(ValueError, match=rf"{name} computes attention in code of its own.*inputs=.*input_ids"):
-        export_onnx(model, tmp_path / "model.onnx")
+        write_onnx(model, tmp_path / "model.onnx")
     with pytest.raises(ValueError, match=rf"{name} computes attention in code of its own"):
         trace_for_torch(model, {"input_ids": IDS, "attention_mask": torch.ones_like(IDS)})
     if name == "FalconForCausalLM":
@@ -43,9 +43,9 @@ def test_a_module_that_is_causal_by_its_mask_alone(tmp_path: Path) -> None:
 
     model = architectures.build("BigBirdPegasusForCausalLM", torch.float32)
     with pytest.raises(ValueError, match=r"layers\.0\.self_attn is causal by its mask alone.*inputs={\"input_ids"):
-        export_onnx(model, tmp_path / "model.onnx")
+        write_onnx(model, tmp_path / "model.onnx")
     inputs = {"input_ids": GraphInput(IDS, ("batch", "sequence"))}
-    session = runtime.InferenceSession(export_onnx(model, tmp_path / "model.onnx", inputs=inputs))
+    session = runtime.InferenceSession(write_onnx(model, tmp_path / "model.onnx", inputs=inputs))
     logits = session.run(None, {"input_ids": IDS.numpy()})[0]
     with torch.no_grad():
         torch.testing.assert_close(torch.from_numpy(logits), model(IDS).logits, rtol=1e-4, atol=1e-4)
@@ -83,7 +83,7 @@ def test_later_tokens_change_nothing(name: str, tmp_path: Path) -> None:
     runtime = pytest.importorskip("onnxruntime", reason="needs the extra onnx")
     model = architectures.build(name, torch.float32)
     inputs = {"input_ids": GraphInput(IDS, ("batch", "sequence"))} if name in OWN else None
-    path = export_onnx(model, tmp_path / "model.onnx", inputs=inputs)
+    path = write_onnx(model, tmp_path / "model.onnx", inputs=inputs)
     session = runtime.InferenceSession(path, providers=["CPUExecutionProvider"])
     logits = session.run(None, {"input_ids": IDS.numpy()})[0]
     with torch.no_grad():
@@ -97,7 +97,7 @@ def test_an_output_that_the_model_views(tmp_path: Path) -> None:
     config = architectures.config_of("AfmoeForCausalLM")
     config.num_dense_layers, config.layer_types = 2, ["full_attention"] * 2
     model = transformers.AfmoeForCausalLM(config).eval()
-    path = export_onnx(model, tmp_path / "model.onnx")
+    path = write_onnx(model, tmp_path / "model.onnx")
     session = runtime.InferenceSession(path, providers=["CPUExecutionProvider"])
     logits = session.run(None, {"input_ids": IDS.numpy()})[0]
     with torch.no_grad():

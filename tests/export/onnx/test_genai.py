@@ -21,7 +21,7 @@ pytest.importorskip("onnxscript", reason="needs the extra onnx")
 pytest.importorskip("transformers", reason="needs the extra hf")
 genai = pytest.importorskip("onnxruntime_genai", reason="needs the extra genai")
 
-from quant.export.onnx.export_onnx import export_onnx  # noqa: E402 -- needs onnx
+from quant.export.onnx.export_onnx import write_onnx  # noqa: E402 -- needs onnx
 from quant.export.onnx.genai import genai_config  # noqa: E402 -- as above
 
 ROWS = torch.randint(0, 64, (4, 64), generator=torch.Generator().manual_seed(0))
@@ -52,7 +52,7 @@ def test_greedy_tokens(kind: str, format: str, tmp_path: Path) -> None:
     """Rows alone, and together: there, padding stands between a short row's prompt and its new tokens."""
     model = serving_samples.decoder(kind)
     plan = quant.quantize(model, format, ROWS, solver="rtn").plan
-    export_onnx(model, tmp_path / "model.onnx", genai=True, plan=plan)
+    write_onnx(model, tmp_path / "model.onnx", genai=True, plan=plan)
     rows = [row[:100] for row in serving_samples.prompts()]  # 5, 100 and 100 tokens
     expected = serving_samples.greedy_tokens(model, rows)
     # No row may end early: the end token is one that nobody writes. A prompt may not end with the padding token.

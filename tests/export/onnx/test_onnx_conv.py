@@ -22,7 +22,7 @@ pytest.importorskip("onnxscript", reason="needs the extra onnx")
 
 from quant.export.onnx.compare_with_torch import check_file, verify  # noqa: E402
 from quant.export.onnx.decoder_graph import GraphInput  # noqa: E402
-from quant.export.onnx.export_onnx import export_onnx  # noqa: E402
+from quant.export.onnx.export_onnx import write_onnx  # noqa: E402
 
 
 class Convs(nn.Module):
@@ -57,7 +57,7 @@ def quantized(format: str, activation: str | None, x: torch.Tensor, **options: A
 
 def written(model: nn.Module, x: torch.Tensor, path: Path) -> Path:
     inputs = {"x": GraphInput(x, ("batch", *x.shape[1:]))}
-    export_onnx(model, path, inputs=inputs)
+    write_onnx(model, path, inputs=inputs)
     check_file(path)
     return path
 

@@ -152,7 +152,7 @@ def test_attention_without_a_kernel(
 def test_four_dimensional_nvfp4_inputs(tmp_path: Path) -> None:
     pytest.importorskip("onnxscript", reason="needs the extra onnx")
     from quant.export.onnx.decoder_graph import GraphInput
-    from quant.export.onnx.export_onnx import export_onnx
+    from quant.export.onnx.export_onnx import write_onnx
 
     class Convolution(nn.Module):
         def __init__(self) -> None:
@@ -165,5 +165,5 @@ def test_four_dimensional_nvfp4_inputs(tmp_path: Path) -> None:
 
     x = torch.randn(2, 4, 4, 64)
     with pytest.raises(ValueError, match=r"^point: NVFP4 inputs of 4 dimensions.*flatten"):
-        export_onnx(Convolution(), tmp_path / "m.onnx", inputs={"x": GraphInput(x, ("batch", 4, 4, 64))})
+        write_onnx(Convolution(), tmp_path / "m.onnx", inputs={"x": GraphInput(x, ("batch", 4, 4, 64))})
     assert list(tmp_path.iterdir()) == []

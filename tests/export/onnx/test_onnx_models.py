@@ -19,7 +19,7 @@ pytest.importorskip("onnxscript", reason="needs the extra onnx")
 transformers = pytest.importorskip("transformers", reason="needs the extra hf")
 
 from quant.export.onnx.compare_with_torch import check_file, verify, worst_layer  # noqa: E402
-from quant.export.onnx.export_onnx import export_onnx  # noqa: E402
+from quant.export.onnx.export_onnx import write_onnx  # noqa: E402
 
 pytestmark = pytest.mark.slow
 
@@ -40,7 +40,7 @@ def test_smollm2(tmp_path: Path, recipe: str, exact: float) -> None:
     assert source.model is not None
     rows = calibration_rows(str(TEXT), source.load_tokenizer(), samples=4, seqlen=128, seed=0)
     plan = quantize(source.model, recipe, rows).plan
-    path = export_onnx(source.model, tmp_path / "m.onnx", plan=plan, shapes="batch=1:1:1,sequence=1:128:512")
+    path = write_onnx(source.model, tmp_path / "m.onnx", plan=plan, shapes="batch=1:1:1,sequence=1:128:512")
     check_file(path)
     receipt = verify(source.model, path)
     assert receipt["passed"], worst_layer(receipt)
@@ -61,7 +61,7 @@ def test_embeddings_of_minilm_in_onnxruntime(tmp_path: Path, recipe: str, least:
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     rows = calibration_rows(str(TEXT), tokenizer, samples=8, seqlen=64, seed=0)
     plan = quantize(model, recipe, rows).plan
-    path = export_onnx(model, tmp_path / "m.onnx", plan=plan)
+    path = write_onnx(model, tmp_path / "m.onnx", plan=plan)
     check_file(path)
     receipt = verify(model, path)
     assert receipt["passed"], worst_layer(receipt)

@@ -26,7 +26,7 @@ pytest.importorskip("onnxscript", reason="needs the extra onnx")
 
 from quant.export.onnx.compare_with_torch import evaluator, to_numpy  # noqa: E402
 from quant.export.onnx.decoder_graph import GraphInput  # noqa: E402
-from quant.export.onnx.export_onnx import ATTENTION_KEY, PLAN_KEY, export_onnx  # noqa: E402
+from quant.export.onnx.export_onnx import ATTENTION_KEY, PLAN_KEY, write_onnx  # noqa: E402
 from quant.export.onnx.opsets import element_type  # noqa: E402
 from quant.export.onnx.translate import LAYER_KEY, MODULE_KEY  # noqa: E402
 from quant.recipes.plan import LayerPlan, Plan  # noqa: E402
@@ -54,7 +54,7 @@ def layer(
 
 
 def exported(module: nn.Module, x: torch.Tensor, path: Path, **options: Any) -> Path:
-    return export_onnx(module, path, inputs={"x": GraphInput(x, ("batch", "rows", IN))}, **options)
+    return write_onnx(module, path, inputs={"x": GraphInput(x, ("batch", "rows", IN))}, **options)
 
 
 def run(path: Path, x: torch.Tensor, wanted: list[str] | None = None) -> list[torch.Tensor]:
@@ -240,7 +240,7 @@ def test_a_single_block_has_a_number_for_its_scale(tmp_path: Path) -> None:
     """TensorRT-RTX refuses a matrix of one scale at TRT_BlockDequantize: "ScaleMode is illegal"."""
     module = nn.Sequential(QuantLinear(quantize(torch.randn(128, 128), FORMATS["fp8_block"]), None, None, None))
     x = torch.randn(2, ROWS, 128)
-    path = export_onnx(
+    path = write_onnx(
         module, tmp_path / "m.onnx", inputs={"x": GraphInput(x, ("batch", "rows", 128))}, runtime="tensorrt"
     )
     (y,) = run(path, x)

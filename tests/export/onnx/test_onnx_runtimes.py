@@ -1,6 +1,5 @@
 """What is said of onnxruntime is what onnxruntime does with the file."""
 
-import warnings
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,7 +15,7 @@ pytest.importorskip("onnxscript", reason="needs the extra onnx")
 pytest.importorskip("onnxruntime", minversion="1.32", reason="needs the extra onnx")
 
 from quant.export.onnx.decoder_graph import GraphInput
-from quant.export.onnx.export_onnx import export_onnx
+from quant.export.onnx.export_onnx import write_onnx
 from quant.export.onnx.limits import loaded, onnxruntime_problem
 
 FORMATS = [
@@ -46,9 +45,7 @@ def test_a_file_that_onnxruntime_does_not_load_is_told(
         formats = {"weight": parse_format(weight), "activation": parse_format(inputs)}
         quant.quantize(model, plan.replace_layers([replace(layer, **formats) for layer in plan.layers]), x)
     problem = onnxruntime_problem(model)
-    with warnings.catch_warnings(record=True, action="always") as told:
-        export_onnx(model, tmp_path / "m.onnx", inputs={"x": GraphInput(x[0], ("batch", 128))})
-    assert [str(each.message) for each in told if "onnxruntime" in str(each.message)] == ([problem] if problem else [])
+    write_onnx(model, tmp_path / "m.onnx", inputs={"x": GraphInput(x[0], ("batch", 128))})
     try:
         loaded(tmp_path / "m.onnx")
         loads = True
@@ -64,7 +61,5 @@ def test_an_older_onnxruntime_is_told_as_the_cause(tmp_path: Path, monkeypatch: 
     with pytest.raises(ValueError, match=r"files are for TensorRT$"):
         loaded(tmp_path / "m.onnx")
     monkeypatch.setattr("onnxruntime.__version__", "1.30.0")
-    with pytest.raises(
-        ValueError, match=r"onnxruntime 1\.30\.0 .* 1\.32 is the first .* in FP32: pip .*dtype=\"fp16\"$"
-    ):
+    with pytest.raises(ValueError, match=r"onnxruntime 1\.30\.0 .* 1\.32 is the first that loads these files: pip "):
         loaded(tmp_path / "m.onnx")

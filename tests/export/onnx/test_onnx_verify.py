@@ -26,7 +26,7 @@ from quant.export.onnx.compare_with_torch import (  # noqa: E402
     worst_layer,
 )
 from quant.export.onnx.decoder_graph import GraphInput  # noqa: E402
-from quant.export.onnx.export_onnx import export_onnx  # noqa: E402
+from quant.export.onnx.export_onnx import write_onnx  # noqa: E402
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +46,7 @@ def model() -> nn.Module:
 @pytest.fixture(scope="module")
 def path(model: nn.Module, tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("onnx") / "m.onnx"
-    return export_onnx(model, made, inputs={"x": GraphInput(torch.randn(4, 64), ("rows", 64))})
+    return write_onnx(model, made, inputs={"x": GraphInput(torch.randn(4, 64), ("rows", 64))})
 
 
 def weight_of(model: nn.Module, name: str) -> BlockScaledTensor:
@@ -89,7 +89,7 @@ def test_a_wide_layer_is_compared_in_slices(
     weight = quantize(torch.randn(300, 128), FORMATS[format])
     model = nn.Sequential(QuantLinear(weight, torch.randn(300), FORMATS[activation] if activation else None)).eval()
     inputs = {"x": GraphInput(torch.randn(4, 128), ("rows", 128))}
-    path = export_onnx(model, tmp_path / "m.onnx", inputs=inputs, runtime=runtime)
+    path = write_onnx(model, tmp_path / "m.onnx", inputs=inputs, runtime=runtime)
     whole = verify(model, path)["layers"][0]
     monkeypatch.setattr(verify_module, "_WEIGHTS_AT_ONCE", 128 * 40)
     assert len(list(weight.row_chunks(128 * 40))) == (3 if format == "fp8_block" else 8)
@@ -117,7 +117,7 @@ def test_weights_of_half_precision_models_are_compared_in_float32(
     weight = quantize(torch.randn(256, 256, dtype=dtype), FORMATS[format])
     model = nn.Sequential(QuantLinear(weight, torch.randn(256, dtype=dtype), dtype=dtype)).eval()
     inputs = {"x": GraphInput(torch.randn(4, 256, dtype=dtype), ("rows", 256))}
-    (layer,) = verify(model, export_onnx(model, tmp_path / "m.onnx", inputs=inputs))["layers"]
+    (layer,) = verify(model, write_onnx(model, tmp_path / "m.onnx", inputs=inputs))["layers"]
     assert layer["passed"], layer
 
 

@@ -14,7 +14,7 @@ pytest.importorskip("onnxscript", reason="needs the extra onnx")
 pytest.importorskip("transformers", reason="needs the extra hf")
 
 from quant.export.onnx.decoder_graph import GraphInput  # noqa: E402
-from quant.export.onnx.export_onnx import export_onnx  # noqa: E402
+from quant.export.onnx.export_onnx import write_onnx  # noqa: E402
 
 IDS = torch.randint(3, 60, (2, 9), generator=torch.Generator().manual_seed(0))
 
@@ -32,8 +32,8 @@ def assert_agrees(model: Any, path: Path, ids: torch.Tensor) -> None:
 def test_a_loop_over_tokens(name: str, mixer: str, tmp_path: Path) -> None:
     model = architectures.build(name, torch.float32)
     with pytest.raises(ValueError, match=rf"{name}: \S+\.0\.{mixer} computes with one .*int64:batch,64"):
-        export_onnx(model, tmp_path / "model.onnx")
-    path = export_onnx(model, tmp_path / "model.onnx", inputs={"input_ids": GraphInput(IDS, ("batch", 9))})
+        write_onnx(model, tmp_path / "model.onnx")
+    path = write_onnx(model, tmp_path / "model.onnx", inputs={"input_ids": GraphInput(IDS, ("batch", 9))})
     assert_agrees(model, path, IDS.repeat(2, 1))
 
 
@@ -47,8 +47,8 @@ def test_a_loop_over_tokens(name: str, mixer: str, tmp_path: Path) -> None:
 def test_sizes_at_the_end_of_a_range(name: str, line: str, shapes: str, tmp_path: Path) -> None:
     model = architectures.build(name, torch.float32)
     with pytest.raises(ValueError, match=rf'{name}.* ?{line}="{shapes}"$'):
-        export_onnx(model, tmp_path / "model.onnx")
-    path = export_onnx(model, tmp_path / "model.onnx", shapes=shapes)
+        write_onnx(model, tmp_path / "model.onnx")
+    path = write_onnx(model, tmp_path / "model.onnx", shapes=shapes)
     if name == "OpenAIGPTLMHeadModel":
         assert_agrees(model, path, IDS)
         assert_agrees(model, path, IDS.repeat(1, 20)[:, :127])
@@ -58,23 +58,23 @@ def test_complex_numbers(tmp_path: Path) -> None:
     """Llama 4 rotates by them; its experts in 16 bit are plain products, and are not what stops it."""
     model = architectures.build("Llama4ForCausalLM", torch.float32)
     with pytest.raises(ValueError, match=r"model\.\S+ \(Llama4\w+\) computes with complex numbers.*vLLM"):
-        export_onnx(model, tmp_path / "model.onnx")
+        write_onnx(model, tmp_path / "model.onnx")
     assert list(tmp_path.iterdir()) == []
 
 
 def test_an_error_of_the_model_names_its_module(tmp_path: Path) -> None:
     model = architectures.build("LlamaForSequenceClassification", torch.float32)
     with pytest.raises(ValueError, match=r"LlamaForSequenceClassification does not export: .*no padding token"):
-        export_onnx(model, tmp_path / "model.onnx")
+        write_onnx(model, tmp_path / "model.onnx")
 
 
 def test_images_and_texts_are_asked_for(tmp_path: Path) -> None:
     model = architectures.build("BlipForConditionalGeneration", torch.float32)
     with pytest.raises(ValueError, match=r"Blip\w+ takes input_ids and pixel_values: name each of its inputs"):
-        export_onnx(model, tmp_path / "model.onnx")
+        write_onnx(model, tmp_path / "model.onnx")
 
 
 def test_positions_that_are_no_number_of_tokens(tmp_path: Path) -> None:
     """Music Flamingo's config has 1,200.0 seconds of sound under the name that others have for positions of text."""
     model = architectures.build("MusicFlamingoForConditionalGeneration", torch.float32)
-    assert_agrees(model, export_onnx(model, tmp_path / "model.onnx"), IDS)
+    assert_agrees(model, write_onnx(model, tmp_path / "model.onnx"), IDS)

@@ -15,7 +15,7 @@ pytest.importorskip("onnxscript", reason="needs the extra onnx")
 pytest.importorskip("tensorrt_rtx", reason="needs the extra tensorrt-rtx")
 
 from quant.export.onnx.decoder_graph import GraphInput
-from quant.export.onnx.export_onnx import export_onnx
+from quant.export.onnx.export_onnx import write_onnx
 from quant.export.tensorrt.audit import audit, failures
 from quant.export.tensorrt.build import BuildOptions, build_engine
 
@@ -43,7 +43,7 @@ def test_the_audit_finds_convolutions_by_name(tmp_path: Path, weight: str, activ
         quant.Rule("*", weight, activation), quant.Rule("kept", "keep")
     )
     done = quant.quantize(Convs().half(), recipe, [x], run=lambda m: m(x))
-    export_onnx(done.model, tmp_path / "m.onnx", inputs={"x": GraphInput(x, ("batch", 16, 8, 8))})
+    write_onnx(done.model, tmp_path / "m.onnx", inputs={"x": GraphInput(x, ("batch", 16, 8, 8))})
     built = build_engine(tmp_path / "m.onnx", tmp_path / "m.engine", BuildOptions("sm120"))
     findings = audit(built.path, done.plan, exported=built.contents["layers"])
     half = f"half, {found.split()[-2] if activation == 'keep' else found} weights"

@@ -20,7 +20,7 @@ from quant.calibration.attention_scales import collect_attention_scales
 from quant.cli.main import main
 from quant.export.checkpoint.save import save
 from quant.export.export_model import export_model
-from quant.export.onnx.export_onnx import export_onnx
+from quant.export.onnx.export_onnx import write_onnx
 from quant.export.tensorrt.build import BuildOptions, export_engine
 from quant.formats.format import FORMATS
 from quant.recipes.plan import Plan
@@ -112,7 +112,7 @@ def test_few_heads_and_fp32_build(heads: int, format: str, dtype: str, tmp_path:
 
 def test_profiles_that_the_cache_does_not_take(tmp_path: Path) -> None:
     model = serving_samples.decoder("llama-64", num_hidden_layers=1, dtype=torch.float16)
-    path = export_onnx(model, tmp_path / "m.onnx", capacity=256)
+    path = write_onnx(model, tmp_path / "m.onnx", capacity=256)
     for shapes, words in (
         ("sequence=1:128:512", r"a sequence of 512 does not fit into a KV cache of 256 \(capacity=\)"),
         ("past=1:2:3", r"no input or dimension 'past'"),

@@ -77,11 +77,16 @@ def test_a_directory(tmp_path: Path, extra: list[str]) -> None:
     check_readers(tmp_path / "out", reference)
 
 
-@pytest.mark.parametrize("lm_head", [None, "int8"])
-def test_a_model_in_memory(tmp_path: Path, lm_head: str | None) -> None:
+@pytest.mark.parametrize(("lm_head", "shared"), [(None, False), ("int8", False), ("int8", True)])
+def test_a_model_in_memory(tmp_path: Path, lm_head: str | None, shared: bool) -> None:
+    """A head that *is* the embedding may be quantized too: it gets codes of its own, and the embedding stays."""
     model = llama()
-    reference = logits(model)
+    if shared:
+        model.tie_weights()
+        assert model.lm_head.weight is model.model.embed_tokens.weight
+    reference, embedding = logits(model), model.model.embed_tokens.weight.detach().clone()
     done = quant.quantize(model, "int8", effort=0, lm_head=lm_head)
+    assert torch.equal(done.model.model.embed_tokens.weight, embedding)
     quant.save(done.model, done.plan, tmp_path / "saved")
     check_readers(tmp_path / "saved", reference)
     done.model.save_pretrained(tmp_path / "pretrained")

@@ -48,7 +48,6 @@ def test_the_head_is_quantized_and_its_error_is_in_the_report(tmp_path: Path, in
 @pytest.mark.parametrize(
     ("fields", "arguments", "message"),
     [
-        ({"tie_word_embeddings": True}, ("--format", "nvfp4", "--lm-head", "nvfp4"), "tied to model.embed_tokens"),
         ({"hidden_size": 48}, ("--format", "fp8", "--lm-head", "mxfp8"), "in = 48 is not a multiple of mxfp8's block"),
         ({}, ("--format", "nvfp4", "--lm-head", "nvfp5"), "lm_head: unknown format"),
         ({}, ("--format", "nvfp4", "--lm-head", "keep"), "leave lm_head out"),

@@ -183,17 +183,17 @@ def test_weights_on_the_meta_device() -> None:
 
 
 def test_a_plan_that_quantizes_a_shared_weight(tmp_path: Path) -> None:
-    """Made for an untied model: config.json would tie the two again, and drop the quantized one."""
+    """Made for an untied model; this one's head would read the embedding's codes as numbers."""
     apart, tied = (tiny_models.llama(**SIZES, tie_word_embeddings=tie) for tie in (False, True))
-    recipe = quant.Recipe("heads", "fp8_channel", "fp8_token", rules=(quant.Rule("lm_head", "fp8_channel"),))
+    recipe = quant.Recipe("heads", "fp8_channel", "fp8_token", rules=(quant.Rule("model.embed_tokens", "fp8_channel"),))
     plan = quant.make_plan(apart, recipe)
     check_plan_fits(plan, find_layers(apart))
-    with pytest.raises(UserError, match=r"lm_head: its weight is also that of model\.embed_tokens in the model"):
+    with pytest.raises(UserError, match=r"model\.embed_tokens: its weight is also that of lm_head in the model"):
         quant.quantize(tied, plan)
     tied.save_pretrained(tmp_path / "model")
     plan.save(tmp_path / "plan.json")
     line = refused(tmp_path / "out", tmp_path / "model", "--plan", tmp_path / "plan.json")
-    assert "lm_head: its weight is also that of model.embed_tokens in the model" in line
+    assert "model.embed_tokens: its weight is also that of lm_head in the model" in line
 
 
 def test_an_embedding_is_set_by_its_format_alone(tmp_path: Path) -> None:

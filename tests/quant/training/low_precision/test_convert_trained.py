@@ -16,7 +16,7 @@ from torch.nn.utils.prune import l1_unstructured
 
 import quant
 from quant.base.errors import UserError
-from quant.export.onnx.export_onnx import export_onnx
+from quant.export.onnx.export_onnx import write_onnx
 from quant.training.low_precision.fused_experts_training import trained_layers
 from quant.training.low_precision.operands import round_operand
 from quant.training.low_precision.training_recipe import RECIPES, get_training_recipe
@@ -192,7 +192,7 @@ def test_an_onnx_file_has_the_trained_codes(tmp_path: Path) -> None:
     pytest.importorskip("onnxscript", reason="the extra onnx")
     model, _ = _trained("nvfp4", torch.bfloat16)
     plan = quant.pack(model.eval())
-    file = export_onnx(model, tmp_path / "model.onnx", plan=plan)
+    file = write_onnx(model, tmp_path / "model.onnx", plan=plan)
     arrays = {tensor.raw_data for tensor in onnx.load(file).graph.initializer}
     for layer in plan.quantized:
         codes = model.get_submodule(layer.name).quantized_weight.codes
