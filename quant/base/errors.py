@@ -7,7 +7,7 @@ import html
 import re
 import sys
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 
@@ -121,6 +121,13 @@ def in_words(seconds: float) -> str:
     if seconds < 90:
         return f"{max(1, round(seconds, -1 if seconds >= 20 else None)):.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
+
+
+def steps_in_words(steps: Mapping[str, float]) -> str:
+    """Returns `3 min: 40 s to write text, 2 min to solve`, from the seconds of each step; no step of none."""
+    seconds = {step: max(1.0, needed) for step, needed in steps.items() if needed}
+    each = ", ".join(f"{in_words(needed)} to {step}" for step, needed in seconds.items())
+    return f"{in_words(sum(seconds.values()))}: {each}"
 
 
 def listed(names: Iterable[str], limit: int = 8) -> str:

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import torch
 
-from quant.base.errors import in_words, option
+from quant.base.errors import in_words, option, steps_in_words
 from quant.calibration.allocation.goal import Goal
 from quant.calibration.allocation.measure_choices import HeldOut, rows_of_choice
 from quant.calibration.allocation.real_solver import rows_where_solved
@@ -141,11 +141,9 @@ def announce_time(job: Job, decision: Decision) -> None:
             )
         return
     solvers = " and ".join(dict.fromkeys(layer.solver for layer in plan.quantized))
-    writing = f"{in_words(time.writing)} to write text, " if written else ""
-    writing += f"{in_words(trying)} to choose a transform, " if trying else ""
+    steps = {"write text": time.writing, "choose a transform": trying, "solve": solving}
     job.listener.message(
-        f"{solvers} on {samples} rows of {seqlen} tokens will take about "
-        f"{in_words(time.writing + trying + solving)}: {writing}{in_words(solving)} to solve; "
+        f"{solvers} on {samples} rows of {seqlen} tokens will take about {steps_in_words(steps)}; "
         f"{option('effort', 0)} is much faster"
     )
 
@@ -172,11 +170,8 @@ def announce_budget(job: Job, plan: Plan, goal: Goal, candidates: Sequence[Candi
         )
         each = expected_time(job.model, alone, job.session, rows=samples, seqlen=seqlen).solving
         choosing += (formats + bool(rows_solved)) * each
-    writing = f"{in_words(time.writing)} to write text, " if written else ""
-    job.listener.message(
-        f"this budget will take about {in_words(time.writing + choosing + time.solving)}: {writing}"
-        f"{in_words(choosing)} to choose among {formats} formats, {in_words(time.solving)} to solve"
-    )
+    steps = {"write text": time.writing, f"choose among {formats} formats": choosing, "solve": time.solving}
+    job.listener.message(f"this budget will take about {steps_in_words(steps)}")
 
 
 def _text_size(job: Job, *, will_write: bool) -> tuple[int, int, int]:

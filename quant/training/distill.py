@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from quant.base.atomic import claimed
-from quant.base.errors import UserError, in_words, known_names, loss_text, option
+from quant.base.errors import UserError, known_names, loss_text, option, steps_in_words
 from quant.base.extras import check_installed, versions
 from quant.base.listener import SILENT, Listener, StageProgress, reporter
 from quant.calibration.layer_result import unmeasured_result
@@ -320,10 +320,9 @@ def _announce_time(
     written = round(share * samples * options.seqlen) if share and must_write(source, rows, session) else 0
     text = expected_time(model, plan, session, rows=samples, seqlen=options.seqlen, written=written).writing
     training = time_of_training(model, plan, session, options.steps, options.batch_size * options.seqlen)
-    writing = f"{in_words(text)} to write text, " if written else ""
     listener.message(
         f"{options.steps} steps of {options.batch_size} × {options.seqlen} tokens will take about "
-        f"{in_words(text + training)}: {writing}{in_words(training)} to train; fewer {option('steps')} or a smaller "
+        f"{steps_in_words({'write text': text, 'train': training})}; fewer {option('steps')} or a smaller "
         f"{option('seqlen')} take less"
     )
 
