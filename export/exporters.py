@@ -325,8 +325,8 @@ def _graph_notes(job: ExportJob) -> list[str]:
             f"{type(job.model).__name__} reads {' and '.join(lost)} too, and this graph reads tokens only; serve the "
             "checkpoint (vLLM) for both"
         )
-    planned = None if job.plan is None else job.plan.kv_cache
-    if job.plan is not None and job.plan.kv_layers:
+    planned = None if job.plan is None else job.plan.kv_of_all
+    if job.plan is not None and job.plan.has_kv_mix:
         notes.append(f"the plan has the KV cache in {job.plan.kv_text}, and this graph has one format for all layers")
     if job.cache_format is not None:
         notes.append(

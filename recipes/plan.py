@@ -346,11 +346,22 @@ class Plan:
         return dataclasses.replace(self, layers=tuple(new.get(layer.name, layer) for layer in self.layers))
 
     @property
+    def has_kv_mix(self) -> bool:
+        """Whether layers keep the KV cache in different formats."""
+        return len({*self.kv_layers}) > 1
+
+    @property
+    def kv_of_all(self) -> Format | None:
+        """The format in which all layers keep the KV cache; None for 16 bit, and where they differ."""
+        return cache_format(self.kv_layers[0]) if self.kv_layers and not self.has_kv_mix else self.kv_cache
+
+    @property
     def kv_text(self) -> str:
         """The format of the KV cache, or how many layers have which; empty for 16 bit."""
-        counts = Counter(self.kv_layers).most_common()
-        mixed = ", ".join(f"{name} in {count} layers" for name, count in counts)
-        return mixed or (self.kv_cache.name if self.kv_cache else "")
+        if self.has_kv_mix:
+            counts = Counter(self.kv_layers).most_common()
+            return ", ".join(f"{name} in {counted(count, 'layer')}" for name, count in counts)
+        return self.kv_of_all.name if self.kv_of_all else ""
 
     @property
     def run_time(self) -> RunTimeFormats:

@@ -231,10 +231,10 @@ def _check_target(plan: Plan, target: Target) -> list[Problem]:
         remedy = "plan edit --set 'LAYER=FORMAT@INPUT', or another target"
         whats = target.problems(layer, merged=layer.name in followed, mixed=mixed)
         problems += [Problem(layer.name, what, remedy) for what in whats]
-    if plan.kv_layers:
+    if plan.has_kv_mix:
         what = f"{target.name} keeps the KV cache of all layers in one format; the plan has {plan.kv_text}"
         problems.append(Problem("plan", what, "plan edit --kv-cache keep"))
-    if problem := target.kv_cache_problem(plan.kv_cache):
+    if problem := target.kv_cache_problem(plan.kv_of_all):
         problems.append(Problem("plan", problem, "plan edit --kv-cache keep"))
     return problems
 

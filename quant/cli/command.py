@@ -405,6 +405,8 @@ class Command(click.Command):
 def _as_line(error: Exception) -> tuple[str, int]:
     """Returns one line about an error, and the exit code: 2 for errors that users can cause, else `_BUG`."""
     message = " ".join(str(error).split()) or type(error).__name__
+    if isinstance(error, OSError) and error.filename is not None and error.filename2 is None:
+        message = f"{os.fsdecode(error.filename)}: {error.strerror}"  # without Python's number of it
     # Python, numpy or torch found no memory, on a CPU or a GPU.
     if isinstance(error, MemoryError) or (
         isinstance(error, RuntimeError)

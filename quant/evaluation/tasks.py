@@ -59,7 +59,7 @@ def read_task(path: str | Path) -> list[Question]:
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"task {path}: cannot be read ({error})") from None
+        raise UserError(f"task {path}: cannot be read: {getattr(error, 'strerror', error)}") from None
     questions = []
     for number, line in enumerate(lines, 1):
         if line.strip():

@@ -43,7 +43,7 @@ from quant.models.prediction_heads import attach_head_layer, plan_heads
 from quant.recipes import solver_names
 from quant.recipes.blocks import is_denoiser, stored_dtype
 from quant.recipes.layers import LayerKind
-from quant.recipes.plan import LayerPlan, Plan, set_guard_and_observer
+from quant.recipes.plan import LayerPlan, Plan, set_guard_and_observer, set_kv_cache
 from quant.recipes.plan_check import refuse
 from quant.recipes.plan_make import make_plan
 from quant.recipes.recipe import KEEP, Recipe, matched
@@ -257,6 +257,8 @@ def for_budget(job: Job, goal: Goal) -> Decision:
     if caches:
         plan = allocation.plan
         plan = replace(plan, provenance={**plan.provenance, "kv_layers": caches[plan.kv_layers].record})
+        if not plan.has_kv_mix and plan.kv_layers[0] != "nvfp4":  # what checkpoints have a word for
+            plan = set_kv_cache(plan, plan.kv_layers[0])
         allocation = replace(allocation, plan=plan)
     job.seconds.update(score=allocation.sensitivity.seconds, allocate=allocation.record.seconds)
     # A limit is verified on the weights that were measured, so these are the weights of the plan.

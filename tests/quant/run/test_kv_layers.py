@@ -166,3 +166,13 @@ def test_the_command_line(tmp_path: Path) -> None:
     arguments = ["plan", "make", str(tmp_path / "model"), "--format", "fp8", "--kv-bits", "7", "--out", "x"]
     alone = CliRunner().invoke(main, list(map(str, arguments)))
     assert alone.exit_code == 2 and "--kv-bits goes with a budget or a limit" in alone.stderr
+
+
+def test_one_format_in_all_layers_is_no_mix() -> None:
+    """A choice that gives every layer the same format is told, and checked for a target, as that format."""
+    alike, mixed = Plan((), kv_layers=("nvfp4", "nvfp4")), Plan((), kv_layers=("nvfp4", "fp8"))
+    assert (alike.kv_text, mixed.kv_text) == ("nvfp4", "nvfp4 in 1 layer, fp8 in 1 layer")
+    (problem,) = validate(alike, target=get_target("vllm"))
+    assert problem.what == "vllm cannot keep the KV cache in nvfp4; it has fp8, fp8_head, 16bit"
+    assert validate(alike, target=get_target("tensorrt-rtx-sm120")) == []
+    assert alike.run_time["kv_cache"] == "nvfp4,nvfp4"
