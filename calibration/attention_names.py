@@ -4,8 +4,6 @@ transformers looks the attention function of a layer up by the name in its confi
 new names, the model's configs get these, and afterwards both are restored.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager

@@ -33,8 +33,6 @@ Of a cache alone, k and v both have the scale of that row; where attention is qu
 expanded q, k and v.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass

@@ -6,8 +6,6 @@ one tensor exists in both. Afterwards they are narrowed again, which is exact. 1
 widened when a model is called with them.
 """
 
-from __future__ import annotations
-
 import math
 import statistics
 import weakref

@@ -7,8 +7,6 @@ With w the weight and w_q its dequantized form,
 so 20 dB is an error of a tenth; uniform rounding gains about 6 dB a bit. `Quantized` is the result for a whole model.
 """
 
-from __future__ import annotations
-
 import html
 import math
 from collections.abc import Sequence

@@ -6,8 +6,6 @@ them*, and never in the order of arrival. So sums of floating-point numbers are 
 ranks. The functions here do that; with one rank they pass their arguments on.
 """
 
-from __future__ import annotations
-
 import math
 import os
 from collections.abc import Callable, Iterator, Sequence

@@ -6,8 +6,6 @@ A model in memory is saved next to the destination first: exporters compare thei
 and some copy the tokenizer's files. The command reads its options and calls `export_model`.
 """
 
-from __future__ import annotations
-
 import copy
 import os
 import warnings

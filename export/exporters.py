@@ -4,8 +4,6 @@ Each takes an `ExportJob` and returns the record that the command prints. Nothin
 before everything is written and compared.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec

@@ -11,8 +11,6 @@
 This file does not import torch, so that `quant export --help` need not wait for it.
 """
 
-from __future__ import annotations
-
 # Options of everything that traces the module.
 _GRAPH = {"shapes", "inputs", "attention", "dtype", "calib", "calib_samples", "seqlen"}
 KINDS: dict[str, tuple[str, set[str]]] = {

@@ -19,8 +19,6 @@ A row whose length does not fill the last byte (or the last three bytes) is padd
 hold at least one bit of a real code are kept, so `n` codes take ceil(n · bits / 8) bytes.
 """
 
-from __future__ import annotations
-
 import torch
 from torch.nn.functional import pad
 

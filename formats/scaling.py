@@ -19,8 +19,6 @@ NVFP4's global scale maps the tensor's amax to 6 · 448. Rules that may raise a 
 leave headroom by normalising to 256 instead of 448; `HEADROOM` says which do.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

@@ -19,8 +19,6 @@ some: the diagonal of the second moment. Then d and d_min are the largest step a
 neighbouring s and m are chosen again for the numbers that are stored.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import product
 

@@ -5,8 +5,6 @@ transformers. Editors and type checkers see them as the imports under `TYPE_CHEC
 table.
 """
 
-from __future__ import annotations
-
 import importlib
 import os
 import warnings

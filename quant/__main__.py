@@ -1,7 +1,5 @@
 """This file makes `python -m quant` the toolbox; `torchrun -m quant` starts it on every rank."""
 
-from __future__ import annotations
-
 from quant.cli.main import main
 
 if __name__ == "__main__":

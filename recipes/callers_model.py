@@ -5,8 +5,6 @@ the layers that they belong to. A model that holds quantized layers already cann
 would not say how they were made, and no checkpoint could be saved by it. All of this is checked before any work.
 """
 
-from __future__ import annotations
-
 import gc
 import os
 import warnings

@@ -6,8 +6,6 @@ by llama.cpp's own rules. K-quants need rows of whole superblocks of 256 weights
 the same bits in groups of 32, as in llama.cpp.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace

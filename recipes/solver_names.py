@@ -19,8 +19,6 @@ recipe, a plan or the user names goes before it.
         wherever they are rounded
 """
 
-from __future__ import annotations
-
 from functools import cache
 from typing import NamedTuple
 

@@ -11,8 +11,6 @@ which, and `Pair.source` where in it. Our presets also ran in vLLM 0.26 and 0.29
 0.33 on an H200. Where a pair depends on the GPU, the note names the first architecture that runs it natively.
 """
 
-from __future__ import annotations
-
 import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace

@@ -24,8 +24,6 @@ for real, measured, and chosen again.
 runtime that has none of them, a constraint that leaves a group without a choice.
 """
 
-from __future__ import annotations
-
 import functools
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence

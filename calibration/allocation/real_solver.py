@@ -6,8 +6,6 @@ budget once, and once more for a single format that may be better than the mix; 
 kept.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager

@@ -9,8 +9,6 @@ The only approximation is the rounding of *differences* to BF16. A choice that d
 but no faster than without a baseline.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial

@@ -14,8 +14,6 @@ of their limit, the answer is added up again from the original numbers, and wher
 tolerance, the limit is lowered by that much and the problem solved again.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence

@@ -27,8 +27,6 @@ decoder gets only the start token, and `write_decoder_text` lets the model write
 that it will write in use, and a decoder that is calibrated without tokens sees only its start token.
 """
 
-from __future__ import annotations
-
 import inspect
 import io
 import wave

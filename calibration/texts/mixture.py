@@ -22,8 +22,6 @@ begin with BOS where the tokenizer's texts do. Short pieces put more texts into 
 fewer steps, each for more rows: one step reads every weight once.
 """
 
-from __future__ import annotations
-
 import hashlib
 import random
 import re

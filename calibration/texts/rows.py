@@ -37,8 +37,6 @@ Everything is streamed: from a data set of terabytes, only as much is fetched as
 approximate: of the order of the shards, and within a window of `SHUFFLE_WINDOW` records.
 """
 
-from __future__ import annotations
-
 import bz2
 import gzip
 import json

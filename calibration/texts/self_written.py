@@ -24,8 +24,6 @@ uniform numbers, through the inverse of the cumulative distribution: asking for 
 ones, except that a model's matrix products round a little differently for a larger batch.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial

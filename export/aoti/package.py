@@ -34,8 +34,6 @@ its compiled code.
 `AotiSession` runs a decoder's package: compiled code, which writes into the KV cache that it is called with.
 """
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import platform

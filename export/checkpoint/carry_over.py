@@ -9,8 +9,6 @@ routers, or `A_log` of a state-space layer, in a BF16 model. A checkpoint has th
     the whole model cast to another dtype      the model's dtype, which the user chose
 """
 
-from __future__ import annotations
-
 import copy
 import re
 from collections import Counter

@@ -8,8 +8,6 @@ Each deviation is a `Difference`. One that a rule explains carries the reason (a
 folded its input scale into a norm); one without a reason is an error of the program that wrote the checkpoint.
 """
 
-from __future__ import annotations
-
 import filecmp
 import re
 from collections.abc import Iterator, Mapping

@@ -1,7 +1,5 @@
 """`convert` writes a checkpoint in another layout, tensor by tensor, without a model in memory."""
 
-from __future__ import annotations
-
 import json
 import warnings
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """`load` reads a quantized checkpoint of `save`, or one of compressed-tensors or ModelOpt that another tool wrote."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

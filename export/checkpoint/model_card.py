@@ -5,8 +5,6 @@ as the original. The checkpoint gets a card of its own; the source's stays, byte
 Licence, language, tags and task are carried over from the source's front matter.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path

@@ -3,8 +3,6 @@
 Of a checkpoint that came without plan.json, its config, the model's layers and the tensors determine the plan.
 """
 
-from __future__ import annotations
-
 import re
 from collections import ChainMap
 from collections.abc import Iterable, Iterator, Mapping, Sequence

@@ -12,8 +12,6 @@ the headers of its files and single numbers. transformers quantizes only linear 
     codes of a square matrix                                  it takes the codes for the weight
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib.metadata
 import importlib.util

@@ -4,8 +4,6 @@
 plan. `load_state_dict` of such a model takes the tensors of a checkpoint too, so that a Trainer resumes from its own.
 """
 
-from __future__ import annotations
-
 import tempfile
 from collections.abc import Mapping
 from functools import partial

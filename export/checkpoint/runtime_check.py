@@ -20,8 +20,6 @@ vLLM merges layers: `qkv_proj` has the members `q_proj`, `k_proj` and `v_proj`, 
 block of experts is noted as a whole, its router included.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -10,8 +10,6 @@ whose values changed since it was read are set in it:
                                                                   differences ──▶ set in the source's JSON
 """
 
-from __future__ import annotations
-
 import json
 import tempfile
 from collections.abc import Callable, Mapping

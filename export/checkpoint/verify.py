@@ -11,8 +11,6 @@
 `load` makes the checks that cost little and stops at the first finding; `verify` reports all findings.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property

@@ -15,8 +15,6 @@ multiple of the distance between the two. Where steps differ beyond the usual li
 side's likeliest token is among the five likeliest of the other, as in vLLM's comparisons of log-probabilities.
 """
 
-from __future__ import annotations
-
 import hashlib
 import time
 from collections.abc import Sequence

@@ -14,8 +14,6 @@ of them end in the same step, and a shorter one waits by feeding its first token
 reset. Steps of any width run in onnxruntime, so none starts further back.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass

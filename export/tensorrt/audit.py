@@ -19,8 +19,6 @@ shows the types that are multiplied.
 What the kernels compute, and with which numbers, is for `rebuild` to say.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path

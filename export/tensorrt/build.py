@@ -10,8 +10,6 @@ TensorRT compiles some graphs wrongly. `check_graph` refuses those, and graphs t
 before anything is built.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import gc
 import hashlib

@@ -17,8 +17,6 @@ runs them. None of it is documented: it was read from engines of TensorRT-RTX 1.
 layout has no kernels, or no table, and the audit says so.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json

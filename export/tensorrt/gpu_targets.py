@@ -7,8 +7,6 @@ Both have one API. Code that must tell them apart asks whether the module has `C
 takes its target as a setting.
 """
 
-from __future__ import annotations
-
 import importlib.util
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass

@@ -10,8 +10,6 @@
 Each refusal names the layer and an alternative. The failing combinations were found by building them.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence

@@ -14,8 +14,6 @@ takes the version that built the engine, and as long as the build. Full TensorRT
 another.
 """
 
-from __future__ import annotations
-
 import filecmp
 import hashlib
 import importlib.metadata

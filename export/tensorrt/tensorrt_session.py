@@ -5,8 +5,6 @@ profile has a context of its own. Both contexts work on the same cache. The two 
 built the engine is in the receipt next to it.
 """
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 from pathlib import Path

@@ -11,8 +11,6 @@ torch-tensorrt-rtx 2.13.0, which goes with tensorrt_rtx 1.5.0.114 and builds for
 torch for the GPU's name and memory all the same, and gets the target's here.
 """
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext

@@ -12,8 +12,6 @@ It writes one JSON object per line to the file descriptor FD, apart from the pri
     {"failed": "…", "node": "…"}               the last line of one that did not
 """
 
-from __future__ import annotations
-
 import importlib
 import json
 import os

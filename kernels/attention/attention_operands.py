@@ -1,7 +1,5 @@
 """Attention's operands are defined here: tiles, options and checks, blocks that share a scale, Hopper's layout of V."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

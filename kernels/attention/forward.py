@@ -13,8 +13,6 @@ read it.
 TensorRT (`quant.export.tensorrt.plugin`).
 """
 
-from __future__ import annotations
-
 from typing import Literal, Unpack, overload
 
 import torch

@@ -20,8 +20,6 @@ A page spans all layers and KV heads, so a sequence is a list of pages (its row 
 data. A page counts its owners; one with several owners is copied before it is written.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Unpack
 

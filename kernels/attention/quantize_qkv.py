@@ -9,8 +9,6 @@ first multiplied by a random-sign Hadamard matrix: scores stay, outliers spread 
 transposed, keys in the order of `attention_operands.lay_out_v`. On a CPU, PyTorch computes the same values, to the bit.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Unpack
 

@@ -10,8 +10,6 @@ score of the row. So the rounded values of the two differ by a common factor: th
 the same sign.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from itertools import pairwise

@@ -1,7 +1,5 @@
 """`current` finds the GPU of this machine in the data sheets of `recipes/gpus.py`; the rest says what it multiplies."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 from functools import cache

@@ -20,8 +20,6 @@ when a weight arrives there: memory that is allocated while a graph is captured,
 belongs to that graph.
 """
 
-from __future__ import annotations
-
 import ctypes
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager

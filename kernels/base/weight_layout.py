@@ -26,8 +26,6 @@ A stack of experts is laid out as one tall matrix, so that each expert's part eq
 a global scale of its own.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from dataclasses import replace

@@ -8,8 +8,6 @@ it. The op has no gradient: ids have none, and codes and scales need none. Other
 checkpoint; this toolkit does. The output head is a linear and has the kernels of one.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch

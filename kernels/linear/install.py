@@ -3,8 +3,6 @@
 Loading a checkpoint and quantizing a model both end here. Nothing is imported that decides or measures.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace

@@ -11,8 +11,6 @@ up the memory of codes and scales, and dequantizes again where a sum has changed
 the bytes that the product reads in float32.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import threading

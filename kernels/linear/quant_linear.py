@@ -17,8 +17,6 @@ and holds the columns of these channels a second time. Both parts of the input h
 and `in` is a multiple of a block, so that rounding the longer input rounds its first part as before.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 

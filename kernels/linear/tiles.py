@@ -13,8 +13,6 @@ file for one GPU: key "format|layout|tokens|out|in", value a `Choice` with its t
 are powers of two up to 64, then multiples of 64; each entry serves the token counts up to its own.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Callable, Mapping

@@ -10,8 +10,6 @@ with wrong results is dropped and named, never timed.
 are random: products of zeros draw less power and run faster.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence

@@ -24,8 +24,6 @@ have none: one input among thousands decides little there.
 On a GPU Triton kernels round and mask (`kernels/training/portable_fake_rounding.py`); elsewhere the oracle runs.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

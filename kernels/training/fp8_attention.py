@@ -13,8 +13,6 @@ log-sum-exp, and codes are kept where attention in 16 bit keeps BF16, half the b
 A GPU takes these from cuDNN or from PyTorch's flash attention in BF16; other devices compute them as written.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -16,8 +16,6 @@ and cuBLASLt multiplies: it sums 128 products at a time and scales each such sum
 computes the same codes and scales, and the products of their decoded values in FP32.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any

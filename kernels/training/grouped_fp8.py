@@ -17,8 +17,6 @@ and slower than BF16. With `exact`, and on other devices, BF16 (on a CPU, FP32) 
 holds exactly, and sums in FP32.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -13,8 +13,6 @@ changes the weight by less than a step of its format in most places, so rounding
 calibration data if it takes any, and measures the loss.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -9,8 +9,6 @@ Private parts of PEFT are touched in this file alone (tried with 0.19 to 0.21): 
 `LoraLayer.update_layer`, `_get_in_out_features` and `_get_base_layer_device_and_dtype`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any

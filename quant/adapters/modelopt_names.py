@@ -6,8 +6,6 @@
 The config names layers, formats and the algorithm "max". Solvers have no names in it: ModelOpt rounds to nearest.
 """
 
-from __future__ import annotations
-
 import re
 from fnmatch import fnmatchcase
 from typing import Any

@@ -8,8 +8,6 @@ The command is `quant evaluate DIR --tasks arc_easy,hellaswag`. In Python:
     lm_eval.simple_evaluate("blockscale", {"pretrained": DIR}, ["arc_easy"])
 """
 
-from __future__ import annotations
-
 import logging
 import sys
 from collections.abc import Sequence

@@ -9,8 +9,6 @@ died, and the next process that writes to the same place deletes it. `claimed` l
 command works on its result.
 """
 
-from __future__ import annotations
-
 import ctypes
 import errno
 import os

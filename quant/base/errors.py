@@ -1,7 +1,5 @@
 """`UserError` is an error that the user can solve; the functions here write counts, sizes and lists in messages."""
 
-from __future__ import annotations
-
 import difflib
 import html
 import re

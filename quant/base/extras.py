@@ -4,8 +4,6 @@
 `pyproject.toml`.
 """
 
-from __future__ import annotations
-
 import gc
 import importlib
 import json

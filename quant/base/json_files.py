@@ -9,8 +9,6 @@ may have edited a file, so every value is compared with the annotation of its fi
 msgspec, because the core of this package installs nothing beyond torch, numpy, safetensors, click, rich and jinja2.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math

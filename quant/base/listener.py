@@ -3,8 +3,6 @@
 Code that runs for long takes a listener instead of asking whether it may print.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol

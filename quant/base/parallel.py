@@ -7,8 +7,6 @@ for each other once, at the end. Python runs in one thread at a time, so parts m
 take long compared with the microseconds that Python spends on each.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager

@@ -10,8 +10,6 @@ loses the rest of the text, and nothing else changes.
 Of several ranks, the first one prints. One that fails names itself and its error, and torchrun ends the others.
 """
 
-from __future__ import annotations
-
 import atexit
 import gc
 import logging

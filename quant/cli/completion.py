@@ -4,8 +4,6 @@ click asks these functions while a user types, so nothing here imports torch. A 
 `--formats nvfp4,fp8`, is completed at its last one, by names that may follow.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 

@@ -1,7 +1,5 @@
 """The command `quant distill` trains a quantized checkpoint towards its original, and writes a new one."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

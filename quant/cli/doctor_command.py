@@ -4,8 +4,6 @@ GPUs are described by PyTorch's figures, our hardware table, and NVML: driver, p
 driver, and its Python binding `pynvml` with many packages; without them only NVML's figures are missing.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec

@@ -1,7 +1,5 @@
 """The command `quant export` calls `export_model`, which turns a checkpoint into a file that a runtime loads."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

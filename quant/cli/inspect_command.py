@@ -1,7 +1,5 @@
 """The commands `quant inspect` and `report` show a checkpoint, `formats` and `solvers` what recipes can name."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -5,8 +5,6 @@ summary only, and imports the file of a command when that command runs. Commands
 import, import it in their body, so that no `--help` waits for it.
 """
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """The commands of `quant plan` make, show, compare, edit and check plan files."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections import Counter
 from pathlib import Path

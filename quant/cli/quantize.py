@@ -4,8 +4,6 @@
 change about a plan, are options of `quant plan make` alone, whose plan `quantize --plan` runs.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The command `quant sensitivity` scores the loss of each fusion group of a model in each format."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

@@ -28,8 +28,6 @@ of different channels count as if `PRIOR` more tokens had shown none.
 Source: (L⁻ᵀ M^¼)(L⁻ᵀ M^¼)ᵀ is the geometric mean of A⁻¹ and B (Pusz and Woronowicz, 1975).
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -13,8 +13,6 @@ without the gain of turned keys (`quant.generate.key_rotation`).
 Beam search and `num_return_sequences` fork sequences, so shared tokens are stored once.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

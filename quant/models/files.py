@@ -11,8 +11,6 @@ repository's files a model has:
     onnx/, original/, checkpoint-500/                   other models, or this one in another form; left out
 """
 
-from __future__ import annotations
-
 import glob
 import hashlib
 import json

@@ -10,8 +10,6 @@ to do with them: adapters of PEFT (adapter_config.json, or tensors called lora_A
 the output of a trainer (checkpoint-500/) or of sentence-transformers, and pipelines of diffusers (model_index.json).
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import pickle

@@ -17,8 +17,6 @@ transformers does not have. With `meta=True` only configs and headers are read, 
 A name such as org/name or org/name@revision, for which no file exists, is a model on the Hugging Face hub; see `hub`.
 """
 
-from __future__ import annotations
-
 import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping

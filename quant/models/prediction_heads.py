@@ -17,8 +17,6 @@ Each layer of a head gets the formats of its counterpart in the last block: `mtp
 rounded by a solver that looks only at weights, and a static scale of inputs is measured on the counterpart's inputs.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace

@@ -12,8 +12,6 @@ Codes are never cast to numbers: where scales stand in a file and no config says
 weights have no scales, the file is refused.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum

@@ -18,8 +18,6 @@ the same way. Sources: the files `qlinear/torch.py` and `utils/model.py` of GPTQ
 `pack_quantized` of compressed-tensors.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial

@@ -13,8 +13,6 @@ an image processor later, whose pixels differ between torchvision and PIL.
 `stored_layers` reads the layers of a model from the headers of its files, to check a plan.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 import threading

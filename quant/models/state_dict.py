@@ -13,8 +13,6 @@ Quantization replaces modules, so `restore_linears` makes each such call a call 
 parameters under the same names, `y = call_module[f](x)`. The graph computes the same as before.
 """
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import pickle

@@ -8,8 +8,6 @@ run it, reads one expert after the other. A solver that looks only at weights re
 time. Everything else of the model is mapped from the files.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial

@@ -3,8 +3,6 @@
 Both are directories that `quantize` wrote, of the same model; a layer that one of them lacks has dashes there.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path

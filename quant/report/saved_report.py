@@ -1,7 +1,5 @@
 """`saved_report` reads the report of a checkpoint as it lies there, without torch, which takes seconds to import."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

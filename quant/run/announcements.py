@@ -1,7 +1,5 @@
 """Sentences about a run that a listener hears before the slow steps: device, source, effort, transform."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

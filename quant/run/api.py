@@ -3,8 +3,6 @@
 Each step of a run is a public function too, which a training script can call by itself on any `nn.Module`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

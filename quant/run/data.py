@@ -1,7 +1,5 @@
 """The third stage reads calibration rows, where the plan needs some, and evaluation rows; it says what that takes."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace

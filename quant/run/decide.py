@@ -8,8 +8,6 @@ the model and in none of its modules, so no calibration data reaches them. A glo
 else adds them to the plan (docs/sources.md); runs of all other models pass by here.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path

@@ -8,8 +8,6 @@ Where weights and cache share one budget (`auto`), knapsacks of several sizes gi
 every smaller one are returned: the allocation measures the weights beside each.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass

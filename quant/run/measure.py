@@ -1,7 +1,5 @@
 """The fifth stage measures the quantized model of a run on its evaluation texts, next to the original one."""
 
-from __future__ import annotations
-
 import copy
 import math
 from collections.abc import Mapping

@@ -12,8 +12,6 @@ The destination, the plan and the texts are checked before the slow steps, and n
 before everything is computed.
 """
 
-from __future__ import annotations
-
 import shutil
 import time
 from collections.abc import Iterator

@@ -4,8 +4,6 @@ Machines that do not share a file system may hold different copies. Of a large f
 it are compared: enough to notice another model or revision, not a flipped bit.
 """
 
-from __future__ import annotations
-
 import platform
 from collections.abc import Mapping, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The last stage writes the checkpoint with its report; a module in memory gets its plan instead."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Mapping
 from dataclasses import replace

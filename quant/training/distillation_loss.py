@@ -6,8 +6,6 @@ KL of next tokens (`kl.py`), and with `hidden` a share of the distance of hidden
     KL + hidden · mean over layers and positions of  |h_student − h_teacher|² / |h_teacher|²
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping
 from typing import Any

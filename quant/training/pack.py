@@ -3,8 +3,6 @@
 No data is read and nothing is measured again: the packed model computes what the model in eval mode computed.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 

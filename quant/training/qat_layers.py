@@ -5,8 +5,6 @@ layers, with the same formats, input scale, rotation, branch and bias. Their for
 the packed layer with the rounding of weight and input as differentiable ops (`kernels/training/`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any

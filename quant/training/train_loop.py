@@ -15,8 +15,6 @@ host looks at the values of a batch. A replay repeats the recorded kernels, so t
 changes except the batch and the parameters.
 """
 
-from __future__ import annotations
-
 import math
 import random
 import time

@@ -1,7 +1,5 @@
 """`DistillTrainer` is a Trainer of transformers whose loss is distillation; `DistillMixin` makes one of any other."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping
 from typing import Any

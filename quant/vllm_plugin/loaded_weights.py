@@ -15,8 +15,6 @@ Stacks of experts have an axis in front.
 No function here imports vLLM.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

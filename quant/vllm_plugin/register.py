@@ -15,8 +15,6 @@ that was compiled with our ops must not be found without them, nor the reverse: 
 `--linear-backend` and `--moe-backend` still decide: our classes take layers only where they are "auto".
 """
 
-from __future__ import annotations
-
 import importlib
 import logging
 

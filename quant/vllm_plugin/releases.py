@@ -15,8 +15,6 @@ No version is compared: a release is known by the names, arguments and fields th
     `has_g_idx` of INT4 layers                    < 0.33  a field of the layer's config
 """
 
-from __future__ import annotations
-
 import inspect
 from dataclasses import fields, replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Our function takes the place of vLLM's, after a look at whether vLLM still calls it as we know it."""
 
-from __future__ import annotations
-
 import inspect
 import sys
 from collections.abc import Callable

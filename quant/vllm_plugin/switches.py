@@ -7,8 +7,6 @@ fp8-prefill   NVFP4 layers multiply prompts and large batches in FP8, from 192 t
               to gain. Inputs and decoded weights are rounded to E4M3, inputs with a scale a token: faster, less precise
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 

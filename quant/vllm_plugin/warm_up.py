@@ -13,8 +13,6 @@ runs there in each of its ways. Triton keeps kernels on disk, so a later start o
 `install_warm_up` imports vLLM; the other functions do not.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import time

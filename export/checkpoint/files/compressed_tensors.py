@@ -13,8 +13,6 @@ Codes below eight bits lie two to a byte, the even column in the low half; MXFP6
 `weight_packed` of INT4 has eight codes in a word.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Container, Mapping, Sequence
 from functools import lru_cache, reduce

@@ -13,8 +13,6 @@ A rule turns names that match its `source_patterns` into names of its `target_pa
                     [MergeModulelist(dim=0), Concatenate(dim=1)])
 """
 
-from __future__ import annotations
-
 import copy
 import importlib
 from collections.abc import Callable, Collection, Iterable, Mapping

@@ -4,8 +4,6 @@ A directory is built under a temporary name next to its destination and renamed 
 disk, a crash or Ctrl-C never leaves half a checkpoint under the name that a server loads (`quant.base.atomic`).
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import tempfile

@@ -11,8 +11,6 @@ Files may be damaged, edited, or of a faulty tool, and so are checked while they
 Scales are checked by their bits (`quant.formats.finite`), so that nothing is converted.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from typing import Any

@@ -15,8 +15,6 @@ numbers may share a reciprocal, so one layout cannot always hold the other's sca
 and `quant.export.checkpoint.files.write_tensors.write_tensors` stores the exact value in the file's metadata.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Container, Iterable, Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """Reads checkpoints of any layout: the tensors in their files, and the weight and run-time parts of each layer."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager

@@ -10,8 +10,6 @@ A module in eval mode attends in 16 bit by SDPA, as the packed model does by def
 keys stay as they are.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

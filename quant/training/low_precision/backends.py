@@ -13,8 +13,6 @@ A `te.Linear` multiplies, by the layer's own weight: the layer keeps its class, 
 weights that a runtime merges by their common largest magnitude where a format has a scale of the whole tensor.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass

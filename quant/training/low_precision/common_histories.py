@@ -9,8 +9,6 @@ Ranks are those of the DDP that holds a layer, and of the mesh over which FSDP2 
 weight. Whoever averages gradients in another way calls `report.reduce_amax(group)` on all ranks.
 """
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Iterable
 from typing import Any

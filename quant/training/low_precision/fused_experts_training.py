@@ -23,8 +23,6 @@ no block holds tokens of two experts, and zeros change no largest magnitude and 
 alone, and offsets stay on the device: the host does not wait for the router.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass

@@ -11,8 +11,6 @@ tokens of an expert have no grouped products: `takes_recipe`.
 is as fast as torchao's compiled.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -8,8 +8,6 @@ A layer in training mode rounds as the recipe says. A layer in eval mode compute
 static input scale of the steps so far: the loss that a training loop evaluates is the loss of the packed model.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
