@@ -21,13 +21,11 @@ nothing. Callers need not ask which one it is: a step that was put into a plain 
 None, so the work is done.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import nn
@@ -133,9 +131,7 @@ class Session:
     seed: int = 0
 
     @classmethod
-    def on(
-        cls, device: Device, *, progress: Progress | None = None, memory: int | None = None, seed: int = 0
-    ) -> Session:
+    def on(cls, device: Device, *, progress: Progress | None = None, memory: int | None = None, seed: int = 0) -> Self:
         """Returns a session on "auto", "cpu", "cuda", "cuda:N", or a device; None is where the model is."""
         return cls(find_device(device), memory, progress, seed=seed)
 
@@ -149,7 +145,7 @@ class Session:
         """How many processes share the work."""
         return rank_and_world()[1]
 
-    def for_model(self, model: nn.Module) -> Session:
+    def for_model(self, model: nn.Module) -> Self:
         """Returns the same session, with device None where the model need not be copied because it is on the device."""
         # `device=None` lets every step take the model's own tensors instead of copies.
         return self if elsewhere(model, self.device) else replace(self, device=None)

@@ -38,7 +38,7 @@ from quant.export.checkpoint.load import describe, is_checkpoint, load, no_check
 from quant.export.checkpoint.open_checkpoint import outline
 from quant.export.checkpoint.save import save
 from quant.export.exporters import EXPORTERS, ExportJob, cache_capacity, check_attention
-from quant.export.kinds import CALIB_SAMPLES, CHOICES, DTYPES, KINDS, REMOVED, SEQLEN
+from quant.export.kinds import CALIB_SAMPLES, CHOICES, DTYPES, KINDS, SEQLEN
 from quant.export.onnx.decoder_graph import GraphInput
 from quant.export.onnx.expert_nodes import check_experts
 from quant.export.onnx.opsets import RUNTIMES
@@ -219,8 +219,6 @@ def _check_options(kind: str, options: Mapping[str, Any]) -> None:
 
     An option with its default counts as not given.
     """
-    if kind in REMOVED:
-        raise UserError(f"{option('to', kind)} is no kind of export any more: {REMOVED[kind]}")
     if kind not in KINDS:
         raise UserError(f"{option('to', kind)}: no such kind of export; {known_names(kind, KINDS)}")
     defaults = {"attention": "native", "calib_samples": CALIB_SAMPLES, "seqlen": SEQLEN}

@@ -23,11 +23,6 @@ KINDS: dict[str, tuple[str, set[str]]] = {
     "compressed-tensors": ("-compressed-tensors", set()),
 }
 """Every kind of export: the ending of its default destination, and the options that only some kinds take."""
-REMOVED = {
-    "triton-server": "examples/triton_server/model.py serves in its Python backend what onnx and tensorrt write",
-    "edge-llm": "the kind modelopt is what tensorrt-edgellm-export reads; docs/engines.md has the three traps",
-}
-"""Kinds of earlier releases, and what takes their place."""
 DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 """Values of --dtype, and torch's names for them."""
 CHOICES = {

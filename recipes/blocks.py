@@ -13,8 +13,6 @@ Blocks with joint attention hand two streams on, image and text of one width, as
 are found by the same identity, and stand for one hidden state: their tokens one after the other.
 """
 
-from __future__ import annotations
-
 import copy
 import inspect
 from collections import UserDict
@@ -22,7 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import nn
@@ -62,7 +60,7 @@ class Call:
             )
         return self.args[self.slot] if isinstance(self.slot, int) else self.kwargs[self.slot]  # type: ignore[no-any-return]
 
-    def with_hidden(self, hidden: torch.Tensor) -> Call:
+    def with_hidden(self, hidden: torch.Tensor) -> Self:
         """Returns the same call on another hidden state; without tokens, where it is empty."""
         if not self.streams:
             return self.with_arguments({self.slot: hidden})
@@ -78,7 +76,7 @@ class Call:
         # The last block of Stable Diffusion 3 gives no text, which nobody reads behind it.
         return torch.cat([parts[s.result] for s in self.streams if isinstance(parts[s.result], torch.Tensor)], 1)
 
-    def with_arguments(self, values: Mapping[int | str, Any]) -> Call:
+    def with_arguments(self, values: Mapping[int | str, Any]) -> Self:
         """Returns the same call with other arguments at some positions or under some keywords."""
         args = tuple(values.get(slot, value) for slot, value in enumerate(self.args))
         return replace(self, args=args, kwargs={name: values.get(name, value) for name, value in self.kwargs.items()})

@@ -7,8 +7,6 @@ users or libraries have put on the original: attributes (`_is_hf_initialized`, a
 buffers, parameters, submodules.
 """
 
-from __future__ import annotations
-
 import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -163,7 +161,16 @@ def as_linears(model: nn.Module) -> Iterator[None]:
     """
     for path, module in list(model.named_modules()):
         if is_conv1d(module):
-            model.set_submodule(path, _linear(module))
+            assert isinstance(module.weight, nn.Parameter)
+            weight, trained = value_of(module.weight), module.weight.requires_grad
+            module.weight = nn.Parameter(weight, requires_grad=trained)
+            # The constructor would fill a matrix with random numbers, which takes seconds for a large layer.
+            with torch.device("meta"):
+                linear = nn.Linear(*weight.shape)
+            linear.weight, linear.bias = nn.Parameter(weight.t(), requires_grad=trained), module.bias
+            linear.stands_for = (module,)  # type: ignore[assignment]  # in a tuple, or it would be a submodule
+            take_hooks(linear, module)
+            model.set_submodule(path, linear.train(module.training))
     try:
         yield
     finally:
@@ -173,16 +180,3 @@ def as_linears(model: nn.Module) -> Iterator[None]:
                 # A solver may have replaced the weight by one in new memory, so the view of the start no longer holds.
                 original.weight.data, original.bias = module.weight.data.t(), module.bias
                 model.set_submodule(path, original)
-
-
-def _linear(module: nn.Module) -> nn.Linear:
-    assert isinstance(module.weight, nn.Parameter)
-    weight, trained = value_of(module.weight), module.weight.requires_grad
-    module.weight = nn.Parameter(weight, requires_grad=trained)
-    # The constructor would fill a matrix with random numbers, which takes seconds for a large layer and is thrown away.
-    with torch.device("meta"):
-        linear = nn.Linear(*weight.shape)
-    linear.weight, linear.bias = nn.Parameter(weight.t(), requires_grad=trained), module.bias  # type: ignore[assignment]
-    linear.stands_for = (module,)  # type: ignore[assignment]  # in a tuple, or it would be a submodule
-    take_hooks(linear, module)
-    return linear.train(module.training)

@@ -3,8 +3,6 @@
 The layers that a plan is checked against come from `quant.models.startup.stored_layers`, which reads no weight.
 """
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Sequence

@@ -16,8 +16,6 @@ A layer whose shape the format does not divide stays in 16 bit whatever the rule
 fusion group (layers that read the same input, which runtimes merge into one matmul) when one member must.
 """
 
-from __future__ import annotations
-
 import inspect
 import math
 from collections import Counter

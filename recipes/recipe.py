@@ -5,8 +5,6 @@ layer names, tried in order, and the last one that matches wins. The recipes tha
 TOML file each.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import tomllib
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -14,7 +12,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from quant.base.errors import known_names
 from quant.base.json_files import check_depth
@@ -86,12 +84,12 @@ class Recipe:
     description: str = ""
     rules: tuple[Rule, ...] = ()
 
-    def with_rules(self, *rules: Rule) -> Recipe:
+    def with_rules(self, *rules: Rule) -> Self:
         """Returns the recipe with more rules at its end."""
         return dataclasses.replace(self, rules=self.rules + rules)
 
     @classmethod
-    def from_dict(cls, fields: Mapping[str, Any], where: str = "recipe") -> Recipe:
+    def from_dict(cls, fields: Mapping[str, Any], where: str = "recipe") -> Self:
         """Returns a recipe from parsed TOML; ValueError for an unknown key or format, or a value that is no string."""
         _check_keys(fields, cls, where)
         rules = []
@@ -110,7 +108,7 @@ class Recipe:
         return recipe
 
     @classmethod
-    def load(cls, path: str | Path) -> Recipe:
+    def load(cls, path: str | Path) -> Self:
         """Reads a TOML recipe.
 
         Raises:

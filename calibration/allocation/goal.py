@@ -6,14 +6,12 @@ says which. Bits are counted over all weights that the allocator may choose a fo
 in 16 bit; codes, scales and pads count, and embeddings, norms and output heads do not.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any, Self, TypedDict
 
 import torch
 from torch import nn
@@ -260,7 +258,7 @@ class Constraint:
         object.__setattr__(self, "kind", ConstraintKind(self.kind))
 
     @classmethod
-    def parse(cls, kind: ConstraintKind, text: str) -> Constraint:
+    def parse(cls, kind: ConstraintKind, text: str) -> Self:
         """Parses `GLOB=FORMAT`."""
         # From the right: a glob may hold "=", a format may not.
         match, separator, format_ = text.rpartition("=")

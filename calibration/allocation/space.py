@@ -4,13 +4,11 @@
 a reason for every layer.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
@@ -40,7 +38,7 @@ class Space:
     timing: Timing | None  # kernel times of the target, or None
     batch: int
 
-    def with_cache(self, config: Any, goal: Goal, kv_layers: tuple[str, ...]) -> Space:
+    def with_cache(self, config: Any, goal: Goal, kv_layers: tuple[str, ...]) -> Self:
         """Returns the same choices beside a KV cache of other formats, which takes other bytes."""
         base = replace(self.base, kv_layers=kv_layers)
         more = mixed_cache_bytes(config, goal.context, goal.batch, base) - self.cache_bytes

@@ -24,8 +24,6 @@ Tseng et al., arXiv 2505.22988). So tokens get weights: inputs are multiplied by
 taken, which then counts a token by |g|. By |g|², few tokens would do most of the counting.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field

@@ -6,8 +6,6 @@ do more between the hidden states and the logits than apply a head and a soft ca
 model's own forward on a few tokens, and if the two differ, the whole model computes the logits.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 

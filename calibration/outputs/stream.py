@@ -18,8 +18,6 @@ Between, RMSNorm gives norm(y) = u v ⊙ y with one u for a token and one v for 
 stream needs s / (u v) of y; v is known from the same pass, and u of every token follows from y and norm(y).
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress

@@ -16,14 +16,12 @@ from a table of measured kernel times, or from the roofline of a named GPU,
 which is a bound that good kernels come close to and not a measurement; the plan records the source.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
@@ -187,12 +185,12 @@ class LatencyTable:
     measured: bool = True
 
     @classmethod
-    def load(cls, path: str | Path) -> LatencyTable:
+    def load(cls, path: str | Path) -> Self:
         """Reads a table."""
         return read_json(path, "a table of kernel times", cls._of_fields)
 
     @classmethod
-    def _of_fields(cls, document: Any) -> LatencyTable:
+    def _of_fields(cls, document: Any) -> Self:
         fields = typed(dict[str, Any], document, "table")
         times: dict[tuple[str | None, str | None, int, int], list[tuple[int, float]]] = {}
         for index, row in enumerate(typed(list[dict[str, Any]], fields.get("times"), "times")):

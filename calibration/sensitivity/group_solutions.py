@@ -15,8 +15,6 @@ All second moments at once would be larger than the model, so groups are solved 
 pass over the text that ends behind the last group of the part.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence

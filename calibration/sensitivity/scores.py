@@ -22,8 +22,6 @@ of floating-point numbers are the same, to the bit, on any number of ranks. Afte
 a file of its own; a run that is started again, on any number of ranks, reads all files and does the remaining units.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import time

@@ -16,8 +16,6 @@ hidden states (the first of a text) would outweigh all others. Held-out rows cho
 may be the given one.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field

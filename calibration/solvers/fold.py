@@ -12,8 +12,6 @@ Then all readers of the scaled input are compensated, and the block must give it
 else reads that input too (a router, a residual); then the scale stays with the layer as `pre_scale`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass

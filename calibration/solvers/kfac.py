@@ -20,8 +20,6 @@ A of many outputs would not fit in memory, nor be estimated well, so it consists
 outputs (`outputs` of `LayerStats`): blocks of 256 do as well as whole matrices. Every piece has rows of all blocks.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise

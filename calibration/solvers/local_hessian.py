@@ -6,8 +6,6 @@ scales, and the statistics are small: one k × k matrix for k inputs. The values
 up for each other's errors as in GPTQ, only within the block, so that blocks stay independent.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -22,8 +22,6 @@ The branch is stored in the model's dtype, and Q is solved for the residual of t
 fixed, and `refit_branches` fits the branch to W - Q: it takes up the largest part of the rounding errors as well.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate

@@ -10,8 +10,6 @@ compressed-tensors (llm-compressor) computes everything in the weight's dtype: s
 global scale, which it keeps as a reciprocal. It picks MX exponents by the `even` rule.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 

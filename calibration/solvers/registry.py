@@ -14,8 +14,6 @@ Every part may be left out: a transform without a rounding is followed by `mse`,
 `gptq`.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 from torch import Tensor

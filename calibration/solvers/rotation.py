@@ -21,8 +21,6 @@ Rotation suits second-order rounding of weights. It does not suit plain rounding
 to 4 bits, whose few large channels it spreads over their neighbours: it is a choice per layer, never a default.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass

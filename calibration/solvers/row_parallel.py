@@ -8,8 +8,6 @@ On a GPU a rank solves its parts in one go. A launch takes as long for few rows 
 taken part by part.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from itertools import accumulate, pairwise

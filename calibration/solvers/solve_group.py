@@ -5,8 +5,6 @@ vLLM gives a merged FP8 matrix the largest scale of its members and rounds the o
 up to 1.4 times the error of the first. One scale for all, chosen before rounding, costs nothing.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 

@@ -331,23 +331,20 @@ class Preparer:
 
     def _prepare(self, sample: Sample) -> Any:
         if sample.has_sound:
-            return self._prepare_sound(sample)
+            rate = getattr(self.extractor, "sampling_rate", None)
+            if rate is None:
+                raise ValueError(f"{type(self.processor).__name__} prepares no sounds: give data that this model reads")
+            options = {"sampling_rate": rate, "return_tensors": "pt"}
+            if self.extractor is self.processor:  # a bare feature extractor takes the sound by position
+                return self.processor(sample.sound(rate), **options)
+            if DECODER not in self.parameters and "input_ids" in self.parameters:
+                options["text"] = sample.texts[0] if sample.texts else _SOUND
+            return self.processor(audio=sample.sound(rate), **options)
         if sample.has_image:
             return self._prepare_image(sample)
         if self.tokenizer is None:
             raise ValueError(f"{type(self.processor).__name__} prepares no texts: give data that this model reads")
         return self.tokenizer(sample.texts[0], truncation=True, max_length=self.length, return_tensors="pt")
-
-    def _prepare_sound(self, sample: Sample) -> Any:
-        rate = getattr(self.extractor, "sampling_rate", None)
-        if rate is None:
-            raise ValueError(f"{type(self.processor).__name__} prepares no sounds: give data that this model reads")
-        options = {"sampling_rate": rate, "return_tensors": "pt"}
-        if self.extractor is self.processor:  # a bare feature extractor takes the sound by position
-            return self.processor(sample.sound(rate), **options)
-        if DECODER not in self.parameters and "input_ids" in self.parameters:
-            options["text"] = sample.texts[0] if sample.texts else _SOUND
-        return self.processor(audio=sample.sound(rate), **options)
 
     def _prepare_image(self, sample: Sample) -> Any:
         if not hasattr(self.processor, "image_processor") and not hasattr(self.processor, "image_mean"):

@@ -134,7 +134,18 @@ def read_records(corpus: Corpus, *, seed: int | None = None) -> Iterator[dict[st
     with _explained(corpus):
         opened = _open(datasets, corpus)
     if isinstance(opened, dict):
-        opened = opened[_choose_split(corpus, list(opened))]
+        split = corpus.split
+        if not split and len(opened) == 1:
+            split = next(iter(opened))
+        elif not split and "train" in opened:
+            split = "train"
+        if split not in opened:
+            problem = f"no split {split!r}" if split else "several splits, none of them called train"
+            raise ValueError(
+                f"{corpus.path}: {problem}; name one of {', '.join(opened)} as hf:NAME:CONFIG:SPLIT (CONFIG may be "
+                "empty)"
+            )
+        opened = opened[split]
     with _explained(corpus):
         # Images and sounds stay the bytes of their files: callers that need them decode them.
         for name, feature in (opened.features or {}).items():
@@ -220,20 +231,6 @@ def _open(datasets: Any, corpus: Corpus) -> Any:
     if (saved / "dataset_dict.json").is_file():
         return {split: part.to_iterable_dataset() for split, part in datasets.load_from_disk(corpus.path).items()}
     return datasets.load_dataset(corpus.path, corpus.config, streaming=True)
-
-
-def _choose_split(corpus: Corpus, splits: list[str]) -> str:
-    split = corpus.split
-    if not split and len(splits) == 1:
-        split = splits[0]
-    elif not split and "train" in splits:
-        split = "train"
-    if split not in splits:
-        problem = f"no split {split!r}" if split else "several splits, none of them called train"
-        raise ValueError(
-            f"{corpus.path}: {problem}; name one of {', '.join(splits)} as hf:NAME:CONFIG:SPLIT (CONFIG may be empty)"
-        )
-    return split
 
 
 def _one_line(error: Exception) -> str:

@@ -4,8 +4,6 @@ A source is a text, token ids in safetensors, a data set, a folder of images or 
 the model writes) or `mix` (half of it such text, half samples that come with this package).
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os
@@ -14,7 +12,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -55,7 +53,7 @@ class TextCache:
     path: Path
 
     @classmethod
-    def of(cls, source: Source, session: Session, shape: dict[str, Any]) -> TextCache | None:
+    def of(cls, source: Source, session: Session, shape: dict[str, Any]) -> Self | None:
         """Returns the place of the text that a model writes; None where such a text is not cached.
 
         Only models that transformers builds from files are cached: a module in memory may have been trained, and the
@@ -154,7 +152,7 @@ class Rows:
         """Whether the model writes some of the text."""
         return any(name in WRITTEN for name in self.names)
 
-    def by_source(self) -> dict[str, Rows]:
+    def by_source(self) -> dict[str, Self]:
         """Returns each source's rows, an even share, in the order of reading: later ones have written text's length."""
         names = sorted(self.names, key=lambda name: name not in WRITTEN)
         share, more = divmod(self.samples, len(names))

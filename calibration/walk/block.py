@@ -5,8 +5,6 @@ takes the place of each solved layer, so that the groups after it get the inputs
 give.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress

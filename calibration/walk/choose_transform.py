@@ -12,8 +12,6 @@ rows that the solver has not seen. The later blocks are taken out of the model m
 nor copies them; everything is put back after it.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """This file watches a model run, collects the range of every layer's input, and makes static scales of it."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress

@@ -6,8 +6,6 @@ H100, where `gptq` took 6.0 s for SmolLM2-135M with 32 rows of 512 tokens. Anoth
 from the first block on, the progress bar shows the time that is left by the blocks that are solved.
 """
 
-from __future__ import annotations
-
 import math
 from typing import NamedTuple
 

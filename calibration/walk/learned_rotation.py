@@ -25,8 +25,6 @@ by the share of its outputs' energy that rounding costs. Everything else that so
 model. A run that is resumed takes the rotation from its store, because the blocks that it has solved belong to it.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

@@ -9,8 +9,6 @@ moments of a few experts are made at a time (`slices_that_fit`), from inputs tha
 these experts are solved.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 

@@ -4,8 +4,6 @@ So the peak beyond the model is one fusion group. Ranks that keep finished layer
 groups each, and read the other layers from there.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 import torch

@@ -10,8 +10,6 @@ holds. The command `quantize` opens its model from files and does not pay it. A 
 undone in the same way.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 

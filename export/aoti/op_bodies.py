@@ -15,12 +15,10 @@ The number of tokens is known only when a package runs, and tiles for few tokens
 therefore two launches, and the grid of one of them is empty; nothing is launched for an empty grid.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch._subclasses.functional_tensor import FunctionalTensor
@@ -87,7 +85,7 @@ class Rows(NamedTuple):
     many_tiles: Any  # likewise
 
     @classmethod
-    def of(cls, x: torch.Tensor) -> Rows:
+    def of(cls, x: torch.Tensor) -> Self:
         values = x.reshape(-1, x.shape[-1]).contiguous()
         tokens = values.shape[0]
         # A number, for a comparison would fix its result in the graph.

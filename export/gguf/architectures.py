@@ -11,8 +11,6 @@ Tensors have llama.cpp's names, which the package gguf maps from those of transf
     shifted     weights of norms: Gemma's modules multiply by 1 + w, llama.cpp by w
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field

@@ -14,8 +14,6 @@ The result is the export receipt: {"layers": [{"name", "fake_quant", "checkpoint
 "unreached", "passed"}; `unreached` are the layers on which no output depends, which are not in the file.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 import json

@@ -11,8 +11,6 @@ a default. TensorRT's fused FP8 attention has no kernel for 2 to 31 tokens, so s
 A graph is traced for the sizes of all its profiles together (`dimension_ranges`).
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

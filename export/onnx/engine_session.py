@@ -8,8 +8,6 @@ All take the inputs and outputs of `quant.export.onnx.serving`, and everything a
 `check`) is the same code for all.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol

@@ -12,8 +12,6 @@ TensorRT has no such operators, and inputs of the second projection are never se
 can round them: experts whose inputs are rounded are refused.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial

@@ -11,8 +11,6 @@ its layer's name and its output is called `<layer>.output`, so that the file its
 which layer (`verify`); an attention is tagged with its module's name. The file's metadata holds the plan's digest.
 """
 
-from __future__ import annotations
-
 import importlib.metadata
 import inspect
 from collections.abc import Mapping, Sequence

@@ -12,8 +12,6 @@ up to its own that the mask does not hide. Its own column is never hidden: a pad
 give NaN, which later layers spread.
 """
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path

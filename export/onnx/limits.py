@@ -18,8 +18,6 @@ Convolutions take the same pairs of FP8 and INT8, and run in FP8 and INT8 with i
 16 bit they run in half precision, and so do transposed ones with any inputs; the engine holds their codes.
 """
 
-from __future__ import annotations
-
 import importlib.util
 from collections.abc import Mapping
 from pathlib import Path

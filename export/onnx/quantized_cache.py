@@ -12,8 +12,6 @@ ONNX and TensorRT write no other cache than one in 16 or 32 bit in place, so the
 alone. `quant.export.tensorrt.cache_plugin` describes its inputs and attributes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 

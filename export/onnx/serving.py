@@ -23,8 +23,6 @@ input of the `Attention` operator: the parser of TensorRT-RTX 1.7 drops the oper
 with a warning, and the engine then attends to the whole cache.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence

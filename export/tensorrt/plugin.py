@@ -21,13 +21,11 @@ C++ library of `cpp/`, which launches the same PTX. Shapes, types and fields are
 TensorRT.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from types import ModuleType
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
@@ -96,7 +94,7 @@ class Attributes:
         }
 
     @classmethod
-    def from_fields(cls, values: Mapping[str, Any]) -> Attributes:
+    def from_fields(cls, values: Mapping[str, Any]) -> Self:
         """Makes attributes from the fields that `to_fields` returned; fields that are no attributes are ignored."""
         attributes: dict[str, Any] = {
             field.name: (float if field.type == "float" else int)(np.ravel(values[field.name])[0])
@@ -160,14 +158,6 @@ def launch_grid(q: Sequence[Any], tiles: Tiles, ceil_div: Callable[[Any, int], A
 def integer_arguments(q: Sequence[Any], k: Sequence[Any]) -> tuple[Any, Any, Any, Any]:
     """Returns the integers between the kernel's inputs and its output: heads, kv_heads, seq_q, seq_kv."""
     return q[1], k[1], q[2], k[2]
-
-
-def bundle_attention(dim: int, attributes: Attributes, archs: Iterable[int]) -> bytes:
-    """Compiles the kernel for each of these compute capabilities, with its tile's queries, which decide the grid."""
-    return pack(
-        BundledKernel("attend", tiles_for(dim, arch).block_q, compile_attention(dim, attributes, arch))
-        for arch in archs
-    )
 
 
 _DATA_TYPES = {"FP32": "FLOAT", "FP16": "HALF"}
@@ -275,7 +265,10 @@ def _plugin_class(trt: Any, archs: tuple[int, ...]) -> type[Any]:
 
         def configure_plugin(self, inputs: Any, outputs: Any) -> None:
             dim = check_shapes([tuple(x.desc.dims) for x in inputs])
-            self.kernels = bundle_attention(dim, self.attributes, archs)
+            self.kernels = pack(
+                BundledKernel("attend", tiles_for(dim, arch).block_q, compile_attention(dim, self.attributes, arch))
+                for arch in archs
+            )
 
         def get_fields_to_serialize(self) -> Any:
             values = {**self.attributes.to_fields(), KERNELS: np.frombuffer(self.kernels, np.int8)}

@@ -16,8 +16,6 @@ each before the previous one has ended (`kernels/base/portable_dependent_launch.
 root or an exponential.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import torch

@@ -8,8 +8,6 @@
 A program reads its tile once and writes it once. Given scales are read; otherwise each tile makes its own.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

@@ -26,8 +26,6 @@ product has six significant bits, and times 2⁻¹⁴ it is a multiple of FP16's
 folded into the softmax scale and the V scale.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

@@ -8,8 +8,6 @@
 The codes are equal to the codes of `quant.kernels.attention.kv_pages.encode_kv`, bit for bit.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

@@ -35,8 +35,6 @@ into the L2 cache, causal tiles of a group from long to short. Where memory allo
 while the last keys of this one pass, so a consumer that has finished starts on it at once.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass

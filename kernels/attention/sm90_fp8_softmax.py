@@ -14,8 +14,6 @@ a code finds the largest scores of its rows, sets the reference of each affected
 2^-9, so less is lost below than rounding takes above. The first tile of a row has no reference yet, and finds it first.
 """
 
-from __future__ import annotations
-
 import struct
 from collections.abc import Iterator
 

@@ -12,8 +12,6 @@ for its own: so all earlier kernels have ended too, and memory can be reused in 
 A kernel that does neither, such as PyTorch's own, is not overlapped: the next one starts when it has ended.
 """
 
-from __future__ import annotations
-
 import triton
 from torch import Tensor
 from triton.language.extra import cuda

@@ -23,8 +23,6 @@ infinity gets a scale that is NaN, as in `quant.formats.scaling`: E2M1 and INT8 
 keeps NaN takes as long as the one that drops it, and turning infinity into NaN is one FMA for each scale.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

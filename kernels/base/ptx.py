@@ -13,8 +13,6 @@ promise, unless the caller says that one is a multiple of 16. The PTX names an a
 because FP8 tensor cores exist only there: it runs on GPUs of that compute capability and no others.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass

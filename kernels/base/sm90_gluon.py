@@ -3,8 +3,6 @@
 Gluon has no interpreter: tests read the PTX and run the index arithmetic in PyTorch; values are tested on a GPU.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 from triton.experimental.gluon import language as gl

@@ -116,7 +116,13 @@ def prepack(weight: BlockScaledTensor) -> BlockScaledTensor:
     if reason:
         raise ValueError(f"weight {list(weight.shape)} cannot be prepacked: {reason}")
     if becomes_e4m3(weight.format):
-        return _widened(weight)
+        # MXFP6 has its codes in E4M3.
+        rows, columns = weight.shape
+        wide = torch.empty(rows, columns, dtype=torch.uint8, device=weight.codes.device)
+        table = _e4m3_codes(weight.format.element).to(wide.device)
+        for part in _row_slices(rows):
+            wide[part] = table[unpack(weight.codes[part], 6, columns).int()]
+        return replace(weight, codes=wide.view(torch.float8_e4m3fn))
     rows, columns = _tall(weight)
     flat = weight.codes.reshape(rows, -1)
     words = torch.empty(rows, columns // 8, dtype=torch.int32, device=weight.codes.device)
@@ -149,7 +155,12 @@ def prepack(weight: BlockScaledTensor) -> BlockScaledTensor:
 def restore(weight: BlockScaledTensor) -> BlockScaledTensor:
     """Undoes `prepack`, bit for bit."""
     if _is_widened(weight):
-        return _narrowed(weight)
+        table = _e4m3_codes(weight.format.element)
+        back = torch.zeros(256, dtype=torch.uint8, device="cpu")
+        back[table.int()] = torch.arange(len(table), dtype=torch.uint8, device="cpu")
+        back, wide = back.to(weight.codes.device), weight.codes.view(torch.uint8)
+        parts = [pack(back[wide[part].int()], 6) for part in _row_slices(weight.shape[0])]
+        return replace(weight, codes=torch.cat(parts))
     rows, columns = _tall(weight)
     lead, words = weight.shape[:-1], weight.codes.reshape(rows, -1)
     packed = torch.empty(rows, columns // 2, dtype=torch.uint8, device=weight.codes.device)
@@ -188,25 +199,6 @@ def _scale_table() -> Tensor:
     table = torch.where(values > 0, bits >> 4 & 0xFF, -1)
     table[0] = 0
     return table
-
-
-def _widened(weight: BlockScaledTensor) -> BlockScaledTensor:
-    """Returns MXFP6 with its codes in E4M3."""
-    rows, columns = weight.shape
-    wide = torch.empty(rows, columns, dtype=torch.uint8, device=weight.codes.device)
-    table = _e4m3_codes(weight.format.element).to(wide.device)
-    for part in _row_slices(rows):
-        wide[part] = table[unpack(weight.codes[part], 6, columns).int()]
-    return replace(weight, codes=wide.view(torch.float8_e4m3fn))
-
-
-def _narrowed(weight: BlockScaledTensor) -> BlockScaledTensor:
-    table = _e4m3_codes(weight.format.element)
-    back = torch.zeros(256, dtype=torch.uint8, device="cpu")
-    back[table.int()] = torch.arange(len(table), dtype=torch.uint8, device="cpu")
-    back, wide = back.to(weight.codes.device), weight.codes.view(torch.uint8)
-    parts = [pack(back[wide[part].int()], 6) for part in _row_slices(weight.shape[0])]
-    return replace(weight, codes=torch.cat(parts))
 
 
 @cache

@@ -14,11 +14,9 @@ No kernel here multiplies in eight bits: the input is rounded, the weight dequan
 dtype of the input. The engines that are built from an exported file do multiply in eight bits.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -74,7 +72,7 @@ class ConvGeometry:
     _reversed_padding_repeated_twice: list[int]
     _output_padding = nn.modules.conv._ConvTransposeNd._output_padding
 
-    def take_geometry(self, conv: nn.Module | ConvGeometry) -> None:
+    def take_geometry(self, conv: nn.Module | Self) -> None:
         """Takes the sizes and paddings of `conv`."""
         for name in _GEOMETRY:
             setattr(self, name, getattr(conv, name, None))

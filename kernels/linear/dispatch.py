@@ -100,7 +100,14 @@ def _prepare_product(
             return partial(rounded_products.prefill_linear, activation=activation)
         if rounded_products.multiplies_natively(x, weight, activation):
             return partial(rounded_products.multiply_codes, activation=activation)
-    return _prepare_gemm(x, weight, bias, input_scale, activation)
+    # The order matters: rounding checks the input scale, and its error should come before a kernel is prepared.
+    rounding = None if activation is None else prepare_rounding(x, activation, input_scale)
+    launch = prepare_launch(x, weight, bias, choose_launch(weight, x))
+
+    def multiply(x: Tensor, weight: BlockScaledTensor, bias: Tensor | None, input_scale: Tensor | None) -> Tensor:
+        return launch(x if rounding is None else rounding(x, input_scale), weight, bias)
+
+    return multiply
 
 
 def check_operands(x: Tensor, weight: BlockScaledTensor, bias: Tensor | None) -> None:
@@ -134,20 +141,6 @@ def check_operands(x: Tensor, weight: BlockScaledTensor, bias: Tensor | None) ->
             raise ValueError(f"{where}: codes are {weight.codes.dtype}, expected {dtype}")
     if bias is not None and not bias.dtype.is_floating_point:
         raise ValueError(f"{where}: bias is {bias.dtype}, expected the dtype of x, {x.dtype}")
-
-
-def _prepare_gemm(
-    x: Tensor, weight: BlockScaledTensor, bias: Tensor | None, input_scale: Tensor | None, activation: Format | None
-) -> Product:
-    """Prepares a product in which x is rounded to its format, if any, and a kernel for 16-bit rows multiplies it."""
-    # The order matters: rounding checks the input scale, and its error should come before a kernel is prepared.
-    rounding = None if activation is None else prepare_rounding(x, activation, input_scale)
-    launch = prepare_launch(x, weight, bias, choose_launch(weight, x))
-
-    def multiply(x: Tensor, weight: BlockScaledTensor, bias: Tensor | None, input_scale: Tensor | None) -> Tensor:
-        return launch(x if rounding is None else rounding(x, input_scale), weight, bias)
-
-    return multiply
 
 
 def choose_launch(weight: BlockScaledTensor, x: Tensor) -> tiles.Choice:

@@ -423,7 +423,15 @@ def experts_forward(
     def project(name: str, x: Tensor, expert: int) -> Tensor:
         if observe is not None:
             observe(name, expert, x)
-        y = _apply_expert(self, name, x, expert)
+        # A projection in 16 bit is a plain parameter, whose experts may still be in their files.
+        projection = getattr(self, name)
+        if isinstance(projection, ExpertStack):
+            y: Tensor = projection(x, expert)
+        else:
+            weight = getattr(projection, "stored", projection)[expert].to(x.device, x.dtype)
+            y = nn.functional.linear(x, weight.t() if getattr(self, "is_transposed", False) else weight)
+        if getattr(self, "has_bias", False):
+            y = y + getattr(self, f"{name}_bias")[expert].to(x.dtype)
         return y if after is None else after(name, expert, y)
 
     # Stacks of plain parameters may keep the matrices of one forward pass; this is where the pass begins and ends.
@@ -464,17 +472,6 @@ def tokens_by_expert(top_k_index: Tensor) -> dict[int, tuple[Tensor, Tensor]]:
 def can_run_experts_one_by_one(module: nn.Module) -> bool:
     """Returns whether `experts_forward` can replace the forward of a transformers experts module."""
     return hasattr(module, "has_gate")
-
-
-def _apply_expert(self: Any, name: str, x: Tensor, expert: int) -> Tensor:
-    # A projection in 16 bit is a plain parameter, whose experts may still be in their files.
-    projection = getattr(self, name)
-    if isinstance(projection, ExpertStack):
-        y: Tensor = projection(x, expert)
-    else:
-        weight = getattr(projection, "stored", projection)[expert].to(x.device, x.dtype)
-        y = nn.functional.linear(x, weight.t() if getattr(self, "is_transposed", False) else weight)
-    return y + getattr(self, f"{name}_bias")[expert].to(x.dtype) if getattr(self, "has_bias", False) else y
 
 
 def run_experts_one_by_one(model: nn.Module) -> None:

@@ -21,8 +21,6 @@ K: otherwise it reads them from wrong addresses and gives no error. So `cublas_t
 product in a process is compared with the kernel's.
 """
 
-from __future__ import annotations
-
 import warnings
 
 import torch

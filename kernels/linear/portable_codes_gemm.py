@@ -20,8 +20,6 @@ sum in `partial`, and the program that arrives last adds the parts, always in th
 are tokens. Every tail is masked: M, N and K may be anything.
 """
 
-from __future__ import annotations
-
 from functools import lru_cache
 from typing import Any
 

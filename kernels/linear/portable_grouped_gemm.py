@@ -27,8 +27,6 @@ There the order within an expert differs from call to call; the product of a row
 several GPUs, a table `local` has the number of each among this GPU's experts, or -1: its slots have no row here.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

@@ -10,11 +10,9 @@ layout. `state_dict` returns the checkpoint's layout and `load_state_dict` takes
 tensors are the layer's own memory where the layer has the checkpoint's layout, and copies for reading elsewhere.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -168,7 +166,7 @@ class QuantizedModule(nn.Module):
             torch.cuda.synchronize(weight.codes.device)
         self.codes, self.scale, self.global_scale = weight.codes, weight.scale, weight.global_scale
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> QuantizedModule:
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         # `fn` may cast and move at once (`.to(device, dtype)`), so dtypes are restored on the device where it put them.
         before = {name: getattr(self, name) for name in _EXACT}
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]

@@ -54,8 +54,6 @@ previous expert's. The number of tiles is known only on the GPU, where each prog
 out whole.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple

@@ -35,8 +35,6 @@ float32 scale of a 128 × 128 block or an INT4 group is split into two bfloat16s
 within 2^-8 of a unit in the last place of one rounding.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

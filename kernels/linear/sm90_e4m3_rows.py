@@ -11,8 +11,6 @@ each row where a word has pairs of columns eight apart; so the columns of x lie 
 The price is a second rounding of W, of up to one part in 16, and the rounding of x.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

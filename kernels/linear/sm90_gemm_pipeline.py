@@ -29,8 +29,6 @@ The weight was decoded so that these are rows 16·warp + 2·g + b of W: a thread
 writes them as one word.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 from triton.experimental import gluon

@@ -33,8 +33,6 @@ not write weights; this kernel and the kernels with `kernels/base/portable_depen
 Tails: TMA reads zeros beyond the ends, and zeros multiply whatever the other side holds.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import NamedTuple
 

@@ -19,8 +19,6 @@ other kernels take tiles of blocks of sixteen values. `solve_fixed_window` is th
 scales that are fixed beforehand (FP8 and INT8 by tensor, row or square): a lane has one row of the weight.
 """
 
-from __future__ import annotations
-
 from functools import cache
 
 import torch

@@ -16,7 +16,6 @@ and cuBLASLt multiplies: it sums 128 products at a time and scales each such sum
 computes the same codes and scales, and the products of their decoded values in FP32.
 """
 
-from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -29,14 +28,7 @@ from quant.formats.rounding import decode_power_of_two, encode, encode_power_of_
 from quant.formats.scaling import divided
 from quant.kernels.base.custom_ops import register, without_autocast
 from quant.kernels.base.hardware import current, multiplies_fp8_blocks
-from quant.kernels.training.fp8_block_layout import (
-    BLOCK,
-    Operands,
-    SwiGLUGradients,
-    allocate,
-    allocate_side_by_side,
-    allocate_stacked,
-)
+from quant.kernels.training.fp8_block_layout import BLOCK, Operands, SwiGLUGradients, allocate
 
 _Operands = tuple[Tensor, Tensor, Tensor, Tensor]
 _LEAST = 2.0**-126  # the least power-of-two scale: its reciprocal is finite
@@ -117,15 +109,13 @@ register(
 )
 
 
-def _reference_swiglu(gate: Tensor, up: Tensor, rule: str, rows: bool, columns: bool) -> _Operands:
-    return _reference_operands(functional.silu(gate) * up, rule, False, rows, columns)
-
-
 register(
     "quant::fp8_block_swiglu",
     "(Tensor gate, Tensor up, str rule, bool rows, bool columns) -> (Tensor, Tensor, Tensor, Tensor)",
     lambda gate, up, rule, rows, columns: allocate(gate, False, rows, columns),
-    default=_reference_swiglu,
+    default=lambda gate, up, rule, rows, columns: _reference_operands(
+        functional.silu(gate) * up, rule, False, rows, columns
+    ),
     cuda=lambda gate, up, rule, rows, columns: _kernels().sm90_fp8_block_operands(
         gate, rule, rows=rows, columns=columns, up=up
     ),
@@ -169,32 +159,34 @@ register(
 )
 
 
-def _fill(parts: Sequence[Tensor], operands: Sequence[Operands], rule: str, **options: bool) -> None:
-    """Writes the operands of each part on Hopper."""
-    for part, out in zip(parts, operands, strict=True):
-        _kernels().sm90_fp8_block_operands(part, rule, out=out, **options)
-
-
 def _reference_stacked(parts: list[Tensor], rule: str, rows: bool, columns: bool) -> list[Tensor]:
     own = [x for part in parts for x in _reference_operands(part, rule, True, rows, False)[:2]]
     return [*own, *_reference_operands(torch.cat(parts), rule, True, False, columns)[2:]]
 
 
-def _allocated_stacked(
-    parts: list[Tensor], rule: str, rows: bool, columns: bool, *, fill: Callable[..., Any] | None = None
-) -> list[Tensor]:
-    operands, whole = allocate_stacked(parts, rows, columns)
-    if fill is not None:
-        fill(parts, operands, rule, square=True, rows=rows, columns=columns)
-    return [*(x for each in operands for x in each[:2]), *whole[2:]]
+def _stacked(parts: list[Tensor], rule: str, rows: bool, columns: bool, *, fills: bool = False) -> list[Tensor]:
+    # Matrices `[R, C]` of one width, each R a multiple of 128, with `codes` and `scale` of their own. `codes_t` and
+    # `scale_t` are slices of those of `whole`, one part after another: one product sums over the rows of all parts.
+    whole = allocate(parts[0], True, False, columns, height=sum(map(len, parts)))
+    own, first = list[Tensor](), 0
+    for index, part in enumerate(parts):
+        # The last part fills the padding, too.
+        end = first + len(part) if index + 1 < len(parts) else whole.codes_t.shape[1]
+        slices = whole.codes_t[:, first:end], whole.scale_t[:, first // BLOCK : end // BLOCK]
+        out = Operands(*allocate(part, True, rows, False)[:2], *slices)
+        if fills:
+            _kernels().sm90_fp8_block_operands(part, rule, out=out, square=True, rows=rows, columns=columns)
+        own += out[:2]
+        first = end
+    return [*own, *whole[2:]]
 
 
 register(
     "quant::fp8_block_stacked",
     "(Tensor[] parts, str rule, bool rows, bool columns) -> Tensor[]",
-    _allocated_stacked,
+    _stacked,
     default=_reference_stacked,
-    cuda=partial(_allocated_stacked, fill=_fill),
+    cuda=partial(_stacked, fills=True),
     where=runs_on,
 )
 
@@ -204,21 +196,29 @@ def _reference_side_by_side(parts: list[Tensor], rule: str, rows: bool, columns:
     return [*whole, *(x for part in parts for x in _reference_operands(part, rule, False, False, columns)[2:])]
 
 
-def _allocated_side_by_side(
-    parts: list[Tensor], rule: str, rows: bool, columns: bool, *, fill: Callable[..., Any] | None = None
-) -> list[Tensor]:
-    operands, whole = allocate_side_by_side(parts, rows, columns)
-    if fill is not None:
-        fill(parts, operands, rule, square=False, rows=rows, columns=columns)
-    return [*whole[:2], *(x for each in operands for x in each[2:])]
+def _side_by_side(parts: list[Tensor], rule: str, rows: bool, columns: bool, *, fills: bool = False) -> list[Tensor]:
+    # Matrices `[R, C]` of one height, each C a multiple of 128, with `codes_t` and `scale_t` of their own. `codes` and
+    # `scale` are slices of those of `whole`, one part beside another: one product sums over the columns of all parts.
+    whole = allocate(parts[0], False, rows, False, width=sum(part.shape[1] for part in parts))
+    own, first = list[Tensor](), 0
+    for index, part in enumerate(parts):
+        # The last part fills the padding, too.
+        end = first + part.shape[1] if index + 1 < len(parts) else whole.codes.shape[1]
+        slices = whole.codes[:, first:end], whole.scale[first // BLOCK : end // BLOCK]
+        out = Operands(*slices, *allocate(part, False, False, columns)[2:])
+        if fills:
+            _kernels().sm90_fp8_block_operands(part, rule, out=out, square=False, rows=rows, columns=columns)
+        own += out[2:]
+        first = end
+    return [*whole[:2], *own]
 
 
 register(
     "quant::fp8_block_side_by_side",
     "(Tensor[] parts, str rule, bool rows, bool columns) -> Tensor[]",
-    _allocated_side_by_side,
+    _side_by_side,
     default=_reference_side_by_side,
-    cuda=partial(_allocated_side_by_side, fill=_fill),
+    cuda=partial(_side_by_side, fills=True),
     where=runs_on,
 )
 

@@ -1,8 +1,5 @@
 """How operands of FP8 training in blocks lie in memory, where kernels write them and cuBLASLt reads them."""
 
-from __future__ import annotations
-
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -51,33 +48,3 @@ def allocate(
 def padded(size: int, multiple: int) -> int:
     """Returns `size` rounded up to a multiple."""
     return -(-size // multiple) * multiple
-
-
-def allocate_side_by_side(parts: Sequence[Tensor], rows: bool, columns: bool) -> tuple[list[Operands], Operands]:
-    """Returns operands, not filled, of matrices `[R, C]` of one height, each C a multiple of 128."""
-    # Each has `codes_t` and `scale_t` of its own. Their `codes` and `scale` are slices of the second result's, which
-    # hold all columns, one part beside another: one product sums over the columns of all parts.
-    whole = allocate(parts[0], False, rows, False, width=sum(part.shape[1] for part in parts))
-    operands, first = [], 0
-    for index, part in enumerate(parts):
-        # The last part fills the padding, too.
-        end = first + part.shape[1] if index + 1 < len(parts) else whole.codes.shape[1]
-        slices = whole.codes[:, first:end], whole.scale[first // BLOCK : end // BLOCK]
-        operands.append(Operands(*slices, *allocate(part, False, False, columns)[2:]))
-        first = end
-    return operands, whole
-
-
-def allocate_stacked(parts: Sequence[Tensor], rows: bool, columns: bool) -> tuple[list[Operands], Operands]:
-    """Returns operands in squares, not filled, of matrices `[R, C]` of one width, each R a multiple of 128."""
-    # Each has `codes` and `scale` of its own. Their `codes_t` and `scale_t` are slices of the second result's, which
-    # hold all rows, one part after another: one product sums over the rows of all parts.
-    whole = allocate(parts[0], True, False, columns, height=sum(map(len, parts)))
-    operands, first = [], 0
-    for index, part in enumerate(parts):
-        # The last part fills the padding, too.
-        end = first + len(part) if index + 1 < len(parts) else whole.codes_t.shape[1]
-        slices = whole.codes_t[:, first:end], whole.scale_t[:, first // BLOCK : end // BLOCK]
-        operands.append(Operands(*allocate(part, True, rows, False)[:2], *slices))
-        first = end
-    return operands, whole

@@ -191,25 +191,16 @@ register(
 )
 
 
-def _reference_product(
-    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, fast: bool, dtype: torch.dtype
-) -> Tensor:
-    product = (a.float() * a_scale[:, None]) @ (b.float() * b_scale[:, None]).t()
-    return product.to(torch.bfloat16).to(dtype)
-
-
-def _product_of_rows(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, fast: bool, dtype: torch.dtype) -> Tensor:
-    scales = {"scale_a": a_scale[:, None], "scale_b": b_scale[None, :]}
-    y = torch._scaled_mm(a, b.t(), **scales, out_dtype=torch.bfloat16, use_fast_accum=fast)
-    return y.to(dtype)
-
-
 register(
     "quant::e4m3_product",
     "(Tensor a, Tensor a_scale, Tensor b, Tensor b_scale, bool fast, ScalarType dtype) -> Tensor",
     lambda a, a_scale, b, b_scale, fast, dtype: a.new_empty(len(a), len(b), dtype=dtype),
-    default=_reference_product,
-    cuda=_product_of_rows,
+    default=lambda a, a_scale, b, b_scale, fast, dtype: (
+        ((a.float() * a_scale[:, None]) @ (b.float() * b_scale[:, None]).t()).to(torch.bfloat16).to(dtype)
+    ),
+    cuda=lambda a, a_scale, b, b_scale, fast, dtype: torch._scaled_mm(
+        a, b.t(), a_scale[:, None], b_scale[None, :], out_dtype=torch.bfloat16, use_fast_accum=fast
+    ).to(dtype),
 )
 
 

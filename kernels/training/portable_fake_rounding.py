@@ -12,8 +12,6 @@ LSQ's gradient of a scale over its block. `input_kernel` adds such a sum to the 
 decides the scale of its block.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -15,8 +15,6 @@ PyTorch's operations write the halves of SwiGLU's gradient apart and copy them i
 the gather, the product and the scatter of experts. Values are rounded where its separate operations round them.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

@@ -33,8 +33,6 @@ and all results would be too many for a thread. So TMA copies the three into sha
 in turn, and a program stays on its SM: its next tiles arrive in a second slot while it works on these.
 """
 
-from __future__ import annotations
-
 from functools import lru_cache
 from typing import Any, NamedTuple
 

@@ -39,9 +39,6 @@ COMMANDS = {
 }
 """Every command of the toolbox: where it is defined, and its summary."""
 
-# Commands up to 0.2; the table goes with 0.4.
-RENAMED = {"verify": "check DIRECTORY", "audit": "check ENGINE", "check-engine": "check FILE --source DIRECTORY"}
-
 
 class LazyGroup(click.Group):
     """A group that imports a command when it is run: the pattern "lazily loading subcommands" of click's manual."""
@@ -55,11 +52,6 @@ class LazyGroup(click.Group):
         return list(self.lazy)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        if cmd_name in RENAMED:
-            click.echo(
-                f"error: quant {cmd_name} is `quant {RENAMED[cmd_name]}` since 0.3; options are the same", err=True
-            )
-            ctx.exit(2)
         if cmd_name not in self.lazy:
             return None
         module, _, name = self.lazy[cmd_name][0].partition(":")

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from quant.base.extras import importing
 from quant.cli.command import JSON, Toolbox, command_line, echo, model_options, print_json
 from quant.cli.completion import MODELS, TARGET_NAMES
 from quant.cli.console import listener, page, print_plan, print_table
-from quant.cli.quantize import RunCommand, plan_options, request_of, run_options
+from quant.cli.quantize import OF_PLANS, RunCommand, request_of, run_options
 from quant.export.checkpoint.files.directory import check_apart
 from quant.export.tensorrt.gpu_targets import resolve_target
 from quant.models.startup import skip_image_packages, stored_layers
@@ -38,8 +39,7 @@ def plan_group() -> None:
 
 @plan_group.command("make", cls=RunCommand)
 @click.argument("model", shell_complete=MODELS)
-@run_options
-@plan_options
+@partial(run_options, own=OF_PLANS)
 @click.option("--out", type=click.Path(path_type=Path), required=True, help="File for the plan.")
 @click.option("--overwrite", is_flag=True, help="Replace --out if it exists.")
 def make_command(out: Path, quiet: bool, as_json: bool, **options: Any) -> None:

@@ -4,7 +4,7 @@
 change about a plan, are options of `quant plan make` alone, whose plan `quantize --plan` runs.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,38 +40,19 @@ GROUPS = {
 class RunCommand(cli.Command):
     """A command whose `--help` shows its options by purpose."""
 
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        if "--resume" in args:  # of other tools
+            raise click.UsageError("--resume is no option: the same command by itself continues an unfinished run", ctx)
+        return super().parse_args(ctx, args)
+
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         options = {option.opts[-1]: option for option in self.get_params(ctx) if isinstance(option, click.Option)}
         grouped = {title: [options.pop(name) for name in names if name in options] for title, names in GROUPS.items()}
         for title, group in {**grouped, "Model and program": list(options.values())}.items():
             records = [record for option in group if (record := option.get_help_record(ctx)) is not None]
-            with formatter.section(title):
-                formatter.write_dl(records)
-
-
-# Options of `quantize` up to 0.2, and where they are now, until 0.4; and one of other tools.
-MOVED = {
-    **dict.fromkeys(
-        ("--fit", "--ctx", "--batch", "--latency", "--max-kl", "--max-ppl-increase", "--target", "--method", "--pin",
-         "--forbid", "--at-least", "--search", "--sensitivity", "--attention", "--guard", "--observer"),
-        "an option of `quant plan make MODEL … --out plan.json` since 0.3; run its plan with `quantize MODEL --plan "
-        "plan.json`",
-    ),
-    "--revision": "part of MODEL since 0.3: org/name@REV",
-    "--help-all": "--help since 0.3",
-    "--resume": "no option: the same command by itself continues after the layers that an unfinished run has kept",
-}  # fmt: skip
-
-
-class QuantizeCommand(RunCommand):
-    """A `RunCommand` that names the new place of options that were moved."""
-
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        for name in (argument.partition("=")[0] for argument in args):
-            if name in MOVED:
-                click.echo(f"error: {name} is {MOVED[name]}", err=True)
-                ctx.exit(2)
-        return super().parse_args(ctx, args)
+            if records:
+                with formatter.section(title):
+                    formatter.write_dl(records)
 
 
 _FORMATS = (
@@ -104,7 +85,7 @@ _ROUNDING = (
     click.option("--seqlen", type=click.IntRange(min=1), default=512, show_default=True, help="Tokens per row."),
     cli.SEED,
 )  # fmt: skip
-_OF_PIPELINES = (
+OF_PIPELINES = (
     click.option("--components", metavar="LIST",
                  help="Models of a diffusers pipeline to quantize: transformer,text_encoder.  "
                  "[default: its denoisers]"),
@@ -119,7 +100,7 @@ _BUDGET = (
                  help="Formats to choose from, besides 16 bit; +lowrank:RANK after one adds a branch in 16 bit.  "
                  "[default: nvfp4,fp8]"),
 )  # fmt: skip
-_OF_PLANS = (
+OF_PLANS = (
     click.option("--kv-bits", metavar="BITS", help="Choose a format of the KV cache for each layer (nvfp4, fp8, 16 "
                  "bit) with this many bits per value, or auto: so that weights and cache together lose the least; for "
                  "checkpoints that Blockscale runs."),
@@ -151,6 +132,7 @@ _OF_PLANS = (
                  help="Measurements that improve the choice for a budget.  [default: 500 on a GPU, 0 on a CPU]"),
     click.option("--sensitivity", type=click.Path(path_type=Path),
                  help="File that keeps the scores for the next run."),
+    cli.REVISION,
 )  # fmt: skip
 _MACHINE = (
     cli.DEVICE, cli.DEVICES,
@@ -161,23 +143,9 @@ _MACHINE = (
 )  # fmt: skip
 
 
-def run_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Adds the options that `quantize` and `quant plan make` share."""
-    for option in (*_FORMATS, *_ROUNDING, *_BUDGET, *_MACHINE):
-        command = option(command)
-    return command
-
-
-def pipeline_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Adds the options of `quantize` for a pipeline of diffusers."""
-    for option in _OF_PIPELINES:
-        command = option(command)
-    return command
-
-
-def plan_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Adds the options of `quant plan make` alone."""
-    for option in (*_OF_PLANS, cli.REVISION):
+def run_options(command: Callable[..., Any], own: Sequence[Callable[..., Any]] = OF_PIPELINES) -> Callable[..., Any]:
+    """Adds the options that `quantize` and `quant plan make` share, and those that only one of them has."""
+    for option in (*own, *_FORMATS, *_ROUNDING, *_BUDGET, *_MACHINE):
         command = option(command)
     return command
 
@@ -192,10 +160,9 @@ def request_of(options: dict[str, Any], command: str) -> Any:
     return Request(**options, budget=AllocationRequest(**budget), command=command)
 
 
-@click.command("quantize", cls=QuantizeCommand)
+@click.command("quantize", cls=RunCommand)
 @click.argument("model", shell_complete=MODELS)
 @run_options
-@pipeline_options
 @click.option("--plan", "plan_file", type=click.Path(path_type=Path), help="Plan file, which you may have edited.")
 @click.option("--out", type=click.Path(path_type=Path), help="Directory for checkpoint and report, or a .gguf file.")
 @click.option("--overwrite", is_flag=True, help="Replace the contents of --out.")

@@ -25,8 +25,6 @@ The logits of both models are computed for one slice of positions at a time, com
 are kept in float64.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

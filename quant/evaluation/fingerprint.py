@@ -3,8 +3,6 @@
 `quantize` writes one into the report; `quant check` loads the checkpoint, runs the same ids and compares the logits.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

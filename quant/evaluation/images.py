@@ -3,8 +3,6 @@
 LPIPS and scores by CLIP load models from the network, which a run of this toolkit never does.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from importlib.util import find_spec

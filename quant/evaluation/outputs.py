@@ -10,8 +10,6 @@ position for each token of the mask, padding on either side is not counted, neit
 Sums are kept in float64, so that batches and ranks add up.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager

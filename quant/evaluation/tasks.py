@@ -12,8 +12,6 @@ of n questions, b are lost and c gained. Where the interval of 95 % around (c âˆ
 told apart by these questions.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import time

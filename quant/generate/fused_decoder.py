@@ -10,8 +10,6 @@ are written on where they are. The first token is computed both ways: a model wh
 transformers.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any

@@ -9,8 +9,6 @@ rounding moves their logits. On SmolLM2 that is, on average:
     FP8 attention and an NVFP4 cache     0.3     a key that rounds the other way changes the keys of later layers
 """
 
-from __future__ import annotations
-
 import math
 import re
 import time

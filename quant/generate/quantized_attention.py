@@ -26,12 +26,10 @@ and of values without calibration, come from the first tokens. Where attention i
 with calibrated FP8 scales is not turned and `k_scale` is used as well, as other runtimes will read it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import nn
@@ -72,7 +70,7 @@ class AttentionCall(NamedTuple):
     s_aux: torch.Tensor | None  # attention sinks, a score of each head `[heads]`
 
     @classmethod
-    def of(cls, module: nn.Module, keywords: Mapping[str, Any]) -> AttentionCall:
+    def of(cls, module: nn.Module, keywords: Mapping[str, Any]) -> Self:
         """Returns the options among all keywords of a call, which differ from model to model."""
         # The fields bear transformers' keywords as names. Models pass more keywords, such as `position_ids`, that
         # change no result here.

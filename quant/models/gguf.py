@@ -76,7 +76,17 @@ def set_rope(config: Any, file: Any) -> None:
         base = parameters.get("rope_theta") if isinstance(parameters, dict) else None
         scaling = _of_divisors(divisors, float(base or fields.get("freq_base") or 10000.0), config)
     if "rope_factors_long.weight" in tensors or scaling.get("rope_type") == "longrope":
-        scaling = _longrope(fields, tensors)
+        original, attention = fields.get("scaling.original_context_length"), fields.get("scaling.attn_factor")
+        missing = [name for name in FREQUENCY_TENSORS[1:] if name not in tensors]
+        if missing or not original:
+            lacks = missing[0] if missing else "rope.scaling.original_context_length"
+            raise UserError(f"LongRoPE without {lacks}; convert the file again from the original model")
+        long, short = (tensors[name].tolist() for name in FREQUENCY_TENSORS[1:])
+        scaling = {
+            "rope_type": "longrope", "long_factor": long, "short_factor": short,
+            "original_max_position_embeddings": int(original),
+            **({"attention_factor": float(attention)} if attention else {}),
+        }  # fmt: skip
     if not scaling:
         return
     if not isinstance(parameters, dict):
@@ -119,21 +129,6 @@ def _of_metadata(fields: Mapping[str, Any], context: int) -> dict[str, Any]:
     if fields.get("scaling.yarn_log_multiplier") not in _EMPTY:
         raise UserError("rope.scaling.yarn_log_multiplier: no architecture that transformers reads from GGUF has it")
     return scaling
-
-
-def _longrope(fields: Mapping[str, Any], tensors: Mapping[str, np.ndarray[Any, Any]]) -> dict[str, Any]:
-    """Returns LongRoPE's divisors: for texts within the context of the first training, and for longer ones."""
-    original, attention = fields.get("scaling.original_context_length"), fields.get("scaling.attn_factor")
-    missing = [name for name in FREQUENCY_TENSORS[1:] if name not in tensors]
-    if missing or not original:
-        lacks = missing[0] if missing else "rope.scaling.original_context_length"
-        raise UserError(f"LongRoPE without {lacks}; convert the file again from the original model")
-    long, short = (tensors[name].tolist() for name in FREQUENCY_TENSORS[1:])
-    return {
-        "rope_type": "longrope", "long_factor": long, "short_factor": short,
-        "original_max_position_embeddings": int(original),
-        **({"attention_factor": float(attention)} if attention else {}),
-    }  # fmt: skip
 
 
 def _are_proportional(parameters: Any, divisors: np.ndarray[Any, Any]) -> bool:
@@ -325,7 +320,11 @@ def load(path: Path, dtype: torch.dtype, meta: bool) -> nn.Module:
         if meta:
             model = huggingface.outline(cls, config, dtype, path)
         else:
-            with _dropped_tensors(_global_scales(path)) as dropped:
+            stored = {tensor.name: tensor for tensor in require("gguf", "hf").GGUFReader(path).tensors}
+            # NVFP4's global scales, float32, by the names of the tensors that they multiply.
+            scales = {n: stored.get(n.replace(".weight", ".scale")) for n in stored if n.endswith(".weight")}
+            second = {name: np.array(scale.data, np.float32) for name, scale in scales.items() if scale is not None}
+            with _dropped_tensors(second) as dropped:
                 model, unused = huggingface.read_model(cls, config, dtype, path.parent, **options)
             _refuse_dropped(model, path, sorted({*dropped, *unused}))
             huggingface.patch_forward(model)
@@ -335,13 +334,6 @@ def load(path: Path, dtype: torch.dtype, meta: bool) -> nn.Module:
     if hasattr(own, "_model_name_or_path"):  # the file's `general.name`, which the loader files under this name
         del own._model_name_or_path
     return model
-
-
-def _global_scales(path: Path) -> dict[str, np.ndarray[Any, Any]]:
-    """Returns NVFP4's global scales, float32, by the names of the tensors that they multiply."""
-    stored = {tensor.name: tensor for tensor in require("gguf", "hf").GGUFReader(path).tensors}
-    scales = {name.replace(".weight", ".scale"): name for name in stored if name.endswith(".weight")}
-    return {scales[name]: np.array(stored[name].data, np.float32) for name in scales.keys() & stored.keys()}
 
 
 @contextlib.contextmanager

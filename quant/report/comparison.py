@@ -37,10 +37,7 @@ def read_runs(first: Path, second: Path) -> tuple[ComparedRun, ComparedRun]:
     names = [directory.resolve().name for directory in directories]
     if names[0] == names[1]:
         names = [str(directory) for directory in directories]
-    runs = []
-    for name, directory in zip(names, directories, strict=True):
-        runs.append(ComparedRun(name, *read_run(directory)))
-    a, b = runs
+    a, b = (ComparedRun(name, *read_run(directory)) for name, directory in zip(names, directories, strict=True))
     if not {layer.name for layer in a.report.layers} & {layer.name for layer in b.report.layers}:
         raise UserError(f"{first} and {second} have no layer in common; compare two runs of one model")
     return a, b

@@ -4,8 +4,6 @@ Each image lies over the original's of the same seed, and a slider moves the lin
 stand next to each other. The sensitivity by block and by timestep is measured for a budget, and shown where it was.
 """
 
-from __future__ import annotations
-
 import base64
 import io
 from collections.abc import Mapping, Sequence

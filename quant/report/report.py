@@ -3,13 +3,11 @@
 `quant.report.summary` prints it, and `quant.report.render` makes its HTML page. A checkpoint has both as files.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from quant.base.atomic import write_atomically
 from quant.base.errors import UserError
@@ -59,7 +57,7 @@ class Receipt(JsonData):
     passed: bool
 
     @classmethod
-    def from_dict(cls, fields: Mapping[str, Any]) -> Receipt:
+    def from_dict(cls, fields: Mapping[str, Any]) -> Self:
         """Makes a receipt from the fields of its file; either list may be missing.
 
         Raises:
@@ -160,7 +158,7 @@ class Report(JsonData):
         return {"schema_version": SCHEMA_VERSION, **fields}
 
     @classmethod
-    def from_dict(cls, fields: Mapping[str, Any]) -> Report:
+    def from_dict(cls, fields: Mapping[str, Any]) -> Self:
         """Makes a report from the fields that `to_dict` returned.
 
         Raises:
@@ -176,7 +174,7 @@ class Report(JsonData):
         write_json(path, self.to_dict(), ensure_ascii=False)
 
     @classmethod
-    def load(cls, path: str | Path) -> Report:
+    def load(cls, path: str | Path) -> Self:
         """Reads a report file.
 
         Raises:

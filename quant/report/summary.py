@@ -127,7 +127,9 @@ def figures(each: Evaluation) -> list[tuple[str, str]]:
         error = "" if each.error is None else f"; relative error {each.error:.2%}"
         rows.append(("embeddings", f"{loss_text(each.cosine)}{interval_text(each)}, 1 − cosine to those before{error}"))
     if each.perplexity is not None:
-        rows.append(("perplexity", _perplexity(each)))
+        base = each.baseline_perplexity
+        change = "" if base is None else f", {base:.2f} before ({100 * (each.perplexity / base - 1):+z.1f}%)"
+        rows.append(("perplexity", f"{each.perplexity:.2f}{change}"))
     if each.top1 is not None:
         rows.append(("top-1 agreement", f"{100 * each.top1:.1f}%"))
     if each.accuracy is not None:
@@ -155,13 +157,6 @@ def _distillation(trained: Distillation, now: Evaluation | None) -> str:
             ratio = f" ({new.kl / old.kl:.2f}×)" if old.kl else ""
             lines.append(f"KL {loss_text(old.kl)} → {loss_text(new.kl)}{ratio} on {new.text}")
     return "\n".join(lines)
-
-
-def _perplexity(each: Evaluation) -> str:
-    base, now = each.baseline_perplexity, each.perplexity
-    if now is None:
-        return "infinite"
-    return f"{now:.2f}" + ("" if base is None else f", {base:.2f} before ({100 * (now / base - 1):+z.1f}%)")
 
 
 def interval_text(evaluation: Evaluation) -> str:

@@ -5,14 +5,12 @@ wrote it: `--lm-head` or `lm_head=`. Refusals that depend on the model are in `c
 `quant.recipes.plan_check`.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import nn
@@ -225,7 +223,7 @@ class Request:
         """The number of rows of calibration data; before the model is open, that of a large one."""
         return self._rows_for(None) if self.calib_samples is None else self.calib_samples
 
-    def for_model(self, model: nn.Module) -> Request:
+    def for_model(self, model: nn.Module) -> Self:
         """Returns the request for a model that is open, with as many calibration rows as suit it."""
         if self.calib_samples is not None:
             return self

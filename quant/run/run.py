@@ -17,7 +17,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
 from threading import Thread
 from typing import Any
 
@@ -163,7 +162,14 @@ def _create_context(session: Session) -> None:
 def solve(job: Job, decision: Decision, progress: StageProgress) -> SolvedModel:
     """Quantizes the model in place; a quantized copy that an allocation has measured is taken as it is."""
     if job.source.model is None:
-        return _solve_state_dict(job, decision, progress)
+        tensors, plan = job.source.state_dict, decision.plan
+        assert tensors is not None
+        started = time.perf_counter()
+        amounts = [layer.numel * job.source.dtype.itemsize / 1e6 for layer in plan.layers]
+        progress.expect("solve", [layer.name for layer in plan.layers], amounts, "MB")
+        solved, layers = solve_state_dict(tensors, plan, job.session)
+        job.seconds["solve"] = time.perf_counter() - started
+        return SolvedModel(plan, layers, sum(tensor.nbytes for tensor in tensors.values()), tensors=solved)
     session = job.session
     if job.tries_loading:
         other_runtimes.import_for_trial()
@@ -179,18 +185,6 @@ def solve(job: Job, decision: Decision, progress: StageProgress) -> SolvedModel:
     if quantized.plan.guard is not None and not job.request.is_in_memory:
         check_layout(job.request, quantized.plan, job.source.model)  # a guard may have given layers other formats
     return SolvedModel(quantized.plan, quantized.layers, bytes_before, quantized)
-
-
-def _solve_state_dict(job: Job, decision: Decision, progress: StageProgress) -> SolvedModel:
-    """Solves the weights of a bare state dict, whose plan needs no data."""
-    tensors, plan = job.source.state_dict, decision.plan
-    assert tensors is not None
-    started = time.perf_counter()
-    amounts = [layer.numel * job.source.dtype.itemsize / 1e6 for layer in plan.layers]
-    progress.expect("solve", [layer.name for layer in plan.layers], amounts, "MB")
-    solved, layers = solve_state_dict(tensors, plan, job.session)
-    job.seconds["solve"] = time.perf_counter() - started
-    return SolvedModel(plan, layers, sum(tensor.nbytes for tensor in tensors.values()), tensors=solved)
 
 
 def solving_steps(
@@ -261,18 +255,6 @@ def _compute(job: Job, decision: Decision) -> tuple[Decision, SolvedModel, Measu
         return decision, solved, measure(staged, solved, texts, original)
 
 
-def _check_disk(out: Path, plan: Plan, kept: int) -> None:
-    """Raises UserError where the disk has no room for a checkpoint, of which `kept` bytes are there, before solving."""
-    needed = sum(layer.nbytes for layer in plan.layers) - kept
-    parent = next(each for each in out.resolve().parents if each.exists())
-    free = shutil.disk_usage(parent).free
-    if needed > free:
-        raise UserError(
-            f"{out}: the checkpoint takes {megabytes(needed)}, and its disk has {megabytes(free)} left; make room, or "
-            f"name a directory of another disk with {option('out')}"
-        )
-
-
 @contextmanager
 def resumable(job: Job, plan: Plan) -> Iterator[Job]:
     """Gives the job a store of finished steps next to its destination, after which the same command continues.
@@ -302,5 +284,12 @@ def resumable(job: Job, plan: Plan) -> Iterator[Job]:
             if kept:
                 layers = f"{solved} of {counted(len(plan.quantized), 'layer')} are solved" if solved else "no layer yet"
                 job.listener.message(f"continuing the run that was stopped: {layers}, in {store.path}")
-            _check_disk(request.out, plan, kept)
+            needed = sum(layer.nbytes for layer in plan.layers) - kept
+            parent = next(each for each in request.out.resolve().parents if each.exists())
+            free = shutil.disk_usage(parent).free
+            if needed > free:
+                raise UserError(
+                    f"{request.out}: the checkpoint takes {megabytes(needed)}, and its disk has {megabytes(free)} "
+                    f"left; make room, or name a directory of another disk with {option('out')}"
+                )
         yield replace(job, session=replace(job.session, store=store))

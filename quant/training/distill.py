@@ -7,8 +7,6 @@ For a checkpoint, as the command `quant distill` does:
 The teacher is opened first: where its likeliest tokens are cached in a file, it leaves memory before the student comes.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -396,7 +394,11 @@ def _train(
     if device_of(student).type == "cpu":
         student.float()  # processors multiply FP32 faster, and untrained parameters come back without loss
     (train_loop.train_only_norms if only_norms else train_loop.train_only_rounded)(student)
-    rate = train_loop.default_rate(plan, options.train) if options.lr is None else options.lr
+    rate = options.lr
+    if rate is None:
+        # Rates that did well: for weights by benchmarks/training.py, for norms in docs/solvers.md.
+        rounds_inputs = any(layer.activation is not None for layer in plan.layers)
+        rate = 1e-3 if only_norms else 1e-4 if rounds_inputs else 6e-5
     progress("train", 0, options.steps)
     trained = train_loop.train(
         student.train(),

@@ -59,12 +59,7 @@ def pack(model: nn.Module) -> Plan:
         )
     plan = plan_of_model(model, plan)
     attach(model, plan)
-    _warn_of_autocast(model)
-    return plan
-
-
-def _warn_of_autocast(model: nn.Module) -> None:
-    """Warns where accelerate has put autocast around the forward pass: what is measured so is not the saved model."""
+    # What is measured under accelerate's autocast is not the saved model.
     if "_original_forward" in vars(model) and "forward" in vars(model):
         dtype = next(model.parameters()).dtype
         warn(
@@ -73,6 +68,7 @@ def _warn_of_autocast(model: nn.Module) -> None:
             "measure that one, take autocast off: accelerate.utils.extract_model_from_parallel(model, "
             "keep_fp32_wrapper=False)",
         )
+    return plan
 
 
 def _pack_rounded(model: nn.Module, layers: Mapping[str, RoundedWeight]) -> Plan:

@@ -15,11 +15,9 @@ that rounding to nearest would have made anyway:
     gptq chose 3.0 for a weight of 2.9                              cell [2.5, 3.5]    start 2.9
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import nn
@@ -283,7 +281,7 @@ class Start:
     rounded: dict[str, torch.Tensor]
 
     @classmethod
-    def of_original(cls, model: nn.Module, plan: Plan) -> Start:
+    def of_original(cls, model: nn.Module, plan: Plan) -> Self:
         """Returns the weights and biases of a model in 16 bit, whose solvers will report the values that they round."""
         weights = {layer.name: model.get_parameter(layer.tensor_name) for layer in plan.quantized}
         owners = {layer.name: model.get_submodule(layer.tensor_name.rpartition(".")[0]) for layer in plan.quantized}

@@ -26,7 +26,6 @@ from torch import nn
 
 from quant.base.errors import UserError
 from quant.calibration.placement import device_of
-from quant.recipes.plan import Plan
 from quant.training.qat_layers import Packed
 from quant.training.rounded_weight import RoundedWeight
 
@@ -179,16 +178,6 @@ def train(
     replayed = passes.replays
     passes.close()
     return Trained(losses, seconds, replayed)
-
-
-def default_rate(plan: Plan, train: str = "weights") -> float:
-    """Returns a peak learning rate that did well.
-
-    Weights were measured by benchmarks/training.py (smaller for weight-only rounding), norms in docs/solvers.md.
-    """
-    if train == "norms":
-        return 1e-3
-    return 1e-4 if any(layer.activation is not None for layer in plan.layers) else 6e-5
 
 
 def train_only_norms(model: nn.Module) -> None:

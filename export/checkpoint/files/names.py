@@ -11,13 +11,11 @@ a tensor has its name in the model, and one expert's matrices are `….experts.3
 until they are written.
 """
 
-from __future__ import annotations
-
 import re
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import nn
@@ -82,7 +80,7 @@ class StoredNames:
         in_model = self.parameters.get(weight) or _swap(_apply(self.back, weight), ours)
         return in_model.removesuffix(".weight") + suffix if suffix else in_model
 
-    def as_in(self, source: Collection[str]) -> StoredNames:
+    def as_in(self, source: Collection[str]) -> Self:
         """Returns the names, corrected by a source's own where `renamings` lead to names that the source lacks.
 
         Kimi-K2.5's rule for `blocks` of its vision tower, undone, renames the `layers` of its language model too.
@@ -93,7 +91,7 @@ class StoredNames:
             self, in_source=other, parameters={**self.parameters, **{stored: name for name, stored in other.items()}}
         )
 
-    def with_carried(self, shapes: Mapping[str, Sequence[int]], uncarried: Iterable[str]) -> StoredNames:
+    def with_carried(self, shapes: Mapping[str, Sequence[int]], uncarried: Iterable[str]) -> Self:
         """Returns the names with carried tensors, given their shapes by name on disk, and all other tensors on disk."""
         modules = [
             n.removesuffix(".weight") for n, shape in shapes.items() if n.endswith(".weight") and len(shape) == 2
@@ -106,7 +104,7 @@ class StoredNames:
         trees = [tree for tree in dict.fromkeys(outermost) if tree and tree not in modules]
         return replace(self, carried=tuple(shapes), carried_modules=tuple(modules), carried_trees=tuple(trees))
 
-    def with_joined(self, stored: Collection[str], state: Collection[str]) -> StoredNames:
+    def with_joined(self, stored: Collection[str], state: Collection[str]) -> Self:
         """Returns the names with the modules in 16 bit of `stored`, names on disk, that the model's `state` lacks."""
         # Experts, which are stored one by one, have a pattern.
         weights = [name for name in stored if name.endswith(".weight") and ".experts." not in name]

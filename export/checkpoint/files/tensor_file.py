@@ -11,8 +11,6 @@ on a GPU, from where it comes through pinned buffers, or be computed when its tu
 file takes no more memory than its largest tensor.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math
@@ -23,7 +21,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import Any, BinaryIO, Protocol, Self
 
 import torch
 
@@ -148,7 +146,7 @@ class _Writer:
         self._syncing: Future[None] | None = None
         self._hasher, self._syncer = (ThreadPoolExecutor(1, thread_name_prefix="tensor-file") for _ in range(2))
 
-    def __enter__(self) -> _Writer:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *error: object) -> None:

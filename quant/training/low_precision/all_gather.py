@@ -12,7 +12,6 @@ else sees the tensor that it holds: optimizers, checkpoints and tensors that are
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -133,22 +132,16 @@ def check_gather_in_fp8(model: nn.Module, recipe: TrainingRecipe) -> None:
         )
 
 
-def gather_in_fp8(model: nn.Module) -> None:
-    """Has FSDP2, when it shards the model, gather the weights of low-precision layers in FP8."""
-    _replace_weights(model, lambda weight: ShardInFP8(weight))
+def set_gather(model: nn.Module, *, in_fp8: bool) -> None:
+    """Has FSDP2, when it shards the model, gather the weights of low-precision layers in FP8, or as they are again.
 
-
-def gather_in_16bit(model: nn.Module) -> None:
-    """Undoes `gather_in_fp8` where nothing has been sharded."""
-    _replace_weights(model, lambda weight: weight.tensor if isinstance(weight, ShardInFP8) else None)
-
-
-def _replace_weights(model: nn.Module, replacement: Callable[[torch.Tensor], torch.Tensor | None]) -> None:
-    """Gives low-precision layers new parameters for their weights, one for each that was: tied weights stay tied."""
+    Layers get new parameters for their weights, one for each that was: tied weights stay tied.
+    """
     parameters: dict[torch.Tensor, nn.Parameter] = {}
     for module in model.modules():
         if isinstance(module, LowPrecisionLinear):
-            held = module.weight
-            if held not in parameters and (new := replacement(held.data)) is not None:
+            held, data = module.weight, module.weight.data
+            if held not in parameters and (in_fp8 or isinstance(data, ShardInFP8)):
+                new = data.tensor if isinstance(data, ShardInFP8) else ShardInFP8(data)
                 parameters[held] = nn.Parameter(new, requires_grad=held.requires_grad)
             module.weight = parameters.get(held, held)

@@ -5,8 +5,6 @@ transformers keeps them in `trainer_state.json`, as it does with the states of i
 file in base64, which it reads from whichever folder it resumes.
 """
 
-from __future__ import annotations
-
 import base64
 import re
 import zlib
@@ -28,7 +26,7 @@ from quant.recipes.layers import Layer, LayerKind
 from quant.recipes.plan import Plan, groups_of
 from quant.recipes.plan_make import grouped_layers, make_plan
 from quant.recipes.recipe import Recipe, Rule, get_recipe, matched, no_match
-from quant.training.low_precision.all_gather import check_gather_in_fp8, gather_in_16bit, gather_in_fp8
+from quant.training.low_precision.all_gather import check_gather_in_fp8, set_gather
 from quant.training.low_precision.attention import attend_in_16bit, attend_in_fp8, check_attention
 from quant.training.low_precision.backends import Backend, ForwardContext, choose_backend, is_too_small
 from quant.training.low_precision.common_histories import reduce_amax
@@ -192,7 +190,8 @@ class LowPrecisionTraining:
             f"{counted(sum(s.recipe.name == name for s in states.values()), 'layer')} in {name}: {note}"
             for name, note in self.notes.items()
         ]
-        trained, every = shares(self.model)
+        trained = sum(layer.held.numel() for layer in trained_layers(self.model).values())
+        every = sum(parameter.numel() for parameter in self.model.parameters())
         lines.append(f"{trained / every:.1%} of {every:,} parameters are in these layers")
         lines += [] if self.attention is None else [f"attention: {self.attention}"]
         if self.too_small:
@@ -227,12 +226,6 @@ def training_report(model: nn.Module) -> LowPrecisionTraining:
             "report"
         )
     return replace(report, model=model)
-
-
-def shares(model: nn.Module) -> tuple[int, int]:
-    """Returns how many parameters are in low-precision layers, and how many the model has."""
-    trained = sum(layer.held.numel() for layer in trained_layers(model).values())
-    return trained, sum(parameter.numel() for parameter in model.parameters())
 
 
 def unconsidered(model: nn.Module, reasons: Collection[str]) -> dict[str, list[str]]:
@@ -354,7 +347,7 @@ def to_low_precision_training(
         if each in of_layers.values():
             notes[each.name] = chosen.note + _note_on_experts(model, experts, each, chosen)
     if all_gather_fp8:
-        gather_in_fp8(model)
+        set_gather(model, in_fp8=True)
     # Layers that run as one function have one recipe.
     if len(distinct) == 1 and backends[distinct[0]].name == "native" and not is_rowwise(distinct[0]):
         fuse_gated_mlps(model)
@@ -418,7 +411,7 @@ def to_plain_layers(model: nn.Module) -> None:
     ForwardContext.end(model)
     restore_forwards(model)
     attend_in_16bit(model)
-    gather_in_16bit(model)
+    set_gather(model, in_fp8=False)
     for layer in trained_layers(model).values():
         if isinstance(layer, LowPrecisionLinear):
             del layer.low_precision

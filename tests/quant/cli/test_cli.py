@@ -24,8 +24,8 @@ from samples import BASE, TEXTS
 from quant.base.errors import loss_text
 from quant.calibration.walk import walk
 from quant.cli import console
-from quant.cli.main import COMMANDS, RENAMED, main
-from quant.cli.quantize import MOVED, quantize_command
+from quant.cli.main import COMMANDS, main
+from quant.cli.quantize import quantize_command
 from quant.export.checkpoint.load import load
 from quant.formats.format import FORMATS
 from quant.formats.tensor import quantize
@@ -664,18 +664,9 @@ def test_quantize_has_thirty_three_options_which_help_shows_by_purpose() -> None
     assert text.index("Formats:") < text.index("Rounding:") < text.index("Output:") < text.index("--device ")
 
 
-@pytest.mark.parametrize("name", sorted(MOVED))
-def test_an_option_that_was_moved_names_its_place(name: str) -> None:
-    result = run(quantize_command, "model", f"{name}=1", "--out", "out")
-    assert result.exit_code == 2 and re.fullmatch(rf"error: {name} is (.* since 0\.3|no option).*\n", result.output)
-
-
-@pytest.mark.parametrize("name", sorted(RENAMED))
-def test_a_command_that_was_renamed_names_the_new_one(name: str) -> None:
-    result = run(main, name, "file")
-    assert result.exit_code == 2 and re.fullmatch(
-        rf"error: quant {name} is `quant check .*; options are the same\n", result.output
-    )
+def test_resume_is_what_the_same_command_does() -> None:
+    result = run(quantize_command, "model", "--resume", "--out", "out")
+    assert result.exit_code == 2 and "--resume is no option: the same command by itself continues" in result.stderr
 
 
 def test_the_package_runs_as_a_module() -> None:

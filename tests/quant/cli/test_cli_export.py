@@ -131,8 +131,6 @@ def test_a_difference_is_not_written(checkpoint: Path, tmp_path: Path, monkeypat
     [
         ((BASE, "--to", "onnx"), "make one with `quantize MODEL --format nvfp4 --out DIR`"),
         (("CHECKPOINT", "--to", "tensorrt", "--out", "OUT/e"), "name it with --target, such as sm120"),
-        (("CHECKPOINT", "--to", "triton-server", "--out", "OUT"), "examples/triton_server/model.py serves"),
-        (("CHECKPOINT", "--to", "edge-llm", "--out", "OUT"), "docs/engines.md has the three traps"),
         (
             ("CHECKPOINT", "--to", "tensorrt", "--out", "OUT/e", "--target", "sm42"),
             "unknown target 'sm42'; known targets",

@@ -16,6 +16,7 @@ from samples import BASE
 
 from quant.base.errors import megabytes
 from quant.cli.main import main
+from quant.cli.plan_command import plan_group
 from quant.export.tensorrt.gpu_targets import resolve_target
 from quant.formats.format import FORMATS
 from quant.recipes.plan import Plan
@@ -31,6 +32,12 @@ def quant(*arguments: object) -> Result:
 def plan_file(golden: Plan, tmp_path: Path) -> Path:
     golden.save(tmp_path / "plan.json")
     return tmp_path / "plan.json"
+
+
+@pytest.mark.parametrize("name", plan_group.commands)
+def test_every_command_of_the_group_has_help(name: str) -> None:
+    result = quant("plan", name, "--help")
+    assert result.exit_code == 0 and result.output.startswith(f"Usage: quant plan {name} "), result.output
 
 
 def test_make_writes_the_plan_of_quantize(tmp_path: Path) -> None:
