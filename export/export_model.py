@@ -25,13 +25,7 @@ from quant.base.listener import SILENT, Listener
 from quant.calibration.attention_scales import AttentionScales, collect_attention_scales
 from quant.calibration.layer_result import Quantized
 from quant.calibration.session import Session
-from quant.calibration.texts.sources import (
-    Rows,
-    as_rows,
-    check_sources,
-    packages_of_sources,
-    read_calibration,
-)
+from quant.calibration.texts import sources
 from quant.export.checkpoint.files.directory import check_apart, check_destination, check_parents
 from quant.export.checkpoint.files.layout import LAYOUT_NAMES
 from quant.export.checkpoint.load import describe, is_checkpoint, load, no_checkpoint
@@ -168,12 +162,12 @@ def export_model(
     graph |= {"genai": genai, "kv_cache": kv_cache, "allow_fallback": allow_fallback}
     sampling = {"calib": data, "calib_samples": calib_samples, "seqlen": seqlen}
     _check_options(to, {**build, **graph, **sampling, "inputs": inputs})
-    rows: Rows | torch.Tensor
+    rows: sources.Rows | torch.Tensor
     if isinstance(data, torch.Tensor):
         rows = data
     else:
-        rows = Rows(() if data is None else _several(data), calib_samples, seqlen)
-        check_sources(rows.sources, option("calib"))
+        rows = sources.Rows(() if data is None else _several(data), calib_samples, seqlen)
+        sources.check_sources(rows.sources, option("calib"))
     with ExitStack() as stack:
         stack.enter_context(remote_code(trust_remote_code))
         stored = find_checkpoint(model) if isinstance(model, str | Path) else None
@@ -184,7 +178,7 @@ def export_model(
         stack.enter_context(claimed(path))
         # Loading a model takes longer than everything that is checked here.
         own = [] if stored is None else packages_of(str(stored))
-        read = [] if isinstance(rows, torch.Tensor) else packages_of_sources(rows.sources)
+        read = [] if isinstance(rows, torch.Tensor) else sources.packages_of_sources(rows.sources)
         _check_request(to, stored, path, overwrite, [*own, *read], **build)
         graph_inputs = {name: _parsed_input(name, value) for name, value in (inputs or {}).items()} or None
         with listener.step(f"loading {model}" if stored is not None else "saving the model"):
@@ -360,7 +354,7 @@ def _measured_scales(
     opened: _Opened,
     attention: str,
     kv_cache: str | None,
-    rows: Rows | torch.Tensor,
+    rows: sources.Rows | torch.Tensor,
     session: Session,
     listener: Listener,
 ) -> dict[str, AttentionScales] | None:
@@ -380,8 +374,8 @@ def _measured_scales(
         source = Source(
             name=str(directory), kind=SourceKind.HUGGINGFACE, model=model, state_dict=None, path=directory, dtype=dtype
         )  # fmt: skip
-        data, _ = read_calibration(source, rows, session, listener=listener, plan=plan)
-        rows = as_rows(model, data, "attention's scales")
+        data, _ = sources.read_calibration(source, rows, session, listener=listener, plan=plan)
+        rows = sources.as_rows(model, data, "attention's scales")
     return collect_attention_scales(
         model, rows, kv_format=cache_format, attention_format=attention_format, session=session
     )

@@ -503,7 +503,7 @@ _SERVED = (
 )  # fmt: skip
 
 
-def vllm_problem(plan: Plan, model: Any, layout: str, names: StoredNames | None = None) -> str | None:
+def vllm_problem(plan: Plan, model: Any, layout: str) -> str | None:
     """Returns a sentence on why vLLM does not serve a generative model's checkpoint; None if nothing is known."""
     name = type(model).__name__
     if not type(model).__module__.startswith("transformers."):
@@ -517,7 +517,7 @@ def vllm_problem(plan: Plan, model: Any, layout: str, names: StoredNames | None 
         return f"vLLM does not serve it: {transposed} is a Conv1D, whose weight vLLM transposes as it reads it"
     if problem := first_problem(plan, "vllm-modelopt" if layout == MODELOPT else "vllm"):
         return f"vLLM does not serve it: {problem}"
-    known = _modelopt_warnings(plan, names or StoredNames()) if layout == MODELOPT else _vllm_warnings(plan)
+    known = _modelopt_warnings(plan, StoredNames()) if layout == MODELOPT else _vllm_warnings(plan)
     return next((f"vLLM does not serve it everywhere: {warning}" for warning in known), None)
 
 

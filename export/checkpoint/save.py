@@ -24,6 +24,7 @@ from torch import nn
 from quant.base.errors import UserError, warn
 from quant.base.json_files import read_json, text_as_in_source, typed
 from quant.calibration.session import Store
+from quant.export.checkpoint import other_runtimes
 from quant.export.checkpoint.carry_over import carried_note, carry_over, source_names
 from quant.export.checkpoint.files import compressed_tensors
 from quant.export.checkpoint.files.compressed_tensors import check_plan, compress
@@ -39,13 +40,6 @@ from quant.export.checkpoint.files.write_tensors import (
     write_tensors,
 )
 from quant.export.checkpoint.model_card import write_card
-from quant.export.checkpoint.other_runtimes import (
-    check_experts,
-    check_read_back,
-    hold_device_guard,
-    runtime_warnings,
-    trial_load,
-)
 from quant.formats.tensor import BlockScaledTensor
 from quant.models import huggingface, pipelines
 from quant.models.configs import source_directory
@@ -140,7 +134,7 @@ def checkpoint_warnings(plan: Plan, dtype: torch.dtype, names: StoredNames) -> l
 
     `dtype` is bfloat16 where transformers does not load the model: only transformers has trouble with other dtypes.
     """
-    return [*runtime_warnings(plan, dtype, names), *fusion_warnings(plan), *coverage_warnings(plan)]
+    return [*other_runtimes.runtime_warnings(plan, dtype, names), *fusion_warnings(plan), *coverage_warnings(plan)]
 
 
 # transformers writes these fields on each save. They depend on how an object was loaded, and not on its contents.
@@ -245,7 +239,7 @@ def write_model(
     in_source = () if destination.source is None else source_names(destination.source)
     names = names.as_in(in_source)
     if not allow_missing:
-        check_experts(plan, names)
+        other_runtimes.check_experts(plan, names)
     # Solvers may have given layers rotations, branches or factors of their inputs, which the caller's plan does not
     # list.
     plan = plan_of_model(model, plan)
@@ -271,11 +265,13 @@ def write_model(
             pipelines.write_config(temporary, model, compressed_tensors.quantization_config(plan, names))
         # The trial needs names and shapes only, and so runs while the weights are written. Tensors that were carried
         # over, and prediction heads, are not compared: transformers ignores them.
-        hold_device_guard()
+        other_runtimes.hold_device_guard()
         with ThreadPoolExecutor(1, thread_name_prefix="trial") as thread:
             loading = None
             if of_transformers:
-                loading = thread.submit(trial_load, temporary, model, plan, own, names, allow_missing=allow_missing)
+                loading = thread.submit(
+                    other_runtimes.trial_load, temporary, model, plan, own, names, allow_missing=allow_missing
+                )
             hashes = write_tensors(
                 temporary, tensors, destination.shard_bytes, masks=masks, log=log, carried=names.carried, heads=heads,
                 stem="diffusion_pytorch_model" if is_denoiser(model) else "model",
@@ -283,7 +279,7 @@ def write_model(
         trial = None
         if loading is not None:
             # After the trial, not during it: building a model on the meta device replaces functions of PyTorch.
-            check_read_back(temporary, model)
+            other_runtimes.check_read_back(temporary, model)
             if (trial := loading.result()) is not None:
                 messages = trial.heeded(temporary, messages)
             messages += carried_note(model, names, destination.source)

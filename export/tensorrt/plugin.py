@@ -89,7 +89,7 @@ class Attributes:
     def to_fields(self) -> dict[str, np.ndarray]:
         """Returns one array of one value for each attribute: int32 and float32, as ONNX's parser makes them."""
         return {
-            field.name: np.array([getattr(self, field.name)], np.float32 if field.type == "float" else np.int32)
+            field.name: np.array([getattr(self, field.name)], np.float32 if field.type is float else np.int32)
             for field in fields(self)
         }
 
@@ -97,7 +97,7 @@ class Attributes:
     def from_fields(cls, values: Mapping[str, Any]) -> Self:
         """Makes attributes from the fields that `to_fields` returned; fields that are no attributes are ignored."""
         attributes: dict[str, Any] = {
-            field.name: (float if field.type == "float" else int)(np.ravel(values[field.name])[0])
+            field.name: (float if field.type is float else int)(np.ravel(values[field.name])[0])
             for field in fields(cls)
             if field.name in values
         }

@@ -226,13 +226,11 @@ def dequantize_codes_kernel(
     tl.store(out + n.to(tl.int64)[:, None] * K + k[None, :], w.to(out.dtype.element_ty), mask=inside)
 
 
-def codes_gemm(x: Tensor, weight: BlockScaledTensor, bias: Tensor | None, tiles: Tiles) -> Tensor:
-    """Returns `x @ weight.T + bias`; x, FP16 or BF16, and the weight have contiguous rows, and have been checked."""
-    return prepare_codes_gemm(x, weight, bias, tiles)(x, weight, bias)
-
-
 def prepare_codes_gemm(x: Tensor, weight: BlockScaledTensor, bias: Tensor | None, tiles: Tiles) -> Launch:
-    """Returns `codes_gemm` for arguments like these, with everything decided that does not depend on their values."""
+    """Returns `x @ weight.T + bias` for arguments like these, with all decided that does not depend on their values.
+
+    x, FP16 or BF16, and the weight have contiguous rows, and have been checked.
+    """
     (M, K), N = x.shape, weight.shape[0]
     if not M * N:
         return lambda x, weight, bias: x.new_empty(M, N)

@@ -89,7 +89,6 @@ from quant.kernels.linear.sm90_decode import (
     load_scales,
     scale_rows,
     scales_of_matrix,
-    stored_scales,
     tile_bytes,
     whole_scale,
 )
@@ -776,7 +775,8 @@ def prepare_gemm_many(
     if form == "words":
         w_fields, s_fields = prepacked_fields(weight, depth)
     else:
-        pairs, scale_type = code_pairs(weight).dtype, stored_scales(weight).dtype
+        pairs = code_pairs(weight).dtype
+        scale_type = torch.int16 if weight.format.scale.bits == 8 else weight.scale.dtype
         w_fields = s_fields = fields_of(codes_descriptor(weight, rows))
     y, across = x.new_empty(M, N, dtype=torch.bfloat16), 128 // tiles.groups
     y_fields = matrix_fields(y, wide, across)

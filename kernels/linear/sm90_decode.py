@@ -458,8 +458,3 @@ def codes_descriptor(weight: BlockScaledTensor, rows: int) -> TensorDescriptor:
 def code_pairs(weight: BlockScaledTensor) -> Tensor:
     """Returns the codes `[…, out, in / 2]` by pairs of neighbours in a row: a byte of two of 4 bits, or int16."""
     return weight.codes if weight.format.element.bits == 4 else weight.codes.view(torch.int16)
-
-
-def stored_scales(weight: BlockScaledTensor) -> Tensor:
-    """Returns block scales as the kernel reads them: E8M0 scales in pairs, for 64 columns."""
-    return weight.scale.view(torch.int16) if weight.format.scale.bits == 8 else weight.scale

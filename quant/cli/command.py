@@ -284,14 +284,14 @@ def _trust(context: click.Context, _: click.Parameter, trusted: bool) -> None:
 
 TRUST = click.option("--trust-remote-code", is_flag=True, expose_value=False, callback=_trust,
                      help="Let transformers run the model's own Python files.")  # fmt: skip
+FACTORY = click.option("--model-factory", metavar="FILE.py:FUNCTION", help="Function that builds the module, for a "
+                       "state dict or a directory of weights.")  # fmt: skip
 UNSAFE = click.option("--unsafe-load", is_flag=True, help="Open pickled modules and .pt2, which runs their code.")
 
 
 def model_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """Adds the options that say how to load MODEL where it is not a Hugging Face model."""
-    factory = click.option("--model-factory", metavar="FILE.py:FUNCTION", help="Function that builds the "
-                           "module, for a state dict or a directory of weights.")  # fmt: skip
-    return factory(UNSAFE(TRUST(REVISION(command))))
+    return FACTORY(UNSAFE(TRUST(REVISION(command))))
 
 
 def attention_options(model: Path | None, attention: str | None, kv_cache: str | None) -> RunTimeFormats:

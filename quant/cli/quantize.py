@@ -137,9 +137,7 @@ OF_PLANS = (
 _MACHINE = (
     cli.DEVICE, cli.DEVICES,
     click.option("--memory", metavar="SIZE", help="Memory that may be used: 8GB.  [default: what is free]"),
-    click.option("--model-factory", metavar="FILE.py:FUNCTION",
-                 help="Function that builds the module, for a state dict or a directory of weights."),
-    cli.UNSAFE, cli.TRUST, cli.QUIET, cli.JSON,
+    cli.FACTORY, cli.UNSAFE, cli.TRUST, cli.QUIET, cli.JSON,
 )  # fmt: skip
 
 

@@ -50,22 +50,15 @@ def sensitivity_command(
     from quant.calibration.inputs import call_on_first_row
     from quant.calibration.ranks import rank_and_world
     from quant.calibration.session import Session
-    from quant.calibration.texts.sources import (
-        Rows,
-        as_rows,
-        check_sources,
-        digest_of,
-        packages_of_sources,
-        read_calibration,
-    )
+    from quant.calibration.texts import sources
     from quant.export.checkpoint.load import open_original
     from quant.run.announcements import announce_device, announce_source
     from quant.run.same_on_ranks import check_same
 
     # Before the model writes text, which takes minutes.
     parse_candidates(options["formats"])
-    check_sources(calib, "--calib")
-    check_installed([*packages_of(model), *packages_of_sources(calib)], "this measurement")
+    sources.check_sources(calib, "--calib")
+    check_installed([*packages_of(model), *sources.packages_of_sources(calib)], "this measurement")
     if out is not None:
         check_apart(out, find_model(model), *calib)
     terminal = listener(quiet or as_json)
@@ -79,10 +72,12 @@ def sensitivity_command(
     announce_source(terminal, source)
     with terminal.stages() as progress:
         session = replace(session, progress=progress)
-        data, _ = read_calibration(source, Rows(calib, samples, seqlen, seed), session, listener=terminal)
-        rows = as_rows(module, data, "a sensitivity table")
+        data, _ = sources.read_calibration(
+            source, sources.Rows(calib, samples, seqlen, seed), session, listener=terminal
+        )
+        rows = sources.as_rows(module, data, "a sensitivity table")
         # Scores are sums over rows that ranks share: different text would add up without an error.
-        check_same({"the calibration text": digest_of(rows)}, session, WatchedFiles(source.path).files)
+        check_same({"the calibration text": sources.digest_of(rows)}, session, WatchedFiles(source.path).files)
         if rows.is_floating_point():
             options["run"] = call_on_first_row(rows)
         sensitivity = score(

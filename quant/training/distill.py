@@ -26,17 +26,7 @@ from quant.calibration.layer_result import unmeasured_result
 from quant.calibration.outputs.logits import check_evaluable
 from quant.calibration.placement import describe, device_of, find_device
 from quant.calibration.session import Session
-from quant.calibration.texts.sources import (
-    Rows,
-    check_sources,
-    check_tokenizers,
-    must_write,
-    packages_of_sources,
-    read_calibration,
-    read_texts,
-    tokenizer_if_any,
-    written_share,
-)
+from quant.calibration.texts import sources
 from quant.calibration.walk.expected_time import expected_time, time_of_training
 from quant.evaluation.evaluate import evaluate_texts
 from quant.evaluation.evaluation import Evaluation
@@ -213,10 +203,10 @@ def _distill_checkpoint(
     check_apart(out, directory, teacher, *options.data, *options.eval_texts)
     check_destination(out, overwrite=overwrite)
     eval_texts = tuple(map(str, options.eval_texts))
-    check_sources(options.data, option("data"))
-    check_sources(eval_texts, option("eval"))
+    sources.check_sources(options.data, option("data"))
+    sources.check_sources(eval_texts, option("eval"))
     packages = [name for model in (str(directory), teacher) for name in packages_of(model)]
-    check_installed([*packages, *packages_of_sources((*options.data, *eval_texts))], "this training")
+    check_installed([*packages, *sources.packages_of_sources((*options.data, *eval_texts))], "this training")
     if options.cache_teacher is not None:
         check_cache(Path(options.cache_teacher), teacher, out, options.hidden)
     with claimed(out):
@@ -231,9 +221,9 @@ def _distill_checkpoint(
         with listener.step(f"loading {directory}"):
             source, student = open_runnable(str(directory))
             student.to(session.device)
-        tokenizer = tokenizer_if_any(source)
-        check_tokenizers(teacher, str(directory), inputs.tokenizer, tokenizer)
-        texts = read_texts(source, Rows(eval_texts, options.eval_samples, options.seqlen))
+        tokenizer = sources.tokenizer_if_any(source)
+        sources.check_tokenizers(teacher, str(directory), inputs.tokenizer, tokenizer)
+        texts = sources.read_texts(source, sources.Rows(eval_texts, options.eval_samples, options.seqlen))
         for text in texts.values():
             # Refused here, and not when the training is over.
             check_evaluable(student, text)
@@ -296,7 +286,7 @@ def prepare_distill_inputs(
         model.requires_grad_(False).eval().to(session.device)
     _announce_time(source, model, plan, options, session, listener)
     # Data is read while the teacher is in memory: it writes the text of "mix" and "self".
-    data, tokenizer = ", ".join(options.data) or "mix", tokenizer_if_any(source)
+    data, tokenizer = ", ".join(options.data) or "mix", sources.tokenizer_if_any(source)
     with listener.stages() as progress:
         rows = _training_rows(source, options, session, progress, listener)
         if options.cache_teacher is None:
@@ -313,9 +303,9 @@ def _announce_time(
 ) -> None:
     """Says before anything slow starts how long text and training will take."""
     samples = min(options.samples, options.steps * options.batch_size)
-    share = written_share(options.data, has_tokenizer=tokenizer_if_any(source) is not None)
-    rows = Rows(options.data, samples, options.seqlen, session.seed, at_most=True)
-    written = round(share * samples * options.seqlen) if share and must_write(source, rows, session) else 0
+    share = sources.written_share(options.data, has_tokenizer=sources.tokenizer_if_any(source) is not None)
+    rows = sources.Rows(options.data, samples, options.seqlen, session.seed, at_most=True)
+    written = round(share * samples * options.seqlen) if share and sources.must_write(source, rows, session) else 0
     text = expected_time(model, plan, session, rows=samples, seqlen=options.seqlen, written=written).writing
     training = time_of_training(model, plan, session, options.steps, options.batch_size * options.seqlen)
     listener.message(
@@ -353,8 +343,8 @@ def _training_rows(
     source: Source, options: DistillOptions, session: Session, progress: StageProgress, listener: Listener
 ) -> torch.Tensor:
     samples = min(options.samples, options.steps * options.batch_size)
-    source_rows = Rows(options.data, samples, options.seqlen, session.seed, at_most=True)
-    rows, _ = read_calibration(source, source_rows, replace(session, progress=progress), listener=listener)
+    source_rows = sources.Rows(options.data, samples, options.seqlen, session.seed, at_most=True)
+    rows, _ = sources.read_calibration(source, source_rows, replace(session, progress=progress), listener=listener)
     if not isinstance(rows, torch.Tensor):
         raise UserError(
             f"{option('data')}: distillation reads rows of token ids; give text, or token ids in safetensors"

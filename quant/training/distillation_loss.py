@@ -19,7 +19,7 @@ from quant.calibration.placement import device_of
 from quant.recipes.callers_model import inner_model
 from quant.recipes.solver_names import parse_solver
 from quant.training.kl import LogitTeacher, Teacher, chunked_kl, run_to_head
-from quant.training.rounded_weight import plan_in_training
+from quant.training.rounded_weight import PLAN
 from quant.training.teacher_cache import CachedTeacher
 
 _TINY = torch.finfo(torch.float32).tiny
@@ -97,7 +97,7 @@ def _check_student(model: nn.Module, wants_hidden: bool) -> None:
             f"{type(model).__name__}: an encoder-decoder; distillation is for causal language models, so train it on "
             "its own loss"
         )
-    plan = plan_in_training(model)
+    plan = getattr(model, PLAN, None) or getattr(model, "quantization_plan", None)
     merged = [each.solver for each in plan.quantized if parse_solver(each.solver).merges_rotations] if plan else []
     if wants_hidden and merged:
         raise UserError(

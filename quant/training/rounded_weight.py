@@ -34,7 +34,6 @@ from quant.kernels.training.fake_rounding import (
     measured_scale,
     round_weight,
 )
-from quant.recipes.plan import Plan
 
 SCALES = ("recomputed", "frozen", "learned")
 PLAN = "_qat_plan"  # attribute of a prepared model
@@ -438,8 +437,3 @@ class RoundedWeight(nn.Module):
     def extra_repr(self) -> str:
         text = f"{list(self.weight.shape)}, weight={self.weight_format}, scales={self.scales}"
         return text if self.activation_format is None else f"{text}, activation={self.activation_format}"
-
-
-def plan_in_training(model: nn.Module) -> Plan | None:
-    """Returns the plan of a prepared model, or of a quantized one of transformers."""
-    return getattr(model, PLAN, None) or getattr(model, "quantization_plan", None)

@@ -29,6 +29,10 @@ TILES = {
 }
 
 
+def codes_gemm(x: torch.Tensor, weight: BlockScaledTensor, bias: torch.Tensor | None, tiles: Tiles) -> torch.Tensor:
+    return portable_codes_gemm.prepare_codes_gemm(x, weight, bias, tiles)(x, weight, bias)
+
+
 def every_code_at_every_scale(format: Format) -> BlockScaledTensor:
     """`[scales, codes]`: row r has scale code r in all its blocks, column c the element code c."""
     count = 1 << format.element.bits
@@ -81,7 +85,7 @@ def test_every_code_at_every_scale_multiplies_exactly(format: str, tiles: str) -
     )
     x = torch.eye(weight.shape[1], dtype=torch.bfloat16)
     with interpreted():
-        y = portable_codes_gemm.codes_gemm(x, weight, None, TILES[tiles])
+        y = codes_gemm(x, weight, None, TILES[tiles])
     assert torch.equal(y, weight.dequantize(torch.bfloat16).T)
 
 
@@ -113,7 +117,7 @@ def test_odd_shapes_against_float64(format: str, tiles: str, dtype: torch.dtype)
     weight = quantize(torch.randn(rows, columns), FORMATS[format])
     x, bias = torch.randn(tokens, columns).to(dtype), torch.randn(rows).to(dtype)
     with interpreted():
-        y = portable_codes_gemm.codes_gemm(x, weight, bias, TILES[tiles])
+        y = codes_gemm(x, weight, bias, TILES[tiles])
     close_to_float64(y, x, weight, bias)
 
 
@@ -121,8 +125,8 @@ def test_strided_rows_and_no_tokens() -> None:
     weight = quantize(torch.randn(40, 64), FORMATS["nvfp4"])
     wide = torch.randn(6, 200).bfloat16()
     with interpreted():
-        y = portable_codes_gemm.codes_gemm(wide[::2, 8:72], weight, None, TILES["plain"])
-        empty = portable_codes_gemm.codes_gemm(wide[:0, :64], weight, None, TILES["plain"])
+        y = codes_gemm(wide[::2, 8:72], weight, None, TILES["plain"])
+        empty = codes_gemm(wide[:0, :64], weight, None, TILES["plain"])
     close_to_float64(y, wide[::2, 8:72], weight, None)
     assert empty.shape == (0, 40)
 
@@ -142,7 +146,7 @@ def test_nothing_is_written_outside_the_result(monkeypatch: pytest.MonkeyPatch) 
     for tiles in TILES.values():
         poison.fill_(-12345.0)
         with interpreted():
-            y = portable_codes_gemm.codes_gemm(x, weight, None, tiles)
+            y = codes_gemm(x, weight, None, tiles)
         close_to_float64(y, x, weight, None)
         assert bool((poison[:guard] == -12345).all()) and bool((poison[-guard:] == -12345).all())
 
@@ -150,9 +154,9 @@ def test_nothing_is_written_outside_the_result(monkeypatch: pytest.MonkeyPatch) 
 def test_arrival_counters_are_left_at_zero() -> None:
     weight, x = quantize(torch.randn(70, 256), FORMATS["int4"]), torch.randn(3, 256).bfloat16()
     with interpreted():
-        first = portable_codes_gemm.codes_gemm(x, weight, None, TILES["split"])
+        first = codes_gemm(x, weight, None, TILES["split"])
         assert not arrival_counters(x, 1).any()
-        assert torch.equal(portable_codes_gemm.codes_gemm(x, weight, None, TILES["split"]), first)
+        assert torch.equal(codes_gemm(x, weight, None, TILES["split"]), first)
 
 
 # Compiled for GPUs that are not here
