@@ -322,9 +322,8 @@ class _Rewriter:
             return
         if self.total is None:
             _, keys, lengths = scatter.inputs
-            tokens = self.add(node, "Shape", keys, start=2, end=3)
-            longest = self.add(node, "ReduceMax", lengths, keepdims=1)
-            self.total = self.add(node, "Add", tokens, longest)
+            after = self.add(node, "Add", lengths, self.add(node, "Shape", keys, start=2, end=3))
+            self.total = self.add(node, "ReduceMax", after, keepdims=1)  # as in `grouped_attention`
         for index, axis in ((1, 2), (2, 2), (3, 3)):
             value = node.inputs[index]
             if (value, axis) not in self.sliced:
