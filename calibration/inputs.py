@@ -135,6 +135,11 @@ class Inputs:
         sizes = [tensor.shape[1] for call in self.calls for tensor in _tensors(call) if tensor.dim() > 1]
         return torch.Size((len(self.calls), max(sizes, default=1)))
 
+    @property
+    def device(self) -> torch.device:
+        """Where the tensors of the first call are."""
+        return _tensors(self.calls[0])[0].device
+
     def tensors(self) -> list[torch.Tensor]:
         """Returns all tensors, in the order of the calls."""
         return [tensor for call in self.calls for tensor in _tensors(call)]

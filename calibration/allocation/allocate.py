@@ -275,7 +275,7 @@ def allocate(
     space = make_space(model, goal, settings)
     # Infeasible budgets are refused before the model runs for the first time.
     space.explain(goal, space.problem())
-    loop, scoring, seconds_to_score = _loop(model, space, rows, held_out, goal, counts, settings, session)
+    loop, scoring, seconds_to_score = make_loop(model, space, rows, held_out, goal, counts, settings, session)
     bench, layers = loop.bench, (each for members in space.groups.values() for each in members)
     rows_solved = rows_where_solved(
         layers, space.candidates.values(), goal, settings.solver, len(rows), counts, bench.searched.device
@@ -313,7 +313,7 @@ def allocate(
     return Allocation(_with_verified(loop.plan(best.choice), verified), record, loop.scores, quantized)
 
 
-def _loop(
+def make_loop(
     model: nn.Module,
     space: Space,
     rows: torch.Tensor,
@@ -323,7 +323,7 @@ def _loop(
     options: Options,
     session: Session,
 ) -> tuple[Loop, Scoring, float]:
-    """Scores each group in each format; returns the loop that measures choices by the scores, and seconds to score."""
+    """Scores each group in each format; returns the loop that measures choices, the scoring, and its seconds."""
     # With too few rows, the later uses take the rows of the scores again.
     scored, remaining = rows[: counts.score_rows], rows[counts.score_rows :]
     if held_out is None:

@@ -19,6 +19,7 @@ from quant.calibration.allocation.goal import CurvePoint, Goal, Round
 from quant.calibration.allocation.measure_choices import Bench, Counts, Search, uniform_choices
 from quant.calibration.allocation.space import Space, key_of
 from quant.calibration.sensitivity.cached_run import CachedRun
+from quant.calibration.sensitivity.divergence import Prediction
 from quant.calibration.sensitivity.knapsack import SCORE, Infeasible, KnapsackProblem, pareto, smallest, solve
 from quant.calibration.sensitivity.table import Sensitivity
 from quant.recipes.plan import Plan
@@ -149,7 +150,7 @@ class Loop:
     def limit_text(self) -> str:
         """Returns the limit as the user named it."""
         if self.goal.max_kl is not None:
-            return f"max_kl {self.goal.max_kl:g}"
+            return f"max_{'error' if isinstance(self.bench.divergence, Prediction) else 'kl'} {self.goal.max_kl:g}"
         if self.goal.min_task is not None:
             return f"min_task {self.goal.min_task:g}"
         return f"max_ppl_increase {100 * (self.goal.max_ppl_increase or 0.0):g}%"

@@ -162,7 +162,8 @@ class Goal:
         latency: seconds of one decoding step with that cache, on the GPU or table that `target` names.
         target: runtimes (only their formats are offered) and at most one GPU or table of kernel times.
         power: watts of the GPU's power mode, by which `latency` is counted; None for its full clock.
-        max_kl: largest measured KL(base‖model); of classes for a classifier, 1 − cosine for an encoder.
+        max_kl: largest measured KL(base‖model); of classes for a classifier, 1 − cosine for an encoder, the relative
+            error of the prediction for a denoiser.
         max_ppl_increase: largest relative increase of perplexity.
         min_task: least share of the original's right answers, to the questions of `HeldOut.task`.
     """

@@ -19,7 +19,7 @@ from quant.calibration.allocation.goal import BudgetKind, Uniform, Verified
 from quant.calibration.allocation.space import Space, key_of
 from quant.calibration.evaluating import mean_interval, paired_interval
 from quant.calibration.sensitivity.cached_run import CachedRun
-from quant.calibration.sensitivity.divergence import Divergence, Later, NextToken
+from quant.calibration.sensitivity.divergence import Divergence, Later, NextToken, Prediction
 from quant.calibration.sensitivity.knapsack import Infeasible, KnapsackProblem, Near, solve
 from quant.calibration.sensitivity.switchable_model import SwitchableModel
 from quant.calibration.sensitivity.table import KEPT
@@ -284,7 +284,9 @@ class Bench:
     def limited_loss(self, choice: np.ndarray) -> float:
         """Returns what a limit is on: `loss`, the increase of perplexity on the worst text, or the answers lost."""
         if self.limited == BudgetKind.KL:
-            return self.loss(choice)
+            loss = self.loss(choice)
+            # The squares of a denoiser's errors add up, and its limit is on the error.
+            return math.sqrt(loss) if isinstance(self.divergence, Prediction) else loss
         if self.limited == BudgetKind.TASK:
             return self._answers_lost(self._right(choice))
         self._next_token()

@@ -78,7 +78,7 @@ class CachedRun:
     @property
     def is_queued(self) -> bool:
         """Whether the device works on its own, so that `start_loss` returns before the loss is known."""
-        return self.rows.is_cuda
+        return self.rows.device.type == "cuda"
 
     def loss(self, choice: Mapping[str, str]) -> float:
         """Measures `choice` from the first block that differs from the cached run; without one, with a whole run."""
@@ -136,7 +136,7 @@ class CachedRun:
         # Distributions of all positions in FP32, computed once if they fit, else again in every measurement.
         vocabulary = getattr(getattr(self.switchable.model, "config", None), "vocab_size", 0)
         room = _DISTRIBUTIONS.get(self.rows.device.type, _DISTRIBUTIONS["cpu"])
-        if self.rows.is_cuda:
+        if self.is_queued:
             # Rows that run one by one are measured once or twice.
             room = 0 if self.by_row else int(_LOGITS_SHARE * (free_memory(self.rows.device) - _RESERVE))
         keep = 4 * self.rows.numel() * vocabulary <= room

@@ -3,6 +3,7 @@
     next token   KL(base‖model) over the vocabulary, at every position of a row but the last
     class        KL(base‖model) over the classes, one figure a row
     embedding    1 − cosine of the mean last hidden state, one figure a row
+    prediction   |y' − y|² / |y|² of a denoiser, one figure a call; without a probe
 
 All are zero and flat at the original, so near it they are quadratic forms: ½ δᵀ F δ, with F the Fisher information.
 `probe` draws a random function of the output whose gradient g has E[g gᵀ] = F: for next tokens or classes the negative
@@ -24,7 +25,7 @@ row from the rows of W before they are rounded to BF16.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -34,7 +35,7 @@ from torch.linalg import vecdot
 from quant.calibration.fast_matmul import PairedWeight, difference_dtype, has_pairs
 from quant.calibration.outputs.logits import Logits, logits_of
 from quant.calibration.texts.rows import trial_rows
-from quant.recipes.blocks import output_of
+from quant.recipes.blocks import is_denoiser, output_of
 from quant.recipes.layers import output_head
 
 
@@ -82,6 +83,8 @@ def start_sum(values: torch.Tensor, name_of: Callable[[int], str], quantity: str
 
 def divergence_of(model: nn.Module, rows: torch.Tensor) -> Divergence:
     """Returns the divergence for `model`: of next tokens with an output head, of classes for one vector a row."""
+    if is_denoiser(model):
+        return Prediction(model)
     head = output_head(model)
     if head is not None:
         return NextToken(model, head)
@@ -261,8 +264,36 @@ class Embeddings:
         return torch.nn.functional.normalize(last_hidden(self.model(rows)).float().mean(dim=1), dim=-1)
 
 
-Divergence = NextToken | Embeddings
-"""A distance to the original model, over rows of token ids."""
+class Prediction:
+    """The relative squared error of what a denoiser predicts, noise or velocity."""
+
+    unit = "relative squared error of the prediction"
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+
+    def count(self, rows: torch.Tensor) -> int:
+        return len(rows)
+
+    def reference(self, rows: torch.Tensor, *, keep: bool = False) -> Any:
+        with torch.no_grad():
+            return prediction_of(self.model(rows))
+
+    def measure(self, rows: torch.Tensor, reference: Any, first_row: int = 0) -> Later:
+        with torch.no_grad():
+            error = (prediction_of(self.model(rows)) - reference).square().sum() / reference.square().sum()
+        return start_sum(error[None], lambda _: f"call {first_row}", "the prediction")
+
+
+def prediction_of(result: Any) -> torch.Tensor:
+    """Returns what a denoiser predicts, flat and in float32; Z-Image gives a list of images."""
+    first = result[0] if isinstance(result, tuple | list | Mapping) else result
+    parts = first if isinstance(first, list) else [first]
+    return torch.cat([part.float().flatten() for part in parts])
+
+
+Divergence = NextToken | Embeddings | Prediction
+"""A distance to the original model, over rows of token ids, or calls of a denoiser."""
 
 
 def last_hidden(result: Any) -> torch.Tensor:

@@ -40,9 +40,18 @@ from torch.linalg import vecdot
 from quant.base.atomic import write_atomically
 from quant.base.errors import known_names
 from quant.base.json_files import read_json, typed
+from quant.calibration.inputs import Inputs
 from quant.calibration.ranks import gathered, rank_and_world, wait_for_all
 from quant.calibration.sensitivity.cached_run import CachedRun
-from quant.calibration.sensitivity.divergence import Divergence, NotFinite, divergence_of, finite, finite_sum
+from quant.calibration.sensitivity.divergence import (
+    Divergence,
+    Embeddings,
+    NextToken,
+    NotFinite,
+    divergence_of,
+    finite,
+    finite_sum,
+)
 from quant.calibration.sensitivity.group_solutions import GroupSolution, Key, digest_of
 from quant.calibration.sensitivity.switchable_model import (
     FormatChoice,
@@ -212,6 +221,8 @@ class Method:
 
 class FisherMethod(Method):
     """One unit is one row: a forward and a backward pass for each probe."""
+
+    divergence: NextToken | Embeddings  # those that have one
 
     def work(self, name: str) -> Result:
         index = int(name.split()[1])
@@ -403,5 +414,6 @@ def _key(
             flat = weight.detach().flatten()
             sample = flat[:: max(flat.numel() // 256, 1)].float().cpu().contiguous()
             digest.update(repr((layer.name, tuple(weight.shape))).encode() + sample.numpy().tobytes())
-    digest.update(rows.cpu().contiguous().view(torch.uint8).numpy().tobytes())
+    for tensor in rows.tensors() if isinstance(rows, Inputs) else [rows]:
+        digest.update(tensor.cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()

@@ -31,7 +31,7 @@ GROUPS = {
         "--effort", "--solver", "--guard", "--observer", "--calib", "--calib-samples", "--seqlen", "--eval",
         "--eval-samples", "--seed",
     ),
-    "Pipelines of diffusers": ("--components", "--steps", "--guidance"),
+    "Pipelines of diffusers": ("--components", "--steps", "--guidance", "--max-error"),
     "Output": ("--out", "--overwrite", "--restart", "--allow-missing", "--dry-run", "--quiet", "--json"),
     "Machine": ("--device", "--devices", "--memory"),
 }  # fmt: skip
@@ -92,6 +92,8 @@ OF_PIPELINES = (
     click.option("--steps", type=click.IntRange(min=1), metavar="N",
                  help="Steps of denoising for calibration.  [default: the pipeline's]"),
     click.option("--guidance", type=float, metavar="SCALE", help="Guidance scale.  [default: the pipeline's]"),
+    click.option("--max-error", type=float, metavar="RATIO",
+                 help="Find the smallest model whose predictions differ by less, relatively: 0.05."),
 )  # fmt: skip
 _BUDGET = (
     click.option("--bits", type=float,

@@ -3,7 +3,7 @@
     plan       of each component, from its config alone          wrong options end here, before weights are read
     denoise    the original pipeline makes an image of each prompt; calls of its components are kept, some per prompt,
                drawn so that all prompts together cover the whole trajectory
-    choose     formats within --bits, where that is given (`denoiser_budget`)
+    choose     formats within --bits or --max-error, where one is given (`denoiser_budget`)
     solve      each component by `run`, as a module in memory
     measure    relative error of what the denoiser predicts, by timestep, on prompts that calibrated nothing; then
                images of the same seeds, compared by PSNR and SSIM
@@ -36,6 +36,7 @@ from quant.base.listener import SILENT, Listener
 from quant.calibration.evaluating import evaluating
 from quant.calibration.inputs import Arguments, Inputs, recorded, taking_inputs
 from quant.calibration.placement import find_device, placed
+from quant.calibration.sensitivity.divergence import prediction_of
 from quant.calibration.texts.mixture import lacks_data
 from quant.evaluation.images import image_figures
 from quant.export.checkpoint.files.directory import DENOISING, new_directory
@@ -49,7 +50,7 @@ from quant.recipes.plan import Plan
 from quant.report.charts import short_name
 from quant.report.denoising import denoising_html
 from quant.report.report import Report
-from quant.run.denoiser_budget import choose_formats, prediction_of, timestep_of
+from quant.run.denoiser_budget import choose_formats, timestep_of
 from quant.run.job import Outcome
 from quant.run.request import AllocationRequest, Request
 from quant.run.run import run
@@ -104,8 +105,7 @@ def _run_pipeline(request: Request, listener: Listener) -> PipelineOutcome:
     sensitivity: dict[str, Any] = {}
     for name in names if request.goal else ():
         with listener.step(f"measuring what each layer of {name} loses"):
-            choice = choose_formats(getattr(pipe, name), data[name], request, device, name)
-        plans[name], sensitivity[name] = choice.plan, choice.by_block
+            plans[name], sensitivity[name] = choose_formats(getattr(pipe, name), data[name], request, device, name)
     assert request.out is not None
     with new_directory(request.out, overwrite=request.overwrite) as temporary:
         for entry in sorted(each for each in path.iterdir() if each.name not in names):
@@ -113,7 +113,8 @@ def _run_pipeline(request: Request, listener: Listener) -> PipelineOutcome:
         reports, tables = {}, {}
         for name in names:
             model = getattr(pipe, name)
-            measured = _NoiseError(model, held_out.get(name, []), device)
+            limit = None if request.goal is None else request.goal.max_kl
+            measured = _NoiseError(model, held_out.get(name, []), device, limit)
             component = replace(
                 _in_memory(request, model), out=temporary / name, data=data.get(name), overwrite=False,
                 noise=measured.notes,
@@ -331,8 +332,10 @@ class _NoiseError:
     table: the relative error of its predictions at each timestep, from noise to image, and `all` of them together.
     """
 
-    def __init__(self, model: nn.Module, calls: Sequence[Arguments], device: torch.device | None) -> None:
-        self.calls, self.device = calls, device
+    def __init__(
+        self, model: nn.Module, calls: Sequence[Arguments], device: torch.device | None, limit: float | None
+    ) -> None:
+        self.calls, self.device, self.limit = calls, device, limit
         self.before = self._predictions(model)
         self.table: dict[str, float] = {}
 
@@ -355,7 +358,13 @@ class _NoiseError:
         self.table = {key: math.sqrt(wrong / whole) if whole else 0.0 for key, (wrong, whole) in sums.items()}
         worst = max((key for key in self.table if key != "all"), key=self.table.__getitem__)
         each = ", ".join(f"{key}: {error:.2%}" for key, error in self.table.items() if key != "all")
-        return [
+        notes = [
             f"relative error of the predicted noise on held-out prompts: {self.table['all']:.2%}, at most "
             f"{self.table[worst]:.2%} at timestep {worst}; by timestep {each}"
         ]
+        if self.limit is not None and self.table["all"] > self.limit:
+            notes.append(
+                f"--max-error {self.limit:g} holds on the calls that chose formats, and not on held-out prompts: "
+                f"{self.table['all']:.4g}; give a lower limit, or more prompts"
+            )
+        return notes

@@ -64,6 +64,7 @@ class AllocationRequest:
     max_kl: float | None = None
     max_ppl_increase: str | None = None
     min_task: str | None = None
+    max_error: float | None = None  # of a denoiser's prediction, relative
     formats: str | Sequence[str] | None = None
     method: str | None = None
     pin: tuple[str, ...] = ()
@@ -81,7 +82,7 @@ class AllocationRequest:
             if is_given and all(getattr(self, user) is None for user in users):
                 named = " and ".join(map(spell, users))
                 raise UserError(f"{spell(size)} means something to {named} only; leave it out, or give one too")
-        if all(getattr(self, budget) is None for budget in _BUDGETS):
+        if all(getattr(self, budget) is None for budget in (*_BUDGETS, "max_error")):
             needless = ("formats", "method", "target", "power", "pin", "forbid", "at_least", "sensitivity", "search")
             for name in needless:
                 if getattr(self, name) not in (None, (), "", []):
@@ -98,7 +99,7 @@ class AllocationRequest:
             latency=read_quantity(spell("latency"), self.latency, "time"),
             target=self.target,
             power=read_quantity(spell("power"), self.power, "power"),
-            max_kl=self.max_kl,
+            max_kl=self.max_error if self.max_kl is None else self.max_kl,
             max_ppl_increase=read_quantity(spell("max_ppl_increase"), self.max_ppl_increase, "ratio"),
             min_task=None if self.task is None else self.task[1],
         )
@@ -364,20 +365,19 @@ class Request:
     def _check_pipeline(self) -> None:
         """Refuses options of pipelines for other models, and others for pipelines."""
         if not self.is_pipeline:
-            if given := self._given("components", "steps", "guidance"):
+            error = [] if self.budget.max_error is None else ["--max-error"]
+            if given := [*self._given("components", "steps", "guidance"), *error]:
                 raise UserError(
                     f"{given[0]}: is for a pipeline of diffusers, a directory with model_index.json; leave it out"
                 )
             return
         if self.plan_out is not None:
             raise UserError(
-                f"{self.model}: a pipeline has a plan for each component; `quantize {self.model} … --dry-run` "
-                "shows them"
+                f"{self.model}: a pipeline has a plan for each component: `quantize {self.model}` with --dry-run shows "
+                "them, and with --bits 6 or --max-error 0.05 chooses their formats"
             )
         if given := self._given("eval_texts", "kv_cache", "lm_head", "plan_file", "model_factory"):
             raise UserError(f"{given[0]}: means nothing to a pipeline of diffusers; leave it out")
-        if self.goal is not None and (self.goal.bits is None or self.goal.has_limit or self._given("kv_bits")):
-            raise UserError(f"{self.model}: formats of a pipeline are chosen within --bits alone; leave the others out")
         if self.is_gguf:
             raise UserError(f"--out {self.out}: a pipeline is written to a directory; name one")
 

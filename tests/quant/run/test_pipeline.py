@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 from collections.abc import Callable
@@ -18,8 +19,11 @@ pytest.importorskip("diffusers", reason="the extra diffusion")
 from tiny_denoisers import PIPELINES, SMALL, noise_of, tiny_image, tiny_pipeline
 
 import quant
+from quant.calibration.statistics import static_input_scale
+from quant.cli.main import main
 from quant.cli.quantize import quantize_command
 from quant.formats.format import FORMATS
+from quant.formats.scaling import global_scale_of
 from quant.formats.tensor import fake_quantize, round_activation
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*of the weights are not quantized", "ignore:.*float32")
@@ -142,7 +146,7 @@ def test_formats_are_chosen_within_a_budget_by_what_the_prediction_loses(
     assert 5.5 < 8 * sum(layer.nbytes for layer in open_layers) / sum(layer.numel for layer in open_layers) <= 6
     recorded = json.loads((out / "denoising.json").read_text())
 
-    # The score of a group from outside: its weight rounded in the model, its input before the layer.
+    # The error of a block from outside: its weights rounded in the model, its inputs before each layer.
     import diffusers
 
     model = diffusers.SD3Transformer2DModel.from_pretrained(
@@ -162,24 +166,50 @@ def test_formats_are_chosen_within_a_budget_by_what_the_prediction_loses(
     assert set(block) == set(exact)
     nvfp4 = FORMATS["nvfp4"]
     members = [layer for layer in open_layers if layer.name.startswith("transformer_blocks.2.")]
-    sums = dict.fromkeys(exact, 0.0)
-    for group in {layer.group or layer.name for layer in members}:
-        with torch.no_grad():
-            layers = [model.get_submodule(each.name) for each in members if (each.group or each.name) == group]
-            before = [layer.weight.clone() for layer in layers]
-            for layer in layers:
-                layer.weight.copy_(fake_quantize(layer.weight.float(), nvfp4))
-            hooks = [
-                layer.register_forward_pre_hook(lambda _, args: round_activation(args[0], nvfp4, None))
-                for layer in layers
-            ]
-            for time, (_, kwargs) in calls.items():
-                error = (noise_of(model, kwargs) - exact[time]).square().sum() / exact[time].square().sum()
-                sums[time] += float(error)
-            for layer, weight, hook in zip(layers, before, hooks, strict=True):
-                layer.weight.copy_(weight)
-                hook.remove()
-    assert {time: e**0.5 for time, e in sums.items()} == pytest.approx(block, rel=1e-3)
+    layers = {layer.name: model.get_submodule(layer.name) for layer in members}
+    inputs: dict[str, list[torch.Tensor]] = {name: [] for name in layers}
+    hooks = [
+        layer.register_forward_pre_hook(lambda _, args, name=name: inputs[name].append(args[0]))
+        for name, layer in layers.items()
+    ]
+    for _, kwargs in calls.values():
+        noise_of(model, kwargs)
+    for hook in hooks:
+        hook.remove()
+    scales = {name: static_input_scale(torch.stack([x.abs().amax() for x in xs]).amax(), nvfp4, torch.bfloat16)
+              for name, xs in inputs.items()}  # fmt: skip
+    shared = {}
+    for each in members:
+        group = [
+            layers[other.name].weight for other in members if (other.group or other.name) == (each.group or each.name)
+        ]
+        shared[each.name] = global_scale_of(torch.stack([w.abs().amax().float() for w in group]).amax(), nvfp4)
+    with torch.no_grad():
+        for name, layer in layers.items():
+            layer.weight.copy_(fake_quantize(layer.weight.float(), nvfp4, global_scale=shared[name]))
+            layer.register_forward_pre_hook(lambda _, args, scale=scales[name]: round_activation(args[0], nvfp4, scale))
+    noise = {time: noise_of(model, kwargs) for time, (_, kwargs) in calls.items()}
+    expected = {time: float((noise[time] - y).norm() / y.norm()) for time, y in exact.items()}
+    assert expected == pytest.approx(block, rel=1e-3)
+
+    # A limit on the error: what is chosen keeps it, rounded to nearest, and one format smaller does not.
+    result = _quantize(pipeline("SD3"), "--max-error", "0.03", "--calib", file, *_STEPS, "--out", tmp_path / "limited")
+    assert result.exit_code == 0, result.output
+    limited = quant.Plan.load(tmp_path / "limited/transformer/plan.json")
+    assert {str(layer.weight) for layer in limited.layers if layer.score is not None} >= {"nvfp4", "fp8_channel"}
+    errors = {}
+    for name, chosen in (("limited", limited), ("nvfp4", "nvfp4")):
+        rounded = diffusers.SD3Transformer2DModel.from_pretrained(
+            pipeline("SD3"), subfolder="transformer", dtype=torch.bfloat16
+        )
+        if isinstance(chosen, quant.Plan):
+            chosen = chosen.replace_layers(dataclasses.replace(layer, solver="rtn") for layer in chosen.quantized)
+            quant.quantize(rounded, chosen, [kwargs for _, kwargs in calls.values()])
+        else:
+            quant.quantize(rounded, chosen, [kwargs for _, kwargs in calls.values()], solver="rtn")
+        noise = {time: noise_of(rounded, kwargs) for time, (_, kwargs) in calls.items()}
+        errors[name] = np.mean([float((noise[time] - y).norm() / y.norm()) for time, y in exact.items()])
+    assert 0.02 < errors["limited"] <= 0.03 < errors["nvfp4"]
 
     page = (out / "report.html").read_text()
     assert page.count("data:image/png;base64,") == 2 and 'type="range"' in page and "Sensitivity of transformer" in page
@@ -284,13 +314,18 @@ def test_bad_input_is_one_line_with_the_way_out(pipeline: Callable[[str], Path],
         (source, (*calib, "--steps", "2000"), "has 1000 timesteps"),
         (source, (*calib, "--eval", prompts), "means nothing to a pipeline"),
         (source, (*calib, "--bits", "3"), "the smallest feasible value"),
+        (
+            source,
+            (*calib, "--bits", "6", "--max-error", "1e-6"),
+            "max_error 1e-06: even the least lossy choice within the budgets measures",
+        ),
         (source, ("--calib", unknown), "gives num_frames, which StableDiffusion3Pipeline does not take"),
         (source, ("--calib", broken), "is no JSON object"),
         (source, ("--calib", untold), "has no text; write"),
         (source / "transformer", (), "give the directory of its pipeline"),
     ):
         out, steps = tmp_path / "out", () if "--steps" in options or model.name == "transformer" else _STEPS
-        format = () if "--bits" in options else ("--format", "nvfp4")
+        format = () if {"--bits", "--max-error"} & set(options) else ("--format", "nvfp4")
         result = _quantize(model, *format, *options, *steps, "--out", out)
         lines = result.output.strip().splitlines()
         assert result.exit_code and expected in lines[-1] and lines[-1].startswith("error: "), result.output
@@ -313,8 +348,15 @@ def test_a_run_that_fails_when_all_is_solved_leaves_nothing(
 
 def test_options_of_pipelines_are_refused_for_other_models(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
-    result = _quantize(tmp_path, "--format", "nvfp4", "--steps", "4", "--out", tmp_path / "out")
-    assert "--steps: is for a pipeline of diffusers" in result.output
+    for options in (("--format", "nvfp4", "--steps", "4"), ("--max-error", "0.1")):
+        result = _quantize(tmp_path, *options, "--out", tmp_path / "out")
+        assert f"{options[-2]}: is for a pipeline of diffusers" in result.output
+
+
+def test_a_plan_of_a_pipeline_is_refused_with_the_way_out(pipeline: Callable[[str], Path], tmp_path: Path) -> None:
+    options = ("--max-kl", "0.1", "--out", tmp_path / "plan.json")
+    result = CliRunner().invoke(main, ["plan", "make", str(pipeline("SD3")), *map(str, options)])
+    assert result.exit_code and "with --bits 6 or --max-error 0.05 chooses their formats" in result.output
 
 
 def test_load_pipeline_says_what_a_directory_is(pipeline: Callable[[str], Path], tmp_path: Path) -> None:
