@@ -396,7 +396,7 @@ def promote_group(block: Block, group: Group, targets: Mapping[str, torch.Tensor
         return False
     group.pipeline = get_pipeline(group.members[0].solver)
     fix_input_scale(block, group)
-    choose_channels(block, group)
+    choose_channels(block, [group])
     return True
 
 

@@ -10,6 +10,8 @@ and outliers of x are spread over a block of channels.
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -18,6 +20,7 @@ from torch import nn
 from quant.calibration.observers import get_observer
 from quant.calibration.solvers.fold import Fold, apply_fold, find_fold, modules_in_order
 from quant.calibration.solvers.interfaces import SAMPLED_TOKENS, GroupInputs
+from quant.calibration.solvers.lowrank import LossMetric
 from quant.calibration.solvers.rotation import rotate_weight, rotation_block
 from quant.calibration.statistics import round_activation, static_input_scale
 from quant.calibration.walk.block import Block
@@ -28,7 +31,7 @@ from quant.recipes.blocks import in_float64
 
 # Static scales of FP8 inputs that are tried, and outputs that judge them.
 _SCALES_AN_OCTAVE, _SAMPLED_OUTPUTS = 16, 512
-_WORTH = 2.0  # share of the error that residual channels take off, for the share of columns that they add
+_ADDED = 0.3 / 4.5  # weights that residual channels add to a block, as a share of its own: 0.3 bits in NVFP4
 
 
 def scale_inputs(block: Block) -> None:
@@ -111,40 +114,58 @@ def fix_input_scale(block: Block, group: Group) -> None:
             least, group.input_scale = loss, scale
 
 
-def choose_channels(block: Block, group: Group) -> None:
-    """Chooses the residual channels of a group's inputs, where its solver has some.
+def choose_channels(block: Block, groups: Sequence[Group]) -> None:
+    """Chooses the residual channels of the inputs of groups whose solvers have some.
 
-    A channel weighs as much as its rounding costs behind the weights: mean (q(x) - x)² of the channel times ‖w‖² of its
-    columns. Without a number, blocks of 16 channels are added as long as the share of the error that they take off is
-    `_WORTH` times the share of columns that they add; the error that stays when residuals are rounded is counted.
+    A channel weighs as much as its rounding costs behind the weights: mean (q(x) - x)² of the channel times wᵀ A w of
+    its columns, with A = 1 where gradients were not measured. Without a number, 16 channels at a time are added where
+    they take off most for the weights that they add, until these are `_ADDED` of all weights. The error that stays when
+    residuals are rounded is counted. Without A the errors of different layers cannot be compared, and a layer counts as
+    the root of its size: layers of Qwen2.5-Coder-0.5B cost within a factor of two of that.
     """
-    group.parts = replace(group.parts, channels=None)
-    count, activation = group.pipeline.spec.residual, group.activation
-    if not count or activation is None:
-        return
-    if group.tokens < block.tokens:  # siblings with channels of their own could not share statistics
-        group.notes.append("without residual channels: a router sends some of the tokens here")
-        return
-    every = max(group.tokens // SAMPLED_TOKENS, 1)
-    x = torch.cat([group.scaled(x).float() for x in group.inputs_of_all_ranks(every)])
-    weight = torch.cat([block.targets[name] for name in group.names]).float()
-    columns = x.shape[1]
-    error = x - round_activation(x, activation, group.input_scale)
-    sizes = weight.square().sum(0)
-    costs = error.square().mean(0) * sizes
-    loud = costs.argsort(descending=True)
-    if count < 0:
+    additions: list[tuple[float, int, int]] = []  # what 16 more channels take off for each weight, group, weights
+    order: dict[int, torch.Tensor] = {}
+    counts = Counter[int]()
+    budget, comparable = 0.0, all(group.outputs is not None for group in groups)
+    for index, group in enumerate(groups):
+        group.parts = replace(group.parts, channels=None)
+        count, activation = group.pipeline.spec.residual, group.activation
+        if not count or activation is None:
+            continue
+        if group.tokens < block.tokens:  # siblings with channels of their own could not share statistics
+            group.notes.append("without residual channels: a router sends some of the tokens here")
+            continue
+        every = max(group.tokens // SAMPLED_TOKENS, 1)
+        x = torch.cat([group.scaled(x).float() for x in group.inputs_of_all_ranks(every)])
+        weight = torch.cat([block.targets[name] for name in group.names]).float()
+        whole = x.shape[1] - x.shape[1] % 16
+        error = x - round_activation(x, activation, group.input_scale)
+        blocks = () if group.outputs is None else group.outputs.blocks_of(len(weight))
+        sizes = LossMetric(blocks).enter(weight).square().sum(0)
+        costs = error.square().mean(0) * sizes
+        order[index] = costs.argsort(descending=True)[:whole]
+        if count > 0:
+            counts[index] = min(count, whole)
+            continue
         # The residuals of all channels in the order in which they would be added, rounded as they would be.
-        ordered = error[:, loud[: columns - columns % 16]]
+        ordered = error[:, order[index]]
         left = ordered - round_activation(ordered, activation, group.input_scale)
-        gain = (ordered.square() - left.square()).mean(0) * sizes[loud[: ordered.shape[1]]]
-        taken = gain.unflatten(0, (-1, 16)).sum(1) / costs.sum().clamp(min=1e-30)
-        count = 16 * int((taken >= _WORTH * 16 / columns).int().cumprod(0).sum())
-    count = min(count, columns - columns % 16)
-    if count:
+        gains = ((ordered.square() - left.square()).mean(0) * sizes[order[index]]).unflatten(0, (-1, 16)).sum(1)
+        if not comparable:
+            gains *= weight.numel() ** 0.5 / costs.sum().clamp(min=1e-30)
+        added = 16 * len(weight)
+        # Channels come in their order: those that gain more after those that gain less wait for them.
+        additions += [(gain / added, index, added) for gain in gains.cummin(0)[0].tolist() if gain > 0]
+        budget += _ADDED * weight.numel()
+    for _, index, added in sorted(additions, key=lambda addition: -addition[0]):
+        if added <= budget:
+            budget -= added
+            counts[index] += 16
+    for index, count in counts.items():
         # Channels in their order, so that gathering them reads memory in one direction.
-        group.parts = replace(group.parts, channels=loud[:count].sort()[0].int())
-        group.notes.append(f"{count} of {columns} inputs with residual")
+        channels = order[index][:count].sort()[0].int()
+        groups[index].parts = replace(groups[index].parts, channels=channels)
+        groups[index].notes.append(f"{count} of {groups[index].members[0].shape[-1]} inputs with residual")
 
 
 def widened_weight(weight: torch.Tensor, channels: torch.Tensor | None) -> torch.Tensor:

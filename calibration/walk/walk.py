@@ -574,7 +574,7 @@ def solve_block(
     for group in block.groups:
         rotate(block, group)
         fix_input_scale(block, group)
-        choose_channels(block, group)
+    choose_channels(block, block.groups)
     for groups in sibling_groups(block):
         round_siblings(block, groups)
         block.remember_finished()
