@@ -230,7 +230,10 @@ def placed(
     blocks = [model.get_submodule(name) for name in block_names(model)]
     inside = {id(module) for block in blocks for module in block.modules()}
     parts = [[module for module in model.modules() if id(module) not in inside], *(list(b.modules()) for b in blocks)]
-    filled = set() if filler is None else _filled_weights(blocks, filler.dtype)
+    # A pass without values needs no copy of these. Experts in files stay there: `without_experts` gives their outputs.
+    linears = (module for block in blocks for module in block.modules() if type(module) is nn.Linear)
+    filled = {id(linear.weight) for linear in linears if filler is not None and linear.weight.dtype is filler.dtype}
+    filled |= {id(p) for block in blocks for p in block.parameters() if filler is not None and reads_experts(p)}
 
     def tensors_to_copy(modules: Iterable[nn.Module]) -> list[torch.Tensor]:
         # Every element of an expanded tensor is the filler itself.
@@ -287,14 +290,6 @@ def _visiting(
         handles.append(block.register_forward_hook(partial(leave, index), always_call=True))
     with removing(handles):
         yield
-
-
-def _filled_weights(blocks: Iterable[nn.Module], dtype: torch.dtype) -> set[int]:
-    """Returns the ids of the parameters of blocks that a pass without their values needs no copy of."""
-    modules = [module for block in blocks for module in block.modules()]
-    weights = {id(module.weight) for module in modules if type(module) is nn.Linear and module.weight.dtype is dtype}
-    # Experts in files stay there: `without_experts` gives the outputs of their modules.
-    return weights | {id(p) for module in modules for p in module.parameters(recurse=False) if reads_experts(p)}
 
 
 def fits(

@@ -37,7 +37,7 @@ from torch.utils.checkpoint import checkpoint
 
 from quant.base.processor import value_of
 from quant.calibration.fast_matmul import fast_matmul
-from quant.calibration.outputs.logits import Logits, logits_of
+from quant.calibration.outputs.logits import Logits, drawn, logits_of
 from quant.calibration.placement import NARROW, device_of, free_memory, placed
 from quant.calibration.ranks import Exchange, gathered, number_of, rank_and_world
 from quant.calibration.session import Session
@@ -427,15 +427,9 @@ def _is_narrow(value: Any) -> bool:
 def _label_gradient(logits: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     """Returns the gradient of ln p(label) with labels drawn from p, for logits `[..., classes]`: one-hot less p."""
     probabilities = logits.float().softmax(-1).flatten(0, -2)
-    # The label is the first class whose cumulative probability exceeds a number drawn from 0..1.
-    cumulative = probabilities.cumsum(-1)
-    if not bool(torch.isfinite(cumulative[:, -1].sum())):
+    if not bool(torch.isfinite(probabilities.sum())):
         raise ValueError("its logits hold NaN or infinity")
-    drawn = (
-        torch.rand(len(cumulative), 1, generator=generator, device=logits.device, dtype=torch.float32)
-        * cumulative[:, -1:]
-    )
-    labels = torch.searchsorted(cumulative, drawn, right=True).clamp(max=logits.shape[-1] - 1)
+    labels = drawn(probabilities, generator)
     gradient: torch.Tensor = probabilities.neg_().scatter_add_(1, labels, torch.ones_like(labels, dtype=torch.float32))
     return gradient.view(logits.shape).to(logits.dtype)
 

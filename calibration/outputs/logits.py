@@ -160,3 +160,11 @@ def _check_rows(model: nn.Module, rows: torch.Tensor) -> None:
             f"rows: token id {low if low < 0 else high} is outside the vocabulary of {type(model).__name__} "
             f"({vocabulary} tokens); the rows were made with another tokenizer"
         )
+
+
+def drawn(p: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """Returns a token drawn from each distribution of `p` `[positions, vocabulary]`, int64 `[positions, 1]`."""
+    # The first one whose cumulative probability exceeds a number from 0..1, which is drawn where the generator is.
+    uniform = torch.rand(len(p), 1, generator=generator, dtype=torch.float32, device=generator.device).to(p.device)
+    cumulative = p.cumsum(dim=-1)
+    return torch.searchsorted(cumulative, uniform * cumulative[:, -1:], right=True).clamp_(max=p.shape[-1] - 1)

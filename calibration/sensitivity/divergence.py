@@ -33,7 +33,7 @@ from torch import nn
 from torch.linalg import vecdot
 
 from quant.calibration.fast_matmul import PairedWeight, difference_dtype, has_pairs
-from quant.calibration.outputs.logits import Logits, logits_of
+from quant.calibration.outputs.logits import Logits, drawn, logits_of
 from quant.calibration.texts.rows import trial_rows
 from quant.recipes.blocks import is_denoiser, output_of
 from quant.recipes.layers import output_head
@@ -185,7 +185,7 @@ class NextToken(Logits):
             for part in self.parts(hidden):
                 leaf = hidden[part].detach().requires_grad_(True)
                 logp = self.logp(leaf)
-                nll = -logp.gather(1, _drawn(logp.detach().exp(), generator))[:, 0]
+                nll = -logp.gather(1, drawn(logp.detach().exp(), generator))[:, 0]
                 self._sum(nll, rows, part, "the loss", first_row)
                 (gradient[part],) = torch.autograd.grad(nll.sum(), leaf)
             hidden.backward(gradient)
@@ -319,11 +319,3 @@ def _kl(p: torch.Tensor, d: torch.Tensor) -> torch.Tensor:
         weight = p64 / p64.sum(dim=-1, keepdim=True)
         kl[far] = (torch.logsumexp(weight.log() + d64, dim=-1) - vecdot(weight, d64)).to(kl.dtype)
     return kl
-
-
-def _drawn(p: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """Returns a token drawn from each distribution of `p` `[positions, vocabulary]`, int64 `[positions, 1]`."""
-    # The uniform numbers come from the CPU, so that the same seed draws the same tokens on every device.
-    uniform = torch.rand(len(p), 1, generator=generator, dtype=torch.float32, device="cpu").to(p.device)
-    cumulative = p.cumsum(dim=-1)
-    return torch.searchsorted(cumulative, uniform * cumulative[:, -1:], right=True).clamp_(max=p.shape[-1] - 1)

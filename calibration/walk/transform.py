@@ -49,9 +49,7 @@ def scale_inputs(block: Block) -> None:
 
 def _scale_group(block: Block, group: Group, fold: Fold | None) -> None:
     assert group.total is not None and group.amax is not None
-    # All ranks take the same tokens, from every batch.
-    every = max(group.tokens // SAMPLED_TOKENS, 1)
-    sample = torch.cat([x.float() for x in group.inputs_of_all_ranks(every)])
+    sample, _ = _sample(block, group)
     spec = group.pipeline.spec
     for key, transform in zip(spec.transforms, group.pipeline.transforms, strict=True):
         if fold is None and key in spec.merged:
@@ -100,32 +98,32 @@ def fix_input_scale(block: Block, group: Group) -> None:
     first = group.input_scale = static_input_scale(amax, activation, block.stored, group.members[0].name)
     if first is None or not searches_input_scale(block, group):
         return
-    every = max(group.tokens // SAMPLED_TOKENS, 1)
-    x = torch.cat([group.scaled(x).float() for x in group.inputs_of_all_ranks(every)])
-    weight = torch.cat([block.targets[name] for name in group.names]).float()
+    x, weight = _sample(block, group)
     # Every n-th output is enough: neighbouring ones belong to one head.
     weight = weight[:: -(-len(weight) // _SAMPLED_OUTPUTS)]
-    least = torch.inf
-    for step in range(_SCALES_AN_OCTAVE):
-        scale = (first * 2 ** (step / _SCALES_AN_OCTAVE)).to(block.stored).float()
-        error = (round_activation(x, activation, scale) - x) @ weight.t()
-        loss = float(error.square().mean())
-        if loss < least:
-            least, group.input_scale = loss, scale
+    scales = [(first * 2 ** (n / _SCALES_AN_OCTAVE)).to(block.stored).float() for n in range(_SCALES_AN_OCTAVE)]
+    losses = [float(((round_activation(x, activation, s) - x) @ weight.t()).square().mean()) for s in scales]
+    group.input_scale = scales[losses.index(min(losses))]
+
+
+def _sample(block: Block, group: Group) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns some tokens of a group's scaled inputs `[tokens, in]`, and its weight `[out, in]`, both float32."""
+    # All ranks take the same tokens, from every batch.
+    every = max(group.tokens // SAMPLED_TOKENS, 1)
+    x = torch.cat([group.scaled(x).float() for x in group.inputs_of_all_ranks(every)])
+    return x, torch.cat([block.targets[name] for name in group.names]).float()
 
 
 def choose_channels(block: Block, groups: Sequence[Group]) -> None:
     """Chooses the residual channels of the inputs of groups whose solvers have some.
 
-    A channel weighs as much as its rounding costs behind the weights: mean (q(x) - x)² of the channel times wᵀ A w of
-    its columns, with A = 1 where gradients were not measured. Without a number, 16 channels at a time are added where
-    they take off most for the weights that they add, until these are `_ADDED` of all weights. The error that stays when
-    residuals are rounded is counted. Without A the errors of different layers cannot be compared, and a layer counts as
-    the root of its size: layers of Qwen2.5-Coder-0.5B cost within a factor of two of that.
+    A channel weighs as much as its rounding costs behind the weights: mean (q(x) - x)² times wᵀ A w of its columns,
+    with A = 1 where gradients were not measured. Without a number, 16 channels at a time are added where they take off
+    most for the weights that they add, until these are `_ADDED` of all. What rounded residuals leave is counted.
+    Without A the errors of layers cannot be compared; each then costs the root of its size in all.
     """
     additions: list[tuple[float, int, int]] = []  # what 16 more channels take off for each weight, group, weights
-    order: dict[int, torch.Tensor] = {}
-    counts = Counter[int]()
+    order, counts = dict[int, torch.Tensor](), Counter[int]()
     budget, comparable = 0.0, all(group.outputs is not None for group in groups)
     for index, group in enumerate(groups):
         group.parts = replace(group.parts, channels=None)
@@ -135,17 +133,14 @@ def choose_channels(block: Block, groups: Sequence[Group]) -> None:
         if group.tokens < block.tokens:  # siblings with channels of their own could not share statistics
             group.notes.append("without residual channels: a router sends some of the tokens here")
             continue
-        every = max(group.tokens // SAMPLED_TOKENS, 1)
-        x = torch.cat([group.scaled(x).float() for x in group.inputs_of_all_ranks(every)])
-        weight = torch.cat([block.targets[name] for name in group.names]).float()
-        whole = x.shape[1] - x.shape[1] % 16
+        x, weight = _sample(block, group)
         error = x - round_activation(x, activation, group.input_scale)
         blocks = () if group.outputs is None else group.outputs.blocks_of(len(weight))
         sizes = LossMetric(blocks).enter(weight).square().sum(0)
         costs = error.square().mean(0) * sizes
-        order[index] = costs.argsort(descending=True)[:whole]
+        order[index] = costs.argsort(descending=True)[: len(costs) - len(costs) % 16]
         if count > 0:
-            counts[index] = min(count, whole)
+            counts[index] = min(count, len(order[index]))
             continue
         # The residuals of all channels in the order in which they would be added, rounded as they would be.
         ordered = error[:, order[index]]
@@ -153,8 +148,8 @@ def choose_channels(block: Block, groups: Sequence[Group]) -> None:
         gains = ((ordered.square() - left.square()).mean(0) * sizes[order[index]]).unflatten(0, (-1, 16)).sum(1)
         if not comparable:
             gains *= weight.numel() ** 0.5 / costs.sum().clamp(min=1e-30)
-        added = 16 * len(weight)
         # Channels come in their order: those that gain more after those that gain less wait for them.
+        added = 16 * len(weight)
         additions += [(gain / added, index, added) for gain in gains.cummin(0)[0].tolist() if gain > 0]
         budget += _ADDED * weight.numel()
     for _, index, added in sorted(additions, key=lambda addition: -addition[0]):
@@ -163,8 +158,7 @@ def choose_channels(block: Block, groups: Sequence[Group]) -> None:
             counts[index] += 16
     for index, count in counts.items():
         # Channels in their order, so that gathering them reads memory in one direction.
-        channels = order[index][:count].sort()[0].int()
-        groups[index].parts = replace(groups[index].parts, channels=channels)
+        groups[index].parts = replace(groups[index].parts, channels=order[index][:count].sort()[0].int())
         groups[index].notes.append(f"{count} of {groups[index].members[0].shape[-1]} inputs with residual")
 
 

@@ -474,7 +474,8 @@ def tensors_of(model: nn.Module, architecture: Architecture) -> Iterator[Entry]:
             format = embedding_format(formats, is_tied=is_tied, width=weight.shape[1])
             if format is not None:
                 stored = names.get_name(name, try_suffixes=(".weight",))
-                make = partial(_rounded_blocks, weight, format)
+                # In the model it stays in 16 bit.
+                make = partial(lambda w, f: to_blocks(quantize(w, f, rule="mse")), weight, format)
                 yield Entry(stored, format.gguf, tuple(weight.shape), make)
                 continue
         if isinstance(weight, BlockScaledTensor):
@@ -550,11 +551,6 @@ def _entries(stored: str, weight: BlockScaledTensor | Tensor) -> Iterator[Entry]
     if weight.global_scale is not None:
         scale = weight.global_scale.float().reshape(-1)
         yield Entry(stored.replace(".weight", ".scale"), "F32", tuple(scale.shape), scale.numpy)
-
-
-def _rounded_blocks(weight: Tensor, format: Format) -> np.ndarray[Any, Any]:
-    """Returns the blocks of an embedding, which stays in 16 bit in the model."""
-    return to_blocks(quantize(weight, format, rule="mse"))
 
 
 def _dense(name: str, weight: Tensor) -> Entry:
