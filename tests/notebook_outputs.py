@@ -1,4 +1,4 @@
-"""The notebooks of examples/ run on SmolLM2-135M: `python tests/notebook_outputs.py` writes their outputs again.
+"""The notebooks of examples/: `python tests/notebook_outputs.py [NAME …]` runs them and writes their outputs again.
 
 `test_documented_commands.py` compares: the same words, and numbers within a tenth, because processors add in their own
 orders and a choice of formats may turn on the last digit.
@@ -6,10 +6,12 @@ orders and a choice of formats may turn on the last digit.
 
 from __future__ import annotations
 
+import base64
 import io
 import json
 import os
 import re
+import sys
 from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
@@ -20,10 +22,18 @@ _NUMBER = re.compile(r"\d+(?:\.\d+)?(?:e-?\d+)?")
 _TOLERANCE = 0.1
 
 
-def run(notebook: Path) -> list[str]:
-    """Returns what each code cell prints; they run in the folder of the examples, as Jupyter runs them."""
-    names: dict[str, Any] = {}
-    printed = []
+def run(notebook: Path, shown: dict[int, list[Any]] | None = None) -> list[str]:
+    """Returns what each code cell prints; they run in the folder of the examples, as Jupyter runs them.
+
+    Images that a cell displays go to `shown`, by the number of the cell.
+    """
+    printed: list[str] = []
+
+    def display(image: Any) -> None:
+        if shown is not None:
+            shown.setdefault(len(printed), []).append(image)
+
+    names: dict[str, Any] = {"display": display}
     before = Path.cwd()
     os.chdir(EXAMPLES)
     try:
@@ -63,13 +73,24 @@ def _code_cells(notebook: dict[str, Any]) -> list[dict[str, Any]]:
     return [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
 
 
+def _png(image: Any) -> dict[str, Any]:
+    """Returns an image of PIL as the output of a cell."""
+    image.save(file := io.BytesIO(), "PNG")
+    data = {"image/png": base64.b64encode(file.getvalue()).decode(), "text/plain": ["<image>"]}
+    return {"data": data, "metadata": {}, "output_type": "display_data"}
+
+
 def main() -> None:
-    """Writes the outputs of all notebooks again."""
+    """Writes the outputs of all notebooks again, or of those that are named."""
     for path in NOTEBOOKS:
+        if sys.argv[1:] and path.stem not in sys.argv[1:]:
+            continue
         notebook = json.loads(path.read_text())
-        for cell, text in zip(_code_cells(notebook), run(path), strict=True):
+        shown: dict[int, list[Any]] = {}
+        for index, (cell, text) in enumerate(zip(_code_cells(notebook), run(path, shown), strict=True)):
             lines = text.splitlines(keepends=True)
             cell["outputs"] = [{"name": "stdout", "output_type": "stream", "text": lines}] if lines else []
+            cell["outputs"] += map(_png, shown.get(index, ()))
         path.write_text(json.dumps(notebook, indent=1, ensure_ascii=False) + "\n")
         print(f"{path.name} is written")
 
