@@ -288,16 +288,16 @@ def _of_columns(
 
 def _split(
     x: torch.Tensor, high: torch.Tensor, low: torch.Tensor, again: torch.Tensor | None = None,
-    minus: torch.Tensor | None = None, low_factor: int = 1,
+    minus: torch.Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Writes `x`, or `x - minus`, as `high` and `low_factor · low`, BF16; `again` is a second place for `high`."""
+    """Writes `x`, or `x - minus`, as `high` and `low`, BF16; `again` is a second place for `high`."""
     if x.is_cuda:
         from quant.kernels.rounding.portable_solvers import split_pairs
 
-        split_pairs(x if x.stride(-1) == 1 else x.contiguous(), high, low, again, minus, low_factor)
+        split_pairs(x if x.stride(-1) == 1 else x.contiguous(), high, low, again, minus)
         return
     value = x if minus is None else x - minus
     high.copy_(value)
-    low.copy_((value - high).mul_(low_factor))
+    low.copy_(value - high)
     if again is not None:
         again.copy_(high)

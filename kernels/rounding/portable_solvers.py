@@ -397,7 +397,7 @@ _PAIR_ROWS, _PAIR_COLUMNS = 2, 1024
 @triton.jit
 def split_pairs_kernel(
     x, minus, high, low, again, rows, columns, x_row, minus_row, out_row, x_matrix, minus_matrix, out_matrix,
-    low_factor: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Splits a tile of `x`, or of `x - minus`; grid: (column tiles, row tiles, matrices)."""
     row = (tl.program_id(1) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
@@ -408,18 +408,15 @@ def split_pairs_kernel(
     if minus is not None:
         value -= tl.load(minus + matrix * minus_matrix + row * minus_row + column, valid, 0.0)
     first = value.to(tl.bfloat16)
-    second = (value - first.to(tl.float32)) * low_factor
     place = matrix * out_matrix + row * out_row + column
     tl.store(high + place, first, valid)
-    tl.store(low + place, second.to(tl.bfloat16), valid)
+    tl.store(low + place, (value - first.to(tl.float32)).to(tl.bfloat16), valid)
     if again is not None:
         tl.store(again + place, first, valid)
 
 
-def split_pairs(
-    x: Tensor, high: Tensor, low: Tensor, again: Tensor | None = None, minus: Tensor | None = None, low_factor: int = 1
-) -> None:
-    """Writes `x`, or `x - minus`, as BF16 values `high` and what is left of it, times a power of two, as `low`.
+def split_pairs(x: Tensor, high: Tensor, low: Tensor, again: Tensor | None = None, minus: Tensor | None = None) -> None:
+    """Writes `x`, or `x - minus`, as BF16 values `high` and what is left of it as `low`.
 
     All are `[..., rows, columns]` with neighbouring columns, `x` and `minus` float32, and have at most one dimension in
     front; the BF16 outputs are alike in their strides. `again` is a second place for `high`.
@@ -427,9 +424,7 @@ def split_pairs(
     rows, columns = x.shape[-2:]
     several = x.dim() > 2
     grid = (triton.cdiv(columns, _PAIR_COLUMNS), triton.cdiv(rows, _PAIR_ROWS), len(x) if several else 1)
-    launch = cached_launch(
-        split_pairs_kernel, grid, low_factor=low_factor, ROWS=_PAIR_ROWS, COLUMNS=_PAIR_COLUMNS, num_warps=4
-    )
+    launch = cached_launch(split_pairs_kernel, grid, ROWS=_PAIR_ROWS, COLUMNS=_PAIR_COLUMNS, num_warps=4)
     matrices = [tensor.stride(0) if several and tensor is not None else 0 for tensor in (x, minus, high)]
     minus_row = 0 if minus is None else minus.stride(-2)
     launch(x, minus, high, low, again, rows, columns, x.stride(-2), minus_row, high.stride(-2), *matrices)
