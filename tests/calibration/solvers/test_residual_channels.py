@@ -138,7 +138,7 @@ def test_without_a_number_a_block_spends_its_bits_where_they_gain_most(rounding:
         left = errors[:, order] - nvfp4(errors[:, order].astype(np.float32), float(layer.input_scale))
         taken = ((errors[:, order] ** 2 - left**2).mean(0) * size[order]).reshape(-1, 16).sum(1)
         share = np.minimum.accumulate(taken) / ((errors**2).mean(0) * size).sum()
-        gains += [(-gain * weight.numel() ** 0.5 / len(weight), len(orders), 16 * len(weight)) for gain in share]
+        gains += [(-gain * weight.numel() ** 0.75 / len(weight), len(orders), 16 * len(weight)) for gain in share]
         orders.append(order)
     counts = [0, 0]
     for _, index, added in sorted(gains, key=lambda gain: gain[0]):
