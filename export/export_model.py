@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from quant.base import old_names
 from quant.base.atomic import claimed, temporary_directory
 from quant.base.errors import UserError, known_names, option
 from quant.base.extras import check_installed
@@ -213,6 +214,8 @@ def _check_options(kind: str, options: Mapping[str, Any]) -> None:
 
     An option with its default counts as not given.
     """
+    if kind in old_names.KINDS:
+        raise UserError(f"{option('to', kind)} is no kind of export any more: {old_names.KINDS[kind]}")
     if kind not in KINDS:
         raise UserError(f"{option('to', kind)}: no such kind of export; {known_names(kind, KINDS)}")
     defaults = {"attention": "native", "calib_samples": CALIB_SAMPLES, "seqlen": SEQLEN}

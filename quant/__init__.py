@@ -35,7 +35,9 @@ __all__ = ["__version__", *_HOME]
 
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
-        raise AttributeError(f"module 'quant' has no attribute {name!r}")
+        from quant.base.old_names import attribute
+
+        return attribute(name)
     value = getattr(importlib.import_module(_HOME[name]), name)
     globals()[name] = value  # found there from now on
     return value

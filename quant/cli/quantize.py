@@ -11,6 +11,7 @@ from typing import Any
 import click
 
 from quant import __version__
+from quant.base import old_names
 from quant.base.extras import importing
 from quant.calibration.sensitivity.table import METHODS
 from quant.cli import command as cli
@@ -38,11 +39,14 @@ GROUPS = {
 
 
 class RunCommand(cli.Command):
-    """A command whose `--help` shows its options by purpose."""
+    """A command whose `--help` shows its options by purpose, and which says where options of 0.2 have gone."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        if "--resume" in args:  # of other tools
-            raise click.UsageError("--resume is no option: the same command by itself continues an unfinished run", ctx)
+        own = {name for parameter in self.get_params(ctx) for name in parameter.opts}
+        for name in (argument.partition("=")[0] for argument in args):
+            if name in old_names.OPTIONS and name not in own:
+                click.echo(f"error: {name} is {old_names.OPTIONS[name]}", err=True)
+                ctx.exit(2)
         return super().parse_args(ctx, args)
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:

@@ -21,6 +21,7 @@ from rich.progress import Progress
 from safetensors.torch import load_file, save_file
 from samples import BASE, TEXTS
 
+from quant.base import old_names
 from quant.base.errors import loss_text
 from quant.calibration.walk import walk
 from quant.cli import console
@@ -204,7 +205,7 @@ def test_a_continued_run_announces_the_time_that_is_left(
         patched.setattr(walk, "solve_block", stop)
         stopped = run(*arguments, "--out", tmp_path / "out")
     assert stopped.exit_code == 130 and "the same command continues" in stopped.stderr
-    monkeypatch.setattr("quant.run.data.in_words", lambda seconds: f"{seconds:.9f} s")
+    monkeypatch.setattr("quant.run.data.steps_in_words", lambda steps: f"{steps['solve']:.9f} s to solve")
     continued, whole = (run(*arguments, "--out", tmp_path / out) for out in ("out", "whole"))
     assert "14 layers are solved" in continued.stderr
     left, all_of_it = (float(re.search(r"([\d.]+) s to solve", done.stderr)[1]) for done in (continued, whole))
@@ -655,18 +656,32 @@ def test_every_command_of_the_table_is_there(name: str) -> None:
     assert result.exit_code == 0 and result.output.startswith(f"Usage: quant {name} "), result.output
 
 
-def test_quantize_has_thirty_three_options_which_help_shows_by_purpose() -> None:
+def test_quantize_has_thirty_four_options_which_help_shows_by_purpose() -> None:
     text = run(quantize_command, "--help").output
     assert "\n    quantize Qwen/Qwen3-0.6B --bits 4.8 --out qwen3-mixed\n" in text
     options = {option.opts[-1] for option in quantize_command.params if isinstance(option, click.Option)}
-    assert len(options - {"--debug", "--version"}) <= 33
+    assert len(options - {"--debug", "--version"}) <= 34
     assert all(f"\n  {name}" in text for name in options)
     assert text.index("Formats:") < text.index("Rounding:") < text.index("Output:") < text.index("--device ")
 
 
-def test_resume_is_what_the_same_command_does() -> None:
-    result = run(quantize_command, "model", "--resume", "--out", "out")
-    assert result.exit_code == 2 and "--resume is no option: the same command by itself continues" in result.stderr
+@pytest.mark.parametrize("name", sorted(old_names.OPTIONS))
+def test_an_option_that_was_moved_names_its_place(name: str) -> None:
+    result = run(quantize_command, "model", f"{name}=1", "--out", "out")
+    assert result.exit_code == 2 and re.fullmatch(rf"error: {name} is (.* since 0\.3|no option).*\n", result.output)
+
+
+def test_a_plan_has_no_resume_either() -> None:
+    result = run(main, "plan", "make", "model", "--resume", "--fit", "1GB", "--out", "plan.json")
+    assert result.exit_code == 2 and result.output.startswith("error: --resume is no option: the same command")
+
+
+@pytest.mark.parametrize("name", sorted(old_names.COMMANDS))
+def test_a_command_that_was_renamed_names_the_new_one(name: str) -> None:
+    result = run(main, name, "file")
+    assert result.exit_code == 2 and re.fullmatch(
+        rf"error: quant {name} is `quant check .*; options are the same\n", result.output
+    )
 
 
 def test_the_package_runs_as_a_module() -> None:
