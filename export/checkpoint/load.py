@@ -100,9 +100,10 @@ def no_checkpoint(directory: Path) -> UserError:
                 f"{directory}: not a checkpoint but a pipeline with some, which quant.load_pipeline loads; give one of "
                 f"its components: {', '.join(parts)}"
             )
+        model = directory if file.is_file() or directory.suffix == ".gguf" else "MODEL"
         return UserError(
             f"{directory}: no quantized checkpoint (no {PLAN_FILE}, no quantization_config); make one with `quantize "
-            f"MODEL --format nvfp4 --out DIR`"
+            f"{model} --format nvfp4 --out DIR`"
         )
     if is_in_training(config):
         return UserError(f"{directory}: {AFTER_TRAINING}")

@@ -8,6 +8,8 @@ with a head of its own and a config that denies it, as a fine-tune, or a model o
 inside a model of images, so it is cleared in both.
 """
 
+from __future__ import annotations
+
 import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor

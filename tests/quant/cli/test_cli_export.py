@@ -129,7 +129,7 @@ def test_a_difference_is_not_written(checkpoint: Path, tmp_path: Path, monkeypat
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ((BASE, "--to", "onnx"), "make one with `quantize MODEL --format nvfp4 --out DIR`"),
+        ((BASE, "--to", "onnx"), f"make one with `quantize {BASE} --format nvfp4 --out DIR`"),
         (("CHECKPOINT", "--to", "tensorrt", "--out", "OUT/e"), "name it with --target, such as sm120"),
         (
             ("CHECKPOINT", "--to", "tensorrt", "--out", "OUT/e", "--target", "sm42"),

@@ -374,7 +374,9 @@ def test_a_teacher_is_cached_first_and_serves_again(
 def test_refusals(made: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     result = run(distill_command, made / "model", "--teacher", made / "model", "--out", out)
-    assert result.exit_code == 2 and "make one with `quantize MODEL --format nvfp4 --out DIR`" in result.output
+    assert (
+        result.exit_code == 2 and f"make one with `quantize {made / 'model'} --format nvfp4 --out DIR`" in result.output
+    )
     result = run(distill_command, made / "ptq", "--teacher", made / "model", "--out", made / "ptq")
     assert result.exit_code == 2 and "ptq" in result.output
     tiny_models.llama(vocab_size=80).save_pretrained(tmp_path / "other")
