@@ -20,7 +20,8 @@ A cell is a tiny decoder of random weights in one format, and one runtime:
     PYTHONPATH=. python tests/support_tables.py --render      the pages alone
 
 A machine with a GPU runs `quant.load` and AOTInductor there. Cells lie in tests/data/support.json; runtimes that are
-not here keep theirs. The columns of vLLM are from the runs that `benchmarks/vllm_presets.py` left in benchmarks/data.
+not here keep theirs. vLLM's column is from the runs that `benchmarks/vllm_presets.py` left in benchmarks/data, times in
+onnxruntime are from that of `benchmarks/onnx_decoders.py`.
 """
 
 from __future__ import annotations
@@ -57,6 +58,7 @@ from quant.recipes.recipe import get_recipe
 ROOT = Path(__file__).parents[1]
 FOUND = ROOT / "tests" / "data" / "support.json"
 VLLM = [ROOT / "benchmarks" / "data" / f"vllm_presets_{release}.json" for release in ("0.26", "0.29")]
+SPEED = ROOT / "benchmarks" / "data" / "onnx_decoders.json"
 README, FORMATS_PAGE, ENGINES_PAGE = (ROOT / name for name in ("README.md", "docs/formats.md", "docs/engines.md"))
 PRESETS = (
     "nvfp4a16", "nvfp4", "mxfp4a16", "mxfp4", "mxfp6a16", "mxfp8", "fp8", "fp8_channel", "fp8_block", "int8",
@@ -347,10 +349,46 @@ def engines_table(found: Mapping[str, Any]) -> list[str]:
 
 
 def _verdict(found: Mapping[str, Any], runtime: str, format: str) -> str:
-    cell = found.get(runtime, {}).get("cells", {}).get(format)
-    verdict = cell["verdict"] if cell else NEVER_RUN
-    assert verdict in (EQUAL, BUILT, REFUSED, NEVER_RUN), (runtime, format, cell)
-    return f"{verdict}, {cell['runs_in']}" if cell and cell["runs_in"] else "–" if verdict == REFUSED else verdict
+    cell = Cell(**found.get(runtime, {}).get("cells", {}).get(format, {"verdict": NEVER_RUN}))
+    assert cell.verdict in (EQUAL, BUILT, REFUSED, NEVER_RUN), (runtime, format, cell)
+    if cell.verdict == REFUSED:
+        return "–"
+    times = _times_fp32().get(format) if runtime == "onnxruntime" else None
+    return ", ".join(filter(None, (cell.verdict, cell.runs_in, times and f"{times:.2f}× FP32")))
+
+
+@cache
+def _times_fp32() -> dict[str, float]:
+    """How many tokens a second SmolLM2 writes in onnxruntime for each of the file in FP32, by format."""
+    return {_TIMED[row["file"]]: row["times FP32"] for row in _timed() if row["file"] in _TIMED}
+
+
+def _timed() -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = json.loads(SPEED.read_text(encoding="utf-8"))["rows"]
+    return rows
+
+
+_TIMED = {"INT4": "int4a16_g64", "INT8": "int8", "INT8 static": "int8_static", "FP8": "fp8"}
+
+
+def speed_table(found: Mapping[str, Any]) -> list[str]:
+    """SmolLM2 in onnxruntime on a processor, beside the file in FP32."""
+    del found
+    names = {name: f"`{format}`" for name, format in _TIMED.items()}
+    names |= {f"{name} head": f"`{format}`, `--lm-head int8`" for name, format in _TIMED.items()}
+    names |= {"FP32": "FP32, exported likewise", "quant.load of INT4": "`quant.load` of `int4a16_g64`, FP32"}
+    lines = [
+        "| | MB | prefill of 256 tokens | of FP32 | a token | of FP32 | KL from `quant.load` |",
+        "|---|---:|---:|---:|---:|---:|---:|",
+    ]
+    for row in _timed():
+        size = "–" if row["MB"] is None else f"{row['MB']:.0f}"
+        loss = "" if row["KL"] is None else f"{row['KL']:.2g} nats"
+        times = (
+            f"{row['prefill ms']:.0f} ms | {row['of FP32']:.2f} | {row['ms a token']:.1f} ms | {row['times FP32']:.2f}"
+        )
+        lines.append(f"| {names[row['file']]} | {size} | {times} | {loss} |")
+    return lines
 
 
 def versions_line(found: Mapping[str, Any]) -> list[str]:
@@ -373,7 +411,7 @@ def readme_table(found: Mapping[str, Any]) -> list[str]:
 
 
 TABLES = {(FORMATS_PAGE, "formats"): formats_table, (ENGINES_PAGE, "engines"): engines_table,
-          (README, "formats"): readme_table}  # fmt: skip
+          (ENGINES_PAGE, "speed"): speed_table, (README, "formats"): readme_table}  # fmt: skip
 
 
 def rendered(page: Path, name: str, found: Mapping[str, Any]) -> str:
@@ -383,7 +421,7 @@ def rendered(page: Path, name: str, found: Mapping[str, Any]) -> str:
     before, _, rest = text.partition(start)
     _, _, after = rest.partition(end)
     lines = TABLES[page, name](found)
-    if page != README:
+    if page != README and name != "speed":
         lines += ["", *versions_line(found)]
     return before + start + "\n" + "\n".join(lines) + "\n\n" + end + after
 
