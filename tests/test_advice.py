@@ -284,7 +284,7 @@ COMMANDS = [
     # checkpoints
     Row(
         "inspect {model}",
-        "`quantize MODEL --format nvfp4 --out DIR`",
+        "/model --format nvfp4 --out DIR`",
         instead="quantize {model} --format nvfp4 --out {out} --calib {ids} " + SMALL,
     ),
     Row(
@@ -292,7 +292,7 @@ COMMANDS = [
     ),
     Row(
         "export {model} --to onnx --out {out}",
-        "`quantize MODEL --format nvfp4 --out DIR`",
+        "/model --format nvfp4 --out DIR`",
         instead="quantize {model} --format nvfp4 --out {out} --effort 0 --calib {ids} " + SMALL,
     ),
     Row(
