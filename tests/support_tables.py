@@ -103,10 +103,14 @@ def checkpoint(format: str, dtype: torch.dtype = torch.float32) -> Path:
     return out
 
 
+def _rounds_inputs(format: str) -> bool:
+    return "16" not in format  # as in nvfp4a16 and fp8@16bit
+
+
 def _compared(logits: np.ndarray, expected: np.ndarray, format: str, runs_in: str = "") -> Cell:
     """The logits of a run in FP32 beside those of `quant.load` on the same tokens."""
     error = relative_error(torch.from_numpy(logits), torch.from_numpy(expected))
-    most = _UP_TO_A_ROUNDING if "16" in format else _CODES_OF_INPUTS_FLIP["fp4" in format]
+    most = _CODES_OF_INPUTS_FLIP["fp4" in format] if _rounds_inputs(format) else _UP_TO_A_ROUNDING
     return Cell(EQUAL if error < most else "DIFFERENT", runs_in, f"logits differ by {error:.1g} of their norm")
 
 
@@ -188,9 +192,14 @@ def in_genai(format: str) -> Cell:
 def in_tensorrt_rtx(target: str) -> Callable[[str], Cell]:
     def build(format: str) -> Cell:
         with tempfile.TemporaryDirectory() as folder:
-            out, half = Path(folder) / "model.engine", "bf16" if target != "sm75" else "fp16"
-            options: dict[str, Any] = {"capacity": CAPACITY, "dtype": half, "target": target}
-            exported = quant.export_model(checkpoint(format), "tensorrt", out, **options)
+            exported = quant.export_model(
+                checkpoint(format),
+                "tensorrt",
+                Path(folder) / "model.engine",
+                capacity=CAPACITY,
+                dtype="bf16",
+                target=target,
+            )
             rows = [row for row in exported.audit if row["planned"] not in (UNPLANNED, "16 bit")]
         assert rows and all(row["passed"] for row in rows), exported.audit
         found = sorted({row["found"] for row in rows if "attn_" not in row["name"].rpartition(".")[2]})
@@ -316,8 +325,8 @@ def _runs_in(found: Mapping[str, Any], runtime: str, format: str) -> str:
     if cell.verdict == REFUSED:
         return "–"
     assert cell.verdict in (EQUAL, BUILT), (runtime, format, cell)
-    rounds_inputs = "16" not in format and runtime in ("gpu", "transformers")
-    return f"{cell.runs_in}, inputs rounded" if cell.runs_in == STORAGE and rounds_inputs else cell.runs_in
+    is_told = cell.runs_in == STORAGE and _rounds_inputs(format) and runtime in ("gpu", "transformers")
+    return f"{STORAGE}, inputs rounded" if is_told else cell.runs_in
 
 
 def in_vllm(runs: list[Any], preset: str) -> str:
@@ -327,7 +336,7 @@ def in_vllm(runs: list[Any], preset: str) -> str:
         for row in run["rows"]:
             if (row["of"], row["preset"], row["layout"]) == ("dense", preset, "compressed-tensors"):
                 wide = row["kernel"].startswith(("Marlin", "Machete", "Humming"))
-                storage = f"{STORAGE}, inputs in 16 bit" if "16" not in preset else STORAGE
+                storage = f"{STORAGE}, inputs in 16 bit" if _rounds_inputs(preset) else STORAGE
                 said.add((storage if wide else NATIVE) if row["loads"] == "yes" else "–")
     assert len(said) <= 1, (preset, said)
     return said.pop() if said else "not run"
