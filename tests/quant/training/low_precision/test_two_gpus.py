@@ -16,7 +16,7 @@ from children import run_ranks
 from torch import nn
 
 import quant
-from quant.training.low_precision import low_precision_linear
+from quant.training.low_precision import native_fusions
 
 pytestmark = pytest.mark.gpu
 # Each rank's tokens are whole blocks of 128, by which dw is rounded.
@@ -72,8 +72,8 @@ def _sharded(rank: int, folder: str) -> None:
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     mesh, calls = _join(rank, folder), []
-    apply = low_precision_linear._MergedProducts.apply
-    low_precision_linear._MergedProducts.apply = lambda *a: calls.append(len(a)) or apply(*a)  # type: ignore[assignment]
+    apply = native_fusions._MergedProducts.apply
+    native_fusions._MergedProducts.apply = lambda *a: calls.append(len(a)) or apply(*a)  # type: ignore[assignment]
     for name, make in MODELS.items():
         model, policy = make(), MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
         for layer in model.model.layers:
