@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
+import subprocess
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import serving_samples
+import tiny_processors
 import torch
 from click.testing import CliRunner
-from samples import write_short_base
+from samples import ROOT, write_short_base
 
 import quant
 from quant.cli.main import main
@@ -20,6 +24,7 @@ from quant.cli.quantize import quantize_command
 pytest.importorskip("onnxscript", reason="needs the extra onnx")
 pytest.importorskip("transformers", reason="needs the extra hf")
 genai = pytest.importorskip("onnxruntime_genai", reason="needs the extra genai")
+onnxruntime = pytest.importorskip("onnxruntime", reason="needs the extra genai")
 
 from quant.export.onnx.export_onnx import write_onnx  # noqa: E402 -- needs onnx
 from quant.export.onnx.genai import genai_config  # noqa: E402 -- as above
@@ -69,6 +74,7 @@ def test_greedy_tokens(kind: str, format: str, tmp_path: Path) -> None:
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("genai")
     out, base = folder / "checkpoint", write_short_base(folder / "base")
+    tiny_processors._byte_tokenizer(["<pad>", "</s>"], "$A").save_pretrained(base)
     arguments = [str(base), "--format", "fp8_channel", "--effort", "0", "--out", str(out), "--quiet"]
     assert CliRunner().invoke(quantize_command, arguments).exit_code == 0
     return out
@@ -78,10 +84,16 @@ def export(*arguments: object) -> Any:
     return CliRunner().invoke(main, ["export", *map(str, arguments)])
 
 
-def test_the_directory_has_all_that_the_library_needs(checkpoint: Path, tmp_path: Path) -> None:
-    out = tmp_path / "out"
+@pytest.fixture(scope="module")
+def out(checkpoint: Path) -> Path:
+    """The directory that the library loads."""
+    out = checkpoint.with_name("out")
     result = export(checkpoint, "--to", "onnx", "--genai", "--dtype", "fp32", "--out", out)
     assert result.exit_code == 0, result.output
+    return out
+
+
+def test_the_directory_has_all_that_the_library_needs(checkpoint: Path, out: Path) -> None:
     assert {"genai_config.json", "model.onnx", "tokenizer.json", "tokenizer_config.json"} <= {
         file.name for file in out.iterdir()
     }
@@ -96,6 +108,40 @@ def test_the_directory_has_all_that_the_library_needs(checkpoint: Path, tmp_path
     for tokens, expected in zip(written(out, rows), serving_samples.greedy_tokens(model, rows), strict=True):
         end = next((i for i, token in enumerate(expected) if token in ends), NEW)
         assert tokens[:end] == expected[:end]
+
+
+def test_text_in_c(out: Path, tmp_path: Path) -> None:
+    """The program of examples/cpp writes the text that Python writes with the same library."""
+    compiler = shutil.which("c++") or shutil.which("g++")
+    library = Path(genai.__file__).parent / "libonnxruntime-genai.so"
+    if compiler is None or not library.is_file():
+        pytest.skip("needs a C++ compiler and the library of Linux")
+    program, prompt, new = tmp_path / "generate_text", "What is this? A sentence.", 12
+    source = ROOT / "examples" / "cpp" / "generate_text.cpp"
+    command = [compiler, "-std=c++17", "-Wall", "-Wextra", "-Werror", str(source), str(library), "-o", str(program)]
+    made = subprocess.run([*command, f"-Wl,-rpath,{library.parent}"], capture_output=True, text=True, check=False)
+    assert made.returncode == 0, made.stderr
+    model = genai.Model(str(out))
+    tokenizer, parameters = genai.Tokenizer(model), genai.GeneratorParams(model)
+    ids = tokenizer.encode(prompt)
+    # Drawn, because this model likes one letter best, and then the end.
+    sampling = {"temperature": 2, "random_seed": 5, "min_length": len(ids) + new}
+    parameters.set_search_options(max_length=len(ids) + new, do_sample=True, **sampling)
+    generator, stream, text = genai.Generator(model, parameters), tokenizer.create_stream(), ""
+    generator.append_tokens(ids)
+    while not generator.is_done():
+        generator.generate_next_token()
+        text += stream.decode(generator.get_next_tokens()[0])
+    command = [str(program), str(out), str(new), prompt, "do_sample=1"]
+    library = next(Path(onnxruntime.__file__).parent.glob("capi/libonnxruntime.so*"))
+
+    def run(*options: str) -> subprocess.CompletedProcess[str]:
+        environment = {**os.environ, "ORT_LIB_PATH": str(library)}
+        return subprocess.run([*command, *options], capture_output=True, text=True, check=False, env=environment)
+
+    done, refused = run(*(f"{name}={value}" for name, value in sampling.items())), run("temperature")
+    assert (done.returncode, done.stdout) == (0, f"{text}\n") and len(set(text)) > 4, done.stderr
+    assert refused.returncode == 1 and "temperature: expected NAME=NUMBER" in refused.stderr
 
 
 def test_refusals(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
