@@ -24,7 +24,7 @@ from quant.evaluation.evaluate import evaluate
 from quant.generate.quantized_attention import quantized_attention
 from quant.models.open_model import open_model
 from quant.recipes.plan import KV_LAYERS
-from quant.run.kv_layers import choose_kv_layers
+from quant.run.decide import choose_kv_layers
 
 TITLE = "Weights and KV cache within one size"
 TOKENS = Path(__file__).parent / "data" / "smollm2_wikitext2_512.safetensors"

@@ -3,13 +3,17 @@
     plan       of each component, from its config alone          wrong options end here, before weights are read
     denoise    the original pipeline makes an image of each prompt; calls of its components are kept, some per prompt,
                drawn so that all prompts together cover the whole trajectory
-    choose     formats within --bits or --max-error, where one is given (`denoiser_budget`)
+    choose     formats within --bits or --max-error, where one is given (`choose_formats`)
     solve      each component by `run`, as a module in memory
     measure    relative error of what the denoiser predicts, by timestep, on prompts that calibrated nothing; then
                images of the same seeds, compared by PSNR and SSIM
     write      the pipeline again, whole or not at all, with a page that shows images side by side
 
 Everything is computed on calls of the original, so that no step depends on an image that has drifted.
+
+Formats within `--bits`, or for `--max-error`, are chosen as for every other model (`calibration.allocation`), on calls
+of the denoiser at a few timesteps: the squared error of the prediction with one group rounded alone is its score, and
+the joint error of a choice is measured. Weights are rounded to nearest for that, and solved afterwards.
 """
 
 from __future__ import annotations
@@ -23,6 +27,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib.resources import files
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -33,12 +38,15 @@ from torch import nn
 from quant.base.errors import UserError, counted, listed
 from quant.base.json_files import write_json
 from quant.base.listener import SILENT, Listener
+from quant.calibration.allocation.allocate import make_loop, make_space
+from quant.calibration.allocation.goal import Options
+from quant.calibration.allocation.measure_choices import Counts, HeldOut
 from quant.calibration.evaluating import evaluating
-from quant.calibration.inputs import Arguments, Inputs, recorded, taking_inputs
-from quant.calibration.placement import find_device, placed
+from quant.calibration.inputs import Arguments, Inputs, call_on_first_row, recorded, taking_inputs
+from quant.calibration.placement import device_of, find_device, placed
 from quant.calibration.sensitivity.divergence import prediction_of
+from quant.calibration.session import Session
 from quant.calibration.texts.mixture import lacks_data
-from quant.evaluation.images import image_figures
 from quant.export.checkpoint.files.directory import DENOISING, new_directory
 from quant.formats.tensor import moved
 from quant.models import pipelines
@@ -50,7 +58,6 @@ from quant.recipes.plan import Plan
 from quant.report.charts import short_name
 from quant.report.denoising import denoising_html
 from quant.report.report import Report
-from quant.run.denoiser_budget import choose_formats, timestep_of
 from quant.run.job import Outcome
 from quant.run.request import AllocationRequest, Request
 from quant.run.run import run
@@ -368,3 +375,86 @@ class _NoiseError:
                 f"{self.table['all']:.4g}; give a lower limit, or more prompts"
             )
         return notes
+
+
+_FORMATS = ("nvfp4", "fp8_channel")  # where the user names none
+_TIMESTEPS = 3
+
+
+def choose_formats(
+    model: nn.Module, data: Inputs, request: Request, device: torch.device | None, name: str
+) -> tuple[Plan, dict[str, dict[str, float]]]:
+    """Returns the plan of a denoiser for the goal of a request, by its calls `data`, and errors for the report.
+
+    Errors are those of the prediction where a block alone is in the format that loses most, by block and timestep.
+
+    Raises:
+        Infeasible: no choice keeps the goal; the message names the smallest that can be kept.
+        UserError: a component that is no denoiser, for its loss is not measured.
+    """
+    calls, goal, session = _spread(model, data.calls), request.goal, Session.on(device)
+    assert goal is not None
+    if not calls:
+        raise UserError(f"{name} predicts no noise by which formats are chosen; leave it out of --components")
+    options = Options(
+        formats=request.budget.formats or _FORMATS, solver=request.solver or "gptq", include=request.include,
+        exclude=request.exclude, constraints=request.budget.options()["constraints"], run=call_on_first_row(data),
+        method="kl", dtype=None,
+    )  # fmt: skip
+    space = make_space(model, goal, options)
+    space.explain(goal, space.problem())
+    rows: Any = Inputs(calls, alone=True).to(session.device or device_of(model))
+    held_out, rounded = HeldOut.without_verification(rows), replace(options, solver="rtn")
+    with evaluating(model), taking_inputs(model):
+        loop, _, _ = make_loop(model, space, rows, held_out, goal, Counts(), rounded, session)
+        with loop.bench.switchable.ready():
+            plan = loop.plan(loop.run(searches=False).choice)
+            run, blocks = next(iter(loop.bench.checked.values())), dict[str, dict[str, str]]()
+            for group, members in space.groups.items():
+                block = next((b for b in loop.bench.switchable.blocks if group.startswith(f"{b}.")), members[0].name)
+                scores = loop.scores.by_name[group].scores
+                blocks.setdefault(block, {})[group] = max(scores, key=scores.__getitem__)
+            errors = {block: [loss**0.5 for loss in run.losses(choice)] for block, choice in blocks.items()}
+    times = [timestep_of(model, call) for call in calls]
+    return plan, {block: dict(zip(times, each, strict=True)) for block, each in errors.items()}
+
+
+def _spread(model: nn.Module, calls: Sequence[Arguments]) -> list[Arguments]:
+    """Returns a call at each of a few timesteps, over the whole trajectory; none of a model without timesteps."""
+    by_time = {time: call for call in calls if (time := timestep_of(model, call))}
+    times = sorted(by_time, key=float)
+    picked = {times[round(i * (len(times) - 1) / (_TIMESTEPS - 1))] for i in range(_TIMESTEPS)} if times else set()
+    return [by_time[time] for time in sorted(picked, key=float, reverse=True)]
+
+
+def timestep_of(model: nn.Module, call: Arguments) -> str:
+    """Returns the timestep of a call of a denoiser; empty where it has none."""
+    args, kwargs = call
+    named = {**dict(zip(inspect.signature(model.forward).parameters, args, strict=False)), **kwargs}
+    time = named.get("timestep", named.get("t"))
+    if isinstance(time, torch.Tensor):
+        time = float(time.flatten()[0])
+    return "" if time is None else f"{float(time):.4g}"
+
+
+def image_figures(images: Sequence[np.ndarray], originals: Sequence[np.ndarray]) -> dict[str, Any]:
+    """Returns `psnr` and `ssim`, a number for each pair of pixels in [0, 1], `[…, height, width, channels]`.
+
+    `ssim` is None without scikit-image.
+    """
+    pairs = list(zip(images, originals, strict=True))
+    errors = [float(np.mean(np.square(image.astype(np.float64) - original))) for image, original in pairs]
+    return {
+        "psnr": [99.0 if error == 0 else min(-10 * math.log10(error), 99.0) for error in errors],  # 99 of equal images
+        "ssim": [_ssim(image, original) for image, original in pairs] if find_spec("skimage") else None,
+    }
+
+
+def _ssim(image: np.ndarray, original: np.ndarray) -> float:
+    """Returns the mean structural similarity over images and frames, in windows of 7 × 7."""
+    from skimage.metrics import structural_similarity
+
+    frames = [each.reshape(-1, *each.shape[-3:]).astype(np.float64) for each in (image, original)]
+    return float(
+        np.mean([structural_similarity(*pair, data_range=1.0, channel_axis=-1) for pair in zip(*frames, strict=True)])
+    )

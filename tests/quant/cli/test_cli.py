@@ -176,7 +176,7 @@ def test_a_stopped_run_says_that_the_same_command_goes_on(
     kept = "finished layers are kept, and the same command continues after them"
     for option, more in ((), ""), (("--restart",), " without --restart"):
         with monkeypatch.context() as patched:
-            patched.setattr("quant.run.write_result.write_model", stop)
+            patched.setattr("quant.run.run.write_model", stop)
             stopped = run(*arguments, *option)
         assert stopped.exit_code == 130
         assert stopped.stderr == f"error: stopped by SIGINT before {out} was written; {kept}{more}\n"

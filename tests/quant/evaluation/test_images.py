@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from quant.evaluation.images import image_figures
+from quant.run.pipeline import image_figures
 
 
 def test_psnr_is_that_of_its_definition() -> None:
@@ -25,5 +25,5 @@ def test_ssim_is_one_of_equal_images() -> None:
 
 
 def test_no_package_no_ssim(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("quant.evaluation.images.find_spec", lambda name: None)
+    monkeypatch.setattr("quant.run.pipeline.find_spec", lambda name: None)
     assert image_figures([np.zeros((1, 8, 8, 3))], [np.zeros((1, 8, 8, 3))])["ssim"] is None

@@ -28,7 +28,7 @@ from quant.recipes.plan import Plan, set_kv_cache
 from quant.recipes.plan_check import validate
 from quant.recipes.plan_make import make_plan
 from quant.recipes.targets import get_target
-from quant.run.kv_layers import choose_kv_layers
+from quant.run.decide import choose_kv_layers
 
 LAYERS = 4
 
