@@ -14,12 +14,18 @@ that applies to a layer decides:
 
 A layer whose shape the format does not divide stays in 16 bit whatever the rules say. So does every member of a
 fusion group (layers that read the same input, which runtimes merge into one matmul) when one member must.
+
+The mixes that llama.cpp calls Q4_K_M and so on give more bits to layers whose errors cost more: values, the down
+projections, and the output head, in the first and last eighth of the blocks and in every third between (`_M`), or in
+the first few (`_S`), by llama.cpp's own rules. K-quants need rows of whole superblocks of 256 weights; other widths get
+the format of about the same bits in groups of 32, as in llama.cpp.
 """
 
 import inspect
 import math
+import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -28,16 +34,15 @@ import torch
 from torch import nn
 
 from quant.base.errors import UserError, counted
-from quant.formats.format import cache_format, is_16bit, parse_format
+from quant.formats.format import GGUF_FORMATS, Format, cache_format, is_16bit, parse_format
 from quant.recipes.blocks import block_names, is_denoiser, without_experts
 from quant.recipes.callers_model import check_original, unwrapped
-from quant.recipes.gguf_mixes import fitting, mix_rules, without_mixed_groups
 from quant.recipes.groups import Watched, group_experts, group_name, group_unseen, patterns, watching, without_group
 from quant.recipes.layers import QUANTIZABLE, ROUTER, Layer, LayerKind, find_layers, layers_of_state_dict, obstacle
 from quant.recipes.module_replacement import other_tensors, run_with
 from quant.recipes.plan import ODD_INPUTS, LayerPlan, Plan, groups_of, sharers_of
 from quant.recipes.plan_check import BY_NAME, NOT_RUN, NOT_SEEN
-from quant.recipes.recipe import KEEP, Recipe, Rule, get_recipe, matched, named_format, no_match
+from quant.recipes.recipe import KEEP, MIXES, Recipe, Rule, get_recipe, matched, named_format, no_match
 from quant.recipes.solver_names import parse_solver, solver_of
 
 _KEPT_KINDS = {
@@ -491,3 +496,62 @@ def _keep_whole_groups(layers: list[LayerPlan]) -> list[LayerPlan]:
             layer = replace(layer, weight=None, activation=None, reason=reason)
         whole.append(layer)
     return whole
+
+
+FALLBACKS = {"q4_k": "q5_0", "q5_k": "q5_1", "q6_k": "q8_0"}
+_BLOCK = re.compile(r"\.(\d+)\.")
+
+
+def mix_rules(name: str, layers: Sequence[Layer]) -> Iterator[Rule]:
+    """Yields the exceptions of the mix called `name` for the layers of a model; none for another recipe."""
+    if name not in MIXES:
+        return
+    base, count = MIXES[name], 1 + max((_block(layer.name) for layer in layers), default=0)
+    for layer in layers:
+        index, last = _block(layer.name), layer.name.rpartition(".")[2]
+        more = index < count // 8 or index >= 7 * count // 8 or (index - count // 8) % 3 == 2
+        chosen = None
+        if layer.kind == LayerKind.HEAD and layer.tied_to is None:
+            chosen = "q8_0" if base == "q8_0" else "q6_k"
+        elif name.endswith("_m") and last in ("down_proj", "v_proj") and more:
+            chosen = "q6_k"
+        elif last == "qkv_proj" and name.endswith("_m"):
+            chosen = "q5_k" if base == "q4_k" else "q6_k"
+        elif name == "q4_k_s" and ((last == "v_proj" and index < 4) or (last == "down_proj" and index < count // 8)):
+            chosen = "q5_k"
+        if chosen is not None and chosen != base:
+            yield Rule(layer.name, chosen, KEEP, reason=f"{name} has {chosen} there")
+
+
+def embedding_format(plan_formats: Sequence[Format | None], *, is_tied: bool, width: int) -> Format | None:
+    """Returns the format of the embedding in a file whose layers have these; None for 16 bit.
+
+    llama.cpp gives an embedding that is the output head too the head's format.
+    """
+    names = [format.name for format in plan_formats if format is not None and format.gguf]
+    if not names:
+        return None
+    base = max(set(names), key=names.count)
+    chosen = "q6_k" if is_tied and base != "q8_0" else "q8_0" if base == "q8_0" else base
+    return fitting(GGUF_FORMATS[chosen], width)
+
+
+def fitting(format: Format, width: int) -> Format:
+    """Returns `format`, or the one that llama.cpp takes where rows of `width` are no whole superblocks."""
+    return GGUF_FORMATS[FALLBACKS[format.name]] if format.superblock and width % format.superblock else format
+
+
+def without_mixed_groups(layers: list[LayerPlan]) -> list[LayerPlan]:
+    """Takes layers out of fusion groups whose members have other formats; llama.cpp merges none of them."""
+    renamed = dict[str, str | None]()
+    for members in groups_of(layers).values():
+        if len({m.weight for m in members}) > 1 and any(m.weight is not None and m.weight.gguf for m in members):
+            for weight in {m.weight for m in members}:
+                alike = [m.name for m in members if m.weight is weight]
+                renamed |= dict.fromkeys(alike, group_name(alike) if len(alike) > 1 else None)
+    return [replace(layer, group=renamed[layer.name]) if layer.name in renamed else layer for layer in layers]
+
+
+def _block(name: str) -> int:
+    match = _BLOCK.search(name)
+    return int(match[1]) if match else 0

@@ -18,9 +18,9 @@ import numpy as np
 from quant.calibration.allocation.goal import CurvePoint, Goal, Round
 from quant.calibration.allocation.measure_choices import Bench, Counts, Search, uniform_choices
 from quant.calibration.allocation.space import Space, key_of
-from quant.calibration.sensitivity.cached_run import CachedRun
 from quant.calibration.sensitivity.divergence import Prediction
 from quant.calibration.sensitivity.knapsack import SCORE, Infeasible, KnapsackProblem, pareto, smallest, solve
+from quant.calibration.sensitivity.switchable_model import CachedRun
 from quant.calibration.sensitivity.table import Sensitivity
 from quant.recipes.plan import Plan
 

@@ -18,10 +18,9 @@ from quant.base.errors import UserError, option
 from quant.calibration.allocation.goal import BudgetKind, Uniform, Verified
 from quant.calibration.allocation.space import Space, key_of
 from quant.calibration.evaluating import mean_interval, paired_interval
-from quant.calibration.sensitivity.cached_run import CachedRun
 from quant.calibration.sensitivity.divergence import Divergence, Later, NextToken, Prediction
 from quant.calibration.sensitivity.knapsack import Infeasible, KnapsackProblem, Near, solve
-from quant.calibration.sensitivity.switchable_model import SwitchableModel
+from quant.calibration.sensitivity.switchable_model import CachedRun, SwitchableModel
 from quant.calibration.sensitivity.table import KEPT
 from quant.calibration.session import Session
 

@@ -22,10 +22,10 @@ from quant.calibration.allocation.space import key_of
 from quant.calibration.evaluating import prepared
 from quant.calibration.layer_result import Quantized
 from quant.calibration.placement import device_of
-from quant.calibration.sensitivity.cached_run import CachedRun
 from quant.calibration.sensitivity.divergence import Divergence, divergence_of
 from quant.calibration.sensitivity.group_solutions import GroupSolution, Key
 from quant.calibration.sensitivity.knapsack import Infeasible, KnapsackProblem, solve
+from quant.calibration.sensitivity.switchable_model import CachedRun
 from quant.calibration.sensitivity.table import Candidate
 from quant.calibration.session import Session
 from quant.calibration.solvers.registry import get_pipeline

@@ -42,7 +42,6 @@ from quant.base.errors import known_names
 from quant.base.json_files import read_json, typed
 from quant.calibration.inputs import Inputs
 from quant.calibration.ranks import gathered, rank_and_world, wait_for_all
-from quant.calibration.sensitivity.cached_run import CachedRun
 from quant.calibration.sensitivity.divergence import (
     Divergence,
     Embeddings,
@@ -54,6 +53,7 @@ from quant.calibration.sensitivity.divergence import (
 )
 from quant.calibration.sensitivity.group_solutions import GroupSolution, Key, digest_of
 from quant.calibration.sensitivity.switchable_model import (
+    CachedRun,
     FormatChoice,
     LayerGradient,
     SwitchableLayer,

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from quant.base.errors import UserError, option
+from quant.export.checkpoint.files.directory import saved_report
 from quant.export.checkpoint.files.layouts import LAYOUTS, layout_of_config
 from quant.export.checkpoint.files.names import StoredNames
 from quant.export.checkpoint.open_checkpoint import (
@@ -26,7 +27,6 @@ from quant.models.open_model import Source, open_model
 from quant.models.quantized_config import AFTER_TRAINING, QuantMethod, is_in_training
 from quant.models.state_dict import call_factory
 from quant.recipes.plan import PLAN_FILE, Plan
-from quant.report.saved_report import saved_report
 
 
 def is_checkpoint(path: str | Path) -> bool:

@@ -16,12 +16,12 @@ from quant.base.atomic import write_atomically
 from quant.base.errors import loss_text
 from quant.base.extras import require
 from quant.base.json_files import json_text
+from quant.export.checkpoint.files.directory import saved_report
 from quant.export.checkpoint.other_runtimes import Trial, vllm_problem
 from quant.formats.format import FORMATS
 from quant.models.files import hub_name
 from quant.recipes.plan import Plan, bits_per_weight
 from quant.recipes.plan_check import first_problem
-from quant.report.saved_report import saved_report
 
 CARD, SOURCE_CARD = "README.md", "README.source.md"
 _MARK = "<!-- Model card by Blockscale; a card without this line is never replaced. -->"

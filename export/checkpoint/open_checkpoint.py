@@ -18,10 +18,9 @@ from torch import nn
 from quant.base.errors import UserError, listed
 from quant.base.extras import require
 from quant.export.checkpoint.files import modelopt
-from quant.export.checkpoint.files.conversion_rules import in_model
 from quant.export.checkpoint.files.layout import MODELOPT
 from quant.export.checkpoint.files.layouts import LAYOUTS, layout_of_config, plan_problems, scale_problem, value_problem
-from quant.export.checkpoint.files.names import StoredNames, expert_names, matrix_names, stored_names
+from quant.export.checkpoint.files.names import StoredNames, expert_names, in_model, matrix_names, stored_names
 from quant.export.checkpoint.files.read_tensors import (
     TensorFiles,
     carried_shapes,

@@ -38,7 +38,7 @@ from torch import nn
 from quant.base.errors import UserError, known_names
 from quant.base.json_files import JsonData, json_text
 from quant.calibration.texts.mixture import sample_texts
-from quant.evaluation.outputs import inputs_moved
+from quant.evaluation.evaluate import inputs_moved
 from quant.export.checkpoint.load import describe, load
 from quant.export.checkpoint.other_runtimes import unpacking_warnings
 from quant.generate.quantized_attention import quantized_attention

@@ -22,7 +22,7 @@ from torch import nn
 
 from quant.base.errors import option
 from quant.base.json_files import JsonData, read_json, typed
-from quant.evaluation.fingerprint import Fingerprint, fingerprint_problem
+from quant.evaluation.evaluation import Fingerprint, fingerprint_problem
 from quant.export.checkpoint.compare_source import compare_with_source
 from quant.export.checkpoint.files.layouts import plan_problems
 from quant.export.checkpoint.files.read_tensors import (

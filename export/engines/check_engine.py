@@ -29,7 +29,7 @@ from torch import nn
 
 from quant.base.errors import UserError
 from quant.calibration.placement import Device, find_device
-from quant.evaluation.outputs import inputs_moved
+from quant.evaluation.evaluate import inputs_moved
 from quant.export.checkpoint.load import describe, load
 from quant.export.engines.decode_loop import check_lengths, check_plan, is_engine, open_session, read, step
 from quant.export.onnx.engine_session import EngineSession

@@ -59,9 +59,9 @@ from quant.formats.rounding import unpack
 from quant.formats.tensor import BlockScaledTensor, quantize
 from quant.kernels.linear.quantized_module import QuantizedModule
 from quant.models.gguf import gguf_reader
-from quant.recipes.gguf_mixes import embedding_format
 from quant.recipes.layers import stacking_of
 from quant.recipes.plan import Plan
+from quant.recipes.plan_make import embedding_format
 
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = range(1, 7)  # llama.cpp's types of tokens
 

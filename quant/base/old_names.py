@@ -14,7 +14,7 @@ ATTRIBUTES = {
     "QuantLinear": "quant.kernels.linear.quant_linear.QuantLinear",
     "QuantizedKVCache": "quant.generate.quantized_kv_cache.QuantizedKVCache",
     "TaskScore": "quant.adapters.tasks.TaskScore",
-    "cache_teacher": "quant.training.teacher_cache.cache_teacher",
+    "cache_teacher": "quant.training.distillation_loss.cache_teacher",
     "calibrate": "quant.calibration.walk.collect.calibrate",
     "convert_qat": "quant.pack",
     "convert_trained": "quant.pack",

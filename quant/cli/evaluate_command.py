@@ -88,7 +88,7 @@ def evaluate_command(
     from quant.evaluation.tasks import evaluate_task, read_task
     from quant.export.checkpoint.load import open_runnable
     from quant.generate.quantized_attention import quantized_attention
-    from quant.run.announcements import announce_device, announce_source
+    from quant.run.job import announce_device, announce_source
 
     of_tasks = {name: options[name] for name in ("task_path", "shots", "limit")}
     if bool(texts) + bool(data) + bool(tasks) + bool(own_tasks) != 1:
@@ -164,7 +164,7 @@ def _read_texts(
 ) -> dict[str, torch.Tensor | Inputs]:
     """Returns the rows of each text by its name, the same ones on all ranks; a `baseline` may have to write them."""
     from quant.calibration.texts.sources import digest_of, read_evaluation
-    from quant.run.same_on_ranks import check_same
+    from quant.run.data import check_same
 
     with terminal.stages() as progress:
         session = dataclasses.replace(session, progress=progress)

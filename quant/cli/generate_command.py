@@ -106,7 +106,7 @@ def _run_model(
     """Continues a prompt with a model, and prints the text; `options` are keywords of `generate`."""
     from quant.export.checkpoint.load import open_runnable
     from quant.generate.generate import generate
-    from quant.run.announcements import announce_source
+    from quant.run.job import announce_source
 
     terminal = listener(quiet or as_json)
     with terminal.step(f"loading {model}"):

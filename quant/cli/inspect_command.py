@@ -11,13 +11,12 @@ from quant.base.json_files import read_json
 from quant.cli.command import JSON, REVISION, TRUST, Command, echo, print_json
 from quant.cli.completion import MODELS
 from quant.cli.console import print_plan, print_table
-from quant.export.checkpoint.files.directory import check_apart
+from quant.export.checkpoint.files.directory import check_apart, saved_report
 from quant.formats.format import FORMATS
 from quant.models.files import find_checkpoint
 from quant.recipes.plan import PLAN_FILE, Plan
 from quant.recipes.recipe import KEEP, presets
 from quant.recipes.solver_names import EFFORTS, METHODS, ROUNDINGS, parse_solver, solver_of
-from quant.report.saved_report import saved_report
 
 _SOLVER_NOTE = (
     "Parts are joined by + in the order scaling+rotation+lowrank+residual+rounding+autoround, such as awq:merge+gptq; "

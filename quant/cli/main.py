@@ -28,8 +28,8 @@ COMMANDS = {
         "Export a checkpoint: ONNX, TensorRT, AOTInductor, other layouts.",
     ),
     "check": ("quant.cli.check_command:check_command", "Check a checkpoint, or a file that was exported from one."),
-    "bench": ("quant.cli.bench_command:bench_command", "Time the quantized matmuls of a model on this GPU."),
-    "tune": ("quant.cli.bench_command:tune_command", "Find and keep the fastest kernel launches for a model."),
+    "bench": ("quant.cli.doctor_command:bench_command", "Time the quantized matmuls of a model on this GPU."),
+    "tune": ("quant.cli.doctor_command:tune_command", "Find and keep the fastest kernel launches for a model."),
     "formats": ("quant.cli.inspect_command:formats_command", "List presets and number formats."),
     "solvers": ("quant.cli.inspect_command:solvers_command", "List the solvers, with what each needs and costs."),
     "doctor": (

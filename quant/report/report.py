@@ -17,8 +17,7 @@ from quant.calibration.allocation.goal import AllocationRecord
 from quant.calibration.layer_result import LayerResult
 from quant.calibration.sensitivity.costs import mixed_cache_bytes
 from quant.calibration.sensitivity.table import Sensitivity
-from quant.evaluation.evaluation import Evaluation, Examples
-from quant.evaluation.fingerprint import Fingerprint
+from quant.evaluation.evaluation import Evaluation, Examples, Fingerprint
 from quant.recipes.plan import PLAN_FILE, Plan
 
 SCHEMA_VERSION = 1

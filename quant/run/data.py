@@ -1,30 +1,34 @@
 """The third stage reads calibration rows, where the plan needs some, and evaluation rows; it says what that takes."""
 
+import platform
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 
-from quant.base.errors import in_words, option, steps_in_words
+from quant.base.errors import UserError, in_words, option, steps_in_words
+from quant.base.extras import versions
 from quant.calibration.allocation.goal import Goal
 from quant.calibration.allocation.measure_choices import HeldOut, rows_of_choice
 from quant.calibration.allocation.real_solver import rows_where_solved
 from quant.calibration.inputs import Inputs
 from quant.calibration.outputs.logits import check_evaluable
 from quant.calibration.placement import device_of
+from quant.calibration.ranks import gathered, rank_and_world, wait_for_all
 from quant.calibration.sensitivity.table import Candidate
+from quant.calibration.session import Session
 from quant.calibration.solvers.registry import get_pipeline
 from quant.calibration.texts import sources
 from quant.calibration.texts.mixture import Record, lacks_data, solver_needs_data, with_calibration, with_data
 from quant.calibration.walk.choose_transform import CHOICE, choose_transform, expected_choice
 from quant.calibration.walk.expected_time import expected_time, time_of_rows
 from quant.calibration.walk.solve import check_solvable
+from quant.models.files import spot_hash
 from quant.models.stored_weights import read_stored, stored_in
 from quant.recipes.plan import Plan, groups_of
-from quant.run.announcements import announce_effort, announce_transform
-from quant.run.job import Decision, Job
-from quant.run.same_on_ranks import check_same
+from quant.run.job import Decision, Job, announce_effort, announce_transform
 
 Data = torch.Tensor | Inputs
 
@@ -178,3 +182,38 @@ def _text_size(job: Job, *, will_write: bool) -> tuple[int, int, int]:
     share = sources.written_share(job.request.calib, has_tokenizer=sources.tokenizer_if_any(job.source) is not None)
     writes = will_write and share > 0 and sources.must_write(job.source, job.request.calibration_rows, job.session)
     return samples, seqlen, round(share * samples * seqlen) if writes else 0
+
+
+def check_same(values: Mapping[str, str], session: Session, files: Sequence[Path] = ()) -> None:
+    """Checks that all ranks have the same values, files, versions and kind of device.
+
+    `values` are hashes or names that the result depends on, by their names in the error message.
+
+    Raises:
+        UserError: ranks differ; the message names the first rank that does, and the value.
+    """
+    if rank_and_world()[1] == 1:
+        return
+    own = {f"the file {file.name}": spot_hash(file) for file in files}
+    # cuBLAS chooses kernels, and so the order of sums, by the GPU: equal inputs give other last bits on another one.
+    own["the kind of device"] = kind_of(session)
+    own |= {f"the version of {name}": version for name, version in versions().items()} | dict(values)
+    everywhere = gathered((platform.node(), own))
+    first = everywhere[0][1]
+    for rank, (machine, theirs) in enumerate(everywhere):
+        for name in dict.fromkeys((*first, *theirs)):
+            if theirs.get(name) != first.get(name):
+                own_value, first_value = (each.get(name, "none") for each in (theirs, first))
+                if rank_and_world()[0]:
+                    wait_for_all()  # the first rank reports the error, and this process is ended
+                detail = "" if len(own_value + first_value) > 80 else f" ({own_value}; rank 0 has {first_value})"
+                raise UserError(
+                    f"rank {rank} on {machine} differs from rank 0 in {name}{detail}; all ranks need the same files, "
+                    "options, versions and GPUs"
+                )
+
+
+def kind_of(session: Session) -> str:
+    """Returns the kind of device that a session computes on."""
+    device = session.device
+    return torch.cuda.get_device_name(device) if device is not None and device.type == "cuda" else "cpu"

@@ -63,11 +63,9 @@ from quant.recipes.plan_check import refuse
 from quant.recipes.plan_make import make_plan
 from quant.recipes.recipe import KEEP, Recipe, matched
 from quant.recipes.solver_names import solver_of
-from quant.run.announcements import announce_effort
-from quant.run.data import announce_budget, calibration_data, evaluation_data
-from quant.run.job import Decision, Job
+from quant.run.data import announce_budget, calibration_data, check_same, evaluation_data
+from quant.run.job import Decision, Job, announce_effort
 from quant.run.request import KV_AUTO, Request
-from quant.run.same_on_ranks import check_same
 
 
 def decide(job: Job) -> Decision:

@@ -29,8 +29,7 @@ from quant.calibration.session import Session
 from quant.calibration.texts import sources
 from quant.calibration.walk.expected_time import expected_time, time_of_training
 from quant.evaluation.evaluate import evaluate_texts
-from quant.evaluation.evaluation import Evaluation
-from quant.evaluation.fingerprint import fingerprint
+from quant.evaluation.evaluation import Evaluation, fingerprint
 from quant.export.checkpoint.files.directory import check_apart, check_destination
 from quant.export.checkpoint.load import describe as describe_checkpoint
 from quant.export.checkpoint.load import is_checkpoint, no_checkpoint, open_runnable
@@ -40,12 +39,18 @@ from quant.models.files import find_checkpoint, packages_of
 from quant.models.open_model import Source
 from quant.recipes.plan import Plan
 from quant.report.report import Distillation, Report, kv_cache_of
-from quant.run.announcements import announce_device
+from quant.run.job import announce_device
 from quant.training import train_loop
-from quant.training.distillation_loss import AnyTeacher, Batch, distillation_loss
+from quant.training.distillation_loss import (
+    AnyTeacher,
+    Batch,
+    CachedTeacher,
+    cache_teacher,
+    distillation_loss,
+    is_cached_teacher,
+)
 from quant.training.pack import pack
 from quant.training.qat import prepare_qat
-from quant.training.teacher_cache import CachedTeacher, cache_teacher, is_cached_teacher
 
 _WORSE = 1.02  # times the KL before training; rounding by itself does not change it by as much
 

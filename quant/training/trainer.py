@@ -9,8 +9,7 @@ from torch import nn
 from transformers import Trainer
 
 from quant.base.errors import UserError
-from quant.training.distillation_loss import AnyTeacher, distillation_loss
-from quant.training.teacher_cache import CachedTeacher
+from quant.training.distillation_loss import AnyTeacher, CachedTeacher, distillation_loss
 
 
 class DistillMixin:

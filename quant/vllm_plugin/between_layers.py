@@ -37,7 +37,7 @@ from quant.kernels.attention.attention_operands import AttentionOptions, DecodeT
 from quant.kernels.attention.kv_pages import PAGE_SIZES, KVPages
 from quant.kernels.base.custom_ops import register
 from quant.vllm_plugin import linear_kernels
-from quant.vllm_plugin.replacement import check_arguments, check_classes, check_has_arguments, replace_function
+from quant.vllm_plugin.releases import check_arguments, check_classes, check_has_arguments, replace_function
 from quant.vllm_plugin.self_test import SelfTest
 
 logger = init_logger("vllm.blockscale")

@@ -22,7 +22,7 @@ from vllm.model_executor.layers.quantization.utils.quant_utils import (
 from quant.formats.tensor import BlockScaledTensor
 from quant.vllm_plugin import loaded_weights
 from quant.vllm_plugin.fused_experts import BlockscaleExperts, Layer, make_kernel, refusal
-from quant.vllm_plugin.replacement import check_classes, replace_function
+from quant.vllm_plugin.releases import check_classes, replace_function
 
 QuantizationStrategy = compressed_tensors_fp8.QuantizationStrategy
 KEYS: dict[str, QuantKey] = {

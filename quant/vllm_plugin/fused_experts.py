@@ -36,7 +36,7 @@ from vllm.platforms import current_platform
 from quant.formats.tensor import BlockScaledTensor
 from quant.kernels.linear.experts import grouped_linear
 from quant.vllm_plugin import loaded_weights, releases, warm_up
-from quant.vllm_plugin.replacement import check_classes, replace_function
+from quant.vllm_plugin.releases import check_classes, replace_function
 from quant.vllm_plugin.self_test import SelfTest
 
 logger = init_logger("vllm.blockscale")

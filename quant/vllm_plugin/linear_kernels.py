@@ -34,7 +34,7 @@ from vllm.scalar_type import scalar_types
 
 from quant.formats.tensor import BlockScaledTensor
 from quant.vllm_plugin import loaded_weights, releases, switches, warm_up
-from quant.vllm_plugin.replacement import check_classes, check_has_arguments, replace_function
+from quant.vllm_plugin.releases import check_classes, check_has_arguments, replace_function
 from quant.vllm_plugin.self_test import SelfTest
 
 logger = init_logger("vllm.blockscale")

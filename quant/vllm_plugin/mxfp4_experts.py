@@ -20,7 +20,7 @@ from vllm.model_executor.layers.quantization.utils.quant_utils import kMxfp4Stat
 from quant.formats.tensor import BlockScaledTensor
 from quant.vllm_plugin import loaded_weights
 from quant.vllm_plugin.fused_experts import BlockscaleExperts, Layer, arrange_once, logger, make_kernel, refusal
-from quant.vllm_plugin.replacement import check_classes
+from quant.vllm_plugin.releases import check_classes
 
 
 class BlockscaleMxFp4Experts(BlockscaleExperts):

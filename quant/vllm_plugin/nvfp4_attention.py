@@ -44,7 +44,7 @@ from quant.kernels.attention.attention_operands import AttentionOptions, decode_
 from quant.kernels.attention.kv_pages import PAGE_SIZES, KVPages
 from quant.kernels.attention.paged_attention import cell_bytes, pages_of
 from quant.vllm_plugin import releases
-from quant.vllm_plugin.replacement import check_classes, check_has_arguments, replace_function
+from quant.vllm_plugin.releases import check_classes, check_has_arguments, replace_function
 from quant.vllm_plugin.self_test import SelfTest
 
 logger = init_logger("vllm.blockscale")

@@ -29,7 +29,7 @@ from quant.kernels.linear import dispatch
 from quant.kernels.linear.experts import STORED_ROWS
 from quant.kernels.linear.tiles import DENSE, FEW
 from quant.vllm_plugin import loaded_weights
-from quant.vllm_plugin.replacement import check_arguments, replace_function
+from quant.vllm_plugin.releases import check_arguments, replace_function
 
 MOST_THREADS = 8
 

@@ -10,9 +10,11 @@ import tempfile
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from quant.base.atomic import claimed, recover, replace_directory, sync_tree, temporary_directory, write_atomically
 from quant.base.errors import option
+from quant.base.json_files import read_json, typed
 from quant.recipes.plan import PLAN_FILE
 
 DENOISING = "denoising.json"
@@ -159,3 +161,21 @@ def umask() -> int:
     mask = os.umask(0)
     os.umask(mask)
     return mask
+
+
+def saved_report(directory: Path) -> dict[str, Any] | None:
+    """Returns the fields of report.json in `directory`; None without one.
+
+    Raises:
+        ValueError: not JSON, or its layers have no name and SNR, which `quant inspect` shows.
+    """
+    file = directory / "report.json"
+    return read_json(file, "a valid report", _checked) if file.is_file() else None
+
+
+def _checked(document: Any) -> dict[str, Any]:
+    fields: dict[str, Any] = typed(dict[str, Any], document, "report")
+    for index, layer in enumerate(typed(list[dict[str, Any]], fields.get("layers"), "layers")):
+        typed(str, layer.get("name"), f"layers[{index}].name")
+        typed(float | None, layer.get("snr_db"), f"layers[{index}].snr_db")
+    return fields

@@ -24,8 +24,7 @@ from torch import nn
 
 from quant.base.atomic import not_written
 from quant.export.checkpoint.files import compressed_tensors
-from quant.export.checkpoint.files.conversion_rules import in_files
-from quant.export.checkpoint.files.names import StoredNames, cut_experts, matrix_names
+from quant.export.checkpoint.files.names import StoredNames, cut_experts, in_files, matrix_names
 from quant.export.checkpoint.files.read_tensors import CARRIED, EXACT, HEADS, RUN_TIME_PARTS
 from quant.export.checkpoint.files.tensor_file import DeferredTensor, FileLog, write_tensor_file
 from quant.formats.tensor import BlockScaledTensor

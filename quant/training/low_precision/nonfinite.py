@@ -34,9 +34,9 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from quant.base.errors import UserError, known_names, warn
 from quant.recipes.callers_model import optimizers_of
-from quant.training.low_precision import common_histories
 from quant.training.low_precision.fused_experts_training import LowPrecisionStack, trained_layers
 from quant.training.low_precision.low_precision_linear import LowPrecisionLinear
+from quant.training.low_precision.state import agree_on_histories, agree_on_input_scales, find_replicas
 from quant.training.rounded_weight import RoundedWeight
 
 ACTIONS = ("stop", "skip")
@@ -113,9 +113,9 @@ class GradientWatch:
             return
         if optimizer not in self._optimizers:
             self._optimizers.update([optimizer, *optimizers_of(own)])
-            self._replicas.update(common_histories.find_replicas(model))
-        common_histories.agree_on_histories(trained.values(), self._replicas)
-        common_histories.agree_on_input_scales(model, self._replicas)
+            self._replicas.update(find_replicas(model))
+        agree_on_histories(trained.values(), self._replicas)
+        agree_on_input_scales(model, self._replicas)
         all_held = [parameter for each in list(self._optimizers) for parameter in _held(each)]
         # GradScaler puts this on fused optimizers, whose kernels skip the step where it is not zero.
         is_fused = getattr(optimizer, "found_inf", None) is not None

@@ -12,11 +12,10 @@ from torch import nn
 
 from quant.calibration.outputs import logits
 from quant.calibration.outputs.gradients import output_moments
-from quant.calibration.sensitivity import cached_run
-from quant.calibration.sensitivity.cached_run import CachedRun
+from quant.calibration.sensitivity import switchable_model
 from quant.calibration.sensitivity.divergence import divergence_of
 from quant.calibration.sensitivity.scores import Scoring, score_groups
-from quant.calibration.sensitivity.switchable_model import SwitchableModel
+from quant.calibration.sensitivity.switchable_model import CachedRun, SwitchableModel
 from quant.calibration.sensitivity.table import parse_candidates
 from quant.calibration.session import Session
 from quant.calibration.walk.collect import collect_input_amax
@@ -72,7 +71,7 @@ def test_slices_bound_the_memory_and_change_nothing(
     measure: Callable[[nn.Module, torch.Tensor], list[float]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, rows = _model(), _rows()
-    monkeypatch.setattr(cached_run, "_DISTRIBUTIONS", {"cpu": 0})
+    monkeypatch.setattr(switchable_model, "_DISTRIBUTIONS", {"cpu": 0})
     monkeypatch.setitem(logits._SLICE_ELEMENTS, "cpu", POSITIONS * VOCABULARY)
     values: list[float] = []
     peak = _peak_bytes(lambda: values.extend(measure(model, rows)))

@@ -21,11 +21,10 @@ from torch import nn
 
 from quant.base.listener import Progress
 from quant.calibration.evaluating import prepared
-from quant.calibration.sensitivity.cached_run import CachedRun
 from quant.calibration.sensitivity.divergence import divergence_of
 from quant.calibration.sensitivity.group_solutions import solve_each_group
 from quant.calibration.sensitivity.scores import Scoring, run_units, score_groups, total
-from quant.calibration.sensitivity.switchable_model import SwitchableModel, measure_amax
+from quant.calibration.sensitivity.switchable_model import CachedRun, SwitchableModel, measure_amax
 from quant.calibration.sensitivity.table import Sensitivity, parse_candidates
 from quant.calibration.session import Session
 from quant.evaluation.evaluate import evaluate
@@ -428,8 +427,8 @@ def test_a_switchable_model_in_16_bit_is_the_model() -> None:
 @pytest.mark.parametrize("budget", [1 << 30, 20_000])
 def test_a_remembered_run_changes_no_loss(make: Any, budget: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whole runs, which tests above compare with quantizing for real, against runs that begin halfway."""
-    monkeypatch.setattr("quant.calibration.sensitivity.cached_run._ACTIVATIONS", {"cpu": budget})
-    monkeypatch.setattr("quant.calibration.sensitivity.cached_run._BATCH_TOKENS", 2 * SEQLEN)
+    monkeypatch.setattr("quant.calibration.sensitivity.switchable_model._ACTIVATIONS", {"cpu": budget})
+    monkeypatch.setattr("quant.calibration.sensitivity.switchable_model._BATCH_TOKENS", 2 * SEQLEN)
     model, rows = make(), _rows(5)
     groups = _groups(model)
     candidates = parse_candidates("nvfp4,fp8a16")
@@ -465,7 +464,7 @@ def test_a_table_that_holds_no_number_is_refused_by_group_and_format(tmp_path: P
 
 def test_errors_count_rows_through_all_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each way of measuring hands every batch over with the number of its first row."""
-    monkeypatch.setattr("quant.calibration.sensitivity.cached_run._BATCH_TOKENS", 4 * SEQLEN)
+    monkeypatch.setattr("quant.calibration.sensitivity.switchable_model._BATCH_TOKENS", 4 * SEQLEN)
     model, rows = _llama(torch.float32), _rows()
     found = divergence_of(model, rows)
     seen: list[tuple[torch.Tensor, int]] = []

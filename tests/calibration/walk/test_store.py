@@ -31,7 +31,7 @@ from quant.calibration.walk.step_store import DirectoryStore, StepFile, partial_
 from quant.calibration.walk.walk import States
 from quant.models.open_model import open_model
 from quant.run import decide as deciding
-from quant.run import measure as measuring
+from quant.run import run as measuring
 from quant.run import run as pipeline
 from quant.run import run as solving
 from quant.run.decide import plan_for

@@ -20,7 +20,7 @@ import quant
 from quant.base.errors import UserError
 from quant.cli.main import main
 from quant.cli.quantize import quantize_command
-from quant.evaluation.outputs import inputs_moved
+from quant.evaluation.evaluate import inputs_moved
 from quant.export.aoti import package
 from quant.export.aoti.package import DECODER_BODIES, METADATA, AotiSession, decoder_program
 from quant.export.engines.check_engine import forced_run, reference_run

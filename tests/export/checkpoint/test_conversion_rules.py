@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from tiny_models import mixtral
 
-from quant.export.checkpoint.files import conversion_rules
-from quant.export.checkpoint.files.conversion_rules import class_rules, file_rules, is_renaming, operations, renaming
+from quant.export.checkpoint.files import names
+from quant.export.checkpoint.files.names import class_rules, file_rules, is_renaming, operations, renaming
 
 transformers = pytest.importorskip("transformers", reason="the extra hf")
 conversion_mapping = importlib.import_module("transformers.conversion_mapping")
@@ -55,9 +55,9 @@ def test_a_version_that_keeps_its_rules_in_another_way(
 def test_experts_that_transformers_takes_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     model, name = mixtral(), "MODULES_TO_PATCH_FOR_QUANTIZATION"
     monkeypatch.setattr(quantizers_base, name, {"OtherExperts"})
-    assert not conversion_rules.takes_experts_apart(model)
+    assert not names.takes_experts_apart(model)
     monkeypatch.setattr(quantizers_base, name, {"MixtralExperts"})
-    assert conversion_rules.takes_experts_apart(model)
+    assert names.takes_experts_apart(model)
     monkeypatch.delattr(quantizers_base, name)
     with pytest.raises(ValueError, match=name):
-        conversion_rules.takes_experts_apart(model)
+        names.takes_experts_apart(model)

@@ -27,7 +27,7 @@ from quant.kernels.linear.quant_linear import QuantLinear
 from quant.training import distill
 from quant.training import distill as training_run
 from quant.training.distill import DistillOptions
-from quant.training.teacher_cache import cache_teacher
+from quant.training.distillation_loss import cache_teacher
 from quant.training.train_loop import StoredDtypes
 
 pytest.importorskip("transformers")

@@ -19,8 +19,8 @@ from torch.nn.functional import log_softmax
 
 import quant
 from quant.training import kl
+from quant.training.distillation_loss import CachedTeacher, cache_teacher
 from quant.training.kl import LogitTeacher, TopTeacher, chunked_kl
-from quant.training.teacher_cache import CachedTeacher, cache_teacher
 
 ROWS = torch.randint(0, 64, (4, 24), generator=torch.Generator().manual_seed(7))
 POSITIONS, HIDDEN, VOCABULARY, K = 23, 16, 50, 7

@@ -698,7 +698,7 @@ def test_a_function_whose_calls_ours_would_not_take_is_left_as_it_is() -> None:
     """vLLM 0.33 began to name an argument that our function called otherwise, and no model was loaded."""
     from types import SimpleNamespace
 
-    from quant.vllm_plugin.replacement import replace_function
+    from quant.vllm_plugin.releases import replace_function
 
     def theirs(model: str, device: int = 0, *, size: int = 1) -> tuple[str, int, int]:
         return model, device, size
