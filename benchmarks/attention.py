@@ -29,8 +29,7 @@ from _table import Row, machine, show, versions, write_json
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from quant.kernels.attention.forward import attention
-from quant.kernels.attention.quantize_qkv import AttentionOperands, quantize_attention
+from quant.kernels.attention.forward import AttentionOperands, attention, quantize_attention
 from quant.kernels.linear.tuning import graph_microseconds, warm_up
 
 TOKENS, WIDTH = 16384, 2048

@@ -16,8 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from quant.calibration.placement import NARROW, elsewhere, placed
-from quant.calibration.session import Session
+from quant.calibration.session import NARROW, Session, elsewhere, placed
 
 # The 97.5 % points of Student's t distribution with 1, 2, … degrees of freedom. scipy belongs to the extra `allocate`,
 # and `quantize --eval` prints intervals with only the core packages.

@@ -33,7 +33,7 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from quant.base.errors import warn
 from quant.calibration.evaluating import evaluating
-from quant.calibration.placement import device_of
+from quant.calibration.session import device_of
 from quant.formats.tensor import moved
 from quant.recipes.blocks import Call, is_cache, is_denoiser, stored_dtype
 

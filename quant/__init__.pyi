@@ -39,7 +39,7 @@ from quant.training.distill import distill as distill
 from quant.training.low_precision.conversion import to_low_precision_training as to_low_precision_training
 from quant.training.low_precision.conversion import training_report as training_report
 from quant.training.low_precision.training_recipe import TrainingRecipe as TrainingRecipe
-from quant.training.pack import pack as pack
+from quant.training.qat import pack as pack
 from quant.training.qat import prepare_qat as prepare_qat
 from quant.training.trainer import DistillTrainer as DistillTrainer
 

@@ -38,9 +38,8 @@ from torch.utils.checkpoint import checkpoint
 from quant.base.processor import value_of
 from quant.calibration.fast_matmul import fast_matmul
 from quant.calibration.outputs.logits import Logits, drawn, logits_of
-from quant.calibration.placement import NARROW, device_of, free_memory, placed
 from quant.calibration.ranks import Exchange, gathered, number_of, rank_and_world
-from quant.calibration.session import Session
+from quant.calibration.session import NARROW, Session, device_of, free_memory, placed
 from quant.calibration.statistics import LayerStats, MomentSpread, MomentSum, add_up, rows_of
 from quant.kernels.linear.experts import can_run_experts_one_by_one, experts_forward
 from quant.recipes.blocks import block_names, removing

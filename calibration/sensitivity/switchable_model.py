@@ -43,11 +43,10 @@ from torch.utils.checkpoint import checkpoint
 
 from quant.calibration.evaluating import prepared
 from quant.calibration.fast_matmul import difference_dtype
-from quant.calibration.placement import NARROW, free_memory
 from quant.calibration.sensitivity.divergence import Divergence, Later
 from quant.calibration.sensitivity.group_solutions import GroupSolution, Key
 from quant.calibration.sensitivity.table import KEPT, Candidate
-from quant.calibration.session import Session
+from quant.calibration.session import NARROW, Session, free_memory
 from quant.calibration.solvers.registry import get_pipeline, get_solver
 from quant.calibration.solvers.solve_group import solve_group
 from quant.calibration.statistics import round_activation, static_input_scale

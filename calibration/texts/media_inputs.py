@@ -44,8 +44,7 @@ from torch import nn
 from quant.base.errors import option
 from quant.base.extras import install_command
 from quant.calibration.inputs import Inputs, inputs_of
-from quant.calibration.placement import device_of
-from quant.calibration.session import Session
+from quant.calibration.session import Session, device_of
 from quant.calibration.texts.rows import Corpus, calibration_rows, parse_corpus, read_records
 
 SECONDS = 30

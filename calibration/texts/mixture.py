@@ -35,11 +35,10 @@ from torch import nn
 
 from quant.base.errors import UserError, megabytes
 from quant.base.processor import memory_left
-from quant.calibration.attention_names import text_config
+from quant.calibration.attention_scales import text_config
 from quant.calibration.outputs.logits import run_probe
-from quant.calibration.placement import is_visited, placed
 from quant.calibration.ranks import from_first
-from quant.calibration.session import Session
+from quant.calibration.session import Session, is_visited, placed
 from quant.calibration.solvers.registry import get_pipeline
 from quant.calibration.texts.rows import chat_ids, cut_rows, start_token
 from quant.calibration.texts.self_written import first_token, generate_rows

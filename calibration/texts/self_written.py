@@ -34,8 +34,7 @@ from torch import nn
 
 from quant.base.errors import option
 from quant.calibration.evaluating import evaluating
-from quant.calibration.placement import device_of
-from quant.calibration.session import Session
+from quant.calibration.session import Session, device_of
 from quant.recipes.blocks import cache_argument, cache_of, position_argument
 
 _ALONE = Session()

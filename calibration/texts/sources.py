@@ -24,12 +24,11 @@ from quant.base.errors import UserError, option
 from quant.base.extras import versions
 from quant.base.json_files import json_text
 from quant.base.listener import SILENT, Listener
-from quant.calibration.attention_names import text_config
+from quant.calibration.attention_scales import text_config
 from quant.calibration.inputs import Inputs, joined
 from quant.calibration.outputs.logits import run_probe
-from quant.calibration.placement import placed
 from quant.calibration.ranks import from_first
-from quant.calibration.session import Session
+from quant.calibration.session import Session, placed
 from quant.calibration.texts.media_inputs import PICKLES, lacks_decoder_text, read_inputs, write_decoder_text
 from quant.calibration.texts.mixture import OWN, SHARES, Record, mixed_text, rows_hash
 from quant.calibration.texts.rows import calibration_rows, check_corpus, packages_of, parse_corpus

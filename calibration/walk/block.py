@@ -16,8 +16,8 @@ from torch import nn
 
 from quant.calibration.fast_matmul import fast_matmul, paired_linears
 from quant.calibration.outputs.stream import Stream
-from quant.calibration.placement import DeviceCopies
 from quant.calibration.ranks import Exchange, gathered
+from quant.calibration.session import DeviceCopies
 from quant.calibration.walk.group import CurrentBatch, Group, Settings, Solved, StandIn, weight_of
 from quant.calibration.walk.stacked_experts import FusedExperts
 from quant.formats.tensor import moved

@@ -21,9 +21,8 @@ from torch.nn import functional
 
 from quant.calibration.evaluating import prepared, without_cache
 from quant.calibration.outputs.logits import Logits
-from quant.calibration.placement import device_of
 from quant.calibration.ranks import from_first
-from quant.calibration.session import Session, Store
+from quant.calibration.session import Session, Store, device_of
 from quant.calibration.texts.rows import trial_rows
 from quant.calibration.walk.expected_time import expected_time, time_of_rows
 from quant.calibration.walk.solve import solve_plan

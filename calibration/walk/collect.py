@@ -14,9 +14,8 @@ from quant.base.listener import Progress
 from quant.base.processor import value_of
 from quant.calibration.evaluating import evaluating
 from quant.calibration.observers import Observer, get_observer
-from quant.calibration.placement import Device, device_of, placed
 from quant.calibration.ranks import gathered, own_batches
-from quant.calibration.session import Session
+from quant.calibration.session import Device, Session, device_of, placed
 from quant.calibration.statistics import static_input_scale
 from quant.calibration.texts.mixture import lacks_data
 from quant.calibration.texts.rows import check_ids

@@ -13,8 +13,7 @@ import torch
 from torch import nn
 
 from quant.calibration.outputs.gradients import labels_drawn
-from quant.calibration.placement import device_of
-from quant.calibration.session import Session
+from quant.calibration.session import Session, device_of
 from quant.calibration.solvers.registry import Pipeline, get_pipeline
 from quant.calibration.texts.mixture import PIECE
 from quant.calibration.texts.self_written import ROWS_AT_ONCE

@@ -14,9 +14,8 @@ import torch
 from torch import nn
 
 from quant.calibration.layer_result import LayerResult
-from quant.calibration.placement import home_of_states
 from quant.calibration.ranks import Exchange, from_first, gathered, number_of, own_batches, rank_and_world, wait_for_all
-from quant.calibration.session import Session, Store
+from quant.calibration.session import Session, Store, home_of_states
 from quant.calibration.walk.walk import BlockStore, States
 from quant.formats.tensor import BlockScaledTensor
 from quant.kernels.linear.install import install_weight

@@ -36,9 +36,8 @@ from torch import nn
 from quant.base.processor import value_of
 from quant.calibration.fast_matmul import columns_product, fast_matmul
 from quant.calibration.outputs.gradients import OutputMoments, output_moments
-from quant.calibration.placement import device_of, free_memory, placed
 from quant.calibration.ranks import Exchange, from_first, gathered
-from quant.calibration.session import Session
+from quant.calibration.session import Session, device_of, free_memory, placed
 from quant.calibration.solvers.rotation import find_residual, gain_of, merge_residual_rotation
 from quant.recipes.blocks import all_arguments, removing
 from quant.recipes.plan import LayerPlan, groups_of

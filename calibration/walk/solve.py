@@ -22,9 +22,8 @@ from quant.calibration.attention_scales import collect_attention_scales, kv_scal
 from quant.calibration.evaluating import evaluating
 from quant.calibration.inputs import Inputs, inputs_of, taking_inputs
 from quant.calibration.layer_result import LayerResult, Quantized, layer_result
-from quant.calibration.placement import device_of
 from quant.calibration.ranks import Exchange
-from quant.calibration.session import Session
+from quant.calibration.session import Session, device_of
 from quant.calibration.solvers.lowrank import residual_weight
 from quant.calibration.solvers.registry import check_solvers, get_pipeline
 from quant.calibration.solvers.rotation import rotate_weight

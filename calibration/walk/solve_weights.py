@@ -12,9 +12,8 @@ from torch import nn
 from quant.base.errors import UserError
 from quant.base.listener import Progress
 from quant.calibration.layer_result import LayerResult, layer_result
-from quant.calibration.placement import Device, Prefetcher, device_of
 from quant.calibration.ranks import dealt, from_first, wait_for_all
-from quant.calibration.session import Session
+from quant.calibration.session import Device, Prefetcher, Session, device_of
 from quant.calibration.solvers.registry import get_solver
 from quant.calibration.solvers.solve_group import solve_group
 from quant.calibration.walk.block_memory import Scratch

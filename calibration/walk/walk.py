@@ -45,9 +45,11 @@ from quant.calibration.evaluating import without_cache
 from quant.calibration.inputs import call_of
 from quant.calibration.outputs.gradients import OutputMoments, output_moments
 from quant.calibration.outputs.stream import find_writers
-from quant.calibration.placement import (
+from quant.calibration.ranks import at_first, from_first, number_of, own_batches, rank_and_world
+from quant.calibration.session import (
     DeviceCopies,
     Prefetcher,
+    Session,
     elsewhere,
     experts_on_device,
     fits,
@@ -55,8 +57,6 @@ from quant.calibration.placement import (
     placed,
     tensors_of,
 )
-from quant.calibration.ranks import at_first, from_first, number_of, own_batches, rank_and_world
-from quant.calibration.session import Session
 from quant.calibration.solvers.autoround import BlockLayer, Reconstructed, Reconstruction, reconstruct_block
 from quant.calibration.solvers.registry import check_solvers, get_pipeline
 from quant.calibration.solvers.replay import replaying

@@ -55,7 +55,7 @@ from quant.base.errors import UserError, option
 from quant.base.json_files import json_text, parse_json
 from quant.base.processor import memory_left
 from quant.calibration.attention_scales import AttentionScales
-from quant.calibration.placement import free_memory
+from quant.calibration.session import free_memory
 from quant.export.aoti.op_bodies import BODIES, EXPORTED_ATTENTION, INNER_BODIES, analysed_once, launches
 from quant.export.onnx.decoder_graph import attending
 from quant.export.onnx.engine_session import check_memory, check_step

@@ -23,13 +23,12 @@ from torch import nn
 from quant.base.errors import listed
 from quant.export.checkpoint.files import modelopt
 from quant.export.checkpoint.files.names import EXPERT_PARTS, StoredNames, cut_experts, stored_names
-from quant.export.checkpoint.files.read_tensors import TensorFiles
 from quant.export.checkpoint.files.tensor_file import DeferredTensor
+from quant.export.checkpoint.files.write_tensors import TensorFiles
 from quant.formats.finite import is_wide_float
 from quant.models import huggingface
-from quant.models.configs import explained, read_fields
-from quant.models.quantized_config import quantization_of
-from quant.models.quantized_tensors import QuantizedTensors
+from quant.models.files import explained, read_fields
+from quant.models.quantized_tensors import QuantizedTensors, quantization_of
 from quant.models.state_dict import load_pickle as load_pickle
 from quant.recipes.blocks import stored_dtype
 from quant.recipes.plan import PLAN_FILE

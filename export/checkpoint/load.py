@@ -20,11 +20,11 @@ from quant.export.checkpoint.open_checkpoint import (
     refuse,
     suspect_problems,
 )
-from quant.export.checkpoint.pretrained import attach
+from quant.export.checkpoint.save import attach
 from quant.models.files import SourceKind, find_checkpoint, find_model
 from quant.models.huggingface import remote_code
 from quant.models.open_model import Source, open_model
-from quant.models.quantized_config import AFTER_TRAINING, QuantMethod, is_in_training
+from quant.models.quantized_tensors import AFTER_TRAINING, QuantMethod, is_in_training
 from quant.models.state_dict import call_factory
 from quant.recipes.plan import PLAN_FILE, Plan
 

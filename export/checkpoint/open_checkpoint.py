@@ -21,20 +21,22 @@ from quant.export.checkpoint.files import modelopt
 from quant.export.checkpoint.files.layout import MODELOPT
 from quant.export.checkpoint.files.layouts import LAYOUTS, layout_of_config, plan_problems, scale_problem, value_problem
 from quant.export.checkpoint.files.names import StoredNames, expert_names, in_model, matrix_names, stored_names
-from quant.export.checkpoint.files.read_tensors import (
+from quant.export.checkpoint.files.write_tensors import (
+    FLAG,
     TensorFiles,
     carried_shapes,
+    clear_flag,
     head_shapes,
     in_file,
     layer_tensor_names,
     read_layer,
     read_parts,
+    untied_pairs,
 )
-from quant.export.checkpoint.files.write_tensors import FLAG, clear_flag, untied_pairs
 from quant.formats.finite import is_wide_float
 from quant.kernels.linear.install import install_kv_scales, install_weight, mark_quantized, use_expert_modules
 from quant.models import huggingface, pipelines
-from quant.models.configs import check_elements, check_sizes, explained, read_fields, read_generation_config
+from quant.models.files import check_elements, check_sizes, explained, read_fields, read_generation_config
 from quant.models.prediction_heads import attach_head_layer, head_layers
 from quant.recipes.blocks import is_denoiser, stored_dtype
 from quant.recipes.groups import group_experts, group_unseen

@@ -38,12 +38,12 @@ from quant.base.json_files import text_as_in_source
 from quant.export.checkpoint.files import modelopt
 from quant.export.checkpoint.files.layout import COMPRESSED_TENSORS, MODELOPT
 from quant.export.checkpoint.files.names import StoredNames
-from quant.export.checkpoint.files.read_tensors import RUN_TIME_PARTS
 from quant.export.checkpoint.files.tensor_file import DeferredTensor
+from quant.export.checkpoint.files.write_tensors import RUN_TIME_PARTS
 from quant.export.checkpoint.open_checkpoint import KV_SCALES, Checkpoint, fill, outline
 from quant.formats.format import FP8_HEAD, INT4
 from quant.models import huggingface
-from quant.models.configs import one_line
+from quant.models.files import one_line
 from quant.recipes.blocks import stored_dtype
 from quant.recipes.layers import LayerKind
 from quant.recipes.plan import ODD_INPUTS, LayerPlan, Plan

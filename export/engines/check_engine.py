@@ -28,7 +28,7 @@ import torch
 from torch import nn
 
 from quant.base.errors import UserError
-from quant.calibration.placement import Device, find_device
+from quant.calibration.session import Device, find_device
 from quant.evaluation.evaluate import inputs_moved
 from quant.export.checkpoint.load import describe, load
 from quant.export.engines.decode_loop import check_lengths, check_plan, is_engine, open_session, read, step

@@ -16,7 +16,7 @@ import torch
 from quant.base.errors import UserError, option
 from quant.base.extras import install_command
 from quant.base.json_files import read_json
-from quant.calibration.placement import free_memory
+from quant.calibration.session import free_memory
 from quant.export.onnx.engine_session import check_memory, check_names, check_step
 from quant.export.onnx.serving import IDS, LAST, LENGTHS, LOGITS, new_name
 from quant.export.tensorrt.engine_file import receipt_path

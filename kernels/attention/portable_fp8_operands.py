@@ -1,4 +1,4 @@
-"""These kernels quantize attention's operands to the values that `quant.kernels.attention.quantize_qkv` defines.
+"""These kernels quantize attention's operands to the values that `quant.kernels.attention.forward` defines.
 
     grid: (blocks of 128 tokens, heads of Q, then of K, then of V, sequences)
 

@@ -20,8 +20,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from quant.kernels.attention.attention_operands import DIMS, quantize_blocks, scale_blocks, scale_of_rows
-from quant.kernels.attention.forward import attention
-from quant.kernels.attention.quantize_qkv import quantize_attention
+from quant.kernels.attention.forward import attention, quantize_attention
 from quant.kernels.base.custom_ops import register, without_autocast
 from quant.kernels.base.hardware import capability_of, lacks_e4m3
 

@@ -17,11 +17,11 @@ from torch import nn
 
 from quant.base.errors import UserError
 from quant.base.extras import require
-from quant.export.checkpoint.files.read_tensors import read_buffers, read_layer, read_parts
+from quant.export.checkpoint.files.write_tensors import read_buffers, read_layer, read_parts
 from quant.export.checkpoint.load import load
 from quant.export.checkpoint.open_checkpoint import Checkpoint, refuse, suspect_problems
-from quant.export.checkpoint.pretrained import attach
-from quant.kernels.attention.quantize_qkv import attend_in_fp8
+from quant.export.checkpoint.save import attach
+from quant.kernels.attention.forward import attend_in_fp8
 from quant.kernels.linear.install import install_weight, mark_quantized
 from quant.models import pipelines
 from quant.models.files import find_model

@@ -19,15 +19,12 @@ from torch import nn
 
 from quant.base.errors import UserError
 from quant.base.extras import require
-from quant.export.checkpoint.pretrained import detach
-from quant.export.checkpoint.save import save
+from quant.export.checkpoint.save import detach, save
 from quant.recipes.plan import Plan
 from quant.recipes.recipe import Recipe
 from quant.training.low_precision.nonfinite import GradientWatch
-from quant.training.pack import pack
-from quant.training.qat import prepare_qat
-from quant.training.qat_layers import put_layer
-from quant.training.rounded_weight import PLAN, RoundedWeight
+from quant.training.qat import pack, prepare_qat
+from quant.training.rounded_weight import PLAN, RoundedWeight, put_layer
 
 Callback = require("lightning.pytorch", "lightning").Callback
 

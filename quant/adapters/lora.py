@@ -23,11 +23,10 @@ from quant.base.errors import UserError, listed
 from quant.base.extras import require
 from quant.base.listener import Progress
 from quant.calibration.layer_result import Quantized
-from quant.calibration.placement import Device
-from quant.calibration.session import Session
+from quant.calibration.session import Device, Session
 from quant.calibration.solvers.registry import get_pipeline
 from quant.calibration.walk.solve import solve_plan
-from quant.export.checkpoint.pretrained import attach
+from quant.export.checkpoint.save import attach
 from quant.kernels.linear.experts import QuantExperts
 from quant.kernels.linear.quant_linear import QuantLinear
 from quant.recipes.layers import find_layers

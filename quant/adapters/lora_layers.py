@@ -26,8 +26,7 @@ from quant.kernels.linear.experts import ExpertStack, QuantExperts
 from quant.kernels.linear.quant_linear import QuantLinear, input_gradient
 from quant.recipes.layers import Stacking
 from quant.recipes.module_replacement import take_over
-from quant.training.qat_layers import QATLinear
-from quant.training.rounded_weight import RoundedWeight
+from quant.training.rounded_weight import QATLinear, RoundedWeight
 
 
 class DenseExperts(nn.Module):

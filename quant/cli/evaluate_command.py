@@ -164,7 +164,7 @@ def _read_texts(
 ) -> dict[str, torch.Tensor | Inputs]:
     """Returns the rows of each text by its name, the same ones on all ranks; a `baseline` may have to write them."""
     from quant.calibration.texts.sources import digest_of, read_evaluation
-    from quant.run.data import check_same
+    from quant.run.job import check_same
 
     with terminal.stages() as progress:
         session = dataclasses.replace(session, progress=progress)

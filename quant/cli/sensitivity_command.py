@@ -52,8 +52,7 @@ def sensitivity_command(
     from quant.calibration.session import Session
     from quant.calibration.texts import sources
     from quant.export.checkpoint.load import open_original
-    from quant.run.data import check_same
-    from quant.run.job import announce_device, announce_source
+    from quant.run.job import announce_device, announce_source, check_same
 
     # Before the model writes text, which takes minutes.
     parse_candidates(options["formats"])

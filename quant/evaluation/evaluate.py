@@ -55,18 +55,18 @@ from quant.calibration.evaluating import mean_interval, prepared
 from quant.calibration.fast_matmul import fast_matmul
 from quant.calibration.inputs import Inputs, cast_for, taking_inputs
 from quant.calibration.outputs.logits import Logits, check_evaluable, predicts_tokens
-from quant.calibration.placement import (
+from quant.calibration.ranks import gathered, own_batches
+from quant.calibration.sensitivity.divergence import finite_sum, last_hidden
+from quant.calibration.session import (
     Device,
     DeviceCopies,
     Prefetcher,
+    Session,
     device_of,
     home_of_states,
     is_visited,
     tensors_of,
 )
-from quant.calibration.ranks import gathered, own_batches
-from quant.calibration.sensitivity.divergence import finite_sum, last_hidden
-from quant.calibration.session import Session
 from quant.calibration.texts.media_inputs import DECODER
 from quant.calibration.texts.rows import trial_rows
 from quant.calibration.walk.walk import handed_on

@@ -22,8 +22,8 @@ from torch import nn
 from quant.base.errors import html_table
 from quant.base.json_files import JsonData
 from quant.calibration.outputs.logits import Logits, logits_of, run_probe
-from quant.calibration.placement import device_of
 from quant.calibration.ranks import gathered
+from quant.calibration.session import device_of
 from quant.recipes.blocks import output_of
 
 Decode = Callable[[Sequence[int]], str]

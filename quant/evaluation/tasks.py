@@ -28,8 +28,7 @@ from quant.base.json_files import JsonData
 from quant.calibration.allocation.measure_choices import Answers
 from quant.calibration.evaluating import paired_interval, prepared
 from quant.calibration.outputs.logits import Logits, logits_of, run_probe
-from quant.calibration.placement import Device, device_of
-from quant.calibration.session import Session
+from quant.calibration.session import Device, Session, device_of
 from quant.recipes.callers_model import unwrapped
 from quant.recipes.layers import output_head
 

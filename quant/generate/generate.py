@@ -23,7 +23,7 @@ from torch import nn
 
 from quant.base.errors import UserError, known_names, option
 from quant.calibration.evaluating import evaluating
-from quant.calibration.placement import Device, device_of, find_device
+from quant.calibration.session import Device, device_of, find_device
 from quant.export.checkpoint.files.layouts import value_problem
 from quant.formats.format import is_16bit
 from quant.generate.fused_decoder import Decoder, decoder_refusal

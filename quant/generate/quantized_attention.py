@@ -37,16 +37,22 @@ from torch.nn.functional import pad
 
 from quant.base.errors import UserError, known_names, option
 from quant.base.extras import require
-from quant.calibration.attention_names import implementations_kept, names_registered, text_config
-from quant.calibration.attention_scales import is_latent, latents_changed, rotary_key, with_rotary_key
+from quant.calibration.attention_scales import (
+    implementations_kept,
+    is_latent,
+    latents_changed,
+    names_registered,
+    rotary_key,
+    text_config,
+    with_rotary_key,
+)
 from quant.formats.format import E4M3, Format, is_16bit
 from quant.formats.rounding import encode
 from quant.formats.scaling import scale_of
 from quant.generate.key_rotation import turning
 from quant.kernels.attention.attention_operands import DIMS, SCALE_BLOCK, quantize_blocks
-from quant.kernels.attention.forward import attention
+from quant.kernels.attention.forward import attention, quantize_attention
 from quant.kernels.attention.kv_pages import HEADROOM, first_scale, kv_format, kv_formats, round_kv
-from quant.kernels.attention.quantize_qkv import quantize_attention
 from quant.kernels.attention.reference import reference
 
 FP8, SIXTEEN_BIT = "quant_fp8", "quant_16bit"

@@ -26,7 +26,7 @@ import numpy as np
 
 from quant.base.errors import UserError, listed, option, warn
 from quant.base.extras import require
-from quant.models.configs import one_line
+from quant.models.files import one_line
 
 # Headers are read without torch, which `huggingface` imports.
 if TYPE_CHECKING:

@@ -25,12 +25,23 @@ from torch import nn
 from quant.base.errors import UserError, counted, listed, option, warn
 from quant.base.extras import importing, require
 from quant.export.checkpoint.files.names import stored_names
-from quant.export.checkpoint.files.read_tensors import TensorFiles
-from quant.models import configs
-from quant.models.configs import checked_fields, explained, one_line, read_fields, read_generation_config
-from quant.models.files import SUFFIXES, check_links, safetensors_file, shard_names
-from quant.models.quantized_config import Quantization, quantization_of, refuse_packed
-from quant.models.quantized_tensors import QuantizedTensors, Renamed
+from quant.export.checkpoint.files.write_tensors import TensorFiles
+from quant.models.files import (
+    SUFFIXES,
+    check_elements,
+    check_links,
+    check_numbers,
+    check_processor,
+    check_sizes,
+    checked_fields,
+    explained,
+    one_line,
+    read_fields,
+    read_generation_config,
+    safetensors_file,
+    shard_names,
+)
+from quant.models.quantized_tensors import Quantization, QuantizedTensors, Renamed, quantization_of, refuse_packed
 from quant.models.state_dict import open_safetensors
 from quant.models.stored_weights import open_stored
 
@@ -143,7 +154,7 @@ def load(
     with quiet():
         config = read_config(path)
         # Before the model is built: with a size out of range that would not end, even on the meta device.
-        configs.check_sizes(config, shards, path / "config.json")
+        check_sizes(config, shards, path / "config.json")
         # With the table in the config transformers would replace modules by quantized ones, and the weights come
         # dequantized.
         for part in (config, *(getattr(config, name, None) for name in getattr(config, "sub_configs", ()))):
@@ -176,7 +187,7 @@ def _open_streamed(
     # Buffers such as rotary frequencies are computed and in no file, so they must not be on the meta device.
     with explained(path), require("accelerate", "hf").init_empty_weights(include_buffers=False):
         model: Any = cls._from_config(config, dtype=dtype)
-    configs.check_elements(model, find_shards(path), path / "config.json")
+    check_elements(model, find_shards(path), path / "config.json")
     read_generation_config(model, path)
     if tensors is not None:  # as transformers does
         model.name_or_path = model.config._name_or_path = str(path)
@@ -215,7 +226,7 @@ def outline(cls: Any, config: Any, dtype: torch.dtype, path: Path) -> nn.Module:
     with explained(path), torch.device("meta"):
         model: nn.Module = cls._from_config(config, dtype=dtype).eval()
     files, named = (find_shards(path), path / "config.json") if path.is_dir() else ([path], path)
-    configs.check_elements(model, files, named)
+    check_elements(model, files, named)
     return model
 
 
@@ -273,7 +284,7 @@ def load_tokenizer(path: Path, gguf_file: str | None = None) -> Any:
     options = {"gguf_file": gguf_file} if gguf_file else {}
     check_links(path)
     if (path / "tokenizer_config.json").is_file():
-        configs.check_numbers(path / "tokenizer_config.json")
+        check_numbers(path / "tokenizer_config.json")
     with quiet():
         try:
             tokenizer = transformers.AutoTokenizer.from_pretrained(path, **local_options(), **options)
@@ -299,7 +310,7 @@ def load_processor(path: Path) -> Any:
     check_links(path)
     for name in ("tokenizer_config.json", "preprocessor_config.json", "processor_config.json"):
         if (path / name).is_file():
-            configs.check_processor(path / name)
+            check_processor(path / name)
     reasons = []
     with quiet():
         for loader in ("AutoProcessor", "AutoImageProcessor", "AutoFeatureExtractor", "AutoTokenizer"):

@@ -29,8 +29,7 @@ from torch import nn
 
 from quant.base.errors import UserError, option
 from quant.models import gguf, huggingface, state_dict
-from quant.models.configs import origin_of
-from quant.models.files import SourceKind, WatchedFiles, commit_of, find_model, with_revision
+from quant.models.files import SourceKind, WatchedFiles, commit_of, find_model, origin_of, with_revision
 from quant.models.huggingface import refuse_adapter
 from quant.recipes.layers import Layer, find_layers, layers_of_state_dict
 

@@ -21,8 +21,7 @@ from torch import nn
 from quant.base.errors import UserError, listed, option
 from quant.base.extras import require
 from quant.export.checkpoint.files.directory import DENOISING
-from quant.models.configs import explained, read_fields
-from quant.models.files import safetensors_file
+from quant.models.files import explained, read_fields, safetensors_file
 from quant.recipes.plan import PLAN_FILE
 
 INDEX = "model_index.json"

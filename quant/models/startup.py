@@ -25,8 +25,7 @@ from quant.base.errors import UserError
 from quant.base.extras import require
 from quant.base.json_files import typed
 from quant.base.processor import memory_left
-from quant.models.configs import read_fields
-from quant.models.files import find_model, safetensors_file, shard_names
+from quant.models.files import find_model, read_fields, safetensors_file, shard_names
 from quant.recipes.layers import Layer
 from quant.recipes.plan import LayerPlan, Plan
 

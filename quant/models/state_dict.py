@@ -31,7 +31,7 @@ from torch.fx import GraphModule, Node
 from quant.base.errors import UserError, listed, option
 from quant.export.checkpoint.files.tensor_file import DTYPE_NAMES
 from quant.models.files import SourceKind, safetensors_file
-from quant.models.quantized_config import refuse_packed
+from quant.models.quantized_tensors import refuse_packed
 
 _WRAPPERS = {"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
 """Parts of names that DDP, torch.compile, FSDP and activation checkpointing add."""

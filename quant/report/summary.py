@@ -13,7 +13,7 @@ from quant.calibration.layer_result import LayerResult
 from quant.calibration.texts.mixture import solver_needs_data
 from quant.evaluation.evaluation import Evaluation
 from quant.formats.format import get_format
-from quant.models.configs import read_fields
+from quant.models.files import read_fields
 from quant.recipes.plan import Plan
 from quant.recipes.solver_names import parse_solver
 

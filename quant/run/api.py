@@ -13,7 +13,7 @@ from quant.base.errors import UserError
 from quant.base.listener import Listener, Progress
 from quant.calibration.inputs import Inputs, inputs_of, recorded
 from quant.calibration.layer_result import Quantized
-from quant.calibration.placement import Device
+from quant.calibration.session import Device
 from quant.calibration.walk.undo import restored_on_error
 from quant.recipes.callers_model import check_original, uncompiled, unwrapped
 from quant.recipes.plan import Plan

@@ -1,26 +1,44 @@
-"""A `Job` is a run in progress, which its stages hand on; an `Outcome` is the result of a run."""
+"""A `Job` is a run in progress, which its stages hand on; an `Outcome` is the result of a run.
+
+The third stage reads calibration rows, where the plan needs some, and evaluation rows; it says what that takes.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import platform
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from quant.base.errors import megabytes
+from quant.base.errors import UserError, in_words, megabytes, option, steps_in_words
+from quant.base.extras import versions
 from quant.base.listener import Listener, StageProgress
-from quant.calibration.allocation.allocate import Allocation
+from quant.calibration.allocation.allocate import Allocation, rows_where_solved
+from quant.calibration.allocation.goal import Goal
+from quant.calibration.allocation.measure_choices import HeldOut, rows_of_choice
 from quant.calibration.inputs import Inputs
 from quant.calibration.layer_result import LayerResult, Quantized
-from quant.calibration.placement import describe
-from quant.calibration.session import Session
+from quant.calibration.outputs.logits import check_evaluable
+from quant.calibration.ranks import gathered, rank_and_world, wait_for_all
+from quant.calibration.sensitivity.table import Candidate
+from quant.calibration.session import Session, describe, device_of
+from quant.calibration.solvers.registry import get_pipeline
+from quant.calibration.texts import sources
+from quant.calibration.texts.mixture import Record, lacks_data, solver_needs_data, with_calibration, with_data
+from quant.calibration.walk.choose_transform import CHOICE, choose_transform, expected_choice
+from quant.calibration.walk.expected_time import expected_time, time_of_rows
+from quant.calibration.walk.solve import check_solvable
 from quant.formats.tensor import BlockScaledTensor
-from quant.models.files import SourceKind
+from quant.models.files import SourceKind, spot_hash
 from quant.models.open_model import Source
-from quant.recipes.plan import Plan
+from quant.models.stored_weights import read_stored, stored_in
+from quant.recipes.plan import Plan, groups_of
 from quant.recipes.solver_names import parse_solver
 from quant.report.report import Report
 from quant.run.request import Request
@@ -126,3 +144,192 @@ def announce_transform(listener: Listener, choice: Mapping[str, Any]) -> None:
         return
     losses = ", ".join(f"{solver} lost {loss:g}" for solver, loss in choice["lost"].items())
     listener.message(f"takes {choice['solver']}: {losses} on {choice['on']}")
+
+
+Data = torch.Tensor | Inputs
+
+
+def read_data(job: Job, decision: Decision) -> Decision:
+    """Returns the decision with calibration data, where its plan needs some and has none.
+
+    Without a source that the user names, a plan whose effort chose the solver falls back to effort 1 where the model
+    can write no text.
+
+    Raises:
+        UserError: the plan needs data, and there is none.
+    """
+    if decision.data is not None or job.source.model is None:
+        return decision
+    # Before text is written, which takes minutes: a plan that cannot be solved is refused now.
+    check_solvable(job.model, decision.plan)
+    if not lacks_data(decision.plan):
+        return decision
+    if job.request.calib or not decision.may_lower_effort:
+        data, records = _kept_data(job, decision.plan)
+        return replace(decision, plan=with_calibration(decision.plan, records), data=data)
+    plan, written = with_data(decision.plan, lambda: _kept_data(job, decision.plan))
+    announce_effort(job.listener, plan)
+    return replace(decision, plan=plan, data=written)
+
+
+def choose_transforms(job: Job, decision: Decision) -> Decision:
+    """Returns the decision with the transform of 4-bit inputs that loses least on the model, where an effort chose."""
+    if not decision.tries_transforms or decision.data is None:
+        return decision
+    plan = choose_transform(job.model, decision.plan, decision.data, job.session)
+    if (choice := plan.provenance.get(CHOICE)) is not None:
+        announce_transform(job.listener, choice)
+    return replace(decision, plan=plan)
+
+
+def _kept_data(job: Job, plan: Plan) -> tuple[Data, list[Record]]:
+    """Returns calibration data and its records.
+
+    Text that the model wrote is kept in the store, because writing takes long.
+    """
+    rows, store = job.request.calibration_rows, job.session.store
+    step = f"calibration rows of {rows.label}"
+    stored = store.get(step) if rows.is_written else None
+    if stored is not None:
+        return stored.tensors["rows"].clone(), stored.record
+    on_processor = job.session.device is None or job.session.device.type == "cpu"
+    if rows.is_written and on_processor:
+        read_stored(job.model, stored_in(job.model))  # or each token would read every weight again
+    data, records = calibration_data(job, lambda: plan)
+    # Ranks read their own files, and a resumed run may find the text changed: either would mix two calibrations.
+    digest = sources.digest_of(data)
+    check_same({f"the calibration text {rows.label}": digest}, job.session)
+    if rows.is_written:
+        assert isinstance(data, torch.Tensor)
+        store.put(step, {"rows": data}, records)
+    else:
+        store.expect("calibration text", digest)
+    return data, records
+
+
+def calibration_data(job: Job, plan: Callable[[], Plan]) -> tuple[Data, list[Record]]:
+    """Returns the calibration data of a request and a record of each source; `plan` needs it, which messages say."""
+    rows, started = job.request.calibration_rows, time.perf_counter()
+    read = sources.read_calibration(
+        job.source, rows, job.session, listener=job.listener, plan=plan() if rows.is_written else None
+    )
+    if rows.is_written:
+        job.seconds["text"] = time.perf_counter() - started
+    return read
+
+
+def evaluation_data(job: Job) -> dict[str, Data]:
+    """Returns the rows or inputs of each evaluation source by its name; the model runs on all of them."""
+    data = sources.read_evaluation(job.source, job.request.evaluation_rows, job.session, listener=job.listener)
+    for rows in data.values():
+        check_evaluable(job.model, rows)
+    return data
+
+
+def verification_data(job: Job, decision: Decision) -> Mapping[str, Data]:
+    """Returns the evaluation data that the choice of formats did not use: the other half of each text."""
+    data = evaluation_data(job)
+    if decision.allocation is None or not decision.allocation.record.verified or not data:
+        return data
+    return dict(
+        HeldOut.halves({name: sources.as_rows(job.model, rows, "a limit") for name, rows in data.items()}).verify
+    )
+
+
+def announce_time(job: Job, decision: Decision) -> None:
+    """Says before anything slow starts how long a plan that needs text will take."""
+    source, plan = job.source, decision.plan
+    store = job.session.store
+    unsolved = 1 - store.progress()[0] / max(len(plan.quantized), 1)  # of a run that is continued
+    is_solved = not unsolved or (decision.allocation is not None and decision.allocation.quantized is not None)
+    if is_solved or job.listener.is_silent or not source.is_causal_lm or not lacks_data(plan):
+        return
+    # A budget has its text by now.
+    samples, seqlen, written = _text_size(job, will_write=decision.data is None)
+    time = expected_time(job.model, plan, job.session, rows=samples, seqlen=seqlen, written=written)
+    is_tried = decision.tries_transforms and CHOICE not in store
+    trying = expected_choice(job.model, plan, job.session, samples, seqlen) if is_tried else 0.0
+    solving = unsolved * time.solving
+    if not any(solver_needs_data(layer) for layer in plan.quantized):
+        # Static scales of inputs and of the KV cache need text too.
+        if written:
+            job.listener.message(
+                f"the model writes {written:,} tokens of calibration text, which will take about "
+                f"{in_words(time.writing)}; {option('calib', 'FILE')} spares that"
+            )
+        return
+    solvers = " and ".join(dict.fromkeys(layer.solver for layer in plan.quantized))
+    steps = {"write text": time.writing, "choose a transform": trying, "solve": solving}
+    job.listener.message(
+        f"{solvers} on {samples} rows of {seqlen} tokens will take about {steps_in_words(steps)}; "
+        f"{option('effort', 0)} is much faster"
+    )
+
+
+def announce_budget(job: Job, plan: Plan, goal: Goal, candidates: Sequence[Candidate], solver: str) -> None:
+    """Says before anything slow starts how long a budget will take: its text, the choice of formats, and solving.
+
+    `plan` has one of the formats and the solver of the run. `solver` compares formats; it may be rounding to nearest.
+    """
+    if job.listener.is_silent or not job.source.is_causal_lm:
+        return
+    samples, seqlen, written = _text_size(job, will_write=job.request.data is None)
+    time = expected_time(job.model, plan, job.session, rows=samples, seqlen=seqlen, written=written)
+    device = job.session.device or device_of(job.model)
+    formats, counts = len(candidates) - 1, job.request.budget.counts
+    rows_solved = rows_where_solved(plan.quantized, candidates, goal, solver, samples, counts, device)
+    changes = formats * len(groups_of(plan.quantized))
+    passes = rows_of_choice(samples, formats, counts, device, changes=changes, rows_solved=rows_solved)
+    choosing = time_of_rows(job.model, plan, job.session, passes, seqlen)
+    if get_pipeline(solver).needs_data:
+        # Each format group by group, and the whole model once if changes are measured in it; without gradients.
+        alone = plan.replace_layers(
+            replace(layer, solver=layer.solver.replace("kfac", "gptq_plain")) for layer in plan.quantized
+        )
+        each = expected_time(job.model, alone, job.session, rows=samples, seqlen=seqlen).solving
+        choosing += (formats + bool(rows_solved)) * each
+    steps = {"write text": time.writing, f"choose among {formats} formats": choosing, "solve": time.solving}
+    job.listener.message(f"this budget will take about {steps_in_words(steps)}")
+
+
+def _text_size(job: Job, *, will_write: bool) -> tuple[int, int, int]:
+    """Returns the rows and tokens a row of the calibration text, and the tokens that the model will write."""
+    samples, seqlen = job.request.calibration_samples, sources.within_context(job.source, job.request.seqlen)
+    share = sources.written_share(job.request.calib, has_tokenizer=sources.tokenizer_if_any(job.source) is not None)
+    writes = will_write and share > 0 and sources.must_write(job.source, job.request.calibration_rows, job.session)
+    return samples, seqlen, round(share * samples * seqlen) if writes else 0
+
+
+def check_same(values: Mapping[str, str], session: Session, files: Sequence[Path] = ()) -> None:
+    """Checks that all ranks have the same values, files, versions and kind of device.
+
+    `values` are hashes or names that the result depends on, by their names in the error message.
+
+    Raises:
+        UserError: ranks differ; the message names the first rank that does, and the value.
+    """
+    if rank_and_world()[1] == 1:
+        return
+    own = {f"the file {file.name}": spot_hash(file) for file in files}
+    # cuBLAS chooses kernels, and so the order of sums, by the GPU: equal inputs give other last bits on another one.
+    own["the kind of device"] = kind_of(session)
+    own |= {f"the version of {name}": version for name, version in versions().items()} | dict(values)
+    everywhere = gathered((platform.node(), own))
+    first = everywhere[0][1]
+    for rank, (machine, theirs) in enumerate(everywhere):
+        for name in dict.fromkeys((*first, *theirs)):
+            if theirs.get(name) != first.get(name):
+                own_value, first_value = (each.get(name, "none") for each in (theirs, first))
+                if rank_and_world()[0]:
+                    wait_for_all()  # the first rank reports the error, and this process is ended
+                detail = "" if len(own_value + first_value) > 80 else f" ({own_value}; rank 0 has {first_value})"
+                raise UserError(
+                    f"rank {rank} on {machine} differs from rank 0 in {name}{detail}; all ranks need the same files, "
+                    "options, versions and GPUs"
+                )
+
+
+def kind_of(session: Session) -> str:
+    """Returns the kind of device that a session computes on."""
+    device = session.device
+    return torch.cuda.get_device_name(device) if device is not None and device.type == "cuda" else "cpu"

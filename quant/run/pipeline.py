@@ -43,15 +43,13 @@ from quant.calibration.allocation.goal import Options
 from quant.calibration.allocation.measure_choices import Counts, HeldOut
 from quant.calibration.evaluating import evaluating
 from quant.calibration.inputs import Arguments, Inputs, call_on_first_row, recorded, taking_inputs
-from quant.calibration.placement import device_of, find_device, placed
 from quant.calibration.sensitivity.divergence import prediction_of
-from quant.calibration.session import Session
+from quant.calibration.session import Session, device_of, find_device, placed
 from quant.calibration.texts.mixture import lacks_data
 from quant.export.checkpoint.files.directory import DENOISING, new_directory
 from quant.formats.tensor import moved
 from quant.models import pipelines
-from quant.models.configs import explained
-from quant.models.files import find_model
+from quant.models.files import explained, find_model
 from quant.models.open_model import open_model
 from quant.recipes.blocks import is_denoiser
 from quant.recipes.plan import Plan

@@ -20,9 +20,8 @@ from quant.base.extras import check_installed
 from quant.calibration.allocation.goal import DEFAULT_FORMATS, Constraint, ConstraintKind, Goal
 from quant.calibration.allocation.measure_choices import Counts
 from quant.calibration.inputs import Inputs
-from quant.calibration.placement import device_of, find_device
-from quant.calibration.sensitivity.costs import parse_quantity
-from quant.calibration.sensitivity.table import parse_candidates
+from quant.calibration.sensitivity.table import parse_candidates, parse_quantity
+from quant.calibration.session import device_of, find_device
 from quant.calibration.texts.mixture import solver_needs_data
 from quant.calibration.texts.sources import Rows, check_sources, packages_of_sources, sources_of
 from quant.calibration.walk.step_store import is_finished

@@ -35,9 +35,8 @@ from quant.base.processor import memory_taken, peak_rss
 from quant.calibration.evaluating import prepared
 from quant.calibration.inputs import Inputs
 from quant.calibration.layer_result import LayerResult, loss_warnings
-from quant.calibration.placement import describe, is_visited, placed
 from quant.calibration.ranks import leave, rank_and_world, wait_for_all
-from quant.calibration.session import Session
+from quant.calibration.session import Session, describe, is_visited, placed
 from quant.calibration.solvers.gptq import compile_ahead
 from quant.calibration.solvers.registry import get_pipeline
 from quant.calibration.texts.mixture import lacks_data, solver_needs_data
@@ -58,17 +57,15 @@ from quant.evaluation.evaluation import (
     output_errors,
 )
 from quant.export.checkpoint import other_runtimes
-from quant.export.checkpoint.compare_source import compare_with_source
 from quant.export.checkpoint.files.names import stored_names
-from quant.export.checkpoint.pretrained import attach
-from quant.export.checkpoint.save import Destination, save_state_dict, write_model
+from quant.export.checkpoint.save import Destination, attach, save_state_dict, write_model
+from quant.export.checkpoint.verify import compare_with_source
 from quant.export.gguf.export_gguf import gguf_notes, write_gguf
 from quant.formats.format import FORMATS
 from quant.generate.quantized_attention import quantized_attention
 from quant.kernels.linear.oracle import kept_weights
 from quant.kernels.linear.quantized_module import QuantizedModule
-from quant.models.configs import described_by
-from quant.models.files import SourceKind
+from quant.models.files import SourceKind, described_by
 from quant.models.open_model import Source, open_model
 from quant.models.prediction_heads import head_layers
 from quant.recipes.blocks import block_names
@@ -77,9 +74,22 @@ from quant.recipes.plan import Plan, groups_by_input
 from quant.recipes.recipe import Recipe
 from quant.recipes.solver_names import parse_solver
 from quant.report.report import Report, kv_cache_of
-from quant.run.data import announce_time, check_same, choose_transforms, kind_of, read_data, verification_data
 from quant.run.decide import check_layout, decide, gguf_words, plan_for, save_plan
-from quant.run.job import Decision, Job, Outcome, SolvedModel, announce_device, announce_source, announce_untied_head
+from quant.run.job import (
+    Decision,
+    Job,
+    Outcome,
+    SolvedModel,
+    announce_device,
+    announce_source,
+    announce_time,
+    announce_untied_head,
+    check_same,
+    choose_transforms,
+    kind_of,
+    read_data,
+    verification_data,
+)
 from quant.run.request import Request
 
 # The first stage opens the model of a request and makes the session in which the run's steps work.

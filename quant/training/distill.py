@@ -24,8 +24,7 @@ from quant.base.extras import check_installed, versions
 from quant.base.listener import SILENT, Listener, StageProgress, reporter
 from quant.calibration.layer_result import unmeasured_result
 from quant.calibration.outputs.logits import check_evaluable
-from quant.calibration.placement import describe, device_of, find_device
-from quant.calibration.session import Session
+from quant.calibration.session import Session, describe, device_of, find_device
 from quant.calibration.texts import sources
 from quant.calibration.walk.expected_time import expected_time, time_of_training
 from quant.evaluation.evaluate import evaluate_texts
@@ -49,8 +48,7 @@ from quant.training.distillation_loss import (
     distillation_loss,
     is_cached_teacher,
 )
-from quant.training.pack import pack
-from quant.training.qat import prepare_qat
+from quant.training.qat import pack, prepare_qat
 
 _WORSE = 1.02  # times the KL before training; rounding by itself does not change it by as much
 

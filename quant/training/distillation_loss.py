@@ -32,7 +32,7 @@ from quant.base.atomic import claimed
 from quant.base.errors import UserError
 from quant.calibration.evaluating import evaluating
 from quant.calibration.outputs.logits import logits_of
-from quant.calibration.placement import device_of
+from quant.calibration.session import device_of
 from quant.recipes.callers_model import inner_model
 from quant.recipes.solver_names import parse_solver
 from quant.training.kl import LogitTeacher, Teacher, TopTeacher, chunked_kl, run_to_head

@@ -22,12 +22,11 @@ from slow_cases import quick_cases
 from torch import nn
 
 import quant
-from quant.calibration import placement
+from quant.calibration import session
 from quant.calibration.allocation.allocate import score
 from quant.calibration.evaluating import without_cache
 from quant.calibration.outputs.gradients import OutputMoments
-from quant.calibration.placement import find_device, placed
-from quant.calibration.session import Session
+from quant.calibration.session import Session, find_device, placed
 from quant.calibration.texts.mixture import mixed_text
 from quant.calibration.walk import learned_rotation
 from quant.calibration.walk.group import Settings
@@ -72,7 +71,7 @@ PLACES = ("whole", "streamed")
 @pytest.fixture(params=PLACES)
 def where(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whether models fit on the device."""
-    monkeypatch.setattr(placement, "fits", lambda *model: request.param == "whole")
+    monkeypatch.setattr(session, "fits", lambda *model: request.param == "whole")
 
 
 def base() -> Any:
@@ -254,17 +253,17 @@ def test_evaluation(format: str | None, where: None, device: torch.device) -> No
 
 
 def test_evaluation_copies_each_block_once_for_all_rows(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(placement, "fits", lambda *model: False)
+    monkeypatch.setattr(session, "fits", lambda *model: False)
     model, copies = base(), 0
     heads = [model.get_submodule(name) for name in block_names(model)]
-    made = placement.DeviceCopies.__init__
+    made = session.DeviceCopies.__init__
 
     def counted(self: Any, modules: Any, *rest: Any) -> None:
         nonlocal copies
         copies += modules[0] in heads
         made(self, modules, *rest)
 
-    monkeypatch.setattr(placement.DeviceCopies, "__init__", counted)
+    monkeypatch.setattr(session.DeviceCopies, "__init__", counted)
     counts = []
     for rows in (ROWS[:4], ROWS):
         copies = 0
@@ -364,12 +363,12 @@ def test_calls_of_blocks_are_found_without_their_weights(
     walk = ModelWalk(model, plan, ROWS, lambda *_: None, Session(device), Settings(batch=4), {}, BlockStore())
     copied: list[torch.Tensor] = []
 
-    class Recording(placement.DeviceCopies):
+    class Recording(session.DeviceCopies):
         def __init__(self, modules: Any, copies: Any, *args: Any) -> None:
             copied.extend(t for t in copies if t.dim() == 2 and 0 not in t.stride())
             super().__init__(modules, copies, *args)
 
-    monkeypatch.setattr(placement, "DeviceCopies", Recording)
+    monkeypatch.setattr(session, "DeviceCopies", Recording)
     with torch.no_grad(), without_cache([getattr(model, "config", None)]):
         chains, (chain,) = walk.find_chains()
         matrices = {tuple(t.shape) for t in copied} - {(256, 128)}  # the embedding of `base`

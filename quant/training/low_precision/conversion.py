@@ -28,7 +28,14 @@ from quant.recipes.plan_make import grouped_layers, make_plan
 from quant.recipes.recipe import Recipe, Rule, get_recipe, matched, no_match
 from quant.training.low_precision.all_gather import check_gather_in_fp8, set_gather
 from quant.training.low_precision.attention import attend_in_16bit, attend_in_fp8, check_attention
-from quant.training.low_precision.backends import Backend, ForwardContext, choose_backend, is_too_small
+from quant.training.low_precision.backends import (
+    Backend,
+    ForwardContext,
+    choose_backend,
+    has_rows,
+    is_rowwise,
+    is_too_small,
+)
 from quant.training.low_precision.fused_experts_training import (
     convert_experts,
     experts_refusal,
@@ -36,7 +43,6 @@ from quant.training.low_precision.fused_experts_training import (
     takes_experts,
     trained_layers,
 )
-from quant.training.low_precision.grouped_products import has_rows, is_rowwise
 from quant.training.low_precision.low_precision_linear import LowPrecisionLinear
 from quant.training.low_precision.native_fusions import fuse_gated_mlps, restore_forwards, trace_rms_norms
 from quant.training.low_precision.nonfinite import GradientWatch, nonfinite_line

@@ -42,8 +42,13 @@ from quant.kernels.linear.experts import (
     sort_by_expert,
 )
 from quant.recipes.layers import stacking_of, stacking_of_experts
-from quant.training.low_precision.backends import LEAST_WIDTH, square_width
-from quant.training.low_precision.grouped_products import GroupedProducts, block_of_tokens, takes_recipe
+from quant.training.low_precision.backends import (
+    LEAST_WIDTH,
+    GroupedProducts,
+    block_of_tokens,
+    square_width,
+    takes_recipe,
+)
 from quant.training.low_precision.low_precision_linear import LowPrecisionLinear, RoundedProducts, ValueOf
 from quant.training.low_precision.state import (
     LowPrecision,

@@ -33,9 +33,8 @@ from quant.calibration.allocation.goal import (
 )
 from quant.calibration.allocation.measure_choices import Answers, Bench, Counts, HeldOut
 from quant.calibration.sensitivity import divergence
-from quant.calibration.sensitivity.costs import kv_cache_bytes
 from quant.calibration.sensitivity.knapsack import Infeasible
-from quant.calibration.sensitivity.table import Sensitivity
+from quant.calibration.sensitivity.table import Sensitivity, kv_cache_bytes
 from quant.cli.main import main
 from quant.cli.quantize import quantize_command
 from quant.evaluation.evaluate import evaluate
@@ -295,7 +294,7 @@ def test_no_mix_of_a_solver_with_data_is_worse_than_one_format_that_fits(monkeyp
         return measured[-1]
 
     monkeypatch.setattr(Bench, "loss_of", loss_of)
-    monkeypatch.setattr("quant.calibration.allocation.real_solver._CLOSE", 100.0)
+    monkeypatch.setattr("quant.calibration.allocation.allocate._CLOSE", 100.0)
     model = _llama(2)
     found = _allocate(Goal(bits=6.0), model, solver="gptq", counts=Counts(measurements=0))
     assert len(measured) == 2 and found.record.chosen.kl_measured == measured[1]

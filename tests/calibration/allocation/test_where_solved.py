@@ -10,10 +10,9 @@ import pytest
 import tiny_models
 import torch
 
-from quant.calibration.allocation.allocate import allocate
+from quant.calibration.allocation.allocate import allocate, rows_where_solved
 from quant.calibration.allocation.goal import Goal
 from quant.calibration.allocation.measure_choices import Counts, Search
-from quant.calibration.allocation.real_solver import rows_where_solved
 from quant.calibration.sensitivity.table import parse_candidates
 from quant.evaluation.evaluate import evaluate
 from quant.recipes.plan_make import make_plan

@@ -14,11 +14,10 @@ from plan_samples import watched_layers
 from torch import nn
 
 import quant
-from quant.calibration import placement
+from quant.calibration import session
 from quant.calibration.fast_matmul import fast_matmul
 from quant.calibration.outputs.gradients import OutputMoments
-from quant.calibration.placement import placed
-from quant.calibration.session import Session
+from quant.calibration.session import Session, placed
 from quant.calibration.solvers.awq import channel_scale, search_scale
 from quant.calibration.solvers.fold import apply_fold, find_fold, modules_in_order
 from quant.calibration.solvers.interfaces import GroupInputs, sampled
@@ -566,7 +565,7 @@ def test_streamed_blocks_have_their_own_tensors_back(monkeypatch: pytest.MonkeyP
         assert model[1][0].weight.is_meta
         raise ValueError("broken off")
 
-    monkeypatch.setattr(placement, "fits", lambda *model: False)
+    monkeypatch.setattr(session, "fits", lambda *model: False)
     with placed(model, torch.device("meta")):
         assert model(torch.ones(2, 4)).is_meta
         assert not model[0][0].weight.is_meta

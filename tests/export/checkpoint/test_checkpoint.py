@@ -22,8 +22,16 @@ from quant.calibration.solvers.solve_group import solve_group
 from quant.export.checkpoint.files.compressed_tensors import compress, quantization_config
 from quant.export.checkpoint.files.directory import check_destination, new_directory
 from quant.export.checkpoint.files.names import StoredNames
-from quant.export.checkpoint.files.read_tensors import TensorFiles, join_rows, layer_tensor_names, read_layer
-from quant.export.checkpoint.files.write_tensors import checkpoint_tensors, layer_weights, split_rows, write_tensors
+from quant.export.checkpoint.files.write_tensors import (
+    TensorFiles,
+    checkpoint_tensors,
+    join_rows,
+    layer_tensor_names,
+    layer_weights,
+    read_layer,
+    split_rows,
+    write_tensors,
+)
 from quant.export.checkpoint.open_checkpoint import plan_of_checkpoint
 from quant.formats.format import FORMATS
 from quant.formats.tensor import quantize

@@ -18,8 +18,7 @@ from samples import BASE, GOLDENS
 
 from quant.cli.check_command import check_command
 from quant.cli.quantize import quantize_command
-from quant.export.checkpoint.compare_source import compare_with_source
-from quant.export.checkpoint.verify import verify
+from quant.export.checkpoint.verify import compare_with_source, verify
 
 pytest.importorskip("transformers", reason="needs the extra hf")
 

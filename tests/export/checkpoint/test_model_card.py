@@ -15,8 +15,8 @@ from click.testing import CliRunner
 import quant
 from quant.base.errors import loss_text
 from quant.cli.main import main
-from quant.export.checkpoint.compare_source import compare_with_source
-from quant.export.checkpoint.model_card import _loss
+from quant.export.checkpoint.convert import _loss
+from quant.export.checkpoint.verify import compare_with_source
 from quant.models.files import hub_name
 
 yaml = pytest.importorskip("yaml", reason="needs the extra hf")

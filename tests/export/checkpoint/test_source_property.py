@@ -21,9 +21,9 @@ pytest.importorskip("compressed_tensors", reason="the extra test")
 from architectures import ARCHITECTURES, DTYPES, LOGIT_LIMIT, QUICK, build, difference, inputs, result
 
 from quant.base.errors import UserError
-from quant.export.checkpoint.compare_source import compare_with_source
 from quant.export.checkpoint.convert import convert
 from quant.export.checkpoint.load import load
+from quant.export.checkpoint.verify import compare_with_source
 from quant.models.huggingface import patch_forward
 from quant.run.request import Request
 from quant.run.run import run

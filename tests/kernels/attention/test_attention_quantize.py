@@ -12,9 +12,9 @@ import pytest
 import torch
 from interpreter import interpreted
 
-from quant.kernels.attention import quantize_qkv as module
+from quant.kernels.attention import forward as module
 from quant.kernels.attention.attention_operands import DIMS, restore_v, scale_of_rows
-from quant.kernels.attention.quantize_qkv import AttentionOperands, quantize_attention
+from quant.kernels.attention.forward import AttentionOperands, quantize_attention
 from quant.kernels.rounding.hadamard import random_sign_rotation
 
 pytest.importorskip("triton", reason="the [dev] extra installs triton on Linux")

@@ -13,7 +13,7 @@ from interpreter import interpreted
 
 from quant.formats.format import FORMATS, INPUT_FORMATS, Format
 from quant.formats.tensor import BlockScaledTensor, fake_quantize, quantize
-from quant.kernels.attention import quantize_qkv as attention
+from quant.kernels.attention import forward as attention
 from quant.kernels.attention.kv_pages import decode_kv, kv_format, round_kv
 from quant.kernels.attention.paged_attention import PagedKVCache
 from quant.kernels.linear.quant_linear import quantized_linear

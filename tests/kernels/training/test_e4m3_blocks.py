@@ -11,7 +11,7 @@ from interpreter import interpreted
 from quant.formats.format import FORMATS
 from quant.kernels.base.ptx import compile_kernel
 from quant.kernels.training.portable_grouped_fp8 import e4m3_blocks_kernel, round_e4m3_blocks, tile_of
-from quant.training.low_precision.grouped_products import takes_recipe
+from quant.training.low_precision.backends import takes_recipe
 from quant.training.low_precision.operands import round_operand
 from quant.training.low_precision.training_recipe import RECIPES
 

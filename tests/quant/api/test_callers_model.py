@@ -14,8 +14,7 @@ from quant.kernels.linear.quant_linear import QuantLinear
 from quant.recipes.layers import find_layers
 from quant.recipes.plan_make import make_plan
 from quant.run.api import quantize
-from quant.training.pack import pack
-from quant.training.qat import prepare_qat
+from quant.training.qat import pack, prepare_qat
 
 ROWS = torch.randn(8, 4, 64, generator=torch.Generator().manual_seed(0))
 

@@ -205,7 +205,7 @@ def test_a_continued_run_announces_the_time_that_is_left(
         patched.setattr(walk, "solve_block", stop)
         stopped = run(*arguments, "--out", tmp_path / "out")
     assert stopped.exit_code == 130 and "the same command continues" in stopped.stderr
-    monkeypatch.setattr("quant.run.data.steps_in_words", lambda steps: f"{steps['solve']:.9f} s to solve")
+    monkeypatch.setattr("quant.run.job.steps_in_words", lambda steps: f"{steps['solve']:.9f} s to solve")
     continued, whole = (run(*arguments, "--out", tmp_path / out) for out in ("out", "whole"))
     assert "14 layers are solved" in continued.stderr
     left, all_of_it = (float(re.search(r"([\d.]+) s to solve", done.stderr)[1]) for done in (continued, whole))

@@ -15,8 +15,8 @@ from safetensors.torch import save_file
 from quant.base.errors import UserError
 from quant.calibration.allocation.allocate import allocate
 from quant.calibration.allocation.goal import Goal
-from quant.calibration.sensitivity.costs import kv_cache_bytes, mixed_cache_bytes
 from quant.calibration.sensitivity.knapsack import Infeasible
+from quant.calibration.sensitivity.table import kv_cache_bytes, mixed_cache_bytes
 from quant.calibration.session import Session
 from quant.cli.main import main
 from quant.evaluation.evaluate import evaluate

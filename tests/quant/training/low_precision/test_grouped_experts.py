@@ -14,7 +14,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import quant
-from quant.training.low_precision import fused_experts_training, grouped_products
+from quant.training.low_precision import backends, fused_experts_training
+from quant.training.low_precision.backends import has_rows, takes_recipe
 from quant.training.low_precision.conversion import to_plain_layers
 from quant.training.low_precision.fused_experts_training import (
     Groups,
@@ -23,7 +24,6 @@ from quant.training.low_precision.fused_experts_training import (
     takes,
     trained_layers,
 )
-from quant.training.low_precision.grouped_products import has_rows, takes_recipe
 from quant.training.low_precision.training_recipe import RECIPES, TrainingRecipe
 
 BLOCK, MX, ROWS = RECIPES["fp8_block"], RECIPES["mxfp8"], RECIPES["fp8_rowwise"]
@@ -114,7 +114,7 @@ def test_grouped_products_are_those_of_each_expert(
     """Within the bounds of float64, and equal to the products of one expert but for the order of sums."""
     stack: Any = trained_layers(converted(recipe, backend).to(dtype))[f"model.layers.0.mlp.experts.{projection}"]
     index = routed(150, 5)
-    groups = group_by_expert(index, 5, grouped_products.block_of_tokens(recipe))
+    groups = group_by_expert(index, 5, backends.block_of_tokens(recipe))
     weight = stack.weight.detach().clone()
     x = (torch.randn(150, weight.shape[2]) * torch.logspace(-1, 1, 150)[:, None]).to(dtype)
     dy = (torch.randn(300, weight.shape[1]) * 1e-3).to(dtype)
