@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from quant.calibration.session import NARROW, Session, elsewhere, placed
+from quant.recipes.module_replacement import replaced
 
 # The 97.5 % points of Student's t distribution with 1, 2, … degrees of freedom. scipy belongs to the extra `allocate`,
 # and `quantize --eval` prints intervals with only the core packages.
@@ -108,14 +109,8 @@ def prepared(
 @contextmanager
 def without_cache(configs: Iterable[Any]) -> Iterator[None]:
     """Keeps transformers models from caching keys and values of earlier tokens while open."""
-    before = [(config, config.use_cache) for config in configs if getattr(config, "use_cache", None)]
-    try:
-        for config, _ in before:
-            config.use_cache = False
+    with replaced((config, "use_cache", False) for config in configs if getattr(config, "use_cache", None)):
         yield
-    finally:
-        for config, use_cache in before:
-            config.use_cache = use_cache
 
 
 @contextmanager

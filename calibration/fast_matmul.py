@@ -38,6 +38,8 @@ import torch
 from torch.nn.functional import linear, scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 
+from quant.recipes.module_replacement import replaced
+
 _PAIRED_TOKENS = 256  # with fewer, splitting a weight takes as long as its product
 
 
@@ -57,12 +59,8 @@ def _precision(precision: str | None) -> Iterator[None]:
     if matmul is None or precision is None or not _has_exact_products():
         yield
         return
-    before = matmul.fp32_precision
-    matmul.fp32_precision = precision
-    try:
+    with replaced([(matmul, "fp32_precision", precision)]):
         yield
-    finally:
-        matmul.fp32_precision = before
 
 
 @cache

@@ -35,7 +35,7 @@ from quant.base.errors import warn
 from quant.calibration.evaluating import evaluating
 from quant.calibration.session import device_of
 from quant.formats.tensor import moved
-from quant.recipes.blocks import Call, is_cache, is_denoiser, stored_dtype
+from quant.recipes.blocks import Call, is_cache, is_denoiser, removing, stored_dtype
 
 # Prefixes of the names of the ids and of their mask: an encoder-decoder has both of each side.
 _SIDES = ("", "decoder_")
@@ -296,11 +296,8 @@ def taking_inputs(model: nn.Module) -> Iterator[None]:
     def expand(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
         return args[0].arguments() if args and isinstance(args[0], Inputs) else None
 
-    handle = model.register_forward_pre_hook(expand, with_kwargs=True)
-    try:
+    with removing([model.register_forward_pre_hook(expand, with_kwargs=True)]):
         yield
-    finally:
-        handle.remove()
 
 
 def call_on_first_row(rows: torch.Tensor | Inputs) -> Callable[[nn.Module], Any]:

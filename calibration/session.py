@@ -47,6 +47,7 @@ from quant.base.listener import Progress
 from quant.base.processor import in_memory, memory_left, memory_limit, populate, value_of
 from quant.calibration.ranks import rank_and_world
 from quant.recipes.blocks import block_names, reads_experts, removing
+from quant.recipes.module_replacement import replaced
 
 Tensors = Mapping[str, torch.Tensor]
 Mapped = Callable[[Tensors], None]
@@ -587,14 +588,11 @@ def experts_on_device(block: nn.Module, device: torch.device | None) -> Iterator
     if not size or device is None or device.type != "cuda" or size > _EXPERTS_SHARE * free_memory(device):
         yield
         return
-    originals = [(p, p.stored) for p in parameters.values()]  # type: ignore[attr-defined]
-    for parameter, stored in originals:
-        parameter.stored = _ExpertsOnDevice(stored, device)  # type: ignore[attr-defined]
-    try:
+    with replaced(
+        (p, "stored", _ExpertsOnDevice(p.stored, device))  # type: ignore[attr-defined]
+        for p in parameters.values()
+    ):
         yield
-    finally:
-        for parameter, stored in originals:
-            parameter.stored = stored  # type: ignore[attr-defined]
 
 
 def _moved(value: Any, device: torch.device) -> Any:

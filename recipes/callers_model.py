@@ -18,6 +18,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim.swa_utils import AveragedModel
 
 from quant.base.errors import UserError, counted
+from quant.recipes.module_replacement import replaced
 
 _TOOLKITS = {
     "bitsandbytes": "bitsandbytes", "torchao": "torchao", "modelopt": "ModelOpt", "hqq": "HQQ", "eetq": "EETQ",
@@ -140,14 +141,9 @@ def refuse_adapters(model: nn.Module, taker: str, way_out: str) -> None:
 def uncompiled(model: nn.Module) -> Iterator[None]:
     """Makes modules that were compiled in place run as written while open: each new hook would compile them again."""
     # torch 2: Module.compile() stores the compiled call here, and __call__ prefers it over forward.
-    calls = [(module, call) for module in model.modules() if (call := vars(module).get("_compiled_call_impl"))]
-    for module, _ in calls:
-        module._compiled_call_impl = None
-    try:
+    name = "_compiled_call_impl"
+    with replaced((module, name, None) for module in model.modules() if vars(module).get(name)):
         yield
-    finally:
-        for module, call in calls:
-            module._compiled_call_impl = call
 
 
 def _quantized_by(module: nn.Module) -> str | None:

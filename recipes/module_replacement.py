@@ -139,6 +139,20 @@ def take_over(new: Any, old: nn.Module | None) -> None:
 
 
 @contextmanager
+def replaced(changes: Iterable[tuple[Any, str, Any]]) -> Iterator[None]:
+    """Gives objects other attributes, each an object, a name and a value, while open."""
+    changes = list(changes)
+    before = [(owner, name, getattr(owner, name)) for owner, name, _ in changes]
+    try:
+        for owner, name, value in changes:
+            setattr(owner, name, value)
+        yield
+    finally:
+        for owner, name, value in before:
+            setattr(owner, name, value)
+
+
+@contextmanager
 def forwarding(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
     """Makes `module` run `forward` while open, then restores its own, from its class or set on the instance."""
     before = vars(module).get("forward")

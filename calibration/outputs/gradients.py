@@ -44,7 +44,7 @@ from quant.calibration.statistics import LayerStats, MomentSpread, MomentSum, ad
 from quant.kernels.linear.experts import can_run_experts_one_by_one, experts_forward
 from quant.recipes.blocks import block_names, removing
 from quant.recipes.layers import LayerKind, output_head, stacking_of_experts
-from quant.recipes.module_replacement import forwarding, other_tensors, run_with
+from quant.recipes.module_replacement import forwarding, other_tensors, replaced, run_with
 from quant.recipes.plan import LayerPlan
 
 CLIP = 3.0
@@ -107,7 +107,9 @@ def output_moments(
         draws = labels_drawn(rows, on_gpu=device.type == "cuda")
     failure, powers = "", {}
     try:
-        with placed(model, session.device), _frozen(model), fast_matmul(), torch.enable_grad():
+        # Only gradients of outputs are computed.
+        frozen = replaced((p, "requires_grad", False) for p in model.parameters() if p.requires_grad)
+        with placed(model, session.device), frozen, fast_matmul(), torch.enable_grad():
             powers = _Pass(model, groups, sums, session).run(batches, draws)
     except torch.OutOfMemoryError:
         failure = "too little memory on the GPU for the gradients"
@@ -191,19 +193,6 @@ def _over_ranks(total: MomentSum, exchange: Exchange) -> LayerStats | None:
         everywhere.spread.tokens = everywhere.tokens
         everywhere.spread.squared_tokens = sum(squared for _, squared in counts)
     return everywhere.stats()
-
-
-@contextmanager
-def _frozen(model: nn.Module) -> Iterator[None]:
-    """Turns off the gradients of parameters while open: only gradients of outputs are computed."""
-    learned = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    for parameter in learned:
-        parameter.requires_grad_(False)
-    try:
-        yield
-    finally:
-        for parameter in learned:
-            parameter.requires_grad_(True)
 
 
 class _Pass:

@@ -65,6 +65,7 @@ from quant.calibration.sensitivity.switchable_model import (
 from quant.calibration.sensitivity.table import KEPT, UNITS, Candidate, GroupScores, Sensitivity
 from quant.calibration.session import Session
 from quant.recipes.blocks import all_arguments, removing, stored_dtype
+from quant.recipes.module_replacement import replaced
 from quant.recipes.plan import LayerPlan
 
 Result = dict[str, dict[str, float]]
@@ -189,12 +190,8 @@ def observed(switchable: SwitchableModel, observe: Callable[..., None], tokens: 
     # Bytes of one token's inputs and outputs in all layers.
     features = sum(sum(layer.plan.shape[-2:]) * layer.original.dtype.itemsize for layer in switchable.layers.values())
     names = switchable.blocks if 2 * tokens * features > _ACTIVATION_BYTES else []
-    switchable.formats.observe = observe
-    try:
-        with recomputed(switchable.model, names):
-            yield
-    finally:
-        switchable.formats.observe = None
+    with replaced([(switchable.formats, "observe", observe)]), recomputed(switchable.model, names):
+        yield
 
 
 @dataclass

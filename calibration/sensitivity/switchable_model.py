@@ -56,7 +56,7 @@ from quant.formats.tensor import BlockScaledTensor
 from quant.kernels.linear.experts import ExpertStack, can_run_experts_one_by_one, experts_forward
 from quant.recipes.blocks import block_names, find_chains, removing
 from quant.recipes.layers import LayerKind, Stacking, expert_matrices, stacking_of_experts
-from quant.recipes.module_replacement import Substitute, forwarding, take_hooks
+from quant.recipes.module_replacement import Substitute, forwarding, replaced, take_hooks
 from quant.recipes.plan import LayerPlan
 
 # Bytes of a GPU that stay free for activations and logits; dense weights may take half of the memory above that.
@@ -158,11 +158,8 @@ class FormatChoice:
     @contextmanager
     def caching(self, cache: CallCache) -> Iterator[None]:
         """Writes calls of layers to `cache`, or takes them from it, while open."""
-        self.cache = cache
-        try:
+        with replaced([(self, "cache", cache)]):
             yield
-        finally:
-            self.cache = None
 
     def round_input(self, group: str, x: torch.Tensor, candidate: Candidate) -> torch.Tensor:
         """Returns the input `x` rounded as a group sees it in a format; kept until another input comes."""
@@ -486,15 +483,11 @@ class SwitchableModel:
 @contextmanager
 def recomputed(model: nn.Module, names: Sequence[str]) -> Iterator[None]:
     """Makes backward passes run the blocks `names` again instead of keeping their inner activations, while open."""
-    blocks = [model.get_submodule(name) for name in names]
-    for block in blocks:
-        # Reentrant checkpoints would need an input that requires a gradient, which hidden states here do not.
-        block.forward = partial(checkpoint, block.forward, use_reentrant=False)
-    try:
+    with ExitStack() as stack:
+        for block in map(model.get_submodule, names):
+            # Reentrant checkpoints would need an input that requires a gradient, which hidden states here do not.
+            stack.enter_context(forwarding(block, partial(checkpoint, block.forward, use_reentrant=False)))
         yield
-    finally:
-        for block in blocks:
-            del block.forward
 
 
 def measure_amax(

@@ -32,7 +32,7 @@ from quant.formats.rounding import decode, round_to
 from quant.formats.tensor import BlockScaledTensor, quantize_with_scale
 from quant.kernels.linear.quant_linear import RunTimeParts
 from quant.recipes.blocks import Call
-from quant.recipes.module_replacement import Substitute, take_hooks
+from quant.recipes.module_replacement import Substitute, replaced, take_hooks
 
 
 @dataclass(frozen=True, eq=False)
@@ -269,10 +269,5 @@ def _frozen(block: nn.Module) -> Iterator[None]:
     """Lets only the learned parameters of the block take gradients while open."""
     learned = {id(p) for m in block.modules() if isinstance(m, _Learned) for p in (m.latent, m.factor)}
     changed = [p for p in block.parameters() if p.requires_grad and id(p) not in learned]
-    for parameter in changed:
-        parameter.requires_grad_(False)
-    try:
+    with replaced((parameter, "requires_grad", False) for parameter in changed):
         yield
-    finally:
-        for parameter in changed:
-            parameter.requires_grad_(True)

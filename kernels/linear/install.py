@@ -16,7 +16,7 @@ from quant.kernels.linear.embedding import QuantEmbedding, embedding_refusal
 from quant.kernels.linear.experts import QuantExperts, run_experts_one_by_one
 from quant.kernels.linear.quant_linear import QuantLinear, RunTimeParts
 from quant.recipes.layers import LayerKind, stacking_of
-from quant.recipes.module_replacement import take_over
+from quant.recipes.module_replacement import replaced, take_over
 from quant.recipes.plan import LayerPlan, Plan
 
 # In eval mode without gradients, `nn.TransformerEncoderLayer` hands the weights of its linear layers to one fused
@@ -39,13 +39,8 @@ def call_encoder_layers(model: nn.Module) -> None:
 @contextmanager
 def calling_encoder_layers(model: nn.Module) -> Iterator[None]:
     """Turns off the fused operation of every encoder layer while open."""
-    before = [(module, attribute, getattr(module, attribute)) for module, attribute in _fused(model)]
-    call_encoder_layers(model)
-    try:
+    with replaced((module, attribute, 0) for module, attribute in _fused(model)):
         yield
-    finally:
-        for module, attribute, value in before:
-            setattr(module, attribute, value)
 
 
 def _fused(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:

@@ -27,6 +27,7 @@ import numpy as np
 from quant.base.errors import UserError, listed, option, warn
 from quant.base.extras import require
 from quant.models.files import one_line
+from quant.recipes.module_replacement import replaced
 
 # Headers are read without torch, which `huggingface` imports.
 if TYPE_CHECKING:
@@ -364,7 +365,7 @@ def _dropped_tensors(global_scales: Mapping[str, np.ndarray[Any, Any]]) -> Itera
         if find_spec(_LOADER):
             loader = require(_LOADER, "hf")
             for processor in {loader.TensorProcessor, *loader.TENSOR_PROCESSORS.values()}:
-                stack.enter_context(_replaced(processor, "process", recording(processor.process)))
+                stack.enter_context(replaced([(processor, "process", recording(processor.process))]))
         yield dropped
 
 
@@ -467,22 +468,12 @@ def shared_parsing() -> Iterator[None]:
         return read(os.path.realpath(path), mode)
 
     with contextlib.ExitStack() as stack:
-        stack.enter_context(_replaced(gguf, "GGUFReader", reader))
-        stack.enter_context(_replaced(gguf, "get_tensor_name_map", cache(gguf.get_tensor_name_map)))
+        names = cache(gguf.get_tensor_name_map)
+        stack.enter_context(replaced([(gguf, "GGUFReader", reader), (gguf, "get_tensor_name_map", names)]))
         # Releases of transformers without this module keep their progress bar.
         if find_spec(_LOADER):
-            stack.enter_context(_replaced(require(_LOADER, "hf"), "tqdm", logging.tqdm))
+            stack.enter_context(replaced([(require(_LOADER, "hf"), "tqdm", logging.tqdm)]))
         yield
-
-
-@contextlib.contextmanager
-def _replaced(module: Any, name: str, value: Any) -> Iterator[None]:
-    original = getattr(module, name)
-    setattr(module, name, value)
-    try:
-        yield
-    finally:
-        setattr(module, name, original)
 
 
 def _refuse_without_model(path: Path, file: Any) -> None:

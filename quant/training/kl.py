@@ -23,8 +23,7 @@ its gradient does not change the student's proportions among the others.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
@@ -39,6 +38,7 @@ from quant.calibration.attention_scales import text_config
 from quant.recipes.blocks import output_of
 from quant.recipes.callers_model import inner_model
 from quant.recipes.layers import output_head
+from quant.recipes.module_replacement import forwarding
 
 # FP32 logits of a slice, 32 MB on a CPU and 256 MB on a GPU.
 _SLICE_ELEMENTS = {"cpu": 1 << 23, "cuda": 1 << 26}
@@ -311,7 +311,7 @@ def _without_head(
         # DDP may trace which parameters the outputs depend on, and takes all others for unused: the head is used.
         return x[..., :1] + sum(0 * p.flatten()[:1].sum() for p in used)
 
-    with _replaced_forward(head, remember):
+    with forwarding(head, remember):
         result = call()
     return seen, result
 
@@ -344,15 +344,3 @@ def _logits(result: Any, named: bool = False) -> torch.Tensor:
     if named and isinstance(result, Mapping):
         raise UserError(f"{type(result).__name__}: the model gives no logits; distillation is for language models")
     return output_of(result)
-
-
-@contextmanager
-def _replaced_forward(module: nn.Module, forward: Any) -> Iterator[None]:
-    own = vars(module).get("forward")  # such as accelerate puts there
-    module.forward = forward
-    try:
-        yield
-    finally:
-        del module.forward
-        if own is not None:
-            module.forward = own
