@@ -222,10 +222,14 @@ def _check_arguments(call: Arguments, model: nn.Module) -> None:
     try:
         signature.bind(*args, **kwargs)
     except TypeError as error:
+        way_out = (
+            "name tensors by these arguments"
+            if kwargs
+            else ("from a loader of inputs and labels take only the inputs: [inputs for inputs, labels in loader]")
+        )
         raise ValueError(
             f"calibration data: {type(model).__name__} takes ({', '.join(signature.parameters)}), and the first item "
-            f"does not fit ({error}); from a loader of inputs and labels take only the inputs: [inputs for inputs, "
-            "labels in loader]"
+            f"does not fit ({error}); {way_out}"
         ) from None
     ids = _by_name(call, list(signature.parameters)).get("input_ids")
     if isinstance(ids, torch.Tensor) and ids.dim() == 1:

@@ -33,7 +33,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from quant.base.errors import UserError, counted
+from quant.base.errors import UserError, counted, option
 from quant.formats.format import GGUF_FORMATS, Format, cache_format, is_16bit, parse_format
 from quant.recipes.blocks import block_names, is_denoiser, without_experts
 from quant.recipes.callers_model import check_original, unwrapped
@@ -124,7 +124,8 @@ def make_plan(
     plan = resolve(layers, recipe, only=include)
     for layer in plan.layers:
         if lm_head is not None and layer.kind == LayerKind.HEAD and layer.weight is None:
-            raise UserError(f"lm_head {lm_head}: {layer.name} stays in 16 bit: {layer.reason}; leave lm_head out")
+            named = option("lm_head", lm_head)
+            raise UserError(f"{named}: {layer.name} stays in 16 bit: {layer.reason}; leave that out")
     # Layers whose inputs get a scale for each token and are not [batch, tokens, in].
     seen = {layer.name for layer in layers if layer.input_dims not in (None, 3)}
     by_token = [layer for layer in plan.quantized if layer.activation is not None and layer.activation.block == (1, 0)]
@@ -188,10 +189,10 @@ def _head_rules(layers: Sequence[Layer], lm_head: str) -> list[Rule]:
     try:
         parse_format(lm_head)
     except ValueError as error:
-        raise UserError(f"lm_head: {error}") from None
+        raise UserError(f"{option('lm_head')}: {error}") from None
     heads = [layer.name for layer in layers if layer.kind == LayerKind.HEAD]
     if not heads:
-        raise UserError(f"lm_head {lm_head}: this model has no output head; leave lm_head out")
+        raise UserError(f"{option('lm_head', lm_head)}: this model has no output head; leave that out")
     return [Rule(name, lm_head, KEEP, reason=f"lm_head {lm_head}") for name in heads]
 
 
@@ -311,13 +312,13 @@ def _run_one_row(model: nn.Module) -> None:
         model(ids)
 
 
-def kv_cache_name(name: str, option: str) -> str:
-    """Returns a format of the KV cache as recipes spell it; UserError, which begins with `option`, for an unknown."""
+def kv_cache_name(name: str) -> str:
+    """Returns a format of the KV cache as recipes spell it; UserError for an unknown one."""
     try:
         format = cache_format(name)
     except ValueError:
         raise UserError(
-            f"{option} {name}: unknown format of a KV cache; checkpoints hold it in fp8, fp8_head, or in 16bit"
+            f"{option('kv_cache', name)}: unknown format of a KV cache; checkpoints hold it in fp8, fp8_head or 16bit"
         ) from None
     return format.name if format else KEEP
 

@@ -170,7 +170,8 @@ def get_recipe(name: str) -> Recipe:
     if name in INPUT_FORMATS:
         example = f"{name}@16bit" if name in FORMATS else f"nvfp4@{name}"
         raise ValueError(f"format {name!r} is for weights or inputs alone; write WEIGHT@INPUT, such as {example}")
-    raise ValueError(f"unknown format {name!r}; {known_names(name, presets(), 'formats', more=FURTHER_NAMES)}")
+    known = known_names(name, [*presets(), *MIXES], "formats", more=FURTHER_NAMES)
+    raise ValueError(f"unknown format {name!r}; {known}")
 
 
 FURTHER_NAMES = ", any of them with a16 at its end, or WEIGHT@INPUT such as nvfp4@fp8"

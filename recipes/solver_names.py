@@ -144,8 +144,10 @@ def with_branch(name: str, rank: int) -> str:
 
 
 def without_residual(name: str) -> str:
-    """Returns the solver `name` without its residual channels."""
-    return "+".join(part for part in name.split("+") if part.partition(":")[0] != "residual")
+    """Returns the solver `name` without its residual channels, with the rounding that they imply."""
+    rounding = parse_solver(name).rounding
+    parts = [part for part in name.split("+") if part.partition(":")[0] not in ("residual", rounding)]
+    return "+".join([*parts, rounding]) if parse_solver(name).residual else name  # beside which no autoround stands
 
 
 EFFORTS = (0, 1, 2, 3)

@@ -146,7 +146,7 @@ COMMANDS = [
     Row(Q + "--plan {plan} --exclude *", "--plan says everything already", drop="--exclude *"),
     Row(
         Q + "--format fp8_channel --kv-cache fp9 --calib {ids} " + SMALL,
-        "in fp8, fp8_head, or in 16bit",
+        "in fp8, fp8_head or 16bit",
         drop="--kv-cache fp9",
         add="--kv-cache fp8",
     ),
@@ -241,7 +241,7 @@ COMMANDS = [
     Row("plan show {model}", "or a directory of `quantize --out`", instead="plan show {stored}"),
     Row(Q + "--plan {model}", "or a directory of `quantize --out`", drop="--plan {model}", add="--plan {stored}"),
     Row(Q + "--format fp8_channel --resume", "the same command by itself", drop="--resume"),
-    Row("check {stored}/model.safetensors", "name the directory of its checkpoint", instead="check {stored}"),
+    Row("check {stored}/model.safetensors", "a file of a checkpoint; name its directory", instead="check {stored}"),
     # evaluate and generate
     Row("evaluate {model} --samples 2 --seqlen 16", "--text", add="--text {text}"),
     Row("evaluate {model} --text {text} --shots 3 --samples 2 --seqlen 16", "leave them out", drop="--shots 3"),

@@ -188,7 +188,7 @@ class HeldOut:
         if len(rows) < 3:
             raise UserError(
                 f"{len(rows)} calibration rows: a limit on the loss needs one to calibrate with, one to choose on and "
-                "one to verify on; give 3 or more, or a text of its own with --eval"
+                "one to verify on; give 3 or more, or to the command a text of its own with --eval"
             )
         quarter = max(len(rows) // 4, 1)
         # The seed is fixed, and not the run's: the same rows verify every allocation on this text.

@@ -130,16 +130,18 @@ class Space:
             )
         if goal.fit is not None and least + self.fixed_bytes > goal.fit:
             raise Infeasible(
-                f"fit {megabytes(goal.fit)}: the smallest feasible value is {least + self.fixed_bytes:,.0f} bytes "
-                f"({megabytes(least + self.fixed_bytes)}), of which {megabytes(self.cache_bytes)} are the KV cache "
-                f"(context {goal.context}, batch {goal.batch}) and "
+                f"{option('fit', megabytes(goal.fit))}: the smallest feasible value is "
+                f"{least + self.fixed_bytes:,.0f} bytes ({megabytes(least + self.fixed_bytes)}), of which "
+                f"{megabytes(self.cache_bytes)} are the KV cache (context {goal.context}, batch {goal.batch}) and "
                 f"{megabytes(self.fixed_bytes - self.cache_bytes)} weights that stay in 16 bit"
             )
         if goal.latency is not None:
             quickest = smallest(problem, "seconds") + self.fixed_seconds
             if quickest > goal.latency:
+                # A thousandth more, so that four digits of it are feasible.
                 raise Infeasible(
-                    f"latency {1e3 * goal.latency:g} ms: the smallest feasible value is {1e3 * quickest:.4g} ms"
+                    f"{option('latency', f'{1e3 * goal.latency:g}ms')}: the smallest feasible value is "
+                    f"{1001 * quickest:.4g} ms"
                 )
 
     def plan(

@@ -150,7 +150,8 @@ def _check_rows(model: nn.Module, rows: torch.Tensor) -> None:
         raise ValueError(f"rows {list(rows.shape)} {rows.dtype}: expected int64 [rows, seqlen], seqlen at least 2")
     config = text_config(getattr(model, "config", None))
     if getattr(config, "is_encoder_decoder", False):
-        raise ValueError(f"{type(model).__name__} is an encoder-decoder; perplexity here is for causal language models")
+        named = "give inputs by name, with decoder_input_ids, as .safetensors"
+        raise ValueError(f"{type(model).__name__} is an encoder-decoder, which reads more than one text; {named}")
     check_positions(rows.shape[1], config, type(model).__name__)
     # An id outside the vocabulary is an index error on a CPU and an asynchronous device assert on a GPU.
     vocabulary = getattr(config, "vocab_size", None)

@@ -280,7 +280,7 @@ def mixed_cache_bytes(config: Any, context: int, batch: int, plan: Plan) -> int:
     if not plan.kv_layers:
         return kv_cache_bytes(config, context, batch, plan.kv_cache)
     sizes = {name: kv_layer_bytes(config, context, batch, FORMATS.get(name)) for name in set(plan.kv_layers)}
-    return sum(sizes[name][layer] for layer, name in enumerate(plan.kv_layers))
+    return sum(sizes[name][layer] for layer, name in enumerate(plan.kv_layers) if sizes[name])
 
 
 @dataclass(frozen=True)

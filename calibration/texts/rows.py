@@ -290,7 +290,9 @@ def _choose_column(record: Mapping[str, Any], column: str | None, name: str) -> 
         column = next(iter(usual), texts[0] if len(texts) == 1 else None)
     if column is None or column not in record:
         problem = f"no column {column!r}" if column else "no column of text that stands out"
-        raise ValueError(f"{name}: {problem}; its columns are {', '.join(record)}. Name one, as in data.jsonl#text")
+        raise ValueError(
+            f"{name}: {problem}; its columns are {', '.join(record)}. Name one, as in data.jsonl#text or column="
+        )
     return column
 
 

@@ -172,10 +172,15 @@ def sources_of(names: Sequence[str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(sources))
 
 
-def check_sources(names: Sequence[str], named: str) -> None:
-    """Raises UserError for a file that is missing or empty, before anything slow is done."""
+def check_sources(names: Sequence[str], named: str, *, measured: bool = False) -> None:
+    """Raises UserError for a file that is missing or empty, before anything slow is done.
+
+    `measured` sources are of an evaluation, which takes no text that the model writes itself.
+    """
     for name in sources_of(names) if names else ():
         if name in WRITTEN:
+            if measured:
+                raise UserError(f"{named} {name}: text of the model itself, for calibration alone; name a file of text")
             continue
         # A column may follow a file's name after #, and a tensor's after a colon.
         stem = re.sub(r"(\.safetensors):[^/]*$", r"\1", name)

@@ -134,9 +134,12 @@ def describe(directory: str | Path) -> tuple[Plan, dict[str, Any] | None]:
 
 
 def open_runnable(
-    name: str, *, model_factory: str | None = None, unsafe_load: bool = False
+    name: str, *, model_factory: str | None = None, unsafe_load: bool = False, has_factory: bool = True
 ) -> tuple[Source, nn.Module]:
-    """Opens a quantized checkpoint as it is, or any other model; UserError for a bare state dict."""
+    """Opens a quantized checkpoint as it is, or any other model; UserError for a bare state dict.
+
+    `has_factory` is whether the caller takes a model factory, which the error then names.
+    """
     path = find_model(name)
     # A checkpoint in codes that no kernel here runs, such as GPTQ's or AWQ's, is dequantized by `open_original`.
     if can_run(path):
@@ -146,14 +149,16 @@ def open_runnable(
         return Source(
             name=name, kind=SourceKind.HUGGINGFACE, model=model, state_dict=None, path=path, dtype=dtype
         ), model
-    return open_original(name, model_factory=model_factory, unsafe_load=unsafe_load)
+    return open_original(name, model_factory=model_factory, unsafe_load=unsafe_load, has_factory=has_factory)
 
 
 def open_original(
-    name: str, *, model_factory: str | None = None, unsafe_load: bool = False
+    name: str, *, model_factory: str | None = None, unsafe_load: bool = False, has_factory: bool = True
 ) -> tuple[Source, nn.Module]:
     """Opens a model that can run; a quantized one is dequantized. UserError for a bare state dict."""
     source = open_model(name, model_factory=model_factory, unsafe_load=unsafe_load)
     if source.model is None:
-        raise UserError(f"{name}: a bare state dict cannot be run; pass {option('model_factory')} to build its module")
+        build = f"pass {option('model_factory')} to build its module"
+        way_out = build if has_factory else "give the directory of its model"
+        raise UserError(f"{name}: a bare state dict cannot be run; {way_out}")
     return source, source.model

@@ -23,7 +23,7 @@ class BlockscaleLM(HFLM):  # type: ignore[misc]
         if isinstance(pretrained, nn.Module):
             model: Any = pretrained
         else:
-            source, model = open_runnable(str(pretrained))
+            source, model = open_runnable(str(pretrained), has_factory=False)
             tokenizer = source.load_tokenizer() if tokenizer is None else tokenizer
         if not hasattr(model, "config"):
             raise UserError(f"{pretrained}: lm-eval asks a model of transformers, which this is not")

@@ -91,7 +91,9 @@ def check_command(directory: str, **options: Any) -> None:
         measured = f"quant evaluate {directory} --text FILE --baseline MODEL"
         raise UserError(f"{directory}: GGUF files have nothing that `quant check` reads; `{measured}` measures one")
     if path.suffix == ".safetensors" and path.is_file():
-        raise UserError(f"{directory} is a file of weights; name the directory of its checkpoint, {path.parent}")
+        from quant.export.checkpoint.load import no_checkpoint
+
+        raise no_checkpoint(path)
     is_export = path.is_file() or (path.is_dir() and any(path.glob("*.onnx")) and not any(path.glob("*.safetensors")))
     if is_export and source is None and (path.is_dir() or path.suffix in (".onnx", ".pt2")):
         raise UserError(f"{directory}: name the checkpoint that it was exported from with --source")

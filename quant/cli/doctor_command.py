@@ -326,7 +326,7 @@ def _weights(model: str, what: str) -> list[BlockScaledTensor]:
     from quant.export.checkpoint.load import open_runnable
     from quant.kernels.linear.tuning import shapes_of
 
-    weights = shapes_of(open_runnable(model)[1])
+    weights = shapes_of(open_runnable(model, has_factory=False)[1])
     if not weights:
         raise UserError(f"{model} has no quantized linear; {what} a checkpoint that `quantize` wrote")
     return weights

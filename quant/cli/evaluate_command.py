@@ -104,7 +104,7 @@ def evaluate_command(
     if tasks is not None and baseline:
         raise UserError("--baseline is for --text, --data and --task; run --tasks on each model")
     sources = tuple(map(str, texts or data))
-    check_sources(sources, "--data" if data else "--text")
+    check_sources(sources, "--data" if data else "--text", measured=True)
     models = [] if options["model_factory"] else [name for name in (model, baseline) if name]
     packages = [package for name in models for package in packages_of(name)] + packages_of_sources(sources)
     check_installed([*packages, *(["lm_eval"] if tasks else [])], "this evaluation")

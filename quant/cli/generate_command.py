@@ -71,7 +71,7 @@ def generate_command(
     if len(prompts) > 1:
         raise UserError(f"{len(prompts)} prompts: MODEL takes one, and an exported file several (--engine)")
     options = {name: choices[name] for name in of_models}
-    _run_model(model, prompts[0], max_new_tokens, options, quiet=quiet, as_json=as_json)
+    _run_model(model, prompts[0], max_new_tokens, options, unsafe_load=unsafe_load, quiet=quiet, as_json=as_json)
 
 
 def _run_session(
@@ -101,8 +101,9 @@ def _run_session(
 
 
 def _run_model(
-    model: str, prompt: str, max_new_tokens: int, options: dict[str, Any], *, quiet: bool, as_json: bool
-) -> None:
+    model: str, prompt: str, max_new_tokens: int, options: dict[str, Any], *, unsafe_load: bool, quiet: bool,
+    as_json: bool,
+) -> None:  # fmt: skip
     """Continues a prompt with a model, and prints the text; `options` are keywords of `generate`."""
     from quant.export.checkpoint.load import open_runnable
     from quant.generate.generate import generate
@@ -110,7 +111,7 @@ def _run_model(
 
     terminal = listener(quiet or as_json)
     with terminal.step(f"loading {model}"):
-        source, module = open_runnable(model)
+        source, module = open_runnable(model, unsafe_load=unsafe_load, has_factory=False)
     announce_source(terminal, source)
     if not source.is_causal_lm:
         raise UserError(f"{model} ({type(module).__name__}) is not a causal language model; it cannot continue text")

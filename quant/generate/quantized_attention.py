@@ -288,6 +288,8 @@ def _rounded(
         q, k = turn.q(q), turn.k(k)
     if format is None:
         return q, k, v, None
+    if format.global_scale and k.shape[-1] % 16:
+        raise UserError(f"heads of {k.shape[-1]} values: not in NVFP4; take {option('kv_cache', 'fp8')} or 16bit")
     # A scale that was not calibrated comes from these tokens, as it would from the first tokens of a cache.
     k_scale, v_scale = scales_of(module, format, k.shape[1], turned)
     k_scale = first_scale(k, format) if k_scale is None else k_scale

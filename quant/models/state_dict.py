@@ -176,16 +176,18 @@ def call_factory(factory: str, *, meta: bool = False) -> nn.Module:
     try:
         with _on_path(Path.cwd()):
             module = _imported_file(file) if file.suffix == ".py" else importlib.import_module(module_name)
-        make = getattr(module, function)
+        make = getattr(module, function, None)
+        with torch.device("meta" if meta else "cpu"):
+            model = make() if callable(make) else None
     except ImportError as error:
         raise UserError(
             f"{named}: cannot import {module_name} ({error}); name a module that is in the current folder or on "
             "PYTHONPATH, or a file, as in nets.py:build"
         ) from error
-    except AttributeError:
-        raise UserError(f"{named}: {module_name} has no function {function}") from None
-    with torch.device("meta" if meta else "cpu"):
-        model = make()
+    except Exception as error:  # of the user's code
+        raise UserError(f"{named} fails when called without arguments: {type(error).__name__}: {error}") from error
+    if not callable(make):
+        raise UserError(f"{named}: {module_name} has no function {function}")
     if not isinstance(model, nn.Module):
         raise UserError(f"{named} returned a {type(model).__name__}; expected an nn.Module")
     return model

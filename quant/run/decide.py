@@ -15,6 +15,7 @@ and so is every single format that fits, and the best of them is taken. Where we
 allocation measures the weights beside each.
 """
 
+import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -117,13 +118,13 @@ def check_layout(request: Request, plan: Plan, model: nn.Module | None) -> None:
     """Raises ValueError where what is to be written cannot hold a plan."""
     if request.is_gguf:
         if model is None:
-            raise UserError(f"{request.model}: a GGUF file takes a model with a config; this is a bare state dict")
+            raise UserError(f"{request.model}: a bare state dict; a GGUF file takes the directory of a model")
         check_gguf(model, plan)
         return
     gguf = next((layer for layer in plan.quantized if layer.weight is not None and layer.weight.gguf), None)
     if gguf is not None and request.out is not None:
         raise UserError(
-            f"{gguf.name}: only GGUF files hold {gguf.weight}: name one, {request.spell('out')} {request.out}.gguf"
+            f"{gguf.name}: only GGUF files hold {gguf.weight}: name one, {option('out', f'{request.out}.gguf')}"
         )
     check_plan(plan)
 
@@ -211,7 +212,7 @@ def for_budget(job: Job, goal: Goal) -> Decision:
         )
     if heads := split_globs(request, source).heads:
         raise UserError(
-            f"{request.spell('include')} {next(iter(heads))}: transformers does not run this prediction head, so no "
+            f"{option('include', next(iter(heads)))}: transformers does not run this prediction head, so no "
             "allocation can measure it; choose a format for the model instead of a budget, or leave the glob out"
         )
     choices: dict[str, Any] = {
@@ -470,8 +471,8 @@ def choose_kv_layers(model: nn.Module, rows: torch.Tensor, bits: float | None, s
         return float(total[2] * bits / 16 * (1 + 1e-4))
 
     if bits is not None and limit(bits) < total[0]:
-        least = 16 * total[0] / total[2]
-        raise UserError(f"{option('kv_bits', f'{bits:g}')}: the smallest feasible value is {least:.3g}")
+        least = math.ceil(1600 * total[0] / total[2]) / 100
+        raise UserError(f"{option('kv_bits', f'{bits:g}')}: the smallest feasible value is {least:g}")
     divergence = divergence_of(model, rows)
     if not isinstance(divergence, NextToken):
         raise UserError(f"{type(model).__name__}: {option('kv_bits')} needs a causal language model")

@@ -8,14 +8,14 @@ wrote it: `--lm-head` or `lm_head=`. Refusals that depend on the model are in `c
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Self
 
 import torch
 from torch import nn
 
-from quant.base.errors import UserError
+from quant.base.errors import UserError, option
 from quant.base.extras import check_installed
 from quant.calibration.allocation.goal import DEFAULT_FORMATS, Constraint, ConstraintKind, Goal
 from quant.calibration.allocation.measure_choices import Counts
@@ -41,12 +41,12 @@ KV_AUTO = "auto"
 """In place of the bits of the KV cache: it shares the budget with the weights."""
 _BUDGETS = ("bits", "fit", "latency", "max_kl", "max_ppl_increase", "min_task")
 # Fields whose option does not repeat their name; the command has --recipe FILE and --format NAME.
-_OPTIONS = {"recipe": "--format", "recipe_file": "--recipe", "plan_file": "--plan", "eval_texts": "--eval"}
+_OPTIONS = {"recipe": "format", "recipe_file": "recipe", "plan_file": "plan", "eval_texts": "eval"}
 
 
-def spelled(field: str, in_memory: bool) -> str:
-    """Returns a field as the user wrote it: `--lm-head` in a command, `lm_head=` in Python, for a module in memory."""
-    return f"{field}=" if in_memory else _OPTIONS.get(field) or f"--{field.replace('_', '-')}"
+def spelled(field: str, value: object = None) -> str:
+    """Returns a field, and its value, as the user wrote it: `--lm-head fp8` in a command, `lm_head="fp8"` in Python."""
+    return option(_OPTIONS.get(field, field), value)
 
 
 @dataclass(frozen=True)
@@ -72,34 +72,30 @@ class AllocationRequest:
     sensitivity: Path | None = None
     search: int | None = None
 
-    def goal(self, in_memory: bool = False) -> Goal | None:
+    def goal(self) -> Goal | None:
         """Returns the goal of the allocation; None where no budget and no limit is given."""
-        spell = partial(spelled, in_memory=in_memory)
         for size, users in (("ctx", ("fit",)), ("batch", ("fit", "latency"))):
             # The class attribute of a dataclass field is its default; a default that is given explicitly does no harm.
             is_given = getattr(self, size) != getattr(type(self), size)
             if is_given and all(getattr(self, user) is None for user in users):
-                named = " and ".join(map(spell, users))
-                raise UserError(f"{spell(size)} means something to {named} only; leave it out, or give one too")
+                named = " and ".join(map(spelled, users))
+                raise UserError(f"{spelled(size)} means something to {named} only; leave it out, or give one too")
         if all(getattr(self, budget) is None for budget in (*_BUDGETS, "max_error")):
             needless = ("formats", "method", "target", "power", "pin", "forbid", "at_least", "sensitivity", "search")
             for name in needless:
                 if getattr(self, name) not in (None, (), "", []):
-                    # The parameters of `quant.quantize` are fewer than the options.
-                    *most, last = map(spell, ("bits", "max_kl") if in_memory else _BUDGETS)
-                    budgets = f"{', '.join(most)} or {last}"
-                    raise UserError(f"{spell(name)} needs something to allocate for: {budgets}")
+                    raise UserError(f"{spelled(name)} needs a budget to choose formats for, such as {spelled('bits')}")
             return None
         return Goal(
             bits=self.bits,
-            fit=read_quantity(spell("fit"), self.fit, "size"),
-            context=int(read_quantity(spell("ctx"), self.ctx, "count") or 0),
+            fit=read_quantity(spelled("fit"), self.fit, "size"),
+            context=int(read_quantity(spelled("ctx"), self.ctx, "count") or 0),
             batch=self.batch,
-            latency=read_quantity(spell("latency"), self.latency, "time"),
+            latency=read_quantity(spelled("latency"), self.latency, "time"),
             target=self.target,
-            power=read_quantity(spell("power"), self.power, "power"),
+            power=read_quantity(spelled("power"), self.power, "power"),
             max_kl=self.max_error if self.max_kl is None else self.max_kl,
-            max_ppl_increase=read_quantity(spell("max_ppl_increase"), self.max_ppl_increase, "ratio"),
+            max_ppl_increase=read_quantity(spelled("max_ppl_increase"), self.max_ppl_increase, "ratio"),
             min_task=None if self.task is None else self.task[1],
         )
 
@@ -209,10 +205,6 @@ class Request:
         """Whether the model is a directory of a diffusers pipeline."""
         return not self.is_in_memory and is_pipeline(Path(str(self.model)).expanduser())
 
-    def spell(self, field: str) -> str:
-        """Returns a field's name as the user wrote it."""
-        return spelled(field, self.is_in_memory)
-
     @property
     def calibration_rows(self) -> Rows:
         """The calibration data to read."""
@@ -267,18 +259,18 @@ class Request:
     @cached_property
     def goal(self) -> Goal | None:
         """The budgets and limits for which formats are chosen; None where a recipe or plan says them."""
-        return self.budget.goal(self.is_in_memory)
+        return self.budget.goal()
 
     @cached_property
     def memory_bytes(self) -> int | None:
         """--memory in bytes."""
-        size = read_quantity(self.spell("memory"), self.memory, "size")
+        size = read_quantity(spelled("memory"), self.memory, "size")
         return None if size is None else int(size)
 
     @cached_property
     def kv_cache_format(self) -> str | None:
         """The format of the KV cache as recipes spell it; None leaves it to the recipe."""
-        return None if self.kv_cache is None else kv_cache_name(self.kv_cache, self.spell("kv_cache"))
+        return None if self.kv_cache is None else kv_cache_name(self.kv_cache)
 
     @cached_property
     def attention_format(self) -> str | None:
@@ -288,7 +280,7 @@ class Request:
         if is_16bit(self.attention):
             return KEEP
         if self.attention != "fp8":
-            raise UserError(f"{self.spell('attention')} {self.attention}: attention runs in fp8, or in 16bit")
+            raise UserError(f"{spelled('attention', self.attention)}: attention runs in fp8, or in 16bit")
         return self.attention
 
     @cached_property
@@ -320,8 +312,8 @@ class Request:
                 )
         if self.kv_bits is not None and (self.goal is None or self.kv_cache is not None):
             raise UserError(
-                f"{self.spell('kv_bits')} goes with a budget or a limit, such as {self.spell('bits')}, and without "
-                f"{self.spell('kv_cache')}"
+                f"{spelled('kv_bits')} goes with a budget or a limit, such as {spelled('bits')}, and without "
+                f"{spelled('kv_cache')}"
             )
         if self.kv_bits is not None:
             self._check_kv_bits(self.kv_bits)
@@ -336,9 +328,9 @@ class Request:
         find_device(self.device)
         for name in ("calib_samples", "eval_samples", "seqlen"):
             if (value := getattr(self, name)) is not None and value < 1:
-                raise UserError(f"{self.spell(name)} {value}: give a whole number from 1")
-        check_sources(self.calib, self.spell("calib"))
-        check_sources(tuple(map(str, self.eval_texts)), self.spell("eval_texts"))
+                raise UserError(f"{spelled(name, value)}: give a whole number from 1")
+        check_sources(self.calib, spelled("calib"))
+        check_sources(tuple(map(str, self.eval_texts)), spelled("eval_texts"), measured=True)
         self.kv_cache_format, self.attention_format, self.memory_bytes  # noqa: B018 -- cached, so read once, here
         # Last, so that nobody installs a package for a run that is refused anyway.
         of_model = [] if self.is_in_memory or self.model_factory else packages_of(str(self.model))
@@ -351,15 +343,15 @@ class Request:
         goal = self.goal
         if bits == KV_AUTO and goal is not None and (goal.has_limit or (goal.fit is None and goal.latency is None)):
             raise UserError(
-                f"{self.spell('kv_bits')} {KV_AUTO} divides {self.spell('fit')} or {self.spell('latency')} between "
-                f"weights and cache; with another budget or limit give bits, such as {self.spell('kv_bits')} 6"
+                f"{spelled('kv_bits', KV_AUTO)} divides {spelled('fit')} or {spelled('latency')} between "
+                f"weights and cache; with another budget or limit give bits, such as {spelled('kv_bits', 6)}"
             )
         try:
             number = bits == KV_AUTO or 0 < float(bits) < math.inf
         except ValueError:
             number = False
         if not number:
-            raise UserError(f"{self.spell('kv_bits')} {bits}: give bits per cached value, such as 6, or {KV_AUTO}")
+            raise UserError(f"{spelled('kv_bits', bits)}: give bits per cached value, such as 6, or {KV_AUTO}")
 
     def _check_pipeline(self) -> None:
         """Refuses options of pipelines for other models, and others for pipelines."""
@@ -382,8 +374,8 @@ class Request:
 
     def _check_names(self) -> None:
         """Refuses names of files that are not UTF-8: plans and reports, which are, record them."""
-        for option in ("model", "out", "plan_out", "recipe_file", "plan_file", "calib", "eval_texts"):
-            value = getattr(self, option)
+        for field_name in ("model", "out", "plan_out", "recipe_file", "plan_file", "calib", "eval_texts"):
+            value = getattr(self, field_name)
             for name in value if isinstance(value, tuple) else (value,):
                 try:
                     str(name if isinstance(name, str | Path) else "").encode()
@@ -413,16 +405,16 @@ class Request:
             recipe = f"recipe {self.recipe!r}" if self.is_in_memory else named[0]
             raise UserError(
                 f"{recipe} fixes the formats that a budget would choose; name those that it may use with "
-                f"{self.spell('formats')}"
+                f"{spelled('formats')}"
             )
         if self.attention is not None:
             raise UserError(
-                f'{self.spell("attention")}: a budget leaves attention in 16 bit; set "attention": "fp8" in '
+                f'{spelled("attention")}: a budget leaves attention in 16 bit; set "attention": "fp8" in '
                 "the plan that it writes, and quantize with --plan"
             )
         if self.lm_head is not None:
             raise UserError(
-                f"{self.spell('lm_head')} {self.lm_head}: a budget counts the layers inside the model; leave it out, "
+                f"{spelled('lm_head', self.lm_head)}: a budget counts the layers inside the model; leave it out, "
                 f"then run `quant plan edit DIR/plan.json --set lm_head={self.lm_head}` and quantize again with that "
                 "plan"
             )
@@ -441,7 +433,7 @@ class Request:
 
     def _given(self, *names: str) -> list[str]:
         """Returns those of some options that are given, as the user wrote them."""
-        return [self.spell(name) for name in names if getattr(self, name) not in (None, (), [])]
+        return [spelled(name) for name in names if getattr(self, name) not in (None, (), [])]
 
     @property
     def is_gguf(self) -> bool:
@@ -474,7 +466,7 @@ class Request:
         needs: Mapping[str, Any] = {
             "--eval": self.eval_texts or None,
             "--calib": self.calib or None,
-            "a KV cache's scales": plan.kv_cache,
+            "a KV cache in 8 bit (--kv-cache)": plan.kv_cache,
             "a guard": plan.guard,
             "an observer": None if plan.observer == DEFAULT_OBSERVER else plan.observer,
             **{f"{m.name}'s solver {m.solver}": True for m in plan.quantized if solver_needs_data(m)},

@@ -207,7 +207,7 @@ def _distill_checkpoint(
     check_destination(out, overwrite=overwrite)
     eval_texts = tuple(map(str, options.eval_texts))
     sources.check_sources(options.data, option("data"))
-    sources.check_sources(eval_texts, option("eval"))
+    sources.check_sources(eval_texts, option("eval"), measured=True)
     packages = [name for model in (str(directory), teacher) for name in packages_of(model)]
     check_installed([*packages, *sources.packages_of_sources((*options.data, *eval_texts))], "this training")
     if options.cache_teacher is not None:

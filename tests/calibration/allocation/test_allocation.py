@@ -341,7 +341,7 @@ def test_from_python_in_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
     assert {layer.solver for layer in solved.quantized} <= {"gptq", "awq:merge+gptq"}
     with pytest.raises(UserError, match="recipe 'fp8' fixes the formats"):
         quantize(_llama(), "fp8", _rows(), bits=6.0)
-    with pytest.raises(UserError, match="formats= needs something to allocate for: bits= or max_kl="):
+    with pytest.raises(UserError, match="formats= needs a budget to choose formats for, such as bits="):
         quantize(_llama(), data=_rows(), formats="nvfp4")
     with pytest.raises(UserError, match="observer= would change what the allocation has measured"):
         quantize(_llama(), data=_rows(), bits=6.0, observer="mse")
@@ -476,9 +476,9 @@ def test_an_encoder_is_measured_on_its_embeddings() -> None:
         ),
         (
             Goal(fit=1e5, context=8192),
-            r"^fit 100 kB: the smallest feasible value is 3,\d+,\d+ bytes .*, of which 3.15 MB are the KV",
+            r'^fit="100 kB": the smallest feasible value is 3,\d+,\d+ bytes .*, of which 3.15 MB are the KV',
         ),
-        (Goal(latency=1e-9, target=("h100",)), r"^latency 1e-06 ms: the smallest feasible value is .* ms"),
+        (Goal(latency=1e-9, target=("h100",)), r'^latency="1e-06ms": the smallest feasible value is .* ms'),
         (Goal(max_kl=1e-9, bits=5.0), r"max_kl 1e-09: even the least lossy choice within the budgets measures"),
     ],
 )
@@ -511,9 +511,9 @@ def test_targets() -> None:
 
 def test_bad_requests() -> None:
     assert AllocationRequest().goal() is None
-    with pytest.raises(UserError, match="--formats needs something to allocate for"):
+    with pytest.raises(UserError, match="formats= needs a budget to choose formats for"):
         AllocationRequest(formats="nvfp4").goal()
-    with pytest.raises(UserError, match="--fit 'many' is not a size; write it like 24GB"):
+    with pytest.raises(UserError, match="fit= 'many' is not a size; write it like 24GB"):
         AllocationRequest(fit="many").goal()
     with pytest.raises(UserError, match="latency= needs the GPU"):
         AllocationRequest(latency="1ms").goal()

@@ -100,7 +100,7 @@ def test_images_calibrate_and_show_the_fusion_groups() -> None:
     ("arguments", "named"),
     [
         (("--solver", "gptq"), "solver gptq"),
-        (("--kv-cache", "fp8"), "a KV cache's scales"),
+        (("--kv-cache", "fp8"), "a KV cache in 8 bit (--kv-cache)"),
         (("--calib", __file__), "--calib"),
         (("--eval", __file__), "--eval"),
     ],
@@ -133,7 +133,7 @@ def test_a_plan_with_static_scales_is_not_for_a_state_dict(tmp_path: Path) -> No
     [
         (
             ("--format", "nvfp4", "--kv-cache", "fp9"),
-            "--kv-cache fp9: unknown format of a KV cache; checkpoints hold it in fp8, fp8_head, or in 16bit\n",
+            "--kv-cache fp9: unknown format of a KV cache; checkpoints hold it in fp8, fp8_head or 16bit\n",
         ),
     ],
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import torch
 from torch import nn
 
 import quant
-from quant.base.errors import UserError
+from quant.base.errors import UserError, in_command
 from quant.recipes.plan import Plan
 from quant.recipes.recipe import Recipe, Rule
 from quant.run.request import AllocationRequest, Request
@@ -27,41 +28,48 @@ MODELS = {"--{}": "model", "{}=": nn.Linear(2, 2)}
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"recipe": "fp8", "kv_cache": "fp9"}, "<kv_cache> fp9: unknown format of a KV cache"),
-        ({"recipe": "fp8", "attention": "nvfp4"}, "<attention> nvfp4: attention runs in fp8, or in 16bit"),
+        ({"recipe": "fp8", "kv_cache": "fp9"}, "<kv_cache fp9>: unknown format of a KV cache"),
+        ({"recipe": "fp8", "attention": "nvfp4"}, "<attention nvfp4>: attention runs in fp8, or in 16bit"),
         ({"budget": BUDGET, "attention": "fp8"}, "<attention>: a budget leaves attention in 16 bit"),
         (
             {"recipe": Plan(()), "solver": "gptq", "exclude": ("*",)},
             "says everything already: edit it instead of using <solver>, <exclude>",
         ),
         ({"recipe": Plan(()), "effort": 0}, "says everything already"),
-        ({"budget": BUDGET, "lm_head": "fp8"}, "<lm_head> fp8: a budget counts the layers inside the model"),
+        ({"budget": BUDGET, "lm_head": "fp8"}, "<lm_head fp8>: a budget counts the layers inside the model"),
         ({"budget": BUDGET, "guard": "0.1 keep"}, "<guard> would change what the allocation has measured"),
         ({"budget": BUDGET, "observer": "mse"}, "<observer> would change what the allocation has measured"),
         ({"budget": BUDGET, "recipe": "fp8"}, "fixes the formats that a budget would choose; name those that it may"),
-        ({"budget": AllocationRequest(formats="fp8")}, "<formats> needs something to allocate for: <bits>"),
+        (
+            {"budget": AllocationRequest(formats="fp8")},
+            "<formats> needs a budget to choose formats for, such as <bits>",
+        ),
         ({"budget": AllocationRequest(bits=5.0, ctx="8k")}, "<ctx> means something to <fit> only"),
         ({"recipe": "fp8", "memory": "many"}, "<memory> 'many' is not a size"),
-        ({"recipe": "fp8", "seqlen": 0}, "<seqlen> 0: give a whole number from 1"),
-        ({"recipe": "fp8", "calib_samples": -1}, "<calib_samples> -1: give a whole number from 1"),
+        ({"recipe": "fp8", "seqlen": 0}, "<seqlen 0>: give a whole number from 1"),
+        ({"recipe": "fp8", "calib_samples": -1}, "<calib_samples -1>: give a whole number from 1"),
     ],
 )
 def test_a_refusal_names_the_option_as_the_user_wrote_it(spelling: str, options: dict[str, Any], message: str) -> None:
     def spelled(part: str) -> str:
-        name, bracket, text = part.partition(">")
+        option, bracket, text = part.partition(">")
+        name, _, value = option.partition(" ")
         if not bracket:
             return part
-        return spelling.format(name.replace("_", "-") if spelling.startswith("--") else name) + text
+        if spelling.startswith("--"):
+            return " ".join(["--" + name.replace("_", "-"), *filter(None, [value])]) + text
+        return f'{name}="{value}"{text}' if value.isalnum() and not value.isdigit() else f"{name}={value}{text}"
 
     expected = "".join(spelled(part) for part in message.split("<"))
-    with pytest.raises(UserError) as refusal:
+    with in_command() if spelling.startswith("--") else nullcontext(), pytest.raises(UserError) as refusal:
         Request(MODELS[spelling], **options).check()
     assert expected in str(refusal.value)
 
 
-@pytest.mark.parametrize(("spelling", "shown"), [("--{}", "--calib absent.txt"), ("{}=", 'calib="absent.txt"')])
+@pytest.mark.parametrize(("spelling", "shown"), [("--{}", "--calib absent.txt"), ("{}=", 'data="absent.txt"')])
 def test_a_file_of_rows_that_is_missing_is_named(spelling: str, shown: str) -> None:
-    with pytest.raises(UserError, match=f"^{shown}: no such file or directory"):
+    context = in_command() if spelling.startswith("--") else nullcontext()
+    with context, pytest.raises(UserError, match=f"^{shown}: no such file or directory"):
         Request(MODELS[spelling], recipe="fp8", calib=("mix+absent.txt",)).check()
 
 
@@ -91,7 +99,7 @@ def test_a_module_needs_a_recipe_in_the_words_of_python() -> None:
 def test_every_value_is_checked_before_the_model_is_opened(
     dry_run: bool, options: dict[str, Any], message: str
 ) -> None:
-    with pytest.raises(ValueError, match=re.escape(message)):
+    with in_command(), pytest.raises(ValueError, match=re.escape(message)):
         Request("no model", **{"recipe": "fp8", "dry_run": dry_run, **options}).check()
 
 
