@@ -22,7 +22,7 @@ from quant.export.checkpoint.convert import convert
 from quant.export.checkpoint.files.directory import new_directory
 from quant.export.checkpoint.files.write_tensors import read_layer
 from quant.export.checkpoint.open_checkpoint import Checkpoint
-from quant.export.gguf.export_gguf import gguf_notes, stored_vocabulary, vocabulary, write_gguf
+from quant.export.gguf.export_gguf import check_gguf, gguf_notes, stored_vocabulary, vocabulary, write_gguf
 from quant.export.kinds import DTYPES, KINDS
 from quant.export.onnx.compare_with_torch import check_file, verify, worst_layer
 from quant.export.onnx.decoder_graph import GraphInput, is_decoder, model_inputs
@@ -186,8 +186,8 @@ def export_torch_tensorrt(job: ExportJob) -> dict[str, Any]:
 
 def export_gguf(job: ExportJob) -> dict[str, Any]:
     """Writes a GGUF file, with the tokenizer that lies in the checkpoint's directory (`--to gguf`)."""
-    notes = gguf_notes(job.model, job.plan)
-    words = None
+    check_gguf(job.model, job.plan)
+    notes, words = gguf_notes(job.model, job.plan), None
     origin = local_gguf(str(job.plan.provenance.get("model", ""))) if job.plan is not None else None
     if origin is not None:
         words = stored_vocabulary(origin)
@@ -296,7 +296,7 @@ def _put_in_dtype(job: ExportJob) -> list[str]:
         dtype = "fp32"
         notes.append(
             "the model is in BF16, which onnxruntime does not run on a processor, so the file is in FP32; "
-            f"{option('dtype', 'fp16')} or bf16 halves what is not quantized"
+            f"{option('dtype', 'fp16')} halves what is not quantized"
         )
     if dtype is not None:
         # An input meets tensors of its own dtype in the graph.
@@ -367,7 +367,10 @@ def _check_genai(job: ExportJob) -> None:
         )
     # The library makes its tokenizer from this file. Exporting takes long enough to look for it before.
     if not (job.directory / "tokenizer.json").is_file():
-        raise UserError(f"{job.directory}: onnxruntime-genai needs tokenizer.json, which is not there")
+        raise UserError(
+            f"{job.directory}: onnxruntime-genai needs tokenizer.json, which is not there: put it there, or leave "
+            f"{option('genai', True)} out"
+        )
     of_tensorrt = layer_of_tensorrt(job.model)
     # The provider of TensorRT-RTX has FP4, but neither TensorRT's MXFP8 nor its attention in FP8.
     if of_tensorrt is not None and of_tensorrt[1] != "nvfp4":

@@ -533,8 +533,8 @@ def embedding_format(plan_formats: Sequence[Format | None], *, is_tied: bool, wi
     if not names:
         return None
     base = max(set(names), key=names.count)
-    chosen = "q6_k" if is_tied and base != "q8_0" else "q8_0" if base == "q8_0" else base
-    return fitting(GGUF_FORMATS[chosen], width)
+    chosen = fitting(GGUF_FORMATS["q6_k" if is_tied and base != "q8_0" else base], width)
+    return None if width % chosen.block[1] else chosen
 
 
 def fitting(format: Format, width: int) -> Format:

@@ -219,7 +219,10 @@ def outline(directory: Path, like: type[nn.Module] | None = None) -> nn.Module:
     initialization = require("transformers.initialization", "hf")
     accelerate = require("accelerate", "hf")
     if not (directory / "config.json").is_file():
-        raise UserError(f"{directory}: no config.json; build the module and pass it: quant.load(directory, model)")
+        raise UserError(
+            f"{directory}: no config.json; build the module and pass it: quant.load(directory, model), or "
+            "--model-factory to `quant evaluate`, `export` and `check`"
+        )
     with huggingface.quiet():
         if like is None:
             config = huggingface.read_config(directory)

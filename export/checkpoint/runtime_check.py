@@ -22,6 +22,7 @@ block of experts is noted as a whole, its router included.
 
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -69,7 +70,8 @@ class Notes:
         self.layers[name] = {"name": name, "members": members, "kernel": kernel}
         for key, value in (("x", x), ("y", y)):
             rows = value.detach().reshape(-1, value.shape[-1])[:ROWS]
-            self.tensors[f"{key}.{index}"] = rows.float().cpu().contiguous()
+            # A copy: layers such as q, k and v share their input, and a file holds no tensor twice.
+            self.tensors[f"{key}.{index}"] = rows.to("cpu", torch.float32, copy=True)
 
     def save(self, out: Path, **facts: Any) -> None:
         """Writes both files."""
@@ -308,7 +310,8 @@ def _rows(directory: Path, config: dict[str, Any]) -> torch.Tensor:
         return torch.randint(vocabulary, (TEXTS, TOKENS), generator=torch.Generator().manual_seed(0), device="cpu")
     tokenizer = load_tokenizer(directory)
     texts = ["\n\n".join(sample_texts(name)) for name in ("prose", "code", "manual", "languages")]
-    return torch.tensor([tokenizer(text).input_ids[:TOKENS] for text in texts], device="cpu")
+    rows = [tokenizer(text).input_ids[:TOKENS] for text in texts]
+    return torch.tensor([row[: min(map(len, rows))] for row in rows], device="cpu")
 
 
 def _probe(runtime: str, directory: Path, request: dict[str, Any], folder: Path) -> tuple[dict[str, Any], Any]:
@@ -320,7 +323,7 @@ def _probe(runtime: str, directory: Path, request: dict[str, Any], folder: Path)
     if not (folder / "probe.json").is_file():
         # Servers print many lines after an error, and the first error is the cause of the others.
         lines = [line.strip() for line in done.stdout.splitlines() if line.strip()]
-        named = [line for line in lines if "Error: " in line or line.endswith("Error")]
+        named = [" ".join(lines[i : i + 2]) for i, line in enumerate(lines) if re.search(r"Error(: |:?$)", line)]
         error = (named or lines[-1:] or ["it printed nothing"])[0][-300:]
         raise UserError(f"{directory}: {runtime} does not run it: {error}")
     return json.loads((folder / "probe.json").read_text(encoding="utf-8")), load_file(folder / "probe.safetensors")

@@ -204,7 +204,7 @@ def save(
         FileExistsError: `directory` is not empty and `overwrite` is False.
     """
     model = unwrapped(model, "save")
-    refuse_adapters(model, "save", "merge them first with quant.merge_lora, or save them with model.save_pretrained")
+    refuse_adapters(model, "save", "merge them first with quant.merge_lora, or save them with save_pretrained")
     plan = getattr(model, "quantization_plan", None) if plan is None else plan
     if not isinstance(plan, Plan):
         raise UserError(
@@ -497,7 +497,7 @@ def save_pretrained(
         if hasattr(module, "base_layer"):
             raise UserError(
                 f"{name}: has an adapter: save the adapters with the PeftModel's save_pretrained, or merge them first "
-                "with its merge_and_unload()"
+                "with quant.merge_lora"
             )
     state = {name: _whole(name, tensor) for name, tensor in (state_dict or model.state_dict()).items()}
     if not is_main_process:

@@ -327,8 +327,8 @@ def _forward(subject: _Subject, failed: bool) -> Iterator[str]:
     model = load(subject.directory, subject.opened.model if subject.is_bare else subject.module)
     if subject.is_bare:
         raise _NotCheckedError(
-            "there is no config.json that says how to build the model: name its module with "
-            f"{option('model_factory')}, or pass it in Python; its tensors load"
+            "there is no config.json that says how to build the model: name its module with --model-factory, or pass "
+            "it: quant.verify(directory, model); its tensors load"
         )
     held = subject.report.get("fingerprint") if (subject.directory / REPORT_FILE).is_file() else None
     expected = None if held is None else Fingerprint.from_dict(held)

@@ -246,4 +246,4 @@ def check_plan(session: EngineSession, directory: Path) -> None:
     if not (directory / "config.json").is_file():
         raise UserError(f"{directory} has no config.json; name the checkpoint that the file was exported from")
     if session.plan and session.plan != describe(directory)[0].digest():
-        raise UserError(f"the file was exported from another plan than that of {directory}: their digests differ")
+        raise UserError(f"the file was exported from another plan than that of {directory}; name its own checkpoint")

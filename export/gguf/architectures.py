@@ -243,6 +243,13 @@ def architecture_of(config: Any) -> Architecture:
     architecture = ARCHITECTURES[kind]
     for problem in architecture.check(config):
         raise UserError(f"{kind}: {problem}: the file would compute something else, so it is not written")
+    parameters = getattr(config, "rope_parameters", None) or {}
+    scaling = parameters.get("full_attention", parameters).get("rope_type", "default")
+    if scaling not in architecture.rope_types:
+        raise UserError(
+            f"{kind}: its rotary frequencies are scaled by {scaling}, which llama.cpp's {architecture.name} does not "
+            f"know; it has {', '.join(architecture.rope_types)}"
+        )
     return architecture
 
 
@@ -270,17 +277,12 @@ def metadata_of(config: Any, architecture: Architecture) -> tuple[Fields, dict[s
 
 
 def _rope(config: Any, architecture: Architecture, width: int) -> tuple[Fields, dict[str, torch.Tensor]]:
-    """Returns metadata and tensors of rotary embeddings; UserError for a scaling that llama.cpp does not have."""
+    """Returns metadata and tensors of rotary embeddings, in one of the architecture's `rope_types`."""
     parameters = config.rope_parameters or {}
     parameters = parameters.get("full_attention", parameters)
     kind, base = parameters.get("rope_type", "default"), float(parameters["rope_theta"])
     turned = int(width * parameters.get("partial_rotary_factor", 1.0))
     fields: Fields = {"rope.dimension_count": turned, "rope.freq_base": base}
-    if kind not in architecture.rope_types:
-        raise UserError(
-            f"{config.model_type}: its rotary frequencies are scaled by {kind}, which llama.cpp's {architecture.name} "
-            f"does not know; it has {', '.join(architecture.rope_types)}"
-        )
     factor = float(parameters.get("factor") or 1.0)
     original = int(parameters.get("original_max_position_embeddings") or config.max_position_embeddings)
     if kind == "llama3":

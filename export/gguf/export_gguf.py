@@ -82,6 +82,9 @@ _SPLITS = {
 """llama.cpp's names of rules that split a text, by the steps of `_steps`."""
 
 
+_WITHOUT_TOKENIZER = "a copy of the model without the tokenizer's files becomes a file for token ids"
+
+
 def vocabulary(tokenizer: Any, size: int) -> dict[str, Any]:
     """Returns the metadata of a tokenizer, by their keys; ids up to `size`, the rows of the embedding, get a token.
 
@@ -96,17 +99,18 @@ def vocabulary(tokenizer: Any, size: int) -> dict[str, Any]:
     steps = _steps(described.get("pre_tokenizer"))
     over_bytes = any(step == "bytes" for step in steps) or "ByteLevel" in json_text(described.get("pre_tokenizer"))
     if model["type"] != "BPE" or not (over_bytes or model.get("byte_fallback")):
-        raise UserError(f"llama.cpp has no tokenizer like this {model['type']} one ({type(tokenizer).__name__})")
+        kind = f"{model['type']} one ({type(tokenizer).__name__})"
+        raise UserError(f"llama.cpp has no tokenizer like this {kind}; {_WITHOUT_TOKENIZER}")
     if over_bytes and not model["merges"]:
-        way_out = "a copy of the model without the tokenizer's files becomes a file for token ids"
-        raise UserError(f"llama.cpp opens no BPE tokenizer without merges; {way_out}")
+        raise UserError(f"llama.cpp opens no BPE tokenizer without merges; {_WITHOUT_TOKENIZER}")
     merges = [pair if isinstance(pair, str) else " ".join(pair) for pair in model["merges"]]
     fields: dict[str, Any] = {}
     tokens, types = _tokens(described, size, over_bytes=over_bytes)
     if over_bytes:
         name = _SPLITS.get(steps)
         if name is None:
-            raise UserError(f"llama.cpp has no name for the rule by which this tokenizer splits texts: {steps}")
+            rule = f"the rule by which this tokenizer splits texts: {steps}"
+            raise UserError(f"llama.cpp has no name for {rule}; {_WITHOUT_TOKENIZER}")
         fields |= {"model": "gpt2", "pre": name, "tokens": tokens, "token_type": types, "merges": merges}
     else:
         # SentencePiece merges the pair whose token has the highest score; merges are sorted by it.

@@ -168,7 +168,10 @@ def _checked_scales(
                 f"{option('attention', 'none')} with it"
             )
     if inputs is not None and (capacity or genai):
-        raise ValueError("a KV cache is for transformers models, which name their inputs themselves")
+        raise ValueError(
+            f"a graph with a KV cache has inputs of its own; leave {option('input')} out, or pass "
+            f"{option('capacity', 0)} without {option('genai', True)}"
+        )
     if inputs is None and not hasattr(model, "main_input_name"):
         raise ValueError(
             f"{type(model).__name__} is not a transformers model: name each of its inputs, as in "

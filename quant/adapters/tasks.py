@@ -18,7 +18,7 @@ from typing import Any
 
 from torch import nn
 
-from quant.base.errors import UserError
+from quant.base.errors import UserError, option
 from quant.base.extras import require
 
 # Of metrics without a formula for the standard error, such as F1. Zero would make lm-eval leave out every error.
@@ -64,7 +64,8 @@ def evaluate_tasks(
     manager = managers.TaskManager(include_path=None if task_path is None else str(task_path))
     if unknown := [name for name in names if not manager.match_tasks([name])]:
         raise UserError(
-            f"lm-eval has no task {unknown[0]!r}; `lm-eval ls tasks` lists them; --task-path takes a folder of yours"
+            f"lm-eval has no task {unknown[0]!r}; `lm-eval ls tasks` lists them; {option('task_path')} takes a folder "
+            "of yours"
         )
     # lm-eval prints while it resamples; standard output is for the caller's results, such as the JSON of a command.
     with redirect_stdout(sys.stderr):

@@ -278,6 +278,9 @@ def _refuse_guessed_class(cls: Any, config: Any, path: Path, unexpected: list[st
     )
 
 
+_OF_TOKENIZER = re.compile(r"token|vocab|merges|tekken|spiece|\.model$")
+
+
 def load_tokenizer(path: Path, gguf_file: str | None = None) -> Any:
     """Returns the tokenizer in a directory, or in a GGUF file in it; UserError if there is none that can be read."""
     transformers = require("transformers", "hf")
@@ -285,11 +288,14 @@ def load_tokenizer(path: Path, gguf_file: str | None = None) -> Any:
     check_links(path)
     if (path / "tokenizer_config.json").is_file():
         check_numbers(path / "tokenizer_config.json")
+    remedy = "put the model's tokenizer.json and tokenizer_config.json there"
+    # Of GPT-2 and others transformers makes an empty tokenizer where there is no file of one.
+    if gguf_file is None and not any(_OF_TOKENIZER.search(file.name) for file in path.iterdir()):
+        raise UserError(f"{path}: no usable tokenizer (no file of one); {remedy}")
     with quiet():
         try:
             tokenizer = transformers.AutoTokenizer.from_pretrained(path, **local_options(), **options)
         except Exception as error:  # the tokenizers library raises nothing more specific
-            remedy = "put the model's tokenizer.json and tokenizer_config.json there"
             remedy = "convert the file again, with its vocabulary" if gguf_file else remedy
             raise UserError(f"{path / (gguf_file or '')}: no usable tokenizer ({one_line(error)}); {remedy}") from error
     # How it was read is not a property of the tokenizer, which may be saved again.

@@ -53,7 +53,8 @@ def models_to_quantize(path: Path, asked: str | None) -> list[str]:
         UserError: the pipeline has no such component, or it is no model, is quantized, or has adapters beside it.
     """
     present = components_of(path)
-    models = [name for name in present if any((path / name).glob("*.safetensors"))]
+    # A pipeline calls the parts of an autoencoder and not the whole, so that it would be calibrated on nothing.
+    models = [name for name in present if any((path / name).glob("*.safetensors")) and not name.startswith("vae")]
     names = [name.strip() for name in asked.split(",")] if asked else [name for name in present if name in DENOISERS]
     if not names:
         raise UserError(
@@ -67,7 +68,7 @@ def models_to_quantize(path: Path, asked: str | None) -> list[str]:
             pickled = any((path / name).glob("*.bin"))
             why = "its weights are pickled: save the pipeline again with diffusers, pipe.save_pretrained(DIR)"
             raise UserError(
-                f"{path / name}: {why if pickled else f'holds no weights; name one of {listed(models, 12)}'}"
+                f"{path / name}: {why if pickled else f'no model that is quantized; name one of {listed(models, 12)}'}"
             )
         config = read_fields(path / name / "config.json").get("quantization_config")
         if isinstance(config, dict):
@@ -78,7 +79,8 @@ def models_to_quantize(path: Path, asked: str | None) -> list[str]:
     for file in (path / _LORA, *(path / name / _LORA for name in names)):
         if file.is_file():
             raise UserError(
-                f"{file}: a LoRA that is not merged; merge it before: pipe.load_lora_weights({str(file.parent)!r}); "
+                f"{file}: a LoRA that is not merged; merge it before: pipe = diffusers.DiffusionPipeline."
+                f"from_pretrained({str(path)!r}, dtype=torch.bfloat16); pipe.load_lora_weights({str(file.parent)!r}); "
                 "pipe.fuse_lora(); pipe.unload_lora_weights(); pipe.save_pretrained('merged')"
             )
     return names

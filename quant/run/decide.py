@@ -74,7 +74,8 @@ def decide(job: Job) -> Decision:
     """
     request, source = job.request, job.source
     if request.is_gguf and source.model is not None:
-        gguf_words(source)  # before hours of work: llama.cpp may have no tokenizer of this kind
+        check_gguf(source.model, None)  # before hours of work: llama.cpp may have no such model, or no such tokenizer
+        gguf_words(source)
     if request.goal is not None:
         decision = for_budget(job, request.goal)
     else:

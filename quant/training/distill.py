@@ -77,7 +77,7 @@ class DistillOptions:
         if self.train not in ("weights", "norms"):
             raise UserError(f"train is {self.train!r}; expected 'weights' or 'norms'")
         if self.train == "norms" and self.scales != "frozen":
-            raise UserError(f"scales={self.scales!r}: norms are trained with the codes and scales as they are")
+            raise UserError(f"{option('scales', self.scales)}: norms are trained with frozen scales; leave it out")
 
 
 @overload

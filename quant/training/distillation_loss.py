@@ -117,10 +117,7 @@ class CachedTeacher:
             with safe_open(path, framework="pt") as file:
                 metadata = file.metadata() or {}
                 if metadata.get("kind") != _KIND:
-                    raise UserError(
-                        f"{path}: holds no cached teacher; write one with cache_teacher of "
-                        "quant.training.distillation_loss"
-                    )
+                    raise ValueError("it holds none; write one with quant.training.distillation_loss.cache_teacher")
                 tensors = {name: file.get_tensor(name) for name in ("rows", "tokens", "logp")}
                 temperature, vocabulary = float(metadata["temperature"]), int(metadata["vocabulary"])
         except (OSError, SafetensorError, KeyError, ValueError) as error:

@@ -154,7 +154,7 @@ def prepare_qat(
         if data is not None and not isinstance(data, torch.Tensor | Inputs):
             data = inputs_of(data, model)
     if isinstance(plan, Plan) and (solver or include or exclude):
-        raise UserError("a plan says everything already: edit it instead of passing solver, include or exclude")
+        raise UserError("a plan says everything already: give solver, include and exclude to quant.make_plan instead")
     if isinstance(plan, Plan) and was_quantized:
         plan = plan_of_model(model, plan)
         start = Start({}, {}, {} if original is None else weights_before_rounding(model, plan, original))

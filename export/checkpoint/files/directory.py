@@ -142,17 +142,14 @@ def check_apart(out: Path, *sources: str | Path | None) -> None:
 
 def _check_files(path: Path, overwrite: bool) -> None:
     files = sorted(entry.name for entry in path.iterdir()) if path.is_dir() else []
-    if not files:
-        return
-    if not overwrite:
-        raise FileExistsError(
-            f"{path} is not empty; pass {option('overwrite', True)} to replace it, or choose another directory"
-        )
-    if not any(name in files for name in OURS):
+    if files and not any(name in files for name in OURS):
         raise FileExistsError(
             f"{path} holds {files[0]} and no {' or '.join(OURS[:2])}, so it is not ours to delete: "
-            f"{option('overwrite', True)} replaces "
-            "only what Blockscale wrote; choose another directory"
+            f"{option('overwrite', True)} replaces only what Blockscale wrote; choose another directory"
+        )
+    if files and not overwrite:
+        raise FileExistsError(
+            f"{path} is not empty; pass {option('overwrite', True)} to replace it, or choose another directory"
         )
 
 

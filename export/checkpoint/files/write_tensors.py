@@ -493,13 +493,13 @@ def _metadata(handle: Any, file: Path, key: str, kind: Any, noun: str) -> Any:
 def _exact_scales(handle: Any, file: Path) -> dict[str, float]:
     """Returns the scales of a file that float32 does not hold, by name."""
     texts = _metadata(handle, file, EXACT, dict[str, str], "scales")
+    names = set(handle.keys())
     with _naming(file, EXACT):
         scales = {name: float.fromhex(text) for name, text in texts.items()}
-    names = set(handle.keys())
-    for name, value in scales.items():
-        # The tensor itself holds the nearest float32.
-        if name not in names or not math.isclose(float(handle.get_tensor(name)), value, rel_tol=2**-23):
-            raise ValueError(f"{file}: {name} is not what the metadata {EXACT} says; write or download it again")
+        for name, value in scales.items():
+            # The tensor itself holds the nearest float32.
+            if name not in names or not math.isclose(float(handle.get_tensor(name)), value, rel_tol=2**-23):
+                raise ValueError(f"{name} has another value")
     return scales
 
 

@@ -58,10 +58,12 @@ def check_attention(model: nn.Module, attention: str) -> None:
         )
     way_out = 'leave out attention="fp8", and attention trains in 16 bit'
     for config in configs_of(model.config):
-        if dropout := getattr(config, "attention_dropout", 0.0):
-            raise UserError(
-                f"attention_dropout {dropout} in the config: FP8 attention has no dropout; set it to 0, or {way_out}"
-            )
+        for name in ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob"):
+            if dropout := getattr(config, name, 0.0):
+                raise UserError(
+                    f"{name} {dropout} in the config: FP8 attention has no dropout; load the model with {name}=0, "
+                    f"which its modules read, or {way_out}"
+                )
         if cap := getattr(config, "attn_logit_softcapping", None):
             raise UserError(f"attn_logit_softcapping {cap} in the config: FP8 attention trains no soft cap; {way_out}")
     for name, module in model.named_modules():
@@ -105,11 +107,10 @@ def _attend(
 ) -> tuple[torch.Tensor, None]:
     """Attends, as the function that transformers calls with q `[batch, heads, new, dim]`."""
     call = AttentionCall.of(module, keywords)
-    for name, option in (("attention sinks", call.s_aux), ("a soft cap", call.softcap)):
+    dropout = (keywords.get("dropout") or None) if module.training else None
+    for name, option in (("sinks", call.s_aux), ("a soft cap", call.softcap), ("dropout", dropout)):
         if option is not None:
-            raise UserError(f"{type(module).__name__} has {name}, which FP8 attention in training does not take")
-    if keywords.get("dropout") and module.training:
-        raise UserError(f"{type(module).__name__} has attention dropout, which FP8 attention in training does not take")
+            raise UserError(f'{type(module).__name__}: its attention has {name}; leave out attention="fp8"')
     if mask is None and module.training:
         scale = q.shape[3] ** -0.5 if call.scaling is None else call.scaling
         window = call.sliding_window if call.is_causal else None

@@ -321,7 +321,7 @@ def to_low_precision_training(
     # Planned as it will be deployed: a layer that no runtime would take, or whose merged sibling stays in 16 bit, would
     # be trained in a format in vain.
     candidates = [name for name in (*linears, *names_of_experts) if name not in reasons]
-    title = distinct[0].name if len(distinct) == 1 else "these recipes"
+    title = distinct[0].name if len(distinct) == 1 else "low precision" if not distinct else "these recipes"
     plan = Plan(())
     if candidates:
         try:
@@ -516,8 +516,11 @@ def reasons_to_keep(
         elif reason is None:
             # Tensor cores load 16 bytes at a time along either axis, and blocks must not be cut in any of the products.
             shape = list(module.weight.shape)
-            if any(size % recipe.multiple for size in shape):
-                reason = f"{shape}: {recipe.name} needs sizes that are multiples of {recipe.multiple}"
+            width = max(recipe.multiple, recipe.input.block[1] if recipe.input is not None else 0)  # when deployed
+            if shape[0] % recipe.multiple or shape[1] % width:
+                inputs = f", its inputs of {width}" * (width > recipe.multiple)
+                inputs += "; fp8_rowwise takes multiples of 16" * (width > 16)
+                reason = f"{shape}: {recipe.name} needs sizes that are multiples of {recipe.multiple}{inputs}"
         if reason is not None:
             reasons[name] = reason
     for layer in layers:

@@ -127,10 +127,12 @@ class GradientWatch:
         if line is None:
             return
         if self.action == "stop" and not has_scaler:
-            raise UserError(
-                f"{line}; no weight was changed by this step of {type(optimizer).__name__}. Lower the learning rate or "
-                'keep the layer in 16 bit with exclude=, or leave such steps out with on_nonfinite="skip"'
-            )
+            way_out = 'leave such steps out with on_nonfinite="skip"'
+            if ": its gradient " in line:
+                way_out = f"lower the learning rate, keep the layer in 16 bit with exclude=, or {way_out}"
+            elif ": its weight " in line:
+                way_out = "load the weights of an earlier step"
+            raise UserError(f"{line}; no weight was changed by this step of {type(optimizer).__name__}: {way_out}")
         # An optimizer passes over parameters without a gradient. A scaler looks for infinity in each optimizer's own.
         for parameter in _held(optimizer) if has_scaler else [*_held(optimizer), *all_held]:
             parameter.grad = None

@@ -440,11 +440,12 @@ def test_a_destination_that_is_not_empty(tmp_path: Path) -> None:
     out.mkdir()
     (out / "precious.txt").write_text("old")
     before = tree(tmp_path)
-    assert "is not empty; pass --overwrite" in refused(quantize_base(out, "--format", "nvfp4a16"))
-    assert tree(tmp_path) == before
-    assert "holds precious.txt and no plan.json" in refused(quantize_base(out, "--format", "nvfp4a16", "--overwrite"))
-    assert tree(tmp_path) == before
+    # Of a directory that --overwrite would not replace the option is no way out.
+    for option in ((), ("--overwrite",)):
+        assert "holds precious.txt and no plan.json" in refused(quantize_base(out, "--format", "nvfp4a16", *option))
+        assert tree(tmp_path) == before
     (out / "plan.json").write_text("old")
+    assert "is not empty; pass --overwrite" in refused(quantize_base(out, "--format", "nvfp4a16"))
     assert quantize_base(out, "--format", "nvfp4a16", "--overwrite").exit_code == 0
     assert not (out / "precious.txt").exists() and (out / "plan.json").read_text() != "old"
 
