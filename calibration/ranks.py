@@ -25,7 +25,7 @@ Part = TypeVar("Part", bound=torch.Tensor | None)
 Outline = tuple[tuple[int, ...], torch.dtype]
 """The shape and dtype of a tensor that another rank will send."""
 
-# Ranks find each other within minutes. Later torchrun sees whether all live, and one of them may take
+# Ranks find each other within minutes. Later their launcher sees whether all live, and one of them may take
 # long over a large file.
 _GATHERING, _PATIENCE = timedelta(minutes=10), timedelta(days=7)
 
@@ -42,14 +42,18 @@ def rank_and_world() -> tuple[int, int]:
 
 
 def join() -> None:
-    """Joins the ranks that torchrun's environment variables name; tensors of GPUs go over NCCL, others over gloo."""
+    """Joins the ranks that environment variables name; tensors of GPUs go over NCCL, others over gloo."""
     global _joined
     if not dist.is_initialized():
         from torch._C._distributed_c10d import PrefixStore  # some builds of PyTorch have none of this
         from torch.distributed.rendezvous import rendezvous
 
         os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # multicast of NVLink hangs where GPUs are handed out singly
-        store, rank, world = next(rendezvous("env://", timeout=_GATHERING))
+        # Ranks of `--devices` meet in a file, for which no port can be taken by others; those of torchrun in its store.
+        meeting = os.environ.get("BLOCKSCALE_RANKS", "env://")
+        if meeting.startswith("file:"):
+            meeting += f"?rank={os.environ['RANK']}&world_size={os.environ['WORLD_SIZE']}"
+        store, rank, world = next(rendezvous(meeting, timeout=_GATHERING))
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
         store = PrefixStore("quant", store)
         dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=_PATIENCE)
@@ -199,11 +203,40 @@ class Exchange:
             whole = [_unpacked(packed[owner], everywhere[owner]) for owner in range(world)]
             yield from ((number, whole[owner][index]) for number, owner, index, _ in schedule)  # type: ignore[misc]
             return
-        for number, owner, index, outline in schedule:
-            sent = own[index][1] if owner == rank else [None] * len(outline)
-            pairs = zip(sent, outline, strict=True)
-            # All ranks send entries of one kind: if this rank has no None among its tensors, no other rank has one.
-            yield number, tuple(None if o is None else self.broadcast(t, *o, owner) for t, o in pairs)  # type: ignore[misc]
+        turns = [(owner, outline, own[index][1] if owner == rank else ()) for _, owner, index, outline in schedule]
+        # All ranks send entries of one kind: if this rank has no None among its tensors, no other rank has one.
+        yield from zip((number for number, *_ in schedule), self.in_turn(turns), strict=True)  # type: ignore[misc]
+
+    def in_turn(
+        self, turns: Sequence[tuple[int, Sequence[Outline | None], Sequence[torch.Tensor | None]]]
+    ) -> Iterator[tuple[torch.Tensor | None, ...]]:
+        """Yields the tensors of entries, of which all ranks know the owner and the outlines, and the owner the tensors.
+
+        Neighbours of one outline, one of each rank, are sent at once: a GPU sends while it receives.
+        """
+        rank, world = rank_and_world()
+        first = 0
+        while first < len(turns):
+            owners, outlines, sent = zip(*turns[first : first + world], strict=True)
+            if sorted(owners) == list(range(world)) and all(outline == outlines[0] for outline in outlines):
+                own = sent[owners.index(rank)]
+                parts = [None if t is None else self._of_all(t) for t in own]
+                yield from (tuple(None if part is None else part[owner] for part in parts) for owner in owners)
+                first += world
+                continue
+            tensors = sent[0] if owners[0] == rank else [None] * len(outlines[0])
+            pairs = zip(tensors, outlines[0], strict=True)
+            yield tuple(None if o is None else self.broadcast(t, *o, owners[0]) for t, o in pairs)
+            first += 1
+
+    def _of_all(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Returns the tensors of all ranks, of one shape and dtype, by rank."""
+        whole = tensor.new_empty(rank_and_world()[1], *tensor.shape)
+        if tensor.numel():
+            _met()
+            flat = tensor.contiguous().view(-1).view(torch.uint8)
+            dist.all_gather_into_tensor(whole.view(-1).view(torch.uint8), flat)
+        return whole
 
     def _packed(self, tensors: Sequence[torch.Tensor], size: int) -> list[torch.Tensor]:
         """Returns the tensors of each rank, one behind the other, as `size` bytes."""

@@ -223,9 +223,9 @@ class MomentSum:
 
     def add(
         self, x: torch.Tensor, drift: torch.Tensor | None = None, rows: int = 1, noise: torch.Tensor | None = None,
-        residual: torch.Tensor | None = None, *, shared: bool = False,
+        residual: torch.Tensor | None = None,
     ) -> None:  # fmt: skip
-        """Adds one batch; of matrices that are `shared`, this rank adds up some of the rows, until `gather`.
+        """Adds one batch.
 
         Args:
             x: inputs of the layer, `[tokens, in]`.
@@ -235,14 +235,17 @@ class MomentSum:
         """
         self.add_spread(x, rows)
         drift, residual = (None if t is None else t.to(x) for t in (drift, residual))
-        self.add_means(x, drift, noise, residual)
-        self.add_products(x, drift, residual, shared=shared)
+        self.add_means(x, total_of(drift), noise, total_of(residual))
+        self.add_products(x, drift, residual)
 
     def add_products(
         self, x: torch.Tensor, drift: torch.Tensor | None = None, residual: torch.Tensor | None = None, *,
         shared: bool = False,
     ) -> None:  # fmt: skip
-        """Adds one batch to the second moments only."""
+        """Adds one batch to the second moments only; where `shared`, this rank adds up some rows, until `gather`.
+
+        Where pairs are multiplied, `drift` and `residual` may be in BF16, to which they are rounded here.
+        """
         if self.width is not None:
             # [tokens, in] -> [blocks, tokens, width]: one batched product for all diagonal blocks.
             x = pad(x, (0, -x.shape[1] % self.width)).unflatten(1, (-1, self.width)).transpose(0, 1)
@@ -278,24 +281,27 @@ class MomentSum:
             if matrix is None:
                 continue
             triangular = matrix is self.second
-            for rows, owner in _strips(len(matrix), matrix.device, triangular):
-                part = matrix[rows, rows.start :] if triangular else matrix[rows]
-                part.copy_(exchange.broadcast(part, part.shape, part.dtype, owner))
+            strips = _strips(len(matrix), matrix.device, triangular)
+            parts = [matrix[rows, rows.start :] if triangular else matrix[rows] for rows, _ in strips]
+            owners = [owner for _, owner in strips]
+            turns = [(owner, [(p.shape, p.dtype)], [p]) for p, owner in zip(parts, owners, strict=True)]
+            for part, (received,) in zip(parts, exchange.in_turn(turns), strict=True):
+                if received is not None:
+                    part.copy_(received)
 
     def add_means(
         self,
         x: torch.Tensor,
-        drift: torch.Tensor | None = None,
+        shift: torch.Tensor | None = None,
         noise: torch.Tensor | None = None,
-        residual: torch.Tensor | None = None,
+        push: torch.Tensor | None = None,
     ) -> None:
-        """Adds one batch to the sums of inputs, drifts, noise and residuals only."""
+        """Adds one batch to the sums over tokens only: of inputs, `shift` of drifts, noise and `push` of residuals."""
         self.tokens += len(x)
-        # float32 throughout: a sum of 100,000 tokens in BF16 stops growing at 256 times the size of a summand.
-        self.first = add_up(self.first, x.sum(0, dtype=torch.float32))
-        self.shift = add_up(self.shift, None if drift is None else drift.sum(0, dtype=torch.float32))
+        self.first = add_up(self.first, total_of(x))
+        self.shift = add_up(self.shift, shift)
         self.noise = add_up(self.noise, noise)
-        self.push = add_up(self.push, None if residual is None else residual.sum(0, dtype=torch.float32))
+        self.push = add_up(self.push, push)
 
     def add_spread(self, x: torch.Tensor, rows: int) -> None:
         """Adds one batch only to the spread between rows, which decides the shrinkage."""
@@ -325,6 +331,11 @@ class MomentSum:
         # Outputs and inputs are different channels, so that no entry is more certain than the others.
         residual = None if self.residual is None else self.residual * ((1 - strength) / self.tokens)
         return LayerStats(self.tokens, second, drift, residual=residual, **means)
+
+
+def total_of(x: torch.Tensor | None) -> torch.Tensor | None:
+    """Returns the sum over tokens, in float32: of 100,000 it would stop growing in BF16, at 256 times a summand."""
+    return None if x is None else x.sum(0, dtype=torch.float32)
 
 
 def add_up(total: torch.Tensor | None, part: torch.Tensor | None) -> torch.Tensor | None:

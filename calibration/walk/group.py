@@ -97,14 +97,6 @@ class Group:
         # experts.3.up_proj and experts.7.up_proj are siblings: experts.#.up_proj.
         return re.sub(r"\d+", "#", "|".join(self.names)) + f":{self.members[0].shape[-1]}"
 
-    def pool(self, exchange: Exchange, tokens: int) -> None:
-        """Adds up the magnitudes of all ranks, batch by batch; `tokens` reached any of them."""
-        for _, (amax, total) in exchange.in_order(self.magnitudes):
-            self.amax = amax if self.amax is None else torch.maximum(self.amax, amax)
-            self.total = total if self.total is None else self.total + total
-        self.magnitudes.clear()
-        self.tokens = tokens
-
     def inputs_of_all_ranks(self, every: int = 1) -> Iterator[torch.Tensor]:
         """Yields every `every`-th token of the inputs that all ranks have kept, batch by batch; see `sampled`."""
         assert self.amax is not None

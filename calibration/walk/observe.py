@@ -8,7 +8,7 @@ and the output of the original block.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from operator import itemgetter
 from typing import Any
 
@@ -55,7 +55,7 @@ def observe(block: Block, meanwhile: Callable[[], None]) -> list[torch.Tensor]:
     for index, group in enumerate(block.groups):
         # 2 stands for any number except one: such a group can neither stop the pass nor be compared call by call.
         group.calls = called.count(index) // block.batches if called.count(index) % block.batches == 0 else 2
-        group.pool(block.exchange, sum(of_rank[index] for of_rank in tokens))
+    _pool(block, tokens)
     # Reversed, so that the first call of a group overwrites its later ones.
     first = {index: position for position, index in reversed(list(enumerate(called)))}
     by_call = sorted(range(len(block.groups)), key=lambda index: first.get(index, len(called)))
@@ -88,9 +88,8 @@ def observe_and_sum(block: Block) -> tuple[list[torch.Tensor], dict[str, Moments
     with block.hooked(hooks):
         outputs = block.run(block.calls.original)
     _check_finite(block, finite)
-    tokens = gathered([group.tokens for group in block.groups])
-    for index, group in enumerate(block.groups):
-        group.pool(block.exchange, sum(of_rank[index] for of_rank in tokens))
+    _pool(block, gathered([group.tokens for group in block.groups]))
+    for group in block.groups:
         fix_input_scale(block, group)
         group.inputs.clear()
     return outputs, sums
@@ -110,6 +109,19 @@ def _note(block: Block, group: Group, x: torch.Tensor, finite: list[torch.Tensor
             group.inputs.append(flat)
             group.batch_numbers.append(block.batch.number)
     return flat
+
+
+def _pool(block: Block, tokens: Sequence[Sequence[int]]) -> None:
+    """Adds up the magnitudes of all ranks, batch by batch; `tokens` of each rank, by group, reached it."""
+    most = 1 << 32  # index · 2³² + number sorts by group first
+    own = [(index * most + n, seen) for index, group in enumerate(block.groups) for n, seen in group.magnitudes]
+    for number, (amax, total) in block.exchange.in_order(own):
+        group = block.groups[number // most]
+        group.amax = amax if group.amax is None else torch.maximum(group.amax, amax)
+        group.total = total if group.total is None else group.total + total
+    for group, of_ranks in zip(block.groups, zip(*tokens, strict=True), strict=True):
+        group.magnitudes.clear()
+        group.tokens = sum(of_ranks)
 
 
 def _check_finite(block: Block, finite: list[torch.Tensor]) -> None:

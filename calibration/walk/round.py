@@ -187,8 +187,11 @@ def solve_siblings(
     parts = slices_that_fit(len(siblings), siblings[0].members[0].shape[-1], moments[0].sum.width)
     ranks = [None if owners is None else owners[part] for part in parts]
     average = None
-    counts = [sum(of_ranks) for of_ranks in zip(*gathered([each.tokens for each in moments]), strict=True)]
-    if any(group.pipeline.needs_moment and not tokens for group, tokens in zip(siblings, counts, strict=True)):
+    alone = len(siblings) == 1 and _is_aligned(block, siblings[0])  # every token reaches it
+    tokens = [each.tokens for each in moments]
+    counts = tokens if alone else [sum(of_ranks) for of_ranks in zip(*gathered(tokens), strict=True)]
+    lacks = any(g.pipeline.needs_moment and not count for g, count in zip(siblings, counts, strict=True))
+    if lacks and not alone:
         for part, solvers in zip(parts, ranks, strict=True):
             # No name holds the statistics of a part: they are as large as its moments, and the next part needs room.
             average = pooled(

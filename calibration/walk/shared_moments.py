@@ -14,9 +14,9 @@ from dataclasses import replace
 
 import torch
 
-from quant.calibration.fast_matmul import fast_matmul
+from quant.calibration.fast_matmul import fast_matmul, has_pairs
 from quant.calibration.ranks import Exchange, number_of, rank_and_world
-from quant.calibration.statistics import LayerStats, MomentSum, pooled_stats
+from quant.calibration.statistics import LayerStats, MomentSum, pooled_stats, total_of
 
 Waiting = tuple[int, torch.Tensor, torch.Tensor | None, int, torch.Tensor | None, torch.Tensor | None]
 """Inputs of a batch until they are multiplied out: its number, inputs, drift, calibration rows, noise and residual."""
@@ -112,19 +112,25 @@ def pooled(
 def _add_up(moments: Sequence[Moments], exchange: Exchange, owners: Sequence[int] | None) -> None:
     # index · 2³² + number sorts by sum first and by batch within a sum.
     rank, most = rank_and_world()[0], 1 << 32
-    # The rows of a batch travel as its first dimension.
+    # The rows of a batch travel as its first dimension, and errors as they are multiplied.
     own = [
-        (index * most + number, [x.unflatten(0, (rows, -1)), drift, noise, residual])
+        (index * most + number, [x.unflatten(0, (rows, -1)), noise, *_errors(x, drift), *_errors(x, residual)])
         for index, each in enumerate(moments)
         for number, x, drift, rows, noise, residual in each.waiting
     ]
-    for number, (x, drift, noise, residual) in exchange.in_order(own):
+    for number, (rows_of_x, noise, drift, shift, residual, push) in exchange.in_order(own):
         index = number // most
-        assert x is not None
+        assert rows_of_x is not None
+        x = rows_of_x.flatten(0, 1)
+        moments[index].sum.add_means(x, shift, noise, push)
         if owners is None or owners[index] == rank:
-            moments[index].sum.add(x.flatten(0, 1), drift, len(x), noise, residual, shared=owners is None)
-        else:
-            moments[index].sum.add_means(x.flatten(0, 1), drift, noise, residual)
+            moments[index].sum.add_spread(x, len(rows_of_x))
+            moments[index].sum.add_products(x, drift, residual, shared=owners is None)
     if owners is None:
         for each in moments:
             each.sum.gather(exchange)
+
+
+def _errors(x: torch.Tensor, errors: torch.Tensor | None) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Returns errors beside inputs `x` as `MomentSum.add_products` takes them, and their sum over tokens."""
+    return (errors.bfloat16() if errors is not None and has_pairs(x) else errors), total_of(errors)

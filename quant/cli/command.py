@@ -7,17 +7,18 @@ same way: unfinished output is removed, a line says whether --out was written an
 there, and the exit code is 128 plus the signal's number. A reader that closes the pipe, as in `quant … --json | head`,
 loses the rest of the text, and nothing else changes.
 
-Of several ranks, the first one prints. One that fails names itself and its error, and torchrun ends the others.
+Of several ranks, the first one prints. One that fails names itself and its error, and the others are ended.
 """
 
 import atexit
 import gc
-import logging
 import os
 import platform
 import shlex
 import signal
+import subprocess
 import sys
+import tempfile
 import threading
 import time
 import traceback
@@ -38,47 +39,55 @@ from quant.base.processor import cores, set_up_threads
 from quant.models.files import with_revision
 from quant.recipes.plan import PLAN_FILE, Plan, RunTimeFormats
 
-# `--devices N` starts a command as N ranks by torchrun's agent, which ends all when one fails. `torchrun
-# --nproc-per-node N -m quant …` does the same on any number of machines, but exit code and last line are torchrun's
-# then; here they are those of the rank that failed first. Tried with PyTorch 2.13, `torch.distributed.launcher.api`.
+# `--devices N` starts a command as N ranks, which end all when one fails. `torchrun --nproc-per-node N -m quant …` does
+# the same on any number of machines, but exit code and last line are torchrun's then; here they are those of the rank
+# that failed first. The ranks start before this process has imported PyTorch, and meet in a file.
 
 
 def launch(command: Sequence[str], count: int) -> int:
     """Runs a command of the toolbox, with its arguments, as `count` ranks of this machine; gives its exit code."""
-    from torch.distributed.elastic.multiprocessing.api import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.elastic.rendezvous import RendezvousConnectionError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-
     threads = int(os.environ.get("OMP_NUM_THREADS", cores()))  # of one rank; `cores` obeys a container's quota
-    os.environ["OMP_NUM_THREADS"] = str(max(threads // count, 1))
-    for name in list(logging.root.manager.loggerDict):
-        if name.startswith("torch.distributed.elastic"):
-            logging.getLogger(name).setLevel(logging.CRITICAL)  # the ranks and the line below say it in plain words
-    config = LaunchConfig(
-        1, 1, count, run_id=str(os.getpid()), rdzv_backend="c10d", rdzv_endpoint="127.0.0.1:0",
-        local_addr="127.0.0.1", max_restarts=0,
-    )  # fmt: skip
-    handlers = {number: signal.getsignal(number) for number in signal.valid_signals()}
-    try:
-        # The same interpreter; a console script of another environment could be first on PATH.
-        elastic_launch(config, sys.executable)("-m", "quant", *command)
-    except SignalException as stopped:
-        return 128 + int(stopped.sigval)
-    except RendezvousConnectionError as error:  # of PyTorch for Windows, which has no libuv
-        raise UserError(f"--devices {count}: PyTorch starts no ranks here ({error.__cause__}); leave it out") from None
-    except ChildFailedError as error:
-        rank, failure = error.get_first_failure()
-        if failure.exitcode >= 0:
-            return int(failure.exitcode)
-        sys.stderr.write(f"error: rank {rank} was killed by signal {-failure.exitcode}; run the same command again\n")
-        return 128 - int(failure.exitcode)  # as shells do
-    finally:
-        # torch leaves its own for SIGTERM, SIGINT, SIGHUP and SIGQUIT behind, which later forks would inherit.
-        for number, handler in handlers.items():
-            if handler is not None and signal.getsignal(number) is not handler:
-                signal.signal(number, handler)
-    return 0
+    with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
+        common = {"OMP_NUM_THREADS": max(threads // count, 1), "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count}
+        ranks: list[subprocess.Popen[bytes]] = []
+        try:
+            for rank in range(count):
+                own = {**common, "RANK": rank, "LOCAL_RANK": rank, "BLOCKSCALE_RANKS": Path(folder, "meeting").as_uri()}
+                environment = os.environ | {name: str(value) for name, value in own.items()}
+                # The same interpreter; a console script of another environment could be first on PATH.
+                ranks.append(subprocess.Popen([sys.executable, "-m", "quant", *command], env=environment))
+            while True:
+                codes = [process.poll() for process in ranks]
+                if any(codes) or None not in codes:
+                    break
+                time.sleep(_POLL)
+        except KeyboardInterrupt as signalled:
+            if isinstance(signalled, Terminated):
+                return 128 + signal.SIGTERM
+            _end(ranks, _TERMINAL)
+            return 128 + signal.SIGINT
+        finally:
+            _end(ranks, 0.0)
+    rank, code = next(((rank, code) for rank, code in enumerate(codes) if code), (0, 0))
+    if code and code < 0:
+        sys.stderr.write(f"error: rank {rank} was killed by signal {-code}; run the same command again\n")
+        return 128 - code  # as shells do
+    return code or 0
+
+
+def _end(ranks: Sequence[subprocess.Popen[bytes]], patience: float) -> None:
+    """Waits for ranks to end by themselves for so many seconds, then has them end, and waits until they cleaned up."""
+    deadline = time.monotonic() + patience
+    while time.monotonic() < deadline and None in [process.poll() for process in ranks]:
+        time.sleep(_POLL)
+    for process in ranks:
+        process.terminate()
+    for process in ranks:
+        try:
+            process.wait(_CLEANING)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
 
 
 def local_device(option: str) -> str:
@@ -258,6 +267,8 @@ _BUG = 70  # what sysexits.h calls an internal software error
 _ARGUMENTS = "quant.arguments"
 _FOLLOWED = 1  # exit code of a rank that lost another
 _FIRST_RANK = 1.0  # seconds in which the first rank prints an error that all ranks have
+# Seconds between looks at the ranks, for them to end after Ctrl-C, which a terminal sends to them too, and to clean up.
+_POLL, _TERMINAL, _CLEANING = 0.05, 5.0, 60.0
 QUIET = click.option("--quiet", is_flag=True, help="Print errors only.")
 JSON = click.option("--json", "as_json", is_flag=True, help="Print the result as JSON on standard output.")
 DEVICE = click.option("--device", default="auto", show_default=True, help="Where to compute: cpu, cuda, cuda:N, or "
@@ -438,7 +449,7 @@ def _names(ctx: click.Context) -> list[str]:
 
 
 def _joins_ranks(ctx: click.Context) -> bool:
-    """Makes this process one of the ranks that torchrun has started, or starts them and ends with them."""
+    """Makes this process one of the ranks that were started, or starts them and ends with them."""
     devices = ctx.params.pop("devices")
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         if devices not in (None, 1):

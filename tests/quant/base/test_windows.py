@@ -84,21 +84,6 @@ def test_a_directory_whose_files_are_open_stays_and_is_named(
     assert again.exit_code == 0 and (tmp_path / "out").stat().st_ino != before
 
 
-def test_ranks_that_pytorch_does_not_start_are_no_bug_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
-    """github.com/kohya-ss/sd-scripts/pull/1686: the store of torchrun wants libuv, and this PyTorch has none."""
-    lacks = "use_libuv was requested but PyTorch was built without libuv support"
-
-    def store(*_: object, **__: object) -> None:
-        raise RuntimeError(lacks)
-
-    monkeypatch.setattr("torch.distributed.elastic.rendezvous.c10d_rendezvous_backend.TCPStore", store)
-    arguments = ["quantize", str(BASE), "--format", "fp8_channel", "--dry-run"]
-    refused = CliRunner().invoke(main, [*arguments, "--devices", "2"])
-    assert refused.exit_code == 2, refused.output
-    assert refused.stderr.endswith(f"error: --devices 2: PyTorch starts no ranks here ({lacks}); leave it out\n")
-    assert CliRunner().invoke(main, arguments).exit_code == 0
-
-
 def test_a_cache_that_another_process_holds_open_costs_no_result(
     windows: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

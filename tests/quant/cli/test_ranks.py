@@ -5,12 +5,14 @@ Ranks are forks of the test process, so that they start at once; one test starts
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import re
 import signal
 import subprocess
 import sys
+import time
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -378,14 +380,13 @@ def test_the_launcher_gives_the_exit_code_of_the_rank_that_failed(
 ) -> None:
     program = tmp_path / "python"
     program.write_text(
-        '#!/bin/sh\n[ $RANK = 1 ] || echo "$RANK of $WORLD_SIZE on $MASTER_ADDR: $*"\n'
+        '#!/bin/sh\n[ $RANK = 1 ] || echo "$RANK of $WORLD_SIZE: $*"\n'
         "[ $OMP_NUM_THREADS = 3 ] || exit 3\n"
         'case "$4 $RANK" in "fail 0") sleep 9;; "fail 1") exit 2;; esac\n'
         'case "$4 $RANK" in "die 1") kill -9 $$;; "die 0") sleep 9;; esac\n'
     )
     program.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(program))
-    handlers = [signal.getsignal(number) for number in sorted(signal.valid_signals())]
     for argument, code, error in (
         ("well", 0, ""),
         ("fail", 2, ""),
@@ -393,9 +394,48 @@ def test_the_launcher_gives_the_exit_code_of_the_rank_that_failed(
     ):
         monkeypatch.setenv("OMP_NUM_THREADS", "6")
         assert command.launch(["quantize", argument], 2) == code
-        assert capfd.readouterr() == (f"0 of 2 on 127.0.0.1: -m quant quantize {argument}\n", error)
-        # Later forks inherit handlers: one of torch's printed a traceback where a rank was stopped while it ended.
-        assert [signal.getsignal(number) for number in sorted(signal.valid_signals())] == handlers
+        assert capfd.readouterr() == (f"0 of 2: -m quant quantize {argument}\n", error)
+
+
+def test_ctrl_c_ends_the_launcher_after_its_ranks(tmp_path: Path) -> None:
+    """A terminal sends it to all of them, and another program to the launcher alone; both remove what is unfinished."""
+    program = tmp_path / "python"
+    program.write_text(
+        f"#!/bin/sh\ntrap 'sleep 0.3; echo $RANK cleaned >> {tmp_path}/log; exit 1' TERM\n"
+        f"echo $RANK >> {tmp_path}/started\nwhile true; do sleep 0.1; done\n"
+    )
+    program.chmod(0o755)
+    code = f"import sys; sys.executable = {str(program)!r}\nfrom quant.cli import command\n"
+    code += "with command.terminable(): sys.exit(command.launch(['quantize'], 2))"
+    for number in (signal.SIGTERM, signal.SIGINT):
+        (tmp_path / "started").write_text("")
+        (tmp_path / "log").write_text("")
+        launcher = subprocess.Popen([sys.executable, "-c", code])
+        while len((tmp_path / "started").read_text()) < len("0\n1\n"):
+            time.sleep(0.02)
+        launcher.send_signal(number)
+        assert launcher.wait(timeout=60) == 128 + number
+        assert sorted((tmp_path / "log").read_text().split()) == ["0", "1", "cleaned", "cleaned"]
+
+
+def test_ranks_of_one_machine_meet_without_a_port(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """github.com/kohya-ss/sd-scripts/pull/1686: PyTorch's store wants libuv, which PyTorch for Windows lacks."""
+
+    def store(*_: object, **__: object) -> None:
+        raise RuntimeError("use_libuv was requested but PyTorch was built without libuv support")
+
+    def work() -> None:
+        ranks.join()
+        assert gathered(ranks.rank_and_world()) == [(0, 2), (1, 2)]
+        ranks.leave()
+
+    # `torch.distributed.rendezvous` is a function, too.
+    monkeypatch.setattr(importlib.import_module("torch.distributed.rendezvous"), "TCPStore", store)
+    codes, said = in_ranks([work] * 2, tmp_path / "log")
+    assert set(codes) == {1} and "libuv" in said[0]
+    monkeypatch.setenv("BLOCKSCALE_RANKS", (tmp_path / "meeting").as_uri())
+    codes, said = in_ranks([work] * 2, tmp_path / "log")
+    assert codes == [0, 0], said
 
 
 @pytest.mark.slow
