@@ -205,7 +205,7 @@ class Exchange:
             return
         turns = [(owner, outline, own[index][1] if owner == rank else ()) for _, owner, index, outline in schedule]
         # All ranks send entries of one kind: if this rank has no None among its tensors, no other rank has one.
-        yield from zip((number for number, *_ in schedule), self.in_turn(turns), strict=True)  # type: ignore[misc]
+        yield from zip((number for number, *_ in schedule), self.in_turn(turns), strict=True)
 
     def in_turn(
         self, turns: Sequence[tuple[int, Sequence[Outline | None], Sequence[torch.Tensor | None]]]
@@ -226,7 +226,7 @@ class Exchange:
                 continue
             tensors = sent[0] if owners[0] == rank else [None] * len(outlines[0])
             pairs = zip(tensors, outlines[0], strict=True)
-            yield tuple(None if o is None else self.broadcast(t, *o, owners[0]) for t, o in pairs)
+            yield tuple(None if o is None else self.broadcast(t, o[0], o[1], owners[0]) for t, o in pairs)
             first += 1
 
     def _of_all(self, tensor: torch.Tensor) -> torch.Tensor:

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from quant.base.errors import UserError, megabytes, option
-from quant.base.processor import in_memory
+from quant.base.processor import in_memory, short_turns
 from quant.calibration.attention_scales import collect_attention_scales, kv_scale_tensors, latent_norms
 from quant.calibration.evaluating import evaluating
 from quant.calibration.inputs import Inputs, inputs_of, taking_inputs
@@ -239,7 +239,7 @@ def solve_plan(
     seconds: dict[str, float] = {}
     # Dropout would be noise in the statistics, and BatchNorm would move with every calibration row.
     plan, heads = split_heads(plan, head_layers(model))
-    with evaluating(model), taking_inputs(model), as_linears(model):
+    with evaluating(model), taking_inputs(model), as_linears(model), short_turns():
         call_encoder_layers(model)
         # Before the walk, so that heads see the hidden states of the original blocks.
         heads, scales_of_heads = _with_scales(model, plan, heads, data, session)

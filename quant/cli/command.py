@@ -25,6 +25,7 @@ import traceback
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_stdout
 from importlib import metadata
 from pathlib import Path
@@ -34,8 +35,9 @@ from typing import Any, Literal, TextIO, cast
 import click
 
 from quant.base.errors import UserError, counted, in_command, printable
+from quant.base.extras import importing
 from quant.base.json_files import json_text
-from quant.base.processor import cores, set_up_threads
+from quant.base.processor import cores, set_up_threads, short_turns
 from quant.models.files import with_revision
 from quant.recipes.plan import PLAN_FILE, Plan, RunTimeFormats
 
@@ -50,12 +52,18 @@ def launch(command: Sequence[str], count: int) -> int:
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
         common = {"OMP_NUM_THREADS": max(threads // count, 1), "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count}
         ranks: list[subprocess.Popen[bytes]] = []
-        try:
+
+        def start() -> None:
             for rank in range(count):
                 own = {**common, "RANK": rank, "LOCAL_RANK": rank, "BLOCKSCALE_RANKS": Path(folder, "meeting").as_uri()}
                 environment = os.environ | {name: str(value) for name, value in own.items()}
                 # The same interpreter; a console script of another environment could be first on PATH.
                 ranks.append(subprocess.Popen([sys.executable, "-m", "quant", *command], env=environment))
+
+        # In a thread, which no signal interrupts between the start of a rank and its place in the list.
+        starter = ThreadPoolExecutor(1)
+        try:
+            starter.submit(start).result()
             while True:
                 codes = [process.poll() for process in ranks]
                 if any(codes) or None not in codes:
@@ -64,9 +72,11 @@ def launch(command: Sequence[str], count: int) -> int:
         except KeyboardInterrupt as signalled:
             if isinstance(signalled, Terminated):
                 return 128 + signal.SIGTERM
+            starter.shutdown()
             _end(ranks, _TERMINAL)
             return 128 + signal.SIGINT
         finally:
+            starter.shutdown()
             _end(ranks, 0.0)
     rank, code = next(((rank, code) for rank, code in enumerate(codes) if code), (0, 0))
     if code and code < 0:
@@ -369,7 +379,7 @@ class Command(click.Command):
         if "torch" not in sys.modules and (warning := set_up_threads(os.environ)) is not None and not quiet:
             echo(warning, err=True)
         try:
-            with terminable(), warnings_in_one_line(quiet=quiet):
+            with terminable(), warnings_in_one_line(quiet=quiet), short_turns():
                 joined = "devices" in ctx.params and _joins_ranks(ctx)
                 if revision is not None:
                     # Commands call their first argument one or the other.
@@ -455,9 +465,10 @@ def _joins_ranks(ctx: click.Context) -> bool:
         if devices not in (None, 1):
             ctx.exit(launch([*_names(ctx), *ctx.meta[_ARGUMENTS]], devices))
         return False
-    from quant.calibration.ranks import join, rank_and_world
+    with importing():
+        from quant.calibration.ranks import join, rank_and_world
 
-    join()
+        join()
     if rank_and_world()[0]:
         ctx.params |= {"quiet": True, "as_json": False}
     ctx.params["device"] = local_device(ctx.params["device"])

@@ -38,7 +38,9 @@ _MEDIA = ("image", "vision", "visual", "video", "audio", "speech", "pixel", "mel
 
 def skip_image_packages(*models: str | Path) -> bool:
     """Makes transformers treat these packages as not installed, if all `models` are text models; returns whether."""
-    if {"torch", "transformers"} & sys.modules.keys() or find_spec("transformers") is None:
+    # A rank has imported torch to meet the others.
+    imported = {"transformers"} if int(os.environ.get("WORLD_SIZE", "1")) > 1 else {"torch", "transformers"}
+    if imported & sys.modules.keys() or find_spec("transformers") is None:
         return False
     if not all(is_text_model(Path(model).expanduser()) for model in models):
         return False

@@ -431,8 +431,6 @@ def test_ranks_of_one_machine_meet_without_a_port(tmp_path: Path, monkeypatch: p
 
     # `torch.distributed.rendezvous` is a function, too.
     monkeypatch.setattr(importlib.import_module("torch.distributed.rendezvous"), "TCPStore", store)
-    codes, said = in_ranks([work] * 2, tmp_path / "log")
-    assert set(codes) == {1} and "libuv" in said[0]
     monkeypatch.setenv("BLOCKSCALE_RANKS", (tmp_path / "meeting").as_uri())
     codes, said = in_ranks([work] * 2, tmp_path / "log")
     assert codes == [0, 0], said

@@ -72,6 +72,15 @@ def test_a_process_that_has_loaded_torch_is_left_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_a_rank_has_torch_and_skips_them_too(tmp_path: Path) -> None:
+    """It has met the others; two H200 needed 4 s more to load than one before."""
+    command = [sys.executable, "-c", f"import torch{PROBE}", str(model(tmp_path / "text", LLAMA))]
+    for world, skipped in (("2", True), ("1", False)):
+        done = subprocess.run(command, env={**os.environ, "WORLD_SIZE": world}, capture_output=True, text=True)
+        assert done.stdout.splitlines()[0] == str(skipped), done.stderr
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("is_text", [True, False], ids=["text", "image"])
 def test_packages_of_images_are_not_imported(tmp_path: Path, is_text: bool) -> None:
     """The packages are found, and cannot be imported, as it is with a torchvision of another torch."""
