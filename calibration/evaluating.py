@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from quant.calibration.session import NARROW, Session, elsewhere, placed
-from quant.recipes.module_replacement import replaced
+from quant.recipes.blocks import replaced
 
 # The 97.5 % points of Student's t distribution with 1, 2, … degrees of freedom. scipy belongs to the extra `allocate`,
 # and `quantize --eval` prints intervals with only the core packages.

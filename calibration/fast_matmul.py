@@ -38,7 +38,7 @@ import torch
 from torch.nn.functional import linear, scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 
-from quant.recipes.module_replacement import replaced
+from quant.recipes.blocks import replaced
 
 _PAIRED_TOKENS = 256  # with fewer, splitting a weight takes as long as its product
 

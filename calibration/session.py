@@ -46,8 +46,7 @@ from torch import nn
 from quant.base.listener import Progress
 from quant.base.processor import in_memory, memory_left, memory_limit, populate, value_of
 from quant.calibration.ranks import rank_and_world
-from quant.recipes.blocks import block_names, reads_experts, removing
-from quant.recipes.module_replacement import replaced
+from quant.recipes.blocks import block_names, reads_experts, removing, replaced
 
 Tensors = Mapping[str, torch.Tensor]
 Mapped = Callable[[Tensors], None]

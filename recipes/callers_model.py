@@ -18,7 +18,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim.swa_utils import AveragedModel
 
 from quant.base.errors import UserError, counted
-from quant.recipes.module_replacement import replaced
+from quant.recipes.blocks import replaced
 
 _TOOLKITS = {
     "bitsandbytes": "bitsandbytes", "torchao": "torchao", "modelopt": "ModelOpt", "hqq": "HQQ", "eetq": "EETQ",

@@ -35,11 +35,10 @@ from torch import nn
 
 from quant.base.errors import UserError, counted, option
 from quant.formats.format import GGUF_FORMATS, Format, cache_format, is_16bit, parse_format
-from quant.recipes.blocks import block_names, is_denoiser, without_experts
+from quant.recipes.blocks import block_names, is_denoiser, other_tensors, run_with, without_experts
 from quant.recipes.callers_model import check_original, unwrapped
 from quant.recipes.groups import Watched, group_experts, group_name, group_unseen, patterns, watching, without_group
 from quant.recipes.layers import QUANTIZABLE, ROUTER, Layer, LayerKind, find_layers, layers_of_state_dict, obstacle
-from quant.recipes.module_replacement import other_tensors, run_with
 from quant.recipes.plan import ODD_INPUTS, LayerPlan, Plan, groups_of, sharers_of
 from quant.recipes.plan_check import BY_NAME, NOT_RUN, NOT_SEEN
 from quant.recipes.recipe import KEEP, MIXES, Recipe, Rule, get_recipe, matched, named_format, no_match

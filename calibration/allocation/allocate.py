@@ -45,7 +45,6 @@ from torch import nn
 
 from quant.base.errors import UserError, option
 from quant.base.listener import Progress
-from quant.calibration.allocation.curve import Loop, MeasuredChoice
 from quant.calibration.allocation.goal import (
     AllocationRecord,
     BudgetKind,
@@ -58,7 +57,7 @@ from quant.calibration.allocation.goal import (
     Round,
     Verified,
 )
-from quant.calibration.allocation.measure_choices import Bench, Counts, HeldOut, Search
+from quant.calibration.allocation.measure_choices import Bench, Counts, HeldOut, Loop, MeasuredChoice, Search
 from quant.calibration.allocation.space import Space, key_of
 from quant.calibration.evaluating import evaluating, prepared
 from quant.calibration.layer_result import Quantized
@@ -74,9 +73,8 @@ from quant.calibration.walk.solve import solve_plan
 from quant.formats.tensor import moved
 from quant.kernels.linear.install import calling_encoder_layers
 from quant.kernels.linear.quant_linear import QuantLinear
-from quant.recipes.blocks import stored_dtype
+from quant.recipes.blocks import as_linears, stored_dtype
 from quant.recipes.layers import LayerKind
-from quant.recipes.module_replacement import as_linears
 from quant.recipes.plan import LayerPlan, Plan, groups_of
 from quant.recipes.plan_make import make_plan
 from quant.recipes.recipe import KEEP, Recipe, matched

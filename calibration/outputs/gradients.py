@@ -42,9 +42,8 @@ from quant.calibration.ranks import Exchange, gathered, number_of, rank_and_worl
 from quant.calibration.session import NARROW, Session, device_of, free_memory, placed
 from quant.calibration.statistics import LayerStats, MomentSpread, MomentSum, add_up, rows_of
 from quant.kernels.linear.experts import can_run_experts_one_by_one, experts_forward
-from quant.recipes.blocks import block_names, removing
+from quant.recipes.blocks import block_names, forwarding, other_tensors, removing, replaced, run_with
 from quant.recipes.layers import LayerKind, output_head, stacking_of_experts
-from quant.recipes.module_replacement import forwarding, other_tensors, replaced, run_with
 from quant.recipes.plan import LayerPlan
 
 CLIP = 3.0

@@ -14,8 +14,7 @@ from quant.calibration.attention_scales import text_config
 from quant.calibration.inputs import Inputs
 from quant.calibration.session import device_of
 from quant.calibration.texts.rows import check_positions, trial_rows
-from quant.recipes.blocks import output_of
-from quant.recipes.module_replacement import forwarding
+from quant.recipes.blocks import forwarding, output_of
 
 # 32 MB of FP32 logits on a CPU; more on a GPU, so that fewer kernels are launched. Some six such tensors exist at once
 # where a loss has a gradient.

@@ -64,8 +64,7 @@ from quant.calibration.sensitivity.switchable_model import (
 )
 from quant.calibration.sensitivity.table import KEPT, UNITS, Candidate, GroupScores, Sensitivity
 from quant.calibration.session import Session
-from quant.recipes.blocks import all_arguments, removing, stored_dtype
-from quant.recipes.module_replacement import replaced
+from quant.recipes.blocks import all_arguments, removing, replaced, stored_dtype
 from quant.recipes.plan import LayerPlan
 
 Result = dict[str, dict[str, float]]

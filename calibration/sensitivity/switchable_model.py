@@ -54,9 +54,8 @@ from quant.calibration.texts.rows import trial_rows
 from quant.calibration.walk.collect import collect_input_amax
 from quant.formats.tensor import BlockScaledTensor
 from quant.kernels.linear.experts import ExpertStack, can_run_experts_one_by_one, experts_forward
-from quant.recipes.blocks import block_names, find_chains, removing
+from quant.recipes.blocks import Substitute, block_names, find_chains, forwarding, removing, replaced, take_hooks
 from quant.recipes.layers import LayerKind, Stacking, expert_matrices, stacking_of_experts
-from quant.recipes.module_replacement import Substitute, forwarding, replaced, take_hooks
 from quant.recipes.plan import LayerPlan
 
 # Bytes of a GPU that stay free for activations and logits; dense weights may take half of the memory above that.

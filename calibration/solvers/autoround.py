@@ -31,8 +31,7 @@ from quant.formats.format import E4M3, Format
 from quant.formats.rounding import decode, round_to
 from quant.formats.tensor import BlockScaledTensor, quantize_with_scale
 from quant.kernels.linear.quant_linear import RunTimeParts
-from quant.recipes.blocks import Call
-from quant.recipes.module_replacement import Substitute, replaced, take_hooks
+from quant.recipes.blocks import Call, Substitute, replaced, take_hooks
 
 
 @dataclass(frozen=True, eq=False)

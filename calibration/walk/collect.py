@@ -21,9 +21,8 @@ from quant.calibration.texts.mixture import lacks_data
 from quant.calibration.texts.rows import check_ids
 from quant.formats.finite import is_finite, is_finite_or_mask
 from quant.kernels.linear.experts import ExpertStack, can_run_experts_one_by_one, experts_forward
-from quant.recipes.blocks import Stop, all_arguments, removing, stored_dtype
+from quant.recipes.blocks import Stop, all_arguments, forwarding, removing, stored_dtype
 from quant.recipes.layers import Stacking, expert_matrices, output_head, stacking_of_experts
-from quant.recipes.module_replacement import forwarding
 from quant.recipes.plan import Plan, groups_by_input
 
 

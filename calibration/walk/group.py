@@ -23,7 +23,7 @@ from quant.calibration.statistics import LayerStats, round_activation
 from quant.formats.format import Format
 from quant.formats.tensor import BlockScaledTensor
 from quant.kernels.linear.quant_linear import RunTimeParts
-from quant.recipes.module_replacement import Substitute, has_hooks, take_hooks
+from quant.recipes.blocks import Substitute, has_hooks, take_hooks
 from quant.recipes.plan import Guard, LayerPlan, groups_of
 
 

@@ -49,9 +49,8 @@ from quant.kernels.linear.install import (
 )
 from quant.models.prediction_heads import head_layers, scale_donors, split_heads
 from quant.models.stored_weights import read_stored, stored_in
-from quant.recipes.blocks import block_names, stored_dtype
+from quant.recipes.blocks import as_linears, block_names, stored_dtype
 from quant.recipes.layers import LayerKind, find_layers
-from quant.recipes.module_replacement import as_linears
 from quant.recipes.plan import Guard, LayerPlan, Parts, Plan
 from quant.recipes.plan_check import check_plan_fits
 

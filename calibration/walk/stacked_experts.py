@@ -36,9 +36,8 @@ from quant.formats.scaling import nonzero
 from quant.formats.tensor import BlockScaledTensor
 from quant.kernels.linear.experts import QuantExperts, can_run_experts_one_by_one, experts_forward, tokens_by_expert
 from quant.kernels.linear.quant_linear import RunTimeParts
-from quant.recipes.blocks import Stop
+from quant.recipes.blocks import Stop, forwarding
 from quant.recipes.layers import expert_matrices, stacking_of
-from quant.recipes.module_replacement import forwarding
 from quant.recipes.plan import LayerPlan
 
 Run = Callable[[], Any]

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from quant.export.checkpoint.open_checkpoint import outline
-from quant.export.engines.decode_loop import GREEDY, Sampling, check_lengths, check_plan, generate_tokens, open_session
+from quant.export.engines.check_engine import GREEDY, Sampling, check_lengths, check_plan, generate_tokens, open_session
 from quant.generate.generate import TextStream, end_tokens
 from quant.models.huggingface import load_tokenizer
 

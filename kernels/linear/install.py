@@ -15,8 +15,8 @@ from quant.kernels.linear.conv import QuantConv
 from quant.kernels.linear.embedding import QuantEmbedding, embedding_refusal
 from quant.kernels.linear.experts import QuantExperts, run_experts_one_by_one
 from quant.kernels.linear.quant_linear import QuantLinear, RunTimeParts
+from quant.recipes.blocks import replaced, take_over
 from quant.recipes.layers import LayerKind, stacking_of
-from quant.recipes.module_replacement import replaced, take_over
 from quant.recipes.plan import LayerPlan, Plan
 
 # In eval mode without gradients, `nn.TransformerEncoderLayer` hands the weights of its linear layers to one fused

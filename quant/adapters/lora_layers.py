@@ -24,8 +24,8 @@ from quant.base.errors import UserError
 from quant.kernels.base.custom_ops import autocast_dtype, without_autocast
 from quant.kernels.linear.experts import ExpertStack, QuantExperts
 from quant.kernels.linear.quant_linear import QuantLinear, input_gradient
+from quant.recipes.blocks import take_over
 from quant.recipes.layers import Stacking
-from quant.recipes.module_replacement import take_over
 from quant.training.rounded_weight import QATLinear, RoundedWeight
 
 

@@ -58,7 +58,7 @@ def generate_command(
                 why = "MODEL runs by greedy decoding; pass --engine FILE to draw tokens"
             raise UserError(f"--{name.replace('_', '-')}: {why}")
     if engine is not None:
-        from quant.export.engines.decode_loop import open_session
+        from quant.export.engines.check_engine import open_session
 
         sampling = {name: choices[name] for name in of_engines}
         with status(f"loading {engine}", quiet or as_json):
@@ -79,7 +79,7 @@ def _run_session(
     quiet: bool, as_json: bool,
 ) -> None:  # fmt: skip
     """Continues prompts with an exported file, and prints the texts."""
-    from quant.export.engines.decode_loop import Sampling, generate_text
+    from quant.export.engines.check_engine import Sampling, generate_text
 
     chosen = Sampling(**sampling)
     # Pieces of several texts would be mixed up, so those are printed whole.

@@ -73,10 +73,17 @@ from quant.calibration.walk.walk import handed_on
 from quant.evaluation.evaluation import Evaluation, OutputDistance, WorstPredictions
 from quant.formats.tensor import moved
 from quant.kernels.linear.quantized_module import QuantizedModule
-from quant.recipes.blocks import block_names, calls_of_chain, find_chains, output_of, removing, without_hidden
+from quant.recipes.blocks import (
+    block_names,
+    calls_of_chain,
+    find_chains,
+    forwarding,
+    output_of,
+    removing,
+    without_hidden,
+)
 from quant.recipes.callers_model import unwrapped
 from quant.recipes.layers import output_head
-from quant.recipes.module_replacement import forwarding
 
 _SOURCES = ("the model's logits", "the baseline's logits", "KL")
 """The tensor that a NaN in one of the first three sums comes from."""

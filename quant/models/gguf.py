@@ -27,7 +27,7 @@ import numpy as np
 from quant.base.errors import UserError, listed, option, warn
 from quant.base.extras import require
 from quant.models.files import one_line
-from quant.recipes.module_replacement import replaced
+from quant.recipes.blocks import replaced
 
 # Headers are read without torch, which `huggingface` imports.
 if TYPE_CHECKING:

@@ -35,10 +35,9 @@ from torch.autograd.function import once_differentiable
 
 from quant.base.errors import UserError
 from quant.calibration.attention_scales import text_config
-from quant.recipes.blocks import output_of
+from quant.recipes.blocks import forwarding, output_of
 from quant.recipes.callers_model import inner_model
 from quant.recipes.layers import output_head
-from quant.recipes.module_replacement import forwarding
 
 # FP32 logits of a slice, 32 MB on a CPU and 256 MB on a GPU.
 _SLICE_ELEMENTS = {"cpu": 1 << 23, "cuda": 1 << 26}

@@ -47,7 +47,7 @@ from quant.kernels.training.fake_rounding import (
     round_input,
     round_weight,
 )
-from quant.recipes.module_replacement import take_over
+from quant.recipes.blocks import take_over
 
 SCALES = ("recomputed", "frozen", "learned")
 PLAN = "_qat_plan"  # attribute of a prepared model

@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from quant.recipes.module_replacement import other_tensors, run_with
+from quant.recipes.blocks import other_tensors, run_with
 
 
 class Shared(nn.Module):

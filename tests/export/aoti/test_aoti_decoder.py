@@ -23,8 +23,7 @@ from quant.cli.quantize import quantize_command
 from quant.evaluation.evaluate import inputs_moved
 from quant.export.aoti import package
 from quant.export.aoti.package import DECODER_BODIES, METADATA, AotiSession, decoder_program
-from quant.export.engines.check_engine import forced_run, reference_run
-from quant.export.engines.decode_loop import generate_tokens
+from quant.export.engines.check_engine import forced_run, generate_tokens, reference_run
 from quant.export.onnx.trace import decomposed
 from quant.kernels.linear import quantized_module
 

@@ -19,16 +19,14 @@ onnxruntime = pytest.importorskip("onnxruntime", reason="needs the extra onnx")
 pytest.importorskip("transformers", reason="needs the extra hf")
 
 from quant.base.errors import UserError  # noqa: E402 -- as above
-from quant.export.engines.check_engine import (  # noqa: E402 -- needs onnx
+from quant.export.engines.check_engine import (  # noqa: E402 -- needs onnx  # noqa: E402 -- as above
+    Sampling,
     compare,
     forced_run,
-    reference_run,
-)
-from quant.export.engines.decode_loop import (  # noqa: E402 -- as above
-    Sampling,
     generate_tokens,
     open_session,
     probabilities,
+    reference_run,
 )
 from quant.export.onnx.export_onnx import write_onnx  # noqa: E402 -- as above
 

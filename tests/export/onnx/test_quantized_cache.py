@@ -24,8 +24,7 @@ onnx = pytest.importorskip("onnx", reason="needs the extra onnx")
 pytest.importorskip("onnxscript", reason="needs the extra onnx")
 pytest.importorskip("transformers", reason="needs the extra hf")
 
-from quant.export.engines.check_engine import forced_run  # noqa: E402 -- needs onnx
-from quant.export.engines.decode_loop import open_session  # noqa: E402 -- as above
+from quant.export.engines.check_engine import forced_run, open_session  # noqa: E402 -- needs onnx
 from quant.export.onnx.compare_with_torch import check_file  # noqa: E402 -- as above
 from quant.export.onnx.decoder_graph import Attention, Keys, attending  # noqa: E402 -- as above
 from quant.export.onnx.export_onnx import write_onnx  # noqa: E402 -- as above

@@ -20,8 +20,12 @@ pytest.importorskip("onnxruntime", reason="needs the extra onnx")
 pytest.importorskip("onnxscript", reason="needs the extra onnx")
 pytest.importorskip("transformers", reason="needs the extra hf")
 
-from quant.export.engines.check_engine import reference_run  # noqa: E402
-from quant.export.engines.decode_loop import generate_tokens, open_session, read  # noqa: E402
+from quant.export.engines.check_engine import (  # noqa: E402
+    generate_tokens,
+    open_session,
+    read,
+    reference_run,
+)
 from quant.export.onnx.export_onnx import write_onnx  # noqa: E402
 from quant.export.onnx.recurrent_states import HybridCache  # noqa: E402
 from quant.export.onnx.serving import ServingGraph, cache_shapes  # noqa: E402

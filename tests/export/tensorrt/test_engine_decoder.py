@@ -31,7 +31,7 @@ pytest.importorskip("onnxscript", reason="needs the extra onnx")
 pytest.importorskip("tensorrt_rtx", reason="needs the extra tensorrt-rtx")
 transformers = pytest.importorskip("transformers", reason="needs the extra hf")
 
-from quant.export.engines.decode_loop import open_session  # noqa: E402 -- needs onnx
+from quant.export.engines.check_engine import open_session  # noqa: E402 -- needs onnx
 
 FP8 = FORMATS["fp8"]
 

@@ -23,8 +23,8 @@ from quant.formats.format import FORMATS
 from quant.formats.tensor import quantize
 from quant.kernels.linear.conv import QuantConv
 from quant.models.open_model import open_model
+from quant.recipes.blocks import as_linears
 from quant.recipes.layers import LayerKind
-from quant.recipes.module_replacement import as_linears
 from quant.recipes.plan import edit, parse_setting
 
 IMAGES = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(1))

@@ -17,7 +17,7 @@ from serving_samples import greedy_tokens
 import quant
 from quant.cli.main import main
 from quant.cli.quantize import quantize_command
-from quant.export.engines.decode_loop import open_session
+from quant.export.engines.check_engine import open_session
 from quant.recipes.plan import Plan
 
 onnx = pytest.importorskip("onnx", reason="needs the extra onnx")
