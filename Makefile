@@ -29,7 +29,7 @@ else
 	@echo "about six minutes on two cores: four for GPTQ and for the mix, one for the engine; 'make demo QUICK=1' takes less than one"
 	.venv/bin/quantize smollm2-135m --format nvfp4a16 --solver gptq $(TEXTS) --calib-samples 4 --eval-samples 4 \
 		--out $(OUT) --overwrite
-	.venv/bin/quantize smollm2-135m --bits 4.8 --formats nvfp4a16,fp8a16 $(TEXTS) --calib-samples 4 \
+	.venv/bin/quantize smollm2-135m --bits 4.8 --format nvfp4a16,fp8a16 $(TEXTS) --calib-samples 4 \
 		--eval-samples 4 --out $(MIXED) --overwrite
 	.venv/bin/quant generate $(MIXED) --prompt "The capital of France is" --max-new-tokens 2
 	if .venv/bin/python -c 'import tensorrt_rtx' 2>/dev/null; then .venv/bin/quant export $(OUT) --to tensorrt \

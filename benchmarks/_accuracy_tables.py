@@ -306,7 +306,7 @@ def headline_table(measured: Measured) -> Lines:
 def _options(name: str) -> str:
     solver = name.split()[-1]
     choice = SETTINGS[name.split()[0]].choice
-    return f"--bits 4.8 --formats {choice} --solver {solver}" if choice else solver
+    return f"--bits 4.8 --format {choice} --solver {solver}" if choice else solver
 
 
 def spelled(name: str, kfac_rows: int) -> str:

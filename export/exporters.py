@@ -16,7 +16,8 @@ from torch import nn
 from quant.base.atomic import temporary_directory
 from quant.base.errors import UserError, counted, listed, option, warn
 from quant.base.json_files import write_json
-from quant.calibration.attention_scales import AttentionScales, text_config
+from quant.calibration.attention_names import text_config
+from quant.calibration.attention_scales import AttentionScales
 from quant.export.aoti.package import export_aoti, export_aoti_decoder, find_device
 from quant.export.checkpoint.convert import convert
 from quant.export.checkpoint.files.directory import new_directory

@@ -18,9 +18,7 @@ from quant.evaluation.evaluation import Evaluation as Evaluation
 from quant.export.checkpoint.convert import convert as convert
 from quant.export.checkpoint.load import load as load
 from quant.export.checkpoint.save import save as save
-from quant.export.checkpoint.verify import Verification as Verification
 from quant.export.checkpoint.verify import verify as verify
-from quant.export.export_model import Exported as Exported
 from quant.export.export_model import export_model as export_model
 from quant.formats.format import FORMATS as FORMATS
 from quant.formats.format import Format as Format

@@ -126,7 +126,7 @@ COMMANDS = [
         instead="quantize {model} --format fp8_channel --out {out}",
     ),
     Row(Q, "exactly one of --format", add="--format fp8_channel"),
-    Row(Q + "--format fp8_channel --recipe nvfp4a16", "exactly one of --format, --recipe", drop="--recipe nvfp4a16"),
+    Row(Q + "--format fp8_channel,nvfp4a16", "to choose from within a limit", add="--bits 9"),
     Row(Q + "--format nvfp4a1", "did you mean nvfp4a16?", drop="--format nvfp4a1", add="--format nvfp4a16"),
     Row(
         Q + "--format fp8_token", "write WEIGHT@INPUT", drop="--format fp8_token", add="--format fp8_channel@fp8_token"
@@ -181,8 +181,16 @@ COMMANDS = [
         instead="quantize {state} --format fp8_channel --out {out} " + FACTORY,
     ),
     Row("quantize {state} --format nvfp4 --calib {text} --out {out}", "or leave it out", drop="--calib {text}"),
-    Row("quantize {case}/whole.pt --format fp8_channel --out {out}", "pass --unsafe-load", add="--unsafe-load"),
-    Row("quantize {case}/program.pt2 --format fp8_channel --out {out}", "pass --unsafe-load", add="--unsafe-load"),
+    Row(
+        "quantize {case}/whole.pt --format fp8_channel --out {out}",
+        "pass --trust-remote-code",
+        add="--trust-remote-code",
+    ),
+    Row(
+        "quantize {case}/program.pt2 --format fp8_channel --out {out}",
+        "pass --trust-remote-code",
+        add="--trust-remote-code",
+    ),
     Row(
         "quantize {case}/program.pt2 --format fp8_channel --out {out}",
         "as safetensors and pass that with --model-f",

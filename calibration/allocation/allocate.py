@@ -61,12 +61,13 @@ from quant.calibration.allocation.measure_choices import Bench, Counts, HeldOut,
 from quant.calibration.allocation.space import Space, key_of
 from quant.calibration.evaluating import evaluating, prepared
 from quant.calibration.layer_result import Quantized
+from quant.calibration.sensitivity.costs import group_bytes, mixed_cache_bytes
 from quant.calibration.sensitivity.divergence import Divergence, divergence_of
 from quant.calibration.sensitivity.group_solutions import GroupSolution, Key, solve_each_group
 from quant.calibration.sensitivity.knapsack import SCORE, Infeasible, KnapsackProblem, solve
 from quant.calibration.sensitivity.scores import Scoring, score_groups
 from quant.calibration.sensitivity.switchable_model import CachedRun, SwitchableModel, measure_amax
-from quant.calibration.sensitivity.table import Candidate, Sensitivity, group_bytes, mixed_cache_bytes, parse_candidates
+from quant.calibration.sensitivity.table import Candidate, Sensitivity, parse_candidates
 from quant.calibration.session import Device, Session, device_of
 from quant.calibration.solvers.registry import get_pipeline
 from quant.calibration.walk.solve import solve_plan

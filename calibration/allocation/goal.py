@@ -18,7 +18,8 @@ from torch import nn
 
 from quant.base.errors import UserError, counted, option
 from quant.base.json_files import JsonData
-from quant.calibration.sensitivity.table import KEPT, Timing, get_timing
+from quant.calibration.sensitivity.costs import Timing, get_timing
+from quant.calibration.sensitivity.table import KEPT
 from quant.formats.format import is_16bit
 from quant.recipes.targets import TARGETS
 

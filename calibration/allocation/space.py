@@ -14,16 +14,9 @@ import numpy as np
 
 from quant.base.errors import listed, megabytes, option
 from quant.calibration.allocation.goal import Goal
+from quant.calibration.sensitivity.costs import Timing, group_bytes, memory_of, mixed_cache_bytes
 from quant.calibration.sensitivity.knapsack import Infeasible, KnapsackProblem, smallest
-from quant.calibration.sensitivity.table import (
-    KEPT,
-    Candidate,
-    Sensitivity,
-    Timing,
-    group_bytes,
-    memory_of,
-    mixed_cache_bytes,
-)
+from quant.calibration.sensitivity.table import KEPT, Candidate, Sensitivity
 from quant.formats.format import get_format
 from quant.recipes.plan import LayerPlan, Plan
 from quant.recipes.recipe import KEEP, presets

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from quant.base.errors import UserError
-from quant.calibration.attention_scales import text_config
+from quant.calibration.attention_names import text_config
 from quant.calibration.inputs import Inputs
 from quant.calibration.session import device_of
 from quant.calibration.texts.rows import check_positions, trial_rows

@@ -30,7 +30,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from quant.calibration.attention_scales import text_config
+from quant.calibration.attention_names import text_config
 from quant.calibration.solvers.fold import modules_in_order
 from quant.formats.tensor import moved
 from quant.kernels.linear.quant_linear import RunTimeParts

@@ -35,7 +35,7 @@ from torch import nn
 
 from quant.base.errors import UserError, megabytes
 from quant.base.processor import memory_left
-from quant.calibration.attention_scales import text_config
+from quant.calibration.attention_names import text_config
 from quant.calibration.outputs.logits import run_probe
 from quant.calibration.ranks import from_first
 from quant.calibration.session import Session, is_visited, placed

@@ -24,7 +24,7 @@ from quant.base.errors import UserError, option
 from quant.base.extras import versions
 from quant.base.json_files import json_text
 from quant.base.listener import SILENT, Listener
-from quant.calibration.attention_scales import text_config
+from quant.calibration.attention_names import text_config
 from quant.calibration.inputs import Inputs, joined
 from quant.calibration.outputs.logits import run_probe
 from quant.calibration.ranks import from_first

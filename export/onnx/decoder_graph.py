@@ -29,7 +29,8 @@ import torch
 from torch import nn
 
 from quant.base.errors import option
-from quant.calibration.attention_scales import AttentionScales, implementations_kept, model_configs, names_registered
+from quant.calibration.attention_names import implementations_kept, model_configs, names_registered
+from quant.calibration.attention_scales import AttentionScales
 from quant.calibration.evaluating import without_cache
 from quant.export.onnx.attention_nodes import attend
 from quant.export.onnx.limits import check_attention

@@ -24,7 +24,8 @@ from torch import nn
 from quant.base.atomic import put_file, temporary_directory
 from quant.base.errors import known_names, option
 from quant.base.json_files import json_text
-from quant.calibration.attention_scales import AttentionScales, model_configs, text_config
+from quant.calibration.attention_names import model_configs, text_config
+from quant.calibration.attention_scales import AttentionScales
 from quant.calibration.evaluating import without_cache
 from quant.export.onnx import limits
 from quant.export.onnx.decoder_graph import (

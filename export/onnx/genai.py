@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from quant.base.json_files import write_json
-from quant.calibration.attention_scales import text_config
+from quant.calibration.attention_names import text_config
 from quant.export.onnx.decoder_graph import GraphInput, attending
 from quant.export.onnx.serving import IDS, LOGITS, CachedAttention, ServingGraph, cache_shapes, check_decoder
 from quant.export.onnx.trace import MODEL_PREFIX, trace

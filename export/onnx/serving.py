@@ -35,7 +35,7 @@ from torch import nn
 
 from quant.base.errors import option
 from quant.base.processor import memory_left
-from quant.calibration.attention_scales import text_config
+from quant.calibration.attention_names import text_config
 from quant.calibration.session import free_memory
 from quant.export.onnx.decoder_graph import Attention, GraphInput, Keys, attending, check_attends, is_decoder
 from quant.export.onnx.dynamic_shapes import SEQUENCE, check_sequence, dimension_ranges

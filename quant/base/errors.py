@@ -35,7 +35,8 @@ _ESCAPED = {code: f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}" for cod
 
 
 _IN_COMMAND = ContextVar("_IN_COMMAND", default=False)
-# Parameters of public functions that are not called like their option.
+# Fields and parameters that are not called like their option.
+_OPTIONS = {"formats": "--format", "unsafe_load": "--trust-remote-code"}
 _PARAMETERS = {
     "calib": "data", "input": "inputs", "engine_feature": "features", "format": "recipe", "eval": "eval_texts",
 }  # fmt: skip
@@ -61,7 +62,7 @@ def in_command() -> Iterator[None]:
 def option(name: str, value: object = None) -> str:
     """Spells an option and its value in a message: `--kv-cache fp8` in a command, and `kv_cache="fp8"` in Python."""
     if _IN_COMMAND.get():
-        words = f"--{name.replace('_', '-')}"
+        words = _OPTIONS.get(name) or f"--{name.replace('_', '-')}"
         return words if value is None or value is True else f"{words} {value}"
     parameter = _PARAMETERS.get(name, name)
     text = "" if value is None else str(value)

@@ -1,4 +1,4 @@
-"""What names, commands, options and kinds of export up to 0.2 are called since; 0.4 goes without this file."""
+"""What names, commands, options and kinds of export are called since; each goes two releases later, 0.2's with 0.4."""
 
 import importlib
 import warnings
@@ -9,11 +9,13 @@ ATTRIBUTES = {
     "Allocation": "quant.calibration.allocation.allocate.Allocation",
     "DistillMixin": "quant.training.trainer.DistillMixin",
     "DistillOptions": "keyword arguments of quant.distill",
+    "Exported": "quant.export.export_model.Exported",
     "LowPrecisionTraining": "quant.training.low_precision.conversion.LowPrecisionTraining",
     "QuantExperts": "quant.kernels.linear.experts.QuantExperts",
     "QuantLinear": "quant.kernels.linear.quant_linear.QuantLinear",
     "QuantizedKVCache": "quant.generate.quantized_kv_cache.QuantizedKVCache",
     "TaskScore": "quant.adapters.tasks.TaskScore",
+    "Verification": "quant.export.checkpoint.verify.Verification",
     "cache_teacher": "quant.training.distillation_loss.cache_teacher",
     "calibrate": "quant.calibration.walk.collect.calibrate",
     "convert_qat": "quant.pack",
@@ -37,6 +39,9 @@ OPTIONS = {
         "an option of `quant plan make MODEL … --out plan.json` since 0.3; run its plan with `quantize MODEL --plan "
         "plan.json`",
     ),
+    "--recipe": "--format since 0.4: --format FILE.toml",
+    "--formats": "--format since 0.4: --bits 4.8 --format nvfp4,fp8",
+    "--unsafe-load": "--trust-remote-code since 0.4",
     "--revision": "part of MODEL since 0.3: org/name@REV",
     "--help-all": "--help since 0.3",
     "--resume": "no option: the same command by itself continues after what an unfinished run has kept",

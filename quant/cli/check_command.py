@@ -15,7 +15,7 @@ import click
 
 from quant.base.errors import UserError, counted, printable
 from quant.base.json_files import read_json, typed
-from quant.cli.command import DEVICE, JSON, QUIET, REVISION, TRUST, UNSAFE, Command, print_json
+from quant.cli.command import DEVICE, JSON, QUIET, REVISION, TRUST_CODE, Command, print_json
 from quant.cli.console import page, print_table, stages, status
 from quant.models.files import find_checkpoint
 from quant.recipes.plan import PLAN_FILE, Plan
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 # The options of each kind of target, besides --source, --trust-remote-code, --revision, --quiet and --json.
 _OPTIONS = {
     "a checkpoint": ("model_factory", "runtime", "engine"),
-    "an exported file with --source": ("max_new_tokens", "device", "unsafe_load", "rebuild"),
+    "an exported file with --source": ("max_new_tokens", "device", "rebuild"),
     "an engine without --source": (
         "plan_file", "checkpoint", "model_factory", "rebuild", "attention", "allow_fallback",
     ),
@@ -60,8 +60,7 @@ _OPTIONS = {
 @click.option("--max-new-tokens", type=click.IntRange(min=1), default=64, show_default=True,
               help="With --source: tokens of an exported file that are compared in each row.")  # fmt: skip
 @DEVICE
-@UNSAFE
-@TRUST
+@TRUST_CODE
 @REVISION
 @QUIET
 @JSON
@@ -108,7 +107,7 @@ def check_command(directory: str, **options: Any) -> None:
     if not is_export:
         _verify(ctx, directory, source, **own)
     elif source is not None:
-        _run_export(path, source, **own)
+        _run_export(path, source, unsafe_load=options["unsafe_load"], **own)
     else:
         _audit(path, **own)
 

@@ -34,6 +34,7 @@ from typing import Any, Literal, TextIO, cast
 
 import click
 
+from quant.base import old_names
 from quant.base.errors import UserError, counted, in_command, printable
 from quant.base.extras import importing
 from quant.base.json_files import json_text
@@ -295,24 +296,26 @@ REVISION = click.option("--revision", metavar="REV", help="Branch, tag or commit
                         "such as org/name.")  # fmt: skip
 
 
-def _trust(context: click.Context, _: click.Parameter, trusted: bool) -> None:
+def _trust(context: click.Context, _: click.Parameter, trusted: bool) -> bool:
     # Trust ends with the command's context, so that a later command in the same process asks again.
     if trusted:
         from quant.models.huggingface import remote_code
 
         context.with_resource(remote_code(True))
+    return trusted
 
 
 TRUST = click.option("--trust-remote-code", is_flag=True, expose_value=False, callback=_trust,
                      help="Let transformers run the model's own Python files.")  # fmt: skip
 FACTORY = click.option("--model-factory", metavar="FILE.py:FUNCTION", help="Function that builds the module, for a "
                        "state dict or a directory of weights.")  # fmt: skip
-UNSAFE = click.option("--unsafe-load", is_flag=True, help="Open pickled modules and .pt2, which runs their code.")
+TRUST_CODE = click.option("--trust-remote-code", "unsafe_load", is_flag=True, callback=_trust, help="Run code that a "
+                          "model brings: its own Python files, pickled modules and .pt2 files.")  # fmt: skip
 
 
 def model_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """Adds the options that say how to load MODEL where it is not a Hugging Face model."""
-    return FACTORY(UNSAFE(TRUST(REVISION(command))))
+    return FACTORY(TRUST_CODE(REVISION(command)))
 
 
 def attention_options(model: Path | None, attention: str | None, kv_cache: str | None) -> RunTimeFormats:
@@ -347,6 +350,11 @@ class Command(click.Command):
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         ctx.meta[_ARGUMENTS] = list(args)
+        own = {name for parameter in self.get_params(ctx) for name in parameter.opts}
+        for name in (argument.partition("=")[0] for argument in args):
+            if name in old_names.OPTIONS and name not in own:
+                click.echo(f"error: {name} is {old_names.OPTIONS[name]}", err=True)
+                ctx.exit(2)
         # click silently takes the last of several values.
         _, _, order = self.make_parser(ctx).parse_args(list(args))
         for option, count in Counter(order).items():

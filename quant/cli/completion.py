@@ -1,7 +1,7 @@
 """The shell completes formats, solvers and files: `eval "$(_QUANTIZE_COMPLETE=bash_source quantize)"`.
 
 click asks these functions while a user types, so nothing here imports torch. A list of several names, such as
-`--formats nvfp4,fp8`, is completed at its last one, by names that may follow.
+`--format nvfp4,fp8`, is completed at its last one, by names that may follow.
 """
 
 from collections.abc import Callable, Iterable
@@ -43,8 +43,9 @@ def _is_solver(name: str) -> bool:
     return False
 
 
-PRESETS = _one_of(presets)
-PRESET_LIST = _one_of(presets, separator=",", allowed=lambda value: len(value.split(",")) == len({*value.split(",")}))
+PRESET_LIST = _one_of(
+    presets, separator=",", allowed=lambda value: len(value.split(",")) == len({*value.split(",")}), files=True
+)
 FORMAT_NAMES = _one_of(lambda: (*FORMATS, "16bit"))
 SOLVERS = _one_of(lambda: METHODS, separator="+", allowed=_is_solver)
 OBSERVERS = _one_of(lambda: _OBSERVERS)

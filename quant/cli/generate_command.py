@@ -30,13 +30,12 @@ if TYPE_CHECKING:
 @cli.KV_CACHE
 @click.option("--engine", type=click.Path(path_type=Path), metavar="FILE", help="Run this file, which was exported "
               "from the checkpoint MODEL: an ONNX file in onnxruntime, an engine in TensorRT, or a .pt2 of "
-              "AOTInductor, which is code and needs --unsafe-load.")  # fmt: skip
+              "AOTInductor, which is code and needs --trust-remote-code.")  # fmt: skip
 @click.option("--temperature", default=0.0, show_default=True, help="With --engine: 0 takes the likeliest token.")
 @click.option("--top-k", default=0, show_default=True, help="With --engine: number of tokens to draw among; 0 is all.")
 @click.option("--top-p", default=1.0, show_default=True, help="With --engine: draw among tokens of this probability.")
 @cli.SEED
-@cli.UNSAFE
-@cli.TRUST
+@cli.TRUST_CODE
 @cli.REVISION
 @cli.QUIET
 @cli.JSON

@@ -49,7 +49,7 @@ def make_command(out: Path, quiet: bool, as_json: bool, **options: Any) -> None:
       quant plan make MODEL --max-kl 0.05 --eval text.txt --out plan.json
       quant plan make MODEL --fit 24GB --ctx 32k --pin '*.o_proj=fp8' --out plan.json
 
-    Give --format or --recipe, for which only shapes are read; or a budget (--bits, --fit, --latency) or limit
+    Give --format, for which only shapes are read; or a budget (--bits, --fit, --latency) or limit
     (--max-kl, --max-ppl-increase), for which formats are measured and chosen.
     """  # noqa: D301  (a backspace, after which click keeps the lines of a paragraph)
     # The garbage collector finds nothing among the objects that imports make, and takes a fifth of their time.

@@ -11,43 +11,34 @@ from typing import Any
 import click
 
 from quant import __version__
-from quant.base import old_names
 from quant.base.extras import importing
 from quant.calibration.sensitivity.table import METHODS
 from quant.cli import command as cli
-from quant.cli.completion import FORMAT_NAMES, MODELS, OBSERVERS, PRESET_LIST, PRESETS, SOLVERS, SOURCES, TARGET_NAMES
+from quant.cli.completion import FORMAT_NAMES, MODELS, OBSERVERS, PRESET_LIST, SOLVERS, SOURCES, TARGET_NAMES
 from quant.cli.console import CONSOLE, listener, print_plan
 from quant.models.startup import read_ahead, skip_image_packages
 
 GROUPS = {
     "Formats": (
-        "--format", "--recipe", "--plan", "--include", "--exclude", "--lm-head", "--kv-cache", "--kv-bits",
+        "--format", "--plan", "--include", "--exclude", "--lm-head", "--kv-cache", "--kv-bits",
         "--attention",
     ),
     "Formats chosen within a limit": (
         "--bits", "--fit", "--ctx", "--batch", "--latency", "--max-kl", "--max-ppl-increase", "--min-task", "--target",
-        "--power", "--formats", "--method", "--pin", "--forbid", "--at-least", "--search", "--sensitivity",
+        "--power", "--method", "--pin", "--forbid", "--at-least", "--search", "--sensitivity",
     ),
     "Rounding": (
         "--effort", "--solver", "--guard", "--observer", "--calib", "--calib-samples", "--seqlen", "--eval",
         "--eval-samples", "--seed",
     ),
-    "Pipelines of diffusers": ("--components", "--steps", "--guidance", "--max-error"),
+    "Pipelines of diffusers": ("--components", "--call", "--max-error"),
     "Output": ("--out", "--overwrite", "--restart", "--allow-missing", "--dry-run", "--quiet", "--json"),
     "Machine": ("--device", "--devices", "--memory"),
 }  # fmt: skip
 
 
 class RunCommand(cli.Command):
-    """A command whose `--help` shows its options by purpose, and which says where options of 0.2 have gone."""
-
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        own = {name for parameter in self.get_params(ctx) for name in parameter.opts}
-        for name in (argument.partition("=")[0] for argument in args):
-            if name in old_names.OPTIONS and name not in own:
-                click.echo(f"error: {name} is {old_names.OPTIONS[name]}", err=True)
-                ctx.exit(2)
-        return super().parse_args(ctx, args)
+    """A command whose `--help` shows its options by purpose."""
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         options = {option.opts[-1]: option for option in self.get_params(ctx) if isinstance(option, click.Option)}
@@ -60,9 +51,10 @@ class RunCommand(cli.Command):
 
 
 _FORMATS = (
-    click.option("--format", "recipe", shell_complete=PRESETS,
-                 help="Preset: nvfp4, nvfp4a16, fp8, … (`quant formats` lists them); or WEIGHT@INPUT."),
-    click.option("--recipe", "recipe_file", type=click.Path(path_type=Path), help="Recipe file (TOML)."),
+    click.option("--format", "recipe", shell_complete=PRESET_LIST,
+                 help="Preset: nvfp4, nvfp4a16, fp8, … (`quant formats` lists them); WEIGHT@INPUT; or a recipe file, "
+                 "NAME.toml. Within a limit, formats to choose from besides 16 bit, with commas; +lowrank:RANK adds a "
+                 "branch in 16 bit.  [default within a limit: nvfp4,fp8]"),
     click.option("--include", multiple=True, metavar="GLOB",
                  help="Quantize only layers that match; 'mtp.*' adds prediction heads. Repeatable."),
     click.option("--exclude", multiple=True, metavar="GLOB", help="Keep matching layers in 16 bit. Repeatable."),
@@ -93,19 +85,13 @@ OF_PIPELINES = (
     click.option("--components", metavar="LIST",
                  help="Models of a diffusers pipeline to quantize: transformer,text_encoder.  "
                  "[default: its denoisers]"),
-    click.option("--steps", type=click.IntRange(min=1), metavar="N",
-                 help="Steps of denoising for calibration.  [default: the pipeline's]"),
-    click.option("--guidance", type=float, metavar="SCALE", help="Guidance scale.  [default: the pipeline's]"),
+    click.option("--call", multiple=True, metavar="NAME=VALUE", help="Argument of the pipeline for calibration: "
+                 "num_inference_steps=20 or guidance_scale=3.5. Repeatable.  [default: the pipeline's]"),
     click.option("--max-error", type=float, metavar="RATIO",
                  help="Find the smallest model whose predictions differ by less, relatively: 0.05."),
 )  # fmt: skip
-_BUDGET = (
-    click.option("--bits", type=float,
-                 help="Choose formats with this many bits per weight, scales and padding counted."),
-    click.option("--formats", shell_complete=PRESET_LIST, metavar="LIST",
-                 help="Formats to choose from, besides 16 bit; +lowrank:RANK after one adds a branch in 16 bit.  "
-                 "[default: nvfp4,fp8]"),
-)  # fmt: skip
+_BUDGET = click.option("--bits", type=float, help="Choose formats with this many bits per weight, scales and padding "
+                       "counted.")  # fmt: skip
 OF_PLANS = (
     click.option("--kv-bits", metavar="BITS", help="Choose a format of the KV cache for each layer (nvfp4, fp8, 16 "
                  "bit) with this many bits per value, or auto: so that weights and cache together lose the least; for "
@@ -143,25 +129,29 @@ OF_PLANS = (
 _MACHINE = (
     cli.DEVICE, cli.DEVICES,
     click.option("--memory", metavar="SIZE", help="Memory that may be used: 8GB.  [default: what is free]"),
-    cli.FACTORY, cli.UNSAFE, cli.TRUST, cli.QUIET, cli.JSON,
+    cli.FACTORY, cli.TRUST_CODE, cli.QUIET, cli.JSON,
 )  # fmt: skip
 
 
 def run_options(command: Callable[..., Any], own: Sequence[Callable[..., Any]] = OF_PIPELINES) -> Callable[..., Any]:
     """Adds the options that `quantize` and `quant plan make` share, and those that only one of them has."""
-    for option in (*own, *_FORMATS, *_ROUNDING, *_BUDGET, *_MACHINE):
+    for option in (*own, *_FORMATS, *_ROUNDING, _BUDGET, *_MACHINE):
         command = option(command)
     return command
 
 
 def request_of(options: dict[str, Any], command: str) -> Any:
     """Returns the `Request` of a command with these options; one that it does not have has its default."""
-    from dataclasses import fields
+    from dataclasses import fields, replace
 
     from quant.run.request import AllocationRequest, Request
 
-    budget = {field.name: options.pop(field.name) for field in fields(AllocationRequest) if field.name in options}
-    return Request(**options, budget=AllocationRequest(**budget), command=command)
+    named = {field.name: options.pop(field.name) for field in fields(AllocationRequest) if field.name in options}
+    request = Request(**options, budget=AllocationRequest(**named), command=command)
+    if request.goal is None or request.recipe_file is not None:
+        return request
+    # Within a limit, --format names the formats to choose from.
+    return replace(request, recipe=None, budget=AllocationRequest(**named, formats=options["recipe"]))
 
 
 @click.command("quantize", cls=RunCommand)
@@ -182,8 +172,8 @@ def quantize_command(quiet: bool, as_json: bool, **options: Any) -> None:
       quantize Qwen/Qwen3-0.6B --bits 4.8 --out qwen3-mixed
 
     Writes a checkpoint that vLLM and transformers load, a plan with the reason for every layer's format, and a report.
-    Give one of --format, --recipe and --plan, or --bits, for which formats are chosen. A plan within other limits, of
-    memory, time or loss, is made by `quant plan make`.
+    Give --format or --plan, or --bits, for which formats are chosen. A plan within other limits, of memory, time or
+    loss, is made by `quant plan make`.
     """  # noqa: D301  (a backspace, after which click keeps the lines of a paragraph)
     # A dry run reads only headers: paging in gigabytes of weights would only cost time.
     if not options["dry_run"]:

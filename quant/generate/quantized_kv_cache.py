@@ -20,7 +20,7 @@ from torch import nn
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer
 
 from quant.base.errors import UserError, known_names, option
-from quant.calibration.attention_scales import text_config
+from quant.calibration.attention_names import text_config
 from quant.formats.format import Format
 from quant.generate.key_rotation import Turn, turning
 from quant.generate.quantized_attention import FP8, IMPLEMENTATIONS, KV_CACHES, scales_of, turns

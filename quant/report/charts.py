@@ -22,7 +22,8 @@ from typing import TYPE_CHECKING, Any
 from quant.base.errors import megabytes
 from quant.calibration.allocation.goal import AllocationRecord, Budget, BudgetKind
 from quant.calibration.layer_result import LayerResult
-from quant.calibration.sensitivity.table import Candidate, GroupScores, Sensitivity, memory_of, parse_candidates
+from quant.calibration.sensitivity.costs import memory_of
+from quant.calibration.sensitivity.table import Candidate, GroupScores, Sensitivity, parse_candidates
 from quant.evaluation.evaluation import Evaluation, Examples
 from quant.recipes.plan import Plan
 from quant.recipes.plan_check import first_problem

@@ -15,7 +15,8 @@ from quant.base.json_files import JsonData, read_json, typed, write_json
 from quant.base.processor import peak_rss
 from quant.calibration.allocation.goal import AllocationRecord
 from quant.calibration.layer_result import LayerResult
-from quant.calibration.sensitivity.table import Sensitivity, mixed_cache_bytes
+from quant.calibration.sensitivity.costs import mixed_cache_bytes
+from quant.calibration.sensitivity.table import Sensitivity
 from quant.evaluation.evaluation import Evaluation, Examples, Fingerprint
 from quant.recipes.plan import PLAN_FILE, Plan
 

@@ -33,12 +33,13 @@ from quant.base.listener import SILENT
 from quant.calibration.allocation.allocate import Allocation, allocate, check_feasible
 from quant.calibration.allocation.goal import AllocationRecord, Goal
 from quant.calibration.allocation.measure_choices import HeldOut
-from quant.calibration.attention_scales import text_config
+from quant.calibration.attention_names import text_config
 from quant.calibration.evaluating import prepared
 from quant.calibration.inputs import call_on_first_row
+from quant.calibration.sensitivity.costs import kv_layer_bytes
 from quant.calibration.sensitivity.divergence import NextToken, divergence_of
 from quant.calibration.sensitivity.knapsack import KnapsackProblem, solve
-from quant.calibration.sensitivity.table import Sensitivity, kv_layer_bytes, parse_candidates
+from quant.calibration.sensitivity.table import Sensitivity, parse_candidates
 from quant.calibration.session import Session, device_of
 from quant.calibration.solvers.registry import with_supported_solver
 from quant.calibration.texts.mixture import NoTextError, Record, lacks_data, with_calibration, with_data

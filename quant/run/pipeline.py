@@ -148,7 +148,7 @@ def _run_pipeline(request: Request, listener: Listener) -> PipelineOutcome:
 def _in_memory(request: Request, model: nn.Module) -> Request:
     """Returns the request for a component in memory."""
     return replace(
-        request, model=model, components=None, steps=None, guidance=None, calib=(), eval_texts=(), restart=False,
+        request, model=model, components=None, call=(), calib=(), eval_texts=(), restart=False,
         budget=AllocationRequest(),
     )  # fmt: skip
 
@@ -241,21 +241,24 @@ def _arguments(source: str, number: int, line: str) -> dict[str, Any]:
 
 
 def _options(request: Request, pipe: Any) -> dict[str, Any]:
-    """Returns the arguments of a pipeline for the options of a request, which it must take."""
-    taken = inspect.signature(pipe.__call__).parameters
-    options: dict[str, Any] = {}
-    for flag, argument, value in (
-        ("--steps", "num_inference_steps", request.steps), ("--guidance", "guidance_scale", request.guidance),
-    ):  # fmt: skip
-        if value is None:
-            continue
-        if argument not in taken:
-            raise UserError(f"{flag} {value}: {type(pipe).__name__} takes no {argument}; leave it out")
-        options[argument] = value
-    trained = pipe.scheduler.config.get("num_train_timesteps")
-    if request.steps is not None and trained is not None and request.steps > trained:
+    """Returns the arguments of a pipeline that a request gives, which it must take."""
+    taken, options = inspect.signature(pipe.__call__).parameters, dict[str, Any]()
+    for text in request.call:
+        name, sign, value = text.partition("=")
+        if not sign or name not in taken or name == "prompt":
+            raise UserError(
+                f"--call {text}: write NAME=VALUE, of an argument that {type(pipe).__name__} takes: "
+                f"{listed([each for each in taken if each != 'prompt'], 8)}"
+            )
+        try:
+            options[name] = json.loads(value)
+        except ValueError:
+            options[name] = value
+    steps, trained = options.get("num_inference_steps"), pipe.scheduler.config.get("num_train_timesteps")
+    if trained is not None and isinstance(steps, int) and steps > trained:
         raise UserError(
-            f"--steps {request.steps}: {type(pipe.scheduler).__name__} has {trained} timesteps; give at most as many"
+            f"--call num_inference_steps={steps}: {type(pipe.scheduler).__name__} has {trained} timesteps; give at "
+            "most as many"
         )
     return options
 

@@ -20,7 +20,8 @@ from quant.base.extras import check_installed
 from quant.calibration.allocation.goal import DEFAULT_FORMATS, Constraint, ConstraintKind, Goal
 from quant.calibration.allocation.measure_choices import Counts
 from quant.calibration.inputs import Inputs
-from quant.calibration.sensitivity.table import parse_candidates, parse_quantity
+from quant.calibration.sensitivity.costs import parse_quantity
+from quant.calibration.sensitivity.table import parse_candidates
 from quant.calibration.session import device_of, find_device
 from quant.calibration.texts.mixture import solver_needs_data
 from quant.calibration.texts.sources import Rows, check_sources, packages_of_sources, sources_of
@@ -40,8 +41,8 @@ from quant.recipes.solver_names import DEFAULT_OBSERVER
 KV_AUTO = "auto"
 """In place of the bits of the KV cache: it shares the budget with the weights."""
 _BUDGETS = ("bits", "fit", "latency", "max_kl", "max_ppl_increase", "min_task")
-# Fields whose option does not repeat their name; the command has --recipe FILE and --format NAME.
-_OPTIONS = {"recipe": "format", "recipe_file": "recipe", "plan_file": "plan", "eval_texts": "eval"}
+# Fields whose option does not repeat their name.
+_OPTIONS = {"recipe": "format", "plan_file": "plan", "eval_texts": "eval"}
 
 
 def spelled(field: str, value: object = None) -> str:
@@ -146,8 +147,7 @@ class Request:
     """The options of `quantize` and `quant plan make`, as their help describes them, and those of `quant.quantize`."""
 
     model: str | Path | nn.Module  # a name or path, or a module in memory, which is quantized in place
-    recipe: str | Recipe | Plan | None = None  # a preset's name (`--format`), a recipe, or a plan
-    recipe_file: Path | None = None
+    recipe: str | Recipe | Plan | None = None  # a preset's name or a recipe file (`--format`), a recipe, or a plan
     plan_file: Path | None = None
     solver: str | None = None
     effort: int | None = None
@@ -181,8 +181,7 @@ class Request:
     budget: AllocationRequest = field(default_factory=AllocationRequest)
     plan_out: Path | None = None  # the file for a plan, which is then the result
     components: str | None = None  # of a pipeline of diffusers, separated by commas; None for its denoisers
-    steps: int | None = None  # of denoising; None leaves them to the pipeline
-    guidance: float | None = None
+    call: Sequence[str] = ()  # arguments of a pipeline, `NAME=VALUE`
     noise: Callable[[nn.Module], list[str]] | None = None  # measures a component of a pipeline, in lines for its report
 
     @property
@@ -290,16 +289,24 @@ class Request:
             return read_plan(self.plan_file)
         if isinstance(self.recipe, Plan):
             return self.recipe, []
+        assert self.recipe is not None
         if self.recipe_file is not None:
             recipe = Recipe.load(self.recipe_file)
+        elif isinstance(self.recipe, str) and "," in self.recipe:
+            named, limit = spelled("recipe", self.recipe), spelled("bits", 4.8)
+            raise UserError(f"{named}: several formats are to choose from within a limit, such as {limit}")
         else:
-            assert self.recipe is not None
             recipe = get_recipe(self.recipe) if isinstance(self.recipe, str) else self.recipe
         return replace(
             recipe,
             kv_cache=self.kv_cache_format or recipe.kv_cache,
             attention=self.attention_format or recipe.attention,
         )
+
+    @property
+    def recipe_file(self) -> Path | None:
+        """The recipe file that is named in the place of a preset."""
+        return Path(self.recipe) if isinstance(self.recipe, str) and self.recipe.endswith(".toml") else None
 
     def check(self) -> None:
         """Refuses options that cannot be read or contradict each other; the model is not opened for that."""
@@ -357,7 +364,7 @@ class Request:
         """Refuses options of pipelines for other models, and others for pipelines."""
         if not self.is_pipeline:
             error = [] if self.budget.max_error is None else ["--max-error"]
-            if given := [*self._given("components", "steps", "guidance"), *error]:
+            if given := [*self._given("components", "call"), *error]:
                 raise UserError(
                     f"{given[0]}: is for a pipeline of diffusers, a directory with model_index.json; leave it out"
                 )
@@ -374,7 +381,7 @@ class Request:
 
     def _check_names(self) -> None:
         """Refuses names of files that are not UTF-8: plans and reports, which are, record them."""
-        for field_name in ("model", "out", "plan_out", "recipe_file", "plan_file", "calib", "eval_texts"):
+        for field_name in ("model", "out", "plan_out", "recipe", "plan_file", "calib", "eval_texts"):
             value = getattr(self, field_name)
             for name in value if isinstance(value, tuple) else (value,):
                 try:
@@ -388,10 +395,10 @@ class Request:
 
     def _check_recipe(self) -> None:
         """Checks that exactly one recipe or plan is named, and that a plan has no other options with it."""
-        if len(self._given("recipe", "recipe_file", "plan_file")) != 1:
+        if len(self._given("recipe", "plan_file")) != 1:
             if self.is_in_memory:
                 raise UserError("name a recipe, such as 'nvfp4', or pass a plan, or a budget: bits= or max_kl=")
-            raise UserError("give exactly one of --format, --recipe and --plan, or a limit such as --bits 4.8")
+            raise UserError("give exactly one of --format and --plan, or a limit such as --bits 4.8")
         if self.plan_file is None and not isinstance(self.recipe, Plan):
             return
         needless = self._given("solver", "effort", "kv_cache", "attention", "include", "exclude", "lm_head")
@@ -401,7 +408,7 @@ class Request:
 
     def _check_budget(self) -> None:
         """Checks that no option fixes the formats that a budget chooses."""
-        if named := self._given("recipe", "recipe_file", "plan_file"):
+        if named := self._given("recipe", "plan_file"):
             recipe = f"recipe {self.recipe!r}" if self.is_in_memory else named[0]
             raise UserError(
                 f"{recipe} fixes the formats that a budget would choose; name those that it may use with "

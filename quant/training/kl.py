@@ -34,7 +34,7 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 
 from quant.base.errors import UserError
-from quant.calibration.attention_scales import text_config
+from quant.calibration.attention_names import text_config
 from quant.recipes.blocks import forwarding, output_of
 from quant.recipes.callers_model import inner_model
 from quant.recipes.layers import output_head

@@ -11,12 +11,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from samples import BASE, GOLDENS
 
-from quant.calibration.attention_scales import (
-    AttentionScales,
-    collect_attention_scales,
-    kv_scale_tensors,
-    watching_attention,
-)
+from quant.calibration.attention_names import watching_attention
+from quant.calibration.attention_scales import AttentionScales, collect_attention_scales, kv_scale_tensors
 from quant.calibration.session import Session
 from quant.formats.format import E4M3, FORMATS, Format
 from quant.formats.rounding import round_to

@@ -245,9 +245,9 @@ def _targets(step: str) -> list[ChangedFile]:
         "quantize in/model --plan in/plan.json --dry-run",
     ]  # fmt: skip
     audits = ["check in/m.engine", "check in/m.engine --plan in/plan.json"]
-    recipes = [f"quantize in/model --recipe in/recipe.toml {more}" for more in ("--dry-run", f"{ROWS} {TO}")]
-    scored = f"plan make in/model --bits 6 --formats nvfp4,mxfp8,fp8 --sensitivity in/scores.json {ROWS} {TO}"
-    timed = f"plan make in/model --latency 1ms --formats nvfp4 --target in/times.json {ROWS} {TO}"
+    recipes = [f"quantize in/model --format in/recipe.toml {more}" for more in ("--dry-run", f"{ROWS} {TO}")]
+    scored = f"plan make in/model --bits 6 --format nvfp4,mxfp8,fp8 --sensitivity in/scores.json {ROWS} {TO}"
+    timed = f"plan make in/model --latency 1ms --format nvfp4 --target in/times.json {ROWS} {TO}"
     options = [
         *run, *read[-1:], *plans[2:5:2], f"{quantize} --seed 0", f"{calibrated} --seed 0", f"{calibrated} --memory 8GB",
         f"plan make in/model --format nvfp4 --guard 0.1\u00a0fp8\u00a0keep {TO}", f"{calibrated} --include *",

@@ -151,7 +151,7 @@ def test_a_budget_says_nothing_of_its_rounding_where_the_plan_has_the_same(tmp_p
     tiny_models.llama(max_position_embeddings=64, num_hidden_layers=1).save_pretrained(tmp_path / "model")
     save_file({"rows": torch.randint(0, 64, (4, 32))}, tmp_path / "rows.safetensors")
     arguments = [f"--out={tmp_path / 'out'}", "--bits=16", f"--calib={tmp_path / 'rows.safetensors'}", "--seqlen=32"]
-    arguments += ["--calib-samples=4", "--formats=nvfp4a16,fp8a16", *options]
+    arguments += ["--calib-samples=4", "--format=nvfp4a16,fp8a16", *options]
     found = CliRunner().invoke(main, ["quantize", str(tmp_path / "model"), *arguments])
     assert found.exit_code == 0, found.output
     assert "this budget will take about" in " ".join(found.output.split())

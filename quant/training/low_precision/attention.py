@@ -18,7 +18,7 @@ from torch import nn
 
 from quant.base.errors import UserError, known_names
 from quant.base.extras import require
-from quant.calibration.attention_scales import configs_of, implementations_kept, text_config
+from quant.calibration.attention_names import configs_of, implementations_kept, text_config
 from quant.generate.quantized_attention import AttentionCall, mask_of, mask_unless_causal
 from quant.kernels.attention.attention_operands import DIMS, quantize_blocks, scale_of_rows
 from quant.kernels.attention.forward import has_attention_kernel

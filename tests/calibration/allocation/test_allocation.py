@@ -33,8 +33,9 @@ from quant.calibration.allocation.goal import (
 )
 from quant.calibration.allocation.measure_choices import Answers, Bench, Counts, HeldOut
 from quant.calibration.sensitivity import divergence
+from quant.calibration.sensitivity.costs import kv_cache_bytes
 from quant.calibration.sensitivity.knapsack import Infeasible
-from quant.calibration.sensitivity.table import Sensitivity, kv_cache_bytes
+from quant.calibration.sensitivity.table import Sensitivity
 from quant.cli.main import main
 from quant.cli.quantize import quantize_command
 from quant.evaluation.evaluate import evaluate

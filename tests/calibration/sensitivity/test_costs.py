@@ -11,16 +11,15 @@ import pytest
 import tiny_models
 import torch
 
-from quant.calibration.sensitivity.table import (
-    KEPT,
+from quant.calibration.sensitivity.costs import (
     LatencyTable,
     get_timing,
     group_bytes,
     kv_cache_bytes,
     memory_of,
-    parse_candidates,
     parse_quantity,
 )
+from quant.calibration.sensitivity.table import KEPT, parse_candidates
 from quant.formats.format import FORMATS
 from quant.formats.tensor import quantize
 from quant.recipes.blocks import cache_of

@@ -172,20 +172,20 @@ def run(*arguments: object) -> Any:
 
 @pytest.mark.slow
 def test_the_commands(checkpoint: Path, tmp_path: Path) -> None:
-    """Two prompts together, and the comparison with the checkpoint; without --unsafe-load no code is loaded."""
+    """Two prompts together, and the comparison with the checkpoint; without --trust-remote-code no code is loaded."""
     package = tmp_path / "model.pt2"
     exported = run("export", checkpoint, "--to", "aoti", "--capacity", 96, "--dtype", "fp32", "--out", package)
     if "links libstdc++ statically" in exported.stderr:
         pytest.skip(exported.stderr)
     assert exported.exit_code == 0, exported.output
     arguments = ["generate", checkpoint, "--engine", package, "--max-new-tokens", 8, "--prompt", "The", "--json"]
-    written = json.loads(run(*arguments, "--prompt", "a b c d e f", "--unsafe-load").stdout)
+    written = json.loads(run(*arguments, "--prompt", "a b c d e f", "--trust-remote-code").stdout)
     model = quant.load(checkpoint).to(torch.float32)
     for tokens, expected in zip(
         written["tokens"], serving_samples.greedy_tokens(model, written["prompt_tokens"], 8), strict=True
     ):
         assert tokens == expected[: len(tokens)] and (len(tokens) == 8 or tokens[-1] == 0)
-    checked = run("check", package, "--source", checkpoint, "--max-new-tokens", 16, "--unsafe-load", "--json")
+    checked = run("check", package, "--source", checkpoint, "--max-new-tokens", 16, "--trust-remote-code", "--json")
     assert checked.exit_code == 0 and json.loads(checked.stdout)["agreeing"] >= 46, checked.output
     refused = run(*arguments)
     assert refused.exit_code == 2 and "is compiled code, which runs when it is loaded" in refused.stderr

@@ -29,23 +29,23 @@ def test_commands_and_names_are_completed() -> None:
     assert completed(main, "plan", "v") == (["validate"], False)
     words = [name for name in presets() if name.startswith("nv")]
     assert len(words) > 1
-    assert completed(main, "quantize", "m", "--format", "nv") == (words, False)
-    assert completed(quantize_command, "m", "--format", "nv") == (words, False)
+    assert completed(main, "quantize", "m", "--format", "nv") == (words, True)
+    assert completed(quantize_command, "m", "--format", "nv") == (words, True)
     # Of a list, its last name is completed.
-    assert completed(quantize_command, "m", "--formats", "fp8,nv") == ([f"fp8,{word}" for word in words], False)
+    assert completed(quantize_command, "m", "--format", "fp8,nv") == ([f"fp8,{word}" for word in words], True)
     assert completed(quantize_command, "m", "--solver", "awq+gp") == (["awq+gptq", "awq+gptq_plain"], False)
     # A part is offered only where it may stand, and a name once.
     awq = ["smoothquant", "rotation", "lowrank", "residual", *ROUNDINGS, "autoround"]
     assert set(completed(quantize_command, "m", "--solver", "awq+")[0]) == {f"awq+{part}" for part in awq}
     assert completed(quantize_command, "m", "--solver", "gptq+") == (["gptq+autoround"], False)
-    assert "fp8,fp8" not in completed(quantize_command, "m", "--formats", "fp8,f")[0]
+    assert "fp8,fp8" not in completed(quantize_command, "m", "--format", "fp8,f")[0]
     assert completed(quantize_command, "m", "--lm-head", "") == ([*FORMATS, "16bit"], False)
     assert completed(main, "plan", "make", "m", "--observer", "p") == (["percentile"], False)
 
 
 @pytest.mark.parametrize(
     "arguments",
-    [("quantize", "dir/"), ("quantize", "m", "--recipe", "r"), ("quantize", "m", "--calib", "t"),
+    [("quantize", "dir/"), ("quantize", "m", "--format", "r"), ("quantize", "m", "--calib", "t"),
      ("evaluate", "m", "--text", "t"), ("plan", "show", "p"), ("report", "d"), ("inspect", "d"), ("generate", "d")],
 )  # fmt: skip
 def test_files_are_left_to_the_shell(arguments: tuple[str, ...]) -> None:

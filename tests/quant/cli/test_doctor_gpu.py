@@ -9,7 +9,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from quant.calibration.sensitivity.table import get_timing
+from quant.calibration.sensitivity.costs import get_timing
 from quant.cli import doctor_command
 from quant.cli.main import main
 from quant.export.tensorrt.gpu_targets import resolve_target

@@ -354,7 +354,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("attention")
     recipe = folder / "recipe.toml"
     recipe.write_text('weight = "fp8_channel"\nactivation = "fp8_token"\nattention = "fp8"\nkv_cache = "fp8"\n')
-    result = run(quantize_command, BASE, "--recipe", recipe, "--out", folder / "out", "--quiet")
+    result = run(quantize_command, BASE, "--format", recipe, "--out", folder / "out", "--quiet")
     assert result.exit_code == 0, result.output
     return folder / "out"
 

@@ -74,7 +74,7 @@ def test_quantized_as_the_original(exported: tuple[Net, Path], format: str, tmp_
 
 
 def test_from_the_command_line(exported: tuple[Net, Path], tmp_path: Path) -> None:
-    options = ["--format", "mxfp8", "--out", str(tmp_path / "out"), "--quiet", "--unsafe-load"]
+    options = ["--format", "mxfp8", "--out", str(tmp_path / "out"), "--quiet", "--trust-remote-code"]
     result = CliRunner().invoke(quantize_command, [str(exported[1]), *options])
     assert (result.exit_code, result.output) == (0, "")
     model = quant.load(tmp_path / "out", quant.open_model(exported[1], unsafe_load=True).model)

@@ -504,7 +504,7 @@ def test_malicious_files_are_refused_and_not_run(base: Path, tmp_path: Path) -> 
         ["sensitivity", program],
     ):
         done = CliRunner().invoke(main, command)
-        assert done.exit_code == 2 and "--unsafe-load" in done.stderr and not flag.exists(), done.output
+        assert done.exit_code == 2 and "--trust-remote-code" in done.stderr and not flag.exists(), done.output
     # The bombs are live ones.
     torch.load(tmp_path / "payload", weights_only=False)
     assert flag.exists()

@@ -15,8 +15,8 @@ from safetensors.torch import save_file
 from quant.base.errors import UserError
 from quant.calibration.allocation.allocate import allocate
 from quant.calibration.allocation.goal import Goal
+from quant.calibration.sensitivity.costs import kv_cache_bytes, mixed_cache_bytes
 from quant.calibration.sensitivity.knapsack import Infeasible
-from quant.calibration.sensitivity.table import kv_cache_bytes, mixed_cache_bytes
 from quant.calibration.session import Session
 from quant.cli.main import main
 from quant.evaluation.evaluate import evaluate
@@ -153,7 +153,7 @@ def test_the_command_line(tmp_path: Path) -> None:
     save_file({"input_ids": _rows(16)}, tmp_path / "rows.safetensors")
     out = tmp_path / "plan.json"
     arguments = [
-        "plan", "make", tmp_path / "model", "--fit", "1MB", "--ctx", "64", "--kv-bits", "7", "--formats",
+        "plan", "make", tmp_path / "model", "--fit", "1MB", "--ctx", "64", "--kv-bits", "7", "--format",
         "nvfp4a16,fp8a16", "--calib", tmp_path / "rows.safetensors", "--calib-samples", "16", "--seqlen", "32",
         "--search", "0", "--out", out,
     ]  # fmt: skip

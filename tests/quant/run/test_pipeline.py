@@ -30,7 +30,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*of the weights are not quantiz
 # The convolutions of a UNet are quantized in formats of whole rows.
 _KINDS = [("SD3", "nvfp4"), ("SDXL", "fp8_channel")]
 _KINDS += [pytest.param(kind, "nvfp4", marks=pytest.mark.slow) for kind in PIPELINES if kind != "SD3"]  # type: ignore[misc]
-_STEPS = ("--steps", "3", "--device", "cpu")
+_STEPS = ("--call", "num_inference_steps=3", "--device", "cpu")
 
 
 @pytest.fixture(scope="module")
@@ -249,7 +249,9 @@ def test_a_pipeline_on_a_gpu(
     import diffusers
 
     name, out = "unet" if kind == "SDXL" else "transformer", tmp_path / "out"
-    result = _quantize(pipeline(kind), "--format", "fp8_channel", "--calib", prompts, "--steps", "3", "--out", out)
+    result = _quantize(
+        pipeline(kind), "--format", "fp8_channel", "--calib", prompts, "--call", "num_inference_steps=3", "--out", out
+    )
     assert result.exit_code == 0, result.output
     pipe, on_cpu = quant.load_pipeline(out, device="cuda"), quant.load_pipeline(out)
     image = tiny_image(pipe)
@@ -312,7 +314,7 @@ def test_bad_input_is_one_line_with_the_way_out(pipeline: Callable[[str], Path],
         (source, ("--calib", long), "the tokenizer cuts it after"),
         (source, ("--calib", single), "give two or more"),
         (source, ("--calib", "self"), "one file with a prompt in each line"),
-        (source, (*calib, "--steps", "2000"), "has 1000 timesteps"),
+        (source, (*calib, "--call", "num_inference_steps=2000"), "has 1000 timesteps"),
         (source, (*calib, "--eval", prompts), "means nothing to a pipeline"),
         (source, (*calib, "--bits", "3"), "the smallest feasible value"),
         (
@@ -325,7 +327,7 @@ def test_bad_input_is_one_line_with_the_way_out(pipeline: Callable[[str], Path],
         (source, ("--calib", untold), "has no text; write"),
         (source / "transformer", (), "give the directory of its pipeline"),
     ):
-        out, steps = tmp_path / "out", () if "--steps" in options or model.name == "transformer" else _STEPS
+        out, steps = tmp_path / "out", () if "--call" in options or model.name == "transformer" else _STEPS
         format = () if {"--bits", "--max-error"} & set(options) else ("--format", "nvfp4")
         result = _quantize(model, *format, *options, *steps, "--out", out)
         lines = result.output.strip().splitlines()
@@ -349,7 +351,7 @@ def test_a_run_that_fails_when_all_is_solved_leaves_nothing(
 
 def test_options_of_pipelines_are_refused_for_other_models(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
-    for options in (("--format", "nvfp4", "--steps", "4"), ("--max-error", "0.1")):
+    for options in (("--format", "nvfp4", "--call", "num_inference_steps=4"), ("--max-error", "0.1")):
         result = _quantize(tmp_path, *options, "--out", tmp_path / "out")
         assert f"{options[-2]}: is for a pipeline of diffusers" in result.output
 

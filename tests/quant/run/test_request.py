@@ -57,6 +57,7 @@ def test_a_refusal_names_the_option_as_the_user_wrote_it(spelling: str, options:
         if not bracket:
             return part
         if spelling.startswith("--"):
+            name = {"formats": "format"}.get(name, name)
             return " ".join(["--" + name.replace("_", "-"), *filter(None, [value])]) + text
         return f'{name}="{value}"{text}' if value.isalnum() and not value.isdigit() else f"{name}={value}{text}"
 
@@ -75,7 +76,7 @@ def test_a_file_of_rows_that_is_missing_is_named(spelling: str, shown: str) -> N
 
 def test_a_recipe_is_named_exactly_once() -> None:
     for options in ({}, {"recipe": "fp8", "plan_file": "plan.json"}):
-        with pytest.raises(UserError, match="exactly one of --format, --recipe and --plan"):
+        with pytest.raises(UserError, match="exactly one of --format and --plan"):
             Request("model", **options).check()
 
 
@@ -92,7 +93,7 @@ def test_a_module_needs_a_recipe_in_the_words_of_python() -> None:
         ({"calib": ("absent.parquet",), "solver": "rtn"}, "--calib absent.parquet: no such file"),
         ({"calib": ("absent.jsonl#text",)}, "--calib absent.jsonl#text: no such file"),
         ({"eval_texts": ("absent.safetensors:ids",)}, "--eval absent.safetensors:ids: no such file"),
-        ({"recipe": None, "recipe_file": "absent.toml"}, "recipe absent.toml: cannot be read: No such file"),
+        ({"recipe": "absent.toml"}, "recipe absent.toml: cannot be read: No such file"),
         ({"recipe": "NVFP4"}, "did you mean nvfp4?"),
     ],
 )
