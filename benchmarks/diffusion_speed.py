@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import copy
 import math
+import re
 import shutil
 import subprocess
 import sys
@@ -159,9 +160,9 @@ def _tensors(result: Any) -> list[Tensor]:
     return [result] if isinstance(result, Tensor) else [each for each in result if isinstance(each, Tensor)]
 
 
-def speed(family: str, chosen: str, compile_only: bool) -> Iterator[Row]:
-    """Milliseconds and errors of every method at both sizes."""
-    for grid in SIZES[family]:
+def speed(family: str, chosen: str, tokens: int, compile_only: bool) -> Iterator[Row]:
+    """Milliseconds and errors of BF16 and of the chosen methods, at both sizes or one."""
+    for grid in (grid for grid in SIZES[family] if not tokens or math.prod(grid) == tokens):
         torch.manual_seed(0)
         torch.set_default_dtype(torch.bfloat16)
         with torch.device("cuda"):
@@ -170,7 +171,7 @@ def speed(family: str, chosen: str, compile_only: bool) -> Iterator[Row]:
         draw(model.eval().requires_grad_(False))
         base: tuple[float, list[Tensor]] | None = None
         for name, change in methods().items():
-            if chosen not in name:
+            if name != "BF16" and not re.search(chosen, name):
                 continue
             # A backend of attention is the whole process's in diffusers.
             model.set_attention_backend("native")
@@ -255,21 +256,23 @@ def quantize(shared: Path, options: list[str]) -> Row:
 
 @click.command()
 @click.option("--only", default="flux,wan,quantize", show_default=True, help="Sections, separated by commas.")
-@click.option("--method", default="", help="Only methods whose name holds this.")
+@click.option("--method", default="", help="Only methods in whose name this expression is found, and BF16.")
+@click.option("--tokens", default=0, help="Only one of the two sizes, 4096 or 32760.")
 @click.option("--compile-only", is_flag=True)
 @click.option("--write-only", is_flag=True, help="Only write the pipeline of the section quantize.")
 @click.option("--shared", type=click.Path(path_type=Path), help="Directory for 32 GB; /dev/shm without it.")
 @click.option("--json", "json_path", type=click.Path(path_type=Path), help="File for the same facts.")
 def main(
-    only: str, method: str, compile_only: bool, write_only: bool, shared: Path | None, json_path: Path | None
-) -> None:
+    only: str, method: str, tokens: int, compile_only: bool, write_only: bool, shared: Path | None,
+    json_path: Path | None,
+) -> None:  # fmt: skip
     """Runs the sections and prints their tables."""
     from quant.adapters import from_diffusers  # noqa: F401 -- registers attention in FP8
 
     header = {**machine(), **versions("diffusers", "torchao", "triton")}
     rows: list[Row] = []
     for family in (name for name in ("flux", "wan") if name in only.split(",")):
-        for row in speed(family, method, compile_only):
+        for row in speed(family, method, tokens, compile_only):
             click.echo(row, err=True)
             rows.append(row)
     if rows and not compile_only:
