@@ -61,10 +61,10 @@ def launch(command: Sequence[str], count: int) -> int:
                 # The same interpreter; a console script of another environment could be first on PATH.
                 ranks.append(subprocess.Popen([sys.executable, "-m", "quant", *command], env=environment))
 
-        # In a thread, which no signal interrupts between the start of a rank and its place in the list.
-        starter = ThreadPoolExecutor(1)
         try:
-            starter.submit(start).result()
+            # In a thread, which no signal interrupts between the start of a rank and its place in the list.
+            with ThreadPoolExecutor(1) as starter:
+                starter.submit(start).result()
             while True:
                 codes = [process.poll() for process in ranks]
                 if any(codes) or None not in codes:
@@ -73,17 +73,17 @@ def launch(command: Sequence[str], count: int) -> int:
         except KeyboardInterrupt as signalled:
             if isinstance(signalled, Terminated):
                 return 128 + signal.SIGTERM
-            starter.shutdown()
             _end(ranks, _TERMINAL)
             return 128 + signal.SIGINT
         finally:
-            starter.shutdown()
             _end(ranks, 0.0)
-    rank, code = next(((rank, code) for rank, code in enumerate(codes) if code), (0, 0))
-    if code and code < 0:
+    # A rank that lost another may end in the same moment.
+    failed = [(rank, code) for rank, code in enumerate(codes) if code]
+    rank, code = min(failed, key=lambda each: each[1] == _FOLLOWED, default=(0, 0))
+    if code < 0:
         sys.stderr.write(f"error: rank {rank} was killed by signal {-code}; run the same command again\n")
         return 128 - code  # as shells do
-    return code or 0
+    return code
 
 
 def _end(ranks: Sequence[subprocess.Popen[bytes]], patience: float) -> None:
