@@ -379,7 +379,12 @@ def _sizes(text: str) -> list[int]:
 @click.option("--json", "json_path", type=click.Path(path_type=Path), help="Also write the table here.")
 @click.option("--devices", help="Numbers of GPUs, such as 1,2,4: each run on so many, the first number for comparison.")
 @click.option("--profile", is_flag=True, help="Also print where each of our runs spent its time; it takes longer.")
-@click.option("--peers", default="all", show_default=True, help="Peers to run: all, none, or the name of one.")
+@click.option(
+    "--peers",
+    default="all",
+    show_default=True,
+    help="Peers to run: all, none, or the name of one, which also runs beside --devices.",
+)
 @click.option("--peer", type=(str, click.Path(path_type=Path), click.Path(path_type=Path)), hidden=True)
 def main(
     layers: str, hidden: int | None, experts: int, family: str, shards: int, format_name: str, solvers: str,
@@ -392,7 +397,7 @@ def main(
     sizes = [tuple(map(int, part.split("x"))) for part in rows.split(",")]
     hidden = hidden or (7168 if experts else 4096)
     with_experts = deepseek if family == "deepseek_v3" else qwen3_moe
-    beside = [] if experts or devices else peers_here(peers)
+    beside = [] if experts or (devices and peers == "all") else peers_here(peers)
     table = []
     with tempfile.TemporaryDirectory(dir=directory) as home:
         for depth in _sizes(layers):
@@ -421,6 +426,7 @@ def main(
                     table.append(table_row(name, depth, nbytes, measured))
                     click.echo(f"{depth} layers, {name}: {measured['seconds']:.1f} s, {table[-1]['stages']}", err=True)
             shutil.rmtree(model)
+    table.sort(key=lambda row: "GPUs" not in row)  # columns are those of the first row
     notes = ["Memory: peak of the process's own, the page cache not counted. Weights are random."]
     header = machine(threads) | versions("transformers", "nvidia-modelopt", "llmcompressor")
     show(TITLE, header, table, notes, json_path=json_path)
