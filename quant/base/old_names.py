@@ -39,13 +39,12 @@ OPTIONS = {
         "an option of `quant plan make MODEL … --out plan.json` since 0.3; run its plan with `quantize MODEL --plan "
         "plan.json`",
     ),
-    "--recipe": "--format since 0.4: --format FILE.toml",
-    "--formats": "--format since 0.4: --bits 4.8 --format nvfp4,fp8",
-    "--unsafe-load": "--trust-remote-code since 0.4",
     "--revision": "part of MODEL since 0.3: org/name@REV",
     "--help-all": "--help since 0.3",
     "--resume": "no option: the same command by itself continues after what an unfinished run has kept",
 }  # fmt: skip
+# Options that still work under their old names, with a warning.
+RENAMED = {"--recipe": "--format", "--formats": "--format", "--unsafe-load": "--trust-remote-code"}
 KINDS = {
     "triton-server": "examples/triton_server/model.py serves in its Python backend what onnx and tensorrt write",
     "edge-llm": "the kind modelopt is what tensorrt-edgellm-export reads; docs/engines.md has the three traps",

@@ -349,12 +349,18 @@ class Command(click.Command):
         self.params.append(click.Option(["--debug"], is_flag=True, help="Show the traceback of an error."))
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        ctx.meta[_ARGUMENTS] = list(args)
         own = {name for parameter in self.get_params(ctx) for name in parameter.opts}
-        for name in (argument.partition("=")[0] for argument in args):
-            if name in old_names.OPTIONS and name not in own:
+        for index, (name, equals, value) in enumerate(argument.partition("=") for argument in args):
+            if name in own:
+                continue
+            if name in old_names.OPTIONS:
                 click.echo(f"error: {name} is {old_names.OPTIONS[name]}", err=True)
                 ctx.exit(2)
+            new = old_names.RENAMED.get(name)
+            if new in own:
+                click.echo(f"warning: {name} is {new} since 0.4", err=True)
+                args[index] = f"{new}{equals}{value}"
+        ctx.meta[_ARGUMENTS] = list(args)
         # click silently takes the last of several values.
         _, _, order = self.make_parser(ctx).parse_args(list(args))
         for option, count in Counter(order).items():
