@@ -22,7 +22,7 @@ from quant.cli.main import main
 from quant.cli.quantize import quantize_command
 from quant.evaluation.evaluate import inputs_moved
 from quant.export.aoti import package
-from quant.export.aoti.package import DECODER_BODIES, METADATA, AotiSession, decoder_program
+from quant.export.aoti.package import DECODER_BODIES, METADATA, AotiSession, decoder_program, siblings_merged
 from quant.export.engines.check_engine import forced_run, generate_tokens, reference_run
 from quant.export.onnx.trace import decomposed
 from quant.kernels.linear import quantized_module
@@ -101,6 +101,21 @@ def test_weights_in_a_kernels_layout_are_restored(monkeypatch: pytest.MonkeyPatc
     program, _ = decoder_program(model, 64)
     dtypes = {name: x.dtype for name, x in program.state_dict.items() if name.endswith("up_proj.codes")}
     assert dtypes and set(dtypes.values()) == {torch.uint8}
+
+
+@pytest.mark.parametrize(("format", "products"), [("nvfp4a16", 4), ("fp8", 7)])
+def test_siblings_become_one_product(format: str, products: int) -> None:
+    """As for a GPU. Weights in FP8 have a scale of their own each, so they stay apart."""
+    model = quantized("llama-64", format, num_hidden_layers=1)
+    names = [name for name, _ in model.named_modules()]
+    expected = model(ROWS).logits
+    with siblings_merged(model):
+        program, _ = decoder_program(model, CAPACITY)
+        assert torch.equal(model(ROWS).logits, expected)
+    linears = [node for node in program.graph.nodes if node.target is torch.ops.quant.linear.default]
+    assert len(linears) == products
+    assert [name for name, _ in model.named_modules()] == names
+    assert torch.equal(model(ROWS).logits, expected)
 
 
 def test_only_the_new_tokens_are_written() -> None:
