@@ -105,6 +105,7 @@ def export_model(
     dtype: str | None = None,
     capacity: int | None = None,
     kv_cache: str | None = None,
+    lm_head: str | None = None,
     attention: str = "native",
     data: str | Path | Sequence[str | Path] | torch.Tensor | None = None,
     calib_samples: int = CALIB_SAMPLES,
@@ -139,6 +140,9 @@ def export_model(
         capacity: the tokens that each row of a decoder's KV cache holds; 0 exports one pass without a cache. None is
             4096, or the model's limit.
         kv_cache: the format of a decoder's KV cache, "fp8" or "nvfp4" for TensorRT with our plug-in; None is 16 bit.
+        lm_head: "int8" rounds an output head that is in 16 bit to INT8 in groups of 32, in an ONNX file for
+            onnxruntime; "16bit" leaves it. None is "int8" for decoders in INT4, which read more bytes of their head for
+            each token than of all layers.
         attention: how FP8 attention of the plan runs: "native" in TensorRT, "plugin", or "none" in 16 bit.
         data: calibration data for FP8 attention and `kv_cache`: sources as `quantize --calib` takes them, or token ids
             `[rows, seqlen]`. None is text that the model writes, and samples.
@@ -160,7 +164,7 @@ def export_model(
     """
     build: dict[str, Any] = {"target": target, "backend": backend, "features": _several(features)}
     graph: dict[str, Any] = {"shapes": _several(shapes), "attention": attention, "dtype": dtype, "capacity": capacity}
-    graph |= {"genai": genai, "kv_cache": kv_cache, "allow_fallback": allow_fallback}
+    graph |= {"genai": genai, "kv_cache": kv_cache, "lm_head": lm_head, "allow_fallback": allow_fallback}
     sampling = {"calib": data, "calib_samples": calib_samples, "seqlen": seqlen}
     _check_options(to, {**build, **graph, **sampling, "inputs": inputs})
     rows: sources.Rows | torch.Tensor

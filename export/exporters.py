@@ -35,8 +35,9 @@ from quant.export.onnx.quantized_cache import CACHE_FORMATS
 from quant.export.tensorrt.audit import failures
 from quant.export.tensorrt.build import BuildOptions, export_engine
 from quant.export.tensorrt.torch_tensorrt import compile_engine
-from quant.formats.format import Format
+from quant.formats.format import GGUF_FORMATS, INT4, Format
 from quant.formats.tensor import BlockScaledTensor
+from quant.formats.tensor import quantize as quantize_tensor
 from quant.generate.generate import cast_unquantized
 from quant.kernels.attention.kv_pages import kv_format
 from quant.kernels.linear.conv import QuantConv
@@ -67,6 +68,7 @@ class ExportJob:
     capacity: int | None
     genai: bool
     kv_cache: str | None
+    lm_head: str | None
     target: str | None
     backend: str | None
     allow_fallback: bool
@@ -106,6 +108,7 @@ def export_onnx_files(job: ExportJob) -> dict[str, Any]:
     if problem and job.target == "onnxruntime":
         raise UserError(f"{option('target', job.target)}: {problem}")
     notes += [problem] if problem else []
+    head = _round_head(job)
     with new_directory(job.out, overwrite=job.overwrite) as folder:
         path = folder / "model.onnx"
         receipt = _write_verified(job, path, notes)
@@ -118,7 +121,36 @@ def export_onnx_files(job: ExportJob) -> dict[str, Any]:
             job.plan.save(folder / PLAN_FILE)
         write_json(folder / "receipt.json", receipt)
         files = {file.name: file.stat().st_size for file in sorted(folder.iterdir())}
-    return {"out": str(job.out), "files": files, "warnings": notes, "notes": _cost_notes(job), **receipt}
+    return {"out": str(job.out), "files": files, "warnings": notes, "notes": [*head, *_cost_notes(job)], **receipt}
+
+
+def _round_head(job: ExportJob) -> list[str]:
+    """Rounds a head in 16 bit to INT8 if `--lm-head` or its default says so; a note of that."""
+    model: Any = job.model
+    head: Any = model.get_output_embeddings() if is_decoder(model) else None
+    in_int4 = any(isinstance(m, QuantLinear) and m.weight_format.element is INT4 for m in model.modules())
+    if job.lm_head == "16bit" or (job.lm_head is None and not (in_int4 and job.runtime == "onnxruntime")):
+        return []
+    format, refusal = GGUF_FORMATS["q8_0"], ""
+    if job.runtime != "onnxruntime":
+        refusal = f"{option('target', job.runtime)} does not take it"
+    elif type(head) is not nn.Linear:
+        refusal = "this model has no output head in 16 bit"
+    elif not format.divides(head.weight.shape):
+        refusal = f"its {head.in_features} inputs are no multiple of {format.block[1]}"
+    if refusal:
+        if job.lm_head is None:
+            return []
+        raise UserError(f"{option('lm_head', job.lm_head)}: {refusal}; leave it out")
+    name = next(name for name, module in model.named_modules() if module is head)
+    exact = head.weight.detach()
+    weight = quantize_tensor(exact, format, name=name)
+    error = torch.linalg.vector_norm(weight.dequantize() - exact) / torch.linalg.vector_norm(exact)
+    model.set_submodule(name, QuantLinear(weight, head.bias, dtype=exact.dtype))
+    return [
+        f"{name} is in INT8 in groups of {format.block[1]}, {float(error):.1%} from the checkpoint's, because a token "
+        f"reads all of it; {option('lm_head', '16bit')} leaves it as it is"
+    ]
 
 
 def export_tensorrt(job: ExportJob) -> dict[str, Any]:
@@ -265,9 +297,10 @@ def _write_verified(job: ExportJob, path: Path, notes: Sequence[str]) -> dict[st
     return receipt
 
 
-def _stored_weights(directory: Path, model: nn.Module, plan: Plan) -> Callable[[str], BlockScaledTensor]:
+def _stored_weights(directory: Path, model: nn.Module, plan: Plan) -> Callable[[str], BlockScaledTensor | None]:
+    """Returns a function that reads a layer's weight; None for a head that the export itself has rounded."""
     tensors = Checkpoint(directory, model).tensors
-    return lambda name: read_layer(tensors, plan.by_name[name])[0]
+    return lambda name: None if plan.by_name[name].weight is None else read_layer(tensors, plan.by_name[name])[0]
 
 
 def _unreached_notes(receipt: Mapping[str, Any]) -> list[str]:

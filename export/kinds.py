@@ -14,7 +14,7 @@ This file does not import torch, so that `quant export --help` need not wait for
 # Options of everything that traces the module.
 _GRAPH = {"shapes", "inputs", "attention", "dtype", "calib", "calib_samples", "seqlen"}
 KINDS: dict[str, tuple[str, set[str]]] = {
-    "onnx": ("-onnx", {*_GRAPH, "capacity", "genai", "kv_cache", "target"}),
+    "onnx": ("-onnx", {*_GRAPH, "capacity", "genai", "kv_cache", "lm_head", "target"}),
     "tensorrt": (".engine", {*_GRAPH, "target", "backend", "allow_fallback", "features", "capacity", "kv_cache"}),
     "aoti": (".pt2", {*_GRAPH, "capacity"}),
     "torch-tensorrt": (".engine", {"inputs", "attention", "dtype", "target", "allow_fallback"}),
@@ -28,6 +28,7 @@ DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 CHOICES = {
     "attention": ("native", "plugin", "none"),
     "kv_cache": ("fp8", "nvfp4", "16bit"),
+    "lm_head": ("int8", "16bit"),
     "features": ("refit", "weight-streaming", "version-compatible"),
     "dtype": tuple(DTYPES),
 }

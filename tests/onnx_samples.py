@@ -9,6 +9,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import torch
+from torch import nn
 
 _E4M3_MAX = np.float32(448)
 
@@ -149,3 +150,13 @@ def attention_operators() -> list[type]:
         operator("QuantFp8Attention", plugin_attention, domain="quant"),
         operator("QuantCacheAttention", cache_attention, domain="quant"),
     ]
+
+
+def round_head(model: Any) -> None:
+    """Gives a model the output head of a file for onnxruntime: codes of Q8_0, rounded here as llama.cpp's C does."""
+    weight = model.get_output_embeddings().weight
+    groups = weight.detach().float().reshape(-1, 32)
+    scale = (groups.abs().amax(-1, keepdim=True) / 127).half().float()
+    rounded = nn.Linear(weight.shape[1], weight.shape[0], bias=False, dtype=weight.dtype)
+    rounded.weight.data = ((groups / scale).round() * scale).reshape(weight.shape).to(weight.dtype)
+    model.set_output_embeddings(rounded)

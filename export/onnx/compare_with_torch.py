@@ -156,10 +156,10 @@ def verify(
     model: nn.Module,
     path: str | Path,
     *,
-    checkpoint: Callable[[str], BlockScaledTensor] | None = None,
+    checkpoint: Callable[[str], BlockScaledTensor | None] | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> dict[str, Any]:
-    """Returns the receipt of an exported file; `checkpoint` reads a layer's weight from the checkpoint's files.
+    """Returns the receipt of an exported file; `checkpoint` reads a layer's weight from the checkpoint, if it is there.
 
     Raises ValueError for a file that lacks a layer's nodes.
     """
@@ -378,7 +378,7 @@ def _experts_entries(
     name: str,
     module: Any,
     graph: LayerGraphs,
-    checkpoint: Callable[[str], BlockScaledTensor] | None,
+    checkpoint: Callable[[str], BlockScaledTensor | None] | None,
     dtype: torch.dtype,
 ) -> list[dict[str, Any]]:
     """Returns the entries of the quantized projections of fused experts, which are one node of the file.

@@ -117,6 +117,7 @@ _INPUTS: dict[str, tuple[str, ...]] = {
     "int4": (),
     "int4_g64": (),
     "int4_g32": (),
+    "q8_0": (),
 }
 # Formats that cannot be exported: the format to use in its place, and the reason; without one it is a format of inputs.
 _INSTEAD = {
@@ -176,6 +177,8 @@ def check_model(model: nn.Module, runtime: str = "tensorrt") -> None:
         if isinstance(module, QuantLinear | QuantConv):
             weight, has_scale = module.weight_format, module.input_scale is not None
             problem = layer_problem(weight, module.activation_format, module.weight_shape, static_scale=has_scale)
+            if runtime != "onnxruntime" and weight.name == "q8_0":
+                problem = "TensorRT has no INT8 weights in groups; use int8"
             is_grouped = isinstance(module, QuantConv) and module.transposed and module.groups > 1
             if problem is None and is_grouped and not weight.per_tensor:
                 problem = (

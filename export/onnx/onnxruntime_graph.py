@@ -106,8 +106,8 @@ class _Rewriter:
             if codes.dtype is not None and codes.dtype.name == "FLOAT8E4M3FN":
                 self._round_to_fp8(node)
             return
-        if codes.dtype.name == "INT4":
-            return self._int4(node, [reader for reader, _ in node.outputs[0].uses()])
+        if "block_size" in node.attributes and node.attributes["block_size"].as_int():
+            return self._grouped(node, [reader for reader, _ in node.outputs[0].uses()])
         products = list(_readers(node.outputs[0], through=("Cast", "Transpose")))
         inputs = [_made(product.inputs[0], "DequantizeLinear", through="Cast") for product in products]
         if codes.dtype.name == "INT8" and {product.op_type for product in products} == {"MatMul"}:
@@ -131,7 +131,7 @@ class _Rewriter:
         wide = self.add(node, "Cast", codes, to=FLOAT)
         self.replace(node.outputs[0], self.add(node, "Mul", wide, scale))
 
-    def _int4(self, node: Any, transposes: Sequence[Any]) -> None:
+    def _grouped(self, node: Any, transposes: Sequence[Any]) -> None:
         """Makes codes `[out, in]` and scales `[out, in / block]` `[in, out]` and `[in / block, out]`."""
         import onnx_ir as ir
 
@@ -139,11 +139,13 @@ class _Rewriter:
         dtype = scale.dtype
         stored = _made(scale, "Cast").inputs[0] if scale.producer() is not None else scale
         out, columns = codes.shape.numpy()
-        # Two codes share a byte, in the order of the tensor.
-        flat = codes.const_value.numpy().view(np.uint8).T.reshape(-1) & 15
-        packed, number = flat[0::2] | flat[1::2] << 4, ir.DataType.INT4
-        codes.const_value = ir.PackedTensor(packed, number, shape=(columns, out), name=codes.name)
-        codes.shape = ir.Shape((columns, out))
+        if codes.dtype is ir.DataType.INT4:  # two codes share a byte, in the order of the tensor
+            flat = codes.const_value.numpy().view(np.uint8).T.reshape(-1) & 15
+            packed, number = flat[0::2] | flat[1::2] << 4, ir.DataType.INT4
+            codes.const_value = ir.PackedTensor(packed, number, shape=(columns, out), name=codes.name)
+            codes.shape = ir.Shape((columns, out))
+        else:
+            _set(codes, np.ascontiguousarray(codes.const_value.numpy().T))
         _set(stored, np.ascontiguousarray(stored.const_value.numpy().astype(dtype.numpy()).T))
         block = node.attributes["block_size"].as_int()
         for transpose in transposes:

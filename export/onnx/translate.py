@@ -57,7 +57,7 @@ from quant.export.onnx.opsets import (
     round_trip,
     widened,
 )
-from quant.formats.format import E2M1, E4M3, E8M0, FORMATS, INT4, INT8, Format
+from quant.formats.format import E2M1, E4M3, E8M0, FORMATS, INT4, INT8, WEIGHT_FORMATS, Format
 
 # Static scales of the codes of inputs that are scaled by token: the largest code times these is just below 1.
 _TOKEN_STEP = {E4M3: 2.0**-9, INT8: 2.0**-7}
@@ -92,7 +92,7 @@ def _linear(packed: dict[Any, int]) -> Callable[..., Any]:
         weight_format: str,
         activation: str,
     ) -> Any:
-        op, dtype, format = opset(), x.dtype, FORMATS[weight_format]
+        op, dtype, format = opset(), x.dtype, WEIGHT_FORMATS[weight_format]
         if format.element not in (E4M3, E2M1, INT4, INT8) or (format.element is E2M1 and format.scale is E8M0):
             raise ValueError(f"a linear in {format} has no ONNX translation")
         if format.element.bits == 4:
@@ -144,7 +144,7 @@ def _weight(format: Format, codes: Any, scale: Any, global_scale: Any, dtype: An
         return op.Cast(op.DequantizeLinear(codes, step, axis=1, block_size=columns), to=int(dtype))
     if format.scale is E8M0:
         return trt.TRT_MXFP8DequantizeLinear(codes, scale, axis=1, block_size=columns, output_dtype=int(dtype))
-    if format.element is INT4:
+    if format.element in (INT4, INT8) and columns > 1:
         scale = scale if int(dtype) == FLOAT else op.Cast(scale, to=int(dtype))
         return op.DequantizeLinear(codes, scale, axis=1, block_size=columns)
     if rows > 1 and list(scale.shape) == [1, 1]:  # TensorRT refuses a scale of one block, and takes a number
