@@ -157,6 +157,7 @@ def round_head(model: Any) -> None:
     weight = model.get_output_embeddings().weight
     groups = weight.detach().float().reshape(-1, 32)
     scale = (groups.abs().amax(-1, keepdim=True) / 127).half().float()
+    scale[scale == 0] = 1  # a padding token's
     rounded = nn.Linear(weight.shape[1], weight.shape[0], bias=False, dtype=weight.dtype)
     rounded.weight.data = ((groups / scale).round() * scale).reshape(weight.shape).to(weight.dtype)
     model.set_output_embeddings(rounded)
