@@ -661,7 +661,7 @@ def test_the_command_line_refuses(model_dir: Path, tmp_path: Path) -> None:
         assert done.exit_code == 2 and not (tmp_path / "out").exists()
         return done.stderr
 
-    assert "--format fixes the formats that a budget would choose" in error("--bits", "5", "--format", "nvfp4")
+    assert "--format fixes the formats that a budget would choose" in error("--bits", "5", "--format", "mine.toml")
     assert "--dry-run reads no weights" in error("--bits", "5", "--dry-run")
     make = ("plan", "make")
     guarded = error("--bits", "5", "--guard", "0.1 keep", command=make)
