@@ -29,7 +29,7 @@ import click
 import torch
 from _table import machine, show, versions
 
-from quant.base.extras import install_command
+from quant.base.errors import install_command
 from quant.base.json_files import json_text
 from quant.formats.format import E2M1, FORMATS
 from quant.formats.rounding import round_to

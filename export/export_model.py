@@ -20,8 +20,7 @@ from torch import nn
 
 from quant.base import old_names
 from quant.base.atomic import claimed, temporary_directory
-from quant.base.errors import UserError, known_names, option
-from quant.base.extras import check_installed
+from quant.base.errors import UserError, check_installed, known_names, option
 from quant.base.listener import SILENT, Listener
 from quant.calibration.attention_scales import AttentionScales, collect_attention_scales
 from quant.calibration.layer_result import Quantized

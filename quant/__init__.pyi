@@ -12,7 +12,7 @@ from quant.calibration.allocation.goal import Goal as Goal
 from quant.calibration.layer_result import Quantized as Quantized
 from quant.calibration.texts.rows import calibration_rows as calibration_rows
 from quant.calibration.texts.rows import token_rows as token_rows
-from quant.calibration.walk.solve_weights import apply_plan as apply_plan
+from quant.calibration.walk.solve import apply_plan as apply_plan
 from quant.evaluation.evaluate import evaluate as evaluate
 from quant.evaluation.evaluation import Evaluation as Evaluation
 from quant.export.checkpoint.convert import convert as convert

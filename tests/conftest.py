@@ -20,7 +20,7 @@ import hypothesis
 import pytest
 import torch
 
-from quant.base.extras import PACKAGES
+from quant.base.errors import PACKAGES
 
 # A shared machine makes single examples slow at random, so time is no failure; CI draws the same examples each run.
 hypothesis.settings.register_profile("house", deadline=None, derandomize="CI" in os.environ)

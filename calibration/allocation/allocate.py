@@ -55,10 +55,11 @@ from quant.calibration.allocation.goal import (
     OptionArguments,
     Options,
     Round,
+    Space,
     Verified,
+    key_of,
 )
 from quant.calibration.allocation.measure_choices import Bench, Counts, HeldOut, Loop, MeasuredChoice, Search
-from quant.calibration.allocation.space import Space, key_of
 from quant.calibration.evaluating import evaluating, prepared
 from quant.calibration.layer_result import Quantized
 from quant.calibration.sensitivity.costs import group_bytes, mixed_cache_bytes

@@ -26,8 +26,7 @@ import torch
 from torch import nn
 
 from quant.base.errors import UserError, option
-from quant.calibration.allocation.goal import BudgetKind, CurvePoint, Goal, Round, Uniform, Verified
-from quant.calibration.allocation.space import Space, key_of
+from quant.calibration.allocation.goal import BudgetKind, CurvePoint, Goal, Round, Space, Uniform, Verified, key_of
 from quant.calibration.evaluating import mean_interval, paired_interval
 from quant.calibration.sensitivity.divergence import Divergence, Later, NextToken, Prediction
 from quant.calibration.sensitivity.knapsack import SCORE, Infeasible, KnapsackProblem, Near, pareto, smallest, solve

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from quant.base.extras import check_installed
+from quant.base.errors import check_installed
 
 SCORE = "score"
 

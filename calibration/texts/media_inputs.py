@@ -41,8 +41,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
-from quant.base.errors import option
-from quant.base.extras import install_command
+from quant.base.errors import install_command, option
 from quant.calibration.inputs import Inputs, inputs_of
 from quant.calibration.session import Session, device_of
 from quant.calibration.texts.rows import Corpus, calibration_rows, parse_corpus, read_records

@@ -55,7 +55,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
-from quant.base.extras import check_installed
+from quant.base.errors import check_installed
 from quant.calibration.attention_names import text_config
 from quant.calibration.session import Session
 from quant.calibration.texts.self_written import generate_rows

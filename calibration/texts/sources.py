@@ -20,8 +20,7 @@ from safetensors.torch import save
 from torch import nn
 
 from quant.base.atomic import write_atomically
-from quant.base.errors import UserError, option
-from quant.base.extras import versions
+from quant.base.errors import UserError, option, versions
 from quant.base.json_files import json_text
 from quant.base.listener import SILENT, Listener
 from quant.calibration.attention_names import text_config

@@ -18,8 +18,7 @@ from quant.calibration.fast_matmul import fast_matmul, paired_linears
 from quant.calibration.outputs.stream import Stream
 from quant.calibration.ranks import Exchange, gathered
 from quant.calibration.session import DeviceCopies
-from quant.calibration.walk.group import CurrentBatch, Group, Settings, Solved, StandIn, weight_of
-from quant.calibration.walk.stacked_experts import FusedExperts
+from quant.calibration.walk.group import CurrentBatch, FusedExperts, Group, Settings, Solved, StandIn, weight_of
 from quant.formats.tensor import moved
 from quant.recipes.blocks import Call, Stop, all_arguments, removing
 from quant.recipes.plan import LayerPlan

@@ -2,28 +2,52 @@
 
 All members of a group read one input, so statistics, input scale, rotation and static scale belong to the group, and
 the members' weights are solved as one tall matrix where the format allows it.
+
+`FusedExperts` solves fused experts, one after the other, each on the tokens that reach it.
+
+A projection is one parameter for all experts. A router sends each expert different tokens, so each has a second
+moment of its own. One pass over the block keeps the inputs of the experts module; an expert's inputs are computed
+from them when it is its turn, with its quantized projections before in place. So besides the codes, which `Scratch` may
+take, a few second moments and one expert are in memory, whatever the number of experts, which may be in their files
+until then. Where only the modeling code knows the inputs of experts, the block runs once for each projection
+with `WatchedExperts`.
+
+An expert that no calibration token reached gets the pooled statistics of the others, and the plan says so.
+
+Scaling, rotation and branches belong to linear layers, because no runtime applies them expert by expert. Where a
+solver's name has such parts, experts get only its rounding, and the plan says that too.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from quant.calibration.fast_matmul import PairedWeight, multiplies_pairs
-from quant.calibration.ranks import Exchange, number_of
+from quant.calibration.fast_matmul import PairedWeight, fast_matmul, multiplies_pairs
+from quant.calibration.outputs.gradients import OutputMoments
+from quant.calibration.ranks import Exchange, gathered, number_of, rank_and_world
 from quant.calibration.solvers.interfaces import sampled
 from quant.calibration.solvers.registry import Pipeline, get_pipeline
 from quant.calibration.solvers.rotation import matrix_of
+from quant.calibration.solvers.solve_group import all_solved, solve_matrices
 from quant.calibration.statistics import LayerStats, round_activation
+from quant.calibration.walk.block_memory import IN_MEMORY, Scratch
+from quant.calibration.walk.collect import InputNotFiniteError, put_back, watch_experts
+from quant.calibration.walk.shared_moments import Moments, pooled, slices_that_fit, stats_of
 from quant.formats.format import Format
+from quant.formats.scaling import nonzero
 from quant.formats.tensor import BlockScaledTensor
+from quant.kernels.linear.experts import QuantExperts, can_run_experts_one_by_one, experts_forward, tokens_by_expert
 from quant.kernels.linear.quant_linear import RunTimeParts
-from quant.recipes.blocks import Substitute, has_hooks, take_hooks
+from quant.recipes.blocks import Stop, Substitute, forwarding, has_hooks, take_hooks
+from quant.recipes.layers import expert_matrices, stacking_of
 from quant.recipes.plan import Guard, LayerPlan, groups_of
 
 
@@ -192,3 +216,221 @@ def weight_of(block: nn.Module, name: str) -> torch.Tensor:
     weight = block.get_submodule(name).weight
     assert isinstance(weight, torch.Tensor)
     return weight
+
+
+Run = Callable[[], Any]
+StreamError = Callable[[str, int], torch.Tensor | None]
+"""Gives the error of the residual stream at a module in a batch that runs, `[tokens, hidden]`; see `Stream.error`."""
+See = Callable[[int, int, torch.Tensor], None]
+"""Called with the index of a batch of this rank, the number of an expert, and its input `[tokens, in]`."""
+
+
+class FusedExperts:
+    """The projections of one experts module, in the order in which tokens pass them, from original to quantized.
+
+    Second moments of gradients at the projections' outputs are removed from `outputs`.
+    """
+
+    def __init__(
+        self,
+        block: nn.Module,
+        path: str,
+        members: Sequence[LayerPlan],
+        batch: CurrentBatch,
+        input_scales: Mapping[str, torch.Tensor],
+        scratch: Scratch,
+        stored: torch.dtype,
+        outputs: OutputMoments | None = None,
+    ) -> None:
+        self.module, self.members, self.batch = block.get_submodule(path), members, batch
+        self.path = path
+        self.device = next(p.device for p in block.parameters() if not p.is_meta)
+        self.exchange = Exchange(self.device)
+        self.input_scales, self.scratch, self.stored = input_scales, scratch, stored
+        outputs = outputs or OutputMoments()
+        self.outputs = {member.name: outputs.moments.pop(member.name, None) for member in members}
+        self.missing = {name: outputs.missing.get(name, "") for name in self.outputs}
+        self.inputs: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
+        self.errors: list[torch.Tensor | None] = []
+        self.one_by_one = can_run_experts_one_by_one(self.module)
+        self.originals: dict[str, nn.Parameter] = {}
+        self.replaced = ExitStack()  # while the solved projections are in the block
+        self.solved: list[tuple[LayerPlan, Solved | None]] = []
+
+    def solve(self, run: Run, error: StreamError = lambda name, batch: None) -> None:
+        """Solves the projections, whose output is to make up for an `error`."""
+        if self.one_by_one:
+            with forwarding(self.module, partial(self._keep_inputs, error)):
+                run()
+        for member in self.members:
+            projection = member.name.rpartition(".")[2]
+            weight, stacking = self.module.get_parameter(projection), stacking_of(self.module, projection)
+            solved = self._solve(member, projection, expert_matrices(self.module, projection), run)
+            self.originals[projection] = weight
+            delattr(self.module, projection)
+            new = QuantExperts(solved.weight, member.activation, solved.input_scale, weight.dtype, stacking)
+            setattr(self.module, projection, new)
+            self.solved.append((member, solved))
+        self.inputs.clear()
+        self.errors.clear()
+        if self.one_by_one:
+            self.replaced.enter_context(forwarding(self.module, partial(experts_forward, self.module)))
+
+    def results(self) -> list[tuple[LayerPlan, Solved | None]]:
+        """Returns the solved projections. The original parameters are back in the module."""
+        put_back(self.module, self.originals)
+        self.replaced.close()
+        return self.solved
+
+    def _keep_inputs(
+        self, error: StreamError, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> None:
+        self.inputs.append((hidden_states, top_k_index, top_k_weights))
+        off = error(self.path, self.batch.index)
+        # Σ w Δ over a token's experts should be the error: with Δ the same for all of them, that is the error / Σ w.
+        total = top_k_weights.sum(-1, keepdim=True)
+        fits = off is not None and len(off) == len(total) and not getattr(self.module, "has_post_expert_norm", False)
+        self.errors.append(off / nonzero(total.to(off)) if fits and off is not None else None)
+        # The module's inputs are all that is needed from this pass.
+        raise Stop
+
+    def _watch(self, projection: str, experts: range, see: See, run: Run) -> None:
+        """Calls `see(batch, expert, input)` for the inputs of some experts."""
+        if not self.one_by_one:
+
+            def shown(expert: int, x: torch.Tensor) -> None:
+                if expert in experts:
+                    see(self.batch.index, expert, x)
+
+            parameter = watch_experts(self.module, projection, shown)
+            try:
+                run()
+            finally:
+                put_back(self.module, {projection: parameter})
+            return
+
+        def observe(batch: int, name: str, expert: int, x: torch.Tensor) -> None:
+            if name == projection:
+                see(batch, expert, x)
+
+        for batch, (hidden, index, weights) in enumerate(self.inputs):
+            # Tokens of other experts are routed to one beyond the last, which the module skips.
+            beyond = index.new_tensor(self.module.num_experts)
+            routed = torch.where((index >= experts.start) & (index < experts.stop), index, beyond)
+            experts_forward(self.module, hidden, routed, weights, partial(observe, batch), until=projection)
+
+    def _statistics(self, member: LayerPlan, projection: str, experts: range, run: Run) -> list[LayerStats | None]:
+        """Returns the statistics of the inputs of some experts."""
+        width = _moment_width(member)
+        sums = {expert: Moments(width) for expert in experts}
+        share = get_pipeline(member.solver).rounding.shares_where(member.activation is not None).residual
+        # Only the last projection writes to the stream.
+        errors = self.errors if projection == "down_proj" and share else []
+        tokens = self._tokens(projection, experts.stop, run) if errors else []
+        routes = [tokens_by_expert(index) for _, index, _ in self.inputs] if errors else []
+        largest: list[tuple[int, torch.Tensor]] = []
+
+        def see(batch: int, expert: int, x: torch.Tensor) -> None:
+            if len(x) == 0:
+                return
+            largest.append((expert, x.abs().amax()))
+            residual = errors[batch] if errors else None
+            if residual is not None:
+                # Few tokens fit by chance: a fit of as many coefficients as inputs is worth making only in part.
+                fitted = share * max(1 - 2 * x.shape[1] / max(tokens[expert], 1), 0.0)
+                residual = fitted * residual[routes[batch][expert][0]]
+            rounded = round_activation(x, member.activation, self.input_scales.get(member.name))
+            sums[expert].add(batch, rounded, residual=residual)
+
+        with fast_matmul():
+            self._watch(projection, experts, see, run)
+        # A GPU is waited for once. NaN is larger than any number here.
+        finite = torch.stack([amax for _, amax in largest]).isfinite().tolist() if largest else []
+        for (expert, _), is_finite in zip(largest, finite, strict=True):
+            if not is_finite:
+                raise InputNotFiniteError(member.name, f"at expert {expert}")
+        return stats_of(list(sums.values()), self.exchange, list(map(_owner, experts)))
+
+    def _tokens(self, projection: str, count: int, run: Run) -> list[int]:
+        """Returns how many tokens of all ranks reach each expert."""
+        total = torch.zeros(count + 1, dtype=torch.int64, device="cpu")
+        if not self.one_by_one:
+
+            def see(batch: int, expert: int, x: torch.Tensor) -> None:
+                total[expert] += len(x)
+
+            self._watch(projection, range(count), see, run)
+        for _, index, _ in self.inputs:
+            total += torch.bincount(index.flatten().clamp(max=count).cpu(), minlength=count + 1)
+        return [sum(of_ranks) for of_ranks in zip(*gathered(total[:count].tolist()), strict=True)]
+
+    def _solve(self, member: LayerPlan, projection: str, weight: Sequence[torch.Tensor], run: Run) -> Solved:
+        pipeline = get_pipeline(member.solver)
+        count, format = len(weight), member.weight_format
+        notes = []
+        if pipeline.transforms or pipeline.reshapes:
+            notes.append(f"experts take no scaling, rotation, branch or reconstruction: only {pipeline.spec.rounding}")
+        if self.missing[member.name]:
+            notes.append(f"rounded for its own output's error, as by gptq: {self.missing[member.name]}")
+        # A branch needs a moment too, and experts take none, so only the rounding decides.
+        needs_moment = pipeline.rounding.needs_moment
+        tokens = self._tokens(projection, count, run) if needs_moment else [0] * count
+        parts = [range(count)[part] for part in slices_that_fit(count, member.shape[-1], _moment_width(member))]
+        silent = tokens.count(0) if needs_moment else 0
+        if silent == count:
+            raise ValueError(f"{member.name}: no calibration token reached any expert; give more text, or exclude it")
+        average = None
+        if silent:
+            notes.append(
+                f"no calibration token reached {silent} of {count} experts: solved on the pooled statistics of "
+                "the others"
+            )
+            for part in parts:
+                stats = self._statistics(member, projection, part, run)
+                average = pooled(stats, self.exchange, list(map(_owner, part)), sum(tokens), average)
+                del stats  # as large as the part's moments, and the next part needs room
+
+        def solve_part(part: range) -> list[dict[str, BlockScaledTensor]]:
+            stats = self._statistics(member, projection, part, run) if needs_moment else [None] * len(part)
+            outputs = self.outputs[member.name]
+            ours = [index for index, expert in enumerate(part) if _owner(expert) == rank_and_world()[0]]
+            seen = [stats[index] or average for index in ours]
+            seen = [None if each is None else replace(each, outputs=outputs) for each in seen]
+            # A few experts at a time are read from their file, widened and dropped.
+            matrices = (weight[part[index]].to(self.device).float() for index in ours)
+            rounding = pipeline.rounding
+            solutions = solve_matrices(matrices, seen, format, rounding, self.stored, member.name)
+            own = {index: {member.name: solved} for index, solved in zip(ours, solutions, strict=True)}
+            return all_solved(own, [({member.name: tuple(member.shape[1:])}, format)] * len(part), self.exchange)
+
+        solved = (each[member.name] for part in parts for each in solve_part(part))
+        whole = stacked(solved, count, self.scratch)
+        return Solved(whole, RunTimeParts(), self.input_scales.get(member.name), sum(tokens), tuple(notes))
+
+
+def _moment_width(member: LayerPlan) -> int | None:
+    """Returns the width of the diagonal blocks of the second moment that a solver looks at; None for all of it."""
+    return member.weight_format.block[1] if get_pipeline(member.solver).rounding.looks_in_blocks else None
+
+
+def _owner(expert: int) -> int:
+    """Returns the rank that solves an expert."""
+    return expert % rank_and_world()[1]
+
+
+def stacked(matrices: Iterable[BlockScaledTensor], count: int, scratch: Scratch = IN_MEMORY) -> BlockScaledTensor:
+    """Returns all experts as one weight `[experts, out, in]`, perhaps in a file; each is dropped before the next."""
+    whole: list[torch.Tensor | None] = []
+    for index, matrix in enumerate(matrices):
+        tensors = (matrix.codes, matrix.scale, matrix.global_scale)
+        if not whole:
+            format, shape = matrix.format, (count, *matrix.shape)
+            in_file = scratch.takes(count * sum(t.nbytes for t in tensors if t is not None))
+            empty = scratch.empty if in_file else torch.Tensor.new_empty
+            whole = [None if t is None else empty(t, (count, *t.shape)) for t in tensors]
+        for target, tensor in zip(whole, tensors, strict=True):
+            if target is not None and tensor is not None:
+                target[index] = tensor
+    codes, scale, second = whole
+    assert codes is not None and scale is not None
+    return BlockScaledTensor(codes, scale, format, shape, second)

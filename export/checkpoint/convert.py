@@ -18,8 +18,7 @@ import torch
 from torch import nn
 
 from quant.base.atomic import write_atomically
-from quant.base.errors import UserError, known_names, loss_text
-from quant.base.extras import require
+from quant.base.errors import UserError, known_names, loss_text, require
 from quant.base.json_files import json_text, text_as_in_source
 from quant.export.checkpoint.files import modelopt
 from quant.export.checkpoint.files.directory import check_apart, new_directory, saved_report

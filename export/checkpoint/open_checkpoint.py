@@ -15,8 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from quant.base.errors import UserError, listed
-from quant.base.extras import require
+from quant.base.errors import UserError, listed, require
 from quant.export.checkpoint.files import modelopt
 from quant.export.checkpoint.files.layout import MODELOPT
 from quant.export.checkpoint.files.layouts import LAYOUTS, layout_of_config, plan_problems, scale_problem, value_problem

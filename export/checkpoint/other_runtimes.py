@@ -32,8 +32,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from quant.base.errors import UserError, counted, listed, option
-from quant.base.extras import require
+from quant.base.errors import UserError, counted, listed, option, require
 from quant.base.json_files import text_as_in_source
 from quant.export.checkpoint.files import modelopt
 from quant.export.checkpoint.files.layout import COMPRESSED_TENSORS, MODELOPT

@@ -27,8 +27,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from quant.base.errors import UserError, warn
-from quant.base.extras import require
+from quant.base.errors import UserError, require, warn
 from quant.base.json_files import read_json, text_as_in_source, typed
 from quant.calibration.session import Store
 from quant.export.checkpoint import other_runtimes

@@ -50,8 +50,7 @@ import torch
 from torch import Tensor, nn
 
 from quant.base.atomic import put_file, temporary_directory
-from quant.base.errors import UserError
-from quant.base.extras import require
+from quant.base.errors import UserError, require
 from quant.base.json_files import json_text
 from quant.export.gguf.architectures import Architecture, architecture_of, metadata_of
 from quant.formats.format import E2M1, E8M0, FP16, INT4, INT8, Format

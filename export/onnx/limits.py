@@ -26,8 +26,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from quant.base.errors import option
-from quant.base.extras import install_command
+from quant.base.errors import install_command, option
 from quant.export.onnx.expert_nodes import check_experts
 from quant.formats.format import Format
 from quant.kernels.attention.attention_operands import HEAD_DIMS as PLUGIN_HEAD_DIMS

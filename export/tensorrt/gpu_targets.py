@@ -11,8 +11,7 @@ import importlib.util
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from quant.base.errors import known_names, option
-from quant.base.extras import install_command
+from quant.base.errors import install_command, known_names, option
 from quant.recipes.gpus import GENERATIONS, Hardware, like
 from quant.recipes.targets import get_gpu
 

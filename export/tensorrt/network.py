@@ -18,8 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from quant.base.errors import option
-from quant.base.extras import require
+from quant.base.errors import option, require
 from quant.export.onnx.dynamic_shapes import (
     FP8_ATTENTION_MINIMUM,
     Input,

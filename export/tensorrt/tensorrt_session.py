@@ -13,8 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from quant.base.errors import UserError, option
-from quant.base.extras import install_command
+from quant.base.errors import UserError, install_command, option
 from quant.base.json_files import read_json
 from quant.calibration.session import free_memory
 from quant.export.onnx.engine_session import check_memory, check_names, check_step

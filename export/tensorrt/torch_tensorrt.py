@@ -24,8 +24,7 @@ import torch
 from torch import nn
 
 from quant.base.atomic import put_file, temporary_directory
-from quant.base.errors import option
-from quant.base.extras import install_command
+from quant.base.errors import install_command, option
 from quant.export.onnx.trace import TRACED, decomposed, trace_for_torch
 from quant.export.tensorrt.audit import AuditRow, audit, failures, fallback_message
 from quant.export.tensorrt.gpu_targets import local_capability, resolve_target

@@ -15,8 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from quant.base.errors import UserError
-from quant.base.extras import require
+from quant.base.errors import UserError, require
 from quant.export.checkpoint.files.write_tensors import read_buffers, read_layer, read_parts
 from quant.export.checkpoint.load import load
 from quant.export.checkpoint.open_checkpoint import Checkpoint, refuse, suspect_problems

@@ -17,8 +17,7 @@ from typing import Any
 
 from torch import nn
 
-from quant.base.errors import UserError
-from quant.base.extras import require
+from quant.base.errors import UserError, require
 from quant.export.checkpoint.save import detach, save
 from quant.recipes.plan import Plan
 from quant.recipes.recipe import Recipe

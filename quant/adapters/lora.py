@@ -19,8 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from quant.base.errors import UserError, listed
-from quant.base.extras import require
+from quant.base.errors import UserError, listed, require
 from quant.base.listener import Progress
 from quant.calibration.layer_result import Quantized
 from quant.calibration.session import Device, Session

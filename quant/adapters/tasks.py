@@ -18,8 +18,7 @@ from typing import Any
 
 from torch import nn
 
-from quant.base.errors import UserError, option
-from quant.base.extras import require
+from quant.base.errors import UserError, option, require
 
 # Of metrics without a formula for the standard error, such as F1. Zero would make lm-eval leave out every error.
 _RESAMPLES = 1000

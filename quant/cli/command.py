@@ -35,8 +35,7 @@ from typing import Any, Literal, TextIO, cast
 import click
 
 from quant.base import old_names
-from quant.base.errors import UserError, counted, in_command, printable
-from quant.base.extras import importing
+from quant.base.errors import UserError, counted, importing, in_command, printable
 from quant.base.json_files import json_text
 from quant.base.processor import cores, set_up_threads, short_turns
 from quant.models.files import with_revision

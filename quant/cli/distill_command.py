@@ -5,7 +5,7 @@ from typing import Any
 
 import click
 
-from quant.base.extras import importing
+from quant.base.errors import importing
 from quant.cli.command import DEVICE, JSON, QUIET, SEED, TRUST, Command, command_line, print_json
 from quant.cli.console import CONSOLE, listener
 from quant.models.startup import read_ahead, skip_image_packages

@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from rich.console import Console
 
-from quant.base.errors import UserError
-from quant.base.extras import PACKAGES, install_command, versions
+from quant.base.errors import PACKAGES, UserError, install_command, versions
 from quant.base.processor import cores, describe_processor, quota
 from quant.cli.command import JSON, QUIET, TRUST, Command, echo, print_json
 from quant.cli.completion import TARGET_NAMES

@@ -75,7 +75,7 @@ def evaluate_command(
     baseline always attends in 16 bit.
     """
     from quant.adapters.tasks import evaluate_tasks
-    from quant.base.extras import check_installed
+    from quant.base.errors import check_installed
     from quant.calibration.session import Session
     from quant.calibration.texts.sources import (
         Rows,

@@ -9,8 +9,7 @@ from typing import Any
 import click
 
 from quant.base.atomic import claimed
-from quant.base.errors import UserError, counted, megabytes
-from quant.base.extras import importing
+from quant.base.errors import UserError, counted, importing, megabytes
 from quant.cli.command import JSON, Toolbox, command_line, echo, model_options, print_json
 from quant.cli.completion import MODELS, TARGET_NAMES
 from quant.cli.console import listener, page, print_plan, print_table

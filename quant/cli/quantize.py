@@ -11,7 +11,7 @@ from typing import Any
 import click
 
 from quant import __version__
-from quant.base.extras import importing
+from quant.base.errors import importing
 from quant.calibration.sensitivity.table import METHODS
 from quant.cli import command as cli
 from quant.cli.completion import FORMAT_NAMES, MODELS, OBSERVERS, PRESET_LIST, SOLVERS, SOURCES, TARGET_NAMES

@@ -45,7 +45,7 @@ def sensitivity_command(
 
     Ranks share the work; the scores do not depend on their number.
     """
-    from quant.base.extras import check_installed
+    from quant.base.errors import check_installed
     from quant.calibration.allocation.allocate import score
     from quant.calibration.inputs import call_on_first_row
     from quant.calibration.ranks import rank_and_world

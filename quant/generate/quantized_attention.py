@@ -35,8 +35,7 @@ import torch
 from torch import nn
 from torch.nn.functional import pad
 
-from quant.base.errors import UserError, known_names, option
-from quant.base.extras import require
+from quant.base.errors import UserError, known_names, option, require
 from quant.calibration.attention_names import implementations_kept, names_registered, text_config
 from quant.calibration.attention_scales import is_latent, latents_changed, rotary_key, with_rotary_key
 from quant.formats.format import E4M3, Format, is_16bit

@@ -35,8 +35,7 @@ from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError, safe_open
 
-from quant.base.errors import UserError, known_names, megabytes, option
-from quant.base.extras import require
+from quant.base.errors import UserError, known_names, megabytes, option, require
 from quant.base.json_files import read_json, typed
 
 if TYPE_CHECKING:

@@ -24,8 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from quant.base.errors import UserError, listed, option, warn
-from quant.base.extras import require
+from quant.base.errors import UserError, listed, option, require, warn
 from quant.models.files import one_line
 from quant.recipes.blocks import replaced
 

@@ -22,8 +22,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from quant.base.errors import UserError, counted, listed, option, warn
-from quant.base.extras import importing, require
+from quant.base.errors import UserError, counted, importing, listed, option, require, warn
 from quant.export.checkpoint.files.names import stored_names
 from quant.export.checkpoint.files.write_tensors import TensorFiles
 from quant.models.files import (

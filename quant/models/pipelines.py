@@ -18,8 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from quant.base.errors import UserError, listed, option
-from quant.base.extras import require
+from quant.base.errors import UserError, listed, option, require
 from quant.export.checkpoint.files.directory import DENOISING
 from quant.models.files import explained, read_fields, safetensors_file
 from quant.recipes.plan import PLAN_FILE

@@ -21,8 +21,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from quant.base.errors import UserError
-from quant.base.extras import require
+from quant.base.errors import UserError, require
 from quant.base.json_files import typed
 from quant.base.processor import memory_left
 from quant.models.files import find_model, read_fields, safetensors_file, shard_names

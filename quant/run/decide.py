@@ -26,8 +26,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from quant.base.errors import UserError, listed, option
-from quant.base.extras import versions
+from quant.base.errors import UserError, listed, option, versions
 from quant.base.json_files import read_json, typed, write_json
 from quant.base.listener import SILENT
 from quant.calibration.allocation.allocate import Allocation, allocate, check_feasible

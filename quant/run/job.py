@@ -16,8 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from quant.base.errors import UserError, in_words, megabytes, option, steps_in_words
-from quant.base.extras import versions
+from quant.base.errors import UserError, in_words, megabytes, option, steps_in_words, versions
 from quant.base.listener import Listener, StageProgress
 from quant.calibration.allocation.allocate import Allocation, rows_where_solved
 from quant.calibration.allocation.goal import Goal

@@ -15,8 +15,7 @@ from typing import Any, Self
 import torch
 from torch import nn
 
-from quant.base.errors import UserError, option
-from quant.base.extras import check_installed
+from quant.base.errors import UserError, check_installed, option
 from quant.calibration.allocation.goal import DEFAULT_FORMATS, Constraint, ConstraintKind, Goal
 from quant.calibration.allocation.measure_choices import Counts
 from quant.calibration.inputs import Inputs

@@ -27,8 +27,7 @@ import torch
 from torch import nn
 
 from quant.base.atomic import claimed
-from quant.base.errors import UserError, counted, listed, megabytes, option, warn
-from quant.base.extras import importing, versions
+from quant.base.errors import UserError, counted, importing, listed, megabytes, option, versions, warn
 from quant.base.json_files import JsonData
 from quant.base.listener import SILENT, Listener, StageProgress, reporter
 from quant.base.processor import memory_taken, peak_rss
@@ -41,8 +40,7 @@ from quant.calibration.solvers.gptq import compile_ahead
 from quant.calibration.solvers.registry import get_pipeline
 from quant.calibration.texts.mixture import lacks_data, solver_needs_data
 from quant.calibration.texts.sources import check_lengths, digest_of, short_files, tokenizer_if_any
-from quant.calibration.walk.solve import check_in_memory, solve_plan
-from quant.calibration.walk.solve_weights import solve_state_dict
+from quant.calibration.walk.solve import check_in_memory, solve_plan, solve_state_dict
 from quant.calibration.walk.step_store import DirectoryStore
 from quant.evaluation.evaluate import evaluate_texts
 from quant.evaluation.evaluation import (

@@ -19,8 +19,7 @@ import torch
 from torch import nn
 
 from quant.base.atomic import claimed
-from quant.base.errors import UserError, known_names, loss_text, option, steps_in_words
-from quant.base.extras import check_installed, versions
+from quant.base.errors import UserError, check_installed, known_names, loss_text, option, steps_in_words, versions
 from quant.base.listener import SILENT, Listener, StageProgress, reporter
 from quant.calibration.layer_result import unmeasured_result
 from quant.calibration.outputs.logits import check_evaluable

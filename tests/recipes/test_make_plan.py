@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 
 import quant
 from quant.base.errors import UserError
-from quant.calibration.walk.solve_weights import solve_state_dict
+from quant.calibration.walk.solve import solve_state_dict
 from quant.cli.quantize import quantize_command
 from quant.recipes.plan_check import NOT_RUN, coverage_warnings
 from quant.recipes.plan_make import make_plan

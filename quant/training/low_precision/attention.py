@@ -16,8 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from quant.base.errors import UserError, known_names
-from quant.base.extras import require
+from quant.base.errors import UserError, known_names, require
 from quant.calibration.attention_names import configs_of, implementations_kept, text_config
 from quant.generate.quantized_attention import AttentionCall, mask_of, mask_unless_causal
 from quant.kernels.attention.attention_operands import DIMS, quantize_blocks, scale_of_rows

@@ -37,8 +37,7 @@ from torch import nn
 from torch.nn import functional
 from torch.nn.functional import pad
 
-from quant.base.errors import UserError, known_names
-from quant.base.extras import install_command, require
+from quant.base.errors import UserError, install_command, known_names, require
 from quant.formats.format import E4M3, E5M2, FORMATS, Format
 from quant.kernels.base.custom_ops import is_in_backward
 from quant.kernels.base.hardware import has_triton

@@ -16,8 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from quant.base.errors import UserError, counted
-from quant.base.extras import require
+from quant.base.errors import UserError, counted, require
 from quant.kernels.linear.install import call_encoder_layers
 from quant.kernels.training.grouped_fp8 import has_grouped_fp8
 from quant.recipes.blocks import block_names

@@ -16,7 +16,7 @@ from quant.base.errors import UserError
 from quant.calibration.session import Session
 from quant.calibration.texts.mixture import mixture_rows
 from quant.calibration.walk.collect import calibrate
-from quant.calibration.walk.solve_weights import apply_plan, solve_state_dict
+from quant.calibration.walk.solve import apply_plan, solve_state_dict
 from quant.formats.format import FORMATS
 from quant.formats.tensor import fake_quantize
 from quant.formats.tensor import quantize as quantize_tensor

@@ -48,7 +48,6 @@ def test_loading_imports_nothing_that_decides_or_measures() -> None:
         "quant.export.checkpoint.files.write_tensors",
         "quant.export.checkpoint.files.tensor_file",
         "quant.export.checkpoint.files.directory",
-        "quant.base.extras",
         "quant.models.files",
         "quant.models.quantized_tensors",
         "quant.models.stored_weights",

@@ -12,8 +12,8 @@ from slow_cases import quick_cases
 from torch import nn
 
 from quant.calibration.solvers import rotation as rotation_merge
-from quant.calibration.walk import solve, solve_weights, walk
-from quant.calibration.walk.solve_weights import apply_plan
+from quant.calibration.walk import solve, walk
+from quant.calibration.walk.solve import apply_plan
 from quant.recipes.plan_make import make_plan
 from quant.recipes.recipe import Recipe
 from quant.run.api import quantize
@@ -34,7 +34,7 @@ def failing(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
 
     def fail_at(count: int) -> None:
         installed = []
-        for module in (solve, solve_weights):
+        for module in (solve,):
             install = module.install_weight
 
             def counted(*args: Any, install: Any = install, **options: Any) -> None:

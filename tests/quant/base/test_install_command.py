@@ -9,8 +9,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from quant.base import extras as module
-from quant.base.extras import install_command
+from quant.base import errors as module
+from quant.base.errors import install_command
 
 ROOT = Path(__file__).parents[3]
 

@@ -15,7 +15,7 @@ from samples import BASE, TEXTS
 from torch import nn
 
 import quant
-from quant.base import extras
+from quant.base import errors
 from quant.base.atomic import replace_directory, write_atomically
 from quant.base.errors import UserError
 from quant.base.json_files import read_json
@@ -128,7 +128,7 @@ def test_peak_memory_is_unknown_without_the_module_resource(monkeypatch: pytest.
 
 def test_commands_to_install_are_quoted_for_its_shell(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.platform", "win32")
-    command = extras.install_command("hf,data")
+    command = errors.install_command("hf,data")
     assert command.count('"') == 2 and "'" not in command and command.endswith('[hf,data]"')
 
 

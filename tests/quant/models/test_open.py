@@ -28,8 +28,7 @@ from samples import BASE, GOLDENS
 from torch import nn
 
 import quant
-from quant.base.errors import UserError
-from quant.base.extras import require, versions
+from quant.base.errors import UserError, require, versions
 from quant.cli.main import main
 from quant.export.checkpoint.load import open_runnable
 from quant.models import gguf as gguf_models
