@@ -192,7 +192,7 @@ def export_model(
             check_experts(opened.model, runtime, in_16_bit=to in ("onnx", "tensorrt"))
         # The sizes of a cache decide what is refused, and attention's scales are measured only after that.
         cached = cache_capacity(to, opened.model, capacity, has_inputs=bool(inputs), genai=genai)
-        check_attention(to, opened.plan, attention, kv_cache, cached=cached > 0)
+        check_attention(to, opened.plan, attention, kv_cache, cached=cached > 0, genai=genai)
         if attention == "plugin" and capacity is None:
             graph["capacity"] = 0  # our plugin in the parser's graphs knows no cache
         progress = stack.enter_context(listener.stages())

@@ -176,9 +176,7 @@ def export_aoti_package(job: ExportJob) -> dict[str, Any]:
     refuse_residual(job.model, "AOTInductor")
     notes = [*_put_in_dtype(job), *_graph_notes(job)]
     _warn(notes)
-    capacity = job.cache_capacity()
-    check_attention(job.kind, job.plan, job.attention, cached=bool(capacity))
-    if capacity:
+    if capacity := job.cache_capacity():
         plan = job.plan.digest() if job.plan is not None else ""
         model = job.model.to(find_device(job.out, None))
         export_aoti_decoder(model, job.out, capacity, shapes=list(job.shapes), plan=plan)
@@ -201,7 +199,6 @@ def export_aoti_package(job: ExportJob) -> dict[str, Any]:
 def export_torch_tensorrt(job: ExportJob) -> dict[str, Any]:
     """Writes an engine that torch-tensorrt compiles (`--to torch-tensorrt`)."""
     refuse_residual(job.model, "torch-tensorrt")
-    check_attention(job.kind, job.plan, job.attention)
     _put_in_dtype(job)
     inputs = {name: x.example for name, x in (job.inputs or model_inputs(job.model)).items()}
     notes = []
@@ -413,22 +410,27 @@ def _check_genai(job: ExportJob) -> None:
             f"{option('genai', True)}: {layer} is in {format}, which no provider of onnxruntime runs; use "
             f"{option('to', 'tensorrt')}"
         )
-    if job.fp8_attention:
+
+
+def check_attention(
+    kind: str, plan: Plan | None, attention: str, kv_cache: str | None = None, *, cached: bool, genai: bool
+) -> None:
+    """Raises UserError where a graph has no place for a KV cache in a format, or for the plan's attention.
+
+    A KV cache of our plugin has attention in 16 bit, and so has a package with a KV cache (`cached`).
+    """
+    if kv_format(kv_cache) is not None and not cached:
+        raise UserError(
+            f"{option('kv_cache', kv_cache)} is for a decoder's serving graph; leave {option('capacity', 0)}, "
+            f"{option('genai', True)} and {option('input')} out"
+        )
+    if plan is None or plan.attention is None or attention == "none":
+        return
+    if genai:
         raise UserError(
             f"{option('genai', True)}: no provider of onnxruntime has attention in FP8; pass "
             f"{option('attention', 'none')}"
         )
-
-
-def check_attention(
-    kind: str, plan: Plan | None, attention: str, kv_cache: str | None = None, *, cached: bool = False
-) -> None:
-    """Raises UserError where an export would leave out the plan's attention without an option that says so.
-
-    A KV cache of our plugin has attention in 16 bit, and so has a package with a KV cache (`cached`).
-    """
-    if plan is None or plan.attention is None or attention == "none":
-        return
     if kv_format(kv_cache) is not None:
         raise UserError(
             f"{option('kv_cache', kv_cache)}: the plugin attends in 16 bit over its cache, and the plan has "

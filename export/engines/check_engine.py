@@ -386,13 +386,14 @@ def check_lengths(session: EngineSession, prompts: Sequence[Sequence[int]], new:
         raise UserError(f"{len(prompts)} prompts, and this file takes 1 to {session.most_rows()} rows")
     for prompt, limit in zip(prompts, limits, strict=True):
         if limit < 1:
-            raise UserError(f"--max-new-tokens is {limit}; expected 1 or more")
+            raise UserError(f"{option('max_new_tokens')} is {limit}; expected 1 or more")
         if not prompt:
-            raise UserError("a prompt holds no token; give some text with --prompt")
+            raise UserError(f"a prompt holds no token; give some text with {option('prompt')}")
         if len(prompt) + limit > session.capacity:
+            way_out = f"shorten it, lower {option('max_new_tokens')}, or export with a larger {option('capacity')}"
             raise UserError(
                 f"a prompt has {counted(len(prompt), 'token')} and {limit} more are wanted, but the cache holds "
-                f"{session.capacity}; shorten it, lower --max-new-tokens, or export with a larger {option('capacity')}"
+                f"{session.capacity}; {way_out}"
             )
     return limits
 

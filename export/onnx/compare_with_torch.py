@@ -168,7 +168,7 @@ def verify(
     layers = [(name, module) for name, module in quantized if name not in graph.unreached]
     if quantized and not layers:
         raise ValueError(
-            f"{path}: its outputs depend on none of the {len(quantized)} quantized layers, {quantized[0][0]} first; "
+            f"the graph's outputs depend on none of the {len(quantized)} quantized layers, {quantized[0][0]} first; "
             f"name inputs that reach them ({option('input')})"
         )
     dtype = stored_dtype(model)

@@ -29,7 +29,6 @@ from quant.calibration.attention_scales import AttentionScales
 from quant.calibration.evaluating import without_cache
 from quant.export.onnx import limits
 from quant.export.onnx.decoder_graph import (
-    ATTENTIONS,
     Attention,
     Graph,
     GraphInput,
@@ -41,7 +40,7 @@ from quant.export.onnx.decoder_graph import (
 from quant.export.onnx.dynamic_shapes import SEQUENCE, dimension_ranges
 from quant.export.onnx.expert_nodes import experts_as_ops
 from quant.export.onnx.genai import genai_program
-from quant.export.onnx.quantized_cache import CACHE_FORMATS, QuantizedCache
+from quant.export.onnx.quantized_cache import QuantizedCache
 from quant.export.onnx.recurrent_states import HybridCache, recurrent_functions
 from quant.export.onnx.serving import CachedAttention, GroupedAttention, serving_program
 from quant.export.onnx.trace import MODEL_PREFIX, trace
@@ -140,34 +139,18 @@ def _checked_scales(
     runtime: str,
 ) -> Mapping[str, Sequence[float]]:
     """Returns FP8 scales of attention's operands, as the plan requires them; ValueError for what cannot be exported."""
-    if attention not in ATTENTIONS:
-        raise ValueError(f"unknown attention {attention!r}; {known_names(attention, ATTENTIONS)}")
     limits.check_model(model, runtime)
     scales: Mapping[str, Sequence[float]] = {}
     if plan is not None and plan.attention is not None and attention != "none":
         if inputs is not None:
-            raise ValueError(f"{plan.attention} attention is exported from transformers models; pass attention='none'")
+            way_out = f"leave {option('input')} out, or pass {option('attention', 'none')}"
+            raise ValueError(f"attention in {plan.attention} is for graphs with inputs of their own; {way_out}")
         if not attention_scales:
             raise ValueError(
                 f"the plan has attention in {plan.attention}, and no scales were given; pass attention_scales from "
                 "collect_attention_scales (--calib TEXT on the command line), or attention 'none'"
             )
         scales = operand_scales(attention_scales)
-    if kv_cache is not None:
-        if kv_cache.name not in CACHE_FORMATS:
-            raise ValueError(
-                f"{option('kv_cache', kv_cache)}: the plugin has caches in {' and '.join(CACHE_FORMATS)}; or pass 16bit"
-            )
-        if not capacity:
-            raise ValueError(
-                f"{option('kv_cache', kv_cache)} is for a decoder's serving graph; leave {option('capacity', 0)}, "
-                f"{option('genai', True)} and {option('input')} out"
-            )
-        if scales:
-            raise ValueError(
-                f"{option('kv_cache', kv_cache)}: the plugin attends in 16 bit over its cache; pass "
-                f"{option('attention', 'none')} with it"
-            )
     if inputs is not None and (capacity or genai):
         raise ValueError(
             f"a graph with a KV cache has inputs of its own; leave {option('input')} out, or pass "

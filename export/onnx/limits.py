@@ -221,7 +221,7 @@ def check_graph(exported: torch.export.ExportedProgram, model: nn.Module, prefix
         if codes.users and layer not in multiplied:
             raise ValueError(
                 f"{layer}: the model multiplies by this layer's weight in code of its own, where a graph has no "
-                f"quantized layer; keep it in 16 bit ({option('exclude', repr(layer))})"
+                f"quantized layer; quantize again with {option('exclude', repr(layer))}"
             )
 
 

@@ -52,7 +52,7 @@ class HybridCache(GroupedAttention):
         if conv is not None:
             raise ValueError(
                 f"{conv}: the model multiplies by this convolution's weight in code of its own, where a graph has no "
-                f"quantized layer; keep it in 16 bit ({option('exclude', repr(conv))})"
+                f"quantized layer; quantize again with {option('exclude', repr(conv))}"
             )
         plain = recurrent_functions(model)
         for file, name in plain:
@@ -81,7 +81,7 @@ class HybridCache(GroupedAttention):
             raise ValueError(
                 f"{type(model).__name__} keeps {len(tensors)} tensors from token to token, and a graph {len(past)} "
                 f"(two steps differ from one by {difference:.2g}): it has recurrent layers that no graph holds; serve "
-                f"its checkpoint (vLLM), or pass {option('capacity', 0)}"
+                f"its checkpoint (vLLM), or export {option('input', 'input_ids:int64:batch,64')}, of one length"
             )
 
     def causal_conv1d_fn(

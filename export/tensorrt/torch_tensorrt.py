@@ -116,7 +116,8 @@ def _check_convertible(name: str, linear: QuantLinear) -> None:
     if inputs is None or (activation is not None and activation.name not in inputs):
         raise ValueError(
             f"{name} {list(linear.weight_shape)}: the converter for torch-tensorrt has no {weight} weights with "
-            f"{activation or '16-bit'} inputs; it has {', '.join(_INPUTS)}. Export with {option('to', 'tensorrt')}"
+            f"{activation or '16-bit'} inputs; it has {', '.join(f'{w}@{i[0]}' for w, i in _INPUTS.items())}, and "
+            f"inputs in 16 bit. Export with {option('to', 'tensorrt')}"
         )
     if activation is not None and linear.input_scale is None:
         raise ValueError(f"{name}: {activation} inputs need a calibrated scale in an engine; quantize with --calib")

@@ -317,14 +317,14 @@ def _wide_logits(model: nn.Module) -> Iterator[None]:
 
 def _check(model: nn.Module, ids: torch.Tensor, max_new_tokens: int) -> None:
     if not ids.numel():
-        raise UserError("the prompt holds no token; give some text with --prompt")
+        raise UserError(f"the prompt holds no token; give some text with {option('prompt')}")
     if max_new_tokens < 1:
-        raise UserError(f"--max-new-tokens is {max_new_tokens}; expected 1 or more")
+        raise UserError(f"{option('max_new_tokens')} is {max_new_tokens}; expected 1 or more")
     limit = getattr(getattr(model, "config", None), "max_position_embeddings", None)
     if limit is not None and ids.shape[1] + max_new_tokens > limit:
         raise UserError(
             f"the prompt has {ids.shape[1]} tokens and {max_new_tokens} more are wanted, but the model takes {limit}; "
-            "shorten the prompt or lower --max-new-tokens"
+            f"shorten the prompt or lower {option('max_new_tokens')}"
         )
 
 

@@ -262,5 +262,6 @@ def _attention_modules(model: nn.Module) -> list[nn.Module]:
             attention[index] = module
     layers = range(text.num_hidden_layers)
     if sorted(attention) != list(layers):
-        raise UserError(f"{type(model).__name__}: found attention of {len(attention)} of {len(layers)} layers")
+        found = f"found attention of {len(attention)} of {len(layers)} layers"
+        raise UserError(f"{type(model).__name__}: {found}; generate with {option('kv_cache', '16bit')}")
     return [attention[index] for index in layers]

@@ -17,7 +17,6 @@ from quant.calibration.attention_scales import collect_attention_scales, kv_scal
 from quant.formats.format import FORMATS
 from quant.generate.quantized_attention import quantized_attention
 from quant.kernels.attention.kv_pages import decode_kv, encode_kv
-from quant.recipes.plan import Plan
 from quant.run.api import quantize
 
 onnx = pytest.importorskip("onnx", reason="needs the extra onnx")
@@ -135,8 +134,6 @@ def _differing(expected: Any, stored: Any) -> float:
         ("llama-64", torch.float16, "fp8", 40, r"capacity=40: a cache in fp8 holds a multiple of 32.*capacity=32"),
         ("qwen3", torch.float16, "nvfp4", 64, r"takes heads of 64, 96, 128, 192, 256, these are of 32"),
         ("llama-64", torch.float16, "nvfp4", 64, r"no scales of a KV cache in nvfp4; pass attention_scales"),
-        ("llama-64", torch.float16, "fp8_token", 64, r"the plugin has caches in fp8 and nvfp4"),
-        ("llama-64", torch.float16, "fp8", 0, r"is for a decoder's serving graph; leave capacity=0"),
     ],
 )
 def test_caches_that_the_plugin_does_not_have(
@@ -159,12 +156,3 @@ def test_a_cache_that_memory_does_not_hold(tmp_path: Path, monkeypatch: pytest.M
     with pytest.raises(ValueError, match=r"capacity=64: two rows of the KV cache, .*; lower it"):
         write_onnx(model, tmp_path / "m.onnx", capacity=64, kv_cache=FORMATS["nvfp4"], attention_scales=scales)
     assert list(tmp_path.iterdir()) == []
-
-
-def test_fp8_attention_and_a_cache_of_the_plugin_do_not_go_together(tmp_path: Path) -> None:
-    model = serving_samples.decoder("llama-64", dtype=torch.float16)
-    fp8 = FORMATS["fp8"]
-    scales = collect_attention_scales(model, ROWS[:1], kv_format=fp8, attention_format=fp8)
-    options = {"plan": Plan((), attention=fp8), "attention_scales": scales}
-    with pytest.raises(ValueError, match='attends in 16 bit over its cache; pass attention="none"'):
-        write_onnx(model, tmp_path / "m.onnx", capacity=64, kv_cache=fp8, **options)
