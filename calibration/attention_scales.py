@@ -172,10 +172,7 @@ class _Watched:
 
 
 def _check_formats(formats: Any, granularity: str) -> None:
-    formats_to_measure = [format for format in formats if format is not None]
-    if not formats_to_measure:
-        raise ValueError("neither kv_format nor attention_format is given: there is nothing to calibrate")
-    if moving := next((format for format in formats_to_measure if not format.is_static), None):
+    if moving := next((format for format in formats if format is not None and not format.is_static), None):
         raise ValueError(
             f"{moving} finds its scales at run time, so there is none to calibrate for the KV cache or attention; "
             "use fp8 or nvfp4"

@@ -266,7 +266,7 @@ def joined(parts: Sequence[Inputs]) -> Inputs:
     )  # fmt: skip
 
 
-def recorded(model: nn.Module, forward_loop: Callable[[nn.Module], Any]) -> Inputs:
+def recorded(model: nn.Module, forward_loop: Callable[[nn.Module], Any], name: str = "forward_loop") -> Inputs:
     """Records the calls that `forward_loop(model)` makes; it runs once, with the model in evaluation mode."""
     calls: list[Arguments] = []
 
@@ -285,11 +285,9 @@ def recorded(model: nn.Module, forward_loop: Callable[[nn.Module], Any]) -> Inpu
             forward_loop(model)
     finally:
         handle.remove()
-    if not calls:
-        raise ValueError("forward_loop never called the model that it was given")
     calls = _without_empty(calls)
     if not calls:
-        raise ValueError("forward_loop called the model only on empty tensors")
+        raise ValueError(f"{name} never called the model, or only on empty tensors")
     return Inputs(_without_padding(calls, model), alone=is_denoiser(model))
 
 

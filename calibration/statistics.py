@@ -139,8 +139,7 @@ class LayerStats:
         """The second moment as one matrix `[in, in]`; where only blocks were kept, with zeros outside of them."""
         if self.second_moment is not None:
             return self.second_moment
-        if self.block_moments is None:
-            raise ValueError("this rank has no second moment of the layer")
+        assert self.block_moments is not None
         matrix: torch.Tensor = torch.block_diag(*self.block_moments)
         return matrix
 

@@ -303,8 +303,6 @@ def packed_width(columns: int, number: Number) -> int:
 
 
 def _matrix(shape: Sequence[int]) -> tuple[int, int]:
-    if not shape:
-        raise ValueError("a scalar has no blocks to quantize")
     return (shape[-2] if len(shape) > 1 else 1), shape[-1]
 
 

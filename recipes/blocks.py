@@ -525,7 +525,9 @@ def forwarding(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]
         yield
     finally:
         if before is None:
-            del module.forward
+            vars(module).pop(
+                "forward", None
+            )  # a generator that an error left open may end after its model is whole again
         else:
             module.forward = before
 

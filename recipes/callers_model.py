@@ -37,8 +37,9 @@ def unwrapped(model: Any, taker: str) -> nn.Module:
         return inner_model(model)
     if isinstance(model, str | os.PathLike):
         raise UserError(f"{model}: {taker} takes a module; open it with quant.open_model({str(model)!r}).model")
-    hint = "pass its .model" if isinstance(getattr(model, "model", None), nn.Module) else "pass a torch.nn.Module"
-    raise UserError(f"{taker} takes a module, and this is a {type(model).__name__}: {hint}")
+    parts = (name for name in ("model", "transformer", "unet") if isinstance(getattr(model, name, None), nn.Module))
+    hint = next((f"its .{name}" for name in parts), "a torch.nn.Module")
+    raise UserError(f"{taker} takes a module, and this is a {type(model).__name__}: pass {hint}")
 
 
 def inner_model(model: nn.Module) -> nn.Module:

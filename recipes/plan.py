@@ -445,7 +445,8 @@ class Plan:
         file = Path(path) / PLAN_FILE if Path(path).is_dir() else Path(path)
         if file.is_file() or not Path(path).is_dir():
             return file
-        raise UserError(f"{path}: no {PLAN_FILE}; name a file of `quant plan make`, or a directory of `quantize --out`")
+        named = "a file of `quant plan make`, or a directory of `quantize --out`, of a pipeline a part"
+        raise UserError(f"{path}: no {PLAN_FILE}; name {named}")
 
     def digest(self) -> str:
         """Returns SHA-256 over every field but the provenance: the plan's identity for exporters, ranks and resume."""

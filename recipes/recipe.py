@@ -168,7 +168,8 @@ def get_recipe(name: str) -> Recipe:
     if (recipe := find_preset(name)) is not None:
         return recipe
     if name in INPUT_FORMATS:
-        example = f"{name}@16bit" if name in FORMATS else f"nvfp4@{name}"
+        weights = [preset.weight for preset in presets().values() if preset.activation == name]
+        example = f"{name}@16bit" if name in FORMATS and not weights else f"{(weights or ['nvfp4'])[0]}@{name}"
         raise ValueError(f"format {name!r} is for weights or inputs alone; write WEIGHT@INPUT, such as {example}")
     known = known_names(name, [*presets(), *MIXES], "formats", more=FURTHER_NAMES)
     raise ValueError(f"unknown format {name!r}; {known}")

@@ -87,6 +87,13 @@ def case(tmp_path_factory: pytest.TempPathFactory) -> Path:
     own.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     own.save(str(case / "merges" / "tokenizer.json"))
     shutil.copytree(case / "stored", case / "taken")
+    # Its heads have 24 values.
+    tiny_models.llama(num_hidden_layers=1, head_dim=24).save_pretrained(case / "odd")
+    save_file({"ids": torch.arange(128).reshape(4, 32) % 60 + 3}, case / "odd.safetensors")
+    tiny_models.t5().save_pretrained(case / "t5")
+    save_file({"input_ids": IDS, "decoder_input_ids": IDS[:, :8].clone()}, case / "t5.safetensors")
+    (case / "columns.jsonl").write_text('{"said": "a b c", "heard": "d e"}\n' * 64)
+    save_file({"a": IDS, "b": IDS.clone()}, case / "two.safetensors")
     return case
 
 
@@ -112,6 +119,7 @@ def invoke(case: Path, command: str) -> Any:
 
 FACTORY = "--model-factory test_advice:two_blocks"
 Q, SMALL = "quantize {model} --out {out} ", "--calib-samples 2 --seqlen 16"
+MAKE = f"plan make {{model}} --out {{out}} --calib {{ids}} {SMALL} "
 EXPORT = "export {stored} --out {out} "
 INPUTS = "--input input_ids:int64:batch,sequence"
 
@@ -211,6 +219,115 @@ COMMANDS = [
         "smollm2-135m",
         instead="quantize {state} --format fp8_channel --out {out}",
     ),
+    # formats and solvers
+    Row(
+        "quantize {case}/bare --format q4_k --effort 0 --out {out}.gguf",
+        "did you mean q4_k_s?",
+        drop="--format q4_k",
+        add="--format q4_k_s",
+    ),
+    Row(
+        Q + "--format q8_0 --effort 0",
+        "only GGUF files hold q8_0: name one, --out ",
+        instead="quantize {case}/bare --format q8_0 --effort 0 --out {out}.gguf",
+    ),
+    Row(
+        Q + "--format int8_token --effort 0",
+        "such as int8@int8_token",
+        drop="--format int8_token",
+        add="--format int8@int8_token",
+    ),
+    Row(
+        Q + f"--format nvfp4+gptq --calib {{ids}} {SMALL}",
+        "give the format nvfp4, and the solver gptq",
+        drop="+gptq",
+        add="--solver gptq",
+    ),
+    Row(
+        Q + f"--format nvfp4a16 --solver awq+residual --calib {{ids}} {SMALL}",
+        "take 'awq+gptq'",
+        drop="--solver awq+residual",
+        add="--solver awq+gptq",
+    ),
+    Row(
+        Q + f"--format nvfp4 --solver residual:33 --calib {{ids}} {SMALL}",
+        "or residual:32",
+        drop="--solver residual:33",
+        add="--solver residual:32",
+    ),
+    Row(
+        Q + f"--format fp8 --solver local_hessian --calib {{ids}} {SMALL}",
+        "solvers that do: rtn, mse,",
+        drop="--solver local_hessian",
+        add="--solver mse",
+    ),
+    Row(
+        Q + f"--format nvfp4 --solver rotation:learned --calib {{ids}} {SMALL}",
+        "take rotation:merge",
+        drop="--solver rotation:learned",
+        add="--solver rotation:merge",
+    ),
+    # calibration and evaluation data
+    Row(
+        Q + f"--format fp8 --calib {{case}}/columns.jsonl {SMALL}",
+        "as in data.jsonl#text",
+        drop="--calib {case}/columns.jsonl",
+        add="--calib {case}/columns.jsonl#said",
+    ),
+    Row(
+        Q + f"--format fp8 --calib {{case}}/two.safetensors {SMALL}",
+        "two.safetensors:NAME; it holds a, b",
+        drop="--calib {case}/two.safetensors",
+        add="--calib {case}/two.safetensors:a",
+    ),
+    Row(
+        Q + "--format fp8_channel --effort 0 --eval mix",
+        "name a file of text",
+        drop="--eval mix",
+        add="--eval {text} --eval-samples 2 --seqlen 16",
+    ),
+    Row(
+        f"quantize {{case}}/t5 --out {{out}} --format fp8 --calib {{case}}/odd.safetensors {SMALL}",
+        "a .safetensors file of its inputs by name",
+        drop="--calib {case}/odd.safetensors",
+        add="--calib {case}/t5.safetensors",
+    ),
+    Row(
+        "quantize {case}/t5 --out {out} --format fp8", "such as fp8_channel", drop="--format fp8", add="--format mxfp8"
+    ),
+    Row(
+        "evaluate {case}/t5 --text {case}/odd.safetensors --samples 2 --seqlen 8",
+        "inputs by name, with decoder_input_ids, as .safetensors",
+        instead="evaluate {case}/t5 --data {case}/t5.safetensors --samples 2",
+    ),
+    # budgets
+    Row(MAKE + "--bits 5 --kv-bits 2", "value is 4.5", drop="--kv-bits 2", add="--kv-bits #value␣is␣"),
+    Row(MAKE + "--bits 2", "value with these formats is", drop="--bits 2", add="--bits #formats␣is␣"),
+    Row(MAKE + "--fit 1kB", "value is", drop="--fit 1kB", add="--fit #value␣is␣"),
+    Row(
+        MAKE + "--target h100 --latency 0.00001us",
+        "value is",
+        drop="--latency 0.00001us",
+        add="--latency #value␣is␣#ms",
+    ),
+    Row(MAKE + "--latency 1ms", "needs the GPU or a table", add="--target h100"),
+    Row(
+        MAKE + "--bits 5 --format nvfp4",
+        "name those that it may use with --formats",
+        drop="--format nvfp4",
+        add="--formats nvfp4",
+    ),
+    Row(
+        MAKE + "--bits 6 --solver residual", "such as residual:32", drop="--solver residual", add="--solver residual:32"
+    ),
+    Row(MAKE + "--bits 5 --kv-bits auto", "such as --kv-bits 6", drop="--kv-bits auto", add="--kv-bits 6"),
+    Row(MAKE + "--max-kl 5", "give 3 or more", drop="--calib-samples 2", add="--calib-samples 3"),
+    Row(
+        f"plan make {{case}}/odd --out {{out}} --calib {{case}}/odd.safetensors {SMALL} --bits 5 --kv-bits 6",
+        "take --kv-cache fp8",
+        drop="--kv-bits 6",
+        add="--kv-cache fp8",
+    ),
     # plans
     Row(
         "plan make {model} --format nvfp4 --out {plan}",
@@ -249,6 +366,9 @@ COMMANDS = [
     Row("plan show {model}", "or a directory of `quantize --out`", instead="plan show {stored}"),
     Row(Q + "--plan {model}", "or a directory of `quantize --out`", drop="--plan {model}", add="--plan {stored}"),
     Row(Q + "--format fp8_channel --resume", "the same command by itself", drop="--resume"),
+    Row("check {stored} --max-new-tokens 4", "leave it out", drop="--max-new-tokens 4"),
+    Row("doctor --power 30W", "name it: --target orin", add="--target orin"),
+    Row("doctor --target orin --power 31W", "has modes of 15 W, 30 W", drop="--power 31W", add="--power 30W"),
     Row("check {stored}/model.safetensors", "a file of a checkpoint; name its directory", instead="check {stored}"),
     # evaluate and generate
     Row("evaluate {model} --samples 2 --seqlen 16", "--text", add="--text {text}"),
@@ -329,10 +449,22 @@ def follow(row: Row, case: Path) -> None:
     result = invoke(case, row.refused)
     assert result.exit_code == 2 and row.says in result.stderr, f"{row.refused}: {result.output}"
     named = [word for word in row.add.split() if word.startswith("--") and not row.instead]
-    known = ("--calib", "--calib-samples", "--seqlen", "--set", "--format", "--solver", "--samples", "--text")
+    known = (
+        "--calib",
+        "--calib-samples",
+        "--seqlen",
+        "--set",
+        "--format",
+        "--solver",
+        "--samples",
+        "--text",
+        "--eval-samples",
+    )
     assert all(word in result.stderr or word in (*known, *row.drop.split()) for word in named), result.stderr
-    # `#samples to ` stands for the number that the message has behind these words.
-    advised = re.sub(r"#(\S+)", lambda m: re.search(rf"{m[1].replace('␣', ' ')}(\d+)", result.stderr)[1], row.advised)
+    # `#samples to ` stands for the number that the message has behind these words; a second # ends them.
+    words = re.compile(r"#(\w+␣[^\s#]*)#?")
+    number = lambda m: re.search(rf"{m[1].replace('␣', ' ')}([\d.,]*\d)", result.stderr)[1].replace(",", "")  # noqa: E731
+    advised = words.sub(number, row.advised)
     run(case, advised)
 
 
@@ -517,6 +649,11 @@ CALLS: dict[str, tuple[Callable[[], object], str, Callable[[], object]]] = {
             quant.open_model(BASE).model,
             quant.token_rows(TEXTS / "calibration.txt", quant.open_model(BASE).load_tokenizer(), samples=16, seqlen=64),
         ),
+    ),
+    "names of tensors": (
+        lambda: quant.quantize(LINEARS(), "fp8", {"x": X}),
+        r"takes \(input\), .* name tensors by these arguments",
+        lambda: quant.quantize(LINEARS(), "fp8", {"input": X}),
     ),
     "no data for a solver": (
         lambda: quant.quantize(LINEARS(), "int8", solver="gptq"),

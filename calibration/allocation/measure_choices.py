@@ -581,10 +581,11 @@ class Loop:
     def limit_text(self) -> str:
         """Returns the limit as the user named it."""
         if self.goal.max_kl is not None:
-            return f"max_{'error' if isinstance(self.bench.divergence, Prediction) else 'kl'} {self.goal.max_kl:g}"
+            name = "max_error" if isinstance(self.bench.divergence, Prediction) else "max_kl"
+            return option(name, f"{self.goal.max_kl:g}")
         if self.goal.min_task is not None:
-            return f"min_task {self.goal.min_task:g}"
-        return f"max_ppl_increase {100 * (self.goal.max_ppl_increase or 0.0):g}%"
+            return option("min_task", f"{self.goal.min_task:g}")
+        return option("max_ppl_increase", f"{100 * (self.goal.max_ppl_increase or 0.0):g}%")
 
     def _ratio(self, choice: np.ndarray) -> float:
         """Returns the measured loss of a choice as a fraction of the limit."""

@@ -48,9 +48,8 @@ class Candidate:
 
     @property
     def weight_format(self) -> Format:
-        """The weight format; ValueError for the candidate that keeps 16 bit."""
-        if self.weight is None:
-            raise ValueError(f"candidate {self.name}: keeps 16 bit and has no weight format")
+        """The weight format, of a candidate that does not keep 16 bit."""
+        assert self.weight is not None, self.name
         return self.weight
 
     @property

@@ -306,10 +306,10 @@ def _id_documents(ids: Any, mask: Any | None, name: str) -> Iterator[Document]:
         yield (document if shown is None else document[torch.as_tensor(shown).bool().cpu()]), False
 
 
-def _ids(values: Any, name: str) -> torch.Tensor:
+def _ids(values: Any, name: str, dims: tuple[int, ...] = (1,)) -> torch.Tensor:
     ids = torch.as_tensor(values).cpu()
     integer = not (ids.dtype.is_floating_point or ids.dtype.is_complex or ids.dtype == torch.bool)
-    if ids.dim() != 1 or not (integer or ids.numel() == 0):
+    if ids.dim() not in dims or not (integer or ids.numel() == 0):
         raise ValueError(
             f"{name}: expected token ids, integers [tokens] or [documents, tokens]; found {ids.dtype} {list(ids.shape)}"
         )
@@ -384,20 +384,20 @@ def pack_rows(
             break
     if not count:
         raise ValueError(f"{name}: empty, it holds no text and no token")
-    rows, needed = cut_rows(torch.cat(parts)[None], seqlen, start if texts else None), samples or 1
-    if len(rows) < needed:
-        raise ValueError(
-            f"{name}: too short: {count} document(s) with {tokens} tokens give {len(rows)} rows of {seqlen}; "
-            f"{needed} row(s) need {needed * seqlen} tokens. {_fewer(len(rows), 1, tokens, needed)}"
-        )
+    rows = cut_rows(torch.cat(parts)[None], seqlen, start if texts else None)
+    _check_length(rows, samples or 1, seqlen, f"{name}: too short: {count} document(s) with {tokens}", 1, tokens)
     return rows[:samples]
 
 
-def _fewer(rows: int, documents: int, tokens: int, needed: int) -> str:
-    """Returns the ways out of a text of documents of so many tokens that gives fewer rows than needed."""
-    seqlen = tokens // -(-needed // documents)
-    ways = [f"samples to {rows}"] * (rows > 0) + [f"seqlen to {seqlen}"] * (seqlen > 1)
-    return f"Give a longer text{', or lower ' * bool(ways)}{' or '.join(ways)}"
+def _check_length(rows: torch.Tensor, needed: int, seqlen: int, named: str, documents: int, tokens: int) -> None:
+    """Raises ValueError, with the ways out, where `documents` of so many `tokens` gave fewer rows than needed."""
+    shorter = tokens // -(-needed // documents)
+    ways = [f"samples to {len(rows)}"] * (len(rows) > 0) + [f"seqlen to {shorter}"] * (shorter > 1)
+    if len(rows) < needed:
+        raise ValueError(
+            f"{named} tokens give {len(rows)} rows of {seqlen}; {needed} row(s) need {needed * seqlen} tokens. Give a "
+            f"longer text{', or lower ' * bool(ways)}{' or '.join(ways)}"
+        )
 
 
 def whole_rows(documents: Iterable[Document], samples: int | None, seqlen: int, name: str) -> torch.Tensor:
@@ -527,14 +527,8 @@ def token_rows(
     if tokenizer is not None:
         _check_vocabulary(ids, len(tokenizer), name)
     rows = cut_rows(ids, seqlen, start)
-    needed = samples or 1
-    if len(rows) < needed:
-        documents, length = ids.shape
-        tokens = " × ".join(str(n) for n in ids.shape if n != 1) or "1"
-        raise ValueError(
-            f"{name}: too short: {tokens} tokens give {len(rows)} rows of {seqlen}; "
-            f"{needed} row(s) need {needed * seqlen} tokens. {_fewer(len(rows), documents, length, needed)}"
-        )
+    tokens = " × ".join(str(n) for n in ids.shape if n != 1) or "1"
+    _check_length(rows, samples or 1, seqlen, f"{name}: too short: {tokens}", *ids.shape)
     if seed is not None:
         # A generator of its own: the global one would make rows depend on what ran before.
         order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed), device="cpu")
@@ -552,13 +546,10 @@ def _read_ids(text: Text, tokenizer: Any | None, name: str) -> tuple[torch.Tenso
     else:
         ids = _tokenize(Path(text), tokenizer)
         start = start_token(tokenizer)
-    if ids.dtype.is_floating_point or ids.dtype.is_complex or ids.dtype == torch.bool or ids.dim() not in (1, 2):
-        raise ValueError(
-            f"{name}: expected token ids, integers [tokens] or [documents, tokens]; found {ids.dtype} {list(ids.shape)}"
-        )
+    ids = _ids(ids, name, (1, 2))
     if ids.numel() == 0:
         raise ValueError(f"{name}: empty, it holds no token")
-    return ids.long().reshape(-1, ids.shape[-1]), start
+    return ids.reshape(-1, ids.shape[-1]), start
 
 
 def _read_safetensors(name: str) -> torch.Tensor:

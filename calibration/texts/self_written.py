@@ -64,8 +64,6 @@ def generate_rows(
     key-value cache is run on the whole prefix at every position. The tokenizer, or else the config, names the special
     tokens and the true size of the vocabulary.
     """
-    if seqlen < 1 or samples < 1:
-        raise ValueError(f"samples={samples} and seqlen={seqlen} must be at least 1")
     config: Any = getattr(model, "config", None)
     if getattr(config, "is_encoder_decoder", False):
         raise ValueError(f"{_no_text(model)}: it is an encoder with a decoder")

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from quant.base.errors import known_names
+from quant.base.errors import UserError, known_names, option
 from quant.formats.format import E2M1, E4M3, FORMATS, Format, is_16bit
 from quant.formats.rounding import decode, encode, pack, round_to
 from quant.formats.scaling import finite_or_nan, global_scale_of, max_rule, scale_of
@@ -184,7 +184,7 @@ def kv_format(name: str | None) -> Format | None:
     if is_16bit(name):
         return None
     if name not in KV_FORMATS:
-        raise ValueError(f"no KV cache in {name!r}; {known_names(name, [*KV_FORMATS, '16bit'])}")
+        raise UserError(f"{option('kv_cache', name)}: unknown; {known_names(name, [*KV_FORMATS, '16bit'])}")
     return FORMATS[str(name)]
 
 
@@ -192,7 +192,7 @@ def kv_formats(name: str | None, layers: int) -> list[Format | None]:
     """Returns the cache format of each layer of a model: of all by one name, or of each by as many with commas."""
     names = [None] if name is None else name.split(",")
     if len(names) not in (1, layers):
-        raise ValueError(f"{len(names)} formats for the KV cache of {layers} layers; give one, or one a layer")
+        raise UserError(f"{option('kv_cache', name)}: {len(names)} formats for {layers} layers; give one for each")
     return [kv_format(each) for each in names] * (layers // len(names))
 
 

@@ -87,7 +87,7 @@ def option(name: str, value: object = None) -> str:
     if name == "input" and text.count(":") == 2:
         key, _, dims = text.partition(":")
         return f'{parameter}={{"{key}": "{dims}"}}'
-    is_literal = re.fullmatch(r"(True|nan|inf|-?[\d.]+|['\"].*)?", text)
+    is_literal = re.fullmatch(r"(True|nan|inf|-?[\d.]+(e-?\d+)?|['\"].*)?", text)
     return f"{parameter}={text}" if is_literal else f'{parameter}="{text}"'
 
 

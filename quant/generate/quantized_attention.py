@@ -52,8 +52,6 @@ IMPLEMENTATIONS = (FP8, SIXTEEN_BIT)
 """Names under which transformers finds our attention."""
 ATTENTIONS = ("fp8", "16bit")
 """Values of --attention."""
-KV_CACHES = ("fp8", "nvfp4", "16bit")
-"""Values of --kv-cache where a model runs."""
 
 KVScales = tuple[torch.Tensor, torch.Tensor]
 
@@ -104,7 +102,7 @@ def quantized_attention(
     Args:
         model: a model of transformers.
         attention: one of `ATTENTIONS`; None is "16bit".
-        kv_cache: one of `KV_CACHES`, or one for each layer with commas between them; None is "16bit".
+        kv_cache: "fp8", "nvfp4" or "16bit", or one for each layer with commas between them; None is "16bit".
 
     Raises:
         UserError: an unknown name, or a model whose attention cannot be replaced.
@@ -113,12 +111,7 @@ def quantized_attention(
     config = text_config(getattr(model, "config", None))
     if attention not in ATTENTIONS:
         raise UserError(f"{option('attention', attention)}: unknown; {known_names(attention, ATTENTIONS)}")
-    try:
-        formats = kv_formats(kv_cache, getattr(config, "num_hidden_layers", 1))
-    except ValueError as error:
-        # Of a list, the name or the number of layers that is wrong.
-        why = str(error) if kv_cache and "," in kv_cache else f"unknown; {known_names(kv_cache, KV_CACHES)}"
-        raise UserError(f"{option('kv_cache', kv_cache)}: {why}") from None
+    formats = kv_formats(kv_cache, getattr(config, "num_hidden_layers", 1))
     if attention == "16bit" and not any(formats):
         yield
         return

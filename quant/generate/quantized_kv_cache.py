@@ -19,11 +19,11 @@ import torch
 from torch import nn
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer
 
-from quant.base.errors import UserError, known_names, option
+from quant.base.errors import UserError, option
 from quant.calibration.attention_names import text_config
 from quant.formats.format import Format
 from quant.generate.key_rotation import Turn, turning
-from quant.generate.quantized_attention import FP8, IMPLEMENTATIONS, KV_CACHES, scales_of, turns
+from quant.generate.quantized_attention import FP8, IMPLEMENTATIONS, scales_of, turns
 from quant.kernels.attention.kv_pages import KVPages, kv_formats
 from quant.kernels.attention.paged_attention import PagedKVCache
 
@@ -217,13 +217,9 @@ class QuantizedKVCache(Cache):  # type: ignore[misc]
 
     def __init__(self, model: nn.Module, kv_cache: str, *, page_size: int = 64) -> None:
         config = text_config(model.config)
-        try:
-            formats = kv_formats(kv_cache, config.num_hidden_layers)
-        except ValueError:
-            formats = []
+        formats = kv_formats(kv_cache, config.num_hidden_layers)
         if not any(formats):
-            names = [name for name in KV_CACHES if name != "16bit"]
-            raise UserError(f"{option('kv_cache', kv_cache)}: no quantized cache; {known_names(kv_cache, names)}")
+            raise UserError(f"{option('kv_cache', kv_cache)}: no quantized cache; take fp8 or nvfp4")
         modules = _attention_modules(model)
         super().__init__(
             layers=[

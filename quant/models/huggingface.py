@@ -62,7 +62,7 @@ def refuse_directory(path: Path) -> UserError:
     if (path / "model_index.json").is_file():
         return UserError(
             f"{path}: a pipeline of diffusers (model_index.json): `quantize {path} --format nvfp4 --out DIR` "
-            "quantizes it, and quant.quantize a module of it in memory, such as pipeline.transformer"
+            "quantizes one for quant.load_pipeline, and quant.quantize a module of it, such as pipeline.transformer"
         )
     files = sorted(file for file in path.iterdir() if file.suffix in SUFFIXES and not _OF_TRAINERS.match(file.name))
     configs = (file for file in path.glob("*/config.json") if file.is_file())
@@ -280,14 +280,20 @@ def _refuse_guessed_class(cls: Any, config: Any, path: Path, unexpected: list[st
 _OF_TOKENIZER = re.compile(r"token|vocab|merges|tekken|spiece|\.model$")
 
 
-def load_tokenizer(path: Path, gguf_file: str | None = None) -> Any:
-    """Returns the tokenizer in a directory, or in a GGUF file in it; UserError if there is none that can be read."""
+def load_tokenizer(path: Path, gguf_file: str | None = None, reads: str = "input_ids") -> Any:
+    """Returns the tokenizer in a directory, or in a GGUF file in it; UserError if there is none that can be read.
+
+    `reads` is the main input of the model.
+    """
     transformers = require("transformers", "hf")
     options = {"gguf_file": gguf_file} if gguf_file else {}
     check_links(path)
     if (path / "tokenizer_config.json").is_file():
         check_numbers(path / "tokenizer_config.json")
     remedy = "put the model's tokenizer.json and tokenizer_config.json there"
+    if reads != "input_ids":
+        remedy = f"the model reads {reads}: give images or sounds, or a .safetensors of its inputs by name"
+    remedy = "convert the file again, with its vocabulary" if gguf_file else remedy
     # Of GPT-2 and others transformers makes an empty tokenizer where there is no file of one.
     if gguf_file is None and not any(_OF_TOKENIZER.search(file.name) for file in path.iterdir()):
         raise UserError(f"{path}: no usable tokenizer (no file of one); {remedy}")
@@ -295,7 +301,6 @@ def load_tokenizer(path: Path, gguf_file: str | None = None) -> Any:
         try:
             tokenizer = transformers.AutoTokenizer.from_pretrained(path, **local_options(), **options)
         except Exception as error:  # the tokenizers library raises nothing more specific
-            remedy = "convert the file again, with its vocabulary" if gguf_file else remedy
             raise UserError(f"{path / (gguf_file or '')}: no usable tokenizer ({one_line(error)}); {remedy}") from error
     # How it was read is not a property of the tokenizer, which may be saved again.
     for key in ("local_files_only", "trust_remote_code", "is_local"):

@@ -117,7 +117,8 @@ class Source:
             self._tokenizer = gguf.load_tokenizer(self.path)
         elif self.path is not None and self.kind in (SourceKind.HUGGINGFACE, SourceKind.MODULE):
             with huggingface.remote_code(self.trusts_code):
-                self._tokenizer = huggingface.load_tokenizer(self.path)
+                reads = getattr(self.model, "main_input_name", "input_ids")
+                self._tokenizer = huggingface.load_tokenizer(self.path, reads=reads)
         else:
             raise UserError(
                 f"{self.path or self.name}: no tokenizer comes with it; pass token ids, or open the Hugging Face "

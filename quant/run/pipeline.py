@@ -303,7 +303,8 @@ def _record(pipe: Any, names: Sequence[str], make: Callable[[], Any]) -> dict[st
         make()
         return {}
     inner: dict[str, Inputs] = {}
-    first = recorded(getattr(pipe, names[0]), lambda _: inner.update(_record(pipe, names[1:], make)))
+    loop = f"leave {names[0]} out of --components: denoising"
+    first = recorded(getattr(pipe, names[0]), lambda _: inner.update(_record(pipe, names[1:], make)), loop)
     return {names[0]: first.to("cpu"), **inner}
 
 

@@ -370,8 +370,8 @@ class Request:
             return
         if self.plan_out is not None:
             raise UserError(
-                f"{self.model}: a pipeline has a plan for each component: `quantize {self.model}` with --dry-run shows "
-                "them, and with --bits 6 or --max-error 0.05 chooses their formats"
+                f"{self.model}: a pipeline has a plan for each component: `quantize {self.model} --format nvfp4 "
+                "--dry-run` shows them, and with --out, --bits 6 or --max-error 0.05 chooses their formats"
             )
         if given := self._given("eval_texts", "kv_cache", "lm_head", "plan_file", "model_factory"):
             raise UserError(f"{given[0]}: means nothing to a pipeline of diffusers; leave it out")
@@ -456,7 +456,7 @@ class Request:
         model, texts = find_model(str(self.model)), (*sources_of(self.calib), *self.eval_texts, self.recipe_file)
         check_apart(out, model, *texts, self.budget.sensitivity)
         if self.budget.sensitivity is not None:
-            check_apart(self.budget.sensitivity, model, *texts)
+            check_apart(self.budget.sensitivity, model, *texts, named="sensitivity")
         if self.plan_out is not None or self.is_gguf:
             check_parents(out)
             if out.exists() and not self.overwrite:

@@ -192,7 +192,6 @@ def test_a_model_without_attention_is_refused(rows: torch.Tensor) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"kv_format": None, "attention_format": None}, "neither kv_format nor attention_format"),
         ({"kv_format": FORMATS["mxfp8"], "attention_format": None}, "mxfp8 finds its scales at run time"),
         ({"kv_format": FP8, "attention_format": None, "granularity": "row"}, "unknown granularity 'row'"),
     ],

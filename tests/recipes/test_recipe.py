@@ -303,7 +303,7 @@ def test_names_of_candidates_are_recipes(base, name: str, weight: str, activatio
     [
         ("nvfp4+lowrank:32", "give the format nvfp4, and the solver lowrank:32"),
         ("keep", "'keep' leaves all layers in 16 bit; it is for single layers"),
-        ("fp8_token", "write WEIGHT@INPUT, such as fp8_token@16bit"),
+        ("fp8_token", "write WEIGHT@INPUT, such as fp8_channel@fp8_token"),
         ("nvfp4_four_over_six", "WEIGHT@INPUT, such as nvfp4@nvfp4_four_over_six"),
         ("nvfp4a16a16", "unknown format 'nvfp4a16a16'; .*did you mean nvfp4a16"),
         ("nvfp4@", "unknown format ''"),

@@ -124,7 +124,7 @@ def check_parents(path: Path) -> None:
         raise OSError(f"{path}: {parent} cannot be written to ({error.strerror}); choose another directory") from None
 
 
-def check_apart(out: Path, *sources: str | Path | None) -> None:
+def check_apart(out: Path, *sources: str | Path | None, named: str = "out") -> None:
     """Raises FileExistsError where writing `out` would replace, or add to, a path that is read, links resolved."""
     whole = out.resolve()
     for source in (Path(source).expanduser() for source in sources if source is not None and os.path.exists(source)):
@@ -134,10 +134,10 @@ def check_apart(out: Path, *sources: str | Path | None) -> None:
         for read in (target, *links):
             if whole == read or whole in read.parents:
                 raise FileExistsError(
-                    f"{option('out', out)} is or holds {source}, which it would replace; name another place"
+                    f"{option(named, out)} is or holds {source}, which it would replace; name another place"
                 )
         if target in whole.parents:
-            raise FileExistsError(f"{option('out', out)} lies in {source}, which is only read; name a place outside it")
+            raise FileExistsError(f"{option(named, out)} lies in {source}, which is only read; name a place outside it")
 
 
 def _check_files(path: Path, overwrite: bool) -> None:

@@ -480,7 +480,7 @@ def test_an_encoder_is_measured_on_its_embeddings() -> None:
             r'^fit="100 kB": the smallest feasible value is 3,\d+,\d+ bytes .*, of which 3.15 MB are the KV',
         ),
         (Goal(latency=1e-9, target=("h100",)), r'^latency="1e-06ms": the smallest feasible value is .* ms'),
-        (Goal(max_kl=1e-9, bits=5.0), r"max_kl 1e-09: even the least lossy choice within the budgets measures"),
+        (Goal(max_kl=1e-9, bits=5.0), r"max_kl=1e-09: even the least lossy choice within the budgets measures"),
     ],
 )
 def test_infeasible_says_what_is_feasible(goal: Goal, message: str) -> None:

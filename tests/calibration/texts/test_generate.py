@@ -160,5 +160,3 @@ def test_models_that_cannot_write() -> None:
     for model, message in cases:
         with pytest.raises(ValueError, match=message):
             generate_rows(model, samples=1, seqlen=4)
-    with pytest.raises(ValueError, match="must be at least 1"):
-        generate_rows(Chain(8), samples=0, seqlen=4)

@@ -234,7 +234,7 @@ def test_slots_are_written_as_by_the_oracle(name: str | None, count: int) -> Non
         ),
         (lambda: PagedKVCache(0, 2, 64), "0 layers"),
         (lambda: PagedKVCache(1, 2, 64, dtype=torch.float32), "torch.float32; a cache that is not quantized"),
-        (lambda: kv_format("int3"), "no KV cache in 'int3'; known"),
+        (lambda: kv_format("int3"), 'kv_cache="int3": unknown; known'),
         (
             lambda: PagedKVCache(
                 1, 2, 64, format=FORMATS["nvfp4"], k_scale=torch.ones(1, 2), v_scale=torch.zeros(1, 2)

@@ -322,7 +322,7 @@ def test_the_model_is_as_before_afterwards(model: nn.Module) -> None:
 def test_mistakes(model: nn.Module) -> None:
     for options, message in (
         ({"attention": "int8"}, 'attention="int8": unknown; known: fp8, 16bit'),
-        ({"kv_cache": "mxfp4"}, 'kv_cache="mxfp4": unknown; known: fp8, nvfp4, 16bit'),
+        ({"kv_cache": "mxfp4"}, 'kv_cache="mxfp4": unknown; known: fp8, fp8_token, nvfp4, 16bit'),
     ):
         with pytest.raises(UserError, match=message), quantized_attention(model, **options):
             pass
@@ -331,7 +331,7 @@ def test_mistakes(model: nn.Module) -> None:
         quantized_attention(nn.Linear(1, 1), attention="fp8"),
     ):
         pass
-    with pytest.raises(UserError, match='kv_cache="16bit": no quantized cache; known: fp8, nvfp4'):
+    with pytest.raises(UserError, match='kv_cache="16bit": no quantized cache; take fp8 or nvfp4'):
         QuantizedKVCache(model, "16bit")
 
 

@@ -126,7 +126,7 @@ def test_decoding_over_a_mixed_cache_is_the_forward_pass() -> None:
     ]  # fmt: skip
     assert held.get_seq_length() == 25 and held.nbytes > 0
     for wrong, message in (
-        ({"kv_cache": "fp8,fp8"}, "2 formats for the KV cache of 4 layers"),
+        ({"kv_cache": "fp8,fp8"}, "2 formats for 4 layers; give one for each"),
         ({"kv_cache": names, "attention": "fp8"}, "formats by layer are for attention in 16 bit"),
     ):
         with pytest.raises(UserError, match=message), quantized_attention(model, **wrong):

@@ -320,7 +320,7 @@ def test_bad_input_is_one_line_with_the_way_out(pipeline: Callable[[str], Path],
         (
             source,
             (*calib, "--bits", "6", "--max-error", "1e-6"),
-            "max_error 1e-06: even the least lossy choice within the budgets measures",
+            "--max-error 1e-06: even the least lossy choice within the budgets measures",
         ),
         (source, ("--calib", unknown), "gives num_frames, which StableDiffusion3Pipeline does not take"),
         (source, ("--calib", broken), "is no JSON object"),
