@@ -312,12 +312,6 @@ COMMANDS = [
     ),
     Row(MAKE + "--latency 1ms", "needs the GPU or a table", add="--target h100"),
     Row(
-        MAKE + "--bits 5 --format nvfp4",
-        "name those that it may use with --formats",
-        drop="--format nvfp4",
-        add="--formats nvfp4",
-    ),
-    Row(
         MAKE + "--bits 6 --solver residual", "such as residual:32", drop="--solver residual", add="--solver residual:32"
     ),
     Row(MAKE + "--bits 5 --kv-bits auto", "such as --kv-bits 6", drop="--kv-bits auto", add="--kv-bits 6"),
