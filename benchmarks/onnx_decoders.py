@@ -3,7 +3,7 @@
     python benchmarks/onnx_decoders.py [--model smollm2-135m] [--formats INT4,FP8] [--threads 2] [--keep FOLDER]
 
 Each format is rounded to nearest, saved, and exported for onnxruntime; "FP32" is the model as it is, through the same
-export, and names with "head" have the output head in INT8 too (`--lm-head int8`). All sessions are opened, then they
+export, and names with "head" have the output head in INT8 too (`--lm-head int8`, the default of INT4). All sessions are opened, then they
 take turns: each reads a prompt of 256 tokens into an empty cache, and writes 32 tokens after it, one at a time; medians
 over the rounds are printed. `quant.load` is the model of the INT4 checkpoint in FP32 under transformers, with its own
 cache, in the same turns. Files in `--keep` are used again.
@@ -46,8 +46,9 @@ PROMPT, NEW = 256, 32  # tokens
 
 def exported(name: str, model_name: str, folder: Path, capacity: int) -> tuple[Path, Path | None]:
     """Returns the ONNX file and, of a quantized model, its checkpoint; they are made if they are not there."""
-    path, checkpoint = folder / name / f"{capacity}.onnx", folder / name / "checkpoint"
+    checkpoint = folder / name / "checkpoint"
     if name == "FP32":
+        path = folder / name / f"{capacity}.onnx"
         if not path.exists():
             path.parent.mkdir(parents=True, exist_ok=True)
             model = open_model(model_name).model
@@ -59,14 +60,12 @@ def exported(name: str, model_name: str, folder: Path, capacity: int) -> tuple[P
         assert source.model is not None
         text = Path(__file__).parent / "data" / "calibration.txt"
         rows = calibration_rows(str(text), source.load_tokenizer(), samples=4, seqlen=256, seed=0)
-        head = "int8" if name.endswith("head") else None
-        done = quant.quantize(source.model, FORMATS[name], rows, solver="rtn", lm_head=head)
+        done = quant.quantize(source.model, FORMATS[name], rows, solver="rtn")
         quant.save(done.model, done.plan, checkpoint)
-    if not path.exists():
-        model = load(checkpoint)
-        cast_unquantized(model, "float32")
-        write_onnx(model, path, capacity=capacity, runtime="onnxruntime")
-    return path, checkpoint
+    out, head = folder / name / str(capacity), "int8" if name.endswith("head") else "16bit"
+    if not out.exists():
+        quant.export_model(checkpoint, "onnx", out, capacity=capacity, dtype="fp32", lm_head=head)
+    return out / "model.onnx", checkpoint
 
 
 class Loaded:

@@ -35,13 +35,14 @@ its compiled code.
 """
 
 import contextlib
+import functools
 import gc
 import platform
 import re
 import sys
 import warnings
 import zipfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -381,29 +382,16 @@ _SCATTER = "quant::onnx_scatter"
 _SIBLINGS = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
 
 
-class _Product:
-    """A product that siblings share: the first of them to read an input computes it for all."""
-
-    def __init__(self, whole: nn.Module, rows: list[int]) -> None:
-        self.whole, self.rows, self.last = whole, rows, None
-        self.parts: Sequence[torch.Tensor] = ()
-
-    def part(self, x: Any, index: int) -> torch.Tensor:
-        if x is not self.last:
-            self.last, self.parts = x, self.whole(x).split(self.rows, -1)
-        return self.parts[index]
-
-
 class _Part(nn.Module):
-    """A sibling; the first one has the matrix."""
+    """One of the siblings that share a product; the first one has the matrix."""
 
-    def __init__(self, product: _Product, index: int) -> None:
+    def __init__(self, whole: nn.Module | None, product: Callable[..., Any], index: int) -> None:
         super().__init__()
-        self.whole = None if index else product.whole
-        self.product, self.index = product, index
+        self.whole, self.product, self.index = whole, product, index
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.product.part(x, self.index)
+        part: torch.Tensor = self.product(x)[self.index]
+        return part
 
 
 @contextlib.contextmanager
@@ -420,10 +408,12 @@ def siblings_merged(model: nn.Module) -> Iterator[None]:
             whole = None if None in members else merge_rows(members, dtype)  # type: ignore[arg-type]
             if whole is None:
                 continue
-            product = _Product(whole, [member.out_features for member in members])  # type: ignore[union-attr]
+            rows = [member.out_features for member in members]  # type: ignore[union-attr]
+            # The first sibling to read an input computes it for all.
+            product = functools.lru_cache(1)(lambda x, whole=whole, rows=rows: whole(x).split(rows, -1))
             for index, (name, member) in enumerate(zip(names, members, strict=True)):
                 replaced.append((parent, name, member))
-                setattr(parent, name, _Part(product, index))
+                setattr(parent, name, _Part(None if index else whole, product, index))
     try:
         yield
     finally:
