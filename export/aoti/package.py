@@ -58,6 +58,7 @@ from quant.base.processor import memory_left
 from quant.calibration.attention_scales import AttentionScales
 from quant.calibration.session import free_memory
 from quant.export.aoti.op_bodies import BODIES, EXPORTED_ATTENTION, INNER_BODIES, analysed_once, launches
+from quant.export.onnx.attention_nodes import scatter
 from quant.export.onnx.decoder_graph import attending
 from quant.export.onnx.engine_session import check_memory, check_step
 from quant.export.onnx.serving import (
@@ -491,16 +492,7 @@ def _attention(
     return out
 
 
-def _scatter(cache: torch.Tensor, x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """Returns the cache `[batch, kv_heads, capacity, dim]` with `x` in each row from position `index` `[batch]` on."""
-    rows = torch.arange(cache.shape[0], device=cache.device)[:, None]
-    positions = index[:, None] + torch.arange(x.shape[2], device=cache.device)
-    # Indices with a slice between them come first in the result: [batch, sequence, kv_heads, dim].
-    written: torch.Tensor = torch.ops.aten.index_put(cache, [rows, None, positions], x.transpose(1, 2))
-    return written
-
-
-DECODER_BODIES: dict[str, Callable[..., torch.Tensor]] = {**BODIES, EXPORTED_ATTENTION: _attention, _SCATTER: _scatter}
+DECODER_BODIES: dict[str, Callable[..., torch.Tensor]] = {**BODIES, EXPORTED_ATTENTION: _attention, _SCATTER: scatter}
 """The bodies of quantized layers, of attention over a cache, and of writing into it, by the names of their ops."""
 
 

@@ -161,12 +161,13 @@ def _spelled_attention(q: Any, k: Any, v: Any, mask: Any, scale: float, causal: 
     return op.Reshape(out, op.Constant(value_ints=[0, heads, -1, v_dim]))
 
 
-def _scatter_body(cache: torch.Tensor, x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+def scatter(cache: torch.Tensor, x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     """Returns the cache `[batch, kv_heads, capacity, dim]` with `x` in each row from position `index` `[batch]` on."""
-    out = cache.clone()
-    for row in range(len(cache)):
-        out[row, :, index[row] : index[row] + x.shape[2]] = x[row]
-    return out
+    rows = torch.arange(cache.shape[0], device=cache.device)[:, None]
+    positions = index[:, None] + torch.arange(x.shape[2], device=cache.device)
+    # Indices with a slice between them come first in the result: [batch, sequence, kv_heads, dim].
+    written: torch.Tensor = torch.ops.aten.index_put(cache, [rows, None, positions], x.transpose(1, 2))
+    return written
 
 
 def _cache_translation(format: str) -> Callable[..., Any]:
@@ -307,7 +308,7 @@ _define(
 _define(
     "onnx_scatter",
     "(Tensor cache, Tensor x, Tensor index) -> Tensor",
-    _scatter_body,
+    scatter,
     lambda cache, x, index: torch.empty_like(cache),
 )
 torch.library.define(
