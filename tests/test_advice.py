@@ -12,7 +12,9 @@ import itertools
 import json
 import re
 import shutil
+import tempfile
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +29,7 @@ from torch import nn
 
 import quant
 from quant.cli.main import main
+from quant.training.distillation_loss import cache_teacher
 
 transformers = pytest.importorskip("transformers", reason="the extra hf")
 tokenizers = pytest.importorskip("tokenizers", reason="comes with transformers")
@@ -94,6 +97,8 @@ def case(tmp_path_factory: pytest.TempPathFactory) -> Path:
     save_file({"input_ids": IDS, "decoder_input_ids": IDS[:, :8].clone()}, case / "t5.safetensors")
     (case / "columns.jsonl").write_text('{"said": "a b c", "heard": "d e"}\n' * 64)
     save_file({"a": IDS, "b": IDS.clone()}, case / "two.safetensors")
+    # No width is one of whole blocks of 32.
+    tiny_models.llama(hidden_size=48, intermediate_size=96, num_hidden_layers=1).save_pretrained(case / "narrow")
     return case
 
 
@@ -431,6 +436,37 @@ COMMANDS = [
     Row(EXPORT + "--to modelop", "'compressed-tensors'", drop="--to modelop", add="--to compressed-tensors"),
     Row(EXPORT + "--to compressed-tensors --genai", "has no use for --genai", drop="--genai"),
     Row("export {stored} --to compressed-tensors --out {case}/taken", "pass --overwrite", add="--overwrite"),
+    # training, checkpoints and GGUF
+    Row(
+        "distill {stored} --teacher {model} --steps 1 --batch-size 2 --seqlen 16 --samples 2 --data {text} --out {out} "
+        "--train norms --scales learned",
+        "--scales learned: norms are trained with frozen scales; leave it out",
+        drop="--scales learned",
+    ),
+    Row("check {stored} --source {state}", "leave out --source", drop="--source {state}"),
+    Row(
+        "quantize {model} --format fp8_channel --out {case}/one",
+        "so it is not ours to delete",
+        drop="--out {case}/one",
+        add="--out {out}",
+    ),
+    Row(
+        "quantize {case}/bare --format fp8_channel --effort 0 --out {out}.gguf",
+        "one of --format nvfp4a16, mxfp4a16, int4a16_g32 and q4_k_m",
+        drop="--format fp8_channel",
+        add="--format q4_k_m",
+    ),
+    Row(
+        "quantize {model} --format q8_0 --effort 0 --out {out}.gguf",
+        "like this WordLevel one (TokenizersBackend); a copy of the model without the tokenizer's files",
+        instead="quantize {case}/bare --format q8_0 --effort 0 --out {out}.gguf",
+    ),
+    Row(
+        "quantize {case}/narrow --format int8 --effort 0 --out {out}.gguf",
+        "or quantize with --format q8_0",
+        drop="--format int8",
+        add="--format q8_0",
+    ),
 ]
 
 
@@ -673,6 +709,187 @@ CALLS: dict[str, tuple[Callable[[], object], str, Callable[[], object]]] = {
         lambda: quant.distill(model := tokens(), model, {"input_ids": IDS}),
         "pass a copy of the original",
         lambda: quant.distill(model := tokens(), copy.deepcopy(model), {"input_ids": IDS}),
+    ),
+}
+
+
+def in_low_precision(model: nn.Module, recipe: Any = "fp8_rowwise", **options: Any) -> Any:
+    """The report of a model that trains in low precision, on any machine."""
+    return quant.to_low_precision_training(model.train(), recipe, backend="emulated", **options)
+
+
+def step(model: Any, x: torch.Tensor = X) -> nn.Module:
+    """The model, trained by one step."""
+    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+    out = model.train()(x)
+    getattr(out, "logits", out).sum().backward()
+    optimizer.step()
+    return model  # type: ignore[no-any-return]
+
+
+def converted(recipe: str, trained: bool = True) -> nn.Module:
+    in_low_precision(model := LINEARS(), recipe)
+    return step(model) if trained else model
+
+
+def diverged(on_nonfinite: str) -> None:
+    in_low_precision(model := LINEARS(), on_nonfinite=on_nonfinite)
+    with pytest.warns(UserWarning, match="this step is skipped") if on_nonfinite == "skip" else nullcontext():
+        step(model, X * torch.inf)
+
+
+def continued(recipe: str, **options: Any) -> None:
+    """A model that goes on with the histories of one that trained by `fp8_delayed`."""
+    earlier = in_low_precision(model := LINEARS(), "fp8_delayed")
+    step(model)
+    in_low_precision(LINEARS(), recipe, **options).load_state_dict(earlier.state_dict())
+
+
+def student() -> Any:
+    model = tokens()
+    quant.prepare_qat(model, "fp8_channel")
+    return model
+
+
+def with_dropout(trained: float) -> Any:
+    """What `from_pretrained(DIR, attention_dropout=0)` gives, or its modules drop as the config says."""
+    return tiny_models.llama(num_hidden_layers=1, attention_dropout=trained)
+
+
+PLACES = tempfile.TemporaryDirectory(prefix="advice-")
+
+
+def place() -> Path:
+    return Path(PLACES.name) / str(next(_NUMBERS))
+
+
+def cached(temperature: float = 1.0) -> Path:
+    cache_teacher(tokens(), IDS, file := place(), k=8, temperature=temperature)
+    return file
+
+
+def saved(model: Any, plan: Any = None, **options: Any) -> None:
+    quant.save(model, plan, place(), **options)
+
+
+def quantized(**options: Any) -> Any:
+    return quant.quantize(tokens(), "fp8_channel", **options)
+
+
+# Of training, distillation, checkpoints and caches.
+CALLS |= {
+    "a plan with include": (
+        lambda: quant.prepare_qat(LINEARS(), quant.make_plan(LINEARS(), "fp8_channel"), exclude=["0"]),
+        r"give solver, include and exclude to quant\.make_plan instead",
+        lambda: quant.prepare_qat(LINEARS(), quant.make_plan(LINEARS(), "fp8_channel", exclude=["0"])),
+    ),
+    "a frozen weight": (
+        lambda: quant.prepare_qat(LINEARS().requires_grad_(False), "fp8_channel"),
+        r"freeze layers after prepare_qat, from model\.requires_grad_\(True\)",
+        lambda: quant.prepare_qat(LINEARS().requires_grad_(False).requires_grad_(True), "fp8_channel"),
+    ),
+    "scales that a solver chose": (
+        lambda: quant.prepare_qat((q := quant.quantize(LINEARS(), "nvfp4", X)).model, q.plan, scales="recomputed"),
+        "use scales='frozen' or 'learned'",
+        lambda: [
+            quant.prepare_qat((q := quant.quantize(LINEARS(), "nvfp4", X)).model, q.plan, scales=scales)
+            for scales in ("frozen", "learned")
+        ],
+    ),
+    "converted twice": (
+        lambda: in_low_precision(converted("fp8_rowwise")),
+        r"call undo\(\) of what to_low_precision_training returned first",
+        lambda: (in_low_precision(model := LINEARS()).undo(), in_low_precision(model, "mxfp8")),
+    ),
+    "no report": (
+        lambda: quant.training_report(LINEARS()),
+        r"quant\.to_low_precision_training\(model, recipe\) returns the report",
+        lambda: quant.training_report(converted("fp8_rowwise")),
+    ),
+    "widths of a training recipe": (
+        lambda: in_low_precision(nn.Sequential(nn.Linear(64, 48)), "fp8_block"),
+        "its inputs of 128; fp8_rowwise takes multiples of 16",
+        lambda: in_low_precision(nn.Sequential(nn.Linear(64, 48)), "fp8_rowwise"),
+    ),
+    "a static scale without a step": (
+        lambda: quant.pack(converted("fp8_tensorwise", trained=False)),
+        "run a few steps in training mode first",
+        lambda: quant.pack(converted("fp8_tensorwise")),
+    ),
+    "infinite inputs": (
+        lambda: diverged("stop"),
+        r"changed by this step of SGD: leave such steps out with on_nonfinite=\"skip\"",
+        lambda: diverged("skip"),
+    ),
+    "histories of another recipe": (
+        lambda: continued("fp8_rowwise"),
+        r'convert it with quant\.to_low_precision_training\(model, "fp8_delayed"\)',
+        lambda: continued("fp8_delayed"),
+    ),
+    "histories of other layers": (
+        lambda: continued("fp8_delayed", exclude=["0"]),
+        "convert the model as it was when they were saved",
+        lambda: continued("fp8_delayed"),
+    ),
+    "attention dropout": (
+        lambda: in_low_precision(with_dropout(0.1), attention="fp8"),
+        "load the model with attention_dropout=0, which its modules read",
+        lambda: (in_low_precision(model := with_dropout(0.0), attention="fp8"), step(model, IDS)),
+    ),
+    "attention dropout, left to 16 bit": (
+        lambda: in_low_precision(with_dropout(0.1), attention="fp8"),
+        'leave out attention="fp8"',
+        lambda: (in_low_precision(model := with_dropout(0.1)), step(model, IDS)),
+    ),
+    "a cached teacher with hidden states": (
+        lambda: quant.distill(student(), cached(), IDS, hidden=0.5),
+        "pass the model, or hidden=0",
+        lambda: (quant.distill(student(), tokens(), IDS, hidden=0.5), quant.distill(student(), cached(), IDS)),
+    ),
+    "another temperature": (
+        lambda: quant.distill(student(), cached(), IDS, temperature=2.0),
+        "train at that, or cache again",
+        lambda: quant.distill(student(), cached(temperature=2.0), IDS, temperature=2.0),
+    ),
+    "a file that is no teacher": (
+        lambda: quant.distill(student(), BASE / "model.safetensors", IDS),
+        r"it holds none; write one with quant\.training\.distillation_loss\.cache_teacher",
+        lambda: quant.distill(student(), cached(), IDS),
+    ),
+    "ids of one row": (
+        lambda: quant.distill(student(), tokens(), IDS[0]),
+        r"such as ids\[None\]",
+        lambda: quant.distill(student(), tokens(), IDS[0][None]),
+    ),
+    "a model without a plan": (
+        lambda: saved(tokens()),
+        r"pass the \.plan of what quant\.quantize gave",
+        lambda: saved((result := quantized()).model, plan=result.plan),
+    ),
+    "a model in training": (
+        lambda: saved(student()),
+        r"one in training is packed first, by quant\.pack",
+        lambda: (quant.pack(model := student()), saved(model)),
+    ),
+    "a plan of another call": (
+        lambda: saved(tokens(), plan=quant.make_plan(tokens(), "fp8_channel")),
+        "give the model and the plan that one call of quantize returned",
+        lambda: saved((result := quantized()).model, plan=result.plan),
+    ),
+    "a tokenizer of another kind": (
+        lambda: saved(quantized().model, tokenizer="tokenizer.json"),
+        "leave it out",
+        lambda: saved(quantized().model),
+    ),
+    "a variant": (
+        lambda: quantized().model.save_pretrained(place(), variant="fp16"),
+        "has one form on disk; leave it out",
+        lambda: quantized().model.save_pretrained(place()),
+    ),
+    "a size of shards": (
+        lambda: quantized().model.save_pretrained(place(), max_shard_size="2 gigs"),
+        "or one such as '2GB'",
+        lambda: quantized().model.save_pretrained(place(), max_shard_size="2GB"),
     ),
 }
 

@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
+from samples import BASE
 from torch import nn
 
 pytest.importorskip("transformers", reason="pip install 'blockscale[hf]'")
@@ -15,9 +17,12 @@ import tiny_models
 from quant.base.errors import UserError
 from quant.export.checkpoint.load import load
 from quant.export.checkpoint.runtime_check import (
+    TEXTS,
+    TOKENS,
     Notes,
     _compare,
     _layer,
+    _rows,
     check_runtime,
     continue_greedily,
     kernel_name,
@@ -194,6 +199,22 @@ def test_each_layer_of_vllm_is_noted_at_its_first_call() -> None:
         {"name": "block.qkv_proj", "members": [f"block.{m}" for m in MERGED["qkv_proj"]], "kernel": "MarlinNvFp4"},
     ]
     assert torch.equal(notes.tensors["x.0"], x[:8]) and torch.equal(notes.tensors["y.0"], y[:8])
+
+
+def test_layers_that_share_an_input_in_fp32_are_saved(tmp_path: Path) -> None:
+    """Q, k and v read one tensor, and safetensors refuses two names of one memory."""
+    notes, x = Notes(), torch.randn(20, 4)
+    notes.is_open = True
+    for name in ("q_proj", "k_proj"):
+        notes.add(name, [name], "Linear", x, x[:, :2])
+    notes.save(tmp_path)
+    read = load_file(tmp_path / "probe.safetensors")
+    assert torch.equal(read["x.0"], x[:8]) and torch.equal(read["x.1"], x[:8]) and torch.equal(read["y.1"], x[:8, :2])
+
+
+def test_rows_of_a_tokenizer_of_few_tokens_are_of_one_length() -> None:
+    rows = _rows(BASE, {})
+    assert rows.shape[0] == TEXTS and 1 < rows.shape[1] < TOKENS
 
 
 def test_a_layer_that_broke_a_limit_of_ours_is_marlins() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 import tiny_models
 import torch
+from samples import BASE
 
 gguf = pytest.importorskip("gguf", reason="comes with the extra [dev]")
 transformers = pytest.importorskip("transformers", reason="the extra hf")
@@ -217,6 +219,23 @@ def test_what_llama_cpp_would_misread_is_refused(tmp_path: Path) -> None:
     )
     dynamic = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
     refused(llama(**SIZES, rope_parameters=dynamic), "mxfp4a16", "scaled by dynamic, which llama.cpp's llama does not")
+
+
+def test_a_model_is_refused_before_its_tokenizer_and_before_it_is_quantized(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="a module without a config of transformers: no architecture"):
+        quant.export_model(
+            quant.quantize(torch.nn.Sequential(torch.nn.Linear(64, 64)), "int8"), "gguf", out=tmp_path / "m.gguf"
+        )
+    dynamic = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+    tiny_models.llama(**SIZES, rope_parameters=dynamic).save_pretrained(tmp_path / "model")
+    shutil.copy(BASE / "tokenizer.json", tmp_path / "model")  # of a kind that llama.cpp lacks
+    stages: list[str] = []
+    with pytest.raises(UserError, match=r"scaled by dynamic, which llama\.cpp's llama does not know"):
+        run(
+            Request(tmp_path / "model", "q8_0", out=tmp_path / "m.gguf"),
+            quant.Listener(lambda stage, *_: stages.append(stage)),
+        )
+    assert "quantize" not in stages
 
 
 @pytest.mark.slow

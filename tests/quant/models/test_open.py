@@ -157,6 +157,14 @@ def test_missing_tokenizer_names_the_directory(base: Path) -> None:
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize("family", ["gpt2", "qwen3", "gemma2", "bert", "t5"])
+def test_a_directory_without_a_tokenizer_has_none(family: str, tmp_path: Path) -> None:
+    """transformers makes an empty one, of special tokens alone."""
+    getattr(tiny_models, family)().save_pretrained(tmp_path)
+    with pytest.raises(UserError, match=r"no usable tokenizer \(no file of one\); put the model's tokenizer.json"):
+        open_model(tmp_path).load_tokenizer()
+
+
 def test_weights_that_the_checkpoint_lacks_are_an_error_not_random(base: Path) -> None:
     stored = load_file(base / "model.safetensors")
     del stored["model.layers.1.mlp.up_proj.weight"]
