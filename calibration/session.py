@@ -20,11 +20,10 @@ evaluation. `quant.calibration.walk.step_store.DirectoryStore` keeps steps in a 
 nothing. Callers need not ask which one it is: a step that was put into a plain `Store` is never in it, and `get` gives
 None, so the work is done.
 
-`placed` lets a model run on another device than the one that holds its weights.
-
-Where the model fits there, all of it is copied. Where it does not, its repeated blocks are copied one at a time, each
-for its own forward pass, and everything outside of them once. The model's own tensors stay where they are, perhaps in a
-mapped file, and are put back untouched: nothing is ever copied back.
+`placed` lets a model run on another device than the one that holds its weights. Where the model fits there, all of it
+is copied. Where it does not, its repeated blocks are copied one at a time, each for its own forward pass, and
+everything outside of them once. The model's own tensors stay where they are, perhaps in a mapped file, and are put back
+untouched: nothing is ever copied back.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from quant.calibration.attention_scales import AttentionScales
 from quant.export.aoti.package import export_aoti, export_aoti_decoder, find_device
 from quant.export.checkpoint.convert import convert
 from quant.export.checkpoint.files.directory import new_directory
-from quant.export.checkpoint.files.write_tensors import read_layer
+from quant.export.checkpoint.files.tensors import read_layer
 from quant.export.checkpoint.open_checkpoint import Checkpoint
 from quant.export.gguf.export_gguf import check_gguf, gguf_notes, stored_vocabulary, vocabulary, write_gguf
 from quant.export.kinds import DTYPES, KINDS

@@ -12,13 +12,11 @@ the model is run again up to the next block. A model with no such blocks is one 
 Blocks with joint attention hand two streams on, image and text of one width, as in Flux and Stable Diffusion 3. They
 are found by the same identity, and stand for one hidden state: their tokens one after the other.
 
-A module or tensor that takes the place of a model's own, for good or while it runs, keeps what users put on it.
-
-A module that replaces another one takes over its hooks: steering, recording, devices, adapters. The dictionaries of
-hooks are shared, not copied: a handle that the caller holds removes its hook from the module that has replaced the
-original by then, and the hooks keep their order. A module that stays in the model also takes over everything else that
-users or libraries have put on the original: attributes (`_is_hf_initialized`, a mark for an optimizer's groups),
-buffers, parameters, submodules.
+A module that takes the place of a model's own, for good or while it runs, takes over its hooks: steering, recording,
+devices, adapters. The dictionaries of hooks are shared, not copied: a handle that the caller holds removes its hook
+from the module that has replaced the original by then, and the hooks keep their order. A module that stays in the model
+also takes over everything else that users or libraries have put on the original: attributes (`_is_hf_initialized`, a
+mark for an optimizer's groups), buffers, parameters, submodules.
 """
 
 import copy

@@ -153,7 +153,7 @@ def _quantized_by(module: nn.Module) -> str | None:
     if hasattr(type(module), "quantized_weight"):
         return "Blockscale"
     rooms = {cls.__module__ for cls in type(module).__mro__}
-    if "quant.training.rounded_weight" in rooms:
+    if "quant.training.qat_layers" in rooms:
         return "quant.prepare_qat; pack it with quant.pack(model)"
     if "quant.training.low_precision.low_precision_linear" in rooms or "low_precision_experts" in vars(module):
         return "quant.to_low_precision_training; pack it with quant.pack(model)"

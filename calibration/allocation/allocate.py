@@ -4,7 +4,7 @@
     solve      the best choice within the budget by those scores                `calibration.sensitivity.knapsack`
     measure    the joint loss of that choice, with all groups quantized together
     search     for a budget, single changes near that, each measured, until none helps (`measure_choices.Search`), or in
-               a model that the plan's solver has solved (`real_solver`)
+               a model that the plan's solver has solved (`RealSolver`)
 
 Scores are estimates that add up. They ignore that errors of different groups cancel or amplify each other, and that the
 loss does not grow in proportion to the error. So a limit on the loss is never checked by the sum: `--max-kl` searches
@@ -23,10 +23,7 @@ for real, measured, and chosen again.
 `make_space` refuses everything that can be refused before anything is measured: a format that no layer can take, a
 runtime that has none of them, a constraint that leaves a group without a choice.
 
-`RealSolver` quantizes a choice of formats with a solver that works from data, measures it, and chooses again.
-
-Such a solver (GPTQ, AWQ) fits a layer to the quantized layers before it, so groups influence each other. The loop of an
-allocation only knows the loss that the solver leaves in each group by itself. Here the whole model is solved: for a
+There `RealSolver` solves the whole model, because such a solver fits a layer to the quantized layers before it: for a
 budget once, and once more for a single format that may be better than the mix; for a limit on the loss until it is
 kept.
 """

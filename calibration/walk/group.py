@@ -3,14 +3,12 @@
 All members of a group read one input, so statistics, input scale, rotation and static scale belong to the group, and
 the members' weights are solved as one tall matrix where the format allows it.
 
-`FusedExperts` solves fused experts, one after the other, each on the tokens that reach it.
-
-A projection is one parameter for all experts. A router sends each expert different tokens, so each has a second
-moment of its own. One pass over the block keeps the inputs of the experts module; an expert's inputs are computed
-from them when it is its turn, with its quantized projections before in place. So besides the codes, which `Scratch` may
-take, a few second moments and one expert are in memory, whatever the number of experts, which may be in their files
-until then. Where only the modeling code knows the inputs of experts, the block runs once for each projection
-with `WatchedExperts`.
+`FusedExperts` solves fused experts, one after the other, each on the tokens that reach it. A projection is one
+parameter for all experts. A router sends each expert different tokens, so each has a second moment of its own. One pass
+over the block keeps the inputs of the experts module; an expert's inputs are computed from them when it is its turn,
+with its quantized projections before in place. So besides the codes, which `Scratch` may take, a few second moments and
+one expert are in memory, whatever the number of experts, which may be in their files until then. Where only the
+modeling code knows the inputs of experts, the block runs once for each projection with `WatchedExperts`.
 
 An expert that no calibration token reached gets the pooled statistics of the others, and the plan says so.
 

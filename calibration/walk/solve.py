@@ -4,9 +4,8 @@ Plans whose solvers look only at weights are executed by `solve_weights`, all ot
 is solved on the inputs that the quantized layers before it give, block by block (`walk`), and each solution is
 measured, installed and, where the run has a store, kept. The peak of memory is one decoder block and its inputs.
 
-Solvers that look only at the weight replace weights group by group, and each original is freed at once.
-
-So the peak beyond the model is one fusion group. Ranks that keep finished layers in one directory solve a share of the
+Solvers that look only at the weight replace weights group by group, and each original is freed at once, so the peak
+beyond the model is one fusion group. Ranks that keep finished layers in one directory solve a share of the
 groups each, and read the other layers from there.
 """
 
@@ -44,7 +43,7 @@ from quant.calibration.walk.undo import restored_on_error
 from quant.calibration.walk.walk import BlockStore, solve_sequentially
 from quant.export.checkpoint.files.layouts import value_problem
 from quant.export.checkpoint.files.names import stored_names
-from quant.export.checkpoint.files.write_tensors import plan_of_model
+from quant.export.checkpoint.files.tensors import plan_of_model
 from quant.formats.format import FP8_HEAD
 from quant.formats.tensor import BlockScaledTensor, moved
 from quant.kernels.linear.conv import weight_of_conv

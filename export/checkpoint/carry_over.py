@@ -24,7 +24,7 @@ from quant.base.errors import listed
 from quant.export.checkpoint.files import modelopt
 from quant.export.checkpoint.files.names import EXPERT_PARTS, StoredNames, cut_experts, stored_names
 from quant.export.checkpoint.files.tensor_file import DeferredTensor
-from quant.export.checkpoint.files.write_tensors import TensorFiles
+from quant.export.checkpoint.files.tensors import TensorFiles
 from quant.formats.finite import is_wide_float
 from quant.models import huggingface
 from quant.models.files import explained, read_fields

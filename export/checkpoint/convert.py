@@ -25,7 +25,7 @@ from quant.export.checkpoint.files.directory import check_apart, new_directory, 
 from quant.export.checkpoint.files.layout import COMPRESSED_TENSORS, Layout
 from quant.export.checkpoint.files.layouts import LAYOUTS
 from quant.export.checkpoint.files.tensor_file import CHECKSUMS, write_checksums
-from quant.export.checkpoint.files.write_tensors import (
+from quant.export.checkpoint.files.tensors import (
     SECOND_LEVEL,
     clear_flag,
     layer_tensor_names,

@@ -20,7 +20,7 @@ from quant.export.checkpoint.files import modelopt
 from quant.export.checkpoint.files.layout import MODELOPT
 from quant.export.checkpoint.files.layouts import LAYOUTS, layout_of_config, plan_problems, scale_problem, value_problem
 from quant.export.checkpoint.files.names import StoredNames, expert_names, in_model, matrix_names, stored_names
-from quant.export.checkpoint.files.write_tensors import (
+from quant.export.checkpoint.files.tensors import (
     FLAG,
     TensorFiles,
     carried_shapes,

@@ -38,7 +38,7 @@ from quant.export.checkpoint.files import modelopt
 from quant.export.checkpoint.files.layout import COMPRESSED_TENSORS, MODELOPT
 from quant.export.checkpoint.files.names import StoredNames
 from quant.export.checkpoint.files.tensor_file import DeferredTensor
-from quant.export.checkpoint.files.write_tensors import RUN_TIME_PARTS
+from quant.export.checkpoint.files.tensors import RUN_TIME_PARTS
 from quant.export.checkpoint.open_checkpoint import KV_SCALES, Checkpoint, fill, outline
 from quant.formats.format import FP8_HEAD, INT4
 from quant.models import huggingface

@@ -38,7 +38,7 @@ from quant.export.checkpoint.files.compressed_tensors import check_plan, compres
 from quant.export.checkpoint.files.directory import new_directory
 from quant.export.checkpoint.files.names import StoredNames, stored_names
 from quant.export.checkpoint.files.tensor_file import write_checksums
-from quant.export.checkpoint.files.write_tensors import (
+from quant.export.checkpoint.files.tensors import (
     SHARD_BYTES,
     checkpoint_tensors,
     clear_flag,

@@ -39,7 +39,7 @@ from quant.export.checkpoint.convert import CARD, SOURCE_CARD
 from quant.export.checkpoint.files.layouts import plan_problems
 from quant.export.checkpoint.files.names import StoredNames, cut_experts, stored_names
 from quant.export.checkpoint.files.tensor_file import CHECKSUMS, read_checksums, sha256_of
-from quant.export.checkpoint.files.write_tensors import (
+from quant.export.checkpoint.files.tensors import (
     TensorFiles,
     layer_tensor_names,
     read_layer,

@@ -6,8 +6,7 @@
 A scale covers a tensor, a head, or a block of 128 tokens of a head. A CPU runs the oracle
 (`quant.kernels.attention.reference`), Hopper a warp-specialised kernel (`kernels/attention/sm90_dense_attention.py`),
 any other GPU with the tensor cores a Triton kernel (`kernels/attention/portable_dense_attention.py`), and a GPU without
-them the oracle. `quant.kernels.attention.forward` makes E4M3 operands and lays V out as Hopper's tensor cores
-read it.
+them the oracle.
 
 `fp8_attention` is the op with one scale per tensor that exporters know; its kernel is compiled ahead of time for
 TensorRT (`quant.export.tensorrt.plugin`).

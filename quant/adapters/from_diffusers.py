@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from quant.base.errors import UserError, require
-from quant.export.checkpoint.files.write_tensors import read_buffers, read_layer, read_parts
+from quant.export.checkpoint.files.tensors import read_buffers, read_layer, read_parts
 from quant.export.checkpoint.load import load
 from quant.export.checkpoint.open_checkpoint import Checkpoint, refuse, suspect_problems
 from quant.export.checkpoint.save import attach

@@ -32,7 +32,7 @@ from transformers.utils.quantization_config import CompressedTensorsConfig
 
 from quant.base.errors import UserError
 from quant.export.checkpoint.files.names import EXPERT_PARTS
-from quant.export.checkpoint.files.write_tensors import RUN_TIME_PARTS, read_buffers, read_layer, read_parts
+from quant.export.checkpoint.files.tensors import RUN_TIME_PARTS, read_buffers, read_layer, read_parts
 from quant.export.checkpoint.open_checkpoint import KV_SCALES, Checkpoint, kv_scale_problems, refuse, suspect_problems
 from quant.export.checkpoint.save import attach
 from quant.kernels.linear.install import install_kv_scales, install_weight, mark_quantized, use_expert_modules

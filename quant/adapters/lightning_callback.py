@@ -23,7 +23,7 @@ from quant.recipes.plan import Plan
 from quant.recipes.recipe import Recipe
 from quant.training.low_precision.nonfinite import GradientWatch
 from quant.training.qat import pack, prepare_qat
-from quant.training.rounded_weight import PLAN, RoundedWeight, put_layer
+from quant.training.qat_layers import PLAN, RoundedWeight, put_layer
 
 Callback = require("lightning.pytorch", "lightning").Callback
 

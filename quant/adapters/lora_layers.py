@@ -26,7 +26,7 @@ from quant.kernels.linear.experts import ExpertStack, QuantExperts
 from quant.kernels.linear.quant_linear import QuantLinear, input_gradient
 from quant.recipes.blocks import take_over
 from quant.recipes.layers import Stacking
-from quant.training.rounded_weight import QATLinear, RoundedWeight
+from quant.training.qat_layers import QATLinear, RoundedWeight
 
 
 class DenseExperts(nn.Module):

@@ -1,9 +1,7 @@
 """`UserError` is an error that the user can solve; the functions here write counts, sizes and lists in messages.
 
-Optional packages are imported here when they are needed, and their absence is explained.
-
-`import quant` needs torch, numpy, safetensors, click, rich and jinja2. Every other package belongs to an extra of
-`pyproject.toml`.
+Optional packages are imported here when they are needed, and their absence is explained. `import quant` needs torch,
+numpy, safetensors, click, rich and jinja2. Every other package belongs to an extra of `pyproject.toml`.
 """
 
 import difflib

@@ -10,9 +10,8 @@ repository's files a model has:
     1_Pooling/, adapters                                parts of the model, with their weights
     onnx/, original/, checkpoint-500/                   other models, or this one in another form; left out
 
-What the files beside the weights say: configs are read and checked, and errors that they cause become one line.
-
-transformers trusts a config: it checks some fields, and wrong values of others raise any exception in its models.
+Configs are read and checked here: transformers checks some fields, and wrong values of others raise any exception in
+its models, which become one line.
 """
 
 from __future__ import annotations

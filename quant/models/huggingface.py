@@ -24,7 +24,7 @@ from torch import nn
 
 from quant.base.errors import UserError, counted, importing, listed, option, require, warn
 from quant.export.checkpoint.files.names import stored_names
-from quant.export.checkpoint.files.write_tensors import TensorFiles
+from quant.export.checkpoint.files.tensors import TensorFiles
 from quant.models.files import (
     SUFFIXES,
     check_elements,

@@ -1,6 +1,8 @@
 """A `Job` is a run in progress, which its stages hand on; an `Outcome` is the result of a run.
 
-The third stage reads calibration rows, where the plan needs some, and evaluation rows; it says what that takes.
+The third stage reads calibration rows, where the plan needs some, and evaluation rows; it says what that takes. Ranks
+must work on the same files: `check_same` compares them before anything is computed. Of a large file, pieces that are
+spread evenly over it are compared: enough to notice another model or revision, not a flipped bit.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ from quant.calibration.session import device_of
 from quant.recipes.callers_model import inner_model
 from quant.recipes.solver_names import parse_solver
 from quant.training.kl import LogitTeacher, Teacher, TopTeacher, chunked_kl, run_to_head
-from quant.training.rounded_weight import PLAN
+from quant.training.qat_layers import PLAN
 
 # In the metadata of the file, by which `is_cached_teacher` recognises it among safetensors files.
 _KIND = "blockscale teacher"

@@ -14,9 +14,7 @@ that rounding to nearest would have made anyway:
     gptq chose 3.0 for a weight of 2.4 (in steps of its block)     cell [2.5, 3.5]    start 2.55
     gptq chose 3.0 for a weight of 2.9                              cell [2.5, 3.5]    start 2.9
 
-`pack` makes quantized modules of the layers that a model was trained with, with the codes and scales of training.
-
-No data is read and nothing is measured again: the packed model computes what the model in eval mode computed.
+`pack` makes quantized modules with the codes and scales of training: no data is read and nothing is measured again.
 """
 
 from collections.abc import Mapping, Sequence
@@ -34,7 +32,7 @@ from quant.calibration.solvers.lowrank import residual_weight
 from quant.calibration.solvers.rotation import rotate_weight
 from quant.calibration.walk.solve import solve_plan
 from quant.calibration.walk.undo import restored_on_error
-from quant.export.checkpoint.files.write_tensors import plan_of_model
+from quant.export.checkpoint.files.tensors import plan_of_model
 from quant.export.checkpoint.save import attach, detach
 from quant.formats.rounding import decode, round_to
 from quant.formats.tensor import BlockScaledTensor
@@ -57,7 +55,7 @@ from quant.training.low_precision.fused_experts_training import LowPrecisionStac
 from quant.training.low_precision.low_precision_linear import LowPrecisionLinear
 from quant.training.low_precision.nonfinite import GradientWatch
 from quant.training.low_precision.state import deployed_input, input_scale, packed_weight
-from quant.training.rounded_weight import (
+from quant.training.qat_layers import (
     PLAN,
     SCALES,
     Fusion,

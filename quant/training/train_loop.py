@@ -26,7 +26,7 @@ from torch import nn
 
 from quant.base.errors import UserError
 from quant.calibration.session import device_of
-from quant.training.rounded_weight import Packed, RoundedWeight
+from quant.training.qat_layers import Packed, RoundedWeight
 
 _JUDGED = 6  # steps whose seconds are compared before the recording is kept for good
 # The share of steps in which the rate rises, the largest norm of the gradients, and AdamW's decay rates. These forget

@@ -12,7 +12,7 @@
 
 A global scale is the factor itself, amax / 2688, and in compressed-tensors its reciprocal. Adjacent float32
 numbers may share a reciprocal, so one layout cannot always hold the other's scale: `compress` then gives it in float64,
-and `quant.export.checkpoint.files.write_tensors.write_tensors` stores the exact value in the file's metadata.
+and `quant.export.checkpoint.files.tensors.write_tensors` stores the exact value in the file's metadata.
 """
 
 import re

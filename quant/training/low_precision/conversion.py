@@ -47,7 +47,7 @@ from quant.training.low_precision.native_fusions import fuse_gated_mlps, restore
 from quant.training.low_precision.nonfinite import GradientWatch, nonfinite_line
 from quant.training.low_precision.state import LowPrecision, reduce_amax, stored_format
 from quant.training.low_precision.training_recipe import TrainingRecipe, get_training_recipe
-from quant.training.rounded_weight import RoundedWeight
+from quant.training.qat_layers import RoundedWeight
 
 _RECIPE = "recipe"  # key of the name in a report's state
 _ATTRIBUTE = "_low_precision_report"  # of a model, the report without the model

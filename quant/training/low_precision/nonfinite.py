@@ -37,7 +37,7 @@ from quant.recipes.callers_model import optimizers_of
 from quant.training.low_precision.fused_experts_training import LowPrecisionStack, trained_layers
 from quant.training.low_precision.low_precision_linear import LowPrecisionLinear
 from quant.training.low_precision.state import agree_on_histories, agree_on_input_scales, find_replicas
-from quant.training.rounded_weight import RoundedWeight
+from quant.training.qat_layers import RoundedWeight
 
 ACTIONS = ("stop", "skip")
 _ATTRIBUTE = "_gradient_watch"  # of a model

@@ -40,7 +40,7 @@ from quant.kernels.training.fake_rounding import group_amax
 from quant.recipes.recipe import get_recipe
 from quant.training.low_precision.operands import round_operand
 from quant.training.low_precision.training_recipe import TrainingRecipe
-from quant.training.rounded_weight import RoundedWeight
+from quant.training.qat_layers import RoundedWeight
 
 INPUT_HISTORY = 1024
 """Training steps whose largest input magnitude becomes the static input scale of the deployed layer."""

@@ -39,7 +39,7 @@ from quant.calibration.sensitivity.table import Sensitivity
 from quant.cli.main import main
 from quant.cli.quantize import quantize_command
 from quant.evaluation.evaluate import evaluate
-from quant.export.checkpoint.files.write_tensors import plan_of_model
+from quant.export.checkpoint.files.tensors import plan_of_model
 from quant.kernels.linear.quant_linear import QuantLinear
 from quant.models.open_model import open_model
 from quant.recipes.layers import LayerKind

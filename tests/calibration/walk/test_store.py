@@ -295,7 +295,7 @@ def test_killed_while_its_parts_move_it_ends_with_the_same_bytes(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("quant.export.checkpoint.files.write_tensors.SHARD_BYTES", 60_000)
+    monkeypatch.setattr("quant.export.checkpoint.files.tensors.SHARD_BYTES", 60_000)
     format_name = "int4a16" if name == "llama/wide" else "nvfp4a16"
     options: dict[str, Any] = {"recipe": format_name, "solver": solver, "kv_cache": "fp8", "eval_samples": 4}
     options["eval_texts"] = (text,)

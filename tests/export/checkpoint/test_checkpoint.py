@@ -22,7 +22,7 @@ from quant.calibration.solvers.solve_group import solve_group
 from quant.export.checkpoint.files.compressed_tensors import compress, quantization_config
 from quant.export.checkpoint.files.directory import check_destination, new_directory
 from quant.export.checkpoint.files.names import StoredNames
-from quant.export.checkpoint.files.write_tensors import (
+from quant.export.checkpoint.files.tensors import (
     TensorFiles,
     checkpoint_tensors,
     join_rows,
@@ -227,8 +227,8 @@ def test_shards_stay_below_the_limit_and_the_index_finds_all(tmp_path: Path, lim
 def test_by_default_a_shard_has_an_eighth_of_the_bytes_within_limits(
     tmp_path: Path, least: int, most: int, shards: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("quant.export.checkpoint.files.write_tensors._LEAST_SHARD_BYTES", least)
-    monkeypatch.setattr("quant.export.checkpoint.files.write_tensors.SHARD_BYTES", most)
+    monkeypatch.setattr("quant.export.checkpoint.files.tensors._LEAST_SHARD_BYTES", least)
+    monkeypatch.setattr("quant.export.checkpoint.files.tensors.SHARD_BYTES", most)
     write_tensors(tmp_path, {f"layer.{i:02}.weight": torch.randn(10, 10) for i in range(16)})
     assert [len(load_file(file)) for file in sorted(tmp_path.glob("*.safetensors"))] == shards
 
@@ -236,7 +236,7 @@ def test_by_default_a_shard_has_an_eighth_of_the_bytes_within_limits(
 FULL_DISK = """
 import resource, sys, torch
 from pathlib import Path
-from quant.export.checkpoint.files.write_tensors import write_tensors
+from quant.export.checkpoint.files.tensors import write_tensors
 from quant.export.checkpoint.files.directory import new_directory
 resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
 try:

@@ -24,7 +24,7 @@ from quant.base.errors import UserError
 from quant.cli.main import main
 from quant.export.checkpoint.convert import convert
 from quant.export.checkpoint.files import compressed_tensors, modelopt
-from quant.export.checkpoint.files.write_tensors import SECOND_LEVEL, TensorFiles, write_tensors
+from quant.export.checkpoint.files.tensors import SECOND_LEVEL, TensorFiles, write_tensors
 from quant.export.checkpoint.other_runtimes import runtime_warnings
 from quant.formats.format import FORMATS
 from quant.formats.tensor import quantize

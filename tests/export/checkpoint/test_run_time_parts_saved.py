@@ -12,7 +12,7 @@ from torch import nn
 
 import quant
 from quant.export.checkpoint.files.compressed_tensors import quantization_config
-from quant.export.checkpoint.files.write_tensors import plan_of_model
+from quant.export.checkpoint.files.tensors import plan_of_model
 from quant.export.checkpoint.other_runtimes import runtime_warnings
 from quant.formats.format import FORMATS, get_format
 from quant.formats.tensor import quantize

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import quant
-from quant.training.rounded_weight import QATLinear
+from quant.training.qat_layers import QATLinear
 
 peft = pytest.importorskip("peft", reason="the extra training")
 

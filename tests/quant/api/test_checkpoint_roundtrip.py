@@ -16,7 +16,7 @@ from torch import nn
 
 from quant.base.errors import UserError
 from quant.calibration.layer_result import Quantized
-from quant.export.checkpoint.files import write_tensors as files
+from quant.export.checkpoint.files import tensors as files
 from quant.export.checkpoint.files.names import stored_names
 from quant.export.checkpoint.load import load
 from quant.export.checkpoint.save import Destination, save, write_model

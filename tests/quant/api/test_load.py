@@ -45,7 +45,7 @@ def test_loading_imports_nothing_that_decides_or_measures() -> None:
         "quant.base.processor",
         "quant.models.gguf",
         "quant.models.open_model",
-        "quant.export.checkpoint.files.write_tensors",
+        "quant.export.checkpoint.files.tensors",
         "quant.export.checkpoint.files.tensor_file",
         "quant.export.checkpoint.files.directory",
         "quant.models.files",

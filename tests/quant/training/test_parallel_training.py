@@ -14,7 +14,7 @@ import torch.distributed as dist
 from children import run_ranks
 
 import quant
-from quant.training.rounded_weight import RoundedWeight
+from quant.training.qat_layers import RoundedWeight
 
 ROWS = torch.randint(0, 64, (4, 24), generator=torch.Generator().manual_seed(7))
 RATE = 0.05

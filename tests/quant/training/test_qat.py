@@ -29,7 +29,7 @@ from quant.kernels.linear.experts import QuantExperts
 from quant.kernels.linear.quant_linear import QuantLinear
 from quant.kernels.rounding.hadamard import hadamard_transform
 from quant.kernels.training.fake_rounding import round_input
-from quant.training.rounded_weight import SCALES, QATExperts, QATLinear, RoundedWeight
+from quant.training.qat_layers import SCALES, QATExperts, QATLinear, RoundedWeight
 
 ROWS = torch.randint(0, 64, (4, 24), generator=torch.Generator().manual_seed(7))
 EDGES = torch.tensor([2.0, 4.0])  # of whose cells one half is narrower

@@ -15,7 +15,7 @@ import quant
 from quant.formats.format import FORMATS
 from quant.formats.tensor import quantize, round_activation
 from quant.kernels.linear.conv import QuantConv, weight_of_conv
-from quant.training.rounded_weight import SCALES, QATConv
+from quant.training.qat_layers import SCALES, QATConv
 
 IMAGES = torch.randn(4, 8, 12, 12, generator=torch.Generator().manual_seed(1))
 

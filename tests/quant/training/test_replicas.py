@@ -13,7 +13,7 @@ from second_device import second_device
 from torch import nn
 
 import quant
-from quant.training.rounded_weight import RoundedWeight
+from quant.training.qat_layers import RoundedWeight
 
 ROWS = torch.randint(0, 64, (4, 24), generator=torch.Generator().manual_seed(7))
 CASES = [("nvfp4", "recomputed"), ("nvfp4", "learned"), ("fp8", "recomputed"), ("fp8", "frozen"), ("fp8", "learned")]

@@ -14,9 +14,9 @@ from torch.utils.checkpoint import checkpoint
 from quant.formats.format import FORMATS
 from quant.formats.tensor import quantize
 from quant.kernels.linear.quant_linear import QuantLinear
-from quant.training import rounded_weight
-from quant.training import rounded_weight as fusion
-from quant.training.rounded_weight import Fusion, QATLinear
+from quant.training import qat_layers
+from quant.training import qat_layers as fusion
+from quant.training.qat_layers import Fusion, QATLinear
 
 NVFP4 = FORMATS["nvfp4"]
 
@@ -53,7 +53,7 @@ def alone(members: list[QATLinear], x: torch.Tensor) -> list[torch.Tensor]:
 def rounded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What was rounded and measured, in order."""
     calls: list[str] = []
-    for owner, name in ((rounded_weight, "round_input"), (rounded_weight, "measured_global_scale")):
+    for owner, name in ((qat_layers, "round_input"), (qat_layers, "measured_global_scale")):
         plain = getattr(owner, name)
 
         def counted(*args: Any, _plain: Any = plain, _name: str = name) -> Any:

@@ -11,7 +11,7 @@ import tiny_models
 import torch
 
 import quant
-from quant.training.rounded_weight import QATLinear
+from quant.training.qat_layers import QATLinear
 
 ROWS = torch.randint(0, 64, (4, 24), generator=torch.Generator().manual_seed(7))
 

@@ -10,7 +10,7 @@ import torch
 
 import quant
 from quant.formats.format import FORMATS
-from quant.training.rounded_weight import RoundedWeight, learned_step
+from quant.training.qat_layers import RoundedWeight, learned_step
 
 ROWS = torch.randint(0, 64, (4, 24), generator=torch.Generator().manual_seed(7))
 

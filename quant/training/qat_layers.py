@@ -1,4 +1,4 @@
-"""The base of the layers in training: a weight in full precision, and the scales that it is rounded by.
+"""Layers in training hold a weight in full precision, and multiply by the values that it will have when packed.
 
 Block scales are kept in one of three ways:
 
@@ -10,8 +10,6 @@ Block scales are kept in one of three ways:
 a `param_dtype`, which Trainers set for BF16, shows the layer a narrow copy of it. The loss is computed from that copy,
 so the layer remembers its dtype (`trained_in`), and afterwards rounds the weight to it first: in training, evaluation
 and packing.
-
-Layers in training hold a weight in full precision, and multiply by the values that it will have when packed.
 
 `QATLinear`, `QATConv`, `QATExperts` and `QATEmbedding` take the places of `QuantLinear` and the other quantized
 layers, with the same formats, input scale, rotation, branch and bias. Their forward is the reference arithmetic of

@@ -1,4 +1,4 @@
-"""Writes checkpoints in the layout of compressed-tensors: the tensors of a quantized model, in hashed shards.
+"""Reads the tensors of checkpoints in any layout, and writes those of compressed-tensors, in hashed shards.
 
 The flag `tie_word_embeddings` of a config promises readers that the output head *is* the embedding, and vLLM then skips
 the head in the files. transformers 5 compares the two and keeps both where they differ: so a model can be in memory
@@ -6,8 +6,6 @@ with a head of its own and a config that denies it, as a fine-tune, or a model o
 `_tied_weights_keys` of each transformers class lists the tensors that the flag ties, {"lm_head.weight":
 "model.embed_tokens.weight"}. The flag stands in the config of that class; servers read the one of the language model
 inside a model of images, so it is cleared in both.
-
-Reads checkpoints of any layout: the tensors in their files, and the weight and run-time parts of each layer.
 """
 
 from __future__ import annotations
