@@ -13,21 +13,24 @@ import json
 import re
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 import tiny_models
 import torch
 from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
-from samples import BASE, TEXTS, write_short_base
+from samples import BASE, ROOT, TEXTS, write_short_base
 from torch import nn
 
 import quant
+from quant.base import old_names
+from quant.base.errors import in_command, option
 from quant.cli.main import main
 from quant.training.distillation_loss import cache_teacher
 
@@ -936,3 +939,32 @@ def test_a_config_without_sizes_builds_no_default_model(family: str, meta: bool,
     (tmp_path / "config.json").write_text(json.dumps({key: fields[key] for key in ("model_type", "architectures")}))
     with pytest.raises(ValueError, match=r"config\.json: \w+ would have [\d,]+ parameters, and its weights are"):
         quant.open_model(tmp_path, meta=meta)
+
+
+def test_every_option_that_a_message_names_is_an_option() -> None:
+    """Of our commands, or of another program in `others`."""
+    options = {
+        name for command in _commands(main) for each in command.params for name in (*each.opts, *each.secondary_opts)
+    }
+    others = {
+        "--kv-cache-dtype", "--local-dir", "--no-deps", "--nproc-per-node", "--repo-type", "--check",
+        *old_names.OPTIONS, *old_names.RENAMED, "--help", "--help-all",
+    }  # fmt: skip
+    strange = []
+    rooms = ("quant", "formats", "recipes", "kernels", "calibration", "export")
+    for file in (file for room in rooms for file in (ROOT / room).rglob("*.py") if "vllm" not in str(file)):
+        text = file.read_text(encoding="utf-8")
+        named = {*re.findall(r"(?<![\w-])--[a-z][a-z-]*[a-z]", text)}
+        with in_command():
+            named |= {option(name) for name in re.findall(r"option\(['\"](\w+)['\"]", text)}
+        strange += [f"{file.relative_to(ROOT)}: {name}" for name in sorted(named - options - others)]
+    assert not strange
+
+
+def _commands(group: click.Command) -> Iterator[click.Command]:
+    if not isinstance(group, click.Group):
+        yield group
+        return
+    context = click.Context(group)
+    for name in group.list_commands(context):
+        yield from _commands(group.get_command(context, name) or group)
