@@ -147,7 +147,8 @@ def load(
     if quantization is None:
         for shard in readable:
             file = safetensors_file(shard)
-            refuse_packed(shard, {name: str(file.get_slice(name).get_dtype()) for name in file.keys()})  # noqa: SIM118
+            dtypes = {name: str(file.get_slice(name).get_dtype()) for name in file.keys()}  # noqa: SIM118
+            refuse_packed(shard, dtypes, clause=", and no quantization_config says how; download its config.json again")
     if (path / "generation_config.json").is_file():
         checked_fields(path / "generation_config.json")
     with quiet():
@@ -256,9 +257,13 @@ def read_model(
             "or the config another's?"
         )
     if missing:
-        raise UserError(
-            f"{path}: the checkpoint lacks {listed(missing, 3)}; is a shard missing, or the config another's?"
+        guessed = not config.architectures and "gguf_file" not in options
+        whose = (
+            f"its config has no `architectures`, and {cls.__name__} is a guess: write the class there"
+            if guessed
+            else ("is a shard missing, or the config another's?")
         )
+        raise UserError(f"{path}: the checkpoint lacks {listed(missing, 3)}; {whose}")
     return model, unexpected
 
 

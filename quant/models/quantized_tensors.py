@@ -207,26 +207,25 @@ def refuse_packed(
     file: Path,
     dtypes: Mapping[str, str],
     names: Iterable[str] | None = None,
-    clause: str = ", and no quantization_config says how",
+    clause: str = ", and no quantization_config says how; give the model's directory with its config.json",
 ) -> None:
     """Raises UserError for a tensor that is codes or scales, where no config says how to decode it.
 
     `dtypes` are those of the tensors to look at, as safetensors call them, and `names` those of all in the file.
     """
     names = dtypes if names is None else names
-    advice = f"give the model's directory with its config.json, or {WAY_OUT}"
     for name in dtypes:
         # A name proves little by itself: models have parameters called `…_scale` and `…_blocks` that are not quantized.
         # A suffix counts where the tensor that it belongs to is in the file too.
         suffix = next((s for s in _SCALES if name.endswith(s) and name.removesuffix(s) in names), None)
         blocks = name.endswith("_blocks") and f"{name.removesuffix('_blocks')}_scales" in names
         if suffix or blocks or name.endswith("_scale_inv") or name.rpartition(".")[2] in _INTEGER_PARTS:
-            raise UserError(f"{file}: {name} belongs to a quantized weight{clause}; {advice}")
+            raise UserError(f"{file}: {name} belongs to a quantized weight{clause}, or {WAY_OUT}")
     for name, dtype in dtypes.items():
         if dtype in _FP8:
-            raise UserError(f"{file}: {name} is in FP8 and has no scale{clause}; {advice}")
+            raise UserError(f"{file}: {name} is in FP8 and has no scale{clause}, or {WAY_OUT}")
         if dtype in CODES and name.endswith(".weight"):
-            raise UserError(f"{file}: {name} holds integers ({dtype}){clause}; {advice}")
+            raise UserError(f"{file}: {name} holds integers ({dtype}){clause}, or {WAY_OUT}")
 
 
 Parts = Mapping[str, torch.Tensor]
@@ -259,7 +258,7 @@ class QuantizedTensors(Mapping[str, torch.Tensor]):
         self._plain = [n for n in self.home if n not in used and n.rpartition(".")[2] not in _RUN_TIME]
         for shard, file in self._files.items():
             plain = {name: self.stored_dtype(name) for name in self._plain if self.home[name] is shard}
-            refuse_packed(shard, plain, set(file.keys()), f", though the config says {quantization}")
+            refuse_packed(shard, plain, set(file.keys()), f", though the config says {quantization}; download it again")
 
     def __getitem__(self, name: str) -> torch.Tensor:
         if name not in self.packed:
