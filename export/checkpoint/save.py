@@ -565,8 +565,8 @@ def _whole(name: str, tensor: torch.Tensor) -> torch.Tensor:
     # A DTensor, of FSDP or tensor parallelism.
     if hasattr(tensor, "full_tensor"):
         raise UserError(
-            f"{name}: is sharded (FSDP); gather the state with get_model_state_dict(…, full_state_dict=True), load it "
-            "into a model that was quantized or loaded in the same way, and save that"
+            f"{name}: is sharded (FSDP); gather the state with get_model_state_dict(model, options=StateDictOptions("
+            "full_state_dict=True)), load it into a model that was quantized or loaded in the same way, and save that"
         )
     if tensor.is_meta:
         raise UserError(f"{name}: is not in memory, where it could be saved from; load the model without offloading")

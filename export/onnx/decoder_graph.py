@@ -35,7 +35,6 @@ from quant.calibration.evaluating import without_cache
 from quant.export.onnx.attention_nodes import attend
 from quant.export.onnx.limits import check_attention
 from quant.export.onnx.moving_rope import stateless_rope
-from quant.formats.format import FORMATS
 
 ATTENTIONS = ("native", "plugin", "none")
 Dims = tuple[str | int, ...]
@@ -296,14 +295,6 @@ def operand_scales(scales: Mapping[str, AttentionScales]) -> dict[str, tuple[flo
     """Returns FP8 scales of q, k, v and p by attention module, from the result of `collect_attention_scales`."""
     by_module = {}
     for name, module in scales.items():
-        operands = (module.q, module.k, module.v, module.p)
-        if module.attention_format is not FORMATS["fp8"] or any(scale is None for scale in operands):
-            raise ValueError(
-                f"{name}: exported attention is in fp8, its scales are for {module.attention_format}; collect them "
-                "with kv_format and attention_format fp8"
-            )
-        if any(scale is not None and scale.dim() for scale in operands):
-            raise ValueError(f"{name}: exported attention has one scale a tensor; collect with granularity='tensor'")
-        q, k, v, p = (float(scale) for scale in operands if scale is not None)
+        q, k, v, p = (float(scale) for scale in (module.q, module.k, module.v, module.p) if scale is not None)
         by_module[name] = (q, k, v, p)
     return by_module

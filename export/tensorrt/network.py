@@ -42,12 +42,6 @@ _SMALL_GROUP = 32  # of INT4 weights
 _FEWEST_HEADS = 4  # of attention with a single query, in half precision
 # The hardware that types of weights need: see `Hardware.has_block_scales` and `has_fp8`.
 _FEATURES = {"FLOAT4E2M1": "FP4", "FLOAT8E4M3FN": "FP8"}
-# Types of initializers that TensorRT's parser refuses, with an alternative.
-_NOT_IMPORTED = {
-    "FLOAT8E5M2": "E5M2 numbers; use fp8 (E4M3)",
-    "FLOAT8E8M0": "E8M0 scales as FLOAT8E8M0; export them as UINT8 through TRT_MXFP8DequantizeLinear",
-    "UINT4": "unsigned 4-bit weights; use int4",
-}
 
 
 def load_graph(path: Path) -> Any:
@@ -85,14 +79,10 @@ def _node_problems(
     """Yields reasons why TensorRT does not run a node as it is."""
     for name in node.input:
         kind = types.get(name, "")
-        if kind in _NOT_IMPORTED:
-            yield f"TensorRT does not import {_NOT_IMPORTED[kind]}"
         if _FEATURES.get(kind) == "FP4" and not target.has_block_scales:
             yield f"{target} has no FP4; use fp8 or int4 for it, or target sm120"
         if _FEATURES.get(kind) == "FP8" and not target.has_fp8:
             yield f"{target} has no FP8; use int8 or int4 for it, or target sm89 or later"
-    if node.op_type == "MatMulNBits":
-        yield "TensorRT does not import MatMulNBits; export int4 weights as DequantizeLinear"
     # x ─> QuantizeLinear ─> DequantizeLinear ─┐
     # codes ───────────────> DequantizeLinear ─┴─> MatMul      codes are an initializer, and so have an entry in `types`
     if node.op_type == "MatMul":
@@ -108,10 +98,7 @@ def _node_problems(
             if blocked and weight is not None and source is not None and source.op_type == "QuantizeLinear":
                 kind = types[weight.input[0]]
                 yield (
-                    "TensorRT's builder fails or crashes on FP4 weights with inputs quantized to another format; use "
-                    "nvfp4 inputs, or 16-bit ones"
-                    if kind == "FLOAT4E2M1"
-                    else f"TensorRT miscompiles {kind} weights in blocks along the inputs when the input is quantized "
+                    f"TensorRT miscompiles {kind} weights in blocks along the inputs when the input is quantized "
                     "too: it reads only the first scale of a row; use one scale a channel, or 16-bit inputs"
                 )
     if node.op_type == "Attention":
@@ -122,10 +109,6 @@ def _node_problems(
                 f"TensorRT has no kernel for attention of one query with {heads} heads; it has from {_FEWEST_HEADS} "
                 "on; let PyTorch or vLLM decode"
             )
-        if _attribute(node, "softcap", 0.0):
-            yield "TensorRT has no attention with a soft cap; it cannot run this model's attention as one node"
-        if len(node.input) > 4 and any(node.input[4:6]):
-            yield "TensorRT does not take past keys and values at Attention; concatenate them before the node"
 
 
 def check_backend(model: Any, backend: str) -> None:

@@ -255,7 +255,6 @@ def test_the_installed_backend_may_not_know_the_target(graphs: Any, monkeypatch:
         ("sm89,sm90", None, (), r"no engine for sm90; TensorRT-RTX builds for sm75.* alone"),
         ("sm89,sm120", "tensorrt", (), 'TensorRT builds for one GPU; backend="tensorrt_rtx" builds one'),
         ("sm120", None, ("refit",), "engines for refit on machines with a GPU alone; leave refit out"),
-        ("sm120", None, ("small",), "unknown engine feature 'small'; known: refit, weight-streaming"),
     ],
 )
 def test_features_that_nothing_builds(
