@@ -91,7 +91,13 @@ def collect_attention_scales(
     session = session or Session()
     # k and v are rounded once, on their way into the cache: its format decides their range.
     operands = {"q": attention_format, "k": kv_format or attention_format, "v": kv_format or attention_format}
-    _check_formats(operands.values(), granularity)
+    if moving := next((format for format in operands.values() if format is not None and not format.is_static), None):
+        raise ValueError(
+            f"{moving} finds its scales at run time, so there is none to calibrate for the KV cache or attention; "
+            "use fp8 or nvfp4"
+        )
+    if granularity not in CACHE_GRANULARITIES:
+        raise ValueError(f"unknown granularity {granularity!r}; {known_names(granularity, CACHE_GRANULARITIES)}")
     # Latent attention caches one vector, which is watched for a cache alone.
     watched = _Watched(
         model, operands, None if attention_format is not None else kv_format, by_head=granularity == "head"
@@ -169,16 +175,6 @@ class _Watched:
 
         with removing(norm.register_forward_hook(partial(hook, name)) for name, norm in self.norms.items()):
             yield
-
-
-def _check_formats(formats: Any, granularity: str) -> None:
-    if moving := next((format for format in formats if format is not None and not format.is_static), None):
-        raise ValueError(
-            f"{moving} finds its scales at run time, so there is none to calibrate for the KV cache or attention; "
-            "use fp8 or nvfp4"
-        )
-    if granularity not in CACHE_GRANULARITIES:
-        raise ValueError(f"unknown granularity {granularity!r}; {known_names(granularity, CACHE_GRANULARITIES)}")
 
 
 def _scales(

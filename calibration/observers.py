@@ -22,8 +22,8 @@ import math
 import torch
 from torch.nn.functional import pad
 
-from quant.base.errors import known_names
 from quant.formats.format import Format, Number
+from quant.recipes.solver_names import check_observer
 
 # Below 2^-100 bins stop getting finer: the factor that maps a value to its bin must stay a float32.
 _SMALLEST_EXPONENT = -100
@@ -325,7 +325,5 @@ OBSERVERS: dict[str, type[Observer]] = {"absmax": AbsMax, "percentile": Percenti
 
 def get_observer(name: str) -> type[Observer]:
     """Returns the observer called `name`."""
-    try:
-        return OBSERVERS[name]
-    except KeyError:
-        raise ValueError(f"unknown observer {name!r}; {known_names(name, OBSERVERS, 'observers')}") from None
+    check_observer(name)
+    return OBSERVERS[name]

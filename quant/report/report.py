@@ -237,9 +237,7 @@ def read_run(directory: Path) -> tuple[Report, Plan]:
     """Reads the report and the plan of a checkpoint that `quantize` wrote."""
     for name in ("report.json", PLAN_FILE):
         if not (directory / name).is_file():
-            raise UserError(
-                f"{directory}: no {name}; pass a directory that `quantize --out` wrote, of a pipeline a part"
-            )
+            raise UserError(f"{directory}: no {name}; pass a directory that `quantize --out` wrote, or a part of it")
     return Report.load(directory / "report.json"), Plan.load(directory / PLAN_FILE)
 
 
