@@ -117,8 +117,7 @@ def decode(codes: torch.Tensor, number: Number) -> torch.Tensor:
         return codes.float()
     if not number.signed:
         return decode_power_of_two(codes)
-    table = number.values().to(codes.device)
-    return table.index_select(0, codes.reshape(-1).int()).view(codes.shape)
+    return number.values().to(codes.device).index_select(0, codes.reshape(-1).int()).view(codes.shape)
 
 
 def decode_power_of_two(codes: torch.Tensor) -> torch.Tensor:

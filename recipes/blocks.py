@@ -361,8 +361,7 @@ def calls_of_chain(model: nn.Module, chain: Sequence[str], runs: Sequence[Callab
 
 def without_hidden(calls: Mapping[str, Call]) -> dict[str, Call]:
     """Returns the calls of blocks without their hidden states."""
-    empty = torch.empty(0)
-    return {name: call.with_hidden(empty) for name, call in calls.items()}
+    return {name: call.with_hidden(torch.empty(0)) for name, call in calls.items()}
 
 
 def equal_but_hidden(a: Call, b: Call) -> bool:

@@ -567,8 +567,7 @@ class Loop:
 
     def _smallest_within(self, allowance: float, budgets: Mapping[str, float]) -> np.ndarray:
         # A little more than `allowance`, which may be the sum of a choice that was found by the same solver.
-        limits = {SCORE: allowance * (1 + 1e-9) + 1e-15, **budgets}
-        return solve(self.problem, limits, minimize="bytes")
+        return solve(self.problem, {SCORE: allowance * (1 + 1e-9) + 1e-15, **budgets}, minimize="bytes")
 
     def _is_close(self, good: np.ndarray, high: float, budgets: Mapping[str, float]) -> bool:
         """Returns whether the smallest choice that may still keep the limit would save at most 0.3 % more."""

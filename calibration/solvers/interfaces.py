@@ -137,5 +137,4 @@ def shared_global_scale(amax: Tensor, format: Format, rule: str) -> Tensor:
     loaded.
     """
     # compressed-tensors stores 1 / s, ModelOpt s.
-    scale = global_scale_of(amax, format, rule)
-    return 1 / (1 / scale)
+    return 1 / (1 / global_scale_of(amax, format, rule))

@@ -338,8 +338,7 @@ def _compare(
     layers, members = [], {}
     for index, layer in enumerate(facts["layers"]):
         references = [_module(name, modules) for name in layer["members"]]
-        compared = _layer(layer, references, seen[f"x.{index}"].to(device), seen[f"y.{index}"].to(device))
-        layers.append(compared)
+        layers.append(_layer(layer, references, seen[f"x.{index}"].to(device), seen[f"y.{index}"].to(device)))
         members[layer["name"]] = [module for module in references if module is not None]
     # The model with the inputs that the runtime took.
     for layer in layers:

@@ -428,8 +428,7 @@ class _Pair:
     def quantized(self) -> set[str]:
         """Modules below which the checkpoint has codes; of experts that are stored one by one, their common module."""
         modules = {name.rpartition(".")[0] for name in self.written if name.endswith(CODES)}
-        experts = {match[1] for name in modules if (match := _EXPERT.fullmatch(name))}
-        return modules | experts
+        return modules | {match[1] for name in modules if (match := _EXPERT.fullmatch(name))}
 
     def is_quantized(self, name: str) -> bool:
         """Returns whether there are codes in the place of a tensor of the source."""

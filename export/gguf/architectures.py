@@ -141,8 +141,7 @@ def _all_sparse(config: Any) -> Iterator[str]:
 
 
 def _whole_heads(config: Any) -> Iterator[str]:
-    parameters = config.rope_parameters or {}
-    if parameters.get("partial_rotary_factor", 1.0) != 1.0:
+    if (config.rope_parameters or {}).get("partial_rotary_factor", 1.0) != 1.0:
         yield "partial_rotary_factor is not 1, and llama.cpp turns whole heads"
 
 

@@ -59,8 +59,7 @@ def cell_bytes(dim: int) -> int:
 
 def pages_of(cache: Tensor, kv_heads: int, page_size: int, dim: int, scales: tuple[Tensor, Tensor]) -> KVPages:
     """Returns the pages in a layer's cache, uint8 `[blocks, kv_heads, page_size, cell]`, with their scales."""
-    cell = cell_bytes(dim)
-    expected = (len(cache), kv_heads, page_size, cell)
+    expected = (len(cache), kv_heads, page_size, cell_bytes(dim))
     if cache.shape != expected or not cache[:1].is_contiguous():
         raise ValueError(
             f"NVFP4 KV cache: vLLM gave a buffer {list(cache.shape)} with strides {cache.stride()}, where blocks of "

@@ -120,8 +120,7 @@ def _grouped(
         with torch.cuda.device_of(x):
             return _on_gpu(x, weight, offsets, input_scale, rounding, bias)
     y = x.new_zeros(len(x), codes.shape[1])
-    bounds = offsets.tolist()
-    for expert, (start, stop) in enumerate(pairwise(bounds)):
+    for expert, (start, stop) in enumerate(pairwise(offsets.tolist())):
         if stop > start:
             own_bias = None if bias is None else bias[expert].to(x.dtype)
             y[start:stop] = quantized_linear(x[start:stop], weight.matrix(expert), own_bias, input_scale, rounding)

@@ -80,8 +80,7 @@ def search(
     if choices is None:
         choices = tiles.candidates(weight.format, tokens, shape, gpu, is_prepacked(weight))
     x = torch.randn(tokens, shape[1], device=weight.codes.device, dtype=torch.bfloat16)
-    dense = dispatch.dequantize(weight, torch.bfloat16)
-    exact = x.double() @ dense.double().T
+    exact = x.double() @ dispatch.dequantize(weight, torch.bfloat16).double().T
     largest = float(exact.abs().max())
     # Repeated on one weight, the search would prefer launches that are fast from L2, where a model never finds it.
     weights = list(copies(weight, gpu.l2))

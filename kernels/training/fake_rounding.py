@@ -196,8 +196,7 @@ def measured_scale(
     """Returns the float32 block scale values of `weight` by `rule`, as a model stored in `stored` is quantized."""
     matrices = weight.reshape(-1, *weight.shape[-2:])
     amax = torch.stack([matrix.abs().amax() for matrix in matrices]).view(weight.shape[:-2]).float()
-    scale = choose_scale(weight, format, rule, amax, global_scale)
-    return as_stored_scale(scale, format, stored)
+    return as_stored_scale(choose_scale(weight, format, rule, amax, global_scale), format, stored)
 
 
 def as_stored_scale(scale: Tensor, format: Format, stored: torch.dtype) -> Tensor:

@@ -149,8 +149,7 @@ def _together(plan: Plan) -> list[list[LayerPlan]]:
         weight = members[0].weight
         if weight is not None and (weight.global_scale or weight.per_tensor or members[0].has_static_scale):
             shared[name] = members
-    alone = [[layer] for layer in plan.quantized if layer.group not in shared]
-    return [*shared.values(), *alone]
+    return [*shared.values(), *([layer] for layer in plan.quantized if layer.group not in shared)]
 
 
 def _solved_again(layer: LayerPlan, adapted: Any) -> LayerPlan:

@@ -126,8 +126,7 @@ def _in_words(field: str, value: Any) -> str:
     """Returns a value of `quant formats` as a table shows it."""
     if field == "block":
         rows, columns = value
-        whole = {(0, 0): "tensor", (1, 0): "row"}
-        return whole.get((rows, columns), f"{rows}×{columns}")
+        return {(0, 0): "tensor", (1, 0): "row"}.get((rows, columns), f"{rows}×{columns}")
     if field == "solver":
         return value or "by --effort"
     if isinstance(value, bool):

@@ -392,8 +392,7 @@ def attach_planned_heads(source: Source, plan: Plan) -> None:
 
 def _as_model(model: nn.Module, weight: torch.Tensor) -> torch.Tensor:
     """Returns a weight on the device of the model: a dry run's is on meta."""
-    parameter = next(model.parameters())
-    return weight.to(parameter.device, stored_dtype(model))
+    return weight.to(next(model.parameters()).device, stored_dtype(model))
 
 
 def _for_dry_run(job: Job, decision: Decision) -> Decision:

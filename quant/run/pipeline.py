@@ -329,8 +329,7 @@ def _held_out(
         images.append(make(*held, output_type="np"))
 
     for held in prompts.held_out:
-        made = _record(pipe, list(calls), partial(draw, *held))
-        for name, inputs in made.items():
+        for name, inputs in _record(pipe, list(calls), partial(draw, *held)).items():
             calls[name] += inputs.calls[:: -(-len(inputs) // _HELD_OUT_CALLS)]
     return calls, images
 
