@@ -24,6 +24,7 @@ import triton.language as tl
 from torch import Tensor
 
 from quant.kernels.attention.kv_pages import KVPages
+from quant.kernels.base.launch import check_tensors
 from quant.kernels.base.portable_dependent_launch import overlap_options, start_next, wait_for_previous
 
 _HEADS = 8  # heads of one program: enough for a coalesced access, few enough that one token occupies several SMs
@@ -378,13 +379,4 @@ def check_operands(name: str, x: Tensor, arguments: Mapping[str, tuple[Tensor | 
     """Raises ValueError unless every argument has its shape, and the 16-bit dtype and the device of x."""
     if x.dtype not in (torch.float16, torch.bfloat16):
         raise ValueError(f"{name}: {next(iter(arguments))} is {x.dtype}, expected float16 or bfloat16")
-    for argument, (tensor, shape) in arguments.items():
-        if tensor is None:
-            continue
-        if tuple(tensor.shape) != tuple(shape) or tensor.dtype != x.dtype or tensor.device != x.device:
-            raise ValueError(
-                f"{name}: {argument} is {list(tensor.shape)} {tensor.dtype} on {tensor.device}, expected {list(shape)} "
-                f"{x.dtype} on {x.device}"
-            )
-        if not tensor.is_contiguous():
-            raise ValueError(f"{name}: {argument} is not contiguous (strides {tensor.stride()})")
+    check_tensors(name, x, {argument: (tensor, shape, x.dtype) for argument, (tensor, shape) in arguments.items()})

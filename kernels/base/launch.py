@@ -34,6 +34,23 @@ from torch import Tensor
 # The CUDA driver's library, and its errors.
 
 
+def check_tensors(
+    where: str, x: Tensor, expected: Mapping[str, tuple[Tensor | None, Sequence[int], torch.dtype | None]]
+) -> None:
+    """Raises ValueError unless tensors have their shape, a dtype where one is named, x's device, and no gaps."""
+    for name, (tensor, shape, dtype) in expected.items():
+        if tensor is None:
+            continue
+        if tuple(tensor.shape) != tuple(shape):
+            raise ValueError(f"{where}: {name} has shape {list(tensor.shape)}, expected {list(shape)}")
+        if dtype is not None and tensor.dtype is not dtype:
+            raise ValueError(f"{where}: {name} is {tensor.dtype}, expected {dtype}")
+        if tensor.device != x.device:
+            raise ValueError(f"{where}: {name} is on {tensor.device}, x on {x.device}")
+        if not tensor.is_contiguous():
+            raise ValueError(f"{where}: {name} is not contiguous (strides {tensor.stride()}); call .contiguous() once")
+
+
 @cache
 def cuda_driver() -> Any:
     """Returns the driver's library; ValueError where this machine has none."""

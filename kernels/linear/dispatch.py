@@ -26,7 +26,7 @@ from torch.nn.functional import linear as dense_linear
 from quant.formats.format import INPUT_FORMATS, WEIGHT_FORMATS, Format
 from quant.formats.tensor import BlockScaledTensor
 from quant.kernels.base import hardware
-from quant.kernels.base.launch import BoundedTable
+from quant.kernels.base.launch import BoundedTable, check_tensors
 from quant.kernels.base.weight_layout import as_computed, is_prepacked
 from quant.kernels.linear import rounded_products, tiles
 from quant.kernels.linear.oracle import ReferenceProduct
@@ -114,31 +114,17 @@ def check_operands(x: Tensor, weight: BlockScaledTensor, bias: Tensor | None) ->
     """Raises ValueError, naming the argument, where a kernel could not take the arguments."""
     shape, format = weight.shape, weight.format
     codes_shape, scale_shape = format.codes_shape(shape), format.scale_shape(shape)
+    dtype = None if is_prepacked(weight) else format.element.torch_dtype or torch.uint8
     if is_prepacked(weight):
         # A word of 32 bits holds eight codes, or the scales of four blocks of 16.
         codes_shape, scale_shape = (shape[0], shape[1] // 8), (shape[0], shape[1] // 64)
-    expected: dict[str, tuple[Tensor | None, tuple[int, ...]]] = {
-        "codes": (weight.codes, codes_shape),
-        "scale": (weight.scale, scale_shape),
-        "global_scale": (weight.global_scale, ()),
-        "bias": (bias, (shape[0],)),
-    }
     where = f"linear_{format} with a weight of {list(shape)}"
-    for name, (tensor, expected_shape) in expected.items():
-        if tensor is None:
-            if name == "global_scale" and format.global_scale:
-                raise ValueError(f"{where}: global_scale is missing; {format} has one per matrix")
-            continue
-        if tuple(tensor.shape) != expected_shape:
-            raise ValueError(f"{where}: {name} has shape {list(tensor.shape)}, expected {list(expected_shape)}")
-        if tensor.device != x.device:
-            raise ValueError(f"{where}: {name} is on {tensor.device}, x on {x.device}")
-        if not tensor.is_contiguous():
-            raise ValueError(f"{where}: {name} is not contiguous (strides {tensor.stride()}); call .contiguous() once")
-    if not is_prepacked(weight):
-        dtype = format.element.torch_dtype or torch.uint8
-        if weight.codes.dtype is not dtype:
-            raise ValueError(f"{where}: codes are {weight.codes.dtype}, expected {dtype}")
+    if format.global_scale and weight.global_scale is None:
+        raise ValueError(f"{where}: global_scale is missing; {format} has one per matrix")
+    check_tensors(where, x, {
+        "codes": (weight.codes, codes_shape, dtype), "scale": (weight.scale, scale_shape, None),
+        "global_scale": (weight.global_scale, (), None), "bias": (bias, shape[:1], None),
+    })  # fmt: skip
     if bias is not None and not bias.dtype.is_floating_point:
         raise ValueError(f"{where}: bias is {bias.dtype}, expected the dtype of x, {x.dtype}")
 

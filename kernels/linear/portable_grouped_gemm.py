@@ -34,6 +34,7 @@ from torch import Tensor
 
 from quant.formats.format import FORMATS, Format
 from quant.formats.tensor import BlockScaledTensor
+from quant.kernels.base.launch import check_tensors
 from quant.kernels.base.portable_dependent_launch import overlap_options, start_next, wait_for_previous
 from quant.kernels.base.portable_small_floats import compilable
 from quant.kernels.base.weight_layout import is_prepacked
@@ -227,23 +228,13 @@ def check_experts(x: Tensor, weight: BlockScaledTensor, offsets: Tensor) -> None
         scale_shape = (*shape[:2], shape[2] // 64)
     if shape[0] > MAX_EXPERTS:
         raise ValueError(f"{task}: {shape[0]} experts, at most {MAX_EXPERTS}")
-    expected: dict[str, tuple[Tensor | None, tuple[int, ...], torch.dtype]] = {
-        "codes": (weight.codes, *codes),
-        "scale": (weight.scale, scale_shape, weight.scale.dtype),
+    if format.global_scale and weight.global_scale is None:
+        raise ValueError(f"{task}: global_scale is missing; {format} has one per expert")
+    check_tensors(task, x, {
+        "codes": (weight.codes, *codes), "scale": (weight.scale, scale_shape, None),
         "global_scale": (weight.global_scale, shape[:1], torch.float32),
         "offsets": (offsets, (shape[0] + 1,), torch.int32),
-    }
-    for name, (tensor, size, dtype) in expected.items():
-        if tensor is None:
-            if name == "global_scale" and format.global_scale:
-                raise ValueError(f"{task}: global_scale is missing; {format} has one per expert")
-            continue
-        if tuple(tensor.shape) != tuple(size) or tensor.dtype != dtype:
-            raise ValueError(f"{task}: {name} is {list(tensor.shape)} {tensor.dtype}, expected {list(size)} {dtype}")
-        if tensor.device != x.device:
-            raise ValueError(f"{task}: {name} is on {tensor.device}, x on {x.device}")
-        if not tensor.is_contiguous():
-            raise ValueError(f"{task}: {name} is not contiguous (strides {tensor.stride()}); call .contiguous() once")
+    })  # fmt: skip
 
 
 def _task(weight: BlockScaledTensor) -> str:

@@ -129,7 +129,7 @@ def test_mistakes_are_named_before_a_launch() -> None:
         linear(x, with_(codes=torch.zeros(64, 128, dtype=torch.uint8)[:, ::2]))
     with pytest.raises(ValueError, match=what + "scale is on meta, x on cpu"):
         linear(x, with_(scale=weight.scale.to("meta")))
-    with pytest.raises(ValueError, match=what + r"codes are torch\.int8, expected torch\.uint8"):
+    with pytest.raises(ValueError, match=what + r"codes is torch\.int8, expected torch\.uint8"):
         linear(x, with_(codes=weight.codes.to(torch.int8)))
     with pytest.raises(ValueError, match=what + "global_scale is missing"):
         linear(x, BlockScaledTensor(weight.codes, weight.scale, weight.format, weight.shape))

@@ -170,7 +170,7 @@ def test_mistakes_name_the_argument() -> None:
     x, offsets = torch.zeros(4, 64, dtype=torch.bfloat16), torch.tensor([0, 1, 2, 4], dtype=torch.int32)
     with pytest.raises(ValueError, match=r"grouped matmul with \[3, 32, 64\] in nvfp4: x is \[4, 32\], expected"):
         kernels.grouped_codes_gemm(x[:, :32], weight, offsets)
-    with pytest.raises(ValueError, match=r"offsets is \[4\] torch\.int64, expected \[4\] torch\.int32"):
+    with pytest.raises(ValueError, match=r"offsets is torch\.int64, expected torch\.int32"):
         kernels.grouped_codes_gemm(x, weight, offsets.long())
     with pytest.raises(ValueError, match=r"x is torch\.float32, expected float16 or bfloat16"):
         kernels.grouped_codes_gemm(x.float(), weight, offsets)
