@@ -349,7 +349,7 @@ def _training_rows(
     rows, _ = sources.read_calibration(source, source_rows, replace(session, progress=progress), listener=listener)
     if not isinstance(rows, torch.Tensor):
         raise UserError(
-            f"{option('data')}: distillation reads rows of token ids; give text, or token ids in safetensors"
+            f"{option('data')}: distillation reads rows of token ids; give text, or token ids alone in safetensors"
         )
     if len(rows) < options.batch_size:
         raise UserError(
