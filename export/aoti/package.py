@@ -77,6 +77,7 @@ from quant.generate.fused_decoder import merge_rows
 from quant.kernels.linear.conv import QuantConv
 from quant.kernels.linear.quant_linear import LINEAR, QuantLinear
 from quant.kernels.linear.quantized_module import restore_layout
+from quant.recipes.blocks import replaced
 
 # `quant::linear` in packages for CPUs is one C++ function, `cpp/linear.h`, that Inductor calls as it is. Replaced by
 # PyTorch ops, a linear is some dozens of nodes, and tracing, fusing and compiling them anew for every layer takes
@@ -350,19 +351,13 @@ def scales_as_matrices(model: nn.Module) -> Iterator[None]:
     Inductor turns scalars into code, but `_scaled_mm` and our kernels read scales from memory.
     """
     modules = [module for module in model.modules() if isinstance(module, QuantLinear | QuantConv)]
-    scales = [
-        (module, name, scale)
+    with replaced(
+        (module, name, scale.reshape(1, 1))
         for module in modules
         for name in ("input_scale", "global_scale")
         if (scale := getattr(module, name)) is not None
-    ]
-    try:
-        for module, name, scale in scales:
-            setattr(module, name, scale.reshape(1, 1))
+    ):
         yield
-    finally:
-        for module, name, scale in scales:
-            setattr(module, name, scale)
 
 
 def share_input_scales(program: torch.export.ExportedProgram) -> None:

@@ -25,6 +25,7 @@ from quant.base.errors import option
 from quant.export.onnx.opsets import ORT_DOMAIN, PLUGIN_DOMAIN, opset
 from quant.formats.format import FORMATS, Format
 from quant.kernels.linear.experts import QuantExperts, experts_forward
+from quant.recipes.blocks import replaced
 
 EXPERTS = "Experts"
 """Op type of the node that `onnxruntime_graph` replaces, in the domain of our plug-ins."""
@@ -102,18 +103,12 @@ def _in_integers(format: Format | None) -> bool:
 def experts_as_ops(model: nn.Module) -> Iterator[None]:
     """Makes the fused experts of a transformers model one op each while open."""
     configs: dict[int, Any] = {id(module.config): module.config for module in model.modules() if is_fused(module)}
-    before = [(config, config._experts_implementation) for config in configs.values()]
-    if before:
+    if configs:
         from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
         ALL_EXPERTS_FUNCTIONS.register(_IMPLEMENTATION, _op)
-    try:
-        for config, _ in before:
-            config._experts_implementation = _IMPLEMENTATION
+    with replaced((config, "_experts_implementation", _IMPLEMENTATION) for config in configs.values()):
         yield
-    finally:
-        for config, name in before:
-            config._experts_implementation = name
 
 
 def _op(self: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
