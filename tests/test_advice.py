@@ -688,6 +688,13 @@ CALLS: dict[str, tuple[Callable[[], object], str, Callable[[], object]]] = {
         r"takes \(input\), .* name tensors by these arguments",
         lambda: quant.quantize(LINEARS(), "fp8", {"input": X}),
     ),
+    "a head within a budget": (
+        lambda: quant.quantize(tokens(), data=IDS, bits=5, lm_head="fp8"),
+        r"call plan\.set\('lm_head', 'fp8'\) and quantize again with that plan",
+        lambda: quant.quantize(
+            tokens(), quant.quantize(tokens(), data=IDS, bits=5, effort=0).plan.set("lm_head", "fp8"), IDS
+        ),
+    ),
     "no data for a solver": (
         lambda: quant.quantize(LINEARS(), "int8", solver="gptq"),
         "pass calibration data: .* or data= in Python",

@@ -415,14 +415,15 @@ class Request:
             )
         if self.attention is not None:
             raise UserError(
-                f'{spelled("attention")}: a budget leaves attention in 16 bit; set "attention": "fp8" in '
-                "the plan that it writes, and quantize with --plan"
+                f'{spelled("attention")}: a budget leaves attention in 16 bit; set "attention": "fp8" in the file of '
+                "its plan, and quantize with that"
             )
         if self.lm_head is not None:
+            edit = f"run `quant plan edit DIR/plan.json --set lm_head={self.lm_head}`"
+            edit = f"call plan.set('lm_head', {self.lm_head!r})" if self.is_in_memory else edit
             raise UserError(
-                f"{spelled('lm_head', self.lm_head)}: a budget counts the layers inside the model; leave it out, "
-                f"then run `quant plan edit DIR/plan.json --set lm_head={self.lm_head}` and quantize again with that "
-                "plan"
+                f"{spelled('lm_head', self.lm_head)}: a budget counts the layers inside the model; leave it out, then "
+                f"{edit} and quantize again with that plan"
             )
         if self.dry_run:
             raise UserError(
