@@ -61,7 +61,8 @@ class Candidate:
         """Returns the layer in these formats, with branch and residual channels of its solver and no other parts."""
         rank = min(self.rank, *layer.shape[-2:]) if self.rank else 0
         channels, solver = parse_solver(layer.solver).residual, layer.solver
-        if channels and not (layer.kind == LayerKind.LINEAR and self._takes_residual):
+        is_nvfp4 = all(format is not None and format.is_nvfp4 for format in (self.weight, self.activation))
+        if channels and not (layer.kind == LayerKind.LINEAR and is_nvfp4):
             channels, solver = 0, without_residual(solver)
         if channels < 0:
             raise ValueError(
@@ -72,10 +73,6 @@ class Candidate:
         planned = replace(layer, weight=self.weight, activation=self.activation)
         parts = Parts(rank=rank, residual=min(channels, layer.shape[-1] // 16 * 16))
         return replace(planned, solver=solver, parts=parts, cost=None)
-
-    @property
-    def _takes_residual(self) -> bool:
-        return all(format is not None and format.is_nvfp4 for format in (self.weight, self.activation))
 
 
 KEPT = Candidate(KEEP, None, None)

@@ -84,7 +84,10 @@ def reconstruct_block(
     judges = max(round(settings.held_out * len(calls)), 1) if len(calls) > 1 else 0
     pairs = list(zip(calls, targets, strict=True))
     training, held_out = (pairs[:-judges], pairs[-judges:]) if judges else (pairs, pairs)
-    with _in_place(block, learned), _frozen(block):
+    own = {id(p) for layer in learned.values() for p in (layer.latent, layer.factor)}
+    # Only learned parameters take gradients.
+    frozen = replaced((p, "requires_grad", False) for p in block.parameters() if p.requires_grad and id(p) not in own)
+    with _in_place(block, learned), frozen:
         before = after = _error(block, held_out)
         # The start counts as a candidate, so that the error never grows.
         best = {name: layer.state() for name, layer in learned.items()}
@@ -259,12 +262,3 @@ def _in_place(block: nn.Module, modules: Mapping[str, nn.Module]) -> Iterator[No
     finally:
         for name, module in before.items():
             block.set_submodule(name, module)
-
-
-@contextmanager
-def _frozen(block: nn.Module) -> Iterator[None]:
-    """Lets only the learned parameters of the block take gradients while open."""
-    learned = {id(p) for m in block.modules() if isinstance(m, _Learned) for p in (m.latent, m.factor)}
-    changed = [p for p in block.parameters() if p.requires_grad and id(p) not in learned]
-    with replaced((parameter, "requires_grad", False) for parameter in changed):
-        yield

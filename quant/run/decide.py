@@ -79,12 +79,14 @@ def decide(job: Job) -> Decision:
     if request.goal is not None:
         decision = for_budget(job, request.goal)
     else:
-        is_made_here = isinstance(request.chosen_recipe, Recipe)
+        recipe, named = request.chosen_recipe, [request.solver]
+        if is_made_here := isinstance(recipe, Recipe):
+            named += [recipe.solver, *(rule.solver for rule in recipe.rules)]
         plan = plan_for(request, source)
         choice = None if request.plan_file is None else _read_choice(request.plan_file, plan)
         decision = Decision(
             plan, request.data, may_lower_effort=is_made_here, allocation=choice,
-            tries_transforms=is_made_here and _names_no_solver(request),
+            tries_transforms=is_made_here and not any(named),  # an effort chooses every solver
         )  # fmt: skip
     if request.is_in_memory and request.out is None:
         return decision
@@ -98,13 +100,6 @@ def decide(job: Job) -> Decision:
     elif not request.allow_missing:
         check_experts(decision.plan, stored_names(source.model))
     return decision
-
-
-def _names_no_solver(request: Request) -> bool:
-    """Returns whether an effort chooses the solvers: neither the user nor the recipe names one for any layer."""
-    recipe = request.chosen_recipe
-    named = isinstance(recipe, Recipe) and (recipe.solver, *(rule.solver for rule in recipe.rules))
-    return request.solver is None and named is not False and not any(named)
 
 
 def gguf_words(source: Source) -> dict[str, Any] | None:
