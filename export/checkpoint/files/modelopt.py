@@ -74,13 +74,13 @@ def check_plan(plan: Plan) -> None:
     if not plan.quantized:
         raise ValueError("the plan leaves every layer in 16 bit, which ModelOpt's layout has no name for")
     for layer in plan.quantized:
-        _algorithm(layer)
         if layer.kind in (LayerKind.EMBEDDING, LayerKind.CONV):
             noun = "convolution" if layer.kind == LayerKind.CONV else "embedding"
             raise ValueError(
                 f"{layer.name}: ModelOpt's layout has no {noun} in {layer.weight}; keep it in 16 bit when the model "
                 "is quantized, or deploy the compressed-tensors checkpoint"
             )
+        _algorithm(layer)
         if layer.weight is not None and layer.weight.element is INT4 and layer.shape[-2] % 2:
             raise ValueError(
                 f"{layer.name}: ModelOpt's layout packs INT4 in pairs of rows, and {layer.shape[-2]} is odd; keep the "
