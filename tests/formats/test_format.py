@@ -130,11 +130,9 @@ def test_divides_looks_at_the_reduction_axis(name: str, shape: tuple[int, int], 
     assert get_format(name).divides(shape) is divides
 
 
-def test_a_row_is_a_matrix_of_one_row_and_a_scalar_is_refused() -> None:
+def test_a_row_is_a_matrix_of_one_row() -> None:
     assert FORMATS["nvfp4"].scale_shape((33,)) == (1, 3)
     assert FORMATS["fp8"].block_shape((33,)) == (1, 33)
-    with pytest.raises(ValueError, match="a scalar has no blocks"):
-        FORMATS["nvfp4"].scale_shape(())
 
 
 @pytest.mark.parametrize("name", [None, "keep", "16bit", "bf16", "fp16"])
