@@ -522,9 +522,8 @@ def forwarding(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]
         yield
     finally:
         if before is None:
-            vars(module).pop(
-                "forward", None
-            )  # a generator that an error left open may end after its model is whole again
+            # A generator that an error left open may end after its model is whole again.
+            vars(module).pop("forward", None)
         else:
             module.forward = before
 
