@@ -34,6 +34,8 @@ from quant.export.onnx.limits import layer_of_tensorrt, loaded, narrowest_dtype,
 from quant.export.onnx.quantized_cache import CACHE_FORMATS
 from quant.export.tensorrt.audit import failures
 from quant.export.tensorrt.build import BuildOptions, export_engine
+from quant.export.tensorrt.gpu_targets import resolve_targets
+from quant.export.tensorrt.network import check_tensors
 from quant.export.tensorrt.torch_tensorrt import compile_engine
 from quant.formats.format import GGUF_FORMATS, INT4, Format
 from quant.formats.tensor import BlockScaledTensor
@@ -157,6 +159,8 @@ def export_tensorrt(job: ExportJob) -> dict[str, Any]:
     """Builds and audits an engine from its ONNX file, and writes it with its receipt (`--to tensorrt`)."""
     assert job.target is not None
     notes = [*_put_in_dtype(job), *_graph_notes(job)]
+    for target in resolve_targets(job.target):
+        check_tensors(job.model, job.plan, target)
     with temporary_directory(job.out) as folder:
         receipt = _write_verified(job, folder / "model.onnx", notes)
         record = export_engine(

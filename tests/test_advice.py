@@ -750,12 +750,23 @@ def saved(model: Any, plan: Any = None, **options: Any) -> None:
     quant.save(model, plan, place(), **options)
 
 
+def module_checkpoint() -> Path:
+    made = quant.quantize(LINEARS(), "fp8_channel")
+    quant.save(made.model, made.plan, folder := place())
+    return folder
+
+
 def quantized(**options: Any) -> Any:
     return quant.quantize(tokens(), "fp8_channel", **options)
 
 
 # Of training, distillation, checkpoints and caches.
 CALLS |= {
+    "a layout without config.json": (
+        lambda: quant.convert(module_checkpoint(), place(), "modelopt"),
+        r"no config\.json, from which .* this checkpoint is one for quant\.load\(directory, model\)",
+        lambda: quant.load(module_checkpoint(), LINEARS()),
+    ),
     "a plan with include": (
         lambda: quant.prepare_qat(LINEARS(), quant.make_plan(LINEARS(), "fp8_channel"), exclude=["0"]),
         r"give solver, include and exclude to quant\.make_plan instead",

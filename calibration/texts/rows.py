@@ -214,7 +214,10 @@ def _explained(corpus: Corpus) -> Iterator[None]:
             "in its place: a .txt, .jsonl, .csv or .parquet, or a folder that `hf download --repo-type dataset` filled"
         ) from error
     except Exception as error:  # readers of several formats and a network client, with no common class of errors
-        raise ValueError(f"{corpus.path}: cannot be read as a data set: {_one_line(error)}") from error
+        reason = _one_line(error)
+        if "column names don't match" in reason:  # of two files; `datasets` prints the schemas of both
+            reason = "its files have different columns; name one of them, or a folder of files with the same"
+        raise ValueError(f"{corpus.path}: cannot be read as a data set: {reason}") from error
     finally:
         logger.setLevel(level)
 

@@ -92,7 +92,7 @@ def convert(
         `load` and for a conversion back.
 
     Raises:
-        UserError: an unknown layout.
+        UserError: an unknown layout, or no config.json.
         FileExistsError: `out` is, holds or lies in `directory`.
         ValueError: the layout has no name for something in the plan; the message names the layer and the way out.
     """
@@ -101,6 +101,11 @@ def convert(
         raise UserError(f"no layout {to!r}; {known_names(to, LAYOUTS)}")
     # The source stays mapped while `out` is written; a directory inside the other would be read and replaced at once.
     check_apart(out, directory)
+    if not (directory / "config.json").is_file():
+        raise UserError(
+            f"{directory}: no config.json, from which runtimes of another layout would build the model; this "
+            "checkpoint is one for quant.load(directory, model)"
+        )
     with remote_code(trust_remote_code):
         opened = Checkpoint(directory, model or outline(directory))
     plan, names, dtype = opened.plan, opened.names, stored_dtype(opened.model)

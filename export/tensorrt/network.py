@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from torch import nn
 
 from quant.base.errors import option, require
 from quant.export.onnx.dynamic_shapes import (
@@ -32,6 +33,7 @@ from quant.export.onnx.opsets import CACHE_PLUGIN, PLUGIN
 from quant.export.onnx.serving import CAPACITY_KEY, IDS
 from quant.export.onnx.translate import layer_of, module_of
 from quant.recipes.gpus import Hardware
+from quant.recipes.plan import Plan
 
 # Op types that become one attention each.
 ATTENTION = ("Attention", "TRT_QuantizedAttention", PLUGIN, CACHE_PLUGIN)
@@ -40,8 +42,11 @@ _SAME_SHAPE = ("Cast", "DequantizeLinear", "Identity", "Mul", "QuantizeLinear")
 _LONGEST_CHUNK = 512  # of a prompt, in the default profile
 _SMALL_GROUP = 32  # of INT4 weights
 _FEWEST_HEADS = 4  # of attention with a single query, in half precision
-# The hardware that types of weights need: see `Hardware.has_block_scales` and `has_fp8`.
-_FEATURES = {"FLOAT4E2M1": "FP4", "FLOAT8E4M3FN": "FP8"}
+# What types of weights need of the hardware: in ONNX, in a format, and in PyTorch.
+_FEATURES = {
+    "FLOAT4E2M1": "FP4", "e2m1": "FP4", "FLOAT8E4M3FN": "FP8", "e4m3": "FP8", "INT4": "INT4", "int4": "INT4",
+    "BFLOAT16": "BF16", "bfloat16": "BF16",
+}  # fmt: skip
 
 
 def load_graph(path: Path) -> Any:
@@ -73,16 +78,33 @@ def check_graph(model: Any, target: Hardware) -> None:
             raise ValueError(f"{_node_label(node)}: {problem}")
 
 
+def check_tensors(model: nn.Module, plan: Plan | None, target: Hardware) -> None:
+    """Raises ValueError for the first weight that the target cannot compute with, before an export takes its time."""
+    kinds = {name: [str(tensor.dtype).removeprefix("torch.")] for name, tensor in model.named_parameters()}
+    for layer in () if plan is None else plan.quantized:
+        kinds[layer.name] = [] if layer.weight is None else [layer.weight.scale.name, layer.weight.element.name]
+    for name, types in kinds.items():
+        for problem in (problem for kind in types for problem in _lacks(kind, target)):
+            raise ValueError(f"{name}: {problem}")
+
+
+def _lacks(kind: str, target: Hardware) -> Iterator[str]:
+    feature, is_old = _FEATURES.get(kind), target.capability < (8, 0)
+    if feature == "FP4" and not target.has_block_scales:
+        yield f"{target} has no FP4; use fp8 or int4 for it, or target sm120"
+    if feature == "FP8" and not target.has_fp8:
+        yield f"{target} has no FP8; use int8{'' if is_old else ' or int4'} for it, or target sm89 or later"
+    if feature in ("INT4", "BF16") and is_old:
+        way_out = "use int8 for it" if feature == "INT4" else f"pass {option('dtype', 'fp16')}"
+        yield f"{target} has no {feature}; {way_out}, or target sm80 or later"
+
+
 def _node_problems(
     node: Any, types: Mapping[str, str], producer: Mapping[str, Any], shapes: Mapping[str, Any], target: Hardware
 ) -> Iterator[str]:
     """Yields reasons why TensorRT does not run a node as it is."""
     for name in node.input:
-        kind = types.get(name, "")
-        if _FEATURES.get(kind) == "FP4" and not target.has_block_scales:
-            yield f"{target} has no FP4; use fp8 or int4 for it, or target sm120"
-        if _FEATURES.get(kind) == "FP8" and not target.has_fp8:
-            yield f"{target} has no FP8; use int8 or int4 for it, or target sm89 or later"
+        yield from _lacks(types.get(name, ""), target)
     # x ─> QuantizeLinear ─> DequantizeLinear ─┐
     # codes ───────────────> DequantizeLinear ─┴─> MatMul      codes are an initializer, and so have an entry in `types`
     if node.op_type == "MatMul":

@@ -7,6 +7,7 @@ For a checkpoint, as the command `quant distill` does:
 The teacher is opened first: where its likeliest tokens are cached in a file, it leaves memory before the student comes.
 """
 
+import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -77,6 +78,8 @@ class DistillOptions:
             raise UserError(f"train is {self.train!r}; expected 'weights' or 'norms'")
         if self.train == "norms" and self.scales != "frozen":
             raise UserError(f"{option('scales', self.scales)}: norms are trained with frozen scales; leave it out")
+        if self.lr is not None and not 0 < self.lr < math.inf:
+            raise UserError(f"{option('lr', self.lr)}: expected a number above 0, or leave it out")
 
 
 @overload
@@ -242,6 +245,11 @@ def _distill_checkpoint(
         )  # fmt: skip
         source.model = student
         report = report_of(source, plan, record, after, checkpoint, session)
+        if before is None and trained.after > _WORSE * trained.losses[0]:
+            report.warnings.append(
+                f"training raised the loss of its first rows from {trained.losses[0]:.3g} to {trained.after:.3g}; "
+                f"lower {option('lr')} (it was {rate:g})"
+            )
         report.command, report.seconds = command, {"train": sum(trained.seconds)}
 
         def finish(directory: Path, hashes: Mapping[str, str], messages: list[str]) -> None:

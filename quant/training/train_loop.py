@@ -24,7 +24,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from quant.base.errors import UserError
+from quant.base.errors import UserError, option
 from quant.calibration.session import device_of
 from quant.training.qat_layers import Packed, RoundedWeight
 
@@ -65,7 +65,7 @@ class Passes:
             before = self._generators() if self._may_record and not self._seconds else None
             for parameter in self._learned:
                 parameter.grad = None
-            loss = self._of(batch.to(self._device))
+            loss = self.of(batch.to(self._device))
             loss.backward()
             value = loss.item()
             self._may_record &= before is None or before == self._generators()
@@ -86,7 +86,7 @@ class Passes:
         for parameter in self._learned:
             parameter.grad = gradients.get(parameter)
 
-    def _of(self, batch: torch.Tensor) -> torch.Tensor:
+    def of(self, batch: torch.Tensor) -> torch.Tensor:
         with torch.autocast(self._device.type, torch.bfloat16, enabled=self._device.type == "cuda"):
             return self._loss(batch)
 
@@ -97,7 +97,7 @@ class Passes:
             parameter.grad = None  # so that gradients are written to memory of the graph
         try:
             with torch.cuda.graph(graph):
-                self._loss_value = self._of(self._batch)
+                self._loss_value = self.of(self._batch)
                 self._loss_value.backward()
         except RuntimeError:  # of CUDA, at whatever cannot be recorded; the batch has its turn op by op
             torch.cuda.set_stream(stream)  # which a failed recording does not leave
@@ -123,10 +123,14 @@ class Hyperparameters:
 
 @dataclass(frozen=True)
 class Trained:
-    """The losses and seconds of each step of a training loop, and whether steps were recorded and replayed."""
+    """The losses and seconds of each step of a training loop, and whether steps were recorded and replayed.
+
+    `after` is the loss of the first step's rows after the last step.
+    """
 
     losses: list[float]
     seconds: list[float]
+    after: float
     replayed: bool = False
 
 
@@ -163,9 +167,7 @@ def train(
     losses, seconds = [], []
     for step, ids in zip(range(1, steps + 1), _batches(rows, batch, hyperparameters.seed), strict=False):
         started = time.perf_counter()
-        losses.append(passes(ids))
-        if not math.isfinite(losses[-1]):
-            raise UserError(f"step {step}: the loss is {losses[-1]}; lower the learning rate, which is {rate:g}")
+        losses.append(_finite(passes(ids), step, rate))
         nn.utils.clip_grad_norm_(learned, _CLIP)
         optimizer.step()
         decay.step()
@@ -176,7 +178,15 @@ def train(
             progress(step, steps, losses[-1])
     replayed = passes.replays
     passes.close()
-    return Trained(losses, seconds, replayed)
+    with torch.no_grad():
+        after = passes.of(next(_batches(rows, batch, hyperparameters.seed)).to(device)).item()
+    return Trained(losses, seconds, _finite(after, steps, rate), replayed)
+
+
+def _finite(loss: float, step: int, rate: float) -> float:
+    if not math.isfinite(loss):
+        raise UserError(f"step {step}: the loss is {loss}; lower {option('lr')}, which is {rate:g}")
+    return loss
 
 
 def train_only_norms(model: nn.Module) -> None:

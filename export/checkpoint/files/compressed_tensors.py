@@ -51,19 +51,21 @@ def matches(pattern: str, name: str) -> bool:
     try:
         return _compiled(pattern)(name, 1) != 0
     except RecursionError:
-        raise ValueError(f"the pattern {pattern[:50]!r}… is nested too deeply; write it flat") from None
+        raise ValueError(f"config.json: the pattern {pattern[:50]!r}… is nested too deeply; write it flat") from None
 
 
 @lru_cache
 def _compiled(pattern: str) -> Matcher:
     if len(pattern) > LONGEST:
-        raise ValueError(f"the pattern {pattern[:50]!r}… has {len(pattern):,} characters; at most {LONGEST:,} are read")
+        raise ValueError(
+            f"config.json: the pattern {pattern[:50]!r}… has {len(pattern):,} characters; at most {LONGEST:,} are read"
+        )
     try:
         tree = _parser.parse(pattern)
     except (re.error, RecursionError, OverflowError) as error:
-        raise ValueError(f"the pattern {pattern!r} is not a regular expression ({error})") from None
+        raise ValueError(f"config.json: the pattern {pattern!r} is not a regular expression ({error})") from None
     if tree.state.flags != re.UNICODE:
-        raise ValueError(f"the pattern {pattern!r} has flags, which are not read; write it without")
+        raise ValueError(f"config.json: the pattern {pattern!r} has flags, which are not read; write it without")
     return _sequence(tree, pattern)
 
 
@@ -90,7 +92,7 @@ def _part(op: str, argument: Any, tree: Any, pattern: str) -> Matcher:
     if op in ("ASSERT", "ASSERT_NOT") and argument[0] == 1:  # a look-ahead
         ahead = _sequence(argument[1], pattern)
         return _from_each(lambda name, start: start if bool(ahead(name, start)) == (op == "ASSERT") else 0)
-    raise ValueError(f"the pattern {pattern!r} has a part that is not read, {op}; write it without")
+    raise ValueError(f"config.json: the pattern {pattern!r} has a part that is not read, {op}; write it without")
 
 
 def _from_each(from_one: Matcher) -> Matcher:

@@ -7,6 +7,7 @@ import json
 import os
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from quant.export.tensorrt.audit import audit
 from quant.export.tensorrt.build import BuildOptions, build_engine, export_engine, run_worker, summary
 from quant.export.tensorrt.engine_file import read_engine
 from quant.export.tensorrt.gpu_targets import choose_common_library, choose_library, resolve_target, resolve_targets
-from quant.export.tensorrt.network import check_graph
+from quant.export.tensorrt.network import check_graph, check_tensors
 from quant.run.api import quantize
 
 SHAPES = "tokens=1:16:64"
@@ -118,6 +119,31 @@ def test_refused_before_a_build(
     with pytest.raises(ValueError, match=message):
         build_engine(graphs.chain(*kinds), graphs.folder / "x.engine", BuildOptions(target, SHAPES))
     assert [p.name for p in graphs.folder.iterdir()] == ["chain.onnx"]
+
+
+@pytest.mark.parametrize(
+    ("format", "dtype", "target", "message"),
+    [
+        (
+            "nvfp4",
+            torch.float16,
+            "sm120,a100",
+            r"^0: a100 \(sm80\) has no FP8; use int8 or int4 for it",
+        ),
+        ("nvfp4", torch.float16, "l40s", r"^0: l40s \(sm89\) has no FP4; use fp8 or int4 for it, or target sm120"),
+        ("int4@16bit", torch.float16, "t4", r"^0: t4 \(sm75\) has no INT4; use int8 for it, or target sm80 or later"),
+        ("fp8", torch.float16, "t4", r"has no FP8; use int8 for it, or target sm89 or later"),
+        ("int8", torch.bfloat16, "t4", r"^0.bias: t4 \(sm75\) has no BF16; pass dtype=.fp16., or target sm80 or later"),
+        ("int8", torch.float16, "t4", ""),
+    ],
+)
+def test_what_the_target_lacks_is_refused_before_an_export(
+    format: str, dtype: torch.dtype, target: str, message: str
+) -> None:
+    quantized = quantize(mlp().to(dtype), format, torch.ones(1, 256, dtype=dtype))
+    with pytest.raises(ValueError, match=message) if message else nullcontext():
+        for each in resolve_targets(target):
+            check_tensors(quantized.model, quantized.plan, each)
 
 
 def test_one_query_with_few_heads_has_no_kernel(graphs: Any) -> None:

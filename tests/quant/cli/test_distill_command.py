@@ -28,7 +28,7 @@ from quant.training import distill
 from quant.training import distill as training_run
 from quant.training.distill import DistillOptions
 from quant.training.distillation_loss import cache_teacher
-from quant.training.train_loop import StoredDtypes
+from quant.training.train_loop import Hyperparameters, StoredDtypes, train
 
 pytest.importorskip("transformers")
 
@@ -174,10 +174,29 @@ def test_training_on_a_gpu(format: str, train: str, tmp_path: Path) -> None:
 
 
 def test_norms_are_trained_with_frozen_scales() -> None:
-    with pytest.raises(quant.UserError, match="norms are trained with the codes and scales as they are"):
+    with pytest.raises(quant.UserError, match="norms are trained with frozen scales; leave it out"):
         DistillOptions(train="norms", scales="learned")
     with pytest.raises(quant.UserError, match="train is 'biases'; expected 'weights' or 'norms'"):
         DistillOptions(train="biases")
+
+
+@pytest.mark.parametrize("scales", ["frozen", "learned"])
+def test_a_ruined_model_is_told_without_texts_too(made: Path, tmp_path: Path, scales: str) -> None:
+    args = (distill_command, made / "ptq", "--teacher", made / "model", "--data", made / "rows.safetensors")
+    args = (*args, "--scales", scales, "--out", tmp_path / "out", "--steps", 1, "--seqlen", 24, "--device", "cpu")
+    result = run(*args, "--lr", 1e30)
+    (warning,) = [w for w in quant.Report.load(tmp_path / "out" / "report.json").warnings if "first rows" in w]
+    assert result.exit_code == 0 and "lower --lr (it was 1e+30)" in warning, result.output
+    result = run(*args, "--lr", 1e-5, "--overwrite")
+    assert result.exit_code == 0 and "raised the loss" not in result.output
+    result = run(*args, "--lr", "nan", "--overwrite")
+    assert result.exit_code == 2 and "--lr nan: expected a number above 0" in result.output
+
+
+def test_the_last_step_is_checked_too() -> None:
+    model = nn.Linear(2, 1, bias=False)
+    with pytest.raises(quant.UserError, match="step 1: the loss is inf; lower lr"):
+        train(model, lambda ids: model.weight.square().sum(), torch.zeros(1, 2), Hyperparameters(1, 1, rate=1e30))
 
 
 def test_what_training_made_worse_is_told(made: Path, tmp_path: Path) -> None:
