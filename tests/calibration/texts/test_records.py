@@ -135,7 +135,7 @@ def test_bad_files(tmp_path: Path, datasets: Any) -> None:
     (tmp_path / "mixed").mkdir()
     (tmp_path / "mixed" / "a.jsonl").write_text('{"text": "a b c"}\n')
     (tmp_path / "mixed" / "b.jsonl").write_text('{"wide": [1, 2]}\n')
-    with pytest.raises(ValueError, match="mixed: cannot .*: its files have different columns; name one of them, or a"):
+    with pytest.raises(ValueError, match=r"mixed: cannot .*: its files have different columns; name one of them, or a"):
         rows(tmp_path / "mixed")
     assert len(rows(tmp_path / "mixed" / "a.jsonl", seqlen=3)) == 1
     (tmp_path / "empty.json").touch()
