@@ -94,7 +94,7 @@ def collect_attention_scales(
     if moving := next((format for format in operands.values() if format is not None and not format.is_static), None):
         raise ValueError(
             f"{moving} finds its scales at run time, so there is none to calibrate for the KV cache or attention; "
-            "use fp8 or nvfp4"
+            "use fp8"
         )
     if granularity not in CACHE_GRANULARITIES:
         raise ValueError(f"unknown granularity {granularity!r}; {known_names(granularity, CACHE_GRANULARITIES)}")
@@ -198,8 +198,9 @@ def kv_scale_tensors(scales: Mapping[str, AttentionScales], dtype: torch.dtype) 
     tensors, info = {}, torch.finfo(dtype)
     for name, module in scales.items():
         if module.kv_format is None or not (module.kv_format.is_fp8 and module.kv_format.per_tensor):
-            format = module.kv_format or "16 bit"
-            raise ValueError(f"{name}: checkpoints hold scales of a KV cache in fp8; this one is in {format}")
+            raise ValueError(
+                f"{name}: checkpoints hold scales of a KV cache in fp8, not {module.kv_format or '16 bit'}; use fp8"
+            )
         for operand in ("k", "v"):
             scale = attention_scale(_cached(module.amax, operand), FORMATS["fp8"])
             # [1], or [kv_heads, 1, 1], as compressed-tensors registers these parameters.

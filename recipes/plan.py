@@ -44,10 +44,11 @@ from quant.formats.format import (
     Format,
     cache_format,
     get_format,
+    is_16bit,
     parse_format,
 )
 from quant.recipes.layers import QUANTIZABLE, Layer, LayerKind, obstacle
-from quant.recipes.recipe import find_preset, matched, presets
+from quant.recipes.recipe import KEEP, find_preset, matched, presets
 from quant.recipes.solver_names import DEFAULT_OBSERVER, check_observer, parse_solver
 
 SCHEMA_VERSION = 2
@@ -231,6 +232,8 @@ class LayerPlan:
         return cls(**{**own, **formats, "parts": parts})
 
 
+CACHES = ("fp8", "fp8_head")
+"""Formats in which checkpoints of `quantize` hold the scales of a KV cache."""
 KV_LAYERS = ("nvfp4", "fp8", "16bit")
 """Formats that a plan may give the KV cache of single layers, by rising bits."""
 
@@ -682,10 +685,17 @@ def _refuse_split_groups(plan: Plan, changes: Mapping[str, Setting]) -> None:
 
 def set_kv_cache(plan: Plan, name: str) -> Plan:
     """Returns the plan with another format of the KV cache; `keep` or `16bit` for none, UserError for an unknown."""
-    try:
-        return replace(plan, kv_cache=cache_format(name), kv_layers=())
-    except ValueError as error:
-        raise UserError(f"{option('kv_cache', name)}: {error}") from None
+    name = kv_cache_name(name)
+    return replace(plan, kv_cache=cache_format(name), kv_layers=())
+
+
+def kv_cache_name(name: str) -> str:
+    """Returns a format of the KV cache as recipes spell it; UserError for one that no layout of checkpoints holds."""
+    if is_16bit(name):
+        return KEEP
+    if name not in CACHES:
+        raise UserError(f"{option('kv_cache', name)}: checkpoints hold a KV cache in {', '.join(CACHES)} or 16bit")
+    return name
 
 
 def set_guard_and_observer(plan: Plan, guard: str | None = None, observer: str | None = None) -> Plan:

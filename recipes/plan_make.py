@@ -188,7 +188,7 @@ def _head_rules(layers: Sequence[Layer], lm_head: str) -> list[Rule]:
     try:
         parse_format(lm_head)
     except ValueError as error:
-        raise UserError(f"{option('lm_head')}: {error}") from None
+        raise UserError(f"{option('lm_head', lm_head)}: {error}") from None
     heads = [layer.name for layer in layers if layer.kind == LayerKind.HEAD]
     if not heads:
         raise UserError(f"{option('lm_head', lm_head)}: this model has no output head; leave that out")
@@ -309,17 +309,6 @@ def _run_one_row(model: nn.Module) -> None:
     # No expert decides which layers share an input, and reading a few of each block takes seconds.
     with without_experts(model, block_names(model)):
         model(ids)
-
-
-def kv_cache_name(name: str) -> str:
-    """Returns a format of the KV cache as recipes spell it; UserError for an unknown one."""
-    try:
-        format = cache_format(name)
-    except ValueError:
-        raise UserError(
-            f"{option('kv_cache', name)}: unknown format of a KV cache; checkpoints hold it in fp8, fp8_head or 16bit"
-        ) from None
-    return format.name if format else KEEP
 
 
 def resolve(layers: Sequence[Layer], recipe: Recipe, *, only: Sequence[str] = ()) -> Plan:

@@ -342,7 +342,12 @@ class Preparer:
             return self._prepare_image(sample)
         if self.tokenizer is None:
             raise ValueError(f"{type(self.processor).__name__} prepares no texts: give data that this model reads")
-        return self.tokenizer(sample.texts[0], truncation=True, max_length=self.length, return_tensors="pt")
+        arguments = self.tokenizer(sample.texts[0], truncation=True, max_length=self.length, return_tensors="pt")
+        if not arguments["input_ids"].numel():
+            raise ValueError(
+                "has no token that the tokenizer knows; give a text in its words, or input_ids as .safetensors"
+            )
+        return arguments
 
     def _prepare_image(self, sample: Sample) -> Any:
         if not hasattr(self.processor, "image_processor") and not hasattr(self.processor, "image_mean"):

@@ -52,7 +52,7 @@ def generate_command(
     context = click.get_current_context()
     for name in of_models if engine is not None else of_engines:
         if context.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE:
-            why = "--engine runs a file which is as it was exported"
+            why = "--engine runs a file which is as it was exported; leave it out"
             if engine is None:
                 why = "MODEL runs by greedy decoding; pass --engine FILE to draw tokens"
             raise UserError(f"--{name.replace('_', '-')}: {why}")

@@ -107,6 +107,15 @@ def refuse_adapter(path: Path, names: Iterable[str]) -> None:
     )
 
 
+def refuse_part(path: Path, names: Iterable[str]) -> None:
+    """Raises UserError for one file of a model that has several, which would pass for the whole of it."""
+    part = re.search(r"-\d{5}-of-(\d{5})\.\w+$", path.name)
+    maps = (read_fields(index).get("weight_map") for index in path.parent.glob("*.index.json"))
+    indexed = {name for stored in maps if isinstance(stored, dict) and path.name in stored.values() for name in stored}
+    if (part is not None and int(part[1]) > 1) or indexed - set(names):
+        raise UserError(f"{path}: one of several files of a model; give their directory, {path.parent}")
+
+
 def _adapter_of(folder: Path) -> str:
     try:
         base = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8")).get("base_model_name_or_path")

@@ -30,7 +30,7 @@ from torch import nn
 from quant.base.errors import UserError, option
 from quant.models import gguf, huggingface, state_dict
 from quant.models.files import SourceKind, WatchedFiles, commit_of, find_model, origin_of, with_revision
-from quant.models.huggingface import refuse_adapter
+from quant.models.huggingface import refuse_adapter, refuse_part
 from quant.recipes.layers import Layer, find_layers, layers_of_state_dict
 
 
@@ -208,6 +208,8 @@ def open_model(
         tensors = state_dict.open_safetensors(path, given_dtype, meta)
     else:
         model, tensors = state_dict.load_pickle(path, given_dtype, unsafe_load, meta)
+    if tensors is not None and path.is_file():
+        refuse_part(path, tensors)
     if tensors is not None and model_factory is None:
         refuse_adapter(path, tensors)
     if tensors is not None and model_factory is not None:

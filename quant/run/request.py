@@ -31,9 +31,8 @@ from quant.models.files import find_model, packages_of
 from quant.models.pipelines import is_pipeline
 from quant.recipes import solver_names
 from quant.recipes.callers_model import check_original, unwrapped
-from quant.recipes.plan import Plan
+from quant.recipes.plan import Plan, kv_cache_name
 from quant.recipes.plan_check import Problem, read_plan
-from quant.recipes.plan_make import kv_cache_name
 from quant.recipes.recipe import KEEP, Recipe, get_recipe
 from quant.recipes.solver_names import DEFAULT_OBSERVER
 

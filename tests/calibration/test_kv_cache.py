@@ -257,5 +257,5 @@ def test_a_chosen_dtype_and_no_scale_of_zero() -> None:
 
 @pytest.mark.parametrize(("format", "kept"), [(None, "16 bit"), (NVFP4, "nvfp4")])
 def test_caches_that_no_checkpoint_can_express_are_refused(format: Format | None, kept: str) -> None:
-    with pytest.raises(ValueError, match=rf"^layer\.attn: checkpoints hold scales of a KV cache in fp8; .* in {kept}"):
+    with pytest.raises(ValueError, match=rf"^layer\.attn: checkpoints hold .* KV cache in fp8, not {kept}; use fp8"):
         kv_scale_tensors(scales_of(kv_format=format), torch.float32)

@@ -186,8 +186,11 @@ def test_globs_pass_over_norms_and_refuse_only_norms() -> None:
 def test_kv_cache() -> None:
     assert set_kv_cache(plan_of(), "fp8").kv_cache == FORMATS["fp8"]
     assert set_kv_cache(plan_of(kv_cache=FORMATS["fp8"]), "keep").kv_cache is None
-    with pytest.raises(UserError, match="kv_cache=\"fp9\": unknown format 'fp9'"):
-        set_kv_cache(plan_of(), "fp9")
+    for name in ("fp9", "mxfp4", "int8_tensor", "nvfp4"):  # which `quantize --plan` would refuse to store
+        with pytest.raises(
+            UserError, match=f'kv_cache="{name}": checkpoints hold a KV cache in fp8, fp8_head or 16bit'
+        ):
+            set_kv_cache(plan_of(), name)
 
 
 def test_a_plan_is_edited_by_its_own_method() -> None:

@@ -298,7 +298,7 @@ def test_the_head_and_the_kv_cache_get_formats_of_their_own() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"kv_cache": "fp4"}, 'kv_cache="fp4": unknown format of a KV cache; checkpoints hold it in fp8'),
+        ({"kv_cache": "fp4"}, 'kv_cache="fp4": checkpoints hold a KV cache in fp8'),
         ({"lm_head": "fp4"}, "unknown format 'fp4'"),
         ({"bits": 6, "lm_head": "fp8"}, 'lm_head="fp8": a budget counts the layers inside the model; leave it out'),
         ({"recipe": make_plan(Net(), "mxfp8", run=example), "kv_cache": "fp8"}, "a plan says everything"),

@@ -49,7 +49,7 @@ def test_the_head_is_quantized_and_its_error_is_in_the_report(tmp_path: Path, in
     ("fields", "arguments", "message"),
     [
         ({"hidden_size": 48}, ("--format", "fp8", "--lm-head", "mxfp8"), "in = 48 is not a multiple of mxfp8's block"),
-        ({}, ("--format", "nvfp4", "--lm-head", "nvfp5"), "--lm-head: unknown format"),
+        ({}, ("--format", "nvfp4", "--lm-head", "nvfp5"), "--lm-head nvfp5: unknown format"),
         ({}, ("--format", "nvfp4", "--lm-head", "keep"), "leave that out"),
         ({}, ("--bits", "5", "--lm-head", "nvfp4"), "a budget counts the layers inside the model"),
         ({}, ("--plan", "plan.json", "--lm-head", "nvfp4"), "--plan says everything already"),

@@ -24,6 +24,7 @@ from quant.calibration.texts.media_inputs import TOKENS, lacks_decoder_text, rea
 from quant.cli.main import main
 from quant.recipes.layers import LayerKind
 
+tokenizers = pytest.importorskip("tokenizers", reason="the extra hf")
 transformers = pytest.importorskip("transformers", reason="the extra hf")
 Call = dict[str, torch.Tensor]
 
@@ -177,6 +178,19 @@ def test_a_decoder_without_a_text_reads_what_the_model_writes(tmp_path: Path) ->
         ends = (wanted[0] == tokenizer.eos_token_id).nonzero()
         assert call["decoder_input_ids"].tolist() == wanted[:, : int(ends[0]) if len(ends) else None].tolist()
     assert written.own_text and not lacks_decoder_text(written)
+
+
+def test_a_text_that_the_tokenizer_does_not_know_is_refused(tmp_path: Path) -> None:
+    """The rows are unknown tokens alone, of which nothing is left for the encoder."""
+    model = tiny_processors.write_t5(tmp_path)
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"[UNK]": 0, "word": 1}, unk_token="[UNK]"))
+    words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=words, unk_token="[UNK]")
+    (tmp_path / "text.txt").write_text("others " * 40)
+    with pytest.raises(ValueError, match=r"text\.txt, row 0: has no token that the tokenizer knows"):
+        read_inputs(tmp_path / "text.txt", model, lambda: tokenizer, samples=2, seqlen=16)
+    (tmp_path / "text.txt").write_text("word " * 40)
+    assert read_inputs(tmp_path / "text.txt", model, lambda: tokenizer, samples=2, seqlen=16) is not None
 
 
 def test_a_model_that_writes_its_own_texts_has_no_perplexity(tmp_path: Path) -> None:

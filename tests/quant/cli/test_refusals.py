@@ -133,7 +133,7 @@ def test_a_plan_with_static_scales_is_not_for_a_state_dict(tmp_path: Path) -> No
     [
         (
             ("--format", "nvfp4", "--kv-cache", "fp9"),
-            "--kv-cache fp9: unknown format of a KV cache; checkpoints hold it in fp8, fp8_head or 16bit\n",
+            "--kv-cache fp9: checkpoints hold a KV cache in fp8, fp8_head or 16bit\n",
         ),
     ],
 )

@@ -119,7 +119,18 @@ def test_sharded_directory_equals_one_file(tmp_path: Path) -> None:
     model.save_pretrained(tmp_path, max_shard_size="200KB")
     assert len(list(tmp_path.glob("model-*.safetensors"))) > 2
     assert equal(open_model(tmp_path).model.state_dict(), load_file(BASE / "model.safetensors"))
-    lost = sorted(tmp_path.glob("model-*.safetensors"))[1]
+    first, lost, *_ = sorted(tmp_path.glob("model-*.safetensors"))
+    whole = shutil.copy(BASE / "model.safetensors", tmp_path / "model-00001-of-00001.safetensors")
+    assert equal(open_model(whole).state_dict, load_file(BASE / "model.safetensors"))
+    index = tmp_path / "model.safetensors.index.json"
+    for part in (first, tmp_path / "renamed.safetensors"):
+        shutil.copy(first, part) if part != first else None
+        index.write_text(index.read_text().replace(first.name, part.name))
+        with pytest.raises(
+            UserError, match=rf"{part.name}: one of .*give their directory, {re.escape(str(tmp_path))}$"
+        ):
+            open_model(part)
+        assert len(open_model(tmp_path).model.state_dict()) == len(load_file(BASE / "model.safetensors"))
     lost.unlink()
     with pytest.raises(UserError, match=rf"{lost.name}: this weight file is missing"):
         open_model(tmp_path)

@@ -28,7 +28,7 @@ MODELS = {"--{}": "model", "{}=": nn.Linear(2, 2)}
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"recipe": "fp8", "kv_cache": "fp9"}, "<kv_cache fp9>: unknown format of a KV cache"),
+        ({"recipe": "fp8", "kv_cache": "fp9"}, "<kv_cache fp9>: checkpoints hold a KV cache in fp8"),
         ({"recipe": "fp8", "attention": "nvfp4"}, "<attention nvfp4>: attention runs in fp8, or in 16bit"),
         ({"budget": BUDGET, "attention": "fp8"}, "<attention>: a budget leaves attention in 16 bit"),
         (
