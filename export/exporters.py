@@ -23,6 +23,7 @@ from quant.export.checkpoint.convert import convert
 from quant.export.checkpoint.files.directory import new_directory
 from quant.export.checkpoint.files.tensors import read_layer
 from quant.export.checkpoint.open_checkpoint import Checkpoint
+from quant.export.gguf.architectures import head_dim
 from quant.export.gguf.export_gguf import check_gguf, gguf_notes, stored_vocabulary, vocabulary, write_gguf
 from quant.export.kinds import DTYPES, KINDS
 from quant.export.onnx.compare_with_torch import check_file, verify, worst_layer
@@ -41,6 +42,7 @@ from quant.formats.format import GGUF_FORMATS, INT4, Format
 from quant.formats.tensor import BlockScaledTensor
 from quant.formats.tensor import quantize as quantize_tensor
 from quant.generate.generate import cast_unquantized
+from quant.kernels.attention.attention_operands import DIMS
 from quant.kernels.attention.kv_pages import kv_format
 from quant.kernels.linear.conv import QuantConv
 from quant.kernels.linear.quant_linear import QuantLinear, refuse_residual
@@ -367,9 +369,10 @@ def _graph_notes(job: ExportJob) -> list[str]:
         )
     elif planned is not None and not job.kv_cache and (job.cache_capacity() or job.genai):
         way_out = f"; {option('kv_cache', planned)} keeps it as planned in engines that load our plugin"
+        has_kernel = planned.name in CACHE_FORMATS and head_dim(text_config(job.model.config)) in DIMS
         notes.append(
             f"the plan has the KV cache in {planned}, and this graph keeps it in 16 or 32 bit"
-            + way_out * ("kv_cache" in KINDS[job.kind][1] and planned.name in CACHE_FORMATS)
+            + way_out * ("kv_cache" in KINDS[job.kind][1] and has_kernel)
         )
     return notes
 

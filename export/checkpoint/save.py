@@ -19,6 +19,7 @@ import json
 import tempfile
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -279,9 +280,9 @@ def write_model(
         with ThreadPoolExecutor(1, thread_name_prefix="trial") as thread:
             loading = None
             if of_transformers:
-                loading = thread.submit(
-                    other_runtimes.trial_load, temporary, model, plan, own, names, allow_missing=allow_missing
-                )
+                trial_load = partial(other_runtimes.trial_load, allow_missing=allow_missing)
+                # In the context of this thread: its messages name options as a command takes them.
+                loading = thread.submit(copy_context().run, trial_load, temporary, model, plan, own, names)
             hashes = write_tensors(
                 temporary, tensors, destination.shard_bytes, masks=masks, log=log, carried=names.carried, heads=heads,
                 stem="diffusion_pytorch_model" if is_denoiser(model) else "model",

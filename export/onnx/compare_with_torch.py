@@ -231,7 +231,10 @@ def check_file(path: str | Path) -> None:
                 tensor.external_data.add(key="location", value=path.name)
         onnx.shape_inference.infer_shapes(model, check_type=True, strict_mode=True)
     except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError) as error:
-        raise ValueError(f"{path}: not a valid ONNX file: {' '.join(str(error).split())[:500]}") from error
+        text = f"{path}: not a valid ONNX file: {' '.join(str(error).split())[:500]}"
+        if "inconsistent type" in text:
+            text += f"; a model and inputs of several dtypes are put in one by {option('dtype', 'fp16')}"
+        raise ValueError(text) from error
 
 
 class LayerGraphs:

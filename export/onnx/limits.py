@@ -176,8 +176,6 @@ def check_model(model: nn.Module, runtime: str = "tensorrt") -> None:
         if isinstance(module, QuantLinear | QuantConv):
             weight, has_scale = module.weight_format, module.input_scale is not None
             problem = layer_problem(weight, module.activation_format, module.weight_shape, static_scale=has_scale)
-            if runtime != "onnxruntime" and weight.name == "q8_0":
-                problem = "TensorRT has no INT8 weights in groups; use int8"
             is_grouped = isinstance(module, QuantConv) and module.transposed and module.groups > 1
             if problem is None and is_grouped and not weight.per_tensor:
                 problem = (

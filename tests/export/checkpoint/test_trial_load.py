@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import quant
-from quant.base.errors import UserError
+from quant.base.errors import UserError, in_command
 from quant.export.checkpoint import other_runtimes as module
 from quant.export.checkpoint.other_runtimes import Trial, check_read_back, trial_load
 from quant.run.request import Request
@@ -91,6 +91,18 @@ def test_scales_of_the_kv_cache_that_transformers_leaves_out_are_told(
     info["missing_keys"] = ["model.norm.weight"]
     with pytest.raises(UserError, match=r"finds no tensor for model\.norm\.weight, and would run with random numbers"):
         trial_load(out, done.model, done.plan, tensors)
+
+
+def test_a_trial_in_a_thread_names_options_as_its_caller_takes_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    info = {"missing_keys": ["model.norm.weight"], "unexpected_keys": []}
+    monkeypatch.setattr("quant.export.checkpoint.other_runtimes._load", lambda *args, **options: info)
+    done = quant.quantize(tiny_models.llama(dtype=torch.bfloat16), "fp8_channel", effort=0)
+    with pytest.raises(UserError, match=r"with exclude=, or pass allow_missing=True"):
+        quant.save(done.model, done.plan, tmp_path / "out")
+    with in_command(), pytest.raises(UserError, match=r"with --exclude, or pass --allow-missing"):
+        quant.save(done.model, done.plan, tmp_path / "out")
 
 
 def test_of_blocks_that_are_alike_one_is_tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

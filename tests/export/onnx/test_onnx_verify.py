@@ -179,3 +179,13 @@ def test_shapes_are_inferred_without_weights(path: Path, monkeypatch: pytest.Mon
     onnx.save(wrong, tmp_path / "m.onnx")
     with pytest.raises(ValueError, match=r"m\.onnx: not a valid ONNX file: "):
         check_file(tmp_path / "m.onnx")
+
+
+def test_dtypes_that_do_not_meet_have_a_way_out(tmp_path: Path) -> None:
+    pairs = (("a", onnx.TensorProto.FLOAT), ("b", onnx.TensorProto.FLOAT16))
+    values = [onnx.helper.make_tensor_value_info(name, kind, [2]) for name, kind in pairs]
+    out = onnx.helper.make_tensor_value_info("c", onnx.TensorProto.FLOAT, [2])
+    graph = onnx.helper.make_graph([onnx.helper.make_node("Add", ["a", "b"], ["c"])], "g", values, [out])
+    onnx.save(onnx.helper.make_model(graph), tmp_path / "m.onnx")
+    with pytest.raises(ValueError, match=r"inconsistent type .*; a model and inputs of several .* by dtype=.fp16."):
+        check_file(tmp_path / "m.onnx")
