@@ -102,10 +102,7 @@ def convert(
     # The source stays mapped while `out` is written; a directory inside the other would be read and replaced at once.
     check_apart(out, directory)
     if not (directory / "config.json").is_file():
-        raise UserError(
-            f"{directory}: no config.json, from which runtimes of another layout would build the model; this "
-            "checkpoint is one for quant.load(directory, model)"
-        )
+        raise UserError(f"{directory}: no config.json, and so one for quant.load(directory, model), in its own layout")
     with remote_code(trust_remote_code):
         opened = Checkpoint(directory, model or outline(directory))
     plan, names, dtype = opened.plan, opened.names, stored_dtype(opened.model)

@@ -42,11 +42,8 @@ _SAME_SHAPE = ("Cast", "DequantizeLinear", "Identity", "Mul", "QuantizeLinear")
 _LONGEST_CHUNK = 512  # of a prompt, in the default profile
 _SMALL_GROUP = 32  # of INT4 weights
 _FEWEST_HEADS = 4  # of attention with a single query, in half precision
-# What types of weights need of the hardware: in ONNX, in a format, and in PyTorch.
-_FEATURES = {
-    "FLOAT4E2M1": "FP4", "e2m1": "FP4", "FLOAT8E4M3FN": "FP8", "e4m3": "FP8", "INT4": "INT4", "int4": "INT4",
-    "BFLOAT16": "BF16", "bfloat16": "BF16",
-}  # fmt: skip
+# What types need of the hardware, by what their names in ONNX, PyTorch and a format have in common.
+_FEATURES = {"e2m1": "FP4", "e4m3": "FP8", "int4": "INT4", "bfloat16": "BF16"}
 
 
 def load_graph(path: Path) -> Any:
@@ -80,16 +77,16 @@ def check_graph(model: Any, target: Hardware) -> None:
 
 def check_tensors(model: nn.Module, plan: Plan | None, target: Hardware) -> None:
     """Raises ValueError for the first weight that the target cannot compute with, before an export takes its time."""
-    kinds = {name: [str(tensor.dtype).removeprefix("torch.")] for name, tensor in model.named_parameters()}
-    for layer in () if plan is None else plan.quantized:
-        kinds[layer.name] = [] if layer.weight is None else [layer.weight.scale.name, layer.weight.element.name]
-    for name, types in kinds.items():
-        for problem in (problem for kind in types for problem in _lacks(kind, target)):
-            raise ValueError(f"{name}: {problem}")
+    kinds = [(name, str(tensor.dtype)) for name, tensor in model.named_parameters()]
+    weights = [(layer.name, layer.weight) for layer in (plan.quantized if plan else ()) if layer.weight]
+    kinds += [(name, number.name) for name, weight in weights for number in (weight.scale, weight.element)]
+    for name, problem in ((name, problem) for name, kind in kinds for problem in _lacks(kind, target)):
+        raise ValueError(f"{name}: {problem}")
 
 
 def _lacks(kind: str, target: Hardware) -> Iterator[str]:
-    feature, is_old = _FEATURES.get(kind), target.capability < (8, 0)
+    feature = next((feature for part, feature in _FEATURES.items() if part in kind.lower()), None)
+    is_old = target.capability < (8, 0)
     if feature == "FP4" and not target.has_block_scales:
         yield f"{target} has no FP4; use fp8 or int4 for it, or target sm120"
     if feature == "FP8" and not target.has_fp8:

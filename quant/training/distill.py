@@ -238,16 +238,18 @@ def _distill_checkpoint(
             # rounded weights, and neither attention nor a KV cache in the plan's formats.
             plan, rate, trained = _train(student, plan, inputs, options, progress)
             after = _measure(student, plan, texts, inputs.model, session)
+        losses, size = trained.losses, -(-options.steps // 10)  # of a tenth of the steps, rounded up
+        tenths = tuple(fmean(losses[i : i + size]) for i in range(0, len(losses), size))
         record = Distillation(
             start=str(directory), teacher=teacher, data=inputs.data, steps=options.steps, batch=options.batch_size,
-            seqlen=inputs.rows.shape[1], rate=rate, scales=options.scales, losses=losses_by_tenth(trained.losses),
+            seqlen=inputs.rows.shape[1], rate=rate, scales=options.scales, losses=tenths,
             before=before, train=options.train,
         )  # fmt: skip
         source.model = student
         report = report_of(source, plan, record, after, checkpoint, session)
-        if before is None and trained.after > _WORSE * trained.losses[0]:
+        if before is None and trained.after > _WORSE * losses[0]:
             report.warnings.append(
-                f"training raised the loss of its first rows from {trained.losses[0]:.3g} to {trained.after:.3g}; "
+                f"training raised the loss of its first rows from {losses[0]:.3g} to {trained.after:.3g}; "
                 f"lower {option('lr')} (it was {rate:g})"
             )
         report.command, report.seconds = command, {"train": sum(trained.seconds)}
@@ -447,13 +449,6 @@ def report_of(
         with quantized_attention(source.model, **plan.run_time):
             report = replace(report, fingerprint=fingerprint(source.model))
     return report
-
-
-def losses_by_tenth(losses: list[float]) -> tuple[float, ...]:
-    """Returns the mean loss of each tenth of the steps."""
-    # Rounded up, so that there are at most ten parts; runs of fewer than ten steps have one for each step.
-    size = -(-len(losses) // 10)
-    return tuple(fmean(losses[i : i + size]) for i in range(0, len(losses), size))
 
 
 def worse_texts(record: Distillation, evaluation: Evaluation | None) -> list[str]:

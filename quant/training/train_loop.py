@@ -123,14 +123,11 @@ class Hyperparameters:
 
 @dataclass(frozen=True)
 class Trained:
-    """The losses and seconds of each step of a training loop, and whether steps were recorded and replayed.
-
-    `after` is the loss of the first step's rows after the last step.
-    """
+    """The losses and seconds of each step of a training loop, and whether steps were recorded and replayed."""
 
     losses: list[float]
     seconds: list[float]
-    after: float
+    after: float  # the loss of the first step's rows, after the last step
     replayed: bool = False
 
 
