@@ -447,5 +447,6 @@ def obstacle(layer: Layer, weight: Format, activation: Format | None) -> str | N
     for format in (weight, activation):
         if format is None or format.divides(layer.matrix) or format.takes_short_blocks:
             continue
-        return f"in = {layer.matrix[-1]} is not a multiple of {format}'s block of {format.block[1]}"
+        block = format.superblock or format.block[1]
+        return f"in = {layer.matrix[-1]} is not a multiple of {format}'s block of {block}"
     return None

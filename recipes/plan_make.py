@@ -221,7 +221,7 @@ def _why_none(plan: Plan, include: Sequence[str]) -> str:
     listed = "; ".join(clauses[:4])
     if not any("is not a multiple of" in clause for clause in clauses):
         return listed or "it has neither linear layers nor fused experts"
-    return f"{listed}. fp8_channel and int8 take any width, int4_g64 and int4_g32 multiples of 64 and 32"
+    return f"{listed}. fp8_channel and int8 take any width, int4a16_g64 and int4a16_g32 multiples of 64 and 32"
 
 
 def grouped_layers(model: nn.Module, run: Callable[[nn.Module], Any] | None) -> tuple[list[Layer], str | None]:

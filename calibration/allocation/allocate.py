@@ -60,7 +60,7 @@ from quant.calibration.allocation.measure_choices import Bench, Counts, HeldOut,
 from quant.calibration.evaluating import evaluating, prepared
 from quant.calibration.layer_result import Quantized
 from quant.calibration.sensitivity.costs import group_bytes, mixed_cache_bytes
-from quant.calibration.sensitivity.divergence import Divergence, divergence_of
+from quant.calibration.sensitivity.divergence import Divergence, NotFinite, divergence_of
 from quant.calibration.sensitivity.group_solutions import GroupSolution, Key, solve_each_group
 from quant.calibration.sensitivity.knapsack import SCORE, Infeasible, KnapsackProblem, solve
 from quant.calibration.sensitivity.scores import Scoring, score_groups
@@ -68,7 +68,7 @@ from quant.calibration.sensitivity.switchable_model import CachedRun, Switchable
 from quant.calibration.sensitivity.table import Candidate, Sensitivity, parse_candidates
 from quant.calibration.session import Device, Session, device_of
 from quant.calibration.solvers.registry import get_pipeline
-from quant.calibration.walk.solve import solve_plan
+from quant.calibration.walk.solve import check_values, solve_plan
 from quant.formats.tensor import moved
 from quant.kernels.linear.install import calling_encoder_layers
 from quant.kernels.linear.quant_linear import QuantLinear
@@ -235,7 +235,12 @@ def _on_linears(work: Callable[Concatenate[nn.Module, _P], _R]) -> Callable[Conc
     @functools.wraps(work)
     def wrapped(model: nn.Module, /, *args: _P.args, **kwargs: _P.kwargs) -> _R:
         with evaluating(model), as_linears(model), calling_encoder_layers(model):
-            return work(model, *args, **kwargs)
+            try:
+                return work(model, *args, **kwargs)
+            except NotFinite:
+                for name, tensor in model.named_parameters():
+                    check_values(name, tensor.detach(), is_buffer=False)
+                raise
 
     return wrapped
 

@@ -42,11 +42,6 @@ class LocalHessian(Solver):
     def __call__(
         self, weight: Tensor, stats: LayerStats | None, format: Format, *, global_scale: Tensor | None, name: str
     ) -> BlockScaledTensor:
-        if not self.supports(format):
-            raise ValueError(
-                f"{name}: solver 'local_hessian' chooses the scales of blocks within a row, and {format.name} has "
-                "none; use 'gptq' or 'mse'"
-            )
         moments = required_stats(stats, name, "local_hessian").blocks(format.block[1])
         return solve_by_rows(
             lambda rows, **_: local_hessian(rows.float(), moments, format, global_scale), weight, format

@@ -106,7 +106,7 @@ def take_branches(
     for name, metric in _metrics(weights, stats).items():
         weight = weights[name]
         corrected = weight if factor is None else corrected_weight(weight, stats.drift, factor, stats.residual)
-        branches[name] = lowrank_branch(corrected, noise, min(rank, *weight.shape), dtype, name, metric)
+        branches[name] = lowrank_branch(corrected, noise, min(rank, *weight.shape), dtype, metric)
         residuals[name] = residual_weight(corrected, branches[name])
     return residuals, branches, replace(stats, drift=None, residual=None)
 
@@ -152,7 +152,6 @@ def lowrank_branch(
     noise: torch.Tensor,
     rank: int,
     dtype: torch.dtype,
-    name: str = "weight",
     metric: LossMetric = _PLAIN,
 ) -> Branch:
     """Returns the branch of `[out, in]` that leaves the least noise, whose power by input is `noise` `[in]`.
@@ -160,11 +159,6 @@ def lowrank_branch(
     It is (down `[rank, in]`, up `[out, rank]`) in `dtype`, of columns and rows of equal norm, so that neither overflows
     a narrow dtype.
     """
-    rows, columns = weight.shape
-    if not 0 < rank <= min(rows, columns):
-        raise ValueError(
-            f"{name} {list(weight.shape)}: low-rank branch of rank {rank}; it must be 1 to {min(rows, columns)}"
-        )
     wide = metric.enter(weight.double())
     directions = _output_directions(wide * noise.double().sqrt(), rank)
     # A = U_rᵀ Lᵀ W and B = L⁻ᵀ U_r: B A = L⁻ᵀ U_r U_rᵀ Lᵀ W.

@@ -250,7 +250,7 @@ def _statistics_for(
     if stats is None and average is None:
         # Such as a group of a vision tower under text: it gets a solver that needs no data.
         if group.activation is not None and group.activation.is_static:
-            raise ValueError(f"{group.members[0].name}: no calibration token reached it; give more text, or exclude it")
+            raise ValueError(f"{group.members[0].name}: no calibration token reached it; give data that reaches it, or exclude it")
         group.members = [replace(member, solver=_DATA_FREE) for member in group.members]
         group.pipeline = get_pipeline(_DATA_FREE)
         group.notes.append(f"no calibration token reached it: solved with {_DATA_FREE}, which looks at none")
@@ -427,9 +427,6 @@ def promote(layer: LayerPlan, error: float, limit: float, ladder: Sequence[Forma
     """
     if layer.weight is None or error <= limit:
         return layer
-    if layer.weight not in ladder:
-        listed = ", ".join("16 bit" if format is None else format.name for format in ladder)
-        raise ValueError(f"{layer.name}: its format {layer.weight} is not in its list of formats to try ({listed})")
     finding = f"relative error {error:.3g} in {layer.weight} exceeds the limit {limit:.3g}"
     before = f"{layer.reason}; " if layer.reason else ""
     position = ladder.index(layer.weight) + 1

@@ -364,7 +364,7 @@ def _of_logits(of_rows: torch.Tensor, *, compared: bool, own_text: bool) -> Eval
     """Returns the figures of a model that is compared by its logits, from the sums of rows by `compare`."""
     nll, baseline_nll, kl, same, predictions, targets, labelled, right, base_right = of_rows.sum(dim=0).tolist()
     if not predictions:
-        raise UserError("the inputs hold no token that follows another one; give texts for the decoder")
+        raise UserError("the inputs hold no token that follows another one; give longer texts, to a decoder too")
     is_text = bool(targets) and not own_text
     # A row with more predictions than others weighs more in the mean over all of them. With k and n the KL and the
     # predictions of a row, K and N those of all R rows, these values k/N · R + K/N · (1 − n · R/N) have the mean K/N.

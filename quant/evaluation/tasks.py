@@ -151,12 +151,15 @@ def _class(model: nn.Module, tokenizer: Any, question: Question) -> Prediction:
     """Returns the class of a text: its name where the answer is a name, else its number."""
     encoded = tokenizer(question.prompt, truncation=True, return_tensors="pt")
     takes = {name: tensor.to(device_of(model)) for name, tensor in encoded.items()}
-    number = int((model(**takes).logits if hasattr(model, "config") else logits_of(model, takes["input_ids"])).argmax())
+    logits = model(**takes).logits if hasattr(model, "config") else logits_of(model, takes["input_ids"])
+    number = int(logits.argmax())
     names = {str(name): int(index) for name, index in (getattr(model.config, "label2id", None) or {}).items()}
-    if isinstance(question.answer, int):
+    is_number = isinstance(question.answer, int)
+    if question.answer not in (range(logits.shape[-1]) if is_number else names):
+        classes = f"0 to {logits.shape[-1] - 1}" if is_number else ", ".join(names)
+        raise UserError(f"{question.prompt!r}: {question.answer!r} is none of the classes {classes}")
+    if is_number:
         return number
-    if question.answer not in names:
-        raise UserError(f"{question.prompt!r}: {question.answer!r} is none of the classes {', '.join(names)}")
     return next(name for name, index in names.items() if index == number)
 
 

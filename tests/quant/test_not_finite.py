@@ -108,3 +108,9 @@ def test_no_text_comes_of_overflow(tmp_path: Path) -> None:
     assert (code, text) == (2, "")
     assert "gives NaN or infinite logits behind token" in error and "overflows" in error
     assert generate(BASE)[0] == 0
+
+
+def test_a_budget_names_the_tensor_and_not_the_loss(tmp_path: Path) -> None:
+    model = quant.open_model(spoilt(tmp_path, HEAD, torch.inf)).model
+    with pytest.raises(UserError, match=r"^lm_head\.weight .* 1 that are infinite; repair the model"):
+        quant.quantize(model, bits=6, data=torch.arange(64).view(4, 16))

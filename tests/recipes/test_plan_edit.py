@@ -169,6 +169,8 @@ def test_edits_that_do_not_fit_name_every_layer() -> None:
         edit(plan_of(*odd), [parse_setting("odd.*=mxfp8")])
     assert "3 layers: odd.0, odd.1, odd.2: in = 48 is not a multiple of mxfp8's block of 32" in str(caught.value)
     assert edit(plan_of(*odd), [parse_setting("odd.*=nvfp4")]).by_name["odd.0"].weight == NVFP4
+    with pytest.raises(UserError, match="in = 48 is not a multiple of q4_k's block of 256"):
+        edit(plan_of(*odd), [parse_setting("odd.*=q4_k")])
 
 
 def test_globs_pass_over_norms_and_refuse_only_norms() -> None:

@@ -276,10 +276,6 @@ def test_solvers_say_what_they_need() -> None:
     weight = torch.randn(8, 64)
     with pytest.raises(ValueError, match=r"w: solver 'gptq' needs calibration data.*'mse'"):
         solve_group({"w": weight}, {}, NVFP4, get_solver("gptq"))
-    with pytest.raises(ValueError, match=r"w: solver 'local_hessian' .* fp8_channel has none; use 'gptq'"):
-        solve_group(
-            {"w": weight}, {"w": LayerStats(1, torch.eye(64))}, FORMATS["fp8_channel"], get_solver("local_hessian")
-        )
     with pytest.raises(ValueError, match=r"unknown solver 'awk'.*gptq.*awq"):
         get_solver("awk+gptq")
     with pytest.raises(ValueError, match=r"'awq' comes too late; the order is scaling"):

@@ -64,8 +64,6 @@ def test_error_at_the_edges() -> None:
     assert relative_error(one, torch.tensor([1, torch.inf, 1])) == math.inf
     with pytest.raises(ValueError, match="reference output holds NaN"):
         relative_error(torch.tensor([torch.nan]), torch.ones(1))
-    with pytest.raises(ValueError, match=r"\[3\] and output \[1\]"):
-        relative_error(one, torch.ones(1))
 
 
 def test_within_the_limit_nothing_changes() -> None:
@@ -102,8 +100,3 @@ def test_to_16_bit_and_the_end_of_the_list() -> None:
     last = promote(layer(weight=MXFP8), 0.5, 0.1, [NVFP4, MXFP8])
     assert last.weight is MXFP8
     assert last.reason.endswith("exceeds the limit 0.1, but it is the last format in its list")
-
-
-def test_a_format_outside_the_list_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"^a: its format fp8 is not in its list of formats to try \(nvfp4, mxfp8, 16"):
-        promote(layer(weight=FP8), 0.5, 0.1, LADDER)

@@ -171,8 +171,13 @@ def test_a_recipe_that_fits_nothing_says_why() -> None:
     odd = nn.Sequential(nn.Linear(40, 24), nn.ReLU(), nn.Linear(24, 10))
     with pytest.raises(
         UserError, match=r"1 layer, 0 first: in = 40 is not a multiple of nvfp4's block of 16.*int8 take"
-    ):
+    ) as caught:
         quant.make_plan(odd, "nvfp4")
+    advised = re.findall(r"int4a16_g\d+", str(caught.value))
+    assert advised == ["int4a16_g64", "int4a16_g32"]
+    for name in advised:
+        wide = nn.Sequential(nn.Linear(int(name[9:]), 24))
+        assert quant.make_plan(wide, name).quantized
 
 
 def test_weights_on_the_meta_device() -> None:

@@ -134,6 +134,8 @@ def test_classifiers_have_accuracy(tokenizer: Any, file: Callable[..., Path]) ->
     assert evaluate_task(classifier, tokenizer, file(*numbers)).accuracy == right / 8
     with pytest.raises(UserError, match="'joy' is none of the classes LABEL_0"):
         evaluate_task(classifier, tokenizer, file({"prompt": "w1", "answer": "joy"}, rows[0]))
+    with pytest.raises(UserError, match="5 is none of the classes 0 to 1"):
+        evaluate_task(classifier, tokenizer, file({"prompt": "w1", "answer": 5}, numbers[0]))
 
 
 @pytest.mark.parametrize(
