@@ -47,7 +47,7 @@ from quant.calibration.sensitivity.divergence import Divergence, Later
 from quant.calibration.sensitivity.group_solutions import GroupSolution, Key
 from quant.calibration.sensitivity.table import KEPT, Candidate
 from quant.calibration.session import NARROW, Session, free_memory
-from quant.calibration.solvers.registry import get_pipeline, get_solver
+from quant.calibration.solvers.registry import get_solver
 from quant.calibration.solvers.solve_group import solve_group
 from quant.calibration.statistics import round_activation, static_input_scale
 from quant.calibration.texts.rows import trial_rows
@@ -401,8 +401,6 @@ class SwitchableModel:
         session: Session | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        if get_pipeline(solver).needs_data:
-            raise ValueError(f"solver {solver!r} needs data; a switchable model takes one that does not, such as 'mse'")
         self.model, self.groups, self.session, self.dtype = model, groups, session or Session(), dtype
         self.formats = FormatChoice(
             groups, {**candidates, KEPT.name: KEPT}, amax, solver, stored, solutions or {}, self.session.device, dtype
