@@ -232,8 +232,7 @@ class LayerPlan:
         return cls(**{**own, **formats, "parts": parts})
 
 
-CACHES = ("fp8", "fp8_head")
-"""Formats in which checkpoints of `quantize` hold the scales of a KV cache."""
+CACHES = ("fp8", "fp8_head")  # of checkpoints, which hold the scales
 KV_LAYERS = ("nvfp4", "fp8", "16bit")
 """Formats that a plan may give the KV cache of single layers, by rising bits."""
 
@@ -685,17 +684,14 @@ def _refuse_split_groups(plan: Plan, changes: Mapping[str, Setting]) -> None:
 
 def set_kv_cache(plan: Plan, name: str) -> Plan:
     """Returns the plan with another format of the KV cache; `keep` or `16bit` for none, UserError for an unknown."""
-    name = kv_cache_name(name)
-    return replace(plan, kv_cache=cache_format(name), kv_layers=())
+    return replace(plan, kv_cache=cache_format(kv_cache_name(name)), kv_layers=())
 
 
 def kv_cache_name(name: str) -> str:
     """Returns a format of the KV cache as recipes spell it; UserError for one that no layout of checkpoints holds."""
-    if is_16bit(name):
-        return KEEP
-    if name not in CACHES:
+    if not is_16bit(name) and name not in CACHES:
         raise UserError(f"{option('kv_cache', name)}: checkpoints hold a KV cache in {', '.join(CACHES)} or 16bit")
-    return name
+    return KEEP if is_16bit(name) else name
 
 
 def set_guard_and_observer(plan: Plan, guard: str | None = None, observer: str | None = None) -> Plan:

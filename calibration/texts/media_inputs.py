@@ -344,9 +344,7 @@ class Preparer:
             raise ValueError(f"{type(self.processor).__name__} prepares no texts: give data that this model reads")
         arguments = self.tokenizer(sample.texts[0], truncation=True, max_length=self.length, return_tensors="pt")
         if not arguments["input_ids"].numel():
-            raise ValueError(
-                "has no token that the tokenizer knows; give a text in its words, or input_ids as .safetensors"
-            )
+            raise ValueError("has no token that the tokenizer knows; give text in its words, or input_ids as a file")
         return arguments
 
     def _prepare_image(self, sample: Sample) -> Any:
