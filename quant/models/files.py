@@ -19,6 +19,7 @@ from __future__ import annotations
 import glob
 import hashlib
 import json
+import math
 import os
 import re
 import reprlib
@@ -435,6 +436,9 @@ def checked_fields(file: Path) -> dict[str, Any]:
         typed(list[str] | None, fields.get("architectures"), "architectures")
         for name in _FLAGS & fields.keys():
             typed(bool | None, fields[name], name)
+        for name, value in fields.items():
+            if isinstance(value, float) and math.isnan(value):
+                raise ValueError(f"{name} is NaN")
         for name in _TOKENS & fields.keys():
             ids = fields[name]
             typed(list[int] if isinstance(ids, list) else int | None, ids, name)

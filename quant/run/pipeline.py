@@ -60,6 +60,7 @@ from quant.run.job import Outcome
 from quant.run.request import AllocationRequest, Request
 from quant.run.run import run
 
+_OWN = "prompts of Blockscale"
 _PROMPTS = 16  # of the list that ships, where the user gives no number
 _CALLS = 4  # of each component that are kept of each prompt
 _ROOM = 3  # times the bytes of a pipeline that a GPU has free where all of it is moved there
@@ -189,7 +190,7 @@ class _Prompts:
             source = request.calib[0]
             text = Path(source).read_text(encoding="utf-8")
         else:
-            source, text = "prompts of Blockscale", files("quant.run").joinpath("prompts.txt").read_text("utf-8")
+            source, text = _OWN, files("quant.run").joinpath("prompts.txt").read_text("utf-8")
         lines = [line.strip() for line in text.splitlines() if line.strip()]
         count = request.calib_samples or (len(lines) if request.calib else _PROMPTS)
         if min(count, len(lines)) < 2:
@@ -223,9 +224,9 @@ class _Prompts:
             lengths = [(len(each(text, truncation=False, verbose=False).input_ids), limit) for each, limit in limits]
             if lengths and all(length > limit for length, limit in lengths):
                 length, limit = max(lengths, key=lambda pair: pair[1])
-                raise UserError(
-                    f"{where} has {length} tokens, and the tokenizer cuts it after {limit}: {text[:40]!r} …; shorten it"
-                )
+                cut = f"{where} has {length} tokens, and the tokenizer cuts it after {limit}: {text[:40]!r} …"
+                own = "give shorter ones with --calib" if self.source == _OWN else "shorten it"
+                raise UserError(f"{cut}; {own}")
 
 
 def _arguments(source: str, number: int, line: str) -> dict[str, Any]:

@@ -99,6 +99,13 @@ def test_only_model_classes_are_architectures(directory: Path, name: object) -> 
         open_model(directory)
 
 
+def test_a_config_with_nan(directory: Path) -> None:
+    """The model would give NaN, and a format that needs no data would not notice."""
+    edit(directory / "config.json", rms_norm_eps=float("nan"))
+    with pytest.raises(UserError, match=r"config\.json: rms_norm_eps is NaN; correct it"):
+        open_model(directory)
+
+
 @pytest.mark.parametrize(
     "outside", ["../secret.safetensors", "/secret.safetensors", "a/../../secret.safetensors", ".."]
 )
