@@ -162,7 +162,7 @@ def test_a_run_writes_a_file_in_place_of_a_checkpoint(tmp_path: Path) -> None:
     assert any(
         line.startswith("try it:   llama-cli -m") for line in next_steps(outcome.report, outcome.plan, request.out)
     )
-    with pytest.raises(UserError, match=r"q_proj: only GGUF files hold q5_0: name one, out=".*quantized\.gguf"):
+    with pytest.raises(UserError, match=r'q_proj: only GGUF files hold q5_0: name one, out=".*quantized\.gguf'):
         run(Request(str(tmp_path / "model"), "q4_k_m", solver="mse", out=tmp_path / "quantized"))
     with pytest.raises(UserError, match=r"m\.gguf: exists already; pass --overwrite to replace it"):
         run(request)
