@@ -282,7 +282,7 @@ def main(
         if write_only:
             write_pipeline(home / "flux")
             return
-        options = ["--format", "nvfp4", "--solver", "gptq", "--steps", "4", "--calib-samples", "8"]
+        options = ["--format", "nvfp4", "--solver", "gptq", "--call", "num_inference_steps=4", "--calib-samples", "8"]
         row = quantize(home, options)
         show("A transformer of 12 B parameters, from disk to disk", header, [row], (), None)
         if shared is None:

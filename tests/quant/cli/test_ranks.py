@@ -405,7 +405,8 @@ def test_ctrl_c_ends_the_launcher_after_its_ranks(tmp_path: Path) -> None:
         f"echo $RANK >> {tmp_path}/started\nwhile true; do sleep 0.1; done\n"
     )
     program.chmod(0o755)
-    code = f"import sys; sys.executable = {str(program)!r}\nfrom quant.cli import command\n"
+    code = f"import signal, sys; sys.executable = {str(program)!r}\nfrom quant.cli import command\n"
+    code += "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a shell's background jobs ignore it
     code += "with command.terminable(): sys.exit(command.launch(['quantize'], 2))"
     for number in (signal.SIGTERM, signal.SIGINT):
         (tmp_path / "started").write_text("")
