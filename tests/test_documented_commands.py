@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import click
 import pytest
 import tiny_models
 import tiny_processors
@@ -23,6 +24,8 @@ from notebook_outputs import NOTEBOOKS, differences, run, stored
 from samples import ROOT
 
 import quant
+from quant.cli.main import main
+from quant.cli.quantize import quantize_command
 
 pytest.importorskip("transformers", reason="the extra hf")
 
@@ -109,9 +112,6 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def run_command(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     """Runs a command line in this process; a status other than 0 fails the test with its output."""
-    from quant.cli.main import main
-    from quant.cli.quantize import quantize_command
-
     command = {"quantize": quantize_command, "quant": main}[words[0]]
     with pytest.raises(SystemExit) as end:
         command(words[1:], prog_name=words[0])
@@ -218,3 +218,21 @@ def test_blocks_of_a_shell_show_their_prompt(page: Path) -> None:
             assert any(commands(block.text)), block.text
         if block.reason is not None:
             assert len(block.reason.split()) >= 3, "the comment says why the block does not run"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_commands_give_options_that_there_are(page: Path) -> None:
+    """Also those of blocks that do not run, and in the text."""
+    inline = "".join(f"$ {words}\n" for words in re.findall(r"`((?:quantize|quant) [^`\n]+)`", page.read_text()))
+    for words in itertools.chain.from_iterable(map(commands, [*(block.text for block in blocks(page)), inline])):
+        if not words or words[0] not in ("quantize", "quant"):
+            continue
+        command: click.Command = quantize_command if words[0] == "quantize" else main
+        rest = iter(words[1:])
+        while isinstance(command, click.Group) and (
+            found := command.get_command(click.Context(command), next(rest, ""))
+        ):
+            command = found
+        known = {name for option in command.params for name in (*option.opts, *option.secondary_opts)} | {"--help"}
+        given = {word.partition("=")[0] for word in rest if re.match(r"--\w", word)}
+        assert given <= known or isinstance(command, click.Group), shlex.join(words)
