@@ -397,8 +397,9 @@ def siblings_merged(model: nn.Module) -> Iterator[None]:
     With few tokens a launch takes microseconds, whatever the number of rows. Siblings whose formats or scales differ
     stay apart.
     """
-    replaced, dtype = [], next(model.parameters()).dtype
-    for parent in list(model.modules()):
+    parts: list[tuple[nn.Module, str, _Part]] = []
+    dtype = next(model.parameters()).dtype
+    for parent in model.modules():
         for names in _SIBLINGS:
             members = [getattr(parent, name, None) for name in names]
             whole = None if None in members else merge_rows(members, dtype)  # type: ignore[arg-type]
@@ -407,14 +408,9 @@ def siblings_merged(model: nn.Module) -> Iterator[None]:
             rows = [member.out_features for member in members]  # type: ignore[union-attr]
             # The first sibling to read an input computes it for all.
             product = functools.lru_cache(1)(lambda x, whole=whole, rows=rows: whole(x).split(rows, -1))
-            for index, (name, member) in enumerate(zip(names, members, strict=True)):
-                replaced.append((parent, name, member))
-                setattr(parent, name, _Part(None if index else whole, product, index))
-    try:
+            parts += [(parent, name, _Part(None if i else whole, product, i)) for i, name in enumerate(names)]
+    with replaced(parts):
         yield
-    finally:
-        for parent, name, member in replaced:
-            setattr(parent, name, member)
 
 
 class InPlaceGraph(ServingGraph):
