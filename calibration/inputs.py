@@ -56,7 +56,7 @@ def unpadded(call: Mapping[str, Any], takes: Collection[str]) -> list[dict[str, 
     if rows > 1 and any(not tensor.dim() or len(tensor) != rows for tensor in tensors):
         warn(
             "calibration data: a batch of padded texts has tensors without a part for each text "
-            f"({', '.join(call)}), so its padding counts as tokens; give one text a call",
+            f"({', '.join(call)}), so its padding counts as tokens; give one text a call"
         )
         return None
     shown_calls = []

@@ -377,7 +377,7 @@ def static_input_scale(
     if name and activation.is_static and bool(amax == 0):
         warn(
             f"{name}: its input was zero in all calibration data, so its static input scale is arbitrary; calibrate on "
-            "data that reaches it, or keep it in 16 bit or in a format that measures each input, such as fp8_token",
+            "data that reaches it, or keep it in 16 bit or in a format that measures each input, such as fp8_token"
         )
     if activation.global_scale:
         # Checkpoints hold the reciprocal: two divisions give the scale that a loader computes from it.

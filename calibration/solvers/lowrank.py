@@ -148,11 +148,7 @@ def _metrics(weights: Mapping[str, torch.Tensor], stats: LayerStats) -> dict[str
 
 
 def lowrank_branch(
-    weight: torch.Tensor,
-    noise: torch.Tensor,
-    rank: int,
-    dtype: torch.dtype,
-    metric: LossMetric = _PLAIN,
+    weight: torch.Tensor, noise: torch.Tensor, rank: int, dtype: torch.dtype, metric: LossMetric = _PLAIN
 ) -> Branch:
     """Returns the branch of `[out, in]` that leaves the least noise, whose power by input is `noise` `[in]`.
 

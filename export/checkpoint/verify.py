@@ -39,13 +39,7 @@ from quant.export.checkpoint.convert import CARD, SOURCE_CARD
 from quant.export.checkpoint.files.layouts import plan_problems
 from quant.export.checkpoint.files.names import StoredNames, cut_experts, stored_names
 from quant.export.checkpoint.files.tensor_file import CHECKSUMS, read_checksums, sha256_of
-from quant.export.checkpoint.files.tensors import (
-    TensorFiles,
-    layer_tensor_names,
-    read_layer,
-    read_parts,
-    weight_files,
-)
+from quant.export.checkpoint.files.tensors import TensorFiles, layer_tensor_names, read_layer, read_parts, weight_files
 from quant.export.checkpoint.load import is_checkpoint, load, no_checkpoint, quantization_configs
 from quant.export.checkpoint.open_checkpoint import (
     Checkpoint,

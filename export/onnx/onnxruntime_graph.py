@@ -26,14 +26,7 @@ from typing import Any
 import numpy as np
 
 from quant.export.onnx.expert_nodes import EXPERTS, experts_node
-from quant.export.onnx.opsets import (
-    FLOAT,
-    GROUPED_ATTENTION,
-    INT32,
-    INTEGER_PRODUCT,
-    ORT_DOMAIN,
-    PLUGIN_DOMAIN,
-)
+from quant.export.onnx.opsets import FLOAT, GROUPED_ATTENTION, INT32, INTEGER_PRODUCT, ORT_DOMAIN, PLUGIN_DOMAIN
 from quant.formats.format import E4M3
 
 _ZERO = 128  # of uint8 codes

@@ -210,7 +210,7 @@ def export_engine(
     if storage:
         warn(
             f"{len(storage)} layers in {storage[0].weight} are stored in 8 bit and multiplied in half precision: "
-            "TensorRT has no GEMM for them; fp8 and nvfp4 layers are multiplied as they are",
+            "TensorRT has no GEMM for them; fp8 and nvfp4 layers are multiplied as they are"
         )
     # The export takes minutes, so first find out whether anything on this machine builds for the target.
     choose_common_library(resolve_targets(options.target), options.backend, options.features)

@@ -25,12 +25,7 @@ def current(index: int = 0) -> Hardware:
     seen = torch.cuda.get_device_properties(index)
     gpu = _recognise(seen.name, (seen.major, seen.minor), seen.multi_processor_count)
     # Sizes come from the driver, rates from the data sheet of the target that it resembles.
-    return replace(
-        gpu,
-        sms=seen.multi_processor_count,
-        l2=seen.L2_cache_size,
-        memory=seen.total_memory,
-    )
+    return replace(gpu, sms=seen.multi_processor_count, l2=seen.L2_cache_size, memory=seen.total_memory)
 
 
 def capability_of(x: Tensor) -> tuple[int, int]:

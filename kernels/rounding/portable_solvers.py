@@ -377,12 +377,7 @@ def learned_gradient(latent: Tensor, first_step: Tensor, step: Tensor, gradient:
 def _launch_learned(*tensors: Tensor, backward: bool) -> None:
     blocks = tensors[0].numel() // WIDTH
     nvfp4_learned_kernel[(triton.cdiv(blocks, _BLOCKS),)](
-        *tensors,
-        blocks,
-        backward=backward,
-        WIDTH=WIDTH,
-        BLOCKS=_BLOCKS,
-        enable_fp_fusion=True,
+        *tensors, blocks, backward=backward, WIDTH=WIDTH, BLOCKS=_BLOCKS, enable_fp_fusion=True
     )
 
 

@@ -253,12 +253,7 @@ def _run_export(
 
     with status(f"checking {path}", quiet or as_json):
         checked = check_engine(
-            path,
-            find_checkpoint(source),
-            new=max_new_tokens,
-            device=device,
-            rebuild=rebuild,
-            unsafe_load=unsafe_load,
+            path, find_checkpoint(source), new=max_new_tokens, device=device, rebuild=rebuild, unsafe_load=unsafe_load
         )
     if as_json:
         print_json(checked.to_dict())

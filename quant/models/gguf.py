@@ -398,7 +398,7 @@ def _refuse_dropped(model: Any, path: Path, names: list[str]) -> None:
     if heads:
         warn(
             f"{path}: transformers {version} leaves out {listed(heads, 3)}, a head for multi-token prediction, which "
-            "the result lacks",
+            "the result lacks"
         )
 
 

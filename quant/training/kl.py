@@ -179,12 +179,7 @@ class ChunkedKL(torch.autograd.Function):
 
 
 def chunked_kl(
-    hidden: torch.Tensor,
-    head: Head,
-    teacher: Teacher,
-    *,
-    temperature: float = 1.0,
-    mask: torch.Tensor | None = None,
+    hidden: torch.Tensor, head: Head, teacher: Teacher, *, temperature: float = 1.0, mask: torch.Tensor | None = None
 ) -> torch.Tensor:
     """Returns the mean forward KL from a teacher's to the student's next tokens, times T².
 

@@ -245,7 +245,7 @@ def _warn_of_bypassed_layers(model: nn.Module, plan: Plan) -> None:
         warn(
             f"{bypassed[0]}: the model does not call this layer ({counted(len(bypassed), 'such layer')}); if its code "
             "multiplies by the weight itself, training does not round it, and the packed model differs from the "
-            "trained one: start again with this layer in exclude=",
+            "trained one: start again with this layer in exclude="
         )
 
 
@@ -531,7 +531,7 @@ def pack(model: nn.Module) -> Plan:
             "accelerate runs this model under autocast, as Trainer(bf16=True) asks for, and its eval_loss was measured "
             f"so; the saved model computes in {str(dtype).removeprefix('torch.')}, the dtype of its parameters. To "
             "measure that one, take autocast off: accelerate.utils.extract_model_from_parallel(model, "
-            "keep_fp32_wrapper=False)",
+            "keep_fp32_wrapper=False)"
         )
     return plan
 
@@ -563,13 +563,13 @@ def _warn_of_clipped_inputs(layers: Mapping[str, RoundedWeight]) -> None:
         also = f" ({counted(len(many) - 1, 'other layer')} above {_MANY:.1%} too)" if len(many) > 1 else ""
         warn(
             f"{name}: {share:.1%} of its inputs in training were beyond the range of its static input scale, and were "
-            f"clipped{also}; prepare_qat(track_inputs=100) has the scales follow the first 100 passes",
+            f"clipped{also}; prepare_qat(track_inputs=100) has the scales follow the first 100 passes"
         )
     followers = [m.inputs for m in layers.values() if m.inputs.follows and m.input_scale is not None]
     if followers and not any(inputs.passes for inputs in followers):
         warn(
             f"track_inputs={followers[0].follows}: no static input scale has followed an input, because the model was "
-            "not trained in this process, or compiled; compile it after the first passes",
+            "not trained in this process, or compiled; compile it after the first passes"
         )
 
 
@@ -616,7 +616,7 @@ def _warn_of_unreached_experts(layers: Mapping[str, LowPrecisionLinear | LowPrec
     if names:
         warn(
             f"{names[0]}: the router sent this expert no token in training; its static input scale is that of the "
-            f"largest input of its siblings ({counted(len(names), 'such layer')})",
+            f"largest input of its siblings ({counted(len(names), 'such layer')})"
         )
 
 

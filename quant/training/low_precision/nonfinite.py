@@ -106,7 +106,7 @@ class GradientWatch:
             self._warns_of_eval_mode = False
             warn(
                 f"{next(iter(layers))}: the model trains in eval mode, in which it computes each product twice, and "
-                "records no input for the deployed model; call model.train()",
+                "records no input for the deployed model; call model.train()"
             )
         own = {id(parameter) for parameter in model.parameters()}
         if own.isdisjoint(identities):
@@ -164,7 +164,7 @@ def _warn_of_resuming(optimizer: torch.optim.Optimizer, layers: _Layers) -> None
             f"{name}: its optimizer has made steps, and the largest magnitudes that {recipe.name} remembers begin now; "
             "to resume a checkpoint, load the state of the report that to_low_precision_training returned: "
             "report.load_state_dict, accelerator.register_for_checkpointing(report) or "
-            "Trainer(callbacks=[report.trainer_callback()])",
+            "Trainer(callbacks=[report.trainer_callback()])"
         )
 
 
