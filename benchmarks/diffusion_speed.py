@@ -2,7 +2,7 @@
 
     python benchmarks/diffusion_speed.py                        every section
     python benchmarks/diffusion_speed.py --only flux,wan        flux, wan or quantize
-    python benchmarks/diffusion_speed.py --compile-only         fills the caches of compilers and measures nothing
+    python benchmarks/diffusion_speed.py --profile fp8_channel  also lists the kernels of a method
 
     flux        1 block of two streams and 2 of one (19 and 38 in Flux.1), width 3,072, 512 tokens of text
     wan         1 block of Wan 2.1 14B, width 5,120, 512 tokens of text
@@ -10,22 +10,26 @@
 
 Method: random weights in BF16; every block is compiled by torch.compile with its default settings, for the shape that
 is timed. A time is the median of replays of a CUDA graph of the blocks alone, so that no launch waits for Python.
-Attention in BF16 is PyTorch's by cuDNN, the
-fastest that it has on Hopper. torchao's rows quantize the same
-layers; a peer that does not run is a row too. Errors are relative, of the outputs of the blocks against BF16.
+Attention in BF16 is PyTorch's by cuDNN, the fastest that it has on Hopper. torchao's and Transformer Engine's rows
+quantize the same layers. Each row is a process of its own: all compile at once, then one after the other is timed. A
+peer that does not run is a row too. Errors are relative, of the outputs of the blocks against BF16.
 """
 
 from __future__ import annotations
 
 import copy
+import json
 import math
+import os
 import re
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -100,18 +104,59 @@ def calls_of_blocks(model: nn.Module, call: dict[str, Any]) -> list[tuple[nn.Mod
     return seen
 
 
+def quantized_layers(model: nn.Module) -> list[str]:
+    """Returns the names of the layers that we quantize."""
+    return [layer.name for layer in quant.quantize(copy.deepcopy(model), "fp8_channel", solver="rtn").plan.quantized]
+
+
 def torchao(granularity: str) -> Callable[[nn.Module], None]:
     """torchao's FP8 with dynamic inputs on the layers that we quantize."""
 
     def run(model: nn.Module) -> None:
         from torchao import quantization
 
-        plan = quant.quantize(copy.deepcopy(model), "fp8_channel", solver="rtn").plan
-        names = {layer.name for layer in plan.quantized}
+        names = quantized_layers(model)
         config = quantization.Float8DynamicActivationFloat8WeightConfig(
             granularity=getattr(quantization, granularity)(),
         )  # fmt: skip
         quantization.quantize_(model, config, filter_fn=lambda _, name: name in names)
+
+    return run
+
+
+def transformer_engine(recipe: str) -> Callable[[nn.Module], None]:
+    """Transformer Engine's linear layers with weights in FP8; torch.compile leaves them as they are."""
+
+    def run(model: nn.Module) -> None:
+        import transformer_engine.pytorch as te
+        from transformer_engine.common import recipe as recipes
+
+        chosen = getattr(recipes, recipe)()
+
+        class Linear(nn.Module):
+            def __init__(self, linear: nn.Linear) -> None:
+                super().__init__()
+                has_bias = linear.bias is not None
+                with te.quantized_model_init(enabled=True, recipe=chosen):
+                    self.inner = te.Linear(
+                        linear.in_features,
+                        linear.out_features,
+                        bias=has_bias,
+                        params_dtype=torch.bfloat16,
+                        device="cuda",
+                    )
+                with torch.no_grad():
+                    self.inner.weight.copy_(linear.weight)
+                    if has_bias:
+                        self.inner.bias.copy_(linear.bias)
+
+            @torch.compiler.disable
+            def forward(self, x: Tensor) -> Tensor:
+                with te.autocast(enabled=True, recipe=chosen):
+                    return self.inner(x)  # type: ignore[no-any-return]
+
+        for name in quantized_layers(model):
+            model.set_submodule(name, Linear(model.get_submodule(name)))  # type: ignore[arg-type]
 
     return run
 
@@ -133,64 +178,104 @@ def methods() -> dict[str, Callable[[nn.Module], None]]:
         "BF16": lambda model: None,
         "ours, fp8_channel": ours("fp8_channel"),
         "ours, fp8_channel and FP8 attention": ours("fp8_channel", attention=True),
-        "ours, fp8": ours("fp8"),
     }
     if find_spec("torchao"):
         rows |= {"torchao, FP8 per row": torchao("PerRow"), "torchao, FP8 per tensor": torchao("PerTensor")}
+    if find_spec("transformer_engine"):
+        rows |= {
+            "Transformer Engine, FP8 current scaling": transformer_engine("Float8CurrentScaling"),
+            "Transformer Engine, FP8 delayed scaling": transformer_engine("DelayedScaling"),
+        }
     return rows
 
 
-def time_blocks(model: nn.Module, call: dict[str, Any], compile_only: bool) -> tuple[float, list[Tensor]]:
-    """Returns the microseconds of all blocks, compiled, and what they compute."""
+def time_blocks(family: str, grid: tuple[int, ...], name: str, outputs: Path, profile: bool) -> None:
+    """Compiles the blocks with one method, waits for a line of standard input, and prints their microseconds.
+
+    Their outputs are written before that.
+    """
+    from quant.adapters import from_diffusers  # noqa: F401 -- registers attention in FP8
+
+    torch.manual_seed(0)
+    torch.set_default_dtype(torch.bfloat16)
+    with torch.device("cuda"):
+        model, call = {"flux": flux, "wan": wan}[family](grid)
+    torch.set_default_dtype(torch.float32)
+    draw(model.eval().requires_grad_(False))
+    methods()[name](model)
     calls = calls_of_blocks(model, call)
     compiled = [(torch.compile(block, dynamic=False), args, kwargs) for block, args, kwargs in calls]
 
     def run() -> list[Tensor]:
         return [each for block, args, kwargs in compiled for each in _tensors(block(*args, **kwargs))]
 
-    with torch.no_grad():
-        results = [each.clone() for each in run()]
-        if compile_only:
-            return math.nan, results
+    backends = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]
+    with torch.no_grad(), sdpa_kernel(backends, set_priority=True):
+        torch.save([each.flatten()[::8].cpu() for each in run()], outputs)  # a sample for the error
         run()
-        return graph_microseconds([run]), results
+        torch.cuda.synchronize()
+        print("ready", flush=True)
+        sys.stdin.readline()
+        print(graph_microseconds([run]), flush=True)
+        if profile:
+            with torch.profiler.profile() as kernels:
+                run()
+                torch.cuda.synchronize()
+            print(
+                kernels.key_averages().table(sort_by="cuda_time_total", row_limit=25, max_name_column_width=90),
+                file=sys.stderr,
+            )
 
 
 def _tensors(result: Any) -> list[Tensor]:
     return [result] if isinstance(result, Tensor) else [each for each in result if isinstance(each, Tensor)]
 
 
-def speed(family: str, chosen: str, tokens: int, compile_only: bool) -> Iterator[Row]:
+def speed(families: list[str], chosen: str, tokens: int, jobs: int, profile: str) -> list[Row]:
     """Milliseconds and errors of BF16 and of the chosen methods, at both sizes or one."""
-    for grid in (grid for grid in SIZES[family] if not tokens or math.prod(grid) == tokens):
-        torch.manual_seed(0)
-        torch.set_default_dtype(torch.bfloat16)
-        with torch.device("cuda"):
-            model, call = {"flux": flux, "wan": wan}[family](grid)
-        torch.set_default_dtype(torch.float32)
-        draw(model.eval().requires_grad_(False))
-        base: tuple[float, list[Tensor]] | None = None
-        for name, change in methods().items():
-            if name != "BF16" and not re.search(chosen, name):
-                continue
-            # A backend of attention is the whole process's in diffusers.
-            model.set_attention_backend("native")
-            torch._dynamo.reset()
+    names = [name for name in methods() if name == "BF16" or re.search(chosen, name)]
+    cases = [
+        (family, grid, name)
+        for family in families
+        for grid in SIZES[family]
+        if not tokens or math.prod(grid) == tokens
+        for name in names
+    ]
+    with tempfile.TemporaryDirectory() as home, ThreadPoolExecutor(jobs) as pool:
+        files = [Path(home) / f"{i}.pt" for i in range(len(cases))]
+        # Compilers in processes of their own would be more processes than cores.
+        surroundings = {**os.environ, "TORCHINDUCTOR_COMPILE_THREADS": "1", "OMP_NUM_THREADS": "1"}
+
+        def compiled(case: tuple[str, tuple[int, ...], str], file: Path) -> subprocess.Popen[str]:
+            options = ["--profile", "."] if profile and re.search(profile, case[2]) else []
+            command = [sys.executable, __file__, "--row", json.dumps([*case, str(file)]), *options]
+            pipe = subprocess.PIPE
+            process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=surroundings)
+            assert process.stdout is not None
+            process.stdout.readline()  # "ready", or nothing of a process that has ended
+            return process
+
+        processes = list(pool.map(compiled, cases, files))
+        microseconds = [_said(process) for process in processes]
+        rows: list[Row] = []
+        for (family, grid, name), file, time_of_row in zip(cases, files, microseconds, strict=True):
+            if name == "BF16":
+                base, exact = time_of_row, torch.load(file)
             row = {"blocks": family, "tokens": math.prod(grid), "method": name}
-            try:
-                changed = copy.deepcopy(model)
-                change(changed)
-                backends = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]
-                with sdpa_kernel(backends, set_priority=True):
-                    best = time_blocks(changed, call, compile_only)
-                base = base or best
-                yield row | {
-                    "ms": round(best[0] / 1000, 3), "× BF16": round(base[0] / best[0], 2),
-                    "error %": round(100 * _error(best[1], base[1]), 2),
-                }  # fmt: skip
-            except Exception as error:  # a peer that does not run here is a row too
-                click.echo(f"{row}: {type(error).__name__}: {error}", err=True)
-                yield row | {"ms": None, "× BF16": None, "error %": None}
+            figures: dict[str, float | None] = {"ms": None, "× BF16": None, "error %": None}
+            if time_of_row is not None and base is not None:
+                error = _error(torch.load(file), exact)
+                figures = {"ms": time_of_row / 1000, "× BF16": base / time_of_row, "error %": 100 * error}
+            rows.append({**row, **{key: None if value is None else round(value, 3) for key, value in figures.items()}})
+    return rows
+
+
+def _said(process: subprocess.Popen[str]) -> float | None:
+    """Lets a process go on that waits for it, and returns the number that it prints; None of one that failed."""
+    try:
+        return float(process.communicate("\n")[0])
+    except (ValueError, BrokenPipeError):
+        return None
 
 
 def _error(results: list[Tensor], exact: list[Tensor]) -> float:
@@ -243,39 +328,80 @@ def quantize(shared: Path, options: list[str]) -> Row:
     if not source.is_dir():
         write_pipeline(source)
         torch.cuda.empty_cache()
-    started = time.perf_counter()
-    program = "from quant.cli.quantize import quantize_command as run; run()"
-    command = [sys.executable, "-c", program, str(source), "--out", str(out), "--overwrite", *options]
+    started = time.time()
+    command = [sys.executable, __file__, "--timed", json.dumps([started, str(source), "--out", str(out), *options])]
     subprocess.run(command, check=True, stdout=sys.stderr)
-    seconds = time.perf_counter() - started
+    seconds = time.time() - started
     report = quant.Report.load(out / "transformer/report.json")
     stages = {name: round(value, 1) for name, value in report.seconds.items()}
+    denoising = json.loads((out / "denoising.json").read_text())
+    error = denoising["components"]["transformer"]["all"]
     shutil.rmtree(out)
-    return {"command": " ".join(["quantize flux", *options]), "s": round(seconds, 1), **stages}
+    return {"command": " ".join(["quantize flux", *options]), "s": round(seconds, 1), **stages, "noise error": error}
+
+
+def run_timed(started: float, arguments: list[str]) -> None:
+    """Runs `quantize`, prints what took how long, and the table of `solve_stages.py` about the blocks."""
+    import solve_stages
+
+    from quant.cli import console
+    from quant.run import pipeline
+
+    def said(text: str, since: float) -> None:
+        click.echo(f"{time.time() - started:6.1f} s: {text}, {time.time() - since:.1f} s", err=True)
+
+    @contextmanager
+    def step(_: Any, text: str) -> Any:
+        since = time.time()
+        yield
+        said(text, since)
+
+    def timed(name: str) -> None:
+        function = getattr(pipeline, name)
+
+        def run(*args: Any, **keywords: Any) -> Any:
+            since = time.time()
+            result = function(*args, **keywords)
+            torch.cuda.synchronize()
+            said(name, since)
+            return result
+
+        setattr(pipeline, name, run)
+
+    said("imports", started)
+    console.Printer.step = step  # type: ignore[method-assign]
+    for name in ("_plan", "_calls", "_held_out", "_image", "_NoiseError", "run", "denoising_html"):
+        timed(name)
+    solve_stages.main(arguments)
+    said("all", started)
 
 
 @click.command()
 @click.option("--only", default="flux,wan,quantize", show_default=True, help="Sections, separated by commas.")
 @click.option("--method", default="", help="Only methods in whose name this expression is found, and BF16.")
 @click.option("--tokens", default=0, help="Only one of the two sizes, 4096 or 32760.")
-@click.option("--compile-only", is_flag=True)
+@click.option("--jobs", default=8, show_default=True, help="Processes that compile at once.")
+@click.option("--profile", default="", help="Also list the kernels of methods in whose name this expression is found.")
 @click.option("--write-only", is_flag=True, help="Only write the pipeline of the section quantize.")
-@click.option("--shared", type=click.Path(path_type=Path), help="Directory for 32 GB; /dev/shm without it.")
+@click.option("--shared", type=click.Path(path_type=Path), help="Directory for 36 GB; /dev/shm without it.")
 @click.option("--json", "json_path", type=click.Path(path_type=Path), help="File for the same facts.")
+@click.option("--row", hidden=True)
+@click.option("--timed", hidden=True)
 def main(
-    only: str, method: str, tokens: int, compile_only: bool, write_only: bool, shared: Path | None,
-    json_path: Path | None,
+    only: str, method: str, tokens: int, jobs: int, profile: str, write_only: bool, shared: Path | None,
+    json_path: Path | None, row: str | None, timed: str | None,
 ) -> None:  # fmt: skip
     """Runs the sections and prints their tables."""
-    from quant.adapters import from_diffusers  # noqa: F401 -- registers attention in FP8
-
-    header = {**machine(), **versions("diffusers", "torchao", "triton")}
-    rows: list[Row] = []
-    for family in (name for name in ("flux", "wan") if name in only.split(",")):
-        for row in speed(family, method, tokens, compile_only):
-            click.echo(row, err=True)
-            rows.append(row)
-    if rows and not compile_only:
+    if row is not None:
+        family, grid, name, file = json.loads(row)
+        return time_blocks(family, tuple(grid), name, Path(file), bool(profile))
+    if timed is not None:
+        started, *arguments = json.loads(timed)
+        return run_timed(started, arguments)
+    header = {**machine(), **versions("diffusers", "torchao", "transformer-engine", "triton")}
+    families = [name for name in ("flux", "wan") if name in only.split(",")]
+    if families:
+        rows = speed(families, method, tokens, jobs, profile)
         show("Blocks of diffusion transformers", header, rows, (), json_path)
     if "quantize" in only.split(","):
         home = shared or Path(tempfile.mkdtemp(dir="/dev/shm"))
@@ -283,8 +409,8 @@ def main(
             write_pipeline(home / "flux")
             return
         options = ["--format", "nvfp4", "--solver", "gptq", "--call", "num_inference_steps=4", "--calib-samples", "8"]
-        row = quantize(home, options)
-        show("A transformer of 12 B parameters, from disk to disk", header, [row], (), None)
+        line = quantize(home, options)
+        show("A transformer of 12 B parameters, from disk to disk", header, [line], (), None)
         if shared is None:
             shutil.rmtree(home)
 

@@ -1,4 +1,4 @@
-"""This file multiplies float32 matrices faster in four ways that lose no digits that matter.
+"""This file multiplies float32 matrices faster in five ways that lose no digits that matter.
 
 **oneDNN instead of MKL.** PyTorch multiplies with MKL, which leaves AVX-512 unused on CPUs that are not Intel's, and
 with it half of their speed. It asks oneDNN only where products may round their inputs to bfloat16, and oneDNN rounds
@@ -25,6 +25,10 @@ takes a fifth of the time of float32 products. The rest, lᵀ l', is below float
 takes x Wᵀ ≈ h Hᵀ + l Hᵀ + h Lᵀ with W = H + L; weights that a checkpoint stores in BF16 have L = 0, and so have codes
 times block scales of NVFP4, less the scale of the whole weight. A block of Llama-3-8B's shape spends more than half of
 its float32 operations there.
+
+**BF16 for long attention.** A GPU has no fused attention in float32 on tensor cores. Where every token attends to
+thousands, as in a denoiser, that would be most of a block's time: there q, k and v are rounded to BF16, as the released
+model rounds them, in the original pass and in the quantized ones alike.
 """
 
 from __future__ import annotations
@@ -41,6 +45,8 @@ from torch.overrides import TorchFunctionMode
 from quant.recipes.blocks import replaced
 
 _PAIRED_TOKENS = 256  # with fewer, splitting a weight takes as long as its product
+_LONG = 1024  # keys of an attention without a mask, from which on it runs in BF16
+_ATTENTION = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")  # of PyTorch, in order
 
 
 def fast_matmul() -> Any:
@@ -238,11 +244,8 @@ class _PairedLinears(TorchFunctionMode):
         self.weights: dict[tuple[Any, ...], tuple[torch.Tensor, PairedWeight]] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is scaled_dot_product_attention and (kwargs or {}).get("enable_gqa") and has_pairs(args[0]):
-            # PyTorch has no fused attention in float32 with fewer heads of keys than of queries.
-            q, k, v = args[:3]
-            k, v = (x.repeat_interleave(q.shape[-3] // x.shape[-3], -3) for x in (k, v))
-            return func(q, k, v, *args[3:], **{**kwargs, "enable_gqa": False})
+        if func is scaled_dot_product_attention:
+            return _attend(dict(zip(_ATTENTION, args, strict=False)) | (kwargs or {}))
         if func is not linear or kwargs:
             return func(*args, **(kwargs or {}))
         x, weight, *bias = args
@@ -252,6 +255,19 @@ class _PairedLinears(TorchFunctionMode):
         if key not in self.weights:
             self.weights[key] = (weight, PairedWeight(weight))
         return self.weights[key][1].linear(x, *bias)
+
+
+def _attend(call: dict[str, Any]) -> torch.Tensor:
+    """Returns PyTorch's attention, `[…, heads, tokens, dim]`, where a GPU computes float32 by the fastest way."""
+    q, k, v = (call[name] for name in _ATTENTION[:3])
+    if not has_pairs(q):
+        return scaled_dot_product_attention(**call)
+    if call.pop("enable_gqa", False):
+        # PyTorch has no fused attention in float32 with fewer heads of keys than of queries.
+        k, v = (x.repeat_interleave(q.shape[-3] // x.shape[-3], -3) for x in (k, v))
+    if call.get("attn_mask") is None and not call.get("is_causal") and k.shape[-2] >= _LONG:
+        q, k, v = q.bfloat16(), k.bfloat16(), v.bfloat16()
+    return scaled_dot_product_attention(**call | {"query": q, "key": k, "value": v}).to(call["query"].dtype)
 
 
 def multiplies_pairs(x: torch.Tensor) -> bool:

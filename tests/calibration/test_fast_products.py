@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.nn.functional import scaled_dot_product_attention
 
 from quant.calibration import fast_matmul
 from quant.calibration.statistics import MomentSum
@@ -154,8 +155,33 @@ def test_paired_linears_leave_gradients_and_other_dtypes() -> None:
         assert not pairs.weights and layer.weight.grad is not None and expected.dtype is torch.float64
 
 
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize(("tokens", "mask", "limit"), [(1024, False, 1e-2), (1024, True, 1e-6), (64, False, 1e-6)])
+def test_only_long_attention_without_a_mask_is_in_bf16(
+    groups: int, tokens: int, mask: bool, limit: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    in_pairs(monkeypatch)
+    check_attention("cpu", groups, tokens, mask, limit)
+
+
+def check_attention(device: str, groups: int, tokens: int, mask: bool, limit: float) -> None:
+    """Compares attention of `groups` heads of queries for each of keys with float64; BF16's must be seen, too."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, heads, tokens, 32, generator=generator).to(device) for heads in (2 * groups, 2, 2))
+    seen = torch.ones(tokens, tokens, dtype=torch.bool, device=device).tril() if mask else None
+    call = {"query": q, "key": k, "value": v, "attn_mask": seen, "enable_gqa": groups > 1}
+    exact = scaled_dot_product_attention(q.double(), k.double(), v.double(), seen, enable_gqa=groups > 1)
+    with torch.no_grad(), fast_matmul._PairedLinears():
+        found = scaled_dot_product_attention(**call)
+        again = scaled_dot_product_attention(q, k, v, seen, enable_gqa=groups > 1)
+    error = float((found - exact).norm() / exact.norm())
+    assert limit / 10 < error < limit if limit > 1e-5 else error < limit
+    assert found.dtype is torch.float32 and torch.equal(found, again)
+
+
 @pytest.mark.gpu
 def test_pairs_on_a_gpu() -> None:
+    check_attention("cuda", 2, 2048, False, 1e-2)
     check_sums("cuda")
     check_linears("cuda", torch.float32)
     check_linears("cuda", torch.bfloat16)
