@@ -242,7 +242,7 @@ def test_text_encoders_are_quantized_on_request(pipeline: Callable[[str], Path],
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("kind", ["SD3", "Flux", "SDXL"])
+@pytest.mark.parametrize("kind", ["SD3", "Flux", "SDXL", "Wan", "Qwen-Image"])
 def test_a_pipeline_on_a_gpu(
     kind: str, pipeline: Callable[[str], Path], prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
