@@ -22,6 +22,7 @@ from quant.base import old_names
 from quant.base.atomic import claimed, temporary_directory
 from quant.base.errors import UserError, check_installed, known_names, option
 from quant.base.listener import SILENT, Listener
+from quant.base.torch_modes import in_own_modes
 from quant.calibration.attention_scales import AttentionScales, collect_attention_scales
 from quant.calibration.layer_result import Quantized
 from quant.calibration.session import Session
@@ -91,6 +92,7 @@ class Exported:
         return list(self.record.get("warnings", ()))
 
 
+@in_own_modes
 def export_model(
     model: str | Path | nn.Module | Quantized,
     to: str,

@@ -34,6 +34,7 @@ import torch
 from torch import nn
 
 from quant.base.errors import UserError, counted, option
+from quant.base.torch_modes import in_own_modes
 from quant.formats.format import GGUF_FORMATS, Format, cache_format, is_16bit, parse_format
 from quant.recipes.blocks import block_names, is_denoiser, other_tensors, run_with, without_experts
 from quant.recipes.callers_model import check_original, unwrapped
@@ -72,6 +73,7 @@ _KEPT_NAMES = {
 }  # fmt: skip
 
 
+@in_own_modes
 def make_plan(
     model: nn.Module | Mapping[str, Sequence[int]],
     recipe: str | Recipe = "nvfp4",

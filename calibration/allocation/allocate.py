@@ -42,6 +42,7 @@ from torch import nn
 
 from quant.base.errors import UserError, option
 from quant.base.listener import Progress
+from quant.base.torch_modes import in_own_modes
 from quant.calibration.allocation.goal import (
     AllocationRecord,
     BudgetKind,
@@ -245,6 +246,7 @@ def _on_linears(work: Callable[Concatenate[nn.Module, _P], _R]) -> Callable[Conc
     return wrapped
 
 
+@in_own_modes
 @_on_linears
 def allocate(
     model: nn.Module,

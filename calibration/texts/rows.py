@@ -56,6 +56,7 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from quant.base.errors import check_installed
+from quant.base.torch_modes import in_own_modes
 from quant.calibration.attention_names import text_config
 from quant.calibration.session import Session
 from quant.calibration.texts.self_written import generate_rows
@@ -429,6 +430,7 @@ FEW = 16
 """Tokens of a row that are enough to try a model on."""
 
 
+@in_own_modes
 def calibration_rows(
     source: Text | Iterable[Any] | None,
     tokenizer: Any | None = None,

@@ -12,6 +12,7 @@ from torch import nn
 from quant.base.errors import UserError, option
 from quant.base.listener import Progress
 from quant.base.processor import value_of
+from quant.base.torch_modes import in_own_modes
 from quant.calibration.evaluating import evaluating
 from quant.calibration.observers import Observer, get_observer
 from quant.calibration.ranks import gathered, own_batches
@@ -238,6 +239,7 @@ def put_back(module: nn.Module, parameters: Mapping[str, nn.Parameter]) -> None:
         module.register_parameter(name, parameter)
 
 
+@in_own_modes
 def calibrate(
     model: nn.Module, plan: Plan, data: torch.Tensor | None, *, device: Device = None, progress: Progress | None = None
 ) -> dict[str, torch.Tensor]:

@@ -23,6 +23,7 @@ from torch import nn
 from quant.base.errors import UserError, megabytes, option
 from quant.base.listener import Progress
 from quant.base.processor import in_memory, short_turns
+from quant.base.torch_modes import in_own_modes
 from quant.calibration.attention_scales import collect_attention_scales, kv_scale_tensors, latent_norms
 from quant.calibration.evaluating import evaluating
 from quant.calibration.inputs import Inputs, inputs_of, taking_inputs
@@ -319,6 +320,7 @@ def _needed_throughout(model: nn.Module, plan: Plan) -> list[str]:
     return [name for name in unread if name not in quantized]
 
 
+@in_own_modes
 def apply_plan(
     model: nn.Module,
     plan: Plan,

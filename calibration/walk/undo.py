@@ -65,7 +65,7 @@ def _noted(model: nn.Module) -> Callable[[], None]:
                 attributes[name] = live
             vars(module).clear()
             vars(module).update(attributes)
-        with torch.inference_mode(False), torch.no_grad():
+        with torch.no_grad():
             for tensor, data, requires_grad, values in originals:
                 tensor.data = data
                 tensor.requires_grad_(requires_grad)

@@ -20,6 +20,7 @@ from torch import nn
 from quant.base.atomic import write_atomically
 from quant.base.errors import UserError, known_names, loss_text, require
 from quant.base.json_files import json_text, text_as_in_source
+from quant.base.torch_modes import in_own_modes
 from quant.export.checkpoint.files import modelopt
 from quant.export.checkpoint.files.directory import check_apart, new_directory, saved_report
 from quant.export.checkpoint.files.layout import COMPRESSED_TENSORS, Layout
@@ -65,6 +66,7 @@ _NOT_COPIED = (
 )
 
 
+@in_own_modes
 def convert(
     directory: str | Path,
     out: str | Path,

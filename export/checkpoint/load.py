@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from quant.base.errors import UserError, option
+from quant.base.torch_modes import in_own_modes
 from quant.export.checkpoint.files.directory import saved_report
 from quant.export.checkpoint.files.layouts import LAYOUTS, layout_of_config
 from quant.export.checkpoint.files.names import StoredNames
@@ -48,6 +49,7 @@ def can_run(path: str | Path) -> bool:
     return True
 
 
+@in_own_modes
 def load(
     directory: str | Path,
     model: nn.Module | None = None,

@@ -30,6 +30,7 @@ from torch import nn
 
 from quant.base.errors import UserError, require, warn
 from quant.base.json_files import read_json, text_as_in_source, typed
+from quant.base.torch_modes import in_own_modes
 from quant.calibration.session import Store
 from quant.export.checkpoint import other_runtimes
 from quant.export.checkpoint.carry_over import carried_note, carry_over, source_names
@@ -166,6 +167,7 @@ class Destination:
     source: Path | None = None  # directory of the original model, whose config and files the checkpoint gets
 
 
+@in_own_modes
 def save(
     model: nn.Module,
     plan: Plan | None,

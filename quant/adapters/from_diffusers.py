@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from quant.base.errors import UserError, require
+from quant.base.torch_modes import in_own_modes
 from quant.export.checkpoint.files.tensors import read_buffers, read_layer, read_parts
 from quant.export.checkpoint.load import load
 from quant.export.checkpoint.open_checkpoint import Checkpoint, refuse, suspect_problems
@@ -40,6 +41,7 @@ class _Method(StrEnum):
     COMPRESSED_TENSORS = "compressed-tensors"
 
 
+@in_own_modes
 def load_pipeline(directory: str | Path, *, device: torch.device | str | None = None) -> Any:
     """Reads a pipeline that `quantize PIPELINE --out DIR` wrote; returns the pipeline of diffusers.
 

@@ -21,6 +21,7 @@ from torch import nn
 
 from quant.base.errors import UserError, listed, require
 from quant.base.listener import Progress
+from quant.base.torch_modes import in_own_modes
 from quant.calibration.layer_result import Quantized
 from quant.calibration.session import Device, Session
 from quant.calibration.solvers.registry import get_pipeline
@@ -32,6 +33,7 @@ from quant.recipes.layers import find_layers
 from quant.recipes.plan import LayerPlan, Parts, Plan
 
 
+@in_own_modes
 def lora(config: Any, model: nn.Module) -> Any:
     """Prepares a config of PEFT for a quantized model, or for one in QAT; the config is changed and returned.
 
@@ -65,6 +67,7 @@ def lora(config: Any, model: nn.Module) -> Any:
     return config
 
 
+@in_own_modes
 def merge_lora(
     model: Any, data: Any = None, plan: Plan | None = None, *, device: Device = None, progress: Progress | None = None
 ) -> Quantized:

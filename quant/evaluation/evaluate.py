@@ -51,6 +51,7 @@ from torch import nn
 from torch.nn.functional import cosine_similarity
 
 from quant.base.errors import UserError, option
+from quant.base.torch_modes import in_own_modes
 from quant.calibration.evaluating import mean_interval, prepared
 from quant.calibration.fast_matmul import fast_matmul
 from quant.calibration.inputs import Inputs, cast_for, taking_inputs
@@ -230,6 +231,7 @@ def evaluate_texts(
     return replace(evaluations[0], others=tuple(evaluations[1:]))
 
 
+@in_own_modes
 def evaluate(
     model: nn.Module,
     rows: torch.Tensor | Inputs,

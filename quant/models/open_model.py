@@ -28,6 +28,7 @@ import torch
 from torch import nn
 
 from quant.base.errors import UserError, option
+from quant.base.torch_modes import in_own_modes
 from quant.models import gguf, huggingface, state_dict
 from quant.models.files import SourceKind, WatchedFiles, commit_of, find_model, origin_of, with_revision
 from quant.models.huggingface import refuse_adapter, refuse_part
@@ -141,6 +142,7 @@ class Source:
         )
 
 
+@in_own_modes
 def open_model(
     source: str | Path | nn.Module,
     *,

@@ -11,6 +11,7 @@ from torch import nn
 
 from quant.base.errors import UserError
 from quant.base.listener import Listener, Progress
+from quant.base.torch_modes import in_own_modes
 from quant.calibration.inputs import Inputs, inputs_of, recorded
 from quant.calibration.layer_result import Quantized
 from quant.calibration.session import Device
@@ -24,6 +25,7 @@ from quant.run.run import run as start
 _RECIPE = "nvfp4"
 
 
+@in_own_modes
 def quantize(
     model: nn.Module,
     recipe: str | Recipe | Plan = _RECIPE,

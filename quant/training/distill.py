@@ -22,6 +22,7 @@ from torch import nn
 from quant.base.atomic import claimed
 from quant.base.errors import UserError, check_installed, known_names, loss_text, option, steps_in_words, versions
 from quant.base.listener import SILENT, Listener, StageProgress, reporter
+from quant.base.torch_modes import in_own_modes
 from quant.calibration.layer_result import unmeasured_result
 from quant.calibration.outputs.logits import check_evaluable
 from quant.calibration.session import Session, describe, device_of, find_device
@@ -194,6 +195,7 @@ def distill(
     return _distill_checkpoint(Path(student), str(teacher), Path(out), chosen, overwrite, device, listener, command)
 
 
+@in_own_modes
 def _distill_checkpoint(
     directory: Path,
     teacher: str,

@@ -26,6 +26,7 @@ from torch import nn
 
 from quant.base.errors import UserError, counted, known_names, warn
 from quant.base.listener import Progress
+from quant.base.torch_modes import in_own_modes
 from quant.calibration.inputs import Inputs, call_on_first_row, inputs_of
 from quant.calibration.session import Device, Session
 from quant.calibration.solvers.lowrank import residual_weight
@@ -73,6 +74,7 @@ _UNRELATED = 0.35  # relative distance of weights that are not of one another; 4
 _TURNS = 4
 
 
+@in_own_modes
 def prepare_qat(
     model: nn.Module,
     plan: Plan | Recipe | str | None = None,
@@ -491,6 +493,7 @@ def _check_start(layer: LayerPlan, packed: Any, module: RoundedWeight) -> None:
 _MANY = 1e-3  # the share of clipped inputs from which `pack` warns
 
 
+@in_own_modes
 def pack(model: nn.Module) -> Plan:
     """Packs a model that was trained by `prepare_qat` or `to_low_precision_training`; changes it in place.
 

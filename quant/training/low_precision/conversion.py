@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from quant.base.errors import UserError, counted, require
+from quant.base.torch_modes import in_own_modes
 from quant.kernels.linear.install import call_encoder_layers
 from quant.kernels.training.grouped_fp8 import has_grouped_fp8
 from quant.recipes.blocks import block_names
@@ -248,6 +249,7 @@ def unconsidered(model: nn.Module, reasons: Collection[str]) -> dict[str, list[s
     return others
 
 
+@in_own_modes
 def to_low_precision_training(
     model: nn.Module,
     recipe: str | TrainingRecipe | Mapping[str, str | TrainingRecipe] = "fp8_rowwise",
