@@ -7,7 +7,6 @@ For a checkpoint, as the command `quant distill` does:
 The teacher is opened first: where its likeliest tokens are cached in a file, it leaves memory before the student comes.
 """
 
-import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -52,6 +51,8 @@ from quant.training.distillation_loss import (
 from quant.training.qat import pack, prepare_qat
 
 _WORSE = 1.02  # times the KL before training; rounding by itself does not change it by as much
+# A model is not written whose loss is that many times as large as before training, and not negligible in nats.
+_RUINED, _NEGLIGIBLE = 10, 0.01
 
 
 @dataclass(frozen=True)
@@ -79,8 +80,11 @@ class DistillOptions:
             raise UserError(f"train is {self.train!r}; expected 'weights' or 'norms'")
         if self.train == "norms" and self.scales != "frozen":
             raise UserError(f"{option('scales', self.scales)}: norms are trained with frozen scales; leave it out")
-        if self.lr is not None and not 0 < self.lr < math.inf:
-            raise UserError(f"{option('lr', self.lr)}: expected a number above 0, or leave it out")
+        if self.lr is not None and not 0 < self.lr <= 1:
+            raise UserError(
+                f"{option('lr', self.lr)}: AdamW moves each weight by about this much in a step; expected a number "
+                "above 0 and at most 1, or leave it out"
+            )
 
 
 @overload
@@ -170,8 +174,8 @@ def distill(
     Raises:
         UserError: the vocabularies, or the widths of hidden states, differ; the student is not a causal language model,
             or its hidden states are rotated; a cached teacher has not read these rows, or they are padded on the left.
-            For a checkpoint also: it is not quantized, the teacher has another tokenizer, the data is too short, or
-            `out` is in the way; nothing has been written.
+            For a checkpoint also: it is not quantized, the teacher has another tokenizer, the data is too short, `out`
+            is in the way, or training multiplied the loss by ten; nothing has been written.
     """
     if isinstance(student, nn.Module):
         if out is not None or options.keys() - {"temperature", "hidden"}:
@@ -251,8 +255,8 @@ def _distill_checkpoint(
         report = report_of(source, plan, record, after, checkpoint, session)
         if before is None and trained.after > _WORSE * losses[0]:
             report.warnings.append(
-                f"training raised the loss of its first rows from {losses[0]:.3g} to {trained.after:.3g}; "
-                f"lower {option('lr')} (it was {rate:g})"
+                f"training raised the loss of its first rows from {loss_text(losses[0])} to "
+                f"{loss_text(trained.after)}; lower {option('lr')} (it was {rate:g})"
             )
         report.command, report.seconds = command, {"train": sum(trained.seconds)}
 
@@ -388,6 +392,9 @@ def _train(
 
     Returns:
         The plan of the trained model, the peak learning rate, and the losses and seconds of the steps.
+
+    Raises:
+        UserError: training ruined the model.
     """
     # Noted before `prepare_qat` makes float32 of weights: the written checkpoint has the dtypes of the one it started
     # from.
@@ -411,6 +418,12 @@ def _train(
         train_loop.Hyperparameters(options.steps, options.batch_size, rate, options.seed),
         progress=lambda done, total, _: progress("train", done, total),
     )
+    first = trained.losses[0]
+    if trained.after > max(_RUINED * first, _NEGLIGIBLE):
+        raise UserError(
+            f"training raised the loss of its first rows from {loss_text(first)} to {loss_text(trained.after)}, so "
+            f"nothing was written; lower {option('lr')} (it was {rate:g})"
+        )
     student.eval()
     plan = pack(student)
     dtypes.restore(student)

@@ -181,16 +181,20 @@ def test_norms_are_trained_with_frozen_scales() -> None:
 
 
 @pytest.mark.parametrize("scales", ["frozen", "learned"])
-def test_a_ruined_model_is_told_without_texts_too(made: Path, tmp_path: Path, scales: str) -> None:
+def test_a_ruined_model_is_not_written(made: Path, tmp_path: Path, scales: str) -> None:
     args = (distill_command, made / "ptq", "--teacher", made / "model", "--data", made / "rows.safetensors")
     args = (*args, "--scales", scales, "--out", tmp_path / "out", "--steps", 1, "--seqlen", 24, "--device", "cpu")
-    result = run(*args, "--lr", 1e30)
+    result = run(*args, "--lr", 1)
+    assert result.exit_code == 2 and "so nothing was written; lower --lr (it was 1)" in result.output
+    assert not list(tmp_path.iterdir())
+    result = run(*args, "--lr", 1e-3)  # worse, and not ruined
     (warning,) = [w for w in quant.Report.load(tmp_path / "out" / "report.json").warnings if "first rows" in w]
-    assert result.exit_code == 0 and "lower --lr (it was 1e+30)" in warning, result.output
+    assert result.exit_code == 0 and "lower --lr (it was 0.001)" in warning, result.output
     result = run(*args, "--lr", 1e-5, "--overwrite")
     assert result.exit_code == 0 and "raised the loss" not in result.output
-    result = run(*args, "--lr", "nan", "--overwrite")
-    assert result.exit_code == 2 and "--lr nan: expected a number above 0" in result.output
+    for rate in ("nan", "1e30", "1e38", "0"):  # AdamW stops at 1e38 with an error of its own
+        result = run(*args, "--lr", rate, "--overwrite")
+        assert result.exit_code == 2 and "a number above 0 and at most 1" in result.output, result.output
 
 
 def test_the_last_step_is_checked_too() -> None:
@@ -203,7 +207,7 @@ def test_what_training_made_worse_is_told(made: Path, tmp_path: Path) -> None:
     text = made / "rows.safetensors"
     result = run(
         distill_command, made / "ptq", "--teacher", made / "model", "--data", text, "--eval", text,
-        "--eval-samples", 8, "--out", tmp_path / "out", *OPTIONS[:-4], "--lr", 0.1, "--device", "cpu",
+        "--eval-samples", 8, "--out", tmp_path / "out", *OPTIONS[:-4], "--lr", 3e-3, "--device", "cpu",
     )  # fmt: skip
     assert result.exit_code == 0, result.output
     report = quant.Report.load(tmp_path / "out" / "report.json")
@@ -213,7 +217,7 @@ def test_what_training_made_worse_is_told(made: Path, tmp_path: Path) -> None:
     after = report.evaluation
     assert after is not None
     assert f"from {loss_text(before.kl)} to {loss_text(after.kl)} on" in warning
-    assert "--batch-size was 4" in warning and "--lr (it was 0.1)" in warning
+    assert "--batch-size was 4" in warning and "--lr (it was 0.003)" in warning
 
 
 @pytest.mark.parametrize(("preset", "rate"), [("nvfp4a16", 6e-5), ("nvfp4", 1e-4)])
