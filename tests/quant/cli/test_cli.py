@@ -180,8 +180,15 @@ def test_a_stopped_run_says_that_the_same_command_goes_on(
             stopped = run(*arguments, *option)
         assert stopped.exit_code == 130
         assert stopped.stderr == f"error: stopped by SIGINT before {out} was written; {kept}{more}\n"
+    damaged, *_ = sorted(tmp_path.glob(".out.partial/*.safetensors"))
+    damaged.write_bytes(damaged.read_bytes()[:-1] + b"\xff")
     goes_on = run(*arguments[:-1])
-    layers = len(Plan.load(out / "plan.json").quantized)
+    solved, layers = map(int, re.findall(r"continuing .*: (\d+) of (\d+) layers are solved", goes_on.stderr)[0])
+    assert goes_on.exit_code == 0 and 0 <= solved < layers == len(Plan.load(out / "plan.json").quantized)
+    with monkeypatch.context() as patched:
+        patched.setattr("quant.run.run.write_model", stop)
+        assert run(*arguments, "--overwrite").exit_code == 130
+    goes_on = run(*arguments[:-1], "--overwrite")
     said = f"continuing the run that was stopped: {layers} of {layers} layers are solved, in {tmp_path}/.out.partial\n"
     assert goes_on.exit_code == 0 and said in goes_on.stderr
 
