@@ -33,7 +33,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from quant.base.errors import UserError, counted, option
+from quant.base.errors import UserError, counted, listed, option
 from quant.base.torch_modes import in_own_modes
 from quant.formats.format import GGUF_FORMATS, Format, cache_format, is_16bit, parse_format
 from quant.recipes.blocks import block_names, is_denoiser, other_tensors, run_with, without_experts
@@ -251,7 +251,11 @@ def grouped_layers(model: nn.Module, run: Callable[[nn.Module], Any] | None) -> 
             break
         except Exception as error:  # the model's own code, which may fail in any way on a stand-in input
             if attempt is run and not is_outline:
-                raise UserError(f"the model failed on the given example input: {error}") from error
+                names = listed(inspect.signature(model.forward).parameters)
+                raise UserError(
+                    f"the model failed on the given example input: {' '.join(str(error).split()).rstrip('.')}; its "
+                    f"forward takes {names}"
+                ) from error
             failure = f"{type(model).__name__} does not run on token ids; in Python, pass run="
             seen.add(watched)
     # Experts that the router did not choose were never called, though their siblings were.

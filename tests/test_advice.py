@@ -614,6 +614,21 @@ CALLS: dict[str, tuple[Callable[[], object], str, Callable[[], object]]] = {
         "pass one of them",
         lambda: quant.quantize(LINEARS(), "fp8", forward_loop=lambda model: model(X)),
     ),
+    "one text for an encoder-decoder": (
+        lambda: quant.quantize(tiny_models.t5(), "nvfp4", IDS),
+        "exactly one of input_ids or inputs_embeds; its forward takes input_ids, attention_mask, decoder_input_ids,",
+        lambda: quant.quantize(tiny_models.t5(), "nvfp4", {"input_ids": IDS, "decoder_input_ids": IDS}),
+    ),
+    "a budget for an encoder-decoder": (
+        lambda: quant.quantize(tiny_models.t5(), bits=6, data={"input_ids": IDS, "decoder_input_ids": IDS}),
+        "quantize with recipe=, and measure with quant evaluate",
+        lambda: quant.quantize(tiny_models.t5(), "fp8", {"input_ids": IDS, "decoder_input_ids": IDS}),
+    ),
+    "ids for a classifier of images": (
+        lambda: quant.quantize(tiny_models.vit(), bits=6, data=IDS),
+        r"expected 4, got 2\); its forward takes pixel_values,",
+        lambda: quant.quantize(tiny_models.vit(), bits=6, data=torch.randn(4, 3, 32, 32)),
+    ),
     "ids without rows": (
         lambda: quant.quantize(tokens(), "fp8", list(IDS)),
         r"give \[row\[None\] for row in rows\]",

@@ -413,7 +413,7 @@ def with_decoder_text(model: nn.Module, inputs: Inputs, session: Session) -> Inp
 def as_rows(model: nn.Module, data: torch.Tensor | Inputs, taker: str) -> torch.Tensor:
     """Returns calibration data as one tensor, for measurements that work on nothing else."""
     rows = data.as_tensor(model) if isinstance(data, Inputs) else data
-    if rows is None:
+    if rows is None or getattr(text_config(getattr(model, "config", None)), "is_encoder_decoder", False):
         raise UserError(
             f"{taker} measures on one tensor, token ids or images of one size, and {type(model).__name__} takes "
             f"several; quantize with {option('format')}, and measure with quant evaluate {option('data')}"

@@ -173,9 +173,11 @@ def example_run(request: Request, source: Source) -> Callable[[nn.Module], Any] 
     if request.run is not None:
         return request.run
     if request.is_in_memory:
-        data = request.data
-        # Token ids need no example: `make_plan` runs every model on two ids by itself.
-        return call_on_first_row(data) if data is not None and data.is_floating_point() else None
+        data, model = request.data, source.module
+        # Token ids need no example where a model reads them alone: `make_plan` runs it on two ids by itself.
+        is_decoder_only = not getattr(text_config(getattr(model, "config", None)), "is_encoder_decoder", False)
+        reads_ids = getattr(model, "main_input_name", "") == "input_ids" and is_decoder_only
+        return None if data is None or (reads_ids and not data.is_floating_point()) else call_on_first_row(data)
     inputs = named_inputs(source, replace(request.calibration_rows, samples=1))
     return None if inputs is None else call_on_first_row(inputs)
 

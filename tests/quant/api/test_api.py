@@ -194,7 +194,7 @@ def test_a_single_layer_has_no_place_to_be_replaced_in() -> None:
 
 
 def test_a_model_that_fails_on_the_example_is_an_error_with_its_reason() -> None:
-    with pytest.raises(UserError, match=r"the model failed on the given example input: .*shapes cannot be multiplied"):
+    with pytest.raises(UserError, match=r"given example input: .*shapes cannot be multiplied.*; its forward takes "):
         make_plan(Net(), "nvfp4a16", run=lambda m: m(torch.zeros(1, 3)))
 
 
