@@ -109,7 +109,8 @@ def _quantize(model: str, out: str, kind: str, moments: str) -> None:
         matrix[index].name, matrix[index].size = name, means.size
         matrix[index].data = ffi.cast("const float *", means.ctypes.data)
     options = ffi.new("llama_model_quantize_params *", lib.llama_model_quantize_default_params())
-    options.ftype, options.nthread = getattr(lib, f"LLAMA_FTYPE_MOSTLY_{kind}"), 1
+    options.ftype = getattr(lib, f"LLAMA_FTYPE_MOSTLY_{kind}")
+    options.nthread = int(os.environ.get("OMP_NUM_THREADS", "1"))
     options.imatrix = ffi.cast("const struct llama_model_imatrix_data *", matrix)
     if lib.llama_model_quantize(model.encode(), out.encode(), options):
         raise SystemExit("the model was not quantized")

@@ -394,10 +394,11 @@ def split_pairs_kernel(
     x, minus, high, low, again, rows, columns, x_row, minus_row, out_row, x_matrix, minus_matrix, out_matrix,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Splits a tile of `x`, or of `x - minus`; grid: (column tiles, row tiles, matrices)."""
-    row = (tl.program_id(1) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
-    column = (tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS))[None, :]
-    matrix = tl.program_id(2).to(tl.int64)
+    """Splits a tile of `x`, or of `x - minus`; grid: (tiles, matrices), tiles of a row next to each other."""
+    across = tl.cdiv(columns, COLUMNS)
+    row = (tl.program_id(0) // across * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
+    column = (tl.program_id(0) % across * COLUMNS + tl.arange(0, COLUMNS))[None, :]
+    matrix = tl.program_id(1).to(tl.int64)
     valid = (row < rows) & (column < columns)
     value = tl.load(x + matrix * x_matrix + row * x_row + column, valid, 0.0)
     if minus is not None:
@@ -418,7 +419,8 @@ def split_pairs(x: Tensor, high: Tensor, low: Tensor, again: Tensor | None = Non
     """
     rows, columns = x.shape[-2:]
     several = x.dim() > 2
-    grid = (triton.cdiv(columns, _PAIR_COLUMNS), triton.cdiv(rows, _PAIR_ROWS), len(x) if several else 1)
+    # CUDA's grids have 65,535 programs in all dimensions but the first, fewer than a head of 151,936 rows has tiles.
+    grid = (triton.cdiv(columns, _PAIR_COLUMNS) * triton.cdiv(rows, _PAIR_ROWS), len(x) if several else 1)
     launch = cached_launch(split_pairs_kernel, grid, ROWS=_PAIR_ROWS, COLUMNS=_PAIR_COLUMNS, num_warps=4)
     matrices = [tensor.stride(0) if several and tensor is not None else 0 for tensor in (x, minus, high)]
     minus_row = 0 if minus is None else minus.stride(-2)

@@ -9,6 +9,7 @@ pytest.importorskip("triton", reason="comes with a CUDA build of torch, or: pip 
 
 from interpreter import interpreted
 
+from quant.kernels.rounding import portable_solvers
 from quant.kernels.rounding.portable_solvers import split_pairs
 
 
@@ -33,6 +34,21 @@ def test_pairs() -> None:
     check_pairs("cpu")
 
 
+def test_heads_of_large_vocabularies_fit_into_a_grid(monkeypatch: pytest.MonkeyPatch) -> None:
+    grids: list[tuple[int, ...]] = []
+    monkeypatch.setattr(
+        portable_solvers, "cached_launch", lambda _, grid, **__: grids.append(grid) or (lambda *_: None)
+    )
+    for shape in ((262_144, 1152), (2, 151_936, 896)):  # Gemma 3's head, and experts as high as that of Qwen
+        split_pairs(torch.empty(shape, device="meta"), *torch.empty(2, *shape, dtype=torch.bfloat16, device="meta"))
+    assert grids == [(262_144, 1), (75_968, 2)]
+    assert all(count < 2**16 for grid in grids for count in grid[1:])  # CUDA's limit beyond the first dimension
+
+
 @pytest.mark.gpu
 def test_pairs_on_a_gpu() -> None:
     check_pairs("cuda")
+    head = torch.randn(151_936, 64, device="cuda")
+    high, low = torch.empty(2, *head.shape, dtype=torch.bfloat16, device="cuda")
+    split_pairs(head, high, low)
+    assert torch.equal(high, head.bfloat16()) and torch.equal(low, (head - high).bfloat16())
