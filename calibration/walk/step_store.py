@@ -28,7 +28,9 @@ run needs the names, shapes and dtypes in its header, though the tensors read as
 
 from __future__ import annotations
 
+import atexit
 import ctypes
+import gc
 import hashlib
 import json
 import re
@@ -262,7 +264,7 @@ class DirectoryStore(Store):
         self.flush()
         file = self._steps.pop(step, None)
         if file is not None and self.rank == 0:
-            file.path.unlink(missing_ok=True)
+            _delete(file.path)
 
     def put(self, step: str, tensors: Tensors, record: Any, then: Mapped | None = None, *, alone: bool = False) -> None:
         """As in `Store`, by a thread; waits while two other steps are written."""
@@ -316,7 +318,7 @@ class DirectoryStore(Store):
             files = {file, self._steps.get(file.step, file)}
             newest = self._steps[file.step] = max(files, key=lambda each: each.path.name)
         for each in files - {newest}:
-            each.path.unlink(missing_ok=True)
+            _delete(each.path)
 
     def expect(self, name: str, value: Any) -> None:
         expected = self._run["expected"]
@@ -360,11 +362,25 @@ class DirectoryStore(Store):
         self.close()
         if self.rank == 0:
             shutil.rmtree(self.path, ignore_errors=True)
+            if self.path.exists():  # as in `_delete`
+                atexit.register(_remove_unmapped, self.path)
 
     def close(self) -> None:
         """Releases the directory after the steps that are being written; the next run finds it as it is."""
         self._threads.shutdown(cancel_futures=True)
         self._claim.close()
+
+
+def _delete(file: Path) -> None:
+    """Deletes a file of a step. Windows does not, while a tensor maps it; then it stays until the run is finished."""
+    with suppress(PermissionError):
+        file.unlink(missing_ok=True)
+
+
+def _remove_unmapped(directory: Path) -> None:
+    """Deletes a directory when the tensors that map its files are garbage."""
+    gc.collect()
+    shutil.rmtree(directory, ignore_errors=True)
 
 
 def partial_path(out: Path) -> Path:

@@ -41,7 +41,7 @@ from quant.base.json_files import read_json, typed
 if TYPE_CHECKING:
     from torch import nn
 
-_NAME = re.compile(r"([\w.-]+/[\w.-]+)(?:@([\w./-]+))?")
+_NAME = re.compile(r"(\w[\w.-]*/\w[\w.-]*)(?:@([\w./-]+))?")  # no name on the hub begins like ../ or ./
 SUFFIXES = (".gguf", ".safetensors", ".pt", ".pth", ".bin", ".pt2")
 """Suffixes of files that hold a model, which commands open."""
 # Suffixes of files with weights: of other libraries and of trainers too.

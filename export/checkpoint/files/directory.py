@@ -4,8 +4,10 @@ A directory is built under a temporary name next to its destination and renamed 
 disk, a crash or Ctrl-C never leaves half a checkpoint under the name that a server loads (`quant.base.atomic`).
 """
 
+import errno
 import os
 import shutil
+import sys
 import tempfile
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
@@ -108,19 +110,29 @@ def check_destination(path: Path, *, overwrite: bool) -> None:
     if whole in (Path.cwd(), *Path.cwd().parents):
         raise OSError(f"{path} is the current directory or above it; name a directory in it")
     _check_files(path, overwrite)
-    check_parents(path)
+    check_parents(path, inside=78)  # what the name of a step's file, with its SHA-256, adds
 
 
-def check_parents(path: Path) -> None:
-    """Raises FileExistsError or OSError where no file or directory can be made at `path`, with its parents."""
+def check_parents(path: Path, inside: int = 0) -> None:
+    """Raises FileExistsError or OSError where no file or directory can be made at `path`, with its parents.
+
+    `inside` is the number of characters that paths of files in the directory have more. Windows limits whole paths.
+    """
     for ancestor in path.parents:
         if ancestor.exists() and not ancestor.is_dir():
             raise FileExistsError(f"{ancestor} is a file; name a directory that is there or can be made")
-    parent = next(ancestor for ancestor in path.resolve().parents if ancestor.is_dir())
+    whole = path.resolve()
+    parent = next(ancestor for ancestor in whole.parents if ancestor.is_dir())
+    # A name as long as that of a temporary directory at `path`, and on Windows a path as long as the longest in it.
+    more = len(str(whole.parent)) - len(str(parent)) + inside if sys.platform == "win32" else 0
     try:
-        with tempfile.TemporaryFile(dir=parent):
+        with tempfile.NamedTemporaryFile(dir=parent, prefix=f".{whole.name}.new.", suffix="x" * more):
             pass
     except OSError as error:
+        if error.errno == errno.ENAMETOOLONG or (sys.platform == "win32" and error.errno == errno.ENOENT):
+            raise OSError(
+                f"{path}: {parent} takes no name that is as long as those of its temporary files; give a shorter one"
+            ) from None
         raise OSError(f"{path}: {parent} cannot be written to ({error.strerror}); choose another directory") from None
 
 

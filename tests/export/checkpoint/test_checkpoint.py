@@ -145,7 +145,11 @@ def test_a_place_where_nothing_can_be_written(tmp_path: Path, monkeypatch: pytes
     def full(**options: object) -> None:
         raise OSError(errno.EROFS, "Read-only file system")
 
-    monkeypatch.setattr(tempfile, "TemporaryFile", full)
+    check_destination(tmp_path / ("n" * 241), overwrite=False)
+    for name in ("n" * 242, "é" * 121):  # of 255 bytes a temporary name needs 14
+        with pytest.raises(OSError, match=rf"{tmp_path} takes no name that is as long .*; give a shorter one"):
+            check_destination(tmp_path / name, overwrite=False)
+    monkeypatch.setattr(tempfile, "NamedTemporaryFile", full)
     with pytest.raises(OSError, match=rf"a/b: {tmp_path} cannot be written to \(Read-only file system\); choose"):
         check_destination(tmp_path / "a" / "b", overwrite=False)
 

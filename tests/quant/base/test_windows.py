@@ -6,7 +6,10 @@ import errno
 import io
 import json
 import os
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -186,3 +189,76 @@ def test_configs_are_read_as_utf_8_in_every_locale(tmp_path: Path, monkeypatch: 
     # Metadata of a distribution is read by a method without such an argument.
     assert [each for each in silent if "direct_url.json" not in each] == []
     assert json.dumps("é").isascii()
+
+
+@pytest.fixture
+def mapped_files_stay(windows: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """No file is deleted, renamed or replaced while this process maps it or has it open; returns the refusals."""
+    refused = []
+    for name, original in [(name, getattr(os, name)) for name in ("unlink", "rmdir", "rename", "replace")]:
+
+        def strict(path: str | Path, *more: Any, call: Callable[..., None] = original, **named: Any) -> None:
+            for each in (path, *more[:1]):
+                place = os.path.realpath(each)
+                maps = [line.split(maxsplit=5)[-1] for line in Path("/proc/self/maps").read_text().splitlines()]
+                opened = [os.path.realpath(handle) for handle in Path("/proc/self/fd").iterdir()]
+                if any(file == place or file.startswith(place + os.sep) for file in (*maps, *opened)):
+                    refused.append(place)
+                    raise PermissionError(errno.EACCES, "The process cannot access the file", str(each))
+            call(path, *more, **named)
+
+        monkeypatch.setattr(os, name, strict)
+    monkeypatch.setattr("shutil._use_fd_functions", False)
+    return refused
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs Linux's list of mapped files")
+def test_steps_that_tensors_map_are_deleted_at_the_end(
+    mapped_files_stay: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """github.com/safetensors/safetensors/issues/574: a file cannot be deleted while a tensor of it is alive."""
+    at_exit: list[Callable[[], None]] = []
+    monkeypatch.setattr("atexit.register", lambda call, *args: at_exit.append(partial(call, *args)))
+    monkeypatch.setattr("quant.calibration.walk.finished_layers._STATES_SHARE", 0)
+    options = ["--calib", str(TEXTS / "calibration.txt"), "--calib-samples", "2", "--seqlen", "16"]
+    arguments = ["quantize", str(BASE), "--format", "nvfp4", "--solver", "gptq", *options, "--out"]
+    for more in ([], ["--overwrite"]):
+        done = CliRunner().invoke(main, [*arguments, str(tmp_path / "out"), *more])
+        assert done.exit_code == 0, done.output
+        assert any(".out.partial" in place for place in mapped_files_stay)
+        for call in at_exit:
+            call()
+        assert os.listdir(tmp_path) == ["out"]
+        at_exit.clear()
+        mapped_files_stay.clear()
+
+
+@pytest.mark.parametrize("length", [160, 180, 250])
+def test_paths_that_windows_does_not_take_are_refused_before_the_work(
+    windows: None, length: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """github.com/huggingface/huggingface_hub/issues/3245: a path of 154 characters, and a temporary one beyond 259."""
+    make, opened = os.mkdir, os.open
+
+    def limited(call: Callable[..., Any]) -> Callable[..., Any]:
+        def limit(path: str | Path, *more: Any, **named: Any) -> Any:
+            if len(os.path.abspath(path)) > 259:
+                raise FileNotFoundError(errno.ENOENT, "The system cannot find the path specified", str(path))
+            return call(path, *more, **named)
+
+        return limit
+
+    monkeypatch.setattr(os, "mkdir", limited(make))
+    monkeypatch.setattr(os, "open", limited(opened))
+    out = tmp_path / ("n" * (length - len(str(tmp_path)) - 1))
+    model = quant.quantize(nn.Sequential(nn.Linear(64, 64)), "fp8_channel")
+    result = CliRunner().invoke(
+        main, ["quantize", str(BASE), "--format", "fp8_channel", "--effort", "0", "--out", f"{out}"]
+    )
+    if length == 160:
+        assert result.exit_code == 0, result.output
+        return
+    assert result.exit_code == 2 and "give a shorter one" in result.stderr and "loading" not in result.stderr
+    with pytest.raises(OSError, match="give a shorter one"):
+        quant.save(model.model, model.plan, out)
+    assert not list(tmp_path.iterdir())
