@@ -10,10 +10,10 @@ prompts of 200 tokens. The table counts continuations that are equal to the last
 the first difference. Engines that round alike should agree in all; those that round otherwise part where two tokens are
 about equally likely, which in so small a model is often; the engines "vLLM, …" tell how often vLLM parts from itself.
 
-One differing token changes all later ones. So every engine also replays the continuations of the engine "vLLM" (from
-0.29 on vLLM can be told the tokens of a request) and says at each step which token it would have chosen: the table has
-the share that is the same, over all steps, and over those at which the first engine's two likeliest tokens are further
-apart than `CLEAR`.
+One differing token changes all later ones. So every engine also replays the continuations of the engine "vLLM", or of
+"LoRA" (from 0.29 on vLLM can be told the tokens of a request), and says at each step which token it would have chosen:
+the table has the share that is the same, over all steps, and over those at which the first engine's two likeliest
+tokens are further apart than `CLEAR`.
 
 Checkpoints of the same `--model` in `--out` are used again. GLM-4-MoE models (`_mtp_model.py`) are trained with a head
 that drafts a token; it is in 16 bit or in NVFP4.
@@ -55,13 +55,16 @@ ENGINES: dict[str, tuple[str, dict[str, Any]]] = {
     "GLM": ("1", {**EAGER, "checkpoint": "glm"}),
     "GLM, drafts of its head": ("1", {**EAGER, "checkpoint": "glm", "speculative_config": MTP}),
     "GLM, drafts of its head in NVFP4": ("1", {**EAGER, "checkpoint": "glm-head", "speculative_config": MTP}),
+    "GLM, drafts, CUDA graphs": ("1", {"checkpoint": "glm", "speculative_config": MTP}),
+    "GLM, drafts, NVFP4 cache": ("1", {**EAGER, **CACHE, "checkpoint": "glm", "speculative_config": MTP}),
     "GLM, vLLM, drafts of its head": ("0", {**EAGER, "checkpoint": "glm", "speculative_config": MTP}),
     "LoRA": ("0", {**EAGER, "enable_lora": True}),
     "LoRA, plug-in": ("1", {**EAGER, "enable_lora": True}),
+    "LoRA, plug-in, CUDA graphs": ("1", {"enable_lora": True}),
 }  # fmt: skip
 PAIRS = (
-    ("vLLM", "plug-in"), ("vLLM", "FP8 cache"), ("vLLM", "NVFP4 cache"), ("LoRA", "LoRA, plug-in"),
-    *((name.partition(",")[0], name) for name in ENGINES if "," in name and not name.startswith("LoRA")),
+    ("vLLM", "plug-in"), ("vLLM", "FP8 cache"), ("vLLM", "NVFP4 cache"),
+    *((name.partition(",")[0], name) for name in ENGINES if "," in name),
 )  # fmt: skip
 CLEAR = 0.25
 """Nats between the two likeliest tokens of a step, beyond which rounding should not change their order."""
@@ -146,7 +149,7 @@ def serve(out: Path, name: str) -> None:
     own = ("twice", "checkpoint", "reverse")
     engine = {key: value for key, value in options.items() if key not in own}
     replays = hasattr(SamplingParams(), "trace_decode_token_ids") and not engine.get("speculative_config")
-    replays &= "checkpoint" not in options and "enable_lora" not in engine
+    replays &= "checkpoint" not in options
     if replays:
         settings["enable_trace_replay"] = True
     llm = LLM(model=str(out / options.get("checkpoint", "checkpoint")), **{**settings, **engine})
@@ -173,7 +176,7 @@ def serve(out: Path, name: str) -> None:
     )
     result = {"tokens": tokens, "counters": {key: counters[key] for key in reported if counters.get(key)}}
     write(out / f"{name}.json", result)
-    reference = await_reference(out, "vLLM") if replays else None
+    reference = await_reference(out, "vLLM" if adapter is None else "LoRA") if replays else None
     if reference:
         replayed = outputs(trace_decode_token_ids=reference, logprobs=[2] * PROMPTS)
         write(out / f"{name}.json", {**result, "top": [likeliest(each.logprobs) for each in replayed]})

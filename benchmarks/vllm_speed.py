@@ -1,17 +1,18 @@
 """This benchmark serves a shape in vLLM with our plug-in and without it, in turns: ms a decoding step, and prefill.
 
     python benchmarks/vllm_speed.py llama-8b                       torch.compile and CUDA graphs, as vLLM has them
-    python benchmarks/vllm_speed.py llama-8b --backends            beside vLLM's default alone, without humming
+    python benchmarks/vllm_speed.py llama-8b --backends            beside vLLM's default alone
     python benchmarks/vllm_speed.py qwen3-30b-a3b --engine '{"compilation_config": {"mode": 0}}'
 
 Weights are random, in NVFP4 or MXFP4 (`--format mxfp4`, and always the experts of gpt-oss); inputs are in 16 bit, the
-head is in BF16, and only config.json exists on disk. The engines are vLLM as it is by default, with each of its linear
---backends that is named (humming, unless the shape is of experts), and with the plug-in for each --switch; gains are
-over the fastest of vLLM's own. They are ready at the same time in processes of their own, and one measures while the
-others wait. A step is the mean time between the tokens of a generation, once all its sequences decode: it holds
-attention, norms, the scheduler and the sampler. Prompts are in the prefix cache by then. Prefill is the time to the
-first token of one new prompt. Each figure is the least of its rounds. `--profile 1 16` adds the time in which any
-kernel of a step ran, by PyTorch's profiler, and writes the kernels into the JSON.
+head is in BF16, and only config.json exists on disk. The engines are vLLM as it is by default, with each of its
+--backends (of the experts where the shape has them, else of linear layers; one that refuses the shape is left out), and
+with the plug-in for each --switch; gains are over the fastest of vLLM's own. They are ready at the same time in
+processes of their own, and one measures while the others wait. A step is the mean time between the tokens of a
+generation, once all its sequences decode: it holds attention, norms, the scheduler and the sampler. Prompts are in the
+prefix cache by then. Prefill is the time to the first token of one new prompt. Each figure is the least of its rounds.
+`--profile 1 16` adds the time in which any kernel of a step ran, by PyTorch's profiler, and writes the kernels into the
+JSON.
 
     python benchmarks/vllm_speed.py llama-8b --layers 4 --batch 16 --context 32000 --prefill 0 --kv-gib 8 \
         --engine '{"max_model_len": 32768}' --theirs '{"kv_cache_dtype": "fp8"}' --ours '{"kv_cache_dtype": "nvfp4"}'
@@ -159,15 +160,21 @@ def main() -> None:
     positions = max(8192, 2 * args.context)
     args.folder = write_config(args, positions, args.out / args.label)
     engines = {"vLLM": Engine(args, "vllm", "0", args.theirs)}
+    option = "linear_backend" if SHAPES[args.shape][1]["model_type"] == "llama" else "moe_backend"
     for backend in args.backends:
-        own = args.theirs | {"linear_backend": backend}
+        own = args.theirs | {option: backend}
         engines[f"vLLM, {backend}"] = Engine(args, f"vllm-{backend}", "0", own)
     for switch in args.switch:
         label = "plug-in" if switch == "1" else f"plug-in, {switch}"
         engines[label] = Engine(args, f"plugin-{switch}", switch, args.ours)
-    print(
-        f"answered after { ({label: each.answer() for label, each in engines.items()}) }", file=sys.stderr, flush=True
-    )
+    for label, each in list(engines.items()):
+        try:
+            print(f"{label} answered: {each.answer()}", file=sys.stderr, flush=True)
+        except SystemExit as error:
+            if not label.startswith("vLLM, "):
+                raise
+            print(f"{label} is left out: {error}", file=sys.stderr, flush=True)
+            del engines[label]
     asks = {f"batch {n}": f"decode {n} {args.context}" for n in args.batch}
     if args.prefill:
         asks[f"prefill {args.prefill}"] = f"prefill 1 {args.prefill}"
@@ -193,7 +200,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--kv-gib", type=float, default=10.0)
     parser.add_argument("--engine", type=json.loads, default={}, help="further arguments of vllm.LLM, as JSON")
     parser.add_argument("--theirs", type=json.loads, default={}, help="the same, for vLLM without the plug-in")
-    parser.add_argument("--backends", nargs="*", help="of vLLM's linear layers, an engine for each beside its default")
+    parser.add_argument("--backends", nargs="*", help="of vLLM's linear layers or experts, an engine for each")
     parser.add_argument("--ours", type=json.loads, default={}, help="the same, for vLLM with the plug-in")
     parser.add_argument("--switch", nargs="+", default=["1"], help="values of BLOCKSCALE_VLLM, an engine for each")
     parser.add_argument("--profile", type=int, nargs="*", default=[], help="batches whose kernels are listed, by time")
@@ -202,8 +209,8 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=Path("vllm-speed"))
     parser.add_argument("--folder", help="of a config.json: makes this process an engine")
     args = parser.parse_args()
-    if args.backends is None:  # vLLM's linear backends do not take experts
-        args.backends = ["humming"] if SHAPES[args.shape][1]["model_type"] == "llama" else []
+    if args.backends is None:  # vLLM prefers Marlin up to 0.29 and humming in 0.33, and Triton's for gpt-oss in both
+        args.backends = ["humming", "marlin"]
     return args
 
 
