@@ -50,8 +50,8 @@ Codes in the checkpoint's order (`STORED_FORMATS`) can take the place of words; 
 them. They take more bytes and more instructions than words, so wide tiles are best from fewer tokens on.
 
 With experts, x is sorted by expert, and a tile is 128 rows of one expert, whose weights, scales and bias follow the
-previous expert's. The number of tiles is known only on the GPU, where each program counts them; all are dealt
-out whole.
+previous expert's. The number of tiles is known only on the GPU, where each program counts them from the offsets of
+experts; all are dealt out whole. The kernel before may write these offsets, so with experts nothing is fetched ahead.
 """
 
 from collections.abc import Callable
@@ -339,20 +339,23 @@ def _produce(maps, rings, work, panels: gl.constexpr, constants: gl.constexpr):
     # A tile of 64 columns: x of each token, and for each panel 2,048 bytes of words and 256 of scales, or codes.
     x_bytes: gl.constexpr = 64 if constants.in_e4m3 else 128
     nbytes: gl.constexpr = depth * (block_m * x_bytes + panels * (2304 if form == _WORDS else tile_bytes(form)))
+    if constants.overlap:
+        let_next_kernel_start()
+        # The kernel before may write the offsets of experts, which say how many tiles there are and of which weights.
+        if constants.width > 0:
+            wait_for_previous_kernel()
     whole = whole_tiles(work, constants)
     turn, end = turns_of(whole, work.cut, work.parts)
     slot = turn * 0
     phase = slot + 1
     # The slots of the first turn that are filled before the loop.
     head = slot + 0
-    if constants.overlap:
-        let_next_kernel_start()
+    if constants.overlap and constants.width == 0:  # noqa: SIM102 -- the compiler decides this one
         # The first stages: the weight at once, x when the kernel that writes it has ended.
         if turn < end:
             tile, start, count = fetches_of(turn, whole, work.steps, work.parts, unroll, split)
-            n, expert, m, _ = locate(tile, work, constants)
-            # Experts follow one another as one tall matrix.
-            panel = expert * (work.N // 64) + n * panels
+            n, _, m, _ = locate(tile, work, constants)
+            panel = n * panels
             head = gl.minimum(count, stages)
             for i in range(head):
                 mbarrier.expect(rings.full.index(i), nbytes)
@@ -364,6 +367,7 @@ def _produce(maps, rings, work, panels: gl.constexpr, constants: gl.constexpr):
     while turn < end:
         tile, start, count = fetches_of(turn, whole, work.steps, work.parts, unroll, split)
         n, expert, m, _ = locate(tile, work, constants)
+        # Experts follow one another as one tall matrix.
         panel = expert * (work.N // 64) + n * panels
         for i in range(head, count):
             mbarrier.wait(rings.empty.index(slot), phase)
@@ -509,10 +513,10 @@ def _consume(rings, staging, scales, out, partial, work, constants: gl.constexpr
     parts = work.parts
     block_scale = scales.block_scale
     bias = out.bias
-    whole = whole_tiles(work, constants)
-    turn, end = turns_of(whole, work.cut, parts)
     if constants.overlap:
         wait_for_previous_kernel()
+    whole = whole_tiles(work, constants)
+    turn, end = turns_of(whole, work.cut, parts)
     slot = turn * 0
     phase = turn * 0
     abandoned = turn * 0

@@ -79,7 +79,34 @@ def test_weights_go_from_registers_into_wgmma(
     assert groups == 2 or f"wgmma.wait_group.sync.aligned {2 if tail else 1};" in kernel.ptx
     assert "cp.async.bulk.tensor.2d.global.shared" in kernel.ptx
     assert kernel.shared + 1024 <= (228 << 10) // tiles.resident
+    # The kernel before may write x and the offsets of experts: threads read memory when it has ended, and until then
+    # weights alone are fetched, where they do not depend on offsets.
+    early = run_before_wait(kernel.ptx)
+    assert any("launch_dependents" in line for line in early)
+    assert not any("ld.global" in line for line in early)
+    assert any("cp.async.bulk.tensor" in line for line in early) is (experts == 0)
     assert assemble(kernel).spilled == 0
+
+
+def run_before_wait(ptx: str) -> list[str]:
+    """The instructions that a thread may run from the kernel's entry on without passing `griddepcontrol.wait`."""
+    lines = [line.strip() for line in ptx[ptx.index(".entry") :].splitlines()]
+    labels = {line.partition(":")[0]: i for i, line in enumerate(lines) if re.match(r"\$\w+:", line)}
+    starts, seen, found = [0], set(), []
+    while starts:
+        at = starts.pop()
+        while at not in seen and at < len(lines):
+            seen.add(at)
+            line = lines[at]
+            if "griddepcontrol.wait" in line:
+                break
+            found.append(line)
+            # A branch, or a line of a table of them: `@%p1 bra $L__BB0_2;` and `$L__BB0_3,`.
+            starts += [labels[name] for name in re.findall(r"\$\w+", line) if name in labels]
+            if re.match(r"(bra|ret|exit|brx)\b", line):
+                break
+            at += 1
+    return found
 
 
 def units_of(tiles: int, steps: int, sms: int) -> list[list[tuple[int, int, int]]]:
