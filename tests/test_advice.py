@@ -83,6 +83,11 @@ def case(tmp_path_factory: pytest.TempPathFactory) -> Path:
     save_file({"ids": torch.arange(3, 131).reshape(4, 32)}, case / "ids.safetensors")
     run(case, "quantize {model} --format fp8_channel --out {case}/stored")
     run(case, "plan make {model} --format nvfp4 --out {case}/plan.json")
+    run(case, "export {stored} --to onnx --out {case}/onnx")
+    run(
+        case,
+        f"distill {{stored}} --teacher {{model}} --cache-teacher {{case}}/cached --steps 1 --data {{ids}} {TRAINED}",
+    )
     # Its tokenizer is one that llama.cpp does not have.
     shutil.copytree(case / "model", case / "bare", ignore=shutil.ignore_patterns("token*"))
     run(case, "quantize {case}/bare --format q8_0 --effort 0 --out {case}/model.gguf")
@@ -124,6 +129,7 @@ def invoke(case: Path, command: str) -> Any:
     return CliRunner().invoke(main, words)
 
 
+TRAINED = "--seqlen 32 --batch-size 2 --out {out}"
 FACTORY = "--model-factory test_advice:two_blocks"
 Q, SMALL = "quantize {model} --out {out} ", "--calib-samples 2 --seqlen 16"
 MAKE = f"plan make {{model}} --out {{out}} --calib {{ids}} {SMALL} "
@@ -438,6 +444,87 @@ COMMANDS = [
         drop="--format int8",
         add="--format q8_0",
     ),
+    Row(
+        "check {case}/one --rebuild",
+        "make one with `quantize MODEL --format nvfp4 --out DIR`",
+        instead="quantize {model} --format nvfp4 --effort 0 --out {out}",
+    ),
+    Row(
+        "evaluate {case}/onnx --text {text} --seqlen 32 --samples 2",
+        "it is an export; name the model",
+        drop="{case}/onnx",
+        instead="evaluate {stored} --text {text} --seqlen 32 --samples 2",
+    ),
+    Row(
+        "export {case}/onnx --to onnx --out {out}",
+        "name the checkpoint that it was made from",
+        instead="export {stored} --to onnx --out {out}",
+    ),
+    Row("check {case}/onnx", "name the checkpoint that it was exported from with --source", add="--source {stored}"),
+    Row(
+        "distill {stored} --teacher {case}/cached --steps 1 --out {out}",
+        "--batch-size 8: there are 2 rows of 32 tokens to train on; lower it",
+        add="--batch-size 2",
+    ),
+    Row("check {stored} --rebuild", "means nothing here: ", drop="--rebuild"),
+    Row(
+        "quantize {model} --format fp8 --calib {text} --calib {ids} --calib-samples 1 --seqlen 32 --out {out}",
+        "names 2 sources, and each gives a row",
+        drop="--calib-samples 1",
+        add="--calib-samples 2",
+    ),
+    Row(
+        "quantize {model} --format fp8_channel --effort 0 --device cuda:3 --out {out}",
+        "leave it out, or pass cpu",
+        drop="--device cuda:3",
+        add="--device cpu",
+    ),
+    Row(
+        "evaluate {stored} --text {text} --seqlen 32 --samples 2 --batch-size 0",
+        "expected 1 or more rows",
+        drop="--batch-size 0",
+        add="--batch-size 1",
+    ),
+    Row(
+        "distill {stored} --teacher {case}/cached --data {text} --steps 1 --batch-size 2 --out {out}",
+        "leave the option out",
+        drop="--data {text}",
+    ),
+    Row(
+        "distill {stored} --teacher {model} --data {text} --steps 1 --batch-size 1 --seqlen 32 --lr 1 --out {out}",
+        "nothing was written; lower --lr",
+        drop="--lr 1 ",
+        add="--lr 1e-5",
+    ),
+    Row(
+        "distill {stored} --teacher {model} --data {text} --steps 1 --batch-size 1 --seqlen 32 --lr 1e30 --out {out}",
+        "above 0 and at most 1, or leave it out",
+        drop="--lr 1e30",
+    ),
+    Row("plan show {plan} --match nope", "no layer of ", drop="nope", instead="plan show {plan} --match *.down_proj"),
+    Row(
+        "plan make {model} --bits 17 --out {out} --calib {ids} --calib-samples 2 --seqlen 16",
+        "a weight that is not quantized has 16; give fewer",
+        drop="--bits 17",
+        add="--bits 6",
+    ),
+    Row(
+        "plan edit {plan} --out {out}",
+        "nothing to change: give --set 'GLOB=FORMAT'",
+        add="--set *.down_proj=fp8_channel",
+    ),
+    Row(
+        "quantize {model} --format fp8_channel --effort 0 --out {case}/" + "n" * 250,
+        "give a shorter one",
+        drop="{case}/" + "n" * 250,
+        add="{out}",
+    ),
+    Row(
+        "generate {stored} --prompt x --max-new-tokens 0",
+        "expected 1 or more",
+        drop="--max-new-tokens 0",
+        add="--max-new-tokens 1",
+    ),
 ]
 
 
@@ -613,6 +700,56 @@ CALLS: dict[str, tuple[Callable[[], object], str, Callable[[], object]]] = {
         lambda: quant.quantize(LINEARS(), "fp8", X, forward_loop=lambda model: model(X)),
         "pass one of them",
         lambda: quant.quantize(LINEARS(), "fp8", forward_loop=lambda model: model(X)),
+    ),
+    "a path for data": (
+        lambda: quant.quantize(LINEARS(), "fp8", str(TEXTS / "calibration.txt")),
+        "data is a str; give a tensor, named tensors, an iterable of calls of the model, or a function",
+        lambda: [quant.quantize(LINEARS(), "fp8", data) for data in (X, [X], {"input": X})],
+    ),
+    "named tensors of different lengths": (
+        lambda: quant.quantize(tiny_models.t5(), "fp8", {"input_ids": IDS, "decoder_input_ids": IDS[:1]}),
+        r"different numbers of rows \(input_ids 2, decoder_input_ids 1\); give each as many",
+        lambda: quant.quantize(tiny_models.t5(), "fp8", {"input_ids": IDS[:1], "decoder_input_ids": IDS[:1]}),
+    ),
+    "labels for a mask": (
+        lambda: quant.quantize(tokens(), "fp8", [(IDS, IDS)]),
+        r"pass only x, as in data=\(x for x, y in loader\)",
+        lambda: quant.quantize(tokens(), "fp8", data=(x for x, y in [(IDS, IDS)])),
+    ),
+    "generate for a loop": (
+        lambda: quant.quantize(tokens(), "fp8", forward_loop=lambda model: model.generate(IDS, max_new_tokens=2)),
+        r"call the model itself on whole texts, model\(input_ids\)",
+        lambda: quant.quantize(tokens(), "fp8", forward_loop=lambda model: model(IDS)),
+    ),
+    "a model without values": (
+        lambda: quant.quantize(nn.Sequential(nn.Linear(64, 64, device="meta")), "fp8_channel"),
+        "load the model first. quant.make_plan plans without",
+        lambda: quant.make_plan(nn.Sequential(nn.Linear(64, 64, device="meta")), "fp8_channel"),
+    ),
+    "a head that is not there": (
+        lambda: quant.quantize(LINEARS(), "fp8_channel", lm_head="fp8"),
+        "this model has no output head; leave that out",
+        lambda: quant.quantize(LINEARS(), "fp8_channel"),
+    ),
+    "batches of no row": (
+        lambda: quant.evaluate(tokens(), IDS, batch_size=0),
+        "batch_size is 0; expected 1 or more rows",
+        lambda: quant.evaluate(tokens(), IDS, batch_size=1),
+    ),
+    "a cache without attention": (
+        lambda: quant.quantize(LINEARS(), "fp8", X, kv_cache="fp8"),
+        "need a transformers model whose attention goes through its AttentionInterface",
+        lambda: quant.quantize(tokens(), "fp8", IDS, kv_cache="fp8"),
+    ),
+    "attention of a plain module": (
+        lambda: quant.to_low_precision_training(LINEARS(), "fp8_rowwise", backend="emulated", attention="fp8"),
+        "leave it out, and attention trains in 16 bit",
+        lambda: quant.to_low_precision_training(LINEARS(), "fp8_rowwise", backend="emulated"),
+    ),
+    "a list of recipes": (
+        lambda: quant.quantize(LINEARS(), ["fp8_channel"]),  # type: ignore[arg-type]
+        "a name such as 'nvfp4', a recipe or a plan",
+        lambda: quant.quantize(LINEARS(), "fp8_channel"),
     ),
     "one text for an encoder-decoder": (
         lambda: quant.quantize(tiny_models.t5(), "nvfp4", IDS),

@@ -33,6 +33,7 @@ import ctypes
 import gc
 import hashlib
 import json
+import os
 import re
 import shutil
 import threading
@@ -391,7 +392,7 @@ def partial_path(out: Path) -> Path:
 
 def is_finished(out: Path) -> bool:
     """Returns whether an earlier run to `out` got as far as a whole checkpoint, and not to its own end."""
-    return (partial_path(out) / COMPLETE).exists()
+    return os.path.exists(partial_path(out) / COMPLETE)  # also where the name is too long for the file system
 
 
 def _read_run(directory: Path) -> dict[str, dict[str, Any]]:

@@ -22,7 +22,7 @@ from quant.export.checkpoint.open_checkpoint import (
     suspect_problems,
 )
 from quant.export.checkpoint.save import attach
-from quant.models.files import SourceKind, find_checkpoint, find_model
+from quant.models.files import SourceKind, find_checkpoint, find_model, is_export
 from quant.models.huggingface import remote_code
 from quant.models.open_model import Source, open_model
 from quant.models.quantized_tensors import AFTER_TRAINING, QuantMethod, is_in_training
@@ -32,6 +32,8 @@ from quant.recipes.plan import PLAN_FILE, Plan
 
 def is_checkpoint(path: str | Path) -> bool:
     """Returns whether `path` is a directory that holds a quantized checkpoint of a known layout."""
+    if is_export(Path(path)):
+        return False  # its plan is that of the checkpoint
     return quantization_config(Path(path)) is not None or (Path(path) / PLAN_FILE).is_file()
 
 
@@ -90,7 +92,9 @@ def load(
 def no_checkpoint(directory: Path) -> UserError:
     """Returns the error for a directory that `load` cannot read."""
     if not directory.exists():
-        return UserError(f"{directory}: no such directory")
+        return UserError(f"{directory}: no such file or directory")
+    if is_export(directory):
+        return UserError(f"{directory} is an export; name the checkpoint that it was made from")
     if directory.is_file() and is_checkpoint(directory.parent):
         return UserError(f"{directory} is a file of a checkpoint; name its directory, {directory.parent}")
     file = directory / "config.json"

@@ -17,7 +17,7 @@ from quant.base.errors import UserError, counted, printable
 from quant.base.json_files import read_json, typed
 from quant.cli.command import DEVICE, JSON, QUIET, REVISION, TRUST_CODE, Command, print_json
 from quant.cli.console import page, print_table, stages, status
-from quant.models.files import find_checkpoint
+from quant.models.files import find_checkpoint, is_export
 from quant.recipes.plan import PLAN_FILE, Plan
 
 if TYPE_CHECKING:
@@ -89,14 +89,15 @@ def check_command(directory: str, **options: Any) -> None:
     if path.suffix == ".gguf" and path.is_file():
         measured = f"quant evaluate {directory} --text FILE --baseline MODEL"
         raise UserError(f"{directory}: GGUF files have nothing that `quant check` reads; `{measured}` measures one")
-    if path.suffix == ".safetensors" and path.is_file():
-        from quant.export.checkpoint.load import no_checkpoint
+    exported = path.is_file() or is_export(path)
+    if path.suffix == ".safetensors" or (path.is_dir() and not exported):
+        from quant.export.checkpoint.load import is_checkpoint, no_checkpoint
 
-        raise no_checkpoint(path)
-    is_export = path.is_file() or (path.is_dir() and any(path.glob("*.onnx")) and not any(path.glob("*.safetensors")))
-    if is_export and source is None and (path.is_dir() or path.suffix in (".onnx", ".pt2")):
+        if not is_checkpoint(path):
+            raise no_checkpoint(path)
+    if exported and source is None and (path.is_dir() or path.suffix in (".onnx", ".pt2")):
         raise UserError(f"{directory}: name the checkpoint that it was exported from with --source")
-    kind = list(_OPTIONS)[0 if not is_export else 1 if source is not None else 2]
+    kind = list(_OPTIONS)[0 if not exported else 1 if source is not None else 2]
     foreign = {name for names in _OPTIONS.values() for name in names} - set(_OPTIONS[kind])
     ctx = click.get_current_context()
     for parameter in ctx.command.params:
@@ -104,7 +105,7 @@ def check_command(directory: str, **options: Any) -> None:
         if parameter.name in foreign and is_given:
             raise UserError(f"{parameter.opts[0]} means nothing here: {directory} is {kind}; leave it out")
     own = {name: options[name] for name in (*_OPTIONS[kind], "quiet", "as_json")}
-    if not is_export:
+    if not exported:
         _verify(ctx, directory, source, **own)
     elif source is not None:
         _run_export(path, source, unsafe_load=options["unsafe_load"], **own)

@@ -14,7 +14,7 @@ from quant.base.errors import UserError
 from quant.cli import command as cli
 from quant.cli.completion import MODELS
 from quant.cli.console import listener, status
-from quant.models.files import find_checkpoint
+from quant.models.files import find_checkpoint, is_export
 
 if TYPE_CHECKING:
     from quant.export.onnx.engine_session import EngineSession
@@ -64,8 +64,7 @@ def generate_command(
             session = open_session(engine, unsafe_load=unsafe_load)
         _run_session(session, model, prompts, max_new_tokens, sampling, quiet=quiet, as_json=as_json)
         return
-    path = Path(model)
-    if path.suffix in (".onnx", ".engine") or (any(path.glob("*.onnx")) and not any(path.glob("*.safetensors"))):
+    if is_export(Path(model)):
         raise UserError(f"{model} is an export; name the checkpoint it was made from, and it with --engine {model}")
     if len(prompts) > 1:
         raise UserError(f"{len(prompts)} prompts: MODEL takes one, and an exported file several (--engine)")

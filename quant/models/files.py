@@ -117,6 +117,11 @@ def find_checkpoint(directory: str | Path) -> Path:
     return find_model(str(directory)) if not path.exists() and split_revision(str(directory)) else path
 
 
+def is_export(path: Path) -> bool:
+    """Returns whether a path is an engine, an ONNX file, or a directory with one that `quant export` wrote."""
+    return path.suffix in (".onnx", ".engine") or (any(path.glob("*.onnx")) and not any(path.glob("*.safetensors")))
+
+
 def with_revision(name: str, revision: str) -> str:
     """Returns the name of a model on the hub at a revision; UserError for a path, or a name that has one already."""
     named, hub_name, on_disk = option("revision", revision), split_revision(name), Path(name).expanduser().exists()

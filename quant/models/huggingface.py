@@ -34,6 +34,7 @@ from quant.models.files import (
     check_sizes,
     checked_fields,
     explained,
+    is_export,
     one_line,
     read_fields,
     read_generation_config,
@@ -67,7 +68,7 @@ def refuse_directory(path: Path) -> UserError:
     files = sorted(file for file in path.iterdir() if file.suffix in SUFFIXES and not _OF_TRAINERS.match(file.name))
     configs = (file for file in path.glob("*/config.json") if file.is_file())
     models = sorted(file.parent for file in configs if b'"model_type"' in file.read_bytes())
-    hint = "pass the directory that has one"
+    hint = "it is an export; name the model" if is_export(path) else "pass the directory that has one"
     if models:
         # The last of a trainer's: checkpoint-1000 comes after checkpoint-500.
         models.sort(key=lambda folder: [int(digits) for digits in re.findall(r"\d+", folder.name)])

@@ -295,6 +295,9 @@ class Request:
             raise UserError(f"{named}: several formats are to choose from within a limit, such as {limit}")
         else:
             recipe = get_recipe(self.recipe) if isinstance(self.recipe, str) else self.recipe
+            if not isinstance(recipe, Recipe | Plan):
+                given = type(recipe).__name__
+                raise UserError(f"recipe is a {given}; give a name such as 'nvfp4', a recipe or a plan")
         return replace(
             recipe,
             kv_cache=self.kv_cache_format or recipe.kv_cache,

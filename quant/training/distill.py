@@ -229,6 +229,14 @@ def _distill_checkpoint(
             raise no_checkpoint(checkpoint)
         plan, _ = describe_checkpoint(checkpoint)
         inputs = prepare_distill_inputs(teacher, plan, options, session, listener)
+        if (count := len(inputs.rows)) < options.batch_size:
+            more = (
+                "" if is_cached_teacher(teacher) else f", raise {option('samples')}, or give a longer {option('data')}"
+            )
+            raise UserError(
+                f"{option('batch_size', options.batch_size)}: there are {count} rows of {inputs.rows.shape[1]} tokens "
+                f"to train on; lower it{more}"
+            )
         with listener.step(f"loading {directory}"):
             source, student = open_runnable(str(directory))
             student.to(session.device)
@@ -366,11 +374,6 @@ def _training_rows(
     if not isinstance(rows, torch.Tensor):
         raise UserError(
             f"{option('data')}: distillation reads rows of token ids; give text, or token ids alone in safetensors"
-        )
-    if len(rows) < options.batch_size:
-        raise UserError(
-            f"{option('batch_size', options.batch_size)}: there are {len(rows)} rows of {rows.shape[1]} tokens to "
-            f"train on; lower it, raise {option('samples')}, or give a longer {option('data')}"
         )
     return rows
 
