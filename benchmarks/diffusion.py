@@ -34,6 +34,7 @@ LAYERS = (nn.Linear, nn.Conv2d)
 OURS = [
     *(("nvfp4", solver) for solver in ("rtn", "gptq", "awq+gptq", "lowrank:32", "kfac", "lowrank:32+kfac")),
     *((name, solver) for name in ("mxfp8", "fp8", "fp8_channel", "int8") for solver in ("rtn", "gptq", "kfac")),
+    ("fp8_channel", "lowrank:32+gptq"),
 ]
 MODELOPT = {
     "nvfp4": ("NVFP4_DEFAULT_CFG", "NVFP4_AWQ_LITE_CFG", "NVFP4_SVDQUANT_DEFAULT_CFG"),

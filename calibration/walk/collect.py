@@ -14,17 +14,21 @@ from quant.base.listener import Progress
 from quant.base.processor import value_of
 from quant.base.torch_modes import in_own_modes
 from quant.calibration.evaluating import evaluating
+from quant.calibration.fast_matmul import fast_matmul
 from quant.calibration.observers import Observer, get_observer
 from quant.calibration.ranks import gathered, own_batches
 from quant.calibration.session import Device, Session, device_of, placed
-from quant.calibration.statistics import static_input_scale
+from quant.calibration.statistics import LayerStats, MomentSum, static_input_scale
 from quant.calibration.texts.mixture import lacks_data
 from quant.calibration.texts.rows import check_ids
 from quant.formats.finite import is_finite, is_finite_or_mask
+from quant.kernels.linear.conv import round_samples
 from quant.kernels.linear.experts import ExpertStack, can_run_experts_one_by_one, experts_forward
 from quant.recipes.blocks import Stop, all_arguments, forwarding, removing, stored_dtype
 from quant.recipes.layers import Stacking, expert_matrices, output_head, stacking_of_experts
-from quant.recipes.plan import Plan, groups_by_input
+from quant.recipes.plan import LayerPlan, Plan, groups_by_input
+
+_WINDOWS = 2048  # of a convolution that one call counts
 
 
 class InputNotFiniteError(ValueError):
@@ -126,6 +130,36 @@ def collect_input_amax(
         )
     ranges = {name: observers[name].amax() for name in amax} if observers else amax
     return {name: value.to(home) for name, value in ranges.items()}
+
+
+def window_stats(
+    model: nn.Module, layers: Sequence[LayerPlan], rows: torch.Tensor, session: Session,
+    input_scales: Mapping[str, torch.Tensor],
+) -> dict[str, LayerStats]:  # fmt: skip
+    """Returns statistics of the windows `[in · kernel]` that convolutions multiply, rounded as they will be.
+
+    Of large images only some windows count, which overlap.
+    """
+    by_name = {layer.name: layer for layer in layers}
+    sums = {name: MomentSum() for name in by_name}
+
+    def observe(name: str, x: torch.Tensor) -> None:
+        conv, layer = model.get_submodule(name), by_name[name]
+        mode = "constant" if conv.padding_mode == "zeros" else conv.padding_mode
+        x = torch.nn.functional.pad(x, conv._reversed_padding_repeated_twice, mode=mode).float()
+        if layer.activation is not None:
+            scale = input_scales.get(name)
+            x = round_samples(x, layer.activation, None if scale is None else scale.to(x.device))
+        windows = torch.nn.functional.unfold(x, conv.kernel_size, conv.dilation, stride=conv.stride).mT
+        # An odd step meets every column of an image of even width.
+        windows = windows[:, :: windows.shape[1] // _WINDOWS | 1]
+        sums[name].add(windows.flatten(0, 1), rows=len(x))
+
+    with torch.no_grad(), placed(model, session.device) as device, watch_inputs(model, by_name, observe), fast_matmul():
+        for row in range(len(rows)):
+            model(rows[row : row + 1].to(device))
+    stats = {name: each.stats() for name, each in sums.items()}
+    return {name: each for name, each in stats.items() if each is not None}
 
 
 class _EndAtHead:

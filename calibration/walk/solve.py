@@ -15,6 +15,8 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from itertools import accumulate
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -34,9 +36,10 @@ from quant.calibration.solvers.lowrank import residual_weight
 from quant.calibration.solvers.registry import check_solvers, get_pipeline, get_solver
 from quant.calibration.solvers.rotation import rotate_weight
 from quant.calibration.solvers.solve_group import solve_group
+from quant.calibration.statistics import LayerStats
 from quant.calibration.texts.mixture import lacks_data, mixed_text, solver_needs_data, with_calibration
 from quant.calibration.walk.block_memory import Scratch, block_bytes
-from quant.calibration.walk.collect import input_scales_of, observer_of
+from quant.calibration.walk.collect import input_scales_of, observer_of, window_stats
 from quant.calibration.walk.finished_layers import BlockKeeper, keep_layers, put_back
 from quant.calibration.walk.group import Settings, Solved, stacked
 from quant.calibration.walk.transform import widened_weight
@@ -64,6 +67,7 @@ from quant.recipes.plan import Guard, LayerPlan, Parts, Plan, groups_by_input
 from quant.recipes.plan_check import check_plan_fits
 
 _TOKENS_GPU = 4096  # of a batch of short rows
+_MOMENTS = 1 << 32  # bytes of the second moments of convolutions that are summed up together
 
 Rounded = Callable[[str, torch.Tensor], None]
 """Takes a layer's name and the weight that was rounded, `[..., out, in]`."""
@@ -81,8 +85,10 @@ def solve_blocks(
     # Heads, embeddings and convolutions stand outside of decoder blocks, where the walk holds no inputs of them.
     for layer in plan.quantized:
         if layer.name not in names and solver_needs_data(layer):
-            kind = f"solved with mse: {layer.solver} takes what stands in blocks, not a {layer.kind}"
-            plan = plan.replace_layers([replace(layer, solver="mse", reason=f"{layer.reason}; {kind}")])
+            solver = _rounding_of_windows(model, layer) or "mse"
+            kind = f"solved with {solver}: {layer.solver} takes what stands in blocks, not a {layer.kind}"
+            reason = layer.reason if solver == layer.solver else f"{layer.reason}; {kind}"
+            plan = plan.replace_layers([replace(layer, solver=solver, reason=reason)])
     outside = replace(plan, layers=tuple(layer for layer in plan.layers if layer.name not in names))
     measured = replace(plan, layers=tuple(layer for layer in plan.layers if layer.kind != LayerKind.LINEAR))
     # Before the walk, while every layer still gets its original inputs.
@@ -119,11 +125,29 @@ def solve_blocks(
     solve_sequentially(
         model, plan, data, apply=apply, session=session, settings=settings, input_scales=input_scales, store=keeper
     )
-    outside_results = solve_weights(model, outside, input_scales, replace(session, progress=None))
+    session = replace(session, progress=None)
+    convs = [layer for layer in outside.quantized if solver_needs_data(layer) and _step([layer]) not in session.store]
+    others = replace(outside, layers=tuple(layer for layer in outside.layers if layer not in convs))
+    outside_results = solve_weights(model, others, input_scales, session)
+    while convs:
+        # As many as their second moments leave room for; each pass has the ones before in place.
+        sizes = accumulate(4 * math.prod(layer.shape[1:]) ** 2 for layer in convs)
+        count = max(sum(size <= _MOMENTS for size in sizes), 1)
+        part, convs = convs[:count], convs[count:]
+        stats = window_stats(model, part, data, session, input_scales)
+        outside_results += solve_weights(model, replace(outside, layers=tuple(part)), input_scales, session, stats)
     results |= {result.name: result for result in outside_results}
     plan = plan.replace_layers(solved_layers)
     use_expert_modules(model, plan)
     return plan, [results[layer.name] for layer in plan.layers]
+
+
+def _rounding_of_windows(model: nn.Module, layer: LayerPlan) -> str | None:
+    """Returns the solver of a convolution by the second moment of its windows; None of one that is solved without."""
+    conv, pipeline = model.get_submodule(layer.name), get_pipeline(layer.solver)
+    if not isinstance(conv, nn.Conv2d) or conv.groups > 1 or not pipeline.rounding.feeds_back:
+        return None
+    return "gptq" if pipeline.rounding.two_sided else pipeline.spec.rounding
 
 
 def _check_memory(
@@ -346,9 +370,13 @@ def apply_plan(
 
 
 def solve_weights(
-    model: nn.Module, plan: Plan, input_scales: Mapping[str, torch.Tensor], session: Session
-) -> list[LayerResult]:
-    """Quantizes as `apply_plan` does, in a session: its ranks share the groups, and its store keeps finished ones."""
+    model: nn.Module, plan: Plan, input_scales: Mapping[str, torch.Tensor], session: Session,
+    stats: Mapping[str, LayerStats] = MappingProxyType({}),
+) -> list[LayerResult]:  # fmt: skip
+    """Quantizes as `apply_plan` does, in a session: its ranks share the groups, and its store keeps finished ones.
+
+    `stats` are statistics of inputs, by layer, for solvers that look at them.
+    """
     store, results, done = session.store, dict[str, LayerResult](), 0
     # A fusion group is solved at once: its members share one tensor scale.
     own = groups = groups_by_input(plan.quantized)
@@ -372,7 +400,7 @@ def solve_weights(
             if finished is not None:
                 results |= finished[1]
             else:
-                results |= _solve_and_install(model, members, weights, input_scales, session)
+                results |= _solve_and_install(model, members, weights, input_scales, session, stats)
                 # Each rank has groups of its own, so each writes them: no rank waits for the first one's disk.
                 keep_layers(store, _step(members), model, members, results, alone=True)
             done += len(members)
@@ -404,6 +432,7 @@ def _solve_and_install(
     copies: Sequence[torch.Tensor],
     input_scales: Mapping[str, torch.Tensor],
     session: Session,
+    stats: Mapping[str, LayerStats],
 ) -> dict[str, LayerResult]:
     """Quantizes the members of a fusion group on the session's device, and gives their results by name.
 
@@ -411,7 +440,7 @@ def _solve_and_install(
     """
     tensors: Sequence[torch.Tensor | None] = copies or [None] * len(members)
     weights = {member.name: _weight_of(model, member, tensor) for member, tensor in zip(members, tensors, strict=True)}
-    solved = _solved_weights(members, weights, session)
+    solved = _solved_weights(members, weights, session, stats)
     results = {member.name: layer_result(member, weights[member.name], solved[member.name]) for member in members}
     home = device_of(model)
     for member in members:
@@ -440,7 +469,7 @@ def solve_state_dict(
         elif layer.name in own:
             members = own[layer.name]
             moved = {member.name: _stored_weight(tensors, member).to(session.device) for member in members}
-            group = _solved_weights(members, moved, session)
+            group = _solved_weights(members, moved, session, {})
             results |= {m.name: layer_result(m, moved[m.name], group[m.name]) for m in members}
             # Where the original tensor is, so that a state dict on the CPU does not collect its codes on the GPU.
             solved |= {name: each.to(weight.device) for name, each in group.items()}
@@ -455,7 +484,7 @@ def _stored_weight(tensors: Mapping[str, torch.Tensor], layer: LayerPlan) -> tor
 
 
 def _solved_weights(
-    members: Sequence[LayerPlan], weights: Mapping[str, torch.Tensor], session: Session
+    members: Sequence[LayerPlan], weights: Mapping[str, torch.Tensor], session: Session, stats: Mapping[str, LayerStats]
 ) -> dict[str, BlockScaledTensor]:
     """Returns codes and scales by name. Experts that are read one by one are solved so on the session's device."""
     first = members[0]
@@ -467,7 +496,7 @@ def _solved_weights(
             for index in range(len(whole))
         )
         return {first.name: stacked(matrices, len(whole), Scratch.of(session))}
-    return solve_group(weights, {}, first.weight_format, get_solver(first.solver))
+    return solve_group(weights, stats, first.weight_format, get_solver(first.solver))
 
 
 def _weight_of(model: nn.Module, layer: LayerPlan, copy: torch.Tensor | None = None) -> torch.Tensor:

@@ -175,7 +175,44 @@ def test_block_formats_leave_convolutions_in_16_bit(format: str) -> None:
     assert conv.weight is None and f"no runtime convolves in blocks, as {format} has them" in conv.reason
 
 
-def test_a_solver_of_second_moments_leaves_convolutions_to_mse() -> None:
+@pytest.mark.parametrize(
+    "options",
+    [{"padding": 1}, {"padding": 2, "dilation": 2, "stride": 2}, {"padding_mode": "reflect", "padding": 1}],
+)
+@pytest.mark.parametrize("format", ["int8", "fp8_channel", "fp8"])
+def test_gptq_solves_a_convolution_as_a_linear_layer_of_its_windows(format: str, options: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    conv = nn.Conv2d(16, 16, 3, **options)
+    images = [torch.randn(2, 16, 1, 9).cumsum(1) + torch.randn(2, 16, 9, 9) for _ in range(4)]
+    windows = [_windows(conv, x) for x in images]
+    original = conv.weight.detach().double().flatten(1)
+    solved = {
+        solver: quant.quantize(nn.Sequential(copy.deepcopy(conv)), format, images, solver=solver)
+        for solver in ("gptq", "kfac", "rtn")
+    }
+    assert {layer.solver for layer in solved["kfac"].plan.quantized} == {"gptq"}
+    weights = {
+        name: each.model[0].quantized_weight.dequantize(torch.float64)  # type: ignore[index]
+        for name, each in solved.items()
+    }
+    assert torch.equal(weights["gptq"], weights["kfac"])
+    error = {
+        name: float(sum((x.double() @ (weight - original).t()).square().sum() for x in windows))
+        for name, weight in weights.items()
+    }
+    assert error["gptq"] < 0.7 * error["rtn"]
+
+
+def _windows(conv: nn.Conv2d, x: torch.Tensor) -> torch.Tensor:
+    """Returns what a convolution multiplies, `[windows, in · kernel]`, by the convolution itself."""
+    count = conv.weight[0].numel()
+    taps = nn.Conv2d(16, count, 3, conv.stride, conv.padding, conv.dilation, bias=False, padding_mode=conv.padding_mode)
+    taps.weight.data = torch.eye(count).view(count, *conv.weight.shape[1:])
+    with torch.no_grad():
+        return taps(x).flatten(2).mT.flatten(0, 1)  # type: ignore[no-any-return]
+
+
+def test_a_solver_of_second_moments_leaves_convolutions_of_one_dimension_to_mse() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv1d(4, 8, 3, padding=1), nn.Linear(8, 8))
     weight = model[0].weight.detach().clone().flatten(1)
