@@ -43,7 +43,7 @@ from quant.export.onnx.genai import genai_program
 from quant.export.onnx.quantized_cache import QuantizedCache
 from quant.export.onnx.recurrent_states import HybridCache, recurrent_functions
 from quant.export.onnx.serving import CachedAttention, GroupedAttention, serving_program
-from quant.export.onnx.trace import MODEL_PREFIX, trace
+from quant.export.onnx.trace import MODEL_PREFIX, nested, trace
 from quant.export.onnx.translate import quiet, translate
 from quant.formats.format import FORMATS, Format
 from quant.recipes.plan import Plan
@@ -207,16 +207,19 @@ def _short(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _arguments(model: nn.Module, inputs: Mapping[str, GraphInput]) -> tuple[Any, ...] | dict[str, torch.Tensor]:
-    """Returns the caller's inputs by name where the model has parameters of these names, or else in their order."""
+def _arguments(model: nn.Module, inputs: Mapping[str, GraphInput]) -> tuple[Any, ...] | dict[str, Any]:
+    """Returns the caller's inputs by name where the model has parameters of these names, or else in their order.
+
+    `added_cond_kwargs.time_ids` is an entry of a dict.
+    """
     # Copies, because torch.export takes one tensor under two names for one input.
     examples = {name: x.example.clone() for name, x in inputs.items()}
     parameters = inspect.signature(model.forward).parameters
-    unknown = [name for name in inputs if name not in parameters]
+    unknown = [name for name in inputs if name.partition(".")[0] not in parameters]
     if unknown and hasattr(model, "main_input_name"):
         known = known_names(unknown[0], [name for name in parameters if name != "kwargs"])
         raise ValueError(f"{option('input', unknown[0])}: {type(model).__name__} has no input of this name; {known}")
-    return tuple(examples.values()) if unknown else examples
+    return tuple(examples.values()) if unknown else nested(examples)
 
 
 def _forward_program(

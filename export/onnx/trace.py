@@ -187,9 +187,21 @@ MODEL_PREFIX = "model."
 """Of the names of parameters in graphs that hold a transformers model as their attribute `model`."""
 
 
+def nested(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns values by name, those of names such as `owner.key` in a dict by the owner's name."""
+    result: dict[str, Any] = {}
+    for name, value in values.items():
+        owner, _, key = name.partition(".")
+        if key:
+            result.setdefault(owner, {})[key] = value
+        else:
+            result[name] = value
+    return result
+
+
 def trace(
     module: nn.Module,
-    arguments: tuple[Any, ...] | dict[str, torch.Tensor],
+    arguments: tuple[Any, ...] | dict[str, Any],
     inputs: Mapping[str, GraphInput],
     ranges: Mapping[str, tuple[int, int]],
     split: int | None = None,
@@ -213,7 +225,7 @@ def trace(
     axes = {
         name: {axis: dims[dim] for axis, dim in enumerate(x.dims) if isinstance(dim, str)} for name, x in inputs.items()
     }
-    dynamic: Any = axes if isinstance(arguments, dict) else tuple(axes.values())
+    dynamic: Any = nested(axes) if isinstance(arguments, dict) else tuple(axes.values())
     if split is not None:
         dynamic = (dict(list(axes.items())[:split]), list(axes.values())[split:])[: len(arguments)]
     restore_layout(module)
@@ -223,8 +235,15 @@ def trace(
     model, prefix = (module, "") if split is None else (module.get_submodule(MODEL_PREFIX.rstrip(".")), MODEL_PREFIX)
     positional, keywords = ((), arguments) if isinstance(arguments, dict) else (arguments, {})
     highest = {dim: high for dim, (_, high) in ranges.items()}
-    with explained(model, examples, highest), stateless_rope(model), torch.no_grad():
-        exported = torch.export.export(module, positional, keywords, dynamic_shapes=dynamic, strict=False)
+    with stateless_rope(model), torch.no_grad():
+        try:
+            with explained(model, examples, highest):
+                exported = torch.export.export(module, positional, keywords, dynamic_shapes=dynamic, strict=False)
+        except ValueError:
+            divided = _divided(module, inputs, isinstance(arguments, dict), ranges) if split is None else None
+            if divided is None:
+                raise
+            exported = divided
     # torch.export asserts the dtype of each tensor that is cast, which would keep in use a value that nothing else
     # uses, such as the weight that T5 dequantizes to read its dtype.
     graph = exported.graph_module.graph
@@ -237,6 +256,45 @@ def trace(
             node.kwargs = {**node.kwargs, "enable_gqa": True}
     graph.eliminate_dead_code()
     limits.check_graph(exported, model, prefix)
+    return exported
+
+
+def _divided(
+    module: nn.Module, inputs: Mapping[str, GraphInput], by_name: bool, ranges: Mapping[str, tuple[int, int]]
+) -> torch.export.ExportedProgram | None:
+    """Returns a graph that need not take every size, such as odd ones; None where it does not reach over a range.
+
+    The patches of an image divide its sides, and torch.export refuses a named dimension that is to be even.
+    """
+    # Of different sizes where there are, because torch.export takes dimensions of equal size for one.
+    sizes: dict[str, int] = {}
+    for dim, (low, high) in ranges.items():
+        sizes[dim] = next((size for size in (high, low) if size not in sizes.values()), high)
+    if not all(isinstance(dim, int) or dim in sizes for x in inputs.values() for dim in x.dims):
+        return None
+    shapes = {name: [sizes.get(str(d), d) for d in x.dims] for name, x in inputs.items()}
+    examples = {name: x.example.new_zeros(shapes[name]) for name, x in inputs.items()}
+    axes = {
+        name: {axis: torch.export.Dim.AUTO for axis, dim in enumerate(x.dims) if isinstance(dim, str)}
+        for name, x in inputs.items()
+    }
+    positional, keywords = ((), nested(examples)) if by_name else (tuple(examples.values()), {})
+    dynamic: Any = nested(axes) if by_name else tuple(axes.values())
+    try:
+        exported = torch.export.export(module, positional, keywords, dynamic_shapes=dynamic, strict=False)
+    except Exception:  # code of models raises exceptions of every type; the trace before has explained it
+        return None
+    own = exported.graph_signature.user_inputs
+    nodes = [node for node in exported.graph.find_nodes(op="placeholder") if node.name in own]
+    for node, x in zip(nodes, inputs.values(), strict=True):
+        for dim, size in zip(x.dims, node.meta["val"].shape, strict=True):
+            limits_of_size = None if isinstance(size, int) else exported.range_constraints.get(size.node.expr)
+            if isinstance(dim, str) and (
+                limits_of_size is None
+                or limits_of_size.lower > max(ranges[dim][0], 2)
+                or limits_of_size.upper < ranges[dim][1]
+            ):
+                return None
     return exported
 
 
