@@ -254,6 +254,16 @@ def trace(
         (_, heads, *_), (_, kv_heads, *_) = (node.args[index].meta["val"].shape for index in (0, 1))
         if kv_heads == 1 < heads:
             node.kwargs = {**node.kwargs, "enable_gqa": True}
+    # PyTorch joins tensors of two dtypes in the wider one, and ONNX refuses them; a UNet joins its text with its sizes.
+    cats = (torch.ops.aten.cat.default, torch.ops.aten.concat.default)
+    for node in (each for cat in cats for each in graph.find_nodes(op="call_function", target=cat)):
+        dtype, parts = node.meta["val"].dtype, list(node.args[0])
+        for index, part in enumerate(parts):
+            if part.meta["val"].dtype is not dtype:
+                with graph.inserting_before(node):
+                    parts[index] = graph.call_function(torch.ops.aten._to_copy.default, (part,), {"dtype": dtype})
+                parts[index].meta = {**node.meta, "val": part.meta["val"].to(dtype)}
+        node.args = (parts, *node.args[1:])
     graph.eliminate_dead_code()
     limits.check_graph(exported, model, prefix)
     return exported
