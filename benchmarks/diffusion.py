@@ -30,7 +30,6 @@ from torch import Tensor, nn
 import quant
 
 SIDE, CLASSES, STEPS = 16, 8, 20
-LAYERS = (nn.Linear, nn.Conv2d)
 OURS = [
     *(("nvfp4", solver) for solver in ("rtn", "gptq", "awq+gptq", "lowrank:32", "kfac", "lowrank:32+kfac")),
     *((name, solver) for name in ("mxfp8", "fp8", "fp8_channel", "int8") for solver in ("rtn", "gptq", "kfac")),
@@ -153,7 +152,8 @@ def modelopt(name: str, preset: str) -> Callable[[nn.Module, list[Call]], None]:
         import modelopt.torch.quantization as mtq
 
         names, config = _quantized(model, name, calls), _modelopt_config(preset)
-        others = [path for path, layer in model.named_modules() if isinstance(layer, LAYERS) and path not in names]
+        # It would round the inputs of norms, too.
+        others = [path for path, layer in model.named_modules() if not list(layer.children()) and path not in names]
         config["quant_cfg"] += [{"quantizer_name": f"{path}.*", "enable": False} for path in others]
         with torch.no_grad():
             mtq.quantize(model, config, lambda model: [model(**call) for call in calls])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,9 @@ from tiny_denoisers import FAMILIES, noise_of, tiny_calls, tiny_denoiser
 
 import quant
 from quant.cli.export_command import export_command
+from quant.export.onnx.decoder_graph import GraphInput
+from quant.export.onnx.export_onnx import write_onnx
+from quant.export.onnx.trace import nested
 
 # Two streams by keyword and by position, and a mixed dtype; the others are slow.
 _QUICK = ("Flux.1", "HunyuanVideo", "Wan")
@@ -117,3 +121,59 @@ def test_onnxruntime_predicts_what_pytorch_predicts(tmp_path: Path) -> None:
     exact = noise_of(solved.model, {**inputs, "return_dict": False})
     # Sums in another order round some inputs to the neighbouring code, one part in 127 of the largest.
     assert float((y - exact).norm() / exact.norm()) < 0.02
+
+
+_SIZES = ("--shapes=height=8:8:16,width=8:12:16",)
+_ENGINES = {
+    "Stable Diffusion 3.5": (
+        "hidden_states:1,4,height,width", "encoder_hidden_states:1,6,32", "pooled_projections:1,64", "timestep:1",
+    ),
+    "Flux.1": (
+        "hidden_states:1,tokens,16", "encoder_hidden_states:1,6,32", "pooled_projections:1,32", "timestep:1",
+        "img_ids:tokens,3", "txt_ids:6,3", "guidance:1",
+    ),
+    "SDXL": (
+        "sample:1,4,height,width", "timestep:1", "encoder_hidden_states:1,6,32",
+        "added_cond_kwargs.text_embeds:1,32", "added_cond_kwargs.time_ids:1,6",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("family", _ENGINES)
+def test_an_engine_takes_the_sizes_of_its_profile(family: str, tmp_path: Path) -> None:
+    """The audit reads from the engine that each layer, and each convolution of a UNet, runs in FP8."""
+    pytest.importorskip("tensorrt_rtx", reason="the extra tensorrt")
+    solved = quant.quantize(
+        tiny_denoiser(family, torch.float32), "fp8", tiny_calls(family, 1, torch.float32), solver="rtn"
+    )
+    quant.save(solved.model, solved.plan, tmp_path / "saved")
+    inputs = [f"--input={name}:fp16:{dims}" for name, dims in (each.split(":") for each in _ENGINES[family])]
+    sizes = ("--shapes=tokens=16:32:64",) if family == "Flux.1" else _SIZES
+    options = ["--to=tensorrt", "--target=sm120", "--dtype=fp16", f"--out={tmp_path / 'model.engine'}", "--json"]
+    result = CliRunner().invoke(export_command, [str(tmp_path / "saved"), *options, *inputs, *sizes])
+    assert result.exit_code == 0, result.output
+    audit = json.loads(result.stdout)["audit"]
+    assert all(row["passed"] for row in audit)
+    assert len(solved.plan.quantized) == {"SDXL": 69, "Flux.1": 34}.get(family, 37) <= len(audit)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_file_computes_images_of_every_size_of_its_range(tmp_path: Path) -> None:
+    onnxruntime = pytest.importorskip("onnxruntime", reason="the extra onnx")
+    model = tiny_denoiser("SDXL", torch.float32)
+    dims = {"sample": (1, 4, "height", "width"), "timestep": (1,), "encoder_hidden_states": (1, 6, 32)}
+    dims |= {"added_cond_kwargs.text_embeds": (1, 32), "added_cond_kwargs.time_ids": (1, 6)}
+    inputs = {
+        name: GraphInput(torch.zeros([x if isinstance(x, int) else 2 for x in each]), each)
+        for name, each in dims.items()
+    }
+    write_onnx(model, tmp_path / "unet.onnx", inputs=inputs, shapes="height=8:8:16,width=8:12:16")
+    session = onnxruntime.InferenceSession(tmp_path / "unet.onnx", providers=["CPUExecutionProvider"])
+    for size in ((8, 8), (16, 12)):
+        call = {name: torch.randn([x if isinstance(x, int) else 1 for x in each]) for name, each in dims.items()}
+        call |= {"sample": torch.randn(1, 4, *size), "timestep": torch.tensor([600.0])}
+        y = torch.from_numpy(session.run(None, {name: x.numpy() for name, x in call.items()})[0])
+        exact = noise_of(model, {**nested(call), "return_dict": False})
+        assert y.shape == exact.shape and float((y - exact).norm() / exact.norm()) < 1e-4
