@@ -46,8 +46,8 @@ ENGINES: dict[str, tuple[str, dict[str, Any]]] = {
     "FP8 cache": ("0", {**EAGER, "kv_cache_dtype": "fp8"}),
     "NVFP4 cache": ("1", {**EAGER, **CACHE}),
     "NVFP4 cache, CUDA graphs": ("1", CACHE),
-    # Room for about 18 of the sequences: others wait, and some are preempted.
-    "NVFP4 cache, preempted": ("1", {**EAGER, **CACHE, "num_gpu_blocks_override": 4800 // 64}),
+    # Room for about 18 of the sequences: others wait, and some are preempted. Releases differ in their size of a block.
+    "NVFP4 cache, preempted": ("1", {**EAGER, **CACHE, "block_size": 16, "num_gpu_blocks_override": 4800 // 16}),
     "NVFP4 cache, drafts verified": ("1", {**EAGER, **CACHE, "speculative_config": NGRAM}),
     "NVFP4 cache, chunks and prefixes": (
         "1", {**EAGER, **CACHE, "max_num_batched_tokens": 64, "enable_prefix_caching": True, "twice": True},

@@ -12,14 +12,18 @@ from index_arithmetic import run_in_torch
 
 pytest.importorskip("triton", reason="comes with a CUDA build of torch, or: pip install triton")
 
+import triton
+import triton.language as tl
 from assembler import assemble
 
 from quant.formats.format import E2M1, FORMATS
 from quant.formats.tensor import BlockScaledTensor, quantize
 from quant.kernels.base.hardware import current
+from quant.kernels.base.portable_dependent_launch import start_next, wait_for_previous
 from quant.kernels.base.ptx import CompiledKernel
 from quant.kernels.base.weight_layout import prepack
 from quant.kernels.linear import dispatch, sm90_codes_gemm_many
+from quant.kernels.linear.portable_grouped_gemm import route
 from quant.kernels.linear.sm90_gemm_pipeline import fetches_of, turns_of
 from quant.kernels.linear.tiles import PREFILL_UNITS, deal, prefill_tiles
 from quant.recipes.gpus import GPUS
@@ -263,3 +267,35 @@ def test_experts_agree_with_float64_on_a_gpu(format: str, counts: tuple[int, ...
         for found, expected in ((y, exact), (biased, exact + bias[expert].double())):
             error = (found[start:stop].double() - expected).abs()
             assert bool((error <= magnitude * unit + expected.abs() * 2**-8).all())
+
+
+@triton.jit
+def slow_router_kernel(chosen, index, scratch, spins, count: tl.constexpr):
+    """Lets the next kernel start, as vLLM's top-k does, and writes the experts of `count` slots much later."""
+    start_next()
+    wait_for_previous()
+    slot = tl.arange(0, count)
+    value = slot
+    for _ in range(spins):
+        value = value * 1664525 + 1013904223
+    tl.store(scratch + slot, value)
+    tl.store(index + slot, tl.load(chosen + slot))
+
+
+@pytest.mark.gpu
+def test_experts_wait_for_a_router_that_lets_the_next_kernel_start_on_a_gpu() -> None:
+    if not current().has_wgmma:
+        pytest.skip("the prepacked layout is Hopper's")
+    weight = stacked(4, 256, 512, "nvfp4")
+    held, dense = prepack(weight), weight.dequantize(torch.float64)
+    x = torch.randn(1, 512, device="cuda", dtype=torch.bfloat16)
+    index, scratch = torch.zeros(2, 1, 2, device="cuda", dtype=torch.int32)
+    for expert in (0, 3, 1, 2) * 4:
+        chosen = torch.tensor([[expert, (expert + 1) % 4]], device="cuda", dtype=torch.int32)
+        slow_router_kernel[1,](chosen, index, scratch, 20000, count=2, launch_pdl=True, enable_fp_fusion=True)
+        rows, offsets, places = route(x, index, 4)
+        y = sm90_codes_gemm_many.grouped_gemm_many(rows, held, offsets)
+        for own, row in zip(chosen[0].tolist(), places[0].tolist(), strict=True):
+            expected, magnitude = x[0].double() @ dense[own].T, x[0].double().abs() @ dense[own].abs().T
+            error = (y[row].double() - expected).abs()
+            assert bool((error <= magnitude * 2**-13 * 1.01 + expected.abs() * 2**-8).all())
