@@ -18,6 +18,8 @@ A cell is a tiny decoder of random weights in one format, and one runtime:
     PYTHONPATH=. python tests/support_tables.py               all runtimes of this machine, and the pages
     PYTHONPATH=. python tests/support_tables.py onnxruntime   one of them
     PYTHONPATH=. python tests/support_tables.py --render      the pages alone
+    PYTHONPATH=. python tests/support_tables.py onnxruntime-gpu --exports FOLDER
+                                                              without a GPU it writes what a run with one reads
 
 A machine with a GPU runs `quant.load` and AOTInductor there. Cells lie in tests/data/support.json; runtimes that are
 not here keep theirs. vLLM's column is from the runs that `benchmarks/vllm_presets.py` left in benchmarks/data, times in
@@ -27,6 +29,7 @@ onnxruntime are from that of `benchmarks/onnx_decoders.py`.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import copy
 import json
 import platform
@@ -67,6 +70,7 @@ PRESETS = (
 FORMATS = (*PRESETS, "fp8@16bit", "int8@16bit", "fp8_block@16bit", "mxfp8@16bit")
 EXPERTS = tuple(f"experts in {format}" for format in ("int4a16_g32", "int8@16bit", "fp8@16bit", "nvfp4a16"))
 CAPACITY, NEW = 64, 8
+EXPORTS = Path(tempfile.gettempdir()) / "exports"
 ROWS = torch.randint(0, 64, (4, 32), generator=torch.Generator().manual_seed(1))
 PROMPTS = [row.tolist()[: 9 + 7 * index] for index, row in enumerate(ROWS[:3])]
 EQUAL, BUILT, REFUSED, NEVER_RUN = "equal", "built", "refused", "never run"
@@ -114,10 +118,10 @@ def _compared(logits: np.ndarray, expected: np.ndarray, format: str, runs_in: st
     return Cell(EQUAL if error < most else "DIFFERENT", runs_in, f"logits differ by {error:.1g} of their norm")
 
 
-def _compared_in_bf16(logits: np.ndarray, reference: Any, tokens: np.ndarray, runs_in: str = "") -> Cell:
-    """The logits of a run in BF16 are as near to those of FP32 as `reference`, the same model in BF16, is.
+def _compared_in_16_bit(logits: np.ndarray, reference: Any, tokens: np.ndarray, runs_in: str = "") -> Cell:
+    """The logits of a run in 16 bit are as near to those of FP32 as `reference`, the same model in 16 bit, is.
 
-    A rounding of BF16 moves an input over the boundary of two codes, so the logits of two right runs differ widely.
+    A rounding to 16 bit moves an input over the boundary of two codes, so the logits of two right runs differ widely.
     """
     exact = torch.from_numpy(reference_run(copy.deepcopy(reference).float(), PROMPTS, NEW, tokens).logits)
     own = torch.from_numpy(reference_run(reference, PROMPTS, NEW, tokens).logits)
@@ -134,7 +138,7 @@ def in_transformers(format: str) -> Cell:
     directory = checkpoint(format, torch.bfloat16)
     loaded = transformers.AutoModelForCausalLM.from_pretrained(directory)
     run = reference_run(loaded, PROMPTS, NEW)
-    return _compared_in_bf16(run.logits, quant.load(directory), run.tokens, STORAGE)
+    return _compared_in_16_bit(run.logits, quant.load(directory), run.tokens, STORAGE)
 
 
 def in_onnxruntime(format: str) -> Cell:
@@ -147,7 +151,7 @@ def in_onnxruntime(format: str) -> Cell:
         out, optimized = Path(folder) / "out", Path(folder) / "optimized.onnx"
         quant.export_model(checkpoint(format), "onnx", out, capacity=CAPACITY, dtype="fp32", target="onnxruntime")
         usual = engine_session.loaded
-        engine_session.loaded = lambda path, threads: onnxruntime_session(path, optimized)
+        engine_session.loaded = lambda path, threads, gpu: onnxruntime_session(path, optimized)
         try:
             session = engine_session.OnnxruntimeSession(out / "model.onnx")
         finally:
@@ -225,7 +229,7 @@ def in_aoti(device: str) -> Callable[[str], Cell]:
             run = forced_run(session, PROMPTS, expected.tokens, chunk=7)
         if device == "cpu":
             return _compared(run.logits, expected.logits, format)
-        return _compared_in_bf16(run.logits, model, expected.tokens)
+        return _compared_in_16_bit(run.logits, model, expected.tokens)
 
     return compile_and_run
 
@@ -236,7 +240,7 @@ def on_a_gpu(format: str) -> Cell:
 
     model = quant.load(checkpoint(format, torch.bfloat16))
     run = reference_run(copy.deepcopy(model).cuda(), PROMPTS, NEW)
-    cell = _compared_in_bf16(run.logits, model, run.tokens)
+    cell = _compared_in_16_bit(run.logits, model, run.tokens)
     model.cuda()
     kernels = []
     for rows in (1, 8):  # of 32 tokens
@@ -252,9 +256,58 @@ def on_a_gpu(format: str) -> Cell:
     return Cell(cell.verdict, runs_in, f"{cell.detail}; 32 tokens by {kernels[0]}; 256 tokens by {kernels[1]}")
 
 
+def exported_in_fp16(format: str) -> Path:
+    """A directory of `--exports` with the checkpoint, and the file that onnxruntime's CUDA provider takes."""
+    folder = EXPORTS / format.replace(" ", "-")
+    if not folder.exists():
+        shutil.copytree(checkpoint(format), folder / "checkpoint")
+        options = {"capacity": CAPACITY, "dtype": "fp16", "target": "onnxruntime"}
+        try:
+            quant.export_model(folder / "checkpoint", "onnx", folder / "onnx", **options)
+        except Exception:
+            shutil.rmtree(folder)
+            raise
+    return folder
+
+
+def in_cuda_provider(format: str) -> Cell:
+    """The profiler says which provider multiplied: what the CUDA provider lacks runs on the processor."""
+    import onnxruntime
+
+    from quant.export.onnx.engine_session import OnnxruntimeSession
+
+    folder = exported_in_fp16(format)
+    reference = quant.load(folder / "checkpoint").half()
+    if "int4" in format:
+        round_head(reference)
+    expected = reference_run(reference, PROMPTS, NEW)
+    usual = onnxruntime.SessionOptions
+    with tempfile.TemporaryDirectory() as profile:
+
+        def profiled() -> Any:
+            options = usual()
+            options.enable_profiling, options.profile_file_prefix = True, f"{profile}/of"
+            options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", "1")  # on the processor
+            return options
+
+        onnxruntime.SessionOptions = profiled
+        try:
+            session = OnnxruntimeSession(folder / "onnx" / "model.onnx", gpu=torch.device("cuda", 0))
+        finally:
+            onnxruntime.SessionOptions = usual
+        run = forced_run(session, PROMPTS, expected.tokens)
+        events = json.loads(Path(session._session.end_profiling()).read_text())
+    nodes = {(e["args"]["op_name"], e["args"]["provider"]) for e in events if e.get("args", {}).get("provider")}
+    products = [(op, "CUDA" in provider) for op, provider in nodes if "MatMul" in op or "MoE" in op]
+    kind = NATIVE if any("Integer" in op for op, _ in products) else STORAGE
+    kind += "" if all(on_gpu for _, on_gpu in products) else ", products on the processor"
+    return _compared_in_16_bit(run.logits, reference, expected.tokens, kind)
+
+
 RUNTIMES: dict[str, tuple[Callable[[str], Cell], tuple[str, ...]]] = {
     "transformers": (in_transformers, ("transformers", "compressed-tensors")),
     "onnxruntime": (in_onnxruntime, ("onnxruntime",)),
+    "onnxruntime-gpu": (in_cuda_provider, ("onnxruntime-gpu", "torch")),
     "onnxruntime-genai": (in_genai, ("onnxruntime-genai", "onnxruntime")),
     "tensorrt-rtx-sm89": (in_tensorrt_rtx("sm89"), ("tensorrt-rtx",)),
     "tensorrt-rtx-sm120": (in_tensorrt_rtx("sm120"), ("tensorrt-rtx",)),
@@ -348,7 +401,8 @@ def in_vllm(runs: list[Any], preset: str) -> str:
 def engines_table(found: Mapping[str, Any]) -> list[str]:
     """What every exported format did in every runtime."""
     columns = {
-        "onnxruntime, CPU": ("onnxruntime",), "onnxruntime-genai, CPU": ("onnxruntime-genai",),
+        "onnxruntime, CPU": ("onnxruntime",), "onnxruntime, CUDA": ("onnxruntime-gpu",),
+        "onnxruntime-genai, CPU": ("onnxruntime-genai",),
         "TensorRT-RTX, Ada / Blackwell": ("tensorrt-rtx-sm89", "tensorrt-rtx-sm120"),
         "AOTInductor, CPU": ("aoti-cpu",), "AOTInductor, H200": ("aoti-gpu",),
     }  # fmt: skip
@@ -445,7 +499,15 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--formats", nargs="*", default=[*FORMATS, *EXPERTS])
     parser.add_argument("--render", action="store_true")
     parser.add_argument("--found", type=Path, default=FOUND)
+    parser.add_argument("--exports", type=Path, default=EXPORTS, help="for onnxruntime-gpu: written without a GPU")
     options = parser.parse_args(arguments)
+    globals()["EXPORTS"] = options.exports
+    if options.runtimes == ["onnxruntime-gpu"] and not torch.cuda.is_available():
+        for format in options.formats:
+            with contextlib.suppress(quant.UserError, ValueError), warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                print(exported_in_fp16(format), flush=True)
+        return
     found = json.loads(options.found.read_text(encoding="utf-8")) if options.found.is_file() else {}
     for runtime in [] if options.render else options.runtimes or [name for name in RUNTIMES if here(name)]:
         machine = torch.cuda.get_device_name() if torch.cuda.is_available() else f"an {platform.machine()} processor"

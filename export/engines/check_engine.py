@@ -49,6 +49,7 @@ from quant.export.aoti.package import AotiSession
 from quant.export.checkpoint.load import describe, is_checkpoint, load, no_checkpoint
 from quant.export.checkpoint.open_checkpoint import outline
 from quant.export.onnx.engine_session import EngineSession, OnnxruntimeSession
+from quant.export.onnx.limits import provider_device
 from quant.export.tensorrt.audit import UNPLANNED, AuditRow
 from quant.export.tensorrt.tensorrt_session import TensorrtSession, read_receipt, runs_here
 from quant.generate.generate import TextStream, cast_unquantized, end_tokens
@@ -187,7 +188,7 @@ def check_engine(
                 facts=[*facts, ("run", f"not run: {reason or problems}")], audit=findings,
                 passed=False if problems else None,
             )  # fmt: skip
-    session = open_session(path, unsafe_load=unsafe_load)
+    session = open_session(path, unsafe_load=unsafe_load, device=device)
     check_plan(session, directory)
     new = min(new, session.capacity // 2)
     model = load(directory, device=find_device(device))
@@ -295,18 +296,19 @@ def _mean_kl(expected: np.ndarray, computed: np.ndarray) -> float:
 ONNX_FILE, PACKAGE_ENDING = "model.onnx", ".pt2"
 
 
-def open_session(path: str | Path, *, unsafe_load: bool = False) -> EngineSession:
+def open_session(path: str | Path, *, unsafe_load: bool = False, device: Device = "auto") -> EngineSession:
     """Opens a session of an ONNX file, a directory with `model.onnx`, an engine, or a package of AOTInductor.
 
-    A package is compiled code, which runs when it is loaded: only `unsafe_load` loads one. Raises UserError for a file
-    that cannot be loaded here, or is no serving graph.
+    `device` is for ONNX files alone: the others are made for one kind of machine. A package is compiled code, which
+    runs when it is loaded: only `unsafe_load` loads one. Raises UserError for a file that cannot be loaded here, or is
+    no serving graph.
     """
     path = Path(path)
     if path.suffix == PACKAGE_ENDING and path.is_file():
         return AotiSession(path, unsafe_load=unsafe_load)
     if is_engine(path):
         return TensorrtSession(path)
-    return OnnxruntimeSession(path / ONNX_FILE if path.is_dir() else path)
+    return OnnxruntimeSession(path / ONNX_FILE if path.is_dir() else path, gpu=provider_device(device))
 
 
 def is_engine(path: Path) -> bool:

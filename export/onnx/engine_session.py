@@ -1,6 +1,6 @@
 """An `EngineSession` runs one exported decoder: it holds the KV cache, and computes a step of tokens for several rows.
 
-    onnxruntime    an ONNX file of `quant export --to onnx`, on the processor
+    onnxruntime    an ONNX file of `quant export --to onnx`, on the processor or by the CUDA provider of onnxruntime-gpu
     tensorrt       an engine of `quant export --to tensorrt`, on the GPU that it was built for
     aoti           a package of `quant export --to aoti`, on the kind of machine that it was compiled on
 
@@ -13,11 +13,13 @@ from pathlib import Path
 from typing import Protocol
 
 import numpy as np
+import torch
 
 from quant.base.errors import UserError, counted, option
 from quant.base.processor import memory_left
+from quant.calibration.session import free_memory
 from quant.export.onnx.export_onnx import PLAN_KEY
-from quant.export.onnx.limits import loaded
+from quant.export.onnx.limits import is_older, loaded
 from quant.export.onnx.recurrent_states import STATES, STEP_TOKENS
 from quant.export.onnx.serving import CAPACITY_KEY, IDS, KEYS, LAST, LENGTHS, LOGITS, new_name
 
@@ -95,11 +97,11 @@ class OnnxruntimeSession:
     Any number of rows and any width run.
     """
 
-    def __init__(self, path: Path, *, threads: int = 0) -> None:
+    def __init__(self, path: Path, *, threads: int = 0, gpu: torch.device | None = None) -> None:
         import onnxruntime
 
-        self._path = path
-        self._session = loaded(path, threads)
+        self._path, self._gpu = path, gpu
+        self._session = loaded(path, threads, gpu)
         inputs = {value.name: value for value in self._session.get_inputs()}
         outputs = [value.name for value in self._session.get_outputs()]
         names = check_names(path, list(inputs), outputs, (*KEYS, *STATES))
@@ -112,7 +114,8 @@ class OnnxruntimeSession:
         self.dtype = next(self._dtypes[name] for name in names if "state" not in name)
         self.capacity = int(metadata[CAPACITY_KEY])
         self.plan = metadata.get(PLAN_KEY, "")
-        self.backend = f"onnxruntime {onnxruntime.__version__}, CPU"
+        where = "CPU" if gpu is None else torch.cuda.get_device_name(gpu)
+        self.backend = f"onnxruntime {onnxruntime.__version__}, {where}"
 
     def most_rows(self) -> int:
         return 1 << 16
@@ -122,15 +125,19 @@ class OnnxruntimeSession:
 
         self._caches = {}
         sizes = [int(np.prod(shape)) * np.dtype(self._dtypes[name]).itemsize for name, shape in self._shapes.items()]
-        check_memory(self._path, rows * sum(sizes), memory_left(), rows)
+        free = memory_left() if self._gpu is None else free_memory(self._gpu)
+        check_memory(self._path, rows * sum(sizes), free, rows)
+        place = ("cpu", 0) if self._gpu is None else ("cuda", self._gpu.index)
         for name, shape in self._shapes.items():
-            self._caches[name] = OrtValue.ortvalue_from_numpy(np.zeros((rows, *shape), self._dtypes[name]))
+            self._caches[name] = OrtValue.ortvalue_from_numpy(np.zeros((rows, *shape), self._dtypes[name]), *place)
 
     def width(self, tokens: int) -> int:
         return min(tokens, self.capacity, STEP_TOKENS if self.recurrent else self.capacity)
 
     def step(self, ids: np.ndarray, lengths: np.ndarray, last: np.ndarray) -> np.ndarray:
         check_step(ids, lengths, last, self.capacity)
+        if self._gpu is not None and is_older() and min(ids.shape) > 1 and lengths.any():
+            raise UserError(f"{self.backend} reads prompts of several rows whole, and not in chunks; leave `chunk` out")
         binding = self._session.io_binding()
         for name, value in ((IDS, ids), (LENGTHS, lengths), (LAST, last)):
             binding.bind_cpu_input(name, value)

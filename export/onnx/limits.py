@@ -26,7 +26,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from quant.base.errors import install_command, option
+from quant.base.errors import UserError, install_command, option
+from quant.calibration.session import Device, find_device
 from quant.export.onnx.expert_nodes import check_experts
 from quant.formats.format import Format
 from quant.kernels.attention.attention_operands import HEAD_DIMS as PLUGIN_HEAD_DIMS
@@ -42,9 +43,12 @@ from quant.kernels.linear.quant_linear import QuantLinear, refuse_residual
 #     int4*, fp8, fp8_channel, int8      loads            no operators in BF16
 #     nvfp4, mxfp8, fp8_block            operators that TensorRT alone has, or no kernel for FP4
 #
-# Releases before 1.32 have no `query_seqlens` of GroupQueryAttention, and stop at FP8 in FP32.
+# Releases before 1.32 stop at FP8 in FP32 on a processor, and have no `query_seqlens` of GroupQueryAttention. That is
+# taken out for them: without it the CUDA provider reads the prompts of several rows whole, and not in chunks.
 _OF_TENSORRT = ("nvfp4", "mxfp8", "fp8_block")
 _TRIED = "1.32"
+_QUERY_SEQLENS = 16
+_CUDA = "CUDAExecutionProvider"
 
 
 def layer_of_tensorrt(model: nn.Module) -> tuple[str, str] | None:
@@ -83,8 +87,29 @@ def onnxruntime_problem(model: nn.Module, *, fp8_attention: bool = False, kv_cac
     return f"onnxruntime {_TRIED} does not load this file: {problem}; {way_out}"
 
 
-def loaded(path: Path, threads: int = 0) -> Any:
-    """Returns the onnxruntime session of a file on the processor, with default options; 0 threads are its default."""
+def provider_device(device: Device) -> torch.device | None:
+    """Returns the GPU on which onnxruntime runs a file, None for the processor; "auto" is a GPU that both can use."""
+    import onnxruntime
+
+    found = find_device(device)
+    if found is None or found.type != "cuda":
+        return None
+    if _CUDA in onnxruntime.get_available_providers():
+        return found
+    if device == "auto":
+        return None
+    raise UserError(
+        f"{option('device', str(device))}: onnxruntime {onnxruntime.__version__} here runs on processors; install "
+        "onnxruntime-gpu in its place (`pip uninstall onnxruntime`, then `pip install onnxruntime-gpu`), or leave "
+        f"{option('device')} out"
+    )
+
+
+def loaded(path: Path, threads: int = 0, gpu: torch.device | None = None) -> Any:
+    """Returns the onnxruntime session of a file, with default options; 0 threads are its default.
+
+    It runs on the processor, or by the CUDA provider on `gpu`, where products in FP32 are not rounded to TF32.
+    """
     if importlib.util.find_spec("onnxruntime") is None:
         raise ValueError(f"running {path} needs the package `onnxruntime`: {install_command('onnx')}")
     import onnxruntime
@@ -92,16 +117,47 @@ def loaded(path: Path, threads: int = 0) -> Any:
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = threads
     options.log_severity_level = 3  # errors; warnings are about constants that it folds
+    providers: list[Any] = ["CPUExecutionProvider"]
+    hint = f"NVFP4, MXFP8, BF16 and {option('kv_cache')} files are for TensorRT"
+    if gpu is not None:
+        providers.insert(0, (_CUDA, {"device_id": gpu.index, "use_tf32": 0}))
+        onnxruntime.set_default_logger_severity(3)  # it warns of plug-ins that nobody asked for
+        hint = f"{option('device', 'cpu')} runs it on the processor"
+    elif is_older():
+        hint = f"{_TRIED} is the first that loads these files: {install_command('onnx')}"
     try:
-        return onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+        model = _without_query_seqlens(path, options) if is_older() else path
+        session = onnxruntime.InferenceSession(model, options, providers=providers)
     except Exception as error:  # onnxruntime has a class for each of its status codes, and no base of them
         text = " ".join(str(error).split())
-        hint = f"NVFP4, MXFP8, BF16 and {option('kv_cache')} files are for TensorRT"
-        if tuple(map(int, onnxruntime.__version__.split(".")[:2])) < tuple(map(int, _TRIED.split("."))):
-            hint = f"{_TRIED} is the first that loads these files: {install_command('onnx')}"
         raise ValueError(
             f"{path.name}: onnxruntime {onnxruntime.__version__} does not load it: {text[:300]}; {hint}"
         ) from error
+    if gpu is not None and session.get_providers()[0] != _CUDA:
+        raise ValueError(
+            f"{path.name}: onnxruntime {onnxruntime.__version__} does not find the CUDA libraries that it needs; "
+            f"`python -c 'import onnxruntime; onnxruntime.preload_dlls()'` names them, and {hint}"
+        )
+    return session
+
+
+def is_older() -> bool:
+    """Returns whether the installed onnxruntime is older than the one that files are written for."""
+    import onnxruntime
+
+    return tuple(map(int, onnxruntime.__version__.split(".")[:2])) < tuple(map(int, _TRIED.split(".")))
+
+
+def _without_query_seqlens(path: Path, options: Any) -> bytes:
+    import onnx
+
+    model = onnx.load(path, load_external_data=False)
+    for node in model.graph.node:
+        if node.op_type == "GroupQueryAttention" and len(node.input) > _QUERY_SEQLENS:
+            del node.input[7:]  # the inputs between are not given
+    options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(path.parent))
+    content: bytes = model.SerializeToString()
+    return content
 
 
 # Activation formats by weight format; as activations, fp8_channel is fp8_token and int8 is int8_token.

@@ -8,7 +8,7 @@ dequantizes each weight at each token. A file for onnxruntime has the same codes
     other weights   Mul(Cast(codes), scale): constants, which are folded once, at load, into FP32 or FP16
     FP8 inputs      rounded by sums with a power of two: QuantizeLinear takes as long as the product
     experts         QMoE over their codes, or MoE (`expert_nodes`)
-    RMS norm, RoPE  RMSNormalization, SkipSimplifiedLayerNormalization and RotaryEmbedding, in FP32
+    RMS norm, RoPE  RMSNormalization, SkipSimplifiedLayerNormalization and RotaryEmbedding
     KV cache        GroupQueryAttention, which reads the tokens that the cache holds; for heads that it does not take,
                     keys, values and mask are sliced to the longest row before Attention
 
@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 
 from quant.export.onnx.expert_nodes import EXPERTS, experts_node
-from quant.export.onnx.opsets import FLOAT, GROUPED_ATTENTION, INT32, INTEGER_PRODUCT, ORT_DOMAIN, PLUGIN_DOMAIN
+from quant.export.onnx.opsets import FLOAT, FLOAT16, GROUPED_ATTENTION, INT32, INTEGER_PRODUCT, ORT_DOMAIN, PLUGIN_DOMAIN
 from quant.formats.format import E4M3
 
 _ZERO = 128  # of uint8 codes
@@ -206,7 +206,7 @@ class _Rewriter:
             self.replace(where.outputs[0], self.add(where, "Max", scale, least))
 
     def norm(self, reciprocal: Any) -> None:
-        """Rewrites `weight · x / sqrt(mean(x²) + epsilon)` over the last axis, in FP32."""
+        """Rewrites `weight · x / sqrt(mean(x²) + epsilon)` over the last axis, of FP32, or of FP16 computed in FP32."""
         chain = [reciprocal]
         for op in ("Sqrt", "Add", "ReduceMean", "Pow"):
             made = _made(chain[-1].inputs[0], op)
@@ -218,12 +218,14 @@ class _Rewriter:
         if int(x.dtype or 0) != FLOAT or len(users) != 1 or x.shape is None or _number(power.inputs[1]) != 2:
             return
         scaled, epsilon = users[0][0], _number(add.inputs[1])
-        products = list(scaled.outputs[0].uses())
         is_last = _number(mean.inputs[1]) in (-1, len(x.shape) - 1)
-        if scaled.op_type != "Mul" or x not in scaled.inputs or epsilon is None or not is_last or len(products) != 1:
+        if scaled.op_type != "Mul" or x not in scaled.inputs or epsilon is None or not is_last:
             return
-        product, index = products[0]
-        weight = product.inputs[1 - index] if product.op_type == "Mul" else None
+        narrow, wide = _only_reader(scaled, "Cast"), _made(x, "Cast")
+        if narrow is not None and wide is not None and narrow.outputs[0].dtype == wide.inputs[0].dtype:
+            x, scaled = wide.inputs[0], narrow  # in FP16 the weight is multiplied after rounding
+        product = _only_reader(scaled, "Mul")
+        weight = None if product is None else next(y for y in product.inputs if y is not scaled.outputs[0])
         if weight is None or weight.shape is None or len(weight.shape) != 1:
             return
         total = _made(x, "Add")
@@ -238,7 +240,7 @@ class _Rewriter:
         self.replace(product.outputs[0], y)
 
     def rope(self, neg: Any) -> None:
-        """Rewrites `x · cos + concat(−x[half:], x[:half]) · sin`, in FP32, for angles of each row."""
+        """Rewrites `x · cos + concat(−x[half:], x[:half]) · sin` for angles of each row."""
         concat = _only_reader(neg, "Concat")
         turned = None if concat is None else _only_reader(concat, "Mul")
         total = None if turned is None else _only_reader(turned, "Add")
@@ -249,7 +251,7 @@ class _Rewriter:
             return
         x, half = high.inputs[0], _number(low.inputs[2])
         direct = next((_made(value, "Mul") for value in total.inputs if value is not turned.outputs[0]), None)
-        if direct is None or x not in direct.inputs or int(x.dtype or 0) != FLOAT or x.shape is None:
+        if direct is None or x not in direct.inputs or x.shape is None or int(x.dtype or 0) not in (FLOAT, FLOAT16):
             return
         starts = _number(low.inputs[1]), _number(high.inputs[1])
         if half is None or starts != (0, half) or len(x.shape) != 4 or x.shape[3] != 2 * half:

@@ -29,6 +29,7 @@ from quant.export.onnx.dynamic_shapes import (
     graph_inputs,
     parse_profile,
 )
+from quant.export.onnx.limits import layer_problem
 from quant.export.onnx.opsets import CACHE_PLUGIN, PLUGIN
 from quant.export.onnx.serving import CAPACITY_KEY, IDS
 from quant.export.onnx.translate import layer_of, module_of
@@ -79,6 +80,8 @@ def check_tensors(model: nn.Module, plan: Plan | None, target: Hardware) -> None
     """Raises ValueError for the first weight that the target cannot compute with, before an export takes its time."""
     kinds = [(name, str(tensor.dtype)) for name, tensor in model.named_parameters()]
     weights = [(layer.name, layer.weight) for layer in (plan.quantized if plan else ()) if layer.weight]
+    # The export refuses what no target has, and names another format.
+    weights = [(name, weight) for name, weight in weights if layer_problem(weight, None, ()) is None]
     kinds += [(name, number.name) for name, weight in weights for number in (weight.scale, weight.element)]
     for name, problem in ((name, problem) for name, kind in kinds for problem in _lacks(kind, target)):
         raise ValueError(f"{name}: {problem}")

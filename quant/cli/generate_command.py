@@ -46,11 +46,13 @@ def generate_command(
     """Continue a prompt with MODEL, quantized or not, by greedy decoding, which is repeatable.
 
     On a GPU our kernels multiply by the quantized weights; on a CPU their PyTorch reference does. With --engine, the
-    exported file runs in the place of MODEL: several prompts at once, and sampling, if requested.
+    exported file runs in the place of MODEL: several prompts at once, and sampling, if requested. An ONNX file runs on
+    a GPU if onnxruntime has its CUDA provider (onnxruntime-gpu).
     """
     of_models, of_engines = ("device", "dtype", "attention", "kv_cache"), ("temperature", "top_k", "top_p", "seed")
+    in_onnxruntime = engine is not None and (engine.is_dir() or engine.suffix == ".onnx")
     context = click.get_current_context()
-    for name in of_models if engine is not None else of_engines:
+    for name in of_models[in_onnxruntime:] if engine is not None else of_engines:
         if context.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE:
             why = "--engine runs a file which is as it was exported; leave it out"
             if engine is None:
@@ -61,7 +63,7 @@ def generate_command(
 
         sampling = {name: choices[name] for name in of_engines}
         with status(f"loading {engine}", quiet or as_json):
-            session = open_session(engine, unsafe_load=unsafe_load)
+            session = open_session(engine, unsafe_load=unsafe_load, device=choices["device"])
         _run_session(session, model, prompts, max_new_tokens, sampling, quiet=quiet, as_json=as_json)
         return
     if is_export(Path(model)):

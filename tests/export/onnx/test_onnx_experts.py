@@ -71,7 +71,7 @@ def test_tokens_are_those_of_the_checkpoint(
     if format.startswith("int4"):
         round_head(reference)
     expected = reference_run(reference, PROMPTS, 24)
-    monkeypatch.setattr(engine_session, "loaded", lambda path, threads: session(path))
+    monkeypatch.setattr(engine_session, "loaded", lambda path, threads, gpu: session(path))
     run = forced_run(engine_session.OnnxruntimeSession(path), PROMPTS, expected.tokens, chunk=7)
     # In FP16 two tokens may be as likely as each other.
     ours, theirs = (np.take_along_axis(expected.logits, x.logits.argmax(-1)[..., None], -1) for x in (run, expected))

@@ -1,22 +1,29 @@
 """What is said of onnxruntime is what onnxruntime does with the file."""
 
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
+import serving_samples
 import torch
+from onnx_samples import relative_error
 from slow_cases import quick_cases
 from torch import nn
 
 import quant
+from quant.base.errors import UserError
 from quant.formats.format import parse_format
 
 pytest.importorskip("onnxscript", reason="needs the extra onnx")
 pytest.importorskip("onnxruntime", minversion="1.32", reason="needs the extra onnx")
 
+from quant.export.engines.check_engine import forced_run, reference_run
 from quant.export.onnx.decoder_graph import GraphInput
+from quant.export.onnx.engine_session import OnnxruntimeSession
 from quant.export.onnx.export_onnx import write_onnx
-from quant.export.onnx.limits import loaded, onnxruntime_problem
+from quant.export.onnx.limits import loaded, onnxruntime_problem, provider_device
 
 FORMATS = [
     ("16bit", "16bit"),
@@ -63,3 +70,57 @@ def test_an_older_onnxruntime_is_told_as_the_cause(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr("onnxruntime.__version__", "1.30.0")
     with pytest.raises(ValueError, match=r"onnxruntime 1\.30\.0 .* 1\.32 is the first that loads these files: pip "):
         loaded(tmp_path / "m.onnx")
+
+
+def test_an_older_onnxruntime_gets_the_file_without_the_input_that_it_lacks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """1.31, the newest with a CUDA provider, has no `query_seqlens`; weights may be in a file of their own."""
+    model = serving_samples.decoder("llama-64")
+    monkeypatch.setattr("quant.export.onnx.export_onnx.EXTERNAL_BYTES", 0)
+    path = write_onnx(model, tmp_path / "m.onnx", capacity=32, runtime="onnxruntime")
+    assert (tmp_path / "m.onnx.data").is_file()
+    prompts = [[3, 1, 4, 1, 5], [2, 7], [9]]
+    expected = reference_run(model, prompts, 4)
+    runs = [forced_run(OnnxruntimeSession(path), prompts, expected.tokens).logits]
+    monkeypatch.setattr("onnxruntime.__version__", "1.31.1")
+    older = OnnxruntimeSession(path)
+    runs.append(forced_run(older, prompts, expected.tokens).logits)
+    assert np.array_equal(*runs)
+    assert relative_error(torch.from_numpy(runs[0]), torch.from_numpy(expected.logits)) < 1e-5
+    older._gpu = torch.device("cuda", 0)  # whose provider reads no chunks of several rows
+    with pytest.raises(UserError, match="prompts of several rows whole, and not in chunks"):
+        older.step(np.zeros((2, 3), np.int64), np.array([4, 0]), np.array([2, 2]))
+
+
+@pytest.mark.filterwarnings("ignore:Specified provider")
+def test_a_gpu_that_onnxruntime_cannot_use_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import onnxruntime
+
+    if "CUDAExecutionProvider" in onnxruntime.get_available_providers():
+        pytest.skip("onnxruntime-gpu is installed")
+    assert provider_device("auto") is None and provider_device("cpu") is None
+    monkeypatch.setattr("quant.export.onnx.limits.find_device", lambda device: torch.device("cuda", 0))
+    assert provider_device("auto") is None
+    with pytest.raises(UserError, match=r"^device=\"cuda\": onnxruntime .* install onnxruntime-gpu in its place"):
+        provider_device("cuda")
+    path = write_onnx(nn.Linear(8, 8), tmp_path / "m.onnx", inputs={"x": GraphInput(torch.zeros(2, 8), ("batch", 8))})
+    with pytest.raises(ValueError, match=r"does not find the CUDA libraries .* device=\"cpu\" runs it on"):
+        loaded(path, gpu=torch.device("cuda", 0))
+
+
+def test_norms_and_rope_in_fp16_are_single_operators(tmp_path: Path) -> None:
+    import onnx
+
+    model = serving_samples.decoder("llama-64", dtype=torch.float16)
+    path = write_onnx(model, tmp_path / "m.onnx", capacity=32, runtime="onnxruntime")
+    operators = Counter(node.op_type for node in onnx.load(path).graph.node)
+    layers = model.config.num_hidden_layers
+    assert operators["RotaryEmbedding"] == 2 * layers and not operators["Pow"] and not operators["Neg"]
+    assert operators["SkipSimplifiedLayerNormalization"] == 2 * layers and operators["RMSNormalization"] == 1
+    prompts = [[3, 1, 4, 1, 5], [2, 7]]
+    own = reference_run(model, prompts, 4)
+    run = forced_run(OnnxruntimeSession(path), prompts, own.tokens)
+    exact = torch.from_numpy(reference_run(model.float(), prompts, 4, own.tokens).logits)
+    errors = [relative_error(torch.from_numpy(x.logits), exact) for x in (run, own)]
+    assert 0 < errors[0] < 1.25 * errors[1], errors

@@ -99,7 +99,7 @@ def test_a_model_in_onnxruntime(
     # Roundings of inputs that are halfway between two codes go either way: 0.021 in Gemma 3 in `fp8_channel`.
     most = {"fp32": 2.5e-2 if "16" not in format else 1e-4, "fp16": 5e-2}[wide]
     if kind in DECODERS:
-        monkeypatch.setattr(engine_session, "loaded", lambda path, threads: onnxruntime_session(path, optimized))
+        monkeypatch.setattr(engine_session, "loaded", lambda path, threads, gpu: onnxruntime_session(path, optimized))
         prompts = [row.tolist()[: 9 + 15 * index] for index, row in enumerate(x)]
         expected = reference_run(reference, prompts, 8)
         run = forced_run(engine_session.OnnxruntimeSession(out / "model.onnx"), prompts, expected.tokens, chunk=7)
