@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 
 from quant.export.onnx.expert_nodes import EXPERTS, experts_node
-from quant.export.onnx.opsets import FLOAT, FLOAT16, GROUPED_ATTENTION, INT32, INTEGER_PRODUCT, ORT_DOMAIN, PLUGIN_DOMAIN
+from quant.export.onnx.opsets import FLOAT, GROUPED_ATTENTION, INT32, INTEGER_PRODUCT, ORT_DOMAIN, PLUGIN_DOMAIN
 from quant.formats.format import E4M3
 
 _ZERO = 128  # of uint8 codes
@@ -251,7 +251,7 @@ class _Rewriter:
             return
         x, half = high.inputs[0], _number(low.inputs[2])
         direct = next((_made(value, "Mul") for value in total.inputs if value is not turned.outputs[0]), None)
-        if direct is None or x not in direct.inputs or x.shape is None or int(x.dtype or 0) not in (FLOAT, FLOAT16):
+        if direct is None or x not in direct.inputs or x.shape is None:
             return
         starts = _number(low.inputs[1]), _number(high.inputs[1])
         if half is None or starts != (0, half) or len(x.shape) != 4 or x.shape[3] != 2 * half:

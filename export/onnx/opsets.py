@@ -28,7 +28,7 @@ PLUGIN, PLUGIN_DOMAIN, PLUGIN_VERSION = "QuantFp8Attention", "quant", "1"
 CACHE_PLUGIN = "QuantCacheAttention"
 """Op type of our plugin for a KV cache in FP8 or NVFP4; `quant.export.tensorrt.cache_plugin` describes it."""
 # Numbers of `TensorProto.DataType`.
-FLOAT, INT32, BOOL, FLOAT16, FLOAT8E4M3FN = 1, 6, 9, 10, 17
+FLOAT, INT32, BOOL, FLOAT8E4M3FN = 1, 6, 9, 17
 
 
 @functools.cache
