@@ -355,11 +355,10 @@ def _produce(maps, rings, work, panels: gl.constexpr, constants: gl.constexpr):
         if turn < end:
             tile, start, count = fetches_of(turn, whole, work.steps, work.parts, unroll, split)
             n, _, m, _ = locate(tile, work, constants)
-            panel = n * panels
             head = gl.minimum(count, stages)
             for i in range(head):
                 mbarrier.expect(rings.full.index(i), nbytes)
-                _fetch_w(maps, rings, i, panel, start + i, work.tiles_k, panels, constants)
+                _fetch_w(maps, rings, i, n * panels, start + i, work.tiles_k, panels, constants)
             wait_for_previous_kernel()
             for i in range(head):
                 _fetch_x(maps, rings, i, m, start + i, constants)

@@ -103,8 +103,7 @@ class Builder(AttentionMetadataBuilder[Batch]):
         if common.causal is not True:
             raise NotImplementedError("an NVFP4 KV cache has causal attention only: leave out --kv-cache-dtype")
         decodes, _, tokens, _ = split_decodes_and_prefills(common, decode_threshold=1)
-        # A captured graph pads the batch with sequences of no token.
-        decodes = min(decodes, common.num_actual_tokens)  # without sequences that only pad a batch
+        decodes = min(decodes, common.num_actual_tokens)  # a captured graph pads a batch with sequences of no token
         verified: dict[int, list[tuple[int, int]]] = {}
         chunks: list[tuple[int, int, int, int]] = []
         if tokens < common.num_actual_tokens:
