@@ -17,6 +17,7 @@ import copy
 import math
 import time
 from collections.abc import Callable, Iterable
+from fnmatch import fnmatch
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -152,6 +153,8 @@ def modelopt(name: str, preset: str) -> Callable[[nn.Module, list[Call]], None]:
         import modelopt.torch.quantization as mtq
 
         names, config = _quantized(model, name, calls), _modelopt_config(preset)
+        # Presets leave layers out by the names of other models' heads, such as proj_out.
+        config["quant_cfg"] = [entry for entry in config["quant_cfg"] if not _leaves_out(entry, names)]
         # It would round the inputs of norms, too.
         others = [path for path, layer in model.named_modules() if not list(layer.children()) and path not in names]
         config["quant_cfg"] += [{"quantizer_name": f"{path}.*", "enable": False} for path in others]
@@ -159,6 +162,12 @@ def modelopt(name: str, preset: str) -> Callable[[nn.Module, list[Call]], None]:
             mtq.quantize(model, config, lambda model: [model(**call) for call in calls])
 
     return run
+
+
+def _leaves_out(entry: dict[str, Any], names: set[str]) -> bool:
+    pattern = entry.get("quantizer_name", "*")
+    is_off = entry.get("enable") is False and "parent_class" not in entry and pattern.strip("*") != ""
+    return is_off and any(fnmatch(f"{name}.weight_quantizer", pattern) for name in names)
 
 
 def torchao(config: str, name: str, **options: str) -> Callable[[nn.Module, list[Call]], None]:
