@@ -19,7 +19,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -276,35 +276,44 @@ def _divided(
 
     The patches of an image divide its sides, and torch.export refuses a named dimension that is to be even.
     """
-    # Of different sizes where there are, because torch.export takes dimensions of equal size for one.
-    sizes: dict[str, int] = {}
-    for dim, (low, high) in ranges.items():
-        sizes[dim] = next((size for size in (high, low) if size not in sizes.values()), high)
-    if not all(isinstance(dim, int) or dim in sizes for x in inputs.values() for dim in x.dims):
+    if not all(isinstance(dim, int) or dim in ranges for x in inputs.values() for dim in x.dims):
         return None
-    shapes = {name: [sizes.get(str(d), d) for d in x.dims] for name, x in inputs.items()}
-    examples = {name: x.example.new_zeros(shapes[name]) for name, x in inputs.items()}
     axes = {
         name: {axis: torch.export.Dim.AUTO for axis, dim in enumerate(x.dims) if isinstance(dim, str)}
         for name, x in inputs.items()
     }
-    positional, keywords = ((), nested(examples)) if by_name else (tuple(examples.values()), {})
     dynamic: Any = nested(axes) if by_name else tuple(axes.values())
-    try:
-        exported = torch.export.export(module, positional, keywords, dynamic_shapes=dynamic, strict=False)
-    except Exception:  # code of models raises exceptions of every type; the trace before has explained it
+    exported = None
+    for at in (1, 0):  # the largest sizes, and the smallest for a model that takes no such large ones
+        # Different ones where there are, because torch.export takes dimensions of equal size for one.
+        sizes: dict[str, int] = {}
+        for dim, limits_of_dim in ranges.items():
+            other = limits_of_dim[1 - at]
+            sizes[dim] = other if limits_of_dim[at] in sizes.values() else limits_of_dim[at]
+        shapes = {name: [sizes.get(str(d), d) for d in x.dims] for name, x in inputs.items()}
+        examples = {name: x.example.new_zeros(shapes[name]) for name, x in inputs.items()}
+        positional, keywords = ((), nested(examples)) if by_name else (tuple(examples.values()), {})
+        with suppress(Exception):  # code of models raises exceptions of every type; the trace before has explained it
+            exported = torch.export.export(module, positional, keywords, dynamic_shapes=dynamic, strict=False)
+            break
+    if exported is None:
         return None
     own = exported.graph_signature.user_inputs
     nodes = [node for node in exported.graph.find_nodes(op="placeholder") if node.name in own]
     for node, x in zip(nodes, inputs.values(), strict=True):
         for dim, size in zip(x.dims, node.meta["val"].shape, strict=True):
-            limits_of_size = None if isinstance(size, int) else exported.range_constraints.get(size.node.expr)
-            if isinstance(dim, str) and (
-                limits_of_size is None
-                or limits_of_size.lower > max(ranges[dim][0], 2)
-                or limits_of_size.upper < ranges[dim][1]
-            ):
+            if not isinstance(dim, str):
+                continue
+            limit = None if isinstance(size, int) else exported.range_constraints.get(size.node.expr)
+            if limit is None:
                 return None
+            low, high = ranges[dim]
+            if limit.lower > max(low, 2) or limit.upper < high:
+                low, high = max(low, int(limit.lower)), int(min(high, limit.upper))
+                raise ValueError(
+                    f"{type(module).__name__} takes a {dim} of {low} to {high}: pass "
+                    f"{option('shapes', f'{dim}={low}:{high}:{high}')}"
+                )
     return exported
 
 
