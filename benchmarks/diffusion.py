@@ -198,13 +198,14 @@ def _quantized(model: nn.Module, name: str, calls: list[Call]) -> set[str]:
 @click.option("--width", default=128, show_default=True)
 @click.option("--layers", default=3, show_default=True)
 @click.option("--batch", default=64, show_default=True, help="Images of a step of training.")
+@click.option("--images", "images_each", default=0, help="For calibration, error and PSNR; 16, 32 and 64 without.")
 @click.option("--device", default="cpu", show_default=True)
 @click.option("--weights", type=click.Path(path_type=Path), help="File of trained weights: read, or else written.")
 @click.option("--only", default="", help="Only rows of which this is a part, such as nvfp4 or ModelOpt.")
 @click.option("--json", "json_path", type=click.Path(path_type=Path), help="File for the same facts.")
 def main(
-    kind: str, seconds: float, width: int, layers: int, batch: int, device: str, weights: Path | None, only: str,
-    json_path: Path | None,
+    kind: str, seconds: float, width: int, layers: int, batch: int, images_each: int, device: str,
+    weights: Path | None, only: str, json_path: Path | None,
 ) -> None:  # fmt: skip
     """Trains the model, quantizes it by each format and solver, and prints the table."""
     torch.manual_seed(0)
@@ -219,11 +220,11 @@ def main(
     model.eval().requires_grad_(False)
     calibration: list[Call] = []
     held_out: list[Call] = []
-    denoise(model, 16, 1, device, calibration)
-    denoise(model, 32, 2, device, held_out)
+    denoise(model, images_each or 16, 1, device, calibration)
+    denoise(model, images_each or 32, 2, device, held_out)
     with torch.no_grad():
         truth = [model(**call).sample for call in held_out]
-    images = denoise(model, 64, 3, device)
+    images = denoise(model, images_each or 64, 3, device)
 
     runs: list[tuple[str, str, Callable[[nn.Module, list[Call]], Any]]] = [
         (name, f"ours, {solver}", lambda each, calls, n=name, s=solver: quant.quantize(each, n, calls, solver=s))

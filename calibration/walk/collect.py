@@ -145,6 +145,7 @@ def window_stats(
 
     def observe(name: str, x: torch.Tensor) -> None:
         conv, layer = model.get_submodule(name), by_name[name]
+        assert isinstance(conv, nn.Conv2d)
         mode = "constant" if conv.padding_mode == "zeros" else conv.padding_mode
         x = torch.nn.functional.pad(x, conv._reversed_padding_repeated_twice, mode=mode).float()
         if layer.activation is not None:

@@ -290,7 +290,7 @@ def _divided(
         for dim, limits_of_dim in ranges.items():
             other = limits_of_dim[1 - at]
             sizes[dim] = other if limits_of_dim[at] in sizes.values() else limits_of_dim[at]
-        shapes = {name: [sizes.get(str(d), d) for d in x.dims] for name, x in inputs.items()}
+        shapes = {name: [d if isinstance(d, int) else sizes[d] for d in x.dims] for name, x in inputs.items()}
         examples = {name: x.example.new_zeros(shapes[name]) for name, x in inputs.items()}
         positional, keywords = ((), nested(examples)) if by_name else (tuple(examples.values()), {})
         with suppress(Exception):  # code of models raises exceptions of every type; the trace before has explained it
@@ -301,18 +301,18 @@ def _divided(
     own = exported.graph_signature.user_inputs
     nodes = [node for node in exported.graph.find_nodes(op="placeholder") if node.name in own]
     for node, x in zip(nodes, inputs.values(), strict=True):
-        for dim, size in zip(x.dims, node.meta["val"].shape, strict=True):
-            if not isinstance(dim, str):
+        for name, size in zip(x.dims, node.meta["val"].shape, strict=True):
+            if not isinstance(name, str):
                 continue
             limit = None if isinstance(size, int) else exported.range_constraints.get(size.node.expr)
             if limit is None:
                 return None
-            low, high = ranges[dim]
+            low, high = ranges[name]
             if limit.lower > max(low, 2) or limit.upper < high:
                 low, high = max(low, int(limit.lower)), int(min(high, limit.upper))
                 raise ValueError(
-                    f"{type(module).__name__} takes a {dim} of {low} to {high}: pass "
-                    f"{option('shapes', f'{dim}={low}:{high}:{high}')}"
+                    f"{type(module).__name__} takes a {name} of {low} to {high}: pass "
+                    f"{option('shapes', f'{name}={low}:{high}:{high}')}"
                 )
     return exported
 
