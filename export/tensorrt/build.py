@@ -29,7 +29,7 @@ from typing import Any
 
 from torch import nn
 
-from quant.base.atomic import put_file, temporary_directory
+from quant.base.atomic import destination, put_file, temporary_directory
 from quant.base.errors import option, warn
 from quant.base.json_files import json_text, write_json
 from quant.base.processor import trim_heap
@@ -62,28 +62,24 @@ def run_worker(
     """
     last, node, outcome = "", "", dict[str, Any]()
     warned: dict[str, None] = {}
-    # Messages have a pipe of their own, because libraries in C++ print on stdout and stderr as they like.
-    reading, writing = os.pipe()
     # The current directory may hold a `quant` of anybody. It stays only where this package was imported from it.
     current, home = Path.cwd(), Path(str(sys.modules["quant"].__file__)).resolve().parents[1]
     folders = dict.fromkeys([*(Path(entry).resolve() for entry in sys.path), home])
     import_path = [str(folder) for folder in folders if folder != current or folder == home]
-    with tempfile.TemporaryFile() as prints, open(reading, encoding="utf-8") as messages:
+    with tempfile.TemporaryFile() as prints:
         process = subprocess.Popen(
-            [sys.executable, "-I", "-c", _START, json.dumps(import_path, allow_nan=False), str(writing)],
+            [sys.executable, "-I", "-c", _START, json.dumps(import_path, allow_nan=False)],
             stdin=subprocess.PIPE,
-            stdout=prints,
+            stdout=subprocess.PIPE,  # for messages alone: the worker sends what libraries in C++ print to stderr
             stderr=prints,
-            pass_fds=[writing],
             env=environment,
         )
-        os.close(writing)  # the pipe must end with the worker's copy
-        assert process.stdin is not None
+        assert process.stdin is not None and process.stdout is not None
         try:
             with process.stdin:
                 process.stdin.write(json.dumps(request, allow_nan=False).encode())
             # The lines end when the worker closes its end of the pipe: it has returned, or died.
-            for message in map(json.loads, messages):
+            for message in map(json.loads, process.stdout):
                 if "stage" in message and progress:
                     progress(message["stage"], message["done"], message["of"])
                 elif "said" in message:
@@ -97,6 +93,7 @@ def run_worker(
             if process.poll() is None:  # Ctrl-C, or an error of `progress`
                 process.kill()
                 process.wait()
+            process.stdout.close()
         prints.seek(0)
         printed = prints.read().decode("utf-8", "replace").strip()
     if process.returncode == 0 and "built" in outcome:
@@ -109,7 +106,7 @@ def run_worker(
         # C++ libraries print the reason of an abort; otherwise the last message is the nearest thing to one.
         said = printed.splitlines()[-1] if printed else last or "nothing"
         reason = f"died while building ({_death(process.returncode)}{where}); the last it said: {said}"
-    raise ValueError(f"{model}: {request['backend']} {reason}")
+    raise ValueError(f"{destination(model)}: {request['backend']} {reason}")
 
 
 def _explained(text: str) -> str:

@@ -176,7 +176,10 @@ def _say(out: TextIO, **message: Any) -> None:
 
 def main() -> None:
     """Reads a request and builds. The exit code is 0, or 3 if TensorRT refused."""
-    out = os.fdopen(int(sys.argv[1]), "w", encoding="utf-8")
+    # Messages have stdout to themselves, because libraries in C++ print there as they like. No handle of another number
+    # reaches a process of Windows.
+    out = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
     request = json.load(sys.stdin)
     try:
         _say(out, built=build(request, out))

@@ -22,6 +22,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 _CLAIMED: set[Path] = set()  # by this process
+# Directories beside a destination: one that becomes it, and one for the finished steps of a run.
+_TEMPORARY = re.compile(r"\.(.+)\.(new\.[a-z0-9_]{8}|partial)")
 _FULL = errno.ENOSPC, errno.EDQUOT, errno.EFBIG
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # of Linux's fcntl.h
 
@@ -37,10 +39,18 @@ def write_atomically(path: str | Path, content: str | bytes) -> None:
         raise not_written(path, error) from error  # with the name that the user knows, not the temporary one's
 
 
+def destination(path: Path) -> Path:
+    """Returns the place that a temporary file is for: `out` for `.out.new.1a2b3c4d/model.safetensors`."""
+    for depth, part in enumerate(path.parts):
+        if match := _TEMPORARY.fullmatch(part):
+            return Path(*path.parts[:depth], match[1])
+    return path
+
+
 def not_written(path: Path, error: OSError) -> OSError:
-    """Returns the error that names `path`, says why it could not be written and, if the disk is full, the way out."""
+    """Returns the error that names the destination, why it could not be written and, if the disk is full, a way out."""
     way_out = "; make room, and run the same command again" if error.errno in _FULL else ""
-    return OSError(f"{path} cannot be written: {error.strerror or error}{way_out}")
+    return OSError(f"{destination(path)} cannot be written: {error.strerror or error}{way_out}")
 
 
 def sync(path: Path) -> None:

@@ -6,6 +6,7 @@ import errno
 import io
 import json
 import os
+import subprocess
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -26,6 +27,7 @@ from quant.base.processor import peak_rss, trim_heap
 from quant.calibration.texts.rows import token_rows
 from quant.cli.command import PatientStream
 from quant.cli.main import main
+from quant.export.tensorrt.build import run_worker
 from quant.models.files import shard_names
 from quant.models.open_model import open_model
 from quant.recipes.recipe import Recipe
@@ -52,12 +54,14 @@ def windows(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_files_are_synced_and_replaced(windows: None, tmp_path: Path) -> None:
+    """github.com/huggingface/transformers/pull/28637: Windows opens no directory to bring its names to the disk."""
     for text in ("old", "new"):
         write_atomically(tmp_path / "file.txt", text)
     assert (tmp_path / "file.txt").read_text() == "new"
 
 
 def test_directories_replace_each_other(windows: None, tmp_path: Path) -> None:
+    """github.com/facebookresearch/fairseq/issues/4171: `os.rename` over a checkpoint that is there."""
     for name in ("old", "new"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "file.txt").write_text(name)
@@ -127,6 +131,7 @@ def test_memory_is_given_back_where_ctypes_has_no_main_program(monkeypatch: pyte
 
 
 def test_peak_memory_is_unknown_without_the_module_resource(monkeypatch: pytest.MonkeyPatch) -> None:
+    """github.com/KernelTuner/kernel_tuner/issues/156: an import of `resource`, for a figure of memory."""
     monkeypatch.setitem(__import__("sys").modules, "resource", None)
     assert peak_rss() is None
     import quant.export.tensorrt.worker  # noqa: F401
@@ -140,6 +145,7 @@ def test_commands_to_install_are_quoted_for_its_shell(monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize("page", ["cp1252", "cp850", "ascii"])
 def test_a_pipe_in_a_code_page_takes_every_line(page: str) -> None:
+    """github.com/georgian-io/LLM-Finetuning-Toolkit/issues/175: a character that the code page has not."""
     written = io.BytesIO()
     text = io.TextIOWrapper(written, encoding=page, newline="")
     stream = PatientStream(text)
@@ -172,7 +178,7 @@ def test_shards_stay_inside_by_its_rules(name: str, tmp_path: Path) -> None:
 
 
 def test_configs_are_read_as_utf_8_in_every_locale(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every file of ours that is opened as text says its encoding; cp1252 would read UTF-8 as other letters."""
+    """github.com/turboderp-org/exllamav2/pull/195: cp1252 for tokenizer.json. Every text file says its encoding."""
     import ast
 
     root = TEXTS.parents[1]
@@ -262,3 +268,18 @@ def test_paths_that_windows_does_not_take_are_refused_before_the_work(
     with pytest.raises(OSError, match="give a shorter one"):
         quant.save(model.model, model.plan, out)
     assert not list(tmp_path.iterdir())
+
+
+def test_an_engine_is_built_by_a_process_with_no_handles_of_its_parent(
+    windows: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The parameter `pass_fds` of subprocess is for POSIX; a build on Windows ended in its assertion."""
+    start = subprocess.Popen
+
+    def popen(*arguments: Any, pass_fds: tuple[int, ...] = (), **options: Any) -> Any:
+        assert not pass_fds, "pass_fds not supported on Windows."
+        return start(*arguments, **options)
+
+    monkeypatch.setattr(subprocess, "Popen", popen)
+    with pytest.raises(ValueError, match=r"out\.engine: none cannot build this graph: ModuleNotFoundError: No module"):
+        run_worker({"backend": "none"}, Path(".out.engine.new.1a2b3c4d/model.onnx"), None, None)
