@@ -394,7 +394,7 @@ def split_pairs_kernel(
     x, minus, high, low, again, rows, columns, x_row, minus_row, out_row, x_matrix, minus_matrix, out_matrix,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Splits a tile of `x`, or of `x - minus`; grid: (tiles, matrices), tiles of a row next to each other."""
+    """Splits a tile of `x`, or of `x - minus`; grid: (tiles, matrices), of which CUDA bounds all but the first."""
     across = tl.cdiv(columns, COLUMNS)
     row = (tl.program_id(0) // across * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
     column = (tl.program_id(0) % across * COLUMNS + tl.arange(0, COLUMNS))[None, :]
@@ -417,9 +417,7 @@ def split_pairs(x: Tensor, high: Tensor, low: Tensor, again: Tensor | None = Non
     All are `[..., rows, columns]` with neighbouring columns, `x` and `minus` float32, and have at most one dimension in
     front; the BF16 outputs are alike in their strides. `again` is a second place for `high`.
     """
-    rows, columns = x.shape[-2:]
-    several = x.dim() > 2
-    # CUDA's grids have 65,535 programs in all dimensions but the first, fewer than a head of 151,936 rows has tiles.
+    rows, columns, several = *x.shape[-2:], x.dim() > 2
     grid = (triton.cdiv(columns, _PAIR_COLUMNS) * triton.cdiv(rows, _PAIR_ROWS), len(x) if several else 1)
     launch = cached_launch(split_pairs_kernel, grid, ROWS=_PAIR_ROWS, COLUMNS=_PAIR_COLUMNS, num_warps=4)
     matrices = [tensor.stride(0) if several and tensor is not None else 0 for tensor in (x, minus, high)]
