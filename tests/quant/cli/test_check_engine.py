@@ -98,10 +98,10 @@ def test_texts_of_several_prompts(files: tuple[Path, Path]) -> None:
             "--dtype: --engine runs a file",
         ),
         (["generate", "DIR", "--engine", "OUT", "--prompt", "a", "--max-new-tokens", "96"], "the cache holds 96"),
-        (["generate", "OUT", "--engine", "OUT", "--prompt", "a"], "has no config.json; name the checkpoint"),
+        (["generate", "OUT", "--engine", "OUT", "--prompt", "a"], "is an export; name the checkpoint"),
         (["generate", "DIR", "--engine", "DIR", "--prompt", "a"], "no such file; name an ONNX file, engine or"),
         (["check", "DIR/plan.json", "--source", "DIR"], "its receipt plan.json.json is missing"),
-        (["check", "OUT", "--source", "OUT"], "has no config.json; name the checkpoint"),
+        (["check", "OUT", "--source", "OUT"], "is an export; name the checkpoint"),
     ],
 )
 def test_mistakes(files: tuple[Path, Path], arguments: list[str], words: str) -> None:
