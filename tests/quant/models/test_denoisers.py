@@ -152,6 +152,11 @@ def test_an_engine_takes_the_sizes_of_its_profile(family: str, tmp_path: Path) -
     inputs = [f"--input={name}:fp16:{dims}" for name, dims in (each.split(":") for each in _ENGINES[family])]
     sizes = ("--shapes=tokens=16:32:64",) if family == "Flux.1" else _SIZES
     options = ["--to=tensorrt", "--target=sm120", "--dtype=fp16", f"--out={tmp_path / 'model.engine'}", "--json"]
+    if family == "Stable Diffusion 3.5":
+        large = CliRunner().invoke(
+            export_command, [str(tmp_path / "saved"), *options, *inputs, "--shapes=height=8:8:64,width=8:12:16"]
+        )
+        assert "takes a height of 8 to 17: pass --shapes height=8:17:17" in large.output and large.exit_code == 2
     result = CliRunner().invoke(export_command, [str(tmp_path / "saved"), *options, *inputs, *sizes])
     assert result.exit_code == 0, result.output
     audit = json.loads(result.stdout)["audit"]
