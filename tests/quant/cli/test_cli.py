@@ -700,7 +700,8 @@ def test_the_package_runs_as_a_module() -> None:
     arguments = [sys.executable, "-m", "quant", "quantize", "--help"]
     done = subprocess.run(arguments, capture_output=True, text=True, check=True)
     assert done.stdout.startswith("Usage: quant quantize [OPTIONS] MODEL")
-    assert "No such command 'quantise'" in run(main, "quantise").output
+    assert "No such command 'quantise'; did you mean quantize?" in run(main, "quantise").output
+    assert "No such command 'xyz'." in run(main, "xyz").output
 
 
 def test_progress_in_a_pipe_is_a_line_now_and_then(
