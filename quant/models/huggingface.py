@@ -295,6 +295,11 @@ def _refuse_guessed_class(cls: Any, config: Any, path: Path, unexpected: list[st
 _OF_TOKENIZER = re.compile(r"token|vocab|merges|tekken|spiece|\.model$")
 
 
+def has_tokenizer(path: Path) -> bool:
+    """Returns whether a directory has a file of a tokenizer."""
+    return path.is_dir() and any(_OF_TOKENIZER.search(file.name) for file in path.iterdir())
+
+
 def load_tokenizer(path: Path, gguf_file: str | None = None, reads: str = "input_ids") -> Any:
     """Returns the tokenizer in a directory, or in a GGUF file in it; UserError if there is none that can be read.
 
@@ -310,7 +315,7 @@ def load_tokenizer(path: Path, gguf_file: str | None = None, reads: str = "input
         remedy = f"the model reads {reads}: give images or sounds, or a .safetensors of its inputs by name"
     remedy = "convert the file again, with its vocabulary" if gguf_file else remedy
     # Of GPT-2 and others transformers makes an empty tokenizer where there is no file of one.
-    if gguf_file is None and not any(_OF_TOKENIZER.search(file.name) for file in path.iterdir()):
+    if gguf_file is None and not has_tokenizer(path):
         raise UserError(f"{path}: no usable tokenizer (no file of one); {remedy}")
     with quiet():
         try:

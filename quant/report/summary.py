@@ -201,6 +201,11 @@ _USUAL_KL_OF_WEIGHTS = {"nvfp4": 0.06}
 _USUAL_KL = {(4, 4): 0.19, (4, 16): 0.11, (8, 8): 0.03, (8, 16): 0.03}
 _LARGE = 2.0  # times the usual loss: texts of another kind lose up to that
 _MORE_BITS = 0.5
+WITHOUT_VOCABULARY = (
+    "the model has no tokenizer, so the file has no vocabulary, and llama.cpp takes it for token ids alone; for text, "
+    "put the model's tokenizer.json and tokenizer_config.json beside its weights and quantize it again"
+)
+"""A warning on a GGUF file, which no command then generates text with."""
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "tekken.json")
 
 
@@ -208,6 +213,8 @@ def next_steps(report: Report, plan: Plan, directory: Path) -> list[str]:
     """Returns at most six lines: how the loss compares with the usual one, and commands that use the checkpoint."""
     lines = [] if (verdict := _verdict(report, plan)) is None else [verdict]
     if directory.suffix == ".gguf":
+        if WITHOUT_VOCABULARY in report.warnings:
+            return lines
         path, name = shlex.quote(str(directory)), directory.stem.lower()
         lines.append(f'try it:   llama-cli -m {path} -p "The capital of France is"')
         lines.append(f'ollama:   echo "FROM {directory.resolve()}" > Modelfile && ollama create {name} -f Modelfile')

@@ -42,7 +42,7 @@ from quant.calibration.sensitivity.table import Sensitivity, parse_candidates
 from quant.calibration.session import Session, device_of
 from quant.calibration.solvers.registry import with_supported_solver
 from quant.calibration.texts.mixture import NoTextError, Record, lacks_data, with_calibration, with_data
-from quant.calibration.texts.sources import as_rows, named_inputs, tokenizer_if_any
+from quant.calibration.texts.sources import as_rows, named_inputs
 from quant.evaluation.tasks import held_out_task, read_task
 from quant.export.checkpoint.carry_over import head_weights
 from quant.export.checkpoint.files.compressed_tensors import check_plan
@@ -52,6 +52,7 @@ from quant.export.gguf.export_gguf import check_gguf, stored_vocabulary, vocabul
 from quant.formats.format import FORMATS
 from quant.generate.quantized_attention import quantized_attention
 from quant.models.files import SourceKind
+from quant.models.huggingface import has_tokenizer
 from quant.models.open_model import Source
 from quant.models.prediction_heads import attach_head_layer, plan_heads
 from quant.recipes import solver_names
@@ -103,11 +104,12 @@ def decide(job: Job) -> Decision:
 
 
 def gguf_words(source: Source) -> dict[str, Any] | None:
-    """Returns the metadata of a model's tokenizer for its GGUF file; None where there is no tokenizer."""
+    """Returns the metadata of a model's tokenizer for its GGUF file; None where no file of one is there."""
     if source.kind == SourceKind.GGUF and source.path is not None:
         return stored_vocabulary(source.path)
-    tokenizer = tokenizer_if_any(source)
-    return None if tokenizer is None else vocabulary(tokenizer, source.config.vocab_size)
+    if source.path is None or not has_tokenizer(source.path):
+        return None
+    return vocabulary(source.load_tokenizer(), source.config.vocab_size)
 
 
 def check_layout(request: Request, plan: Plan, model: nn.Module | None) -> None:

@@ -72,6 +72,7 @@ from quant.recipes.plan import Plan, groups_by_input
 from quant.recipes.recipe import Recipe
 from quant.recipes.solver_names import parse_solver
 from quant.report.report import Report, kv_cache_of
+from quant.report.summary import WITHOUT_VOCABULARY
 from quant.run.decide import check_layout, decide, gguf_words, plan_for, save_plan
 from quant.run.job import (
     Decision,
@@ -381,8 +382,10 @@ def _write_checkpoint(job: Job, out: Path, solved: SolvedModel, report: Report) 
     if request.is_gguf:
         assert solved.quantized is not None
         source.files.check()  # before the file gets its name
-        write_gguf(solved.quantized.model, out, solved.plan, words=gguf_words(source))
+        words = gguf_words(source)
+        write_gguf(solved.quantized.model, out, solved.plan, words=words)
         report.notes += gguf_notes(solved.quantized.model, solved.plan)
+        report.warnings += [WITHOUT_VOCABULARY] if words is None else []
         report.seconds["write"], report.bytes_after = time.perf_counter() - started, out.stat().st_size
         return
     if solved.quantized is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import shutil
 from importlib.util import find_spec
@@ -30,7 +31,7 @@ from quant.export.gguf.export_gguf import (  # noqa: E402 -- as above
 )
 from quant.formats.format import FORMATS, GGUF_FORMATS  # noqa: E402 -- as above
 from quant.formats.tensor import quantize  # noqa: E402 -- as above
-from quant.report.summary import next_steps  # noqa: E402 -- as above
+from quant.report.summary import WITHOUT_VOCABULARY, next_steps  # noqa: E402 -- as above
 from quant.run.request import Request  # noqa: E402 -- as above
 from quant.run.run import run  # noqa: E402 -- as above
 
@@ -159,8 +160,8 @@ def test_a_run_writes_a_file_in_place_of_a_checkpoint(tmp_path: Path) -> None:
     assert fallback.reason == "recipe q4_k_m; q5_0, because in = 128 is no multiple of 256"
     kinds = {t.name: t.tensor_type.name for t in gguf.GGUFReader(tmp_path / "m.gguf").tensors}
     assert (kinds["token_embd.weight"], kinds["output.weight"]) == ("Q5_0", "Q8_0")
-    assert any(
-        line.startswith("try it:   llama-cli -m") for line in next_steps(outcome.report, outcome.plan, request.out)
+    assert (
+        outcome.report.warnings == [WITHOUT_VOCABULARY] and next_steps(outcome.report, outcome.plan, request.out) == []
     )
     with pytest.raises(UserError, match=r'q_proj: only GGUF files hold q5_0: name one, out=".*quantized\.gguf'):
         run(Request(str(tmp_path / "model"), "q4_k_m", solver="mse", out=tmp_path / "quantized"))
@@ -168,6 +169,30 @@ def test_a_run_writes_a_file_in_place_of_a_checkpoint(tmp_path: Path) -> None:
         run(request)
     with pytest.raises(UserError, match=r"q_proj: llama\.cpp has no fp8_channel; it has nvfp4"):
         run(Request(str(tmp_path / "model"), "fp8_channel", solver="rtn", out=tmp_path / "fp8.gguf"))
+
+
+def test_a_tokenizer_is_written_from_any_files_of_one_or_refused(tmp_path: Path) -> None:
+    """Reports: ggml-org/llama.cpp#9673, huggingface/transformers#31630."""
+    directory, file = tmp_path / "model", tmp_path / "m.gguf"
+    alphabet = pytest.importorskip("tokenizers", reason="comes with transformers").pre_tokenizers.ByteLevel.alphabet()
+    vocabulary_of = {token: index for index, token in enumerate(["<|endoftext|>", *sorted(alphabet), "ab", "abab"])}
+    tiny_models.llama(**{**SIZES, "vocab_size": len(vocabulary_of)}, dtype=torch.bfloat16).save_pretrained(directory)
+    (directory / "vocab.json").write_text(json.dumps(vocabulary_of), encoding="utf-8")
+    (directory / "merges.txt").write_text("#version: 0.2\na b\nab ab\n", encoding="utf-8")
+    fields = {"tokenizer_class": "GPT2Tokenizer", "eos_token": "<|endoftext|>", "unk_token": "<|endoftext|>"}
+    (directory / "tokenizer_config.json").write_text(json.dumps(fields), encoding="utf-8")
+    request = Request(str(directory), "q8_0", solver="rtn", out=file)
+    outcome = run(request)
+    steps = next_steps(outcome.report, outcome.plan, file)
+    assert not outcome.report.warnings and steps[0].startswith(f"try it:   llama-cli -m {file}")
+    theirs, ours = (quant.open_model(path, meta=True).load_tokenizer() for path in (directory, file))
+    text = "ababa  naïve\n\t😀 123<|endoftext|>"
+    assert theirs(text).input_ids == ours(text).input_ids and ours.decode(ours(text).input_ids) == text
+    file.unlink()
+    (directory / "tokenizer.json").write_text("{}", encoding="utf-8")
+    with pytest.raises(UserError, match=r"no usable tokenizer \(.*put the model's tokenizer\.json"):
+        run(request)
+    assert not file.exists()
 
 
 def test_a_full_disk_is_told_with_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
