@@ -41,6 +41,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import quant
+from quant.base.json_files import json_text
 from quant.kernels.linear.tuning import graph_microseconds
 
 TEXT = 512
@@ -248,7 +249,7 @@ def speed(families: list[str], chosen: str, tokens: int, jobs: int, profile: str
 
         def compiled(case: tuple[str, tuple[int, ...], str], file: Path) -> subprocess.Popen[str]:
             options = ["--profile", "."] if profile and re.search(profile, case[2]) else []
-            command = [sys.executable, __file__, "--row", json.dumps([*case, str(file)]), *options]
+            command = [sys.executable, __file__, "--row", json_text([*case, str(file)]), *options]
             pipe = subprocess.PIPE
             process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=surroundings)
             assert process.stdout is not None
@@ -329,7 +330,7 @@ def quantize(shared: Path, options: list[str]) -> Row:
         write_pipeline(source)
         torch.cuda.empty_cache()
     started = time.time()
-    command = [sys.executable, __file__, "--timed", json.dumps([started, str(source), "--out", str(out), *options])]
+    command = [sys.executable, __file__, "--timed", json_text([started, str(source), "--out", str(out), *options])]
     subprocess.run(command, check=True, stdout=sys.stderr)
     seconds = time.time() - started
     report = quant.Report.load(out / "transformer/report.json")

@@ -40,6 +40,7 @@ from quant.formats.format import (
     FP8_HEAD,
     GGUF_FORMATS,
     INPUT_FORMATS,
+    WEIGHT_FORMATS,
     Format,
     cache_format,
     get_format,
@@ -133,6 +134,11 @@ class LayerPlan:
             object.__setattr__(self, "tied_to", None)
         if self.activation is not None and self.activation.gguf:
             raise ValueError(f"plan layer {self.name!r}: activation: {self.activation} is a format of weights alone")
+        if self.weight is not None and self.weight.name not in WEIGHT_FORMATS:
+            raise ValueError(
+                f"plan layer {self.name!r}: weight: {self.weight} is a format of inputs, whose scales are chosen when "
+                "the model runs; weights have nvfp4, whose scales a solver chooses"
+            )
         if self.score is not None and not math.isfinite(self.score):
             raise ValueError(f"plan layer {self.name!r}: its score is {self.score}; leave it out, or measure it again")
 

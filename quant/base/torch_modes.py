@@ -7,6 +7,7 @@ from typing import ParamSpec, TypeVar
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -26,7 +27,8 @@ def in_own_modes(function: Callable[_P, _R]) -> Callable[_P, _R]:
                 if torch.is_autocast_enabled(device):
                     modes.enter_context(torch.autocast(device, enabled=False))
             models = [value for value in (*args, *kwargs.values()) if isinstance(value, nn.Module)]
-            inference = any(parameter.is_inference() for model in models for parameter in model.parameters())
+            parameters = (parameter for model in models for parameter in model.parameters() if not is_lazy(parameter))
+            inference = any(parameter.is_inference() for parameter in parameters)
             if torch.is_inference_mode_enabled() != inference:
                 modes.enter_context(torch.no_grad())  # which inference mode implies
                 modes.enter_context(torch.inference_mode(inference))

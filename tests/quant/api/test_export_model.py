@@ -215,7 +215,7 @@ def test_a_model_without_a_plan_and_things_that_are_no_model(tmp_path: Path) -> 
     for model, message in (
         (nn.Linear(32, 32), "Linear carries no plan"),
         (3, "takes a module, and this is a int"),
-        (tmp_path / "nowhere", "nowhere: no such directory"),
+        (tmp_path / "nowhere", "nowhere: no such file or directory"),
         (tmp_path, "no quantized checkpoint"),
     ):
         with pytest.raises(quant.UserError, match=message):

@@ -43,6 +43,7 @@ def test_loading_imports_nothing_that_decides_or_measures() -> None:
         "quant.base.json_files",
         "quant.base.parallel",
         "quant.base.processor",
+        "quant.base.torch_modes",
         "quant.models.gguf",
         "quant.models.open_model",
         "quant.export.checkpoint.files.tensors",
