@@ -73,7 +73,7 @@ docs: .venv/.docs  ## the documentation as a site in out/docs; a broken link is 
 
 docs-test: .venv/.engines  ## every command and Python line of README, docs/ and the notebooks, on tiny models
 	OMP_NUM_THREADS=1 $(RUN) pytest tests/test_documented_commands.py -m "not gpu" -n $(JOBS) $(ARGS)
-	.venv/bin/python tests/readme_blocks.py
+	PYTHONPATH=. .venv/bin/python tests/readme_blocks.py
 
 bench: .venv/.bench  ## every measurement of docs/benchmarks.md, with its peers; those of vLLM need its environment
 	set -e; for script in $(filter-out benchmarks/vllm_%,$(wildcard benchmarks/[a-z]*.py)); do echo "== $$script"; .venv/bin/python $$script; done

@@ -1,8 +1,8 @@
 """README.md from top to bottom, pasted block by block as a new user would, in a copy of the repository.
 
-    python tests/readme_blocks.py                              on a tiny model, in an environment linked to this one
-    python tests/readme_blocks.py --fresh                      the same in a new environment, filled by README's lines
-    python tests/readme_blocks.py --fresh --model smollm2-135m on the model of the demo: an hour on two cores
+    PYTHONPATH=. python tests/readme_blocks.py                on a tiny model, in an environment linked to this one
+    PYTHONPATH=. python tests/readme_blocks.py --fresh        the same in a new environment, filled by README's lines
+    PYTHONPATH=. python tests/readme_blocks.py --fresh --model smollm2-135m   on the model of the demo: 20 minutes
 
 The only edit is the name of the model in the place of `MODEL`. Every block ends with exit code 0, and prints the lines
 that stand below its commands. Not run are blocks behind `<!-- not run: REASON -->`, and commands whose comment begins
