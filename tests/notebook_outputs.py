@@ -1,4 +1,4 @@
-"""The notebooks of examples/: `python tests/notebook_outputs.py [NAME …]` runs them and writes their outputs again.
+"""The notebooks of examples/: `PYTHONPATH=. python tests/notebook_outputs.py [NAME …]` writes their outputs again.
 
 `test_documented_commands.py` compares: the same words, and numbers within a tenth, because processors add in their own
 orders and a choice of formats may turn on the last digit.
@@ -19,6 +19,7 @@ from typing import Any
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 NOTEBOOKS = sorted(EXAMPLES.glob("*.ipynb"))
 _NUMBER = re.compile(r"\d+(?:\.\d+)?(?:e-?\d+)?")
+_FRACTION = re.compile(r"\d+\.\d+")
 _TOLERANCE = 0.1
 
 
@@ -53,8 +54,14 @@ def stored(notebook: Path) -> list[str]:
 
 
 def differences(before: str, after: str) -> list[str]:
-    """Returns the lines that differ in a word, or in a number by more than a tenth; bars are drawn from numbers."""
-    lines = [[line.replace("█", "") for line in text.splitlines()] for text in (before, after)]
+    """Returns the lines that differ in a word, or in a number by more than a tenth, in whichever order they stand.
+
+    Bars are drawn from numbers, and a list of the largest is in another order where two differ in the last digit.
+    """
+    lines = [
+        sorted((line.replace("█", "") for line in text.splitlines()), key=lambda line: _FRACTION.sub("#", line))
+        for text in (before, after)
+    ]
     if len(lines[0]) != len(lines[1]):
         return [f"{len(lines[0])} lines, now {len(lines[1])}"]
     return [f"{old!r}, now {new!r}" for old, new in zip(*lines, strict=True) if not _alike(old, new)]
