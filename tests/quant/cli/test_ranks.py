@@ -378,9 +378,11 @@ def test_each_rank_has_a_gpu_of_its_own(asked: str, gpus: int, found: str, monke
 def test_the_launcher_gives_the_exit_code_of_the_rank_that_failed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    program = tmp_path / "python"
+    program, spoken = tmp_path / "python", tmp_path / "spoken"
+    # The second rank ends once the first has spoken: a rank that failed has the launcher end the others at once.
     program.write_text(
-        '#!/bin/sh\n[ $RANK = 1 ] || echo "$RANK of $WORLD_SIZE: $*"\n'
+        f'#!/bin/sh\nif [ $RANK = 0 ]; then echo "$RANK of $WORLD_SIZE: $*"; touch "{spoken}"; fi\n'
+        f'until [ -e "{spoken}" ]; do sleep 0.01; done\n'
         "[ $OMP_NUM_THREADS = 3 ] || exit 3\n"
         'case "$4 $RANK" in "fail 0") sleep 9;; "fail 1") exit 2;; esac\n'
         'case "$4 $RANK" in "die 1") kill -9 $$;; "die 0") sleep 9;; esac\n'
@@ -392,6 +394,7 @@ def test_the_launcher_gives_the_exit_code_of_the_rank_that_failed(
         ("fail", 2, ""),
         ("die", 128 + signal.SIGKILL, "error: rank 1 was killed by signal 9; run the same command again\n"),
     ):
+        spoken.unlink(missing_ok=True)
         monkeypatch.setenv("OMP_NUM_THREADS", "6")
         assert command.launch(["quantize", argument], 2) == code
         assert capfd.readouterr() == (f"0 of 2: -m quant quantize {argument}\n", error)
