@@ -40,6 +40,7 @@ class Watched:
 
     groups: dict[str, str] = field(default_factory=dict)  # name of the fusion group of each layer that shares its input
     input_dims: dict[str, int] = field(default_factory=dict)  # dimensions of the input of each layer that was called
+    convolutions: set[str] = field(default_factory=set)  # those that were called
 
     def add(self, other: Watched) -> None:
         """Adds the results of another pass for modules whose layers no earlier pass has called."""
@@ -50,6 +51,7 @@ class Watched:
         old = {group for name, group in other.groups.items() if name not in new}
         self.groups |= {name: group for name, group in other.groups.items() if name in new and group not in old}
         self.input_dims |= {name: other.input_dims[name] for name in new}
+        self.convolutions |= other.convolutions
 
     def of(self, layers: Sequence[Layer], *, complete: bool = False) -> list[Layer]:
         """Returns `layers` with the facts; after a `complete` pass, uncalled layers beside called ones are bypassed."""
@@ -59,8 +61,8 @@ class Watched:
                 layer,
                 group=self.groups.get(layer.name, layer.group),
                 input_dims=self.input_dims.get(layer.name),
-                is_bypassed=layer.kind == LayerKind.LINEAR
-                and layer.name not in self.input_dims
+                is_bypassed=layer.kind in (LayerKind.LINEAR, LayerKind.CONV)
+                and layer.name not in self.input_dims.keys() | self.convolutions
                 and parent_of(layer.name) in called,
             )
             for layer in layers
@@ -76,7 +78,9 @@ def watching(model: nn.Module, layers: Sequence[Layer]) -> Iterator[Watched]:
     """
     import torch
 
-    linears = {layer.name for layer in layers if layer.kind == LayerKind.LINEAR}
+    linears, convolutions = (
+        {layer.name for layer in layers if layer.kind == kind} for kind in (LayerKind.LINEAR, LayerKind.CONV)
+    )
     readers: dict[tuple[int, str], list[str]] = {}
     called: dict[str, int] = {}
     inputs = []
@@ -91,11 +95,19 @@ def watching(model: nn.Module, layers: Sequence[Layer]) -> Iterator[Watched]:
             called.pop(name, None)  # the layer that was called last stands last
             called[name] = x.dim()
 
-    modules = {name: module for name, module in model.named_modules() if name in linears}
-    handles = [m.register_forward_pre_hook(partial(watch, n), with_kwargs=True) for n, m in modules.items()]
+    watched, unfinished = Watched(), set[str]()
+    named = dict(model.named_modules())
+    handles = [
+        module.register_forward_pre_hook(partial(watch, name), with_kwargs=True)
+        for name, module in named.items()
+        if name in linears
+    ]
+    handles += [
+        named[name].register_forward_pre_hook(lambda *_, name=name: watched.convolutions.add(name))
+        for name in convolutions & named.keys()
+    ]
     # `eval()` sets every submodule, so the mode of each is put back one by one at the end.
     modes = {module: module.training for module in model.modules()}
-    watched, unfinished = Watched(), set[str]()
     try:
         model.eval()  # in training, this row would move the statistics of batch norms
         with torch.no_grad():

@@ -434,6 +434,8 @@ def _plan_layer(layer: Layer, choice: Rule, recipe: Recipe) -> LayerPlan:
         reason, weight = f"{reason}; {clause}" if reason else clause, fits
     if weight is not None and (refusal := obstacle(layer, weight, activation)):
         weight, reason = None, refusal
+    if weight is not None and activation is not None and layer.is_bypassed and layer.kind == LayerKind.CONV:
+        activation, reason = None, f"{reason}; inputs in 16 bit, because its module multiplies by the weight itself"
     if weight is None:
         activation = None
     elif layer.tied_to is not None:

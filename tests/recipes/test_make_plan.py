@@ -1,5 +1,6 @@
 """What plans say of layers that stay in 16 bit though they were asked for, and of inputs that nothing measures."""
 
+import copy
 from dataclasses import replace
 from pathlib import Path
 
@@ -35,6 +36,22 @@ def test_inputs_of_a_layer_that_is_never_called_are_not_promised_a_scale() -> No
     assert layer.weight is None and "no scale of inputs in nvfp4 can be measured" in layer.reason
     assert make_plan(model, "nvfp4a16").by_name[layer.name].weight is not None
     assert make_plan(model, "nvfp4").by_name["backbone.layers.0.mixer.x_proj"].weight is not None
+
+
+def test_inputs_of_a_convolution_that_its_mixer_reads_stay_in_16_bit() -> None:
+    """LFM2 convolves by the weight itself: the plan has no format for inputs that nothing would round."""
+    model = tiny_models.build("Lfm2", "ForCausalLM", {**tiny_models.DECODER, "layer_types": ["conv", "full_attention"]})
+    name, tokens = "model.layers.0.conv.conv", torch.arange(12)[None]
+    layer = make_plan(model, "int8", include=["*", "*.conv.conv"]).by_name[name]
+    assert str(layer.weight) == "int8" and layer.activation is None
+    assert "inputs in 16 bit, because its module multiplies by the weight itself" in layer.reason
+    refused = make_plan(model, "int8_static", include=["*", "*.conv.conv"]).by_name[name]
+    assert refused.weight is None and "no scale of inputs in int8_tensor can be measured" in refused.reason
+    done = quant.quantize(copy.deepcopy(model), "int8", solver="rtn", include=["*.conv.conv"])
+    conv = model.get_submodule(name)
+    conv.weight.data = done.model.get_submodule(name).weight.detach().view_as(conv.weight)
+    with torch.no_grad():
+        assert torch.equal(done.model(tokens).logits, model(tokens).logits)
 
 
 def test_an_unknown_solver_is_refused_before_the_model_runs() -> None:
