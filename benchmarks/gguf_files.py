@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from _llama_cpp import Llama
 from _table import machine, show, versions
-from _texts import python_rows, reference_rows
+from _texts import page_rows, python_rows, reference_rows
 from safetensors.torch import load_file
 
 import quant
@@ -35,7 +35,7 @@ from quant.export.gguf.export_gguf import stored_vocabulary, write_gguf
 from quant.models.open_model import open_model
 
 TITLE = "GGUF files beside llama.cpp's own"
-TOKENS = Path(__file__).parent / "data" / "smollm2_wikitext2_512.safetensors"
+DATA = Path(__file__).parent / "data"
 OURS = {"Q4_0": "q4_0", "Q4_K_M": "q4_k_m", "Q4_K_S": "q4_k_s", "Q5_K_M": "q5_k_m", "NVFP4": "nvfp4a16"}
 
 
@@ -58,16 +58,18 @@ def main(
 ) -> None:  # fmt: skip
     folder.mkdir(exist_ok=True)
     llama, source = Llama(python), open_model(model)
-    tokens, tokenizer = load_file(rows_file or TOKENS), source.load_tokenizer()
-    calibration = tokens["calibration"][:calibration_rows].long()
-    if mixture:
-        calibration, _ = mixture_rows(source.model, tokenizer, Session(), samples=calibration_rows, seqlen=512)
+    tokenizer = source.load_tokenizer()
     if rows_file:
-        names = {"WikiText": "WikiText-2", "Python": "Python", "prose": "reference"}
+        tokens, names = load_file(rows_file), {"WikiText": "WikiText-2", "Python": "Python", "prose": "reference"}
+        calibration = tokens["calibration"][:calibration_rows].long()
         texts = {name: tokens[stored][:rows].long() for name, stored in names.items()}
     else:
+        if mixture:
+            calibration, _ = mixture_rows(source.model, tokenizer, Session(), samples=calibration_rows, seqlen=512)
+        else:
+            calibration = page_rows(DATA / "calibration.txt", tokenizer, calibration_rows)
         texts = {
-            "WikiText": tokens["eval"][:rows].long(),
+            "WikiText": page_rows(DATA / "evaluation.txt", tokenizer, rows),
             "Python": python_rows(tokenizer, rows, "report"),
             "prose": reference_rows(tokenizer, rows, "report"),
         }
