@@ -195,7 +195,7 @@ class Inputs:
         flat, spec = zip(*(tree_flatten(call) for call in self.calls), strict=True)
         by_place = zip(*flat, strict=True)
         joined = [torch.cat(parts) if isinstance(parts[0], torch.Tensor) else parts[0] for parts in by_place]
-        return tree_unflatten(joined, spec[0])  # type: ignore[no-any-return]
+        return tree_unflatten(joined, spec[0])
 
 
 def inputs_of(data: Any, model: nn.Module) -> Inputs:

@@ -123,8 +123,7 @@ def block_amax(x: torch.Tensor, format: Format) -> torch.Tensor:
     """Returns the largest magnitude of each block of `x` `[..., rows, columns]`, shaped as the block scales."""
     rows, columns = format.block_shape(x.shape)
     blocks = pad(x.abs(), (0, -x.shape[-1] % columns, 0, -x.shape[-2] % rows))
-    amax: torch.Tensor = blocks.unflatten(-1, (-1, columns)).unflatten(-3, (-1, rows)).amax(dim=(-3, -1))
-    return amax
+    return blocks.unflatten(-1, (-1, columns)).unflatten(-3, (-1, rows)).amax(dim=(-3, -1))
 
 
 class Observer:

@@ -574,8 +574,7 @@ class _ExpertsOnDevice:
         return self.copies[expert]
 
     def tensor(self) -> torch.Tensor:
-        whole: torch.Tensor = self.stored.tensor()
-        return whole
+        return self.stored.tensor()
 
 
 @contextmanager

@@ -91,8 +91,7 @@ class MomentSpread:
         evenness = self.squared_tokens / self.tokens**2
         # All tokens in one piece: Σ n_r² = (Σ n_r)².
         if evenness == 1:
-            rate: torch.Tensor = products.new_full((), self.columns / (self.columns + self.tokens))
-            return rate
+            return products.new_full((), self.columns / (self.columns + self.tokens))
         mean = products / self.tokens
         # Σ n_r² (P_r / n_r - mean)², written out.
         spread = squares - 2 * mean * weighted + self.squared_tokens * mean.square()
@@ -140,8 +139,7 @@ class LayerStats:
         if self.second_moment is not None:
             return self.second_moment
         assert self.block_moments is not None
-        matrix: torch.Tensor = torch.block_diag(*self.block_moments)
-        return matrix
+        return torch.block_diag(*self.block_moments)
 
     def blocks(self, width: int) -> torch.Tensor:
         """Returns the diagonal blocks of the second moment, `[in / width, width, width]`."""

@@ -68,7 +68,7 @@ class Call:
             return torch.cat(
                 [self.args[s.slot] if isinstance(s.slot, int) else self.kwargs[s.slot] for s in self.streams], 1
             )
-        return self.args[self.slot] if isinstance(self.slot, int) else self.kwargs[self.slot]  # type: ignore[no-any-return]
+        return self.args[self.slot] if isinstance(self.slot, int) else self.kwargs[self.slot]
 
     def with_hidden(self, hidden: torch.Tensor) -> Self:
         """Returns the same call on another hidden state; without tokens, where it is empty."""
@@ -112,7 +112,7 @@ def output_of(result: Any) -> torch.Tensor:
     """Returns the hidden state of a block's result: the tensor, or the first of a tuple or of a model output."""
     if isinstance(result, Mapping):
         result = tuple(result.values())
-    return result[0] if isinstance(result, tuple | list) else result  # type: ignore[no-any-return]
+    return result[0] if isinstance(result, tuple | list) else result
 
 
 def _tensors_of(result: Any) -> list[Any]:

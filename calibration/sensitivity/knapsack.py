@@ -50,8 +50,7 @@ class KnapsackProblem:
     @property
     def allowed(self) -> np.ndarray:
         """Whether a group may take a format, bool `[G, F]`."""
-        allowed: np.ndarray = np.isfinite(self.scores)
-        return allowed
+        return np.isfinite(self.scores)
 
     def total(self, resource: str, choice: Sequence[int] | np.ndarray) -> float:
         """Returns the sum of `resource` (a key of `costs`, or "score") over a choice."""
@@ -150,8 +149,7 @@ def _milp(problem: KnapsackProblem, limits: Mapping[str, float], minimize: str, 
     # x is 0 or 1 up to the tolerance: the largest of a group's variables is its format.
     variables = np.full(problem.scores.shape, -np.inf)
     variables[rows, columns] = result.x
-    choice: np.ndarray = variables.argmax(axis=1)
-    return choice
+    return variables.argmax(axis=1)
 
 
 @contextmanager

@@ -311,7 +311,7 @@ class SwitchableLayer(Substitute):
     def forward(self, input: torch.Tensor, index: int | None = None) -> torch.Tensor:
         """Maps `[..., in]` to `[..., out]`; `index` is the expert's."""
         if torch.is_grad_enabled():
-            return _Probe.apply(input, self.formats.anchor, self, index)  # type: ignore[no-any-return, no-untyped-call]
+            return _Probe.apply(input, self.formats.anchor, self, index)  # type: ignore[no-untyped-call]
         return self.compute(input, index)
 
     def compute(self, x: torch.Tensor, index: int | None) -> torch.Tensor:

@@ -220,7 +220,7 @@ class _Learned(Substitute):
 
     def values(self) -> torch.Tensor:
         step = self._scale() * self.second if self.learns_scale else self.first_step
-        return _Rounded.apply(self.latent, step, self.first_step, self.format)  # type: ignore[no-any-return, no-untyped-call]
+        return _Rounded.apply(self.latent, step, self.first_step, self.format)  # type: ignore[no-untyped-call]
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         x = self.layer.parts.input(input)

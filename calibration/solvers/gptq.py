@@ -631,8 +631,7 @@ def round_with_feedback(
 def _to_errors(U: Tensor) -> Tensor:
     """Returns U⁻ᵀ, which maps w - q to the errors e."""
     eye = torch.eye(len(U), dtype=U.dtype, device=U.device)
-    errors: Tensor = torch.linalg.solve_triangular(U.t(), eye, upper=False)
-    return errors
+    return torch.linalg.solve_triangular(U.t(), eye, upper=False)
 
 
 def _nearest(x: Tensor, number: Number) -> Tensor:
@@ -771,8 +770,7 @@ def inverse_of_upper(upper: Tensor, inverse: Tensor | None = None) -> Tensor:
 
 
 def _inverse_of_leaf(upper: Tensor) -> Tensor:
-    inverse: Tensor = torch.linalg.solve_triangular(upper, torch.zeros_like(upper).fill_diagonal_(1), upper=True)
-    return inverse
+    return torch.linalg.solve_triangular(upper, torch.zeros_like(upper).fill_diagonal_(1), upper=True)
 
 
 def corrected_weight(

@@ -178,8 +178,7 @@ def _output_directions(weighted: torch.Tensor, rank: int) -> torch.Tensor:
     """Returns the left singular vectors of W L that belong to its largest singular values, `[out, rank]`."""
     rows, columns = weighted.shape
     if rows <= columns:
-        directions: torch.Tensor = torch.linalg.eigh(weighted @ weighted.t())[1][:, -rank:].flip(1)
-        return directions
+        return torch.linalg.eigh(weighted @ weighted.t())[1][:, -rank:].flip(1)
     # The smaller Gram matrix gives right singular vectors V_r; W L V_r = U_r S_r, whose span QR keeps.
     strongest = torch.linalg.eigh(weighted.t() @ weighted)[1][:, -rank:].flip(1)
     directions = torch.linalg.qr(weighted @ strongest)[0]

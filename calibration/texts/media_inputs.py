@@ -369,10 +369,9 @@ class Preparer:
         turns: list[dict[str, Any]] = [{"role": "user", "content": question}]
         if texts:
             turns.append({"role": "assistant", "content": [{"type": "text", "text": texts[0]}]})
-        dialogue: str = self.processor.apply_chat_template(
+        return self.processor.apply_chat_template(
             turns, chat_template=self.template, add_generation_prompt=not texts, tokenize=False
         )
-        return dialogue
 
 
 def decoder_ids(model: nn.Module, tokenizer: Any, target: str, length: int) -> torch.Tensor:

@@ -569,8 +569,7 @@ def _read_safetensors(name: str) -> torch.Tensor:
             if key not in names:
                 held = ", ".join(names) or "none"
                 raise ValueError(f"{path}: name one of its tensors as {path}:NAME; it holds {held}")
-            tensor: torch.Tensor = file.get_tensor(key)
-            return tensor
+            return file.get_tensor(key)
     except SafetensorError as error:
         raise ValueError(f"{path}: not a complete safetensors file: {error}") from None
 

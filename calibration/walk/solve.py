@@ -505,7 +505,7 @@ def _weight_of(model: nn.Module, layer: LayerPlan, copy: torch.Tensor | None = N
     For one that is still in its files, a lazy reader.
     """
     if layer.kind == LayerKind.EXPERTS:
-        return expert_matrices(model, layer.name, copy)  # type: ignore[no-any-return]
+        return expert_matrices(model, layer.name, copy)
     if copy is not None:
         return copy
     weight = _parameter_of(model, layer)

@@ -386,8 +386,7 @@ class _Part(nn.Module):
         self.whole, self.product, self.index = whole, product, index
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        part: torch.Tensor = self.product(x)[self.index]
-        return part
+        return self.product(x)[self.index]
 
 
 @contextlib.contextmanager
@@ -479,8 +478,7 @@ def _attention(
     queries = q.unflatten(1, (kv_heads, group)).flatten(2, 3)
     seen = mask[:, :, None].expand(-1, -1, group, -1, -1).flatten(2, 3)
     grouped = nn.functional.scaled_dot_product_attention(queries, k, v, seen, scale=scale)
-    out: torch.Tensor = grouped.unflatten(2, (group, sequence)).flatten(1, 2)
-    return out
+    return grouped.unflatten(2, (group, sequence)).flatten(1, 2)
 
 
 DECODER_BODIES: dict[str, Callable[..., torch.Tensor]] = {**BODIES, EXPORTED_ATTENTION: _attention, _SCATTER: scatter}
@@ -559,8 +557,7 @@ class AotiSession:
                 logits = self._run({name: x.to(self._device) for name, x in inputs.items()}, self._caches)
         except RuntimeError as error:
             raise UserError(f"{self._path}: the package stopped: {' '.join(str(error).split())[:300]}") from error
-        result: np.ndarray = logits.float().cpu().numpy()
-        return result
+        return logits.float().cpu().numpy()
 
     def _replayed(self, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
         """Returns the logits of a step of one token a row; the first one of an empty cache's rows is captured."""

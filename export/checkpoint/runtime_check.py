@@ -157,8 +157,7 @@ def probe_vllm(directory: Path, request: Mapping[str, Any], out: Path) -> None:
 
     def generate(prompts: list[list[int]], **options: Any) -> list[Any]:
         ask = vllm.SamplingParams(temperature=0, detokenize=False, ignore_eos=True, **options)
-        outputs: list[Any] = llm.generate([{"prompt_token_ids": row} for row in prompts], ask, use_tqdm=False)
-        return outputs
+        return llm.generate([{"prompt_token_ids": row} for row in prompts], ask, use_tqdm=False)
 
     notes.is_open = True
     outputs = generate(rows, max_tokens=new, prompt_logprobs=1)

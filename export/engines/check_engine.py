@@ -68,8 +68,7 @@ class DecodingRun:
     @property
     def tokens(self) -> np.ndarray:
         """The likeliest token of each step, `[rows, steps]`."""
-        likeliest: np.ndarray = self.logits.argmax(-1)
-        return likeliest
+        return self.logits.argmax(-1)
 
 
 def reference_run(
@@ -284,8 +283,7 @@ def noise_limits(noise_kl: float, noise_agreement: float) -> tuple[float, float]
 def _among_likeliest(tokens: np.ndarray, logits: np.ndarray) -> np.ndarray:
     """Returns whether each of the tokens `[rows, steps]` is among the `NEAREST` likeliest of the logits."""
     own = np.take_along_axis(logits, tokens[..., None], -1)
-    among: np.ndarray = ((logits > own).sum(-1) < NEAREST) & np.isfinite(own[..., 0])
-    return among
+    return ((logits > own).sum(-1) < NEAREST) & np.isfinite(own[..., 0])
 
 
 def _mean_kl(expected: np.ndarray, computed: np.ndarray) -> float:
@@ -447,7 +445,7 @@ def probabilities(logits: np.ndarray, sampling: Sampling) -> np.ndarray:
     # The smallest set of the likeliest tokens whose sum reaches top_p: a token is out if those before it reach it.
     before = np.cumsum(p[order]) - p[order]
     p[order[before >= sampling.top_p]] = 0
-    return p / p.sum()  # type: ignore[no-any-return]
+    return p / p.sum()
 
 
 @dataclass(frozen=True)

@@ -248,8 +248,7 @@ def _half_scales(weight: BlockScaledTensor) -> Tensor:
         )
     blocks = weight.shape[-1] // 32
     half = half.repeat_interleave(blocks // half.shape[-1], dim=-1)
-    stored: Tensor = half.contiguous().view(torch.uint8).unflatten(-1, (-1, 2))
-    return stored
+    return half.contiguous().view(torch.uint8).unflatten(-1, (-1, 2))
 
 
 def _five_bits(weight: BlockScaledTensor) -> tuple[Tensor, Tensor]:

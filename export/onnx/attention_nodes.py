@@ -166,8 +166,7 @@ def scatter(cache: torch.Tensor, x: torch.Tensor, index: torch.Tensor) -> torch.
     rows = torch.arange(cache.shape[0], device=cache.device)[:, None]
     positions = index[:, None] + torch.arange(x.shape[2], device=cache.device)
     # Indices with a slice between them come first in the result: [batch, sequence, kv_heads, dim].
-    written: torch.Tensor = torch.ops.aten.index_put(cache, [rows, None, positions], x.transpose(1, 2))
-    return written
+    return torch.ops.aten.index_put(cache, [rows, None, positions], x.transpose(1, 2))
 
 
 def _cache_translation(format: str) -> Callable[..., Any]:

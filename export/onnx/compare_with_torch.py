@@ -85,8 +85,7 @@ def dequantize_blocks(codes: np.ndarray, scale: np.ndarray, block: tuple[int, in
     """Returns `codes` times its scales, one a block of the last two axes; float32."""
     rows, columns = codes.shape[-2:]
     wide = np.repeat(np.repeat(scale.astype(np.float32), block[0], -2), block[1], -1)
-    values: np.ndarray = codes.astype(np.float32) * wide[..., :rows, :columns]
-    return values
+    return codes.astype(np.float32) * wide[..., :rows, :columns]
 
 
 @functools.cache
@@ -285,8 +284,7 @@ class LayerGraphs:
         """Returns the numbers of an initializer."""
         from onnx import numpy_helper
 
-        numbers: np.ndarray = numpy_helper.to_array(self.loaded(name))
-        return numbers
+        return numpy_helper.to_array(self.loaded(name))
 
     def weight(self, name: str) -> Any:
         """Returns a model that computes the layer's weight `[out, in]`, float32, before any cast to half."""

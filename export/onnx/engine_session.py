@@ -151,5 +151,4 @@ class OnnxruntimeSession:
         except Exception as error:  # onnxruntime has a class for each of its status codes, and no base of them
             raise UserError(f"{self._path}: onnxruntime stopped: {' '.join(str(error).split())[:300]}") from error
         # The outputs are in the order in which they were bound.
-        logits: np.ndarray = binding.get_outputs()[-1].numpy().astype(np.float32)
-        return logits
+        return binding.get_outputs()[-1].numpy().astype(np.float32)

@@ -120,8 +120,7 @@ def _op(self: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k
         is_quantized = isinstance(projection, QuantExperts)
         operands += [projection.codes, projection.scale] if is_quantized else [projection, None]
         formats.append(projection.weight_format.name if is_quantized else "")
-    y: torch.Tensor = torch.ops.quant.onnx_experts(hidden_states, top_k_index, top_k_weights, *operands, *formats)
-    return y
+    return torch.ops.quant.onnx_experts(hidden_states, top_k_index, top_k_weights, *operands, *formats)
 
 
 torch.library.define(

@@ -156,8 +156,7 @@ def _without_query_seqlens(path: Path, options: Any) -> bytes:
         if node.op_type == "GroupQueryAttention" and len(node.input) > _QUERY_SEQLENS:
             del node.input[7:]  # the inputs between are not given
     options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(path.parent))
-    content: bytes = model.SerializeToString()
-    return content
+    return model.SerializeToString()
 
 
 # Activation formats by weight format; as activations, fp8_channel is fp8_token and int8 is int8_token.

@@ -91,8 +91,7 @@ class CachedAttention(Attention):
 
     def cached(self, past: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         """Returns the cache `[batch, kv_heads, tokens, dim]` with the new tokens in it."""
-        written: torch.Tensor = torch.ops.quant.onnx_scatter(past, x, self.inputs[LENGTHS])
-        return written
+        return torch.ops.quant.onnx_scatter(past, x, self.inputs[LENGTHS])
 
     def cache_inputs(self, shapes: Sequence[tuple[int, int, torch.dtype]], capacity: int) -> dict[str, GraphInput]:
         """Returns the graph's inputs that hold the cache, from the heads, dimensions and dtypes of keys and values.
@@ -142,8 +141,7 @@ class GroupedAttention(CachedAttention):
         operands = query, keys.key, keys.value, *past, self.inputs[LENGTHS]
         out, *new = torch.ops.quant.onnx_grouped_attention(*operands, scale, keys.window)
         self.new += new
-        attended: torch.Tensor = out
-        return attended
+        return out
 
 
 class ServingGraph(nn.Module):

@@ -107,8 +107,7 @@ class TensorrtSession:
         if not context.execute_async_v3(self._stream.cuda_stream):
             raise UserError(f"{self._path}: the engine stopped at a step of {list(ids.shape)} tokens")
         self._stream.synchronize()
-        result: np.ndarray = logits.float().cpu().numpy()
-        return result
+        return logits.float().cpu().numpy()
 
     def _context(self, shape: tuple[int, ...]) -> Any:
         """Returns the execution context of the profile whose range of widths is narrowest around `shape`."""

@@ -263,8 +263,7 @@ def lay_out_v(v: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
     blocks = scale_blocks(v.shape[2], None if cu_seqlens is None else len(cu_seqlens) - 1)
     padded = torch.zeros(*v.shape[:2], blocks * SCALE_BLOCK, v.shape[3], dtype=v.dtype, device=v.device)
     padded[:, :, _padded_rows(v, v.shape[2], cu_seqlens)] = v
-    laid_out: Tensor = padded.unflatten(2, (-1, 2, 4, 2)).transpose(3, 4).flatten(2, 5).mT.contiguous()
-    return laid_out
+    return padded.unflatten(2, (-1, 2, 4, 2)).transpose(3, 4).flatten(2, 5).mT.contiguous()
 
 
 def restore_v(v: Tensor, tokens: int, cu_seqlens: Tensor | None = None) -> Tensor:

@@ -164,7 +164,7 @@ def fp8_attention(
         raise ValueError(f"{where}: scales are {scales.dtype} {list(scales.shape)}, expected float32 [3] (q, k, v)")
     check_devices(where, q, k, v, scales)
     scale = options.scale_of(q.shape[3])
-    return torch.ops.quant.fp8_attention(q, k, v, scales, causal, scale, dtype)  # type: ignore[no-any-return]
+    return torch.ops.quant.fp8_attention(q, k, v, scales, causal, scale, dtype)
 
 
 def has_attention_kernel(x: Tensor, dtype: torch.dtype) -> bool:
@@ -289,7 +289,7 @@ def attend_in_fp8(q: Tensor, k: Tensor, v: Tensor, softmax_scale: float | None =
 
     The arguments are those of `quantize_attention`.
     """
-    return torch.ops.quant.attend_in_fp8(q, k, v, softmax_scale)  # type: ignore[no-any-return]
+    return torch.ops.quant.attend_in_fp8(q, k, v, softmax_scale)
 
 
 register(

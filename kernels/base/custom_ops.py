@@ -96,7 +96,7 @@ def _with_gradients(op: Any, function: Any, positions: Sequence[int]) -> Callabl
 def below_autograd(op: Any, keyset: Any, *args: Any) -> Tensor:
     """Computes the op below autograd, as for tensors that need no gradient."""
     with torch._C._AutoDispatchBelowAutograd():
-        return op._handle.redispatch_boxed(keyset & torch._C._after_autograd_keyset, *args)  # type: ignore[no-any-return]
+        return op._handle.redispatch_boxed(keyset & torch._C._after_autograd_keyset, *args)
 
 
 def _in_autocast(op: Any, kind: str) -> Callable[..., Any]:

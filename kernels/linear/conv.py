@@ -150,12 +150,11 @@ class QuantConv(ConvGeometry, QuantizedModule):
     def convolve(self, x: Tensor, output_padding: Sequence[int]) -> Tensor:
         """Computes the op on an input `[batch, in, size…]` that `padded` gave."""
         activation = self.activation_format
-        y: Tensor = torch.ops.quant.conv.default(
+        return torch.ops.quant.conv.default(
             x, self.codes, self.scale, self.bias, self.input_scale, self.weight_format.name,
             "" if activation is None else activation.name, self.stride, self.op_padding, self.dilation,
             self.transposed, output_padding, self.groups,
         )  # fmt: skip
-        return y
 
     def extra_repr(self) -> str:
         kernel = "×".join(map(str, self.kernel_size))

@@ -29,7 +29,7 @@ def quantized_embedding(ids: Tensor, weight: BlockScaledTensor, dtype: torch.dty
         raise ValueError(f"embedding of {list(weight.shape)}: ids are {ids.dtype}, expected int32 or int64")
     if ids.device != weight.codes.device:
         raise ValueError(f"embedding of {list(weight.shape)}: ids are on {ids.device}, codes on {weight.codes.device}")
-    return torch.ops.quant.embedding(  # type: ignore[no-any-return]
+    return torch.ops.quant.embedding(
         ids, weight.codes, weight.scale, weight.global_scale, weight.format.name, weight.shape[1], dtype
     )
 

@@ -66,11 +66,10 @@ def grouped_linear(
         )
     if bias is not None and (bias.shape != weight.shape[:2] or not bias.is_contiguous()):
         raise ValueError(f"grouped linear: bias is {list(bias.shape)}, expected {list(weight.shape[:2])}, contiguous")
-    y: Tensor = torch.ops.quant.grouped_linear(
+    return torch.ops.quant.grouped_linear(
         x, weight.codes, weight.scale, weight.global_scale, input_scale, offsets, weight.format.name,
         activation.name if activation else "", bias,
     )  # fmt: skip
-    return y
 
 
 def sort_by_expert(index: Tensor, experts: int) -> tuple[Tensor, Tensor]:
@@ -380,8 +379,7 @@ class QuantExperts(QuantizedModule, ExpertStack):
         """Maps `[experts, tokens, in]` to `[experts, tokens, out]`, each expert with its own tokens."""
         # Every expert has the same number of tokens, so offsets are its multiples.
         offsets = torch.arange(len(x) + 1, device=x.device, dtype=torch.int32) * x.shape[1]
-        y: Tensor = self.grouped(x.flatten(0, 1), offsets).unflatten(0, x.shape[:2])
-        return y
+        return self.grouped(x.flatten(0, 1), offsets).unflatten(0, x.shape[:2])
 
     def grouped(self, x: Tensor, offsets: Tensor) -> Tensor:
         """Maps `[tokens, in]`, sorted by expert, to `[tokens, out]`. Rows of expert e begin at `offsets[e]`."""

@@ -53,8 +53,8 @@ def round_input(x: Tensor, activation: Format, input_scale: Tensor | None) -> Te
     """Returns an input `[..., in]` as a packed linear rounds it, with straight-through gradients."""
     # Inputs beyond the range of a static scale have no gradient. The largest of a short block also gets its scale's.
     if runs_eagerly(x):
-        return _RoundInput.apply(None, x, input_scale, activation.name)  # type: ignore[no-any-return, no-untyped-call]
-    return torch.ops.quant.round_input(x, input_scale, activation.name)  # type: ignore[no-any-return]
+        return _RoundInput.apply(None, x, input_scale, activation.name)  # type: ignore[no-untyped-call]
+    return torch.ops.quant.round_input(x, input_scale, activation.name)
 
 
 def _round_input(x: Tensor, input_scale: Tensor | None, activation: str) -> Tensor:
@@ -63,7 +63,7 @@ def _round_input(x: Tensor, input_scale: Tensor | None, activation: str) -> Tens
         with torch.cuda.device_of(x):
             rows = x.reshape(-1, x.shape[-1])
             if format.global_scale == (input_scale is not None) and _kernels().can_measure(format, rows.shape):
-                return _kernels().round_weight(rows, format, x.dtype, None, input_scale).view(x.shape)  # type: ignore[no-any-return]
+                return _kernels().round_weight(rows, format, x.dtype, None, input_scale).view(x.shape)
             return round_rows(rows, format, input_scale).view(x.shape)
     # An op returns no tensor that it was given, as rounding does of no rows.
     return round_activation(x, format, input_scale) if x.numel() else x.clone()
@@ -117,8 +117,7 @@ def _passed(gradient: Tensor, x: Tensor, input_scale: Tensor, format: Format) ->
     largest = format.element.max * (format.scale.max if format.global_scale else 1)
     if runs_eagerly(gradient) and x.is_contiguous():
         with torch.cuda.device_of(x):
-            result: Tensor = _kernels().within(gradient, x, input_scale.reshape(()), largest)
-            return result
+            return _kernels().within(gradient, x, input_scale.reshape(()), largest)
     # Beyond the range the code saturates, and a small change of x moves nothing.
     return gradient * (x.float().abs() <= largest * input_scale.float().reshape(()))
 
@@ -186,8 +185,8 @@ def round_weight(
     """
     arguments = (weight, scale, global_scale, format.name, rule, stored, dtype, clips and scale is not None)
     if runs_eagerly(weight):
-        return _RoundWeight.apply(None, *arguments)  # type: ignore[no-any-return, no-untyped-call]
-    return torch.ops.quant.round_weight(*arguments)  # type: ignore[no-any-return]
+        return _RoundWeight.apply(None, *arguments)  # type: ignore[no-untyped-call]
+    return torch.ops.quant.round_weight(*arguments)
 
 
 def measured_scale(
@@ -219,8 +218,7 @@ def measured_global_scale(weights: Sequence[Tensor], format: Format) -> Tensor:
     # It has gone through the reciprocal that files may store.
     if all(runs_eagerly(weight) and weight.dim() == 2 for weight in weights):
         with torch.cuda.device_of(weights[0]):
-            result: Tensor = _kernels().global_scale(weights, format)
-            return result
+            return _kernels().global_scale(weights, format)
     # compressed-tensors files store 1 / s in float32: this is the s that a reader computes from it.
     return 1 / (1 / global_scale_of(group_amax(weights), format, "max"))
 
@@ -231,7 +229,7 @@ def _amax(weight: Tensor) -> Tensor:
         amax: Tensor = torch.linalg.vector_norm(weight, torch.inf, dim=(-2, -1))
         return amax.float()
     sharded_amax: Any = weight.abs().amax(dim=(-2, -1)).float()
-    return sharded_amax.full_tensor()  # type: ignore[no-any-return]
+    return sharded_amax.full_tensor()
 
 
 def _round_weight(
@@ -243,8 +241,7 @@ def _round_weight(
         with torch.cuda.device_of(weight):
             if scale is None and not (rule == "max" and _kernels().can_measure(format, weight.shape)):
                 scale = measured_scale(weight, format, rule, global_scale, stored)
-            result: Tensor = _kernels().round_weight(weight, format, dtype, scale, global_scale)
-            return result
+            return _kernels().round_weight(weight, format, dtype, scale, global_scale)
     if scale is None:
         scale = measured_scale(weight, format, rule, global_scale, stored)
     return round_with_scale(weight, format, scale, global_scale, dtype)
@@ -257,8 +254,7 @@ def _weight_gradient(
     format = FORMATS[format_name]
     if weight.is_cuda and has_triton() and weight.dim() == 2:
         with torch.cuda.device_of(weight):
-            result: Tensor = _kernels().masked_gradient(gradient, weight, format, scale, global_scale)
-            return result
+            return _kernels().masked_gradient(gradient, weight, format, scale, global_scale)
     # Straight-through: d round(w) / dw = 1 inside the range, 0 where the code is clipped.
     inside = _inside(weight.float(), weight_steps(scale, global_scale, format, weight.shape), format)
     return (gradient * inside).to(weight.dtype)
@@ -275,8 +271,7 @@ def _scale_gradient(
     format = FORMATS[format_name]
     if weight.is_cuda and has_triton() and weight.dim() == 2 and _kernels().can_sum(format, weight.shape):
         with torch.cuda.device_of(weight):
-            result: Tensor = _kernels().scale_gradient(gradient, weight, format, scale, global_scale)
-            return result
+            return _kernels().scale_gradient(gradient, weight, format, scale, global_scale)
     rows, columns = format.block_shape(weight.shape)
     step = weight_steps(scale, global_scale, format, weight.shape)
     steps = weight.float() / step

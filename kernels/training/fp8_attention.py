@@ -59,7 +59,7 @@ class _FP8Attention(torch.autograd.Function):
         ctx.options = causal, window, softmax_scale
         out, *saved = torch.ops.quant.fp8_attention_training(q, k, v, *ctx.options)
         ctx.save_for_backward(out, *saved)
-        return out  # type: ignore[no-any-return]
+        return out
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:

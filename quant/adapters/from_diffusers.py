@@ -144,7 +144,7 @@ def _fp8_attention(
     """Attends with operands in FP8, `[batch, tokens, heads, dim]`; calls with a mask stay in 16 bit."""
     if attn_mask is not None or is_causal:
         native = _AttentionBackendRegistry._backends[AttentionBackendName.NATIVE]
-        return native(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)  # type: ignore[no-any-return]
+        return native(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     return attend_in_fp8(q, k, v, scale).transpose(1, 2)
 

@@ -62,7 +62,7 @@ class QuantConfig(CompressedTensorsConfig):  # type: ignore[misc]
     """
 
     def __new__(cls, *args: Any, **kwargs: Any) -> QuantConfig:
-        return super().__new__(_Config)  # type: ignore[no-any-return]
+        return super().__new__(_Config)
 
     def __init__(self, recipe: str | Recipe | Plan | None = None, data: Any = None, **options: Any) -> None:
         self.quant_method = METHOD

@@ -118,7 +118,7 @@ class LoraQATLinear(Linear):  # type: ignore[misc]
             raise UserError("adapter_names: rows of a batch cannot have different adapters inside of the rounding")
         if self.disable_adapters and self.merged:
             self.unmerge()
-        return self.base_layer(x)  # type: ignore[no-any-return]
+        return self.base_layer(x)
 
     def unload_and_optionally_merge_module(
         self, merge: bool, safe_merge: bool = False, adapter_names: list[str] | None = None
@@ -178,17 +178,17 @@ class LoraQuantLinear(Linear):  # type: ignore[misc]
     def _get_base_layer_device_and_dtype(self, base_layer: Any) -> tuple[torch.device, torch.dtype]:
         if isinstance(base_layer, QuantLinear):  # whose weight is dequantized on access
             return base_layer.codes.device, base_layer.dtype
-        return super()._get_base_layer_device_and_dtype(base_layer)  # type: ignore[no-any-return]
+        return super()._get_base_layer_device_and_dtype(base_layer)
 
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Computes PEFT's forward; where it can, an adapter's last product also adds its output to the layer's."""
         names, dtype = [name for name in self.active_adapters if name in self.lora_A], autocast_dtype(x)
         plain = not (args or kwargs or self.disable_adapters or self.merged)
         if not (plain and all(self._is_plain(x, name, dtype) for name in names)):
-            return super().forward(x, *args, **kwargs)  # type: ignore[no-any-return]
+            return super().forward(x, *args, **kwargs)
         if len(names) == 1 and self._is_one_product(names[0]):
             down, up = self.lora_A[names[0]].weight, self.lora_B[names[0]].weight
-            return _Adapted.apply(x, down, up, self.scaling[names[0]], self.base_layer, dtype or x.dtype)  # type: ignore[no-any-return, no-untyped-call]
+            return _Adapted.apply(x, down, up, self.scaling[names[0]], self.base_layer, dtype or x.dtype)  # type: ignore[no-untyped-call]
         y: torch.Tensor = self.base_layer(x)
         for name in names:
             low = self.lora_A[name](self.lora_dropout[name](x)).flatten(0, -2)
@@ -318,7 +318,7 @@ class LoraQuantExperts(ExpertStack, LoraLayer):  # type: ignore[misc]
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.base_layer.dtype  # type: ignore[no-any-return]
+        return self.base_layer.dtype
 
     def _factors(self, adapter: str) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns `[experts, r, in]` and `[experts, out, r]`, the scaling included."""
@@ -345,7 +345,7 @@ class LoraQuantExperts(ExpertStack, LoraLayer):  # type: ignore[misc]
         """Computes `QuantExperts.grouped` with adapters; they take experts one by one, and wait for the offsets."""
         y, active = self.base_layer.grouped(x, offsets), self._active
         if not active:
-            return y  # type: ignore[no-any-return]
+            return y
         bounds = offsets.tolist()
         rows = [_add(x.new_zeros(()), x[a:b], e, active) for e, (a, b) in enumerate(pairwise(bounds)) if b > a]
         branch = self.stacking.outputs(torch.cat(rows)) if rows else y[:0]

@@ -227,5 +227,4 @@ def value_of(tensor: torch.Tensor, *, whole: bool = True) -> torch.Tensor:
     stored = getattr(tensor, "stored", None)
     if stored is None or (stored.runs_alone and not whole):
         return tensor.detach()
-    read: torch.Tensor = stored.tensor()
-    return read
+    return stored.tensor()

@@ -141,7 +141,7 @@ def _written(logits: Logits, tokenizer: Any, question: Question) -> str:
         ids.append(int(logits.logits(hidden).argmax()))
         text = tokenizer.decode(ids[start:], skip_special_tokens=False)
         if ids[-1] == tokenizer.eos_token_id:
-            return tokenizer.decode(ids[start:-1]).strip()  # type: ignore[no-any-return]
+            return tokenizer.decode(ids[start:-1]).strip()
         if "\n" in text.lstrip() or not answer.startswith(text.strip().rstrip("\ufffd")):
             break
     return text.lstrip().partition("\n")[0].strip()

@@ -304,8 +304,7 @@ def _wide_logits(model: nn.Module) -> Iterator[None]:
             logits = torch.cat([row.float() @ part.float().T for part in head.weight.split(_HEAD_ROWS)], 1)
         if head.bias is not None:
             logits = logits + head.bias.float()
-        wide: torch.Tensor = logits.unflatten(0, x.shape[:-1])
-        return wide
+        return logits.unflatten(0, x.shape[:-1])
 
     # An instance attribute hides the method of the class; deleting it brings the method back.
     head.forward = forward  # type: ignore[method-assign, assignment]

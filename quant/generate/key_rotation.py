@@ -152,5 +152,4 @@ def _moment(x: torch.Tensor, kv_heads: int) -> torch.Tensor:
     least = nonzero(channels.mean(-1, keepdim=True) * _FLOOR)
     # The prior has the measured variance of each channel and no correlation.
     prior = torch.diag_embed(channels * PRIOR)
-    mean: torch.Tensor = (product * seen + prior) / (seen + PRIOR) + torch.diag_embed(least.expand_as(channels))
-    return mean
+    return (product * seen + prior) / (seen + PRIOR) + torch.diag_embed(least.expand_as(channels))

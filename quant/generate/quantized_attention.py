@@ -193,8 +193,7 @@ def mask_unless_causal(
         return None
     arguments |= {"mask_function": mask_function or causal_mask_function, "allow_is_causal_skip": False}
     arguments |= {"kv_length": kv_length, "kv_offset": kv_offset, "attention_mask": attention_mask}
-    mask: torch.Tensor | None = sdpa_mask(**arguments, local_size=local_size)
-    return mask
+    return sdpa_mask(**arguments, local_size=local_size)
 
 
 def _is_window(mask_function: Any, size: int | None) -> bool:

@@ -136,7 +136,7 @@ def outline_of_denoiser(cls: Any, directory: Path) -> nn.Module:
     with explained(directory / "config.json"), accelerate.init_empty_weights(include_buffers=False):
         try:
             torch.set_default_dtype(_dtype_of(directory) or before)
-            return cls.from_config(fields)  # type: ignore[no-any-return]
+            return cls.from_config(fields)
         finally:
             torch.set_default_dtype(before)
 

@@ -289,8 +289,7 @@ class QuantizedTensors(Mapping[str, torch.Tensor]):
     def read(self, name: str, index: int | None = None) -> torch.Tensor:
         """Returns a tensor as it is on disk, or one matrix of a stack."""
         file = self._files[self.home[name]]
-        tensor: torch.Tensor = file.get_tensor(name) if index is None else file.get_slice(name)[index]
-        return tensor
+        return file.get_tensor(name) if index is None else file.get_slice(name)[index]
 
     def stored_shape(self, name: str) -> tuple[int, ...]:
         """Returns the shape of a tensor as it is on disk."""

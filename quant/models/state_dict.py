@@ -118,8 +118,7 @@ def open_safetensors(path: Path, dtype: torch.dtype | None, meta: bool) -> LazyS
         if part.get_dtype().startswith(("F4", "F6")):
             raise UserError(f"{path}: {name} has dtype {part.get_dtype()}, packed already; give the original model")
         if not meta:
-            whole: torch.Tensor = file.get_tensor(name)
-            return whole
+            return file.get_tensor(name)
         shape = part.get_shape()
         like = part[:0] if shape else file.get_tensor(name)  # for its dtype
         return torch.empty(shape, dtype=like.dtype, device="meta")

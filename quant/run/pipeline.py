@@ -238,7 +238,7 @@ def _arguments(source: str, number: int, line: str) -> dict[str, Any]:
         raise UserError(f"{source}: prompt {number + 1} is no JSON object ({error}): {line[:60]}") from None
     if not isinstance(arguments.get("prompt"), str):
         raise UserError(f'{source}: prompt {number + 1} has no text; write {{"prompt": "…", "height": 512}}')
-    return arguments  # type: ignore[no-any-return]
+    return arguments
 
 
 def _options(request: Request, pipe: Any) -> dict[str, Any]:

@@ -192,7 +192,7 @@ def chunked_kl(
         raise UserError(f"temperature is {temperature}; expected a number above 0")
     parameters = tuple(head.parameters()) if isinstance(head, nn.Module | LogitHead) else ()
     weights = None if mask is None else mask.flatten().to(hidden.device, torch.float32)
-    return ChunkedKL.apply(hidden, head, teacher, temperature, weights, *parameters)  # type: ignore[no-any-return, no-untyped-call]
+    return ChunkedKL.apply(hidden, head, teacher, temperature, weights, *parameters)  # type: ignore[no-untyped-call]
 
 
 def _product(tensor: torch.Tensor, factor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -334,7 +334,7 @@ def _named(config: Any, names: tuple[str, ...], none: float | None) -> list[Any]
 def _logits(result: Any, named: bool = False) -> torch.Tensor:
     """Returns the logits in a model's output; a transformers model without a head has none."""
     if hasattr(result, "logits"):
-        return result.logits  # type: ignore[no-any-return]
+        return result.logits
     if named and isinstance(result, Mapping):
         raise UserError(f"{type(result).__name__}: the model gives no logits; distillation is for language models")
     return output_of(result)

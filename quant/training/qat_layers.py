@@ -236,7 +236,7 @@ class _Gathered(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, sharded: Any) -> torch.Tensor:
         ctx.mesh, ctx.placements = sharded.device_mesh, sharded.placements
-        return sharded.full_tensor()  # type: ignore[no-any-return]
+        return sharded.full_tensor()
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
@@ -247,7 +247,7 @@ class _Gathered(torch.autograd.Function):
         # FSDP2 adds its own gradient of this parameter on another stream, and autograd would not wait for that.
         if gradient.is_cuda:
             torch.cuda.synchronize(gradient.device)
-        return whole.redistribute(placements=ctx.placements)  # type: ignore[no-any-return]
+        return whole.redistribute(placements=ctx.placements)
 
 
 class Adapter(Protocol):

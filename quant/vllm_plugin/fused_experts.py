@@ -301,7 +301,7 @@ def install_nvfp4_experts() -> str:
             if not reason:
                 return emulation, BlockscaleNvFp4Experts
             logger.warning_once("Blockscale: fused experts in nvfp4 stay with vLLM: %s", reason)
-            return chosen_by_vllm(config, weight_key, activation_key)  # type: ignore[no-any-return]
+            return chosen_by_vllm(config, weight_key, activation_key)
 
         return select
 

@@ -163,8 +163,8 @@ def multiply(layer: Any, x: torch.Tensor, bias: torch.Tensor | None, codes: torc
     """Returns `x @ weight.T + bias`, `[..., out]`, with the parameters that `hold` has left."""
     scale, second, format = layer.weight_scale, layer.weight_global_scale, layer.blockscale_format
     if multiplies_prompts_in_fp8(format):
-        return torch.ops.quant.linear_fp8_prefill(x, codes, scale, second, bias, format)  # type: ignore[no-any-return]
-    return torch.ops.quant.linear(x, codes, scale, second, bias, None, format, "")  # type: ignore[no-any-return]
+        return torch.ops.quant.linear_fp8_prefill(x, codes, scale, second, bias, format)
+    return torch.ops.quant.linear(x, codes, scale, second, bias, None, format, "")
 
 
 def multiplies_prompts_in_fp8(format: str) -> bool:
@@ -191,7 +191,7 @@ def _linear_fp8_prefill(
     if is_faster_in_fp8(tokens, (rows, columns)):
         weight = BlockScaledTensor(codes, scale, FORMATS[weight_format], (rows, columns), global_scale)
         return multiply_in_fp8(x, weight, bias)
-    return torch.ops.quant.linear(x, codes, scale, global_scale, bias, None, weight_format, "")  # type: ignore[no-any-return]
+    return torch.ops.quant.linear(x, codes, scale, global_scale, bias, None, weight_format, "")
 
 
 def multiply_in_fp8(x: torch.Tensor, weight: BlockScaledTensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -201,7 +201,7 @@ def multiply_in_fp8(x: torch.Tensor, weight: BlockScaledTensor, bias: torch.Tens
         from quant.kernels.linear.sm90_e4m3_rows import multiply_in_e4m3
 
         return multiply_in_e4m3(rows.contiguous(), weight, bias).view(*x.shape[:-1], -1)
-    return torch.ops.quant.linear(  # type: ignore[no-any-return]
+    return torch.ops.quant.linear(
         x, weight.codes, weight.scale, weight.global_scale, bias, None, weight.format.name, "fp8_token"
     )
 

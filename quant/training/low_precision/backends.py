@@ -245,8 +245,7 @@ class TorchaoProducts:
                 hp_tensor_and_scale_to_float8(operand, amax_to_scale(amax, e4m3), e4m3, self.settings, role)
                 for operand, amax, role in zip(operands, (x_amax, w_amax), roles, strict=True)
             ]
-        y: torch.Tensor = matmul_with_hp_or_float8_args.apply(*operands, self.settings, self.config)
-        return y
+        return matmul_with_hp_or_float8_args.apply(*operands, self.settings, self.config)
 
 
 class TEProducts:
@@ -481,11 +480,11 @@ class _RowProducts:
 
     def rows(self, x: torch.Tensor, format: Format) -> _Rounded:
         """Rounds each row of `x` `[rows, columns]`."""
-        return torch.ops.quant.e4m3_rows(x)  # type: ignore[no-any-return]
+        return torch.ops.quant.e4m3_rows(x)
 
     def columns(self, x: torch.Tensor, format: Format) -> _Rounded:
         """Rounds each column of `x` `[rows, columns]` within the rows of an expert; codes are transposed."""
-        return torch.ops.quant.e4m3_columns(x, self.offsets, False, None)  # type: ignore[no-any-return]
+        return torch.ops.quant.e4m3_columns(x, self.offsets, False, None)
 
     def y(self, x: _Rounded, weight: torch.Tensor, format: Format, dtype: torch.dtype) -> torch.Tensor:
         codes, scale = torch.ops.quant.e4m3_rows(weight.flatten(0, 1))
@@ -525,11 +524,11 @@ class _BlockProducts:
 
     def rows(self, x: torch.Tensor, format: Format) -> _Rounded:
         """Rounds `x` `[rows, columns]` in blocks along the columns."""
-        return torch.ops.quant.e4m3_blocks(x, *format.block, x.dtype)  # type: ignore[no-any-return]
+        return torch.ops.quant.e4m3_blocks(x, *format.block, x.dtype)
 
     def columns(self, x: torch.Tensor, format: Format) -> _Rounded:
         """Rounds `x` `[rows, columns]` in blocks along the rows."""
-        return torch.ops.quant.e4m3_blocks(x, *format.block[::-1], x.dtype)  # type: ignore[no-any-return]
+        return torch.ops.quant.e4m3_blocks(x, *format.block[::-1], x.dtype)
 
     def y(self, x: _Rounded, weight: torch.Tensor, format: Format, dtype: torch.dtype) -> torch.Tensor:
         matrices = _rounded_stack(weight, *format.block, dtype)

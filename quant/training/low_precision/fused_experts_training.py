@@ -98,7 +98,7 @@ class LowPrecisionStack(ExpertStack):
     @property
     def held(self) -> torch.Tensor:
         """The parameter in the owner; with an adapter of PEFT, while the owner runs, their sum."""
-        return getattr(self.owner, self.parameter_name)  # type: ignore[no-any-return]
+        return getattr(self.owner, self.parameter_name)
 
     @property
     def trains(self) -> bool:
@@ -144,8 +144,7 @@ class LowPrecisionStack(ExpertStack):
             state.note_weight(self.held)
             if state.products is not None and state.rounds_forward:
                 return state.products(x, self._matrices[index], state, x)
-        y: torch.Tensor = RoundedProducts.apply(x, self._matrices[index], x_amax, w_amax, state)  # type: ignore[no-untyped-call]
-        return y
+        return RoundedProducts.apply(x, self._matrices[index], x_amax, w_amax, state)  # type: ignore[no-untyped-call]
 
     def grouped(self, x: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
         """Maps `[rows, in]`, sorted by expert, to `[rows, out]`, its outputs in the order of the parameter's rows."""
@@ -178,7 +177,7 @@ class LowPrecisionStack(ExpertStack):
         history = state.amax["x"].values
         made_from = MadeFrom(held, state, id(history))
         if state.deployed is not None and state.deployed[0] == made_from:
-            return state.deployed[1]  # type: ignore[no-any-return]
+            return state.deployed[1]
         activation = deployed_input(state.recipe)
         if activation is not None and activation.is_static and state.amax["x"].is_empty:
             return None
@@ -215,7 +214,7 @@ def low_precision_experts_forward(
             if not torch.is_grad_enabled():
                 return y
             trained = _trained_forward(self, stacks, *inputs)
-            return ValueOf.apply(trained, y)  # type: ignore[no-any-return, no-untyped-call]
+            return ValueOf.apply(trained, y)  # type: ignore[no-untyped-call]
     return _trained_forward(self, stacks, *inputs)
 
 
@@ -306,7 +305,7 @@ class WeighRows(torch.autograd.Function):
         ctx: Any, rows: torch.Tensor, weights: torch.Tensor, positions: Any, slots: Any, dtype: torch.dtype
     ) -> torch.Tensor:
         ctx.save_for_backward(rows, positions, slots, weights)
-        return torch.ops.quant.weigh_rows(rows, positions, weights, len(weights), dtype)  # type: ignore[no-any-return]
+        return torch.ops.quant.weigh_rows(rows, positions, weights, len(weights), dtype)
 
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -333,8 +332,7 @@ def grouped_experts(
         # Not every activation maps zeros to zeros.
         up = (module._apply_gate(up) if module.has_gate else module.act_fn(up)).masked_fill(groups.is_empty, 0)
     y = down.grouped(up, groups.offsets)
-    weighted: torch.Tensor = WeighRows.apply(y, weights, groups.positions, groups.slots, hidden.dtype)  # type: ignore[no-untyped-call]
-    return weighted
+    return WeighRows.apply(y, weights, groups.positions, groups.slots, hidden.dtype)  # type: ignore[no-untyped-call]
 
 
 def has_swiglu(module: Any) -> bool:
@@ -351,11 +349,11 @@ class SwiGLU(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, both: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(both)
-        return torch.ops.quant.swiglu(both)  # type: ignore[no-any-return]
+        return torch.ops.quant.swiglu(both)
 
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> torch.Tensor:
-        return torch.ops.quant.swiglu_backward(dy, *ctx.saved_tensors)  # type: ignore[no-any-return]
+        return torch.ops.quant.swiglu_backward(dy, *ctx.saved_tensors)
 
 
 def register() -> None:

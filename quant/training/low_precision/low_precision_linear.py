@@ -59,7 +59,7 @@ def _forward(layer: LowPrecisionLinear, x: torch.Tensor) -> torch.Tensor:
     y: torch.Tensor = _deployed(layer, x)
     if not torch.is_grad_enabled():
         return y
-    return ValueOf.apply(_trained(layer, x, bias), y)  # type: ignore[no-any-return, no-untyped-call]
+    return ValueOf.apply(_trained(layer, x, bias), y)  # type: ignore[no-untyped-call]
 
 
 def _trained(layer: LowPrecisionLinear, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -92,7 +92,7 @@ def _trained_on_shards(layer: LowPrecisionLinear, x: Any, bias: Any) -> torch.Te
     product = _product(layer, local, weight.to_local(), x)
     y: Any = DTensor.from_local(product, mesh, [last if by_outputs else Partial()], run_check=False)
     # A bias is added once, to the sum.
-    return y if bias is None else (y if by_outputs else y.redistribute(placements=[Replicate()])) + bias  # type: ignore[no-any-return]
+    return y if bias is None else (y if by_outputs else y.redistribute(placements=[Replicate()])) + bias
 
 
 def _product(layer: LowPrecisionLinear, x: torch.Tensor, weight: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
@@ -126,7 +126,7 @@ def _outside_graphs(layer: LowPrecisionLinear, x: torch.Tensor) -> torch.Tensor:
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 @torch.no_grad()
 def _deployed(layer: LowPrecisionLinear, x: torch.Tensor) -> torch.Tensor:
-    return deployed_layer(layer, layer.low_precision, x)(x)  # type: ignore[no-any-return]
+    return deployed_layer(layer, layer.low_precision, x)(x)
 
 
 class ValueOf(torch.autograd.Function):

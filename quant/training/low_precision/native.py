@@ -47,7 +47,7 @@ class NormInput(NamedTuple):
         # As models write it: the compiler then finds that the gradient needs the same numbers.
         rstd = torch.rsqrt(self.x.float().pow(2).mean(-1, keepdim=True) + self.eps).reshape(-1)
         options = self.factor, self.normalized, self.dtype, rule, columns
-        return torch.ops.quant.fp8_block_rms_norm(rows, rstd, *options)  # type: ignore[no-any-return]
+        return torch.ops.quant.fp8_block_rms_norm(rows, rstd, *options)
 
 
 def origin_of(x: torch.Tensor) -> NormInput | None:
@@ -83,7 +83,7 @@ class NativeProducts:
 
     def __call__(self, x: torch.Tensor, weight: torch.Tensor, state: LowPrecision, whole: torch.Tensor) -> torch.Tensor:
         """Computes the product; blocks have scales of their own, so that shards of `whole` need nothing of it."""
-        return _BlockProducts.apply(x, weight, self, state, origin_of(x))  # type: ignore[no-any-return, no-untyped-call]
+        return _BlockProducts.apply(x, weight, self, state, origin_of(x))  # type: ignore[no-untyped-call]
 
     def operands(self, x: torch.Tensor, is_trained: bool, origin: NormInput | None) -> _Operands:
         """Returns the operands of an input `[..., columns]`, with the transposed ones if its weight is trained.
@@ -111,7 +111,7 @@ class NativeProducts:
 
     def quantize(self, x: torch.Tensor, square: bool = False, rows: bool = True, columns: bool = True) -> _Operands:
         """Quantizes `x` `[R, C]` in blocks of 1×128, or squares, for sums over its columns, its rows, or both."""
-        return torch.ops.quant.fp8_block_operands(x, self.rule, square, rows, columns)  # type: ignore[no-any-return]
+        return torch.ops.quant.fp8_block_operands(x, self.rule, square, rows, columns)
 
     def quantize_stacked(
         self, weights: Sequence[torch.Tensor], rows: bool = True, columns: bool = True
@@ -120,7 +120,7 @@ class NativeProducts:
 
         Returns codes and scale of each, and the transposed ones of all outputs, one weight after another.
         """
-        return torch.ops.quant.fp8_block_stacked(weights, self.rule, rows, columns)  # type: ignore[no-any-return]
+        return torch.ops.quant.fp8_block_stacked(weights, self.rule, rows, columns)
 
     def transposed(
         self, weight: torch.Tensor, codes_t: torch.Tensor, scale_t: torch.Tensor

@@ -96,7 +96,7 @@ def merged_product(layer: Any, x: torch.Tensor) -> torch.Tensor | None:
     y, *siblings = _MergedProducts.apply(rounded_x, states, origin_of(rounded_x), *weights)  # type: ignore[no-untyped-call]
     outputs = {i + 1: (weights[i + 1], _version(weights[i + 1]), sibling) for i, sibling in enumerate(siblings)}
     native.pending = _Pending(x, _mode(x), outputs, state)
-    return y  # type: ignore[no-any-return]
+    return y
 
 
 def _fetched(native: NativeProducts, position: int, weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor | None:
@@ -324,13 +324,12 @@ def _gated_mlp_forward(module: Any, x: torch.Tensor) -> torch.Tensor:
         for layer in layers
     )
     if not is_plain or not x.numel():
-        return type(module).forward(module, x)  # type: ignore[no-any-return]
+        return type(module).forward(module, x)
     for layer in layers:
         layer.low_precision.note_weight(layer.weight)
     weights, states = [layer.weight for layer in layers], [layer.low_precision for layer in layers]
     x = cast(x, x_dtype)
-    y: torch.Tensor = _GatedMLP.apply(x, *weights, states, origin_of(x))  # type: ignore[no-untyped-call]
-    return y
+    return _GatedMLP.apply(x, *weights, states, origin_of(x))  # type: ignore[no-untyped-call]
 
 
 class _GatedMLP(torch.autograd.Function):

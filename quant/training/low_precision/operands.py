@@ -170,8 +170,7 @@ def round_operand(
 def _blocked(x: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
     """Returns a matrix in blocks, `[R, rows, C, columns]`; zeros fill the last ones, and change no amax and no sum."""
     padded = pad(x, (0, -x.shape[1] % columns, 0, -x.shape[0] % rows))
-    blocks: torch.Tensor = padded.unflatten(1, (-1, columns)).unflatten(0, (-1, rows))
-    return blocks
+    return padded.unflatten(1, (-1, columns)).unflatten(0, (-1, rows))
 
 
 def _unblocked(blocks: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
@@ -285,8 +284,7 @@ def hadamard_matrix(size: int) -> torch.Tensor:
     while len(matrix) < size:  # Sylvester's construction
         matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
     signs = torch.tensor(SIGNS[:size], dtype=torch.float32, device="cpu")
-    turned: torch.Tensor = signs[:, None] * matrix / size**0.5
-    return turned
+    return signs[:, None] * matrix / size**0.5
 
 
 def transform_tokens(x: torch.Tensor, size: int) -> torch.Tensor:
@@ -307,8 +305,7 @@ def _transformed(x: torch.Tensor, size: int) -> torch.Tensor:
             turned = blocks @ matrix.bfloat16()
     else:
         turned = float32_product(blocks.float(), matrix).bfloat16()
-    transformed: torch.Tensor = turned.flatten(1)
-    return transformed
+    return turned.flatten(1)
 
 
 # An op, because compilers would make the matrix anew in each graph, on the host.

@@ -215,7 +215,7 @@ def _larger(earlier: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor:
 def _amax(x: torch.Tensor) -> torch.Tensor:
     """Returns the largest magnitude of a tensor, over all shards of a DTensor, by one kernel that reads it once."""
     amax: Any = torch.linalg.vector_norm(x, torch.inf)
-    return amax.full_tensor() if hasattr(amax, "full_tensor") else amax  # type: ignore[no-any-return]
+    return amax.full_tensor() if hasattr(amax, "full_tensor") else amax
 
 
 def stored_format(recipe: TrainingRecipe) -> Format:
@@ -305,7 +305,7 @@ def deployed_layer(layer: Any, state: LowPrecision, x: torch.Tensor) -> nn.Modul
     bias = None if layer.bias is None else (layer.bias.data_ptr(), layer.bias.dtype)
     made_from = MadeFrom(layer.weight, state, bias, *map(id, histories))
     if state.deployed is not None and state.deployed[0] == made_from:
-        return state.deployed[1]  # type: ignore[no-any-return]
+        return state.deployed[1]
     activation = deployed_input(state.recipe)
     is_recorded = not all(each.low_precision.amax["x"].is_empty for each in state.group)
     if activation is None or not activation.is_static or state.recorded_inputs():
