@@ -5,8 +5,6 @@ maximum of the bits as signed integers finds NaN and infinity among positive val
 among negative values. A tensor is read once, in pieces that stay in the cache between both.
 """
 
-from __future__ import annotations
-
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np

@@ -4,8 +4,6 @@ A solved layer is its codes, its scales and its run-time parts. Other tensors th
 that took up an input scale, biases) are kept too; unchanged tensors point to the model's files again.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Mapping, Sequence
 from operator import attrgetter

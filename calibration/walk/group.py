@@ -16,8 +16,6 @@ Scaling, rotation and branches belong to linear layers, because no runtime appli
 solver's name has such parts, experts get only its rounding, and the plan says that too.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack

@@ -5,8 +5,6 @@ AWQ's importance follow; the inputs themselves, against which GPTQ measures drif
 and the output of the original block.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Sequence
 from operator import itemgetter

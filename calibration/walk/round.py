@@ -14,8 +14,6 @@ are compared with the quantized layers on the inputs that they do get, and a gro
 format.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext

@@ -9,8 +9,6 @@ beyond the model is one fusion group. Ranks that keep finished layers in one dir
 groups each, and read the other layers from there.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence

@@ -8,8 +8,6 @@ Rotation: with W H for the weights and Hᵀ x for the inputs, H a block-diagonal
 and outliers of x are spread over a block of channels.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace

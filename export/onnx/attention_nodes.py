@@ -10,8 +10,6 @@ quant::onnx_fp8_cache, quant::onnx_nvfp4_cache
                            QuantCacheAttention, a node of our plugin: attention over a KV cache in FP8 or NVFP4
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from functools import partial

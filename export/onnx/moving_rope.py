@@ -12,8 +12,6 @@ with one would need those of earlier steps anew: `serving.check_decoder` refuses
 5.24, whose decorator `dynamic_rope_update` is undone here.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any

@@ -17,8 +17,6 @@ MatMulNBits rounds its inputs to INT8, a scale for each group of weights, unless
 processors without VNNI add two products in 16 bit, which saturate.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any

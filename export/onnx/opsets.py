@@ -5,8 +5,6 @@ them: inputs, outputs, attributes, and how shapes and types follow. Operators of
 the file.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any

@@ -14,8 +14,6 @@ Unlike a cache of keys, a state has no positions: each token must change it once
 change nothing (dt, g and β are 0 there), and a row whose `lengths` is 0 begins with an empty state, whatever it holds.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager

@@ -14,8 +14,6 @@ A guard of the second kind, which is about the ends of a range, is met by a shor
 graph of fixed size. The private parts of torch here were tried with torch 2.11 to 2.13.
 """
 
-from __future__ import annotations
-
 import inspect
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping

@@ -25,8 +25,6 @@ precision. Details that matter to the pattern and to the numbers:
   FLOAT4E2M1 or INT4 in ONNX with the same bytes (even index in the low nibble).
 """
 
-from __future__ import annotations
-
 import ast
 import contextlib
 import logging

@@ -20,8 +20,6 @@ tile of queries is large, has one split. The launch is in C++ (`cpp/launch.cpp`)
 Python, and decides how many splits fill the GPU.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

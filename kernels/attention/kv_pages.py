@@ -14,8 +14,6 @@ scale was calibrated, the first tokens set it, with room for values sixteen time
 block scales, spans 17 binades, so that costs little.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

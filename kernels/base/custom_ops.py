@@ -5,8 +5,6 @@ has its own translation of it. This file also says what of PyTorch's machinery i
 backward pass, autocast.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any

@@ -15,8 +15,6 @@ shipped for the GPU, the guess of `kernels/linear/tiles.py`. Nothing is measured
 fast as the others once its kernel is compiled.
 """
 
-from __future__ import annotations
-
 from functools import partial
 
 import torch

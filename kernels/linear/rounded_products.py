@@ -17,8 +17,6 @@ A kernel that a GPU has never run is first compared with float64, once in a proc
 used, with a warning: the weight is then dequantized, as everywhere else.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable
 from functools import partial

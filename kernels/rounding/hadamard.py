@@ -9,8 +9,6 @@ The fast transform adds and subtracts pairs at distance 1, 2, 4, …: log2(n) pa
 power of two is rotated in blocks of one that divides it (a head of 96 in three blocks of 32).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from functools import lru_cache

@@ -8,8 +8,6 @@ with a head of its own and a config that denies it, as a fine-tune, or a model o
 inside a model of images, so it is cleared in both.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
