@@ -82,12 +82,14 @@ class Hardware:
         return plain + (("mxfp8", "mxfp6", "mxfp4", "nvfp4") if self.has_block_scales else ())
 
     def at_power(self, watts: float) -> Hardware:
-        """Returns the GPU in its power mode of `watts`; UserError where its data sheet has no such mode."""
+        """Returns the GPU in its power mode of `watts`; UserError where no such mode of it is known."""
         mode = next((mode for mode in self.modes if mode.watts == watts), None)
         if mode is None:
             has = ", ".join(f"{mode.watts} W" for mode in self.modes)
             able = ", ".join(gpu.name for gpu in GPUS.values() if gpu.modes)
-            why = f"{self.name} has modes of {has}" if has else f"{self.name} has no power modes; {able} has"
+            # Thor has modes too, whose clocks are not known here.
+            unknown = f"no power mode of {self.name} is known here, but of {able}"
+            why = f"{self.name} has modes of {has}" if has else unknown
             raise UserError(f"{option('power', f'{watts:g}W')}: {why}")
         # Tensor cores work in proportion to the multiprocessors that are on, and to their clock.
         share = mode.sms * mode.clock / (self.sms * self.clock)

@@ -53,12 +53,12 @@ def doctor_command(target: str | None, power: str | None, as_json: bool) -> None
 
 def _show_target(name: str, power: str | None, as_json: bool) -> None:
     """Prints the data sheet of a GPU, in a power mode if one is given, or the description of a runtime."""
-    if (runtime := TARGETS.get(name)) is not None and power is None:
+    if (runtime := TARGETS.get(name.lower())) is not None and power is None:
         fields = {"name": runtime.name, "description": runtime.description, "source": runtime.source}
         if as_json:
             print_json(fields)
         else:
-            page().print(f"{name}: {runtime.description}; `quant plan targets` lists its formats")
+            page().print(f"{runtime.name}: {runtime.description}; `quant plan targets` lists its formats")
         return
     gpu = resolve_target(name)
     if power is not None:

@@ -148,6 +148,7 @@ def validate_command(
 
     The plan is checked by itself, and against the model and the runtime or GPU that are named. No weight is read.
     """
+    target_name = target_name and target_name.lower()
     gpu = None if target_name is None or target_name in TARGETS else resolve_target(target_name)
     plan, problems = read_plan(plan_file)
     # A GPU stands for TensorRT-RTX where that builds for it; a plan's own GPU says nothing of the runtime.

@@ -157,6 +157,9 @@ def test_a_gpu_is_named_as_for_export(plan_file: Path) -> None:
     found = [quant("plan", "validate", plan_file, "--target", name) for name in ("rtx5090", "tensorrt-rtx-sm120")]
     assert found[0].stdout == found[1].stdout and "target tensorrt-rtx-sm120" in found[0].stdout
     assert resolve_target("tensorrt-rtx-sm120") == resolve_target("sm120")
+    for command in (("plan", "validate", plan_file), ("doctor",)):
+        runtimes = [quant(*command, "--target", name) for name in ("vllm", "vLLM")]
+        assert runtimes[0].stdout == runtimes[1].stdout != ""
     # A GPU that no runtime is named after checks the plan by itself, and says what it multiplies.
     other = quant("plan", "validate", plan_file, "--target", "b200")
     assert other.exit_code == 0 and "b200 (sm100) multiplies int8, fp8, mxfp8" in other.stdout

@@ -131,7 +131,7 @@ def test_doctor_shows_data_sheets_and_power_modes() -> None:
     shown = CliRunner().invoke(main, ["doctor", "--target", "orin", "--power", "50W", "--json"])
     assert json.loads(shown.stdout)["tflops"]["bf16"] == pytest.approx(42.5 * 816 / 1300)
     for args, message in (
-        (["--target", "h100", "--power", "300W"], "--power 300W: h100 has no power modes; orin has"),
+        (["--target", "h100", "--power", "300W"], "--power 300W: no power mode of h100 is known here, but of orin"),
         (["--power", "30W"], "name it: --target orin"),
         (["--target", "orin", "--power", "30"], "'30' is not a power; write it like 30W"),
     ):
