@@ -4,14 +4,18 @@
 
 A model in memory is saved next to the destination first: exporters compare their result with stored codes and scales,
 and some copy the tokenizer's files. The command reads its options and calls `export_model`.
+
+`EXPORTERS` holds one function for each kind of export (`quant.export.kinds`). Each takes an `ExportJob` and returns the
+record that the command prints. Nothing appears under the destination's name before everything is written and compared.
 """
 
 import copy
 import os
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,28 +24,50 @@ from torch import nn
 
 from quant.base import old_names
 from quant.base.atomic import claimed, temporary_directory
-from quant.base.errors import UserError, check_installed, known_names, option
+from quant.base.errors import UserError, check_installed, counted, known_names, listed, option, warn
+from quant.base.json_files import write_json
 from quant.base.listener import SILENT, Listener
 from quant.base.torch_modes import in_own_modes
+from quant.calibration.attention_names import text_config
 from quant.calibration.attention_scales import AttentionScales, collect_attention_scales
 from quant.calibration.layer_result import Quantized
 from quant.calibration.session import Session
 from quant.calibration.texts import sources
-from quant.export.checkpoint.files.directory import check_apart, check_destination, check_parents
+from quant.export.aoti.package import export_aoti, export_aoti_decoder, find_device
+from quant.export.checkpoint.convert import convert
+from quant.export.checkpoint.files.directory import check_apart, check_destination, check_parents, new_directory
 from quant.export.checkpoint.files.layout import LAYOUT_NAMES
+from quant.export.checkpoint.files.tensors import read_layer
 from quant.export.checkpoint.load import describe, is_checkpoint, load, no_checkpoint
-from quant.export.checkpoint.open_checkpoint import outline
+from quant.export.checkpoint.open_checkpoint import Checkpoint, outline
 from quant.export.checkpoint.save import save
-from quant.export.exporters import EXPORTERS, ExportJob, cache_capacity, check_attention
+from quant.export.gguf.architectures import head_dim
+from quant.export.gguf.export_gguf import check_gguf, gguf_notes, stored_vocabulary, vocabulary, write_gguf
 from quant.export.kinds import CALIB_SAMPLES, CHOICES, DTYPES, KINDS, SEQLEN
-from quant.export.onnx.decoder_graph import GraphInput
+from quant.export.onnx.compare_with_torch import check_file, verify, worst_layer
+from quant.export.onnx.decoder_graph import GraphInput, is_decoder, model_inputs
+from quant.export.onnx.dynamic_shapes import dimension_ranges
 from quant.export.onnx.expert_nodes import check_experts
+from quant.export.onnx.export_onnx import write_onnx
+from quant.export.onnx.genai import write_genai_files
+from quant.export.onnx.limits import layer_of_tensorrt, loaded, narrowest_dtype, onnxruntime_problem
 from quant.export.onnx.opsets import RUNTIMES
-from quant.export.onnx.quantized_cache import holds_cache_scales
+from quant.export.onnx.quantized_cache import CACHE_FORMATS, holds_cache_scales
+from quant.export.tensorrt.audit import failures
+from quant.export.tensorrt.build import BuildOptions, export_engine
 from quant.export.tensorrt.gpu_targets import choose_common_library, packages_of_engine, resolve_targets
+from quant.export.tensorrt.network import check_tensors
+from quant.export.tensorrt.torch_tensorrt import compile_engine
+from quant.formats.format import GGUF_FORMATS, INT4, Format
+from quant.formats.tensor import BlockScaledTensor
+from quant.formats.tensor import quantize as quantize_tensor
+from quant.generate.generate import cast_unquantized
+from quant.kernels.attention.attention_operands import DIMS
 from quant.kernels.attention.kv_pages import kv_format
-from quant.models.files import SourceKind, find_checkpoint, packages_of
-from quant.models.huggingface import remote_code
+from quant.kernels.linear.conv import QuantConv
+from quant.kernels.linear.quant_linear import QuantLinear, refuse_residual
+from quant.models.files import SourceKind, find_checkpoint, local_gguf, packages_of
+from quant.models.huggingface import load_tokenizer, remote_code
 from quant.models.open_model import Source
 from quant.recipes.callers_model import unwrapped
 from quant.recipes.plan import PLAN_FILE, Plan
@@ -387,3 +413,408 @@ def _measured_scales(
     return collect_attention_scales(
         model, rows, kv_format=cache_format, attention_format=attention_format, session=session
     )
+
+
+DEFAULT_CAPACITY = 4096
+"""Tokens of the KV cache of an exported decoder by default."""
+
+
+@dataclass(frozen=True)
+class ExportJob:
+    """A loaded checkpoint and the options of `quant export`, as its help describes them."""
+
+    kind: str
+    directory: Path
+    model: nn.Module
+    plan: Plan | None
+    out: Path
+    overwrite: bool
+    shapes: tuple[str, ...]
+    inputs: Mapping[str, GraphInput] | None
+    attention: str
+    attention_scales: Mapping[str, AttentionScales] | None
+    dtype: str | None
+    capacity: int | None
+    genai: bool
+    kv_cache: str | None
+    lm_head: str | None
+    target: str | None
+    backend: str | None
+    allow_fallback: bool
+    features: tuple[str, ...]
+    progress: Callable[[str, int, int], None]
+
+    def cache_capacity(self) -> int:
+        """Returns how many tokens the graph's KV cache has room for; 0 for a graph without one."""
+        has_inputs = self.inputs is not None
+        return cache_capacity(self.kind, self.model, self.capacity, has_inputs=has_inputs, genai=self.genai)
+
+    @property
+    def fp8_attention(self) -> bool:
+        """Whether the graph has attention in FP8."""
+        return self.plan is not None and self.plan.attention is not None and self.attention != "none"
+
+    @property
+    def runtime(self) -> str:
+        """The runtime that an ONNX file is written for, one of `RUNTIMES`."""
+        if self.kind != "onnx":
+            return "tensorrt"
+        of_tensorrt = layer_of_tensorrt(self.model) is not None or self.fp8_attention or self.cache_format is not None
+        return self.target or ("tensorrt" if of_tensorrt or self.dtype == "bf16" else "onnxruntime")
+
+    @property
+    def cache_format(self) -> Format | None:
+        """The format of the graph's KV cache; None for the model's dtype."""
+        return kv_format(self.kv_cache)
+
+
+def export_onnx_files(job: ExportJob) -> dict[str, Any]:
+    """Writes a directory with the ONNX file, plan and receipt; with --genai the files that its runtime needs."""
+    if job.genai:
+        _check_genai(job)
+    notes = [*_put_in_dtype(job), *_graph_notes(job)]
+    problem = onnxruntime_problem(job.model, fp8_attention=job.fp8_attention, kv_cache=job.cache_format)
+    if problem and job.target == "onnxruntime":
+        raise UserError(f"{option('target', job.target)}: {problem}")
+    notes += [problem] if problem else []
+    head = _round_head(job)
+    with new_directory(job.out, overwrite=job.overwrite) as folder:
+        path = folder / "model.onnx"
+        receipt = _write_verified(job, path, notes)
+        notes += _unreached_notes(receipt)
+        if problem is None and find_spec("onnxruntime") is not None:
+            loaded(path)
+        if job.genai:
+            write_genai_files(job.model, job.directory, folder)
+        if job.plan is not None:
+            job.plan.save(folder / PLAN_FILE)
+        write_json(folder / "receipt.json", receipt)
+        files = {file.name: file.stat().st_size for file in sorted(folder.iterdir())}
+    return {"out": str(job.out), "files": files, "warnings": notes, "notes": [*head, *_cost_notes(job)], **receipt}
+
+
+def _round_head(job: ExportJob) -> list[str]:
+    """Rounds a head in 16 bit to INT8 if `--lm-head` or its default says so; a note of that."""
+    model: Any = job.model
+    head: Any = model.get_output_embeddings() if is_decoder(model) else None
+    in_int4 = any(isinstance(m, QuantLinear) and m.weight_format.element is INT4 for m in model.modules())
+    if job.lm_head == "16bit" or (job.lm_head is None and not (in_int4 and job.runtime == "onnxruntime")):
+        return []
+    format, refusal = GGUF_FORMATS["q8_0"], ""
+    if job.runtime != "onnxruntime":
+        refusal = f"{option('target', job.runtime)} does not take it"
+    elif type(head) is not nn.Linear:
+        refusal = "this model has no output head in 16 bit"
+    elif not format.divides(head.weight.shape):
+        refusal = f"its {head.in_features} inputs are no multiple of {format.block[1]}"
+    if refusal:
+        if job.lm_head is None:
+            return []
+        raise UserError(f"{option('lm_head', job.lm_head)}: {refusal}; leave it out")
+    name = next(name for name, module in model.named_modules() if module is head)
+    exact = head.weight.detach()
+    weight = quantize_tensor(exact, format, name=name)
+    error = torch.linalg.vector_norm(weight.dequantize() - exact) / torch.linalg.vector_norm(exact)
+    model.set_submodule(name, QuantLinear(weight, head.bias, dtype=exact.dtype))
+    return [
+        f"{name} is in INT8 in groups of {format.block[1]}, {float(error):.1%} from the checkpoint's, because a token "
+        f"reads all of it; {option('lm_head', '16bit')} leaves it as it is"
+    ]
+
+
+def export_tensorrt(job: ExportJob) -> dict[str, Any]:
+    """Builds and audits an engine from its ONNX file, and writes it with its receipt (`--to tensorrt`)."""
+    assert job.target is not None
+    notes = [*_put_in_dtype(job), *_graph_notes(job)]
+    for target in resolve_targets(job.target):
+        check_tensors(job.model, job.plan, target)
+    with temporary_directory(job.out) as folder:
+        receipt = _write_verified(job, folder / "model.onnx", notes)
+        record = export_engine(
+            folder / "model.onnx",
+            job.out,
+            BuildOptions(job.target, job.shapes or None, job.backend, job.progress, job.features),
+            plan=job.plan,
+            attention=job.attention,
+            allow_fallback=job.allow_fallback,
+            layers=receipt["layers"],
+        )
+        return {**record, "notes": _cost_notes(job)}
+
+
+def export_aoti_package(job: ExportJob) -> dict[str, Any]:
+    """Writes a `.pt2` package (`--to aoti`)."""
+    refuse_residual(job.model, "AOTInductor")
+    notes = [*_put_in_dtype(job), *_graph_notes(job)]
+    _warn(notes)
+    if capacity := job.cache_capacity():
+        plan = job.plan.digest() if job.plan is not None else ""
+        model = job.model.to(find_device(job.out, None))
+        export_aoti_decoder(model, job.out, capacity, shapes=list(job.shapes), plan=plan)
+    else:
+        inputs = job.inputs or model_inputs(job.model)
+        export_aoti(
+            job.model,
+            job.out,
+            {name: x.example for name, x in inputs.items()},
+            dims={
+                name: {axis: dim for axis, dim in enumerate(x.dims) if isinstance(dim, str)}
+                for name, x in inputs.items()
+            },
+            ranges=dimension_ranges(inputs, job.shapes),
+            attention_scales=job.attention_scales,
+        )
+    return _file_record(job, notes)
+
+
+def export_torch_tensorrt(job: ExportJob) -> dict[str, Any]:
+    """Writes an engine that torch-tensorrt compiles (`--to torch-tensorrt`)."""
+    refuse_residual(job.model, "torch-tensorrt")
+    _put_in_dtype(job)
+    inputs = {name: x.example for name, x in (job.inputs or model_inputs(job.model)).items()}
+    notes = []
+    if job.inputs is None and is_decoder(job.model):
+        notes.append(
+            "torch-tensorrt compiles one pass over a fixed number of tokens, without a KV cache; a decoder that is to "
+            f"generate text goes through {option('to', 'tensorrt')}, onnx or aoti"
+        )
+    _warn(notes)
+    assert job.target is not None
+    findings = compile_engine(job.model, job.out, inputs, job.target, plan=job.plan, allow_fallback=job.allow_fallback)
+    audit = [asdict(finding) for finding in findings]
+    return {**_file_record(job, notes), "audit": audit, "passed": not failures(findings)}
+
+
+def export_gguf(job: ExportJob) -> dict[str, Any]:
+    """Writes a GGUF file, with the tokenizer that lies in the checkpoint's directory (`--to gguf`)."""
+    check_gguf(job.model, job.plan)
+    notes, words = gguf_notes(job.model, job.plan), None
+    origin = local_gguf(str(job.plan.provenance.get("model", ""))) if job.plan is not None else None
+    if origin is not None:
+        words = stored_vocabulary(origin)
+    elif (job.directory / "tokenizer.json").is_file():
+        config: Any = job.model.config
+        words = vocabulary(load_tokenizer(job.directory), config.vocab_size)
+    else:
+        notes.append(f"{job.directory} has no tokenizer.json: llama.cpp takes the file for token ids alone")
+    _warn(notes)
+    done = write_gguf(job.model, job.out, job.plan, words=words, progress=job.progress)
+    return {"out": str(job.out), "warnings": notes, "passed": True, **done}
+
+
+def export_layout(job: ExportJob) -> dict[str, Any]:
+    """Rewrites the checkpoint (`--to modelopt`, `--to compressed-tensors`); the job's model is an outline."""
+    done = convert(job.directory, job.out, job.kind, overwrite=job.overwrite, model=job.model)
+    return {"out": str(job.out), **done, "passed": True}
+
+
+EXPORTERS: dict[str, Callable[[ExportJob], dict[str, Any]]] = {
+    "onnx": export_onnx_files,
+    "tensorrt": export_tensorrt,
+    "aoti": export_aoti_package,
+    "torch-tensorrt": export_torch_tensorrt,
+    "gguf": export_gguf,
+    "modelopt": export_layout,
+    "compressed-tensors": export_layout,
+}
+
+
+def _warn(notes: Sequence[str]) -> None:
+    for note in notes:
+        warn(note)
+
+
+def _file_record(job: ExportJob, notes: list[str]) -> dict[str, Any]:
+    files = {job.out.name: job.out.stat().st_size}
+    return {"out": str(job.out), "warnings": notes, "notes": _cost_notes(job), "passed": True, "files": files}
+
+
+def _write_verified(job: ExportJob, path: Path, notes: Sequence[str]) -> dict[str, Any]:
+    """Writes the ONNX file of a job and returns its receipt; UserError if a layer in it differs from PyTorch's."""
+    _warn(notes)
+    write_onnx(
+        job.model,
+        path,
+        shapes=list(job.shapes) or None,
+        inputs=job.inputs,
+        attention=job.attention,
+        attention_scales=job.attention_scales,
+        capacity=job.cache_capacity(),
+        genai=job.genai,
+        kv_cache=job.cache_format,
+        plan=job.plan,
+        runtime=job.runtime,
+    )
+    check_file(path)
+    receipt = verify(
+        job.model,
+        path,
+        checkpoint=None if job.plan is None else _stored_weights(job.directory, job.model, job.plan),
+        progress=lambda done, total: job.progress("compare", done, total),
+    )
+    if not receipt["passed"]:
+        worst = worst_layer(receipt)
+        assert worst is not None
+        failed = sum(not layer["passed"] for layer in receipt["layers"])
+        raise UserError(
+            f"{failed} of {counted(len(receipt['layers']), 'exported layer')} differ from PyTorch; the worst is "
+            f"{worst['name']}: relative error {worst['onnx']:.2g} of its ONNX nodes. "
+            "This is a defect of the export; nothing was written"
+        )
+    _warn(_unreached_notes(receipt))
+    return receipt
+
+
+def _stored_weights(directory: Path, model: nn.Module, plan: Plan) -> Callable[[str], BlockScaledTensor | None]:
+    """Returns a function that reads a layer's weight; None for a head that the export itself has rounded."""
+    tensors = Checkpoint(directory, model).tensors
+    return lambda name: None if plan.by_name[name].weight is None else read_layer(tensors, plan.by_name[name])[0]
+
+
+def _unreached_notes(receipt: Mapping[str, Any]) -> list[str]:
+    """Returns a sentence on the quantized layers that a file lacks, because its outputs do not depend on them."""
+    if not receipt["unreached"]:
+        return []
+    layers = counted(len(receipt["unreached"]), "quantized layer")
+    return [f"no output of the graph depends on {layers}, left out of it: {listed(receipt['unreached'], 3)}"]
+
+
+def cache_capacity(kind: str, model: nn.Module, requested: int | None, *, has_inputs: bool, genai: bool) -> int:
+    """Returns how many tokens of a KV cache an export has room for; 0 for a graph without a cache of fixed size.
+
+    As many as requested, or `DEFAULT_CAPACITY` for a decoder that is exported as a serving graph.
+    """
+    serves = "capacity" in KINDS[kind][1] and not has_inputs and not genai
+    if requested is None and serves and is_decoder(model):
+        positions = getattr(text_config(model.config), "max_position_embeddings", None)
+        return min(DEFAULT_CAPACITY, positions or DEFAULT_CAPACITY)
+    return requested or 0
+
+
+def _put_in_dtype(job: ExportJob) -> list[str]:
+    """Casts unquantized tensors to --dtype, or to FP32 where onnxruntime runs all but BF16; a note of the latter."""
+    dtype, notes = job.dtype, []
+    if dtype is None and job.runtime == "onnxruntime" and narrowest_dtype(job.model) == torch.bfloat16:
+        dtype = "fp32"
+        notes.append(
+            "the model is in BF16, which onnxruntime does not run on a processor, so the file is in FP32; "
+            f"{option('dtype', 'fp16')} halves what is not quantized"
+        )
+    if dtype is not None:
+        # An input meets tensors of its own dtype in the graph.
+        short = {getattr(torch, name): key for key, name in DTYPES.items()}
+        for name, graph_input in (job.inputs or {}).items():
+            own = short.get(graph_input.example.dtype, dtype)
+            if own != dtype:
+                raise UserError(
+                    f"{option('input')} {name} is in {own}, and everything that is not quantized in {dtype}: give both "
+                    f"the same dtype, {option('input', f'{name}:{dtype}:…')} or {option('dtype', own)}"
+                )
+        cast_unquantized(job.model, DTYPES[dtype])
+    return notes
+
+
+def _graph_notes(job: ExportJob) -> list[str]:
+    notes = []
+    senses = {"vision_config": "images", "audio_config": "sounds"}
+    config = getattr(job.model, "config", None)
+    lost = [noun for name, noun in senses.items() if getattr(config, name, None) is not None]
+    if lost and job.inputs is None and is_decoder(job.model):
+        notes.append(
+            f"{type(job.model).__name__} reads {' and '.join(lost)} too, and this graph reads tokens only; serve the "
+            "checkpoint (vLLM) for both"
+        )
+    planned = None if job.plan is None else job.plan.kv_of_all
+    if job.plan is not None and job.plan.has_kv_mix:
+        notes.append(f"the plan has the KV cache in {job.plan.kv_text}, and this graph has one format for all layers")
+    if job.cache_format is not None:
+        notes.append(
+            f"the KV cache in {job.cache_format} is a node of our plugin: the engine runs in programs that load its "
+            "C++ library (docs/engine-audit.md)"
+        )
+    elif planned is not None and not job.kv_cache and (job.cache_capacity() or job.genai):
+        way_out = f"; {option('kv_cache', planned)} keeps it as planned in engines that load our plugin"
+        has_kernel = planned.name in CACHE_FORMATS and head_dim(text_config(job.model.config)) in DIMS
+        notes.append(
+            f"the plan has the KV cache in {planned}, and this graph keeps it in 16 or 32 bit"
+            + way_out * ("kv_cache" in KINDS[job.kind][1] and has_kernel)
+        )
+    return notes
+
+
+def _cost_notes(job: ExportJob) -> list[str]:
+    notes, capacity = [], job.cache_capacity() if "capacity" in KINDS[job.kind][1] else 0
+    if job.runtime == "onnxruntime":
+        weights = {m.weight_format for m in job.model.modules() if isinstance(m, QuantLinear | QuantConv)}
+        if any(format.element.name == "int4" for format in weights):
+            notes.append(
+                "onnxruntime multiplies INT4 weights by inputs that it rounds to INT8 in groups; the session's option "
+                "session.qdq_matmulnbits_accuracy_level=1 keeps them in FP32, at a quarter of the speed"
+            )
+        if any(format.element.name == "e4m3" for format in weights):
+            notes.append("onnxruntime has no FP8 products on a processor: it dequantizes these weights once, at load")
+    elif capacity:
+        notes.append(
+            f"each step attends over the cache's {capacity} tokens, filled or not: a smaller {option('capacity')} is "
+            "faster"
+        )
+    return notes
+
+
+def _check_genai(job: ExportJob) -> None:
+    """Raises UserError for a graph that no execution provider of onnxruntime-genai runs, or that has no tokenizer."""
+    if job.capacity is not None or job.inputs is not None:
+        raise UserError(
+            f"{option('genai', True)}: its cache grows and its inputs are fixed; leave {option('capacity')} and "
+            f"{option('input')} out"
+        )
+    # The library makes its tokenizer from this file. Exporting takes long enough to look for it before.
+    if not (job.directory / "tokenizer.json").is_file():
+        raise UserError(
+            f"{job.directory}: onnxruntime-genai needs tokenizer.json, which is not there: put it there, or leave "
+            f"{option('genai', True)} out"
+        )
+    of_tensorrt = layer_of_tensorrt(job.model)
+    # The provider of TensorRT-RTX has FP4, but neither TensorRT's MXFP8 nor its attention in FP8.
+    if of_tensorrt is not None and of_tensorrt[1] != "nvfp4":
+        layer, format = of_tensorrt
+        raise UserError(
+            f"{option('genai', True)}: {layer} is in {format}, which no provider of onnxruntime runs; use "
+            f"{option('to', 'tensorrt')}"
+        )
+
+
+def check_attention(
+    kind: str, plan: Plan | None, attention: str, kv_cache: str | None = None, *, cached: bool, genai: bool
+) -> None:
+    """Raises UserError where a graph has no place for a KV cache in a format, or for the plan's attention.
+
+    A KV cache of our plugin has attention in 16 bit, and so has a package with a KV cache (`cached`).
+    """
+    if kv_format(kv_cache) is not None and not cached:
+        raise UserError(
+            f"{option('kv_cache', kv_cache)} is for a decoder's serving graph; leave {option('capacity', 0)}, "
+            f"{option('genai', True)} and {option('input')} out"
+        )
+    if plan is None or plan.attention is None or attention == "none":
+        return
+    if genai:
+        raise UserError(
+            f"{option('genai', True)}: no provider of onnxruntime has attention in FP8; pass "
+            f"{option('attention', 'none')}"
+        )
+    if kv_format(kv_cache) is not None:
+        raise UserError(
+            f"{option('kv_cache', kv_cache)}: the plugin attends in 16 bit over its cache, and the plan has "
+            f"attention in {plan.attention}; pass {option('attention', 'none')} with it"
+        )
+    if kind == "aoti" and cached:
+        raise UserError(
+            f"the plan has attention in {plan.attention}, which a package with a KV cache does not: pass "
+            f"{option('attention', 'none')}, or {option('capacity', 0)} for a package of one pass"
+        )
+    if kind == "torch-tensorrt":
+        raise UserError(
+            f"the plan has attention in {plan.attention}, and torch-tensorrt has no op for that: pass "
+            f"{option('attention', 'none')} to export attention in 16 bit, or {option('to', 'tensorrt')}"
+        )

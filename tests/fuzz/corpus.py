@@ -30,7 +30,7 @@ from quant.cli.main import COMMANDS
 
 _IMPORTED = (
     "accelerate", "compressed_tensors", "datasets", "gguf", "onnx", "onnxruntime", "onnxscript",
-    "quant.calibration.texts.sources", "quant.export.exporters", "quant.generate.generate", "quant.report.render",
+    "quant.calibration.texts.sources", "quant.export.export_model", "quant.generate.generate", "quant.report.render",
     "quant.run.run", "scipy.optimize", "torch._dynamo", "torch.export", "torch.onnx",
     "transformers.conversion_mapping", "transformers.core_model_loading",
     "transformers.generation", "transformers.integrations.ggml", "transformers.integrations.moe",

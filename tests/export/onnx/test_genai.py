@@ -146,7 +146,7 @@ def test_text_in_c(out: Path, tmp_path: Path) -> None:
 
 def test_refusals(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both come before the model is exported."""
-    monkeypatch.setattr("quant.export.exporters.write_onnx", lambda *_, **__: pytest.fail("it was exported"))
+    monkeypatch.setattr("quant.export.export_model.write_onnx", lambda *_, **__: pytest.fail("it was exported"))
     out = tmp_path / "out"
     result = export(checkpoint, "--to", "onnx", "--genai", "--capacity", 64, "--out", out)
     assert result.exit_code == 2 and "leave --capacity and --input out" in result.stderr

@@ -87,7 +87,7 @@ def test_what_is_refused(
     model: str, options: dict[str, Any], reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Before the model is traced; a default that does not apply is no reason to refuse."""
-    monkeypatch.setattr("quant.export.exporters.write_onnx", lambda *_, **__: pytest.fail("it was exported"))
+    monkeypatch.setattr("quant.export.export_model.write_onnx", lambda *_, **__: pytest.fail("it was exported"))
     sizes = {"hidden_size": 48, "num_attention_heads": 2, "num_key_value_heads": 1} if model == "odd" else {}
     if model == "bert":
         done = quant.quantize(tiny_models.bert(), "fp8_channel", ROWS, solver="rtn")

@@ -16,7 +16,7 @@ from samples import BASE, TEXTS, write_short_base
 
 from quant.cli.main import main
 from quant.cli.quantize import quantize_command
-from quant.export.exporters import EXPORTERS
+from quant.export.export_model import EXPORTERS
 from quant.export.kinds import KINDS
 from quant.recipes.plan import Plan
 
@@ -56,7 +56,7 @@ def exported_before(deployed: tuple[Path, str], monkeypatch: pytest.MonkeyPatch)
     def copy(model: Any, path: Path, **options: Any) -> Path:
         return Path(shutil.copyfile(deployed[0] / "model.onnx", path))
 
-    monkeypatch.setattr("quant.export.exporters.write_onnx", copy)
+    monkeypatch.setattr("quant.export.export_model.write_onnx", copy)
 
 
 def test_every_kind_has_an_exporter() -> None:
@@ -68,7 +68,7 @@ def test_a_missing_package_is_named_before_the_model_is_loaded(
     package: str, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, package, None)  # an import of it then fails
-    monkeypatch.setattr("quant.export.exporters.write_onnx", lambda *_: pytest.fail("too late"))
+    monkeypatch.setattr("quant.export.export_model.write_onnx", lambda *_: pytest.fail("too late"))
     result = export(checkpoint, "--to", "onnx", "--out", tmp_path / "deployed")
     assert result.exit_code == 2 and f"needs the package `{package}`, which" in result.stderr
     assert "onnx" in result.stderr.rpartition("pip install")[2] and not (tmp_path / "deployed").exists()
