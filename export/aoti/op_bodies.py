@@ -24,6 +24,7 @@ import torch
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.nn import functional
 
+from quant.export.onnx.attention_nodes import plain_attention
 from quant.export.onnx.translate import ConvCall
 from quant.formats.format import FORMATS, Format
 from quant.formats.rounding import decode_power_of_two, unpack
@@ -252,9 +253,7 @@ def exported_attention(
 ) -> torch.Tensor:
     """Computes a traced model's attention op: PyTorch's attention, or ours in FP8 if there are scales."""
     if not scales:
-        return torch.nn.functional.scaled_dot_product_attention(
-            q, k, v, mask, is_causal=causal, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
-        )
+        return plain_attention(q, k, v, mask, scale, causal)
     operand_scales = torch.stack([torch.full((), value, dtype=torch.float32, device=q.device) for value in scales[:3]])
     pairs, fp8 = zip((q, k, v), operand_scales.unbind(), strict=True), FORMATS["fp8"]
     q8, k8, v8 = (round_to_e4m3(x, fp8, operand_scale)[0] for x, operand_scale in pairs)

@@ -71,8 +71,8 @@ def _experts(config: Any) -> Fields:
 
 
 def _caps(config: Any) -> Fields:
-    caps = {"attn_logit_softcapping": "attn_logit_softcapping", "final_logit_softcapping": "final_logit_softcapping"}
-    return {key: float(value) for key, name in caps.items() if (value := getattr(config, name, None)) is not None}
+    caps = ("attn_logit_softcapping", "final_logit_softcapping")
+    return {name: float(value) for name in caps if (value := getattr(config, name, None)) is not None}
 
 
 def _granite(config: Any) -> Fields:
@@ -89,14 +89,14 @@ def _differs(config: Any, **coded: Any) -> Iterator[str]:
             yield f"{name} is {value}, and {expected} in llama.cpp's code"
 
 
-def _every(period: int, kind: str, others: str) -> Callable[[Any], Iterator[str]]:
-    """Returns a check that every `period`-th block is of `kind` and the others of another kind."""
+def _full_every(period: int) -> Callable[[Any], Iterator[str]]:
+    """Returns a check that every `period`-th block has full attention, and the others a sliding window."""
 
     def check(config: Any) -> Iterator[str]:
         types = list(getattr(config, "layer_types", None) or ())
-        coded = [kind if (i + 1) % period == 0 else others for i in range(len(types))]
+        coded = ["sliding_attention" if (i + 1) % period else "full_attention" for i in range(len(types))]
         if types != coded:
-            yield f"layer_types is not one {kind} in {period}, as in llama.cpp's code"
+            yield f"layer_types is not one full_attention in {period}, as in llama.cpp's code"
 
     return check
 
@@ -148,10 +148,16 @@ def _whole_heads(config: Any) -> Iterator[str]:
 def _exaone_window(config: Any) -> Iterator[str]:
     # The code has windows for the 32B model, which it knows by its blocks, and rotates only within windows there.
     if config.num_hidden_layers == 64:
-        yield from _every(4, "full_attention", "sliding_attention")(config)
+        yield from _full_every(4)(config)
         yield from _differs(config, sliding_window=4096)
     elif config.sliding_window:
         yield f"sliding_window is {config.sliding_window}, and llama.cpp's code has none with fewer than 64 blocks"
+
+
+def _no_rope(config: Any) -> Iterator[str]:
+    rotated = list(getattr(config, "no_rope_layers", None) or ())
+    if rotated != [int((i + 1) % 4 != 0) for i in range(len(rotated))]:
+        yield "no_rope_layers is not one block in 4, as in llama.cpp's code"
 
 
 _SILU = _activation("silu")
@@ -162,11 +168,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "mistral": Architecture("llama", check=_LLAMA, permuted=True, scales=True),
     "mixtral": Architecture("llama", _experts, _LLAMA, permuted=True, scales=True),
     "arcee": Architecture("arcee", check=_activation("relu2"), permuted=True),
-    "smollm3": Architecture(
-        "smollm3",
-        check=_all(_SILU, _qwen_window, lambda c: _no_rope(c)),
-        permuted=True,
-    ),
+    "smollm3": Architecture("smollm3", check=_all(_SILU, _qwen_window, _no_rope), permuted=True),
     "granite": Architecture("granite", _granite, _LLAMA, permuted=True),
     "qwen2": Architecture("qwen2", check=_all(_SILU, _qwen_window)),
     "qwen3": Architecture("qwen3", check=_all(_SILU, _qwen_window), scales=True),
@@ -184,7 +186,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "olmo2": Architecture("olmo2", check=_SILU),
     "olmoe": Architecture("olmoe", _experts, _all(_SILU, lambda c: _differs(c, norm_topk_prob=False, clip_qkv=None))),
     "seed_oss": Architecture("seed_oss", check=_SILU),
-    "ernie4_5": Architecture("ernie4_5", check=_SILU, permuted=False),
+    "ernie4_5": Architecture("ernie4_5", check=_SILU),
     "hunyuan_v1_dense": Architecture("hunyuan-dense", check=_SILU),
     "exaone4": Architecture("exaone4", check=_all(_SILU, _exaone_window)),
     "glm4": Architecture("glm4", check=_SILU),
@@ -201,17 +203,13 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     "gemma": Architecture("gemma", check=_whole_heads, shifted=True),
     "gemma2": Architecture(
-        "gemma2", lambda c: _window(c) | _caps(c), _all(_gemma, _every(2, "full_attention", "sliding_attention")),
-        shifted=True,
+        "gemma2", lambda c: _window(c) | _caps(c), _all(_gemma, _full_every(2)), shifted=True
     ),
     "gemma3_text": Architecture(
-        "gemma3",
-        _gemma3_fields,
-        _all(_gemma, _gemma3_window, _every(6, "full_attention", "sliding_attention")),
-        shifted=True,
+        "gemma3", _gemma3_fields, _all(_gemma, _gemma3_window, _full_every(6)), shifted=True
     ),
     "gpt_oss": Architecture(
-        "gpt-oss", lambda c: _window(c) | _experts(c), _every(2, "full_attention", "sliding_attention"),
+        "gpt-oss", lambda c: _window(c) | _experts(c), _full_every(2),
         renamed={"self_attn.sinks": "self_attn.sinks.weight"}, rope_types=("default", "yarn"),
     ),
     "cohere": Architecture(
@@ -219,16 +217,10 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     "cohere2": Architecture(
         "cohere2", lambda c: _window(c) | {"logit_scale": float(c.logit_scale), "rope.scaling.type": "none"},
-        _all(_SILU, _every(4, "full_attention", "sliding_attention")), scales=True,
+        _all(_SILU, _full_every(4)), scales=True,
     ),
 }  # fmt: skip
 """Architectures that were run in llama.cpp and compared with PyTorch (`benchmarks/gguf_architectures.py`)."""
-
-
-def _no_rope(config: Any) -> Iterator[str]:
-    rotated = list(getattr(config, "no_rope_layers", None) or ())
-    if rotated != [int((i + 1) % 4 != 0) for i in range(len(rotated))]:
-        yield "no_rope_layers is not one block in 4, as in llama.cpp's code"
 
 
 def architecture_of(config: Any) -> Architecture:

@@ -84,6 +84,15 @@ def _attention_body(
     return (p @ v).to(dtype)
 
 
+def plain_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scale: float, causal: bool, *_: Any
+) -> torch.Tensor:
+    """Computes the op in 16 bit by PyTorch's own attention, in graphs that stay in PyTorch."""
+    return torch.nn.functional.scaled_dot_product_attention(
+        q, k, v, mask, is_causal=causal, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+    )
+
+
 def _attention(
     q: Any,
     k: Any,

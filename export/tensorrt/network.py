@@ -115,7 +115,7 @@ def _node_problems(
         if all(source is not None and source.op_type == "DequantizeLinear" for source in sources):
             weight = next((s for s in sources if types.get(s.input[0])), None)
             inputs = next((s for s in sources if not types.get(s.input[0])), None)
-            blocked = weight is not None and _attribute(weight, "block_size", 0) > 0
+            blocked = weight is not None and _block_size(weight) > 0
             source = producer.get(inputs.input[0]) if inputs is not None else None
             if blocked and weight is not None and source is not None and source.op_type == "QuantizeLinear":
                 kind = types[weight.input[0]]
@@ -143,7 +143,7 @@ def check_backend(model: Any, backend: str) -> None:
                 f"{_node_label(node)}: full TensorRT takes this plugin of several kernels from its C++ library alone; "
                 f"pass {option('backend', 'tensorrt_rtx')}, or export with {option('kv_cache', '16bit')}"
             )
-        if node.op_type == "DequantizeLinear" and _attribute(node, "block_size", 0) == _SMALL_GROUP:
+        if node.op_type == "DequantizeLinear" and _block_size(node) == _SMALL_GROUP:
             raise ValueError(
                 f"{_node_label(node)}: full TensorRT has weights in groups of 64 and 128, these are of {_SMALL_GROUP}; "
                 f"pass {option('backend', 'tensorrt_rtx')}, or use int4 or int4_g64"
@@ -293,9 +293,8 @@ def _tensor_bytes(tensor: Any, folder: Path) -> Any:
     return np.memmap(folder / where["location"], np.uint8, "r", offset, (length,)) if length else b""
 
 
-def _attribute(node: Any, name: str, default: Any) -> Any:
-    attribute = next((a for a in node.attribute if a.name == name), None)
-    return default if attribute is None else (attribute.f if isinstance(default, float) else attribute.i)
+def _block_size(node: Any) -> int:
+    return next((attribute.i for attribute in node.attribute if attribute.name == "block_size"), 0)
 
 
 def _node_label(node: Any) -> str:

@@ -175,13 +175,10 @@ def deserialized(trt: Any, path: Path, built_by: str) -> tuple[Any, Any]:
     messages: list[str] = []
 
     class Logger(trt.ILogger):  # type: ignore[misc]
-        """Keeps errors for the message."""
-
         def __init__(self) -> None:
             trt.ILogger.__init__(self)
 
         def log(self, severity: Any, text: str) -> None:
-            """Keeps a message if it is an error."""
             if int(severity) < 2:
                 messages.append(text)
 

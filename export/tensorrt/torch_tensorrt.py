@@ -25,6 +25,7 @@ from torch import nn
 
 from quant.base.atomic import put_file, temporary_directory
 from quant.base.errors import install_command, option
+from quant.export.onnx.attention_nodes import plain_attention
 from quant.export.onnx.trace import TRACED, decomposed, trace_for_torch
 from quant.export.tensorrt.audit import AuditRow, audit, failures, fallback_message
 from quant.export.tensorrt.gpu_targets import local_capability, resolve_target
@@ -69,7 +70,7 @@ def compile_engine(
         trt = importlib.import_module("tensorrt_rtx")
         with _for_target(trt, gpu), torch.no_grad():
             # A transformers model gives its logits, and no cache, which torch-tensorrt could not pass on.
-            program = _program(model, inputs)
+            program = decomposed(trace_for_torch(model, inputs), {"quant::onnx_attention": plain_attention})
             arrays: list[Any] = []  # constants: TensorRT's network holds their addresses until it is built
 
             def convert(ctx: Any, target: Any, args: tuple[Any, ...], kwargs: Any, name: str) -> Any:
@@ -88,25 +89,6 @@ def compile_engine(
             raise ValueError(fallback_message(problems))
         put_file(folder / out.name, out)
     return findings
-
-
-def _program(model: nn.Module, inputs: Mapping[str, torch.Tensor]) -> torch.export.ExportedProgram:
-    """Returns the graph of a module, in which attention is PyTorch's own."""
-
-    def attend(
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        mask: torch.Tensor | None,
-        scale: float,
-        causal: bool,
-        *_: Any,
-    ) -> torch.Tensor:
-        return nn.functional.scaled_dot_product_attention(
-            q, k, v, mask, is_causal=causal, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
-        )
-
-    return decomposed(trace_for_torch(model, inputs), {"quant::onnx_attention": attend})
 
 
 def _check_convertible(name: str, linear: QuantLinear) -> None:

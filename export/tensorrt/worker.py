@@ -101,7 +101,6 @@ def _logger(trt: Any, out: TextIO) -> Any:
             self.node = ""
 
         def log(self, severity: Any, text: str) -> None:
-            """Prints a message of TensorRT as JSON, and remembers errors and the node."""
             level = int(severity)
             # "Parsing node: model.layers.0.mlp.up_proj/MatMul [MatMul]"; it names the node if the parser crashes.
             if text.startswith(("Parsing node: ", "Searching for plugin: ")):
@@ -125,11 +124,9 @@ def _monitor(trt: Any, out: TextIO) -> Any:
             self.shown = -1
 
         def phase_start(self, phase: str, parent: str | None, steps: int) -> None:
-            """Adds a phase that begins."""
             self.phases[phase] = (0, max(steps, 1))
 
         def phase_finish(self, phase: str) -> None:
-            """Removes a phase that has ended."""
             steps = self.phases.pop(phase, (0, 1))[1]
             if not self.phases:
                 self.phases[phase] = (steps, steps)
@@ -137,7 +134,6 @@ def _monitor(trt: Any, out: TextIO) -> Any:
                 self.phases.clear()
 
         def step_complete(self, phase: str, step: int) -> bool:
-            """Records a finished step; returns True to go on."""
             if phase in self.phases:
                 self.phases[phase] = (step + 1, self.phases[phase][1])
                 self.show()
@@ -163,7 +159,6 @@ def _writer(trt: Any, file: BinaryIO) -> Any:
             trt.IStreamWriter.__init__(self)
 
         def write(self, data: Any) -> int:
-            """Writes one piece; the number of bytes taken."""
             return file.write(data)
 
     return Writer()

@@ -148,7 +148,6 @@ class QuantConv(ConvGeometry, QuantizedModule):
         return _dense(self.codes, self.scale, self.weight_format.name, self.groups, self.transposed, dtype)
 
     def convolve(self, x: Tensor, output_padding: Sequence[int]) -> Tensor:
-        """Computes the op on an input `[batch, in, size…]` that `padded` gave."""
         activation = self.activation_format
         return torch.ops.quant.conv.default(
             x, self.codes, self.scale, self.bias, self.input_scale, self.weight_format.name,

@@ -367,16 +367,13 @@ class QuantExperts(QuantizedModule, ExpertStack):
         return self.activation_format is None
 
     def dense(self, index: int) -> Tensor:
-        """Returns the values `[out, in]` of one expert."""
         return as_stored(self.stored_weight.matrix(index)).dequantize(self.dtype)
 
     def product(self, x: Tensor, index: int) -> Tensor:
-        """Maps `[tokens, in]` to `[tokens, out]` through expert `index`."""
         self._settle(x)
         return quantized_linear(x, self.stored_weight.matrix(index), None, self.input_scale, self.activation_format)
 
     def every(self, x: Tensor) -> Tensor:
-        """Maps `[experts, tokens, in]` to `[experts, tokens, out]`, each expert with its own tokens."""
         # Every expert has the same number of tokens, so offsets are its multiples.
         offsets = torch.arange(len(x) + 1, device=x.device, dtype=torch.int32) * x.shape[1]
         return self.grouped(x.flatten(0, 1), offsets).unflatten(0, x.shape[:2])
