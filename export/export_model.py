@@ -54,9 +54,8 @@ from quant.export.onnx.limits import layer_of_tensorrt, loaded, narrowest_dtype,
 from quant.export.onnx.opsets import RUNTIMES
 from quant.export.onnx.quantized_cache import CACHE_FORMATS, holds_cache_scales
 from quant.export.tensorrt.audit import failures
-from quant.export.tensorrt.build import BuildOptions, export_engine
+from quant.export.tensorrt.build import BuildOptions, check_tensors, export_engine
 from quant.export.tensorrt.gpu_targets import choose_common_library, packages_of_engine, resolve_targets
-from quant.export.tensorrt.network import check_tensors
 from quant.export.tensorrt.torch_tensorrt import compile_engine
 from quant.formats.format import GGUF_FORMATS, INT4, Format
 from quant.formats.tensor import BlockScaledTensor

@@ -171,7 +171,7 @@ _TYPES = {"fp8": ("FP8", "FP8"), "nvfp4": ("FP8", "FP8", "FP8", "FP8")}
 
 
 def register(trt: Any, archs: Sequence[int]) -> None:
-    """Makes the plugin known to TensorRT-RTX before it parses a file; `graph.check_backend` refuses full TensorRT."""
+    """Makes the plugin known to TensorRT-RTX before it parses a file; `build.check_backend` refuses full TensorRT."""
     plugin_class = _plugin_class(trt, tuple(archs))
     register_creator(trt, CACHE_PLUGIN, as_fields("fp8", 0.0), lambda values: plugin_class(*from_fields(values)))
 

@@ -28,10 +28,9 @@ from torch import nn
 from quant.base.errors import UserError
 from quant.export.onnx.export_onnx import parameter_dtypes, recorded_options, tracer_versions, write_onnx
 from quant.export.tensorrt.audit import UNPLANNED, AuditRow, audit
-from quant.export.tensorrt.build import BuildOptions, Progress, build_engine
+from quant.export.tensorrt.build import BuildOptions, Progress, build_engine, describe_graph, load_graph
 from quant.export.tensorrt.engine_file import Engine, read_engine, receipt_path
 from quant.export.tensorrt.gpu_targets import local_capability
-from quant.export.tensorrt.network import describe_graph, load_graph
 from quant.generate.generate import cast_unquantized
 from quant.recipes.plan import Plan
 

@@ -27,7 +27,7 @@ from quant.export.engines.check_engine import forced_run, open_session  # noqa: 
 from quant.export.onnx.compare_with_torch import check_file  # noqa: E402 -- as above
 from quant.export.onnx.decoder_graph import Attention, Keys, attending  # noqa: E402 -- as above
 from quant.export.onnx.export_onnx import write_onnx  # noqa: E402 -- as above
-from quant.export.tensorrt.network import check_backend  # noqa: E402 -- as above
+from quant.export.tensorrt.build import check_backend  # noqa: E402 -- as above
 
 ROWS = torch.randint(0, 64, (4, 64), generator=torch.Generator().manual_seed(0))
 PROMPTS, NEW = [ROWS[0, :5].tolist(), ROWS[1, :40].tolist(), ROWS[2, :33].tolist()], 2

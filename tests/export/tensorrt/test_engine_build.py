@@ -18,10 +18,17 @@ from torch import nn
 from quant.export.onnx.dynamic_shapes import Input, parse_profile
 from quant.export.tensorrt import gpu_targets
 from quant.export.tensorrt.audit import audit
-from quant.export.tensorrt.build import BuildOptions, build_engine, export_engine, run_worker, summary
+from quant.export.tensorrt.build import (
+    BuildOptions,
+    build_engine,
+    check_graph,
+    check_tensors,
+    export_engine,
+    run_worker,
+    summary,
+)
 from quant.export.tensorrt.engine_file import read_engine
 from quant.export.tensorrt.gpu_targets import choose_common_library, choose_library, resolve_target, resolve_targets
-from quant.export.tensorrt.network import check_graph, check_tensors
 from quant.run.api import quantize
 
 SHAPES = "tokens=1:16:64"
