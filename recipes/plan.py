@@ -383,21 +383,12 @@ class Plan:
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> Plan:
-        """Undoes `to_dict`; also reads schema version 1, whose guard and observer are in the provenance.
-
-        A field that cannot be read, and a fusion group whose members disagree, is a ValueError.
-        """
+        """Undoes `to_dict`; ValueError for a field that cannot be read, or a fusion group whose members disagree."""
         fields = dict(typed(dict[str, Any], fields, "plan"))
         version = fields.pop("schema_version", None)
-        if version not in (1, SCHEMA_VERSION) or isinstance(version, bool):
-            raise ValueError(f"plan schema_version is {version!r}; this release reads 1 and {SCHEMA_VERSION}")
+        if version != SCHEMA_VERSION:
+            raise ValueError(f"plan schema_version is {version!r}; this release reads {SCHEMA_VERSION}")
         check_fields(fields, cls, "plan")
-        if version == 1:
-            if unknown := sorted(_VERSION_2 & fields.keys()):
-                raise ValueError(f"plan: unknown field(s) {', '.join(unknown)} in schema version 1")
-            provenance = typed(dict[str, Any], fields.get("provenance", {}), "provenance")
-            executed = {key: value for key in sorted(_VERSION_2 & provenance.keys()) if (value := provenance.pop(key))}
-            fields = {**fields, **executed, "provenance": provenance}
         fields = {key: typed(_PLAN_FIELDS[key], value, key) for key, value in fields.items()}
         for key, value in fields.get("provenance", {}).items():
             typed(_PROVENANCE.get(key, Any), value, f"provenance {key}")
@@ -479,7 +470,6 @@ _PROVENANCE: dict[str, Any] = {
     "edits": list[str], "allocation": dict[str, Any],
     "fusion_groups": str, "fusion_groups_by_name": list[str], "layers_not_called": list[str],
 }  # fmt: skip
-_VERSION_2 = {"guard", "observer"}  # fields that schema version 1 held in the provenance
 # Limits for shapes in files: products of sizes within them fit 64 bits, and no reader allocates by an absurd shape.
 _DIMENSIONS, _ELEMENTS = 8, 2**60
 

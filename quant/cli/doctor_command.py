@@ -1,17 +1,13 @@
 """The command `quant doctor` shows the software and GPUs of this machine, and how to install missing packages.
 
-GPUs are described by PyTorch's figures, our hardware table, and NVML: driver, power, clocks, links. NVML comes with the
-driver, and its Python binding `pynvml` with many packages; without them only NVML's figures are missing.
+GPUs are described by PyTorch's figures and our hardware table; `nvidia-smi` shows their power, clocks and links.
 
 `quant bench` and `tune` time the quantized matmuls of a model on this GPU, and make them fast.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from importlib.util import find_spec
-from itertools import combinations
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -94,12 +90,7 @@ def examine() -> dict[str, Any]:
     """Returns versions, CPU, GPUs, and each optional package with its extra, JSON-ready."""
     import torch
 
-    count, has_nccl = torch.cuda.device_count(), torch.cuda.is_available() and torch.distributed.is_nccl_available()
-    with _nvml() as nvml:
-        gpus = [_gpu(nvml, index) for index in range(count)]
-        pairs = combinations(range(count), 2) if nvml is not None else ()
-        links = {f"{a}-{b}": _link(nvml, a, b) for a, b in pairs}
-        driver = None if nvml is None else str(nvml.nvmlSystemGetDriverVersion())
+    has_nccl = torch.cuda.is_available() and torch.distributed.is_nccl_available()
     return {
         "versions": versions(),
         "cpu": {
@@ -111,9 +102,8 @@ def examine() -> dict[str, Any]:
         "cuda": torch.version.cuda,
         # The NCCL that this torch was built with, which may differ from the system's.
         "nccl": ".".join(map(str, torch.cuda.nccl.version())) if has_nccl else None,
-        "driver": driver,
-        "gpus": gpus,
-        "links": links,
+        "driver": _driver(),
+        "gpus": [_gpu(index) for index in range(torch.cuda.device_count())],
         # `find_spec` finds a package without importing it: importing TensorRT takes a second.
         "packages": {
             name: {"installed": find_spec(name) is not None, "extra": extra, "for": purpose}
@@ -122,8 +112,7 @@ def examine() -> dict[str, Any]:
     }
 
 
-def _gpu(nvml: Any, index: int) -> dict[str, Any]:
-    """Describes a GPU of this machine."""
+def _gpu(index: int) -> dict[str, Any]:
     import torch
 
     from quant.kernels.base.hardware import current
@@ -134,76 +123,18 @@ def _gpu(nvml: Any, index: int) -> dict[str, Any]:
         **_data_sheet(gpu),
         "name": torch.cuda.get_device_properties(index).name,
         "tuned_shapes": tiles.count_entries(gpu),
-        "readings": _readings(nvml, index),
     }
 
 
-@contextmanager
-def _nvml() -> Iterator[Any]:
-    """Gives the initialised module, or None where it or the driver's library is missing."""
+def _driver() -> str | None:
+    """Returns the version of NVIDIA's driver by its own library, whose binding comes with many packages."""
     try:
         import pynvml
 
         pynvml.nvmlInit()
+        return str(pynvml.nvmlSystemGetDriverVersion())
     except Exception:  # ImportError, or the binding's own error for a machine without a driver
-        yield None
-        return
-    try:
-        yield pynvml
-    finally:
-        pynvml.nvmlShutdown()
-
-
-def _handle(nvml: Any, index: int) -> Any:
-    """Returns NVML's handle of a GPU of PyTorch, found by its UUID, because NVML numbers GPUs in its own order."""
-    import torch
-
-    # torch prints the UUID without the prefix "GPU-" that NVML expects.
-    uuid = str(torch.cuda.get_device_properties(index).uuid)
-    return nvml.nvmlDeviceGetHandleByUUID((uuid if uuid.startswith("GPU-") else f"GPU-{uuid}").encode())
-
-
-def _readings(nvml: Any, index: int) -> dict[str, float]:
-    """Returns power and clocks now and at most; a reading that a machine refuses is left out."""
-    if nvml is None:
-        return {}
-    queries: dict[str, Callable[[Any], float]] = {
-        # NVML gives milliwatts.
-        "power_watts": lambda h: nvml.nvmlDeviceGetPowerUsage(h) / 1000,
-        "power_limit_watts": lambda h: nvml.nvmlDeviceGetEnforcedPowerLimit(h) / 1000,
-        "temperature_celsius": lambda h: nvml.nvmlDeviceGetTemperature(h, nvml.NVML_TEMPERATURE_GPU),
-        "sm_clock_mhz": lambda h: nvml.nvmlDeviceGetClockInfo(h, nvml.NVML_CLOCK_SM),
-        "sm_clock_max_mhz": lambda h: nvml.nvmlDeviceGetMaxClockInfo(h, nvml.NVML_CLOCK_SM),
-        "memory_clock_mhz": lambda h: nvml.nvmlDeviceGetClockInfo(h, nvml.NVML_CLOCK_MEM),
-        "memory_used_bytes": lambda h: nvml.nvmlDeviceGetMemoryInfo(h).used,
-    }
-    readings = {}
-    for name, query in queries.items():
-        try:
-            readings[name] = query(_handle(nvml, index))
-        except nvml.NVMLError:
-            continue
-    return readings
-
-
-def _link(nvml: Any, a: int, b: int) -> str:
-    first, second = _handle(nvml, a), _handle(nvml, b)
-    try:
-        # NVLink first: the topology below names only the PCIe path, which such pairs have too.
-        if nvml.nvmlDeviceGetP2PStatus(first, second, nvml.NVML_P2P_CAPS_INDEX_NVLINK) == nvml.NVML_P2P_STATUS_OK:
-            return "NVLink"
-        level = nvml.nvmlDeviceGetTopologyCommonAncestor(first, second)
-    except nvml.NVMLError as error:
-        return f"unknown ({error})"
-    names = {
-        nvml.NVML_TOPOLOGY_INTERNAL: "same board",
-        nvml.NVML_TOPOLOGY_SINGLE: "PCIe, one switch",
-        nvml.NVML_TOPOLOGY_MULTIPLE: "PCIe, several switches",
-        nvml.NVML_TOPOLOGY_HOSTBRIDGE: "PCIe, host bridge",
-        nvml.NVML_TOPOLOGY_NODE: "PCIe, one NUMA node",
-        nvml.NVML_TOPOLOGY_SYSTEM: "PCIe, across NUMA nodes",
-    }
-    return names.get(level, f"topology level {level}")
+        return None
 
 
 def print_findings(findings: dict[str, Any]) -> None:
@@ -219,8 +150,6 @@ def print_findings(findings: dict[str, Any]) -> None:
         out.print(", ".join(f"{name} {value or 'none'}" for name, value in words.items()), highlight=False)
     for gpu in findings["gpus"]:
         _print_gpu(out, gpu)
-    for pair, link in findings["links"].items():
-        out.print(f"GPUs {pair}: {link}")
     if not findings["gpus"]:
         out.print("GPU: none; quantizing, exporting and evaluating work, kernels run as their PyTorch reference")
     packages = findings["packages"].values()
@@ -248,13 +177,6 @@ def _print_gpu(out: Console, gpu: dict[str, Any]) -> None:
         out.print(f"  by its data sheet: {gpu['memory_bandwidth'] / 1e12:.2f} TB/s; TFLOP/s {rates}")
     tuned = f"; {gpu['tuned_shapes']} tuned shapes" if "tuned_shapes" in gpu else ""
     out.print(f"  multiplies as they are: {', '.join(gpu['native_formats'])}{tuned}")
-    units, readings = {"watts": "W", "celsius": "°C", "mhz": "MHz", "bytes": "GiB"}, []
-    for name, value in gpu.get("readings", {}).items():
-        # The keys of `--json` carry their unit: `power_watts` and 123.4 are shown as "power 123 W".
-        what, _, unit = name.rpartition("_")
-        readings.append(f"{what.replace('_', ' ')} {value / 2**30 if unit == 'bytes' else value:.0f} {units[unit]}")
-    if readings:
-        out.print(f"  now: {', '.join(readings)}")
 
 
 @click.command("bench", cls=Command)
