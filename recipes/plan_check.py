@@ -1,7 +1,4 @@
-"""Checks a plan against a model, a runtime or another plan, by shapes alone, and reports all problems at once.
-
-The layers that a plan is checked against come from `quant.models.startup.stored_layers`, which reads no weight.
-"""
+"""Checks a plan against a model, a runtime or another plan, by shapes alone, and reports all problems at once."""
 
 import re
 from collections import Counter

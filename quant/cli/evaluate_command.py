@@ -212,17 +212,15 @@ def _print_evaluation(result: Evaluation) -> None:
 def _figures(result: Evaluation) -> dict[str, str]:
     """Returns the figures on one text, by label."""
     from quant.base.errors import loss_text
-    from quant.report.summary import interval_text
 
     # Labels are in the order of the table; a figure that one text lacks leaves its cell empty.
     figures: dict[str, str] = {}
-    interval = interval_text(result)
     if result.kl is not None:
-        figures["KL(baseline‖model), nats"] = f"{loss_text(result.kl)}{interval}"
+        figures["KL(baseline‖model), nats"] = f"{loss_text(result.kl)}{result.interval_text}"
     if result.perplexity is not None:
         figures["perplexity"] = f"{result.perplexity:.3f}"
     if result.cosine is not None and result.error is not None:
-        figures["1 − cosine of the embeddings"] = f"{loss_text(result.cosine)}{interval}"
+        figures["1 − cosine of the embeddings"] = f"{loss_text(result.cosine)}{result.interval_text}"
         figures["relative error"] = f"{result.error:.2%}"
     for each in result.outputs:
         figures[f"… of {each.name}"] = f"{loss_text(each.cosine)}, {each.error:.2%}"

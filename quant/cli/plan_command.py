@@ -16,7 +16,7 @@ from quant.cli.console import listener, page, print_plan, print_table
 from quant.cli.quantize import OF_PLANS, RunCommand, request_of, run_options
 from quant.export.checkpoint.files.directory import check_apart
 from quant.export.tensorrt.gpu_targets import resolve_target
-from quant.models.startup import skip_image_packages, stored_layers
+from quant.models.startup import skip_image_packages
 from quant.recipes.gpus import Hardware
 from quant.recipes.plan import Plan, edit, parse_setting, set_guard_and_observer, set_kv_cache
 from quant.recipes.plan_check import Change, Problem, diff, places_of, read_plan, totals, validate
@@ -154,9 +154,8 @@ def validate_command(
     # A GPU stands for TensorRT-RTX where that builds for it; a plan's own GPU says nothing of the runtime.
     runtime = target_name or plan.target or "" if gpu is None else f"{RTX}{gpu.sm}"
     target = TARGETS.get(runtime)
-    # From the headers of safetensors files, in milliseconds; None where only the model's class knows its layers.
-    layers = stored_layers(model, plan) if model and model_factory is None else None
-    if model and layers is None:
+    layers = None
+    if model is not None:
         from quant.models.open_model import open_model
 
         layers = open_model(model, model_factory=model_factory, unsafe_load=unsafe_load, meta=True).layers

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from quant.base.errors import html_table
+from quant.base.errors import counted, html_table, loss_text
 from quant.base.json_files import JsonData
 from quant.calibration.outputs.logits import Logits, logits_of, run_probe
 from quant.calibration.ranks import gathered
@@ -216,12 +216,12 @@ class Evaluation(JsonData):
     def __repr__(self) -> str:
         """Returns the figures of every text in one line."""
         names = ["" if each.text is None else f"{PurePath(each.text).name}: " for each in self.texts]
-        figures = [", ".join(f"{label} {value}" for label, value in each._figures().items()) for each in self.texts]
+        figures = [", ".join(map(" ".join, each._counted_figures.items())) for each in self.texts]
         return f"Evaluation({'; '.join(map(''.join, zip(names, figures, strict=True)))})"
 
     def _repr_html_(self) -> str:
         """Returns a table with a row for each text, for notebooks."""
-        columns = [each._figures() for each in self.texts]
+        columns = [each._counted_figures for each in self.texts]
         labels = list(dict.fromkeys(label for column in columns for label in column))
         rows = [
             (each.text or "", *(c.get(label, "–") for label in labels))
@@ -229,25 +229,37 @@ class Evaluation(JsonData):
         ]
         return html_table(("text", *labels), rows)
 
-    def _figures(self) -> dict[str, str]:
-        """Returns the figures that were measured, by label."""
-        interval = "" if self.interval is None else f" (95%: {self.interval[0]:.4g} to {self.interval[1]:.4g})"
+    @property
+    def figures(self) -> dict[str, str]:
+        """The figures that were measured, by label; the loss comes first."""
         figures = {}
         if self.kl is not None:
-            figures["KL"] = f"{self.kl:.4g} nats{interval}"
+            figures["KL"] = f"{loss_text(self.kl)} nats{self.interval_text}"
         if self.cosine is not None:
-            figures["1 − cosine"] = f"{self.cosine:.4g}{interval}"
-        if self.error is not None:
-            figures["relative error"] = f"{self.error:.2%}"
+            error = "" if self.error is None else f"; relative error {self.error:.2%}"
+            figures["embeddings"] = f"{loss_text(self.cosine)}{self.interval_text}, 1 − cosine to those before{error}"
         if self.perplexity is not None:
-            before = "" if self.baseline_perplexity is None else f" (before: {self.baseline_perplexity:.4g})"
-            figures["perplexity"] = f"{self.perplexity:.4g}{before}"
+            base = self.baseline_perplexity
+            change = "" if base is None else f", {base:.2f} before ({100 * (self.perplexity / base - 1):+z.1f}%)"
+            figures["perplexity"] = f"{self.perplexity:.2f}{change}"
         if self.top1 is not None:
-            figures["top-1 agreement"] = f"{self.top1:.1%}"
+            figures["top-1 agreement"] = f"{100 * self.top1:.1f}%"
         if self.accuracy is not None:
-            before = "" if self.baseline_accuracy is None else f" (before: {self.baseline_accuracy:.1%})"
+            before = "" if self.baseline_accuracy is None else f", {self.baseline_accuracy:.1%} before"
             figures["accuracy"] = f"{self.accuracy:.1%}{before}"
-        return {**figures, self.unit: f"{self.tokens:,}"}
+        return figures
+
+    @property
+    def _counted_figures(self) -> dict[str, str]:
+        return {**self.figures, self.unit: f"{self.tokens:,}"}
+
+    @property
+    def interval_text(self) -> str:
+        """The interval over rows (Student's t) in parentheses, after a blank; empty without one."""
+        if self.interval is None:
+            return ""
+        low, high = map(loss_text, self.interval)
+        return f" (95% over {counted(self.rows or 0, 'row')}: {low}–{high})"
 
     @property
     def texts(self) -> tuple[Evaluation, ...]:

@@ -175,8 +175,20 @@ def generate(
             if pad is None:
                 end = getattr(model.config, "eos_token_id", None)
                 pad = end[0] if isinstance(end, list) else end
-            options = {"max_new_tokens": max_new_tokens, "pad_token_id": pad}
-            _generate_by_transformers(model, ids, stream, **options, **cache_argument(model, cache))
+            # A mask of ones, and None for the options of sampling, or transformers warns: of a missing mask, and of
+            # options from the generation config that greedy decoding ignores.
+            model.generate(  # type: ignore[operator]
+                ids,
+                attention_mask=torch.ones_like(ids),
+                max_new_tokens=max_new_tokens,
+                pad_token_id=pad,
+                do_sample=False,
+                num_beams=1,
+                **dict.fromkeys(("temperature", "top_p", "top_k")),
+                logits_processor=[partial(_check_logits, model)],
+                streamer=stream,
+                **cache_argument(model, cache),
+            )
     seconds = time.perf_counter() - started
     # Only a GPU has a decoder of our own, so on a CPU the reason says nothing.
     decoder = GRAPH
@@ -194,24 +206,6 @@ def generate(
         kv_cache="16bit" if is_16bit(kv_cache) else str(kv_cache),
         kv_cache_bytes=None if cache is None else cache.nbytes,
         decoder=decoder,
-    )
-
-
-def _generate_by_transformers(model: nn.Module, ids: torch.Tensor, stream: TextStream, **options: Any) -> None:
-    """Decodes greedily by the model's own `generate`, whatever its generation config says of sampling."""
-    model.generate(  # type: ignore[operator]
-        ids,
-        # A mask of ones, and None for the options of sampling, or transformers warns: of a missing mask, and of options
-        # from the generation config that greedy decoding ignores.
-        attention_mask=torch.ones_like(ids),
-        do_sample=False,
-        num_beams=1,
-        temperature=None,
-        top_p=None,
-        top_k=None,
-        logits_processor=[partial(_check_logits, model)],
-        streamer=stream,
-        **options,
     )
 
 

@@ -16,22 +16,20 @@ import math
 import os
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import torch
+from torch import nn
 
 from quant.base.errors import UserError, listed, option, require, warn
+from quant.models import huggingface
 from quant.models.files import one_line
 from quant.recipes.blocks import replaced
-
-# Headers are read without torch, which `huggingface` imports.
-if TYPE_CHECKING:
-    import torch
-    from torch import nn
 
 # Rotary embeddings of a GGUF file: `set_rope` carries their scaling into the transformers config.
 #
@@ -307,8 +305,6 @@ _COMPUTED = re.compile(r"^rope_(freqs|factors_long|factors_short)\.weight$|\.att
 
 def load(path: Path, dtype: torch.dtype, meta: bool) -> nn.Module:
     """Returns the model in a GGUF file, dequantized to `dtype`; with `meta`, on the meta device from its header."""
-    from quant.models import huggingface
-
     transformers = require("transformers", "hf")
     require("accelerate", "hf")
     options: dict[str, Any] = {"gguf_file": path.name}
@@ -404,8 +400,6 @@ def _refuse_dropped(model: Any, path: Path, names: list[str]) -> None:
 
 def load_tokenizer(path: Path) -> Any:
     """Returns the tokenizer whose vocabulary a GGUF file holds; UserError where this transformers misreads it."""
-    from quant.models import huggingface
-
     gguf, transformers = require("gguf", "hf"), require("transformers", "hf")
     with shared_parsing():
         tokenizer = huggingface.load_tokenizer(path.parent, gguf_file=path.name)
@@ -417,21 +411,6 @@ def load_tokenizer(path: Path) -> Any:
                 "another version of transformers, or open the Hugging Face directory of the model"
             ) from None
     return tokenizer
-
-
-def shapes(path: Path, layers: Iterable[str]) -> dict[str, tuple[int, ...]] | None:
-    """Returns the shapes of a file's tensors, with the names of `layers`; None where it cannot be read so."""
-    try:
-        import gguf
-
-        file = gguf_reader()(path)
-        architecture = file.fields["general.architecture"].contents()
-        kind = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
-        names = gguf.get_tensor_name_map(kind, file.fields[f"{architecture}.block_count"].contents())
-    except (ImportError, OSError, ValueError, IndexError, KeyError, StopIteration):
-        return None  # the loader reports the error
-    ours = {f"{names.get_name(layer)}.weight": f"{layer}.weight" for layer in layers}
-    return {ours.get(t.name, t.name): tuple(map(int, reversed(t.shape))) for t in file.tensors}
 
 
 @cache
@@ -500,8 +479,6 @@ def _refuse_without_model(path: Path, file: Any) -> None:
 
 def read_config(path: Path) -> Any:
     """Returns the transformers config that the file's metadata describe; the first parse, so damage shows here."""
-    from quant.models.huggingface import local_options
-
     gguf, transformers = require("gguf", "hf"), require("transformers", "hf")
     try:
         file = gguf.GGUFReader(path)
@@ -515,7 +492,9 @@ def read_config(path: Path) -> Any:
         raise UserError(f"{path}: a truncated or damaged GGUF file ({one_line(error)}); download it again") from error
     _refuse_without_model(path, file)
     try:
-        config = transformers.AutoConfig.from_pretrained(path.parent, gguf_file=path.name, **local_options())
+        config = transformers.AutoConfig.from_pretrained(
+            path.parent, gguf_file=path.name, **huggingface.local_options()
+        )
     except (ValueError, KeyError, IndexError, TypeError, NotImplementedError, OSError) as error:
         raise UserError(f"{path}: transformers cannot load this GGUF file: {one_line(error)}") from error
     try:

@@ -9,8 +9,6 @@ imports whatever optional package is installed as soon as a model class is acces
 torch._dynamo, takes 3.7 s on a machine with an H100, and scikit-learn with scipy 1.6 s. It remembers for the life of
 the process that they are missing, so only a command that opens no other models does this. A user's own program may need
 an image processor later, whose pixels differ between torchvision and PIL.
-
-`stored_layers` reads the layers of a model from the headers of its files, to check a plan.
 """
 
 import os
@@ -22,11 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from quant.base.errors import UserError, require
-from quant.base.json_files import typed
 from quant.base.processor import memory_left
-from quant.models.files import find_model, read_fields, safetensors_file, shard_names
-from quant.recipes.layers import Layer
-from quant.recipes.plan import LayerPlan, Plan
+from quant.models.files import read_fields
 
 _PACKAGES = ("torchvision", "sklearn", "scipy")
 # Functions of transformers.utils.import_utils that look for them and remember the answer (5.10 to 5.24).
@@ -130,60 +125,3 @@ def _is_cached(file: int, offset: int, size: int) -> bool:
         return all(os.preadv(file, [bytearray(1)], at, nowait) == 1 for at in (offset, middle))
     except OSError:  # it would have to wait, or the file system cannot say
         return False
-
-
-def stored_layers(model: str, plan: Plan) -> list[Layer] | None:
-    """Returns the layers of a model from the headers of its files, in about a second and without torch.
-
-    None where the tensors are not exactly those that the plan names: modules may be named, split or fused differently,
-    so that the caller builds the model on the meta device.
-    """
-    path = find_model(model)
-    if path.is_dir():
-        shapes = _shapes_in(path)
-    else:
-        from quant.models import gguf  # NumPy takes 0.1 s, and most commands on plans read no GGUF file
-
-        shapes = gguf.shapes(path, plan.by_name)
-    if shapes is None:
-        return None
-    stored = {}
-    for name, shape in shapes.items():
-        stem, _, last = name.rpartition(".")
-        if last == "weight":
-            stored[stem] = shape
-        elif len(shape) > 1:
-            stored[name] = shape
-    tied = {layer.name for layer in plan.layers if layer.tied_to in stored}
-    if set(plan.by_name) - tied != set(stored) - tied:
-        return None
-
-    def shape_of(layer: LayerPlan) -> tuple[int, ...]:
-        shape = stored.get(layer.name, layer.shape)
-        # The other axes of a transposed convolution depend on its groups, which no file names.
-        return layer.shape if layer.transposed and sorted(shape) == sorted(layer.shape) else shape
-
-    return [
-        Layer(layer.name, layer.kind, shape_of(layer), layer.group, layer.tied_to, transposed=layer.transposed)
-        for layer in plan.layers
-    ]
-
-
-def _shapes_in(path: Path) -> dict[str, tuple[int, ...]] | None:
-    """Returns shapes by tensor name from safetensors headers; None where the directory is not one of a plain model."""
-    try:
-        config = read_fields(path / "config.json")
-        shards = [path / "model.safetensors"]
-        if not shards[0].is_file():
-            index = read_fields(path / "model.safetensors.index.json")
-            names = typed(dict[str, str], index.get("weight_map"), "weight_map")
-            shards = [path / name for name in shard_names(names, path)]
-        if "quantization_config" in config or (path / "hf_quant_config.json").is_file():
-            return None
-        files = [safetensors_file(shard) for shard in shards]
-        stored = {name: file.get_slice(name) for file in files for name in file.keys()}  # noqa: SIM118
-        if any(part.get_dtype().startswith(("F8", "U8")) for part in stored.values()):  # codes of quantized weights
-            return None
-        return {name: tuple(part.get_shape()) for name, part in stored.items()}
-    except (OSError, ValueError):
-        return None  # the loader reports the error

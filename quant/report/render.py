@@ -20,7 +20,7 @@ from quant.recipes.plan import Plan
 from quant.recipes.solver_names import DEFAULT_OBSERVER
 from quant.report import charts
 from quant.report.charts import Section, format_colours, short_name
-from quant.report.summary import choice_loss, interval_text
+from quant.report.summary import choice_loss
 
 if TYPE_CHECKING:
     from jinja2 import Template
@@ -112,7 +112,7 @@ def _tiles(report: Report) -> list[tuple[str, str, str]]:
         return [*tiles, ("Quality", "not measured", why)]
     count, worst = len(evaluation.texts), evaluation.worst
     of = f"on {short_name(worst.text)}, the worst of {count} texts" if count > 1 else ""
-    interval = interval_text(worst).strip(" ()")
+    interval = worst.interval_text.strip(" ()")
     if worst.perplexity is not None:
         base = worst.baseline_perplexity
         change = f"{base:.2f} before, {100 * (worst.perplexity / base - 1):+z.1f}%" if base else "no baseline measured"

@@ -109,33 +109,13 @@ def summary(report: Report) -> list[tuple[str, str]]:
 
 
 def _figures(texts: Sequence[Evaluation]) -> list[tuple[str, str]]:
-    """Returns the figures: a row for each quantity of one text, or a row for each of several texts."""
+    """Returns a row for each quantity of one text, or a row for each of several texts."""
     if len(texts) > 1:
         short = [PurePath(str(each.text)).name for each in texts]
         names = short if len(set(short)) == len(texts) else [str(each.text) for each in texts]
-        rows = [", ".join(f"{label} {value}" for label, value in figures(each)) for each in texts]
+        rows = [", ".join(f"{label} {value}" for label, value in each.figures.items()) for each in texts]
         return [(f"on {name}", row) for name, row in zip(names, rows, strict=True)]
-    return [*(("evaluated on", str(each.text)) for each in texts if each.text is not None), *figures(texts[0])]
-
-
-def figures(each: Evaluation) -> list[tuple[str, str]]:
-    """Returns the figures on one text, by label; the loss comes first."""
-    rows = []
-    if each.kl is not None:
-        rows.append(("KL", f"{loss_text(each.kl)} nats{interval_text(each)}"))
-    if each.cosine is not None:
-        error = "" if each.error is None else f"; relative error {each.error:.2%}"
-        rows.append(("embeddings", f"{loss_text(each.cosine)}{interval_text(each)}, 1 − cosine to those before{error}"))
-    if each.perplexity is not None:
-        base = each.baseline_perplexity
-        change = "" if base is None else f", {base:.2f} before ({100 * (each.perplexity / base - 1):+z.1f}%)"
-        rows.append(("perplexity", f"{each.perplexity:.2f}{change}"))
-    if each.top1 is not None:
-        rows.append(("top-1 agreement", f"{100 * each.top1:.1f}%"))
-    if each.accuracy is not None:
-        before = "" if each.baseline_accuracy is None else f", {each.baseline_accuracy:.1%} before"
-        rows.append(("accuracy", f"{each.accuracy:.1%}{before}"))
-    return rows
+    return [*(("evaluated on", str(each.text)) for each in texts if each.text is not None), *texts[0].figures.items()]
 
 
 def choice_loss(record: AllocationRecord) -> str:
@@ -157,14 +137,6 @@ def _distillation(trained: Distillation, now: Evaluation | None) -> str:
             ratio = f" ({new.kl / old.kl:.2f}×)" if old.kl else ""
             lines.append(f"KL {loss_text(old.kl)} → {loss_text(new.kl)}{ratio} on {new.text}")
     return "\n".join(lines)
-
-
-def interval_text(evaluation: Evaluation) -> str:
-    """Returns the interval over rows (Student's t) in parentheses, after a blank; empty without one."""
-    if evaluation.interval is None:
-        return ""
-    low, high = map(loss_text, evaluation.interval)
-    return f" (95% over {counted(evaluation.rows or 0, 'row')}: {low}–{high})"
 
 
 def _kept_budget(record: AllocationRecord) -> str:

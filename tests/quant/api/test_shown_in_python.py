@@ -52,8 +52,8 @@ def test_results_print_in_one_line_and_as_a_table() -> None:
     assert html.count("<tr>") == len(done.layers) + 1 and f"<td>{worst.relative_error:.2%}</td>" in html
     measured = quant.evaluate(done.model, rows, tiny_models.llama())
     assert re.fullmatch(
-        r"Evaluation\(KL [\d.e-]+ nats \(95%: .* to .*\), perplexity [\d.]+ \(before: [\d.]+\), top-1 agreement "
-        r"[\d.]+%, predictions 45\)",
+        r"Evaluation\(KL [\d.e-]+ nats \(95% over 3 rows: .*–.*\), perplexity [\d.]+, [\d.]+ before \([+-][\d.]+%\), "
+        r"top-1 agreement [\d.]+%, predictions 45\)",
         repr(measured),
     )
     both = replace(measured, text="/a/<b>.txt", others=(replace(measured, text="c.txt", kl=None, top1=None),))
