@@ -1,4 +1,4 @@
-"""A `Target` lists the formats that a runtime can run, as data. `find_target` knows every name that a target may have.
+"""A `Target` lists the formats that a runtime can run, as data.
 
 A target is a table of pairs: weight format and input format that its loader accepts together, and how they run then.
 
@@ -358,33 +358,21 @@ RTX = "tensorrt-rtx-"
 """Runtimes that are named with the GPU's generation."""
 
 
-def find_target(name: str) -> Target | Hardware:
-    """Returns the runtime or the GPU of a name; one of a generation, such as sm120, has no rates of its own."""
-    name = name.lower()
-    if name in GENERATIONS:
-        return like(name, (int(name[2:-1]), int(name[-1])))
-    found = TARGETS.get(name) or GPUS.get(name)
-    if found is None:
-        near = difflib.get_close_matches(name, [*TARGETS, *GPUS, *GENERATIONS], 3, 0.7)
+def get_gpu(name: str) -> Hardware:
+    """Returns the GPU called `name`, or the one of a runtime for one kind; ValueError for any other name.
+
+    A GPU of a generation, such as sm120, has no rates of its own.
+    """
+    short = name.lower().removeprefix(RTX)
+    if short in GENERATIONS:
+        return like(short, (int(short[2:-1]), int(short[-1])))
+    if short in TARGETS:
+        raise ValueError(f"target {name} is a runtime; name a GPU: {', '.join((*GPUS, *GENERATIONS))} or local")
+    if short not in GPUS:
+        near = difflib.get_close_matches(short, [*TARGETS, *GPUS, *GENERATIONS], 3, 0.7)
         meant = f"; did you mean {' or '.join(near)}?" if near else ""
         raise ValueError(
-            f"unknown target {name!r}; known targets: {', '.join((*TARGETS, *GPUS, *GENERATIONS))}, and local, this "
+            f"unknown target {short!r}; known targets: {', '.join((*TARGETS, *GPUS, *GENERATIONS))}, and local, this "
             f"machine's GPU{meant}"
         )
-    return found
-
-
-def get_target(name: str) -> Target:
-    """Returns the runtime called `name`; ValueError for an unknown name, or one of a GPU."""
-    found = find_target(name)
-    if isinstance(found, Hardware):
-        raise ValueError(f"target {name} is a GPU; name a runtime: {', '.join(TARGETS)}")
-    return found
-
-
-def get_gpu(name: str) -> Hardware:
-    """Returns the GPU called `name`, or the one of a runtime for one kind; ValueError for any other name."""
-    found = find_target(name.lower().removeprefix(RTX))
-    if isinstance(found, Target):
-        raise ValueError(f"target {name} is a runtime; name a GPU: {', '.join((*GPUS, *GENERATIONS))} or local")
-    return found
+    return GPUS[short]

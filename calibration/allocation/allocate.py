@@ -78,13 +78,13 @@ from quant.recipes.layers import LayerKind
 from quant.recipes.plan import LayerPlan, Plan, groups_of
 from quant.recipes.plan_make import make_plan
 from quant.recipes.recipe import KEEP, Recipe, matched
-from quant.recipes.targets import TARGETS, Target, get_target
+from quant.recipes.targets import TARGETS, Target
 
 
 def make_space(model: nn.Module, goal: Goal, options: Options) -> Space:
     """Returns the choices that an allocation has for `model`."""
     candidates = parse_candidates(options.formats)
-    runtimes = [get_target(name) for name in goal.target if name in TARGETS]
+    runtimes = [TARGETS[name] for name in goal.target if name in TARGETS]
     plans = _plan_each(model, candidates, options)
     # Layers, kinds and groups are the same in all plans; only formats differ.
     base = next(iter(plans.values()))

@@ -47,7 +47,7 @@ from quant.recipes.blocks import stored_dtype
 from quant.recipes.layers import LayerKind
 from quant.recipes.plan import ODD_INPUTS, LayerPlan, Plan
 from quant.recipes.plan_check import first_problem
-from quant.recipes.targets import get_target
+from quant.recipes.targets import TARGETS
 
 _PEER = "compressed_tensors"
 _UNPACKS = "transformers unpacks"
@@ -167,7 +167,7 @@ def _run_time_warnings(plan: Plan) -> Iterator[str]:
 
 def _format_warnings(plan: Plan) -> Iterator[str]:
     """Yields a sentence on pairs of formats that vLLM stops at or TensorRT-LLM misreads."""
-    vllm, trtllm = get_target("vllm"), get_target("tensorrt-llm-compressed-tensors")
+    vllm, trtllm = TARGETS["vllm"], TARGETS["tensorrt-llm-compressed-tensors"]
     by_formats: dict[str, list[LayerPlan]] = {}
     for layer in plan.quantized:
         # No runtime has quantized convolutions; `trial_load` says so.
@@ -286,7 +286,7 @@ def _kept_expert_warnings(plan: Plan, names: StoredNames) -> Iterator[str]:
 
 
 def _modelopt_warnings(plan: Plan, names: StoredNames) -> Iterator[str]:
-    vllm, mixed = get_target("vllm-modelopt"), len({layer.formats for layer in plan.quantized}) > 1
+    vllm, mixed = TARGETS["vllm-modelopt"], len({layer.formats for layer in plan.quantized}) > 1
     # It compares excluded names as substrings: a head called `output` excludes each `….output.dense`.
     excluded = [] if mixed else [name.rstrip("*") for name in modelopt.excluded_modules(plan, names)]
     layers_by_problem: dict[str, list[str]] = {}

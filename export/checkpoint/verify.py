@@ -59,7 +59,7 @@ from quant.recipes.layers import LayerKind, expert_matrices, find_layers, layers
 from quant.recipes.plan import PLAN_FILE, LayerPlan, Plan
 from quant.recipes.plan_check import check_plan_fits
 from quant.recipes.solver_names import parse_solver
-from quant.recipes.targets import get_target
+from quant.recipes.targets import TARGETS
 
 REPORT_FILE = "report.json"
 
@@ -308,7 +308,7 @@ def _siblings(layers: Iterable[LayerPlan]) -> list[list[LayerPlan]]:
     for layer in layers:
         parent, _, last = layer.name.rpartition(".")
         # ("q_proj", "k_proj", "v_proj") and the like
-        for names in get_target("vllm").fused:
+        for names in TARGETS["vllm"].fused:
             if last in names and layer.weight is not None and layer.weight.global_scale:
                 siblings.setdefault((parent, names), []).append(layer)
     return list(siblings.values())

@@ -20,12 +20,12 @@ from quant.recipes.layers import Layer, LayerKind
 from quant.recipes.plan import LayerPlan, Parts, Plan
 from quant.recipes.plan_check import Problem, read_plan, refuse, validate
 from quant.recipes.solver_names import ROUNDINGS, STEPS, parse_solver
-from quant.recipes.targets import NATIVE, STORAGE, TARGETS, get_target
+from quant.recipes.targets import NATIVE, STORAGE, TARGETS, get_gpu
 
 
 def test_a_good_plan_has_no_problem() -> None:
     plan = plan_of(*block(0), *block(1))
-    assert validate(plan, layers_of(plan), get_target("vllm")) == []
+    assert validate(plan, layers_of(plan), TARGETS["vllm"]) == []
 
 
 def test_every_problem_is_named_at_once(tmp_path: Path) -> None:
@@ -147,7 +147,7 @@ def test_refusing_names_every_problem_and_every_place() -> None:
 )
 def test_targets_accept_what_their_loaders_do(target: str, weight: str, activation: str | None, accepted: bool) -> None:
     plan = plan_of(*block(0, weight, activation))
-    problems = validate(plan, layers_of(plan), get_target(target))
+    problems = validate(plan, layers_of(plan), TARGETS[target])
     assert (problems == []) is accepted
     assert accepted or set(where(problems)) == {m.name for m in plan.quantized}
 
@@ -166,7 +166,7 @@ def test_targets_accept_what_their_loaders_do(target: str, weight: str, activati
 )
 def test_sglang_takes_fewer_pairs_for_experts(weight: str, activation: str | None, accepted: bool) -> None:
     experts = replace(block(0, weight, activation)[0], kind="experts")
-    problems = get_target("sglang").problems(experts)
+    problems = TARGETS["sglang"].problems(experts)
     assert (problems == []) is accepted and all("sglang" in problem for problem in problems)
 
 
@@ -188,23 +188,23 @@ def test_target_tables_are_sound() -> None:
     with pytest.raises(
         ValueError, match=r"unknown target 'vlm'; known targets: vllm, vllm-modelopt, sglang.*; did you mean vllm"
     ):
-        get_target("vlm")
+        get_gpu("vlm")
 
 
 def test_run_time_parts_heads_and_the_kv_cache() -> None:
     rotated = replace(block(0)[3], parts=Parts(hadamard=32))
     head = LayerPlan("score", LayerKind.HEAD, (512, 128), get_format("mxfp8"), get_format("mxfp8"))
     plan = plan_of(rotated, head, kv_cache=get_format("mxfp8"))
-    found = {p.where: p.what for p in validate(plan, None, get_target("vllm"))}
+    found = {p.where: p.what for p in validate(plan, None, TARGETS["vllm"])}
     assert "hadamard" in found[rotated.name] and "kind 'head'" in found["score"]
     assert found["plan"] == "vllm cannot keep the KV cache in mxfp8; it has fp8, fp8_head, 16bit"
     # vLLM multiplies by a head in NVFP4 with its inputs in 16 bit.
-    assert validate(plan_of(replace(head, weight=NVFP4, activation=None)), None, get_target("vllm")) == []
+    assert validate(plan_of(replace(head, weight=NVFP4, activation=None)), None, TARGETS["vllm"]) == []
 
 
 def test_merged_siblings_must_agree_even_without_a_group() -> None:
     apart = block(0, group=False)
-    vllm = get_target("vllm")
+    vllm = TARGETS["vllm"]
     (problem,) = validate(plan_of(*apart), None, vllm)
     assert problem.where == "model.layers.0.self_attn.(q_proj|k_proj|v_proj)"
     assert "one tensor scale" in problem.what
@@ -218,17 +218,17 @@ def test_merged_siblings_must_agree_even_without_a_group() -> None:
 def test_blocks_of_merged_matrices_must_not_straddle() -> None:
     """vLLM lays the scales of q, k and v on each other: only the last may end in half a block of 128 rows."""
     plan = plan_of(*block(0, "fp8_block", "fp8_group"))
-    found = validate(plan, None, get_target("vllm"))
+    found = validate(plan, None, TARGETS["vllm"])
     assert where(found) == [ATTENTION.format(0, "q"), ATTENTION.format(0, "k")]
     assert "out = 64 is not a multiple of 128" in found[0].what
     ragged = {m.name for m in plan.quantized if m.shape[-2] % 128}
-    found = validate(plan, None, get_target("vllm-modelopt"))
+    found = validate(plan, None, TARGETS["vllm-modelopt"])
     assert set(where(found)) == ragged and len(ragged) > 2 and "which vllm-modelopt requires" in found[0].what
 
 
 def test_vllm_knows_four_formats_in_a_mixed_modelopt_checkpoint() -> None:
     """Layers in others are left in 16 bit there without a word, and their codes read as such."""
-    modelopt = get_target("vllm-modelopt")
+    modelopt = TARGETS["vllm-modelopt"]
     for weight, activation, known in (
         ("fp8", "fp8", True),
         ("mxfp8", "mxfp8", True),
@@ -253,6 +253,6 @@ def test_one_range_of_releases_is_meant_where_vllm_is() -> None:
     """In the targets, the failures that last, and the pages: that in which the plug-in's tests run."""
     releases = re.findall(r"\"(0\.\d+)\.\d+\"", (ROOT / "tests" / "vllm_releases.py").read_text())
     span = f"vLLM {releases[0]} to {releases[-1]}"
-    assert all(get_target(name).description.startswith(f"{span}, ") for name in ("vllm", "vllm-modelopt"))
+    assert all(TARGETS[name].description.startswith(f"{span}, ") for name in ("vllm", "vllm-modelopt"))
     texts = [file.read_text(encoding="utf-8") for file in (*(ROOT / "docs").glob("*.md"), ROOT / "README.md")]
     assert {found for text in texts for found in re.findall(r"vLLM 0\.\d+ to 0\.\d+", text)} == {span}

@@ -14,7 +14,6 @@ from quant.cli import doctor_command
 from quant.cli.main import main
 from quant.export.tensorrt.gpu_targets import resolve_target
 from quant.kernels.base import hardware
-from quant.recipes.targets import get_target
 
 
 class NVMLError(Exception):
@@ -77,7 +76,7 @@ def test_without_a_driver_the_rest_is_there(nvml: SimpleNamespace) -> None:
 def test_every_command_takes_the_same_names() -> None:
     """A wrong name gets one message, whichever command is asked."""
     messages = []
-    for ask in (resolve_target, get_timing, get_target):
+    for ask in (resolve_target, get_timing):
         with pytest.raises(ValueError, match="unknown target 'rtx5900'") as refused:
             ask("rtx5900")
         messages.append(str(refused.value))

@@ -27,7 +27,7 @@ from quant.generate.quantized_kv_cache import QuantizedKVCache
 from quant.recipes.plan import Plan, set_kv_cache
 from quant.recipes.plan_check import validate
 from quant.recipes.plan_make import make_plan
-from quant.recipes.targets import get_target
+from quant.recipes.targets import TARGETS
 from quant.run.decide import choose_kv_layers
 
 LAYERS = 4
@@ -139,9 +139,9 @@ def test_plans_hold_the_layers_and_targets_refuse_them() -> None:
     mixed = Plan.from_dict({**plan.to_dict(), "kv_layers": ["fp8", "nvfp4", "16bit", "fp8"]})
     assert Plan.from_dict(json.loads(json.dumps(mixed.to_dict()))) == mixed
     assert mixed.run_time["kv_cache"] == "fp8,nvfp4,16bit,fp8" and "KV cache fp8 in 2 layers" in repr(mixed)
-    (problem,) = validate(mixed, target=get_target("vllm"))
+    (problem,) = validate(mixed, target=TARGETS["vllm"])
     assert problem.what.startswith("vllm keeps the KV cache of all layers in one format; the plan has fp8 in 2 layers")
-    assert validate(set_kv_cache(mixed, "keep"), target=get_target("vllm")) == []
+    assert validate(set_kv_cache(mixed, "keep"), target=TARGETS["vllm"]) == []
     with pytest.raises(ValueError, match="a plan has kv_cache, or kv_layers"):
         Plan((), kv_cache=FORMATS["fp8"], kv_layers=("fp8",))
     with pytest.raises(ValueError, match="kv_layers: 'int3'; known formats: nvfp4"):
@@ -172,7 +172,7 @@ def test_one_format_in_all_layers_is_no_mix() -> None:
     """A choice that gives every layer the same format is told, and checked for a target, as that format."""
     alike, mixed = Plan((), kv_layers=("nvfp4", "nvfp4")), Plan((), kv_layers=("nvfp4", "fp8"))
     assert (alike.kv_text, mixed.kv_text) == ("nvfp4", "nvfp4 in 1 layer, fp8 in 1 layer")
-    (problem,) = validate(alike, target=get_target("vllm"))
+    (problem,) = validate(alike, target=TARGETS["vllm"])
     assert problem.what == "vllm cannot keep the KV cache in nvfp4; it has fp8, fp8_head, 16bit"
-    assert validate(alike, target=get_target("tensorrt-rtx-sm120")) == []
+    assert validate(alike, target=TARGETS["tensorrt-rtx-sm120"]) == []
     assert alike.run_time["kv_cache"] == "nvfp4,nvfp4"
