@@ -101,11 +101,7 @@ def _end(ranks: Sequence[subprocess.Popen[bytes]], patience: float) -> None:
 
 
 def local_device(option: str) -> str:
-    """Returns the device of this rank, which takes the GPU of its number on its machine.
-
-    Raises:
-        UserError: a single GPU is named for all ranks, or there are fewer than ranks.
-    """
+    """Returns the device of this rank, the GPU of its number; UserError for a GPU that all share, or too few."""
     import torch
 
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))

@@ -203,11 +203,7 @@ def evaluate_task(
     model: nn.Module, tokenizer: Any, task: str | Path, baseline: nn.Module | None = None, *,
     dtype: torch.dtype | None = torch.float32, device: Device = None, progress: Report = lambda done, total: None,
 ) -> TaskResult:  # fmt: skip
-    """Puts the questions of a file to a model, and to the original where given; arguments as in `evaluate`.
-
-    Raises:
-        UserError: a line that cannot be read, or answers that are all the same.
-    """
+    """Puts the questions of `read_task` to a model, and to the original where given; arguments as in `evaluate`."""
     questions, started = read_task(task), time.perf_counter()
     models = [unwrapped(each, "evaluate_task") for each in (model, baseline) if each is not None]
     with prepared(models, dtype, Session.on(device)):

@@ -106,11 +106,7 @@ class Source:
         return any(c.__name__ in names for c in type(self.model).__mro__)
 
     def load_tokenizer(self) -> Any:
-        """Returns the transformers tokenizer, which is read once.
-
-        Raises:
-            UserError: there is none; the message says the way out.
-        """
+        """Returns the transformers tokenizer, which is read once; UserError, with the way out, where there is none."""
         # Calibration, evaluation, the report and the checkpoint each ask for it, and a GGUF's takes seconds.
         if self._tokenizer is not None:
             return self._tokenizer
@@ -128,11 +124,7 @@ class Source:
         return self._tokenizer
 
     def load_processor(self) -> Any:
-        """Returns the transformers processor, which prepares images, sounds and texts.
-
-        Raises:
-            UserError: there is none; the message says the way out.
-        """
+        """Returns the processor of images, sounds and texts; UserError, with the way out, where there is none."""
         if self.path is not None and self.path.is_dir():
             with huggingface.remote_code(self.trusts_code):
                 return huggingface.load_processor(self.path)

@@ -28,11 +28,7 @@ class ComparedRun:
 
 
 def read_runs(first: Path, second: Path) -> tuple[ComparedRun, ComparedRun]:
-    """Reads the two runs, named after their directories.
-
-    Raises:
-        UserError: a file is missing, or the runs have no layer in common.
-    """
+    """Reads two runs, named after their directories; UserError where a file is missing, or no layer is in both."""
     directories = (first, second)
     names = [directory.resolve().name for directory in directories]
     if names[0] == names[1]:

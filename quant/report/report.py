@@ -57,11 +57,7 @@ class Receipt(JsonData):
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> Self:
-        """Makes a receipt from the fields of its file; either list may be missing.
-
-        Raises:
-            ValueError: an unknown or a missing field of a layer, or no verdict.
-        """
+        """Makes a receipt from the fields of its file, where either list may be missing; ValueError for wrong ones."""
         # The file has further fields, which the page does not show.
         whole = typed(dict[str, Any], fields, "receipt")
         own = {key: value for key, value in whole.items() if key in ("layers", "audit", "passed")}
@@ -158,11 +154,7 @@ class Report(JsonData):
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> Self:
-        """Makes a report from the fields that `to_dict` returned.
-
-        Raises:
-            ValueError: another schema version, an unknown or a missing field.
-        """
+        """Undoes `to_dict`; ValueError for another schema version, an unknown or a missing field."""
         whole = typed(dict[str, Any], fields, "report")
         if (version := whole.pop("schema_version", None)) != SCHEMA_VERSION:
             raise ValueError(f"report schema_version is {version!r}; this release reads {SCHEMA_VERSION}")
@@ -174,11 +166,7 @@ class Report(JsonData):
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
-        """Reads a report file.
-
-        Raises:
-            ValueError: not JSON, or not a valid report; the message names the file.
-        """
+        """Reads a report file; ValueError, which names it, for one that is not valid."""
         return read_json(path, "a valid report", cls.from_dict)
 
     def to_html(self, path: str | Path, plan: Plan | None = None) -> None:

@@ -68,11 +68,7 @@ from quant.run.request import KV_AUTO, Request
 
 
 def decide(job: Job) -> Decision:
-    """Returns the plan of a run. Where a checkpoint is to be written, its layout can hold the plan.
-
-    Raises:
-        ValueError: the plan does not fit the model, or the layout cannot hold one of its formats.
-    """
+    """Returns the plan of a run; ValueError for one that does not fit the model, or the layout to be written."""
     request, source = job.request, job.source
     if request.is_gguf and source.model is not None:
         check_gguf(source.model, None)  # before hours of work: llama.cpp may have no such model, or no such tokenizer
@@ -199,11 +195,7 @@ def _origin(source: Source) -> dict[str, str]:
 
 
 def for_budget(job: Job, goal: Goal) -> Decision:
-    """Chooses formats for a budget or a limit on the loss.
-
-    Raises:
-        Infeasible: no choice keeps the budget. This is known from shapes, before any text is written.
-    """
+    """Chooses formats for a budget or a limit on the loss; Infeasible, from shapes alone, where no choice keeps it."""
     request, source = job.request, job.source
     if source.model is None:
         raise UserError(
@@ -395,11 +387,7 @@ def _as_model(model: nn.Module, weight: torch.Tensor) -> torch.Tensor:
 
 
 def _for_dry_run(job: Job, decision: Decision) -> Decision:
-    """Returns the decision as a run would end with it, where no text can be had for this model.
-
-    Raises:
-        UserError: the plan needs data, none is named, and the model reads no tokens for which text could be written.
-    """
+    """Returns the decision as a run would end with it where no text can be had; UserError for one that needs data."""
     model, plan = job.source.model, decision.plan
     reads_tokens = model is None or any(isinstance(module, nn.Embedding) for module in model.modules())
     if reads_tokens or job.request.calib or not lacks_data(plan):

@@ -82,11 +82,7 @@ def run_any(request: Request, listener: Listener = SILENT) -> Outcome | Pipeline
 
 
 def _run_pipeline(request: Request, listener: Listener) -> PipelineOutcome:
-    """Executes a request on a pipeline of diffusers.
-
-    Raises:
-        UserError, OSError: the user's mistakes; nothing has been written.
-    """
+    """Executes a request on a pipeline of diffusers; after an error nothing has been written."""
     request.check()
     request.check_destination()
     path = find_model(str(request.model))

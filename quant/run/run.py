@@ -263,11 +263,7 @@ def solving_steps(
 
 
 def run(request: Request, listener: Listener = SILENT) -> Outcome:
-    """Executes a request; no other run can write to its destination at the same time.
-
-    Raises:
-        ValueError, OSError: the user's mistakes; nothing has been written.
-    """
+    """Executes a request, alone at its destination; after the user's ValueError or OSError nothing is written."""
     request.check()
     with destination(request):
         job = load(request, listener)

@@ -342,11 +342,7 @@ def _announce_time(
 
 
 def check_cache(file: Path, teacher: str, out: Path, hidden: float) -> None:
-    """Checks that a teacher can be cached in `file`.
-
-    Raises:
-        UserError: the file would replace something, or a cached teacher cannot teach this.
-    """
+    """Raises UserError where a teacher's file would replace something, or a cached teacher cannot teach this."""
     if is_cached_teacher(teacher):
         raise UserError(f"{option('cache_teacher')}: {teacher} is a cached teacher already; leave the option out")
     if file.exists():

@@ -187,11 +187,7 @@ def _finite(loss: float, step: int, rate: float) -> float:
 
 
 def train_only_norms(model: nn.Module) -> None:
-    """Trains only the weights and biases of norms, in float32: of every module whose weight is a vector.
-
-    Raises:
-        UserError: the model has none.
-    """
+    """Trains only the weights and biases of norms, in float32; UserError for a model without norms."""
     norms = [module for module in model.modules() if getattr(getattr(module, "weight", None), "ndim", 0) == 1]
     if not norms:
         raise UserError(f"{type(model).__name__}: no norm has a weight to train; train the quantized weights instead")

@@ -449,11 +449,7 @@ class BlockscaleNvFp4AttentionBackend(AttentionBackend):
 
 
 def install_attention_backend() -> str:
-    """Registers the backend and puts it first in vLLM's order for NVFP4 caches.
-
-    Raises:
-        AttributeError, ImportError, TypeError: this vLLM lacks a name or an argument; nothing was changed.
-    """
+    """Puts the backend first in vLLM's order for NVFP4 caches; an error says what vLLM lacks, and changes nothing."""
     from vllm.platforms import cuda
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 

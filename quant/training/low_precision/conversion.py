@@ -75,11 +75,7 @@ class LowPrecisionTraining:
         return "; ".join(self.notes.values())
 
     def at(self, share: float) -> None:
-        """Says how far training is, as a share of all steps; the recipe's schedule may end the forward's rounding.
-
-        Raises:
-            UserError: the share is not between 0 and 1, as the number of a step is not.
-        """
+        """Says what share of all steps is done, from 0 to 1; the recipe's schedule may end the forward's rounding."""
         if not 0 <= share <= 1:
             raise UserError(f"report.at({share!r}): the share of training that is done is from 0 to 1: step / steps")
         for state in self._states().values():
@@ -112,11 +108,7 @@ class LowPrecisionTraining:
         }
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Goes on with the histories of a checkpoint.
-
-        Raises:
-            UserError: they are of other layers or of another recipe.
-        """
+        """Goes on with the histories of a checkpoint; UserError for those of other layers or of another recipe."""
         saved = state.get(_RECIPE)
         own_names = self._names_of_recipes()
         names = own_names if saved is None else bytes(saved.tolist()).decode(errors="replace")

@@ -219,11 +219,7 @@ def _amax(x: torch.Tensor) -> torch.Tensor:
 
 
 def stored_format(recipe: TrainingRecipe) -> Format:
-    """Returns the format in which checkpoints store the weights of a recipe; a preset of that name deploys them.
-
-    Raises:
-        UserError: the recipe leaves weights or inputs in 16 bit.
-    """
+    """Returns the format, and preset, that deploys a recipe; UserError where one leaves an operand of y in 16 bit."""
     weight = recipe.weight
     if weight is None or recipe.input is None:
         raise UserError(
@@ -242,12 +238,9 @@ def deployed_input(recipe: TrainingRecipe) -> Format | None:
 
 @torch.no_grad()
 def packed_weight(weight: torch.Tensor, state: LowPrecision, amax: torch.Tensor | None = None) -> BlockScaledTensor:
-    """Returns the codes and scales that a layer's forward product multiplies by.
+    """Returns the codes and scales of a layer's forward product; UserError for NaN or infinity in the weight.
 
     `amax` is the largest magnitude that the whole weight `[out, in]` is scaled by; None takes the layer's.
-
-    Raises:
-        UserError: the weight holds NaN or infinity.
     """
     recipe = state.recipe
     stored = stored_format(recipe)
