@@ -169,29 +169,19 @@ def _ids(tokenizer: Any, text: str) -> list[int]:
 
 @dataclass(frozen=True)
 class TaskResult(JsonData):
-    """The right answers of a model, and of the original where one was given.
-
-    Attributes:
-        accuracy: share of the questions that are answered rightly.
-        ratio: accuracy over the original's.
-        interval: ends of 95 % around accuracy − original accuracy.
-        agreement: share of the questions that both answer alike, rightly or not.
-        lost: questions that the original alone answers rightly.
-        gained: those that the model alone does.
-        halves: the ratio on three random halves of the questions.
-    """
+    """The right answers of a model, and of the original where one was given."""
 
     task: str
     questions: int
-    accuracy: float
+    accuracy: float  # share of the questions that are answered rightly
     seconds: float
     baseline_accuracy: float | None = None
-    ratio: float | None = None
-    interval: tuple[float, ...] | None = None
-    agreement: float | None = None
-    lost: int = 0
-    gained: int = 0
-    halves: tuple[float, ...] = ()
+    ratio: float | None = None  # accuracy over the original's
+    interval: tuple[float, ...] | None = None  # ends of 95 % around accuracy − original accuracy
+    agreement: float | None = None  # share of the questions that both answer alike, rightly or not
+    lost: int = 0  # questions that the original alone answers rightly
+    gained: int = 0  # those that the model alone does
+    halves: tuple[float, ...] = ()  # the ratio on three random halves of the questions
 
     @property
     def differs(self) -> bool:

@@ -18,9 +18,8 @@ from torch.nn import functional
 from torch.nn.functional import log_softmax
 
 import quant
-from quant.training import kl
-from quant.training.distillation_loss import CachedTeacher, cache_teacher
-from quant.training.kl import LogitTeacher, TopTeacher, chunked_kl
+from quant.training import distillation_loss
+from quant.training.distillation_loss import CachedTeacher, LogitTeacher, TopTeacher, cache_teacher, chunked_kl
 
 ROWS = torch.randint(0, 64, (4, 24), generator=torch.Generator().manual_seed(7))
 POSITIONS, HIDDEN, VOCABULARY, K = 23, 16, 50, 7
@@ -59,7 +58,7 @@ class Case:
 def test_loss_and_gradients(
     temperature: float, k: int | None, masked: bool, positions: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(kl._SLICE_ELEMENTS, "cpu", positions * VOCABULARY)
+    monkeypatch.setitem(distillation_loss._SLICE_ELEMENTS, "cpu", positions * VOCABULARY)
     case = Case()
     teacher: Any = LogitTeacher(case.taught, case.teacher_head)
     if k is not None:
@@ -87,7 +86,7 @@ def test_gradients_of_many_positions_do_not_underflow(
 ) -> None:
     """A gradient of 8,192 positions over 2,000 tokens is 2e-8 an element, and FP16 has nothing below 6e-8."""
     tokens = 2000
-    monkeypatch.setitem(kl._SLICE_ELEMENTS, "cpu", positions * tokens)
+    monkeypatch.setitem(distillation_loss._SLICE_ELEMENTS, "cpu", positions * tokens)
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(8192, HIDDEN, generator=generator).requires_grad_()
     head, teacher_head = nn.Linear(HIDDEN, tokens), nn.Linear(HIDDEN, tokens).requires_grad_(False)
@@ -110,7 +109,7 @@ def test_gradients_of_many_positions_do_not_underflow(
 def test_sums_over_slices_are_rounded_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Parameters in BF16 get the gradient of 512 slices, which adds up in FP32."""
     tokens = 50
-    monkeypatch.setitem(kl._SLICE_ELEMENTS, "cpu", 4 * tokens)
+    monkeypatch.setitem(distillation_loss._SLICE_ELEMENTS, "cpu", 4 * tokens)
     torch.manual_seed(0)
     hidden = torch.randn(2048, HIDDEN).bfloat16()
     head, teacher_head = nn.Linear(HIDDEN, tokens).bfloat16(), nn.Linear(HIDDEN, tokens).bfloat16()
@@ -127,7 +126,7 @@ def test_sums_over_slices_are_rounded_once(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_no_more_logits_are_kept_than_a_slice(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(kl._SLICE_ELEMENTS, "cpu", 5 * VOCABULARY)
+    monkeypatch.setitem(distillation_loss._SLICE_ELEMENTS, "cpu", 5 * VOCABULARY)
     case, seen = Case(), []
     head = copy.copy(case.head)
     head.register_forward_pre_hook(lambda _, inputs: seen.append(len(inputs[0])))
@@ -213,7 +212,7 @@ def test_a_teacher_has_nothing_to_learn_from_its_own_cache(build: Any, tmp_path:
 @pytest.mark.parametrize("build", FAMILIES, ids=lambda build: build.__name__)
 def test_no_logits_of_whole_rows_are_computed(build: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """But of a model that does after its head what its config does not name."""
-    monkeypatch.setitem(kl._SLICE_ELEMENTS, "cpu", 9 * 64)
+    monkeypatch.setitem(distillation_loss._SLICE_ELEMENTS, "cpu", 9 * 64)
     student, teacher = build(gain=2.0).requires_grad_(True), build(seed=1, gain=2.0)
     seen: list[int] = []
     plain = student.lm_head.forward
