@@ -186,7 +186,6 @@ def _with_solver_of(
 
 
 def _head_rules(layers: Sequence[Layer], lm_head: str) -> list[Rule]:
-    """Returns the rules that give output heads a format."""
     try:
         parse_format(lm_head)
     except ValueError as error:

@@ -117,7 +117,6 @@ def _verify(
     ctx: click.Context, directory: str, source: str | None, *, model_factory: str | None, runtime: str | None,
     engine: str | None, quiet: bool, as_json: bool,
 ) -> None:  # fmt: skip
-    """Checks the files of a checkpoint, and prints the findings."""
     from quant.export.checkpoint.verify import verify
     from quant.models.state_dict import call_factory
 
@@ -229,7 +228,6 @@ def _audit(
 
 
 def _print_audit(findings: list[AuditRow]) -> None:
-    """Prints a table of the audit, and its totals."""
     from quant.export.tensorrt.audit import UNPLANNED
 
     columns = {
@@ -249,7 +247,6 @@ def _run_export(
     path: Path, source: str, *, max_new_tokens: int, device: str, unsafe_load: bool, rebuild: bool | None, quiet: bool,
     as_json: bool,
 ) -> None:  # fmt: skip
-    """Runs an exported file next to its checkpoint, and shows how they compare."""
     from quant.export.engines.check_engine import check_engine
 
     with status(f"checking {path}", quiet or as_json):

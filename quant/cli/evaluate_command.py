@@ -176,7 +176,6 @@ def _read_texts(
 
 
 def _print_tasks(results: Sequence[TaskResult]) -> None:
-    """Prints a column for each task."""
     labels: dict[str, Callable[[Any], str]] = {
         "accuracy": lambda r: f"{r.accuracy:.1%}",
         "baseline accuracy": lambda r: f"{r.baseline_accuracy:.1%}",
@@ -210,7 +209,6 @@ def _print_evaluation(result: Evaluation) -> None:
 
 
 def _figures(result: Evaluation) -> dict[str, str]:
-    """Returns the figures on one text, by label."""
     from quant.base.errors import loss_text
 
     # Labels are in the order of the table; a figure that one text lacks leaves its cell empty.

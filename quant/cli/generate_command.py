@@ -78,7 +78,6 @@ def _run_session(
     session: EngineSession, model: str, prompts: tuple[str, ...], max_new_tokens: int, sampling: dict[str, Any], *,
     quiet: bool, as_json: bool,
 ) -> None:  # fmt: skip
-    """Continues prompts with an exported file, and prints the texts."""
     from quant.export.engines.check_engine import Sampling, generate_text
 
     chosen = Sampling(**sampling)

@@ -220,7 +220,6 @@ class Evaluation(JsonData):
         return f"Evaluation({'; '.join(map(''.join, zip(names, figures, strict=True)))})"
 
     def _repr_html_(self) -> str:
-        """Returns a table with a row for each text, for notebooks."""
         columns = [each._counted_figures for each in self.texts]
         labels = list(dict.fromkeys(label for column in columns for label in column))
         rows = [

@@ -143,7 +143,6 @@ def _run_pipeline(request: Request, listener: Listener) -> PipelineOutcome:
 
 
 def _in_memory(request: Request, model: nn.Module) -> Request:
-    """Returns the request for a component in memory."""
     return replace(
         request, model=model, components=None, call=(), calib=(), eval_texts=(), restart=False,
         budget=AllocationRequest(),

@@ -1,7 +1,7 @@
 """The loss of distillation: a student learns the next-token probabilities of its teacher, without labels.
 
-The teacher is a model in any precision, or a file of its likeliest tokens. The loss is the forward KL of next tokens, and
-with `hidden` a share of the distance of hidden states, layer by layer:
+The teacher is a model in any precision, or a file of its likeliest tokens. The loss is the forward KL of next tokens,
+and with `hidden` a share of the distance of hidden states, layer by layer:
 
     KL + hidden · mean over layers and positions of  |h_student − h_teacher|² / |h_teacher|²
 
@@ -307,8 +307,8 @@ def _distance(
 #
 #     loss = mean over positions of  T² · sum over the vocabulary of  p · (log p − log q),    p, q = softmax(logits / T)
 #
-# The logits of 8,192 positions over 128,000 tokens take 4 GB in FP32, and a graph through log_softmax keeps several such
-# tensors. `ChunkedKL` computes a slice's logits, its loss and its gradient
+# The logits of 8,192 positions over 128,000 tokens take 4 GB in FP32, and a graph through log_softmax keeps several
+# such tensors. `ChunkedKL` computes a slice's logits, its loss and its gradient
 #
 #     dL/dz = T / positions · (q − p)
 #
@@ -317,8 +317,8 @@ def _distance(
 # The backward pass multiplies them by a number.
 #
 # That number has T² / positions and the gradient of the loss. In a slice, 1 / positions would make FP16 zeros of most
-# gradients, which no GradScaler brings back. A power of two takes its place: it keeps both the smallest elements and sums
-# over the slice within FP16. Sums over slices are float32.
+# gradients, which no GradScaler brings back. A power of two takes its place: it keeps both the smallest elements and
+# sums over the slice within FP16. Sums over slices are float32.
 #
 # A teacher that was cached gives the log-probabilities of its k likeliest tokens at each position. All others are one
 # outcome, of the probability that is left: the KL of that coarser choice is a lower bound of the KL of the tokens, and

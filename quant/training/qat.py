@@ -192,7 +192,6 @@ def prepare_qat(
 
 
 def _plan_of_quantized(model: nn.Module, plan: Plan | Recipe | str | None) -> Plan:
-    """Returns the plan that a quantized model was made by."""
     plan = plan or getattr(model, "quantization_plan", None)
     if plan is None:
         raise UserError("the model is quantized already: pass its plan, which quant.quantize returned with it")
@@ -474,7 +473,6 @@ def _in_training(
 
 
 def _check_start(layer: LayerPlan, packed: Any, module: RoundedWeight) -> None:
-    """Raises UserError where the layer would not start as the quantized one."""
     if torch.equal(module.packed_weight().dequantize(), packed.quantized_weight.dequantize()):
         return
     element = packed.weight_format.element
