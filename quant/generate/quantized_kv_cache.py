@@ -203,10 +203,9 @@ class QuantizedKVLayer(CacheLayerMixin):  # type: ignore[misc]
 
 
 class QuantizedKVCache(Cache):  # type: ignore[misc]
-    """The cache of a causal language model in FP8 or NVFP4.
+    """The cache of a causal language model in FP8 or NVFP4, by the model's calibrated scales where it has any.
 
     Args:
-        model: a model of transformers; its calibrated scales are used where it has any.
         kv_cache: "fp8" or "nvfp4"; "fp8_token" has a scale for each token and head. With commas, one for each layer,
             of which some may be "16bit".
         page_size: tokens of a page: 16, 32 or 64.

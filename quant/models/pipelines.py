@@ -48,8 +48,7 @@ def components_of(path: Path) -> list[str]:
 def models_to_quantize(path: Path, asked: str | None) -> list[str]:
     """Returns the components to quantize: those of a list such as "transformer,text_encoder", or the denoisers.
 
-    Raises:
-        UserError: the pipeline has no such component, or it is no model, is quantized, or has adapters beside it.
+    UserError: there is no such component, or it is no model, is quantized, or has adapters beside it.
     """
     present = components_of(path)
     # A pipeline calls the parts of an autoencoder and not the whole, so that it would be calibrated on nothing.

@@ -201,8 +201,7 @@ def rewrite(
 ) -> Path:
     """Writes the page of a checkpoint again, report.html in its directory or `out`; a receipt goes into its report.
 
-    Raises:
-        UserError: a file is missing, or the receipt, which errors call `source`, is invalid or of another plan.
+    `source` is the receipt's name in the UserError for one that is invalid or of another plan.
     """
     report, plan = read_run(directory)
     if receipt is not None:

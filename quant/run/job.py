@@ -154,10 +154,7 @@ def read_data(job: Job, decision: Decision) -> Decision:
     """Returns the decision with calibration data, where its plan needs some and has none.
 
     Without a source that the user names, a plan whose effort chose the solver falls back to effort 1 where the model
-    can write no text.
-
-    Raises:
-        UserError: the plan needs data, and there is none.
+    can write no text; any other plan is refused then.
     """
     if decision.data is not None or job.source.model is None:
         return decision
@@ -302,12 +299,9 @@ def _text_size(job: Job, *, will_write: bool) -> tuple[int, int, int]:
 
 
 def check_same(values: Mapping[str, str], session: Session, files: Sequence[Path] = ()) -> None:
-    """Checks that all ranks have the same values, files, versions and kind of device.
+    """Raises UserError, which names the first rank, where ranks differ in values, files, versions or kind of device.
 
     `values` are hashes or names that the result depends on, by their names in the error message.
-
-    Raises:
-        UserError: ranks differ; the message names the first rank that does, and the value.
     """
     if rank_and_world()[1] == 1:
         return

@@ -384,10 +384,7 @@ def choose_formats(
     """Returns the plan of a denoiser for the goal of a request, by its calls `data`, and errors for the report.
 
     Errors are those of the prediction where a block alone is in the format that loses most, by block and timestep.
-
-    Raises:
-        Infeasible: no choice keeps the goal; the message names the smallest that can be kept.
-        UserError: a component that is no denoiser, for its loss is not measured.
+    Infeasible, which names the smallest goal, where no choice keeps it; UserError for a component without timesteps.
     """
     calls, goal, session = _spread(model, data.calls), request.goal, Session.on(device)
     assert goal is not None

@@ -306,10 +306,8 @@ def _compute(job: Job, decision: Decision) -> tuple[Decision, SolvedModel, Measu
 def resumable(job: Job, plan: Plan) -> Iterator[Job]:
     """Gives the job a store of finished steps next to its destination, after which the same command continues.
 
-    A bare state dict is solved in seconds, a module has no directory, and a GGUF file is begun anew.
-
-    Raises:
-        ValueError: a run with other options, another model or another version left steps there.
+    A bare state dict is solved in seconds, a module has no directory, and a GGUF file is begun anew. ValueError: a run
+    with other options, another model or another version left steps there.
     """
     request, source = job.request, job.source
     if request.out is None or request.is_gguf or source.model is None or request.is_in_memory:
@@ -404,10 +402,7 @@ def _write_checkpoint(job: Job, out: Path, solved: SolvedModel, report: Report) 
 def _differences(job: Job, directory: Path) -> list[str]:
     """Returns how a checkpoint deviates from the directory that it was made from, outside the quantized weights.
 
-    A step of the run explains each deviation. There is one line for each such step, and not for each tensor.
-
-    Raises:
-        UserError: there is a deviation that no step of the run explains; the message names it.
+    There is one line for each step of the run that explains deviations, and a UserError for one that no step explains.
     """
     source = job.source
     # A module in memory may have been trained since it was loaded.
@@ -521,11 +516,7 @@ def original_of(job: Job, decision: Decision, texts: Texts) -> nn.Module | None:
 
 
 def measure(job: Job, solved: SolvedModel, texts: Texts, original: nn.Module | None) -> Measured:
-    """Measures the quantized model. The store keeps the result, since weights move into the checkpoint afterwards.
-
-    Raises:
-        UserError: an earlier run was stopped while its weights moved, and it had measured on other texts.
-    """
+    """Measures the quantized model. The store keeps the result, since weights move into the checkpoint afterwards."""
     if job.request.noise is not None and solved.quantized is not None:
         return Measured(notes=job.request.noise(solved.quantized.model))
     if original is None:

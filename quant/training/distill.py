@@ -295,11 +295,7 @@ class DistillInputs:
 def prepare_distill_inputs(
     name: str, plan: Plan, options: DistillOptions, session: Session, listener: Listener
 ) -> DistillInputs:
-    """Opens a teacher on the session's device, reads the training rows, and caches the teacher if `options` say so.
-
-    Raises:
-        UserError: the teacher cannot be opened, or there are fewer rows than a batch takes.
-    """
+    """Opens a teacher on the session's device, reads the training rows, and caches the teacher if `options` say so."""
     if is_cached_teacher(name):
         with listener.step(f"loading {name}"):
             cached = CachedTeacher.open(name)
@@ -389,11 +385,8 @@ def _train(
 ) -> tuple[Plan, float, train_loop.Trained]:
     """Trains the quantized weights of `student`, or its norms; it is quantized again afterwards.
 
-    Returns:
-        The plan of the trained model, the peak learning rate, and the losses and seconds of the steps.
-
-    Raises:
-        UserError: training ruined the model.
+    Returns the plan of the trained model, the peak learning rate, and the losses and seconds of the steps. UserError:
+    training ruined the model.
     """
     # Noted before `prepare_qat` makes float32 of weights: the written checkpoint has the dtypes of the one it started
     # from.

@@ -392,10 +392,8 @@ def install_training_layers(
     """Puts layers in training in the place of the quantized ones; takes the values out of `start.rounded`.
 
     Where the model was in 16 bit before, the layer in training has the original's parameter, so that an optimizer made
-    before trains it. `stored` is the dtype of the checkpoint, `dtype` that of weights in training.
-
-    Raises:
-        UserError: a layer would not start as the quantized one; no layer has been replaced.
+    before trains it. `stored` is the dtype of the checkpoint, `dtype` that of weights in training. UserError, before
+    any layer is replaced: one would not start as the quantized one.
     """
     refuse_residual(model, "training")
     parameters = {id(parameter) for parameter in model.parameters()}

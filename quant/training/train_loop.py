@@ -144,9 +144,6 @@ def train(
 
     `loss` is of a batch, token ids int64 `[batch, seqlen]` on the model's device. The rows, `[rows, seqlen]`, come in a
     new random order each time they are used up. `progress` is called with (steps done, steps in all, loss).
-
-    Raises:
-        UserError: fewer than one step or row, or a loss that is not finite.
     """
     steps, batch, rate = hyperparameters.steps, hyperparameters.batch, hyperparameters.rate
     if steps < 1 or not 1 <= batch <= len(rows):

@@ -463,10 +463,8 @@ def reasons_to_keep(
 ) -> dict[str, str]:
     """Returns why linear layers and parameters of fused experts stay in 16 bit, by name; a plan has further reasons.
 
-    `layers` are the model's, as a run has seen them; the globs are the caller's. `small` converts small experts too.
-
-    Raises:
-        UserError: a glob that matches no module.
+    `layers` are the model's, as a run has seen them; the globs are the caller's, each of which has to match a module.
+    `small` converts small experts too.
     """
     names_of_experts = [layer.name for layer in layers if layer.kind == LayerKind.EXPERTS]
     # With GPT-2's transposed linear.

@@ -270,10 +270,8 @@ def packed_weight(weight: torch.Tensor, state: LowPrecision, amax: torch.Tensor 
 def input_scale(state: LowPrecision, dtype: torch.dtype) -> torch.Tensor | None:
     """Returns the static scale of the deployed layer's input; layers that are merged share the largest of theirs.
 
-    An expert that no token has reached takes its siblings'. Some scales are stored in `dtype`, the weight's.
-
-    Raises:
-        UserError: the deployed format needs a scale, and no training step has recorded an input.
+    An expert that no token has reached takes its siblings'. Some scales are stored in `dtype`, the weight's. UserError:
+    no training step has recorded an input.
     """
     activation = deployed_input(state.recipe)
     if activation is None or not activation.is_static:
