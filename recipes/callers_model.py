@@ -56,7 +56,18 @@ def inner_model(model: nn.Module) -> nn.Module:
 
 def check_original(model: nn.Module, taker: str) -> None:
     """Raises UserError where a model is not in 16 or 32 bit throughout, or its layers are hidden from `taker`."""
-    refuse_opaque_modules(model, taker)
+    for name, module in model.named_modules():
+        where = name or "the model"
+        if isinstance(module, torch.jit.ScriptModule):
+            raise UserError(
+                f"{where}: torch.jit has compiled it, so that none of its layers can be replaced; {taker} takes the "
+                "module that was scripted or traced"
+            )
+        if any(is_lazy(tensor) for tensor in (*module._parameters.values(), *module._buffers.values())):
+            raise UserError(
+                f"{where}: a {type(module).__name__}, whose weight has no shape before its first input; call the "
+                f"model once, then {taker}"
+            )
     refuse_adapters(model, taker, ADAPTERS_AFTER)
     for name, module in model.named_modules():
         if isinstance(getattr(module, "_orig_mod", None), nn.Module):
@@ -74,24 +85,8 @@ def check_original(model: nn.Module, taker: str) -> None:
     if sharded is not None or type(model).__name__ == "FullyShardedDataParallel":
         raise UserError(
             f"{sharded or 'the model'}: its weights are sharded (FSDP or tensor parallelism), and {taker} takes whole "
-            "ones: quantize first, or load the gathered state into an unsharded model"
+            "ones: call it before you shard them, or load the gathered state into an unsharded model"
         )
-
-
-def refuse_opaque_modules(model: nn.Module, taker: str) -> None:
-    """Raises UserError where a module is compiled by torch.jit, or has weights without a shape."""
-    for name, module in model.named_modules():
-        where = name or "the model"
-        if isinstance(module, torch.jit.ScriptModule):
-            raise UserError(
-                f"{where}: torch.jit has compiled it, so that none of its layers can be replaced; {taker} takes the "
-                "module that was scripted or traced"
-            )
-        if any(is_lazy(tensor) for tensor in (*module._parameters.values(), *module._buffers.values())):
-            raise UserError(
-                f"{where}: a {type(module).__name__}, whose weight has no shape before its first input; call the "
-                f"model once, then {taker}"
-            )
 
 
 def optimizers_of(identities: Collection[int]) -> list[torch.optim.Optimizer]:

@@ -21,7 +21,7 @@ from quant.base.torch_modes import in_own_modes
 from quant.kernels.linear.install import call_encoder_layers
 from quant.kernels.training.grouped_fp8 import has_grouped_fp8
 from quant.recipes.blocks import block_names
-from quant.recipes.callers_model import inner_model, refuse_opaque_modules, unwrapped, warn_of_shared_weights
+from quant.recipes.callers_model import check_original, inner_model, unwrapped, warn_of_shared_weights
 from quant.recipes.layers import Layer, LayerKind
 from quant.recipes.plan import Plan, groups_of
 from quant.recipes.plan_make import grouped_layers, make_plan
@@ -48,7 +48,6 @@ from quant.training.low_precision.native_fusions import fuse_gated_mlps, restore
 from quant.training.low_precision.nonfinite import GradientWatch, nonfinite_line
 from quant.training.low_precision.state import LowPrecision, reduce_amax, stored_format
 from quant.training.low_precision.training_recipe import TrainingRecipe, get_training_recipe
-from quant.training.qat_layers import RoundedWeight
 
 _RECIPE = "recipe"  # key of the name in a report's state
 _ATTRIBUTE = "_low_precision_report"  # of a model, the report without the model
@@ -418,35 +417,12 @@ def to_plain_layers(model: nn.Module) -> None:
 
 
 def _check_model(model: nn.Module) -> None:
-    refuse_opaque_modules(model, "to_low_precision_training")
     for name, layer in trained_layers(model).items():
         raise UserError(
             f"{name}: the model trains in {layer.low_precision.recipe.name} already; call undo() of what "
             "to_low_precision_training returned first"
         )
-    for name, module in model.named_modules():
-        if isinstance(module, RoundedWeight):
-            raise UserError(
-                f"{name}: the model is prepared for QAT, which rounds its weights itself; finish that with "
-                "quant.pack(model), or start from the original model"
-            )
-        if hasattr(module, "base_layer"):
-            raise UserError(
-                f"{name}: an adapter is on this layer; convert the model first and put adapters on it then; "
-                "their products stay in 16 bit"
-            )
-        if hasattr(type(module), "quantized_weight"):
-            raise UserError(
-                f"{name}: the model is quantized already, and its codes do not train; start from the original model, "
-                "or put adapters on this one with quant.lora"
-            )
-    # A DTensor of FSDP2 or tensor parallelism has `full_tensor`.
-    sharded = next((name for name, parameter in model.named_parameters() if hasattr(parameter, "full_tensor")), None)
-    if sharded is not None:
-        raise UserError(
-            f"{sharded} is sharded already, and layers are chosen and grouped by whole weights; convert the model "
-            "first, then call fully_shard or parallelize_module"
-        )
+    check_original(model, "to_low_precision_training")
     meta = next((name for name, parameter in model.named_parameters() if parameter.is_meta), None)
     if meta is not None:
         raise UserError(f"{meta} is on the meta device and has no values; load the weights first")
