@@ -229,8 +229,11 @@ def _check_target(plan: Plan, target: Target) -> list[Problem]:
     if plan.has_kv_mix:
         what = f"{target.name} keeps the KV cache of all layers in one format; the plan has {plan.kv_text}"
         problems.append(Problem("plan", what, "plan edit --kv-cache keep"))
-    if problem := target.kv_cache_problem(plan.kv_of_all):
-        problems.append(Problem("plan", problem, "plan edit --kv-cache keep"))
+    cache = plan.kv_of_all
+    if cache is not None and cache.name not in target.kv_cache:
+        known = ", ".join((*target.kv_cache, "16bit"))
+        what = f"{target.name} cannot keep the KV cache in {cache}; it has {known}"
+        problems.append(Problem("plan", what, "plan edit --kv-cache keep"))
     return problems
 
 

@@ -107,12 +107,6 @@ class Target:
         weights = dict.fromkeys(pair.weight for pair in self.pairs)
         return f"{self.name} has no {layer.weight}; it has {', '.join(weights)}"
 
-    def kv_cache_problem(self, format: Format | None) -> str | None:
-        """Returns why the runtime cannot keep its KV cache in `format`, or None."""
-        if format is None or format.name in self.kv_cache:
-            return None
-        return f"{self.name} cannot keep the KV cache in {format}; it has {', '.join((*self.kv_cache, '16bit'))}"
-
 
 _PARTS = {
     "pre_scale": "an input scale (pre_scale)",

@@ -174,15 +174,6 @@ def hub_name(path: Path) -> str | None:
     return name.replace("--", "/", 1) if kind == "models" and "--" in name else None
 
 
-def cached_snapshot(name: str, commit: str | None) -> Path | None:
-    """Returns the directory of a model that is in the hub's cache, at a commit; None where it is not there."""
-    if split_revision(name) is None:
-        return None
-    hub = require("huggingface_hub", "hf")
-    file = hub.try_to_load_from_cache(name, "config.json", revision=commit)
-    return Path(file).parent if isinstance(file, str) else None
-
-
 @cache
 def snapshot(name: str, revision: str | None) -> Path:
     """Returns the directory of a model of the hub, downloaded as far as it is not in the cache."""
@@ -556,7 +547,11 @@ def origin_of(model: Any) -> Path | None:
     if (Path(name) / "config.json").is_file():
         return Path(name)
     # At the commit that was loaded: the branch may have moved since, and have other files.
-    return cached_snapshot(name, getattr(config, "_commit_hash", None))
+    if split_revision(name) is None:
+        return None
+    commit = getattr(config, "_commit_hash", None)
+    file = require("huggingface_hub", "hf").try_to_load_from_cache(name, "config.json", revision=commit)
+    return Path(file).parent if isinstance(file, str) else None
 
 
 def source_directory(model: Any, source: str | Path | None = None) -> Path | None:

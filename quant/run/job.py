@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -138,15 +137,6 @@ def announce_effort(listener: Listener, plan: Plan) -> None:
         listener.message(f"effort {chosen['level']} ({chosen['solver']}) instead of {chosen['asked']}: {chosen['why']}")
 
 
-def announce_transform(listener: Listener, choice: Mapping[str, Any]) -> None:
-    """Says which transform of 4-bit inputs a run takes, and what each lost that was tried."""
-    if "why" in choice:
-        listener.message(f"{choice['solver']}, without a comparison of transforms: {choice['why']}")
-        return
-    losses = ", ".join(f"{solver} lost {loss:g}" for solver, loss in choice["lost"].items())
-    listener.message(f"takes {choice['solver']}: {losses} on {choice['on']}")
-
-
 Data = torch.Tensor | Inputs
 
 
@@ -176,7 +166,12 @@ def choose_transforms(job: Job, decision: Decision) -> Decision:
         return decision
     plan = choose_transform(job.model, decision.plan, decision.data, job.session)
     if (choice := plan.provenance.get(CHOICE)) is not None:
-        announce_transform(job.listener, choice)
+        if "why" in choice:
+            text = f"{choice['solver']}, without a comparison of transforms: {choice['why']}"
+        else:
+            losses = ", ".join(f"{solver} lost {loss:g}" for solver, loss in choice["lost"].items())
+            text = f"takes {choice['solver']}: {losses} on {choice['on']}"
+        job.listener.message(text)
     return replace(decision, plan=plan)
 
 

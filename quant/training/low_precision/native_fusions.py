@@ -183,11 +183,6 @@ class _MergedProducts(torch.autograd.Function):
         return dx, None, None, *dw
 
 
-def has_own_forward(module: nn.Module) -> bool:
-    """Returns whether something replaced the `forward` of this module alone, not of its class."""
-    return "forward" in vars(module)
-
-
 def replace_forward(module: nn.Module, function: Callable[..., Any], *arguments: Any) -> None:
     """Has a module compute `function(module, *arguments, ...)` when it is called."""
     # An entry of the instance, which copies and pickles of the module keep.
@@ -213,7 +208,8 @@ class _Formula(NamedTuple):
 def trace_rms_norms(model: nn.Module) -> None:
     """Has the outputs of a model's RMSNorms carry their origin in compiled graphs."""
     for module in model.modules():
-        formula = None if has_own_forward(module) else _formula(module)
+        # Something may have replaced the forward of this module alone.
+        formula = None if "forward" in vars(module) else _formula(module)
         if formula is not None:
             replace_forward(module, _norm_forward, formula)
 
@@ -284,7 +280,7 @@ def fuse_gated_mlps(model: nn.Module) -> None:
     """Has the gated MLPs of a model, whose linear layers train natively, run as one function each."""
     for module in model.modules():
         layers: list[Any] = [getattr(module, name, None) for name in _LAYERS]
-        if not all(_trains_natively(layer) for layer in layers) or has_own_forward(module):
+        if not all(_trains_natively(layer) for layer in layers) or "forward" in vars(module):
             continue
         # Blocks of their gradients, which lie side by side, must not hold columns of both.
         if layers[0].out_features % BLOCK == 0 and _is_swiglu(module):
