@@ -11,10 +11,6 @@ read, diff and edit. A layer that stays in 16 bit is in the plan too, with its r
 Whatever is executed is a field, and a part of `Plan.digest`; the provenance is for readers, and nothing in it is
 executed. Unknown fields are refused, so that a typing error in an edited plan is found when it is read and not when a
 deployed model misbehaves.
-
-Plans are edited by settings `GLOB=FORMAT[:SOLVER][@INPUT]`; the last one that matches wins, as in a recipe. Members of
-a fusion group are merged into one matmul at run time, so they are given one format or none: an edit that would split a
-group is refused with the members it left out.
 """
 
 from __future__ import annotations
@@ -566,6 +562,7 @@ def parse_setting(text: str) -> Setting:
 def edit(plan: Plan, settings: Sequence[Setting], *, whole_groups: bool = False) -> Plan:
     """Returns the plan with `settings` applied in order; the last one that matches a layer wins.
 
+    Members of a fusion group are one matmul at run time: settings that would split one are refused.
     Norms, embeddings and the like, and convolutions in 16 bit, are passed over where a glob also matches linear layers.
     A layer that changes loses its score, which was another format's, and the run-time parts of its old solver.
     """

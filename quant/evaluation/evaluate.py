@@ -7,8 +7,7 @@ Every row of n tokens gives n − 1 next-token predictions, and all figures are 
     top-1      = mean [argmax p = argmax p_base]
 
 A mean over rows is an estimate: the interval of 95 % around KL, or the cosine, is Student's over rows
-(`quant.calibration.evaluating`). Text of another kind is another question, and `evaluate_texts` measures
-several.
+(`quant.calibration.evaluating`). Text of another kind is another question, and `evaluate_texts` measures several.
 
 Perplexity looks at one token of each distribution and is blind to changes in the other 49,151; KL compares whole
 distributions, needs no right answer, and separates two quantizations from far fewer positions.
@@ -19,21 +18,12 @@ A model without an output head, such as an encoder, has no predictions. Its embe
     error      = ‖outputs − base outputs‖ / ‖base outputs‖
 
 A model of images, sounds or two texts is measured call by call in the same terms: KL and top-1 of its next tokens or of
-its classes, or the embeddings of each side.
+its classes, or the embeddings of each side. Where rows have labels, the share of right classes is measured, too.
 
-The logits of both models are computed for one slice of positions at a time, compared and dropped. Sums over positions
-are kept in float64.
-
-`compare` sums up, for each row of a call, how far the outputs of two models are apart, for models of any kind:
-
-    logits of next tokens   KL(base‖model) over the vocabulary where a token follows, and the likelihood of that token
-    other logits            KL(base‖model) over the last dimension: of the class, or of each frame or position; where
-                            rows have labels, whether the likeliest class is right
-    embeddings              1 − cosine similarity of a row's mean embedding, and the squared error of all its values
-
-Tokens that stand for pieces of an image or a sound are not predicted, so they are not counted. If an output has a
-position for each token of the mask, padding on either side is not counted, neither as a prediction nor as a target.
-Sums are kept in float64, so that batches and ranks add up.
+The logits of both models are computed for one slice of positions at a time, compared and dropped. Tokens that stand for
+pieces of an image or a sound are not predicted, so they are not counted. If an output has a position for each token of
+the mask, padding on either side is not counted, neither as a prediction nor as a target. Sums are kept in float64, so
+that batches and ranks add up.
 """
 
 import math

@@ -4,10 +4,6 @@ A bad directory is refused in one line before anything heavy starts. The class i
 because `AutoModel` would drop the head of a model that is not a causal language model. Missing weights are an error
 here; transformers would fill them with random numbers. Python files of the directory (`auto_map`) run only under
 `remote_code(True)`, which `--trust-remote-code` sets.
-
-`refuse_directory` and `refuse_adapter` recognize directories and files that hold no model by themselves, and say what
-to do with them: adapters of PEFT (adapter_config.json, or tensors called lora_A and so on), single shards of a model,
-the output of a trainer (checkpoint-500/) or of sentence-transformers, and pipelines of diffusers (model_index.json).
 """
 
 import contextlib

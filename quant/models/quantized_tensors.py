@@ -17,16 +17,6 @@ GPTQ's first version stores zeros less one, subtracted from whole words, and its
 the same way. Sources: the files `qlinear/torch.py` and `utils/model.py` of GPTQModel, `gemm.py` of AutoAWQ, and
 `pack_quantized` of compressed-tensors.
 
-A `Quantization` is how a released checkpoint is quantized, as its config says.
-
-    quant_method         codes and scales of a tensor X
-    fp8, fbgemm_fp8      X, X_scale_inv or X_scale
-    mxfp4                X_blocks, X_scales (stacked experts of gpt-oss)
-    gptq                 qweight, qzeros, scales, g_idx
-    awq                  qweight, qzeros, scales
-    compressed-tensors   X or X_packed, X_scale, X_global_scale, …
-    modelopt             X, X_scale, X_scale_2
-
 Codes are never cast to numbers: where scales stand in a file and no config says how to apply them, and where FP8
 weights have no scales, the file is refused.
 """

@@ -3,17 +3,14 @@
     plan       of each component, from its config alone          wrong options end here, before weights are read
     denoise    the original pipeline makes an image of each prompt; calls of its components are kept, some per prompt,
                drawn so that all prompts together cover the whole trajectory
-    choose     formats within --bits or --max-error, where one is given (`choose_formats`)
+    choose     formats within --bits or --max-error, where one is given: the squared error of the prediction with one
+               group alone rounded to nearest is its score, and the joint error of a choice is measured
     solve      each component by `run`, as a module in memory
     measure    relative error of what the denoiser predicts, by timestep, on prompts that calibrated nothing; then
                images of the same seeds, compared by PSNR and SSIM
     write      the pipeline again, whole or not at all, with a page that shows images side by side
 
 Everything is computed on calls of the original, so that no step depends on an image that has drifted.
-
-Formats within `--bits`, or for `--max-error`, are chosen as for every other model (`calibration.allocation`), on calls
-of the denoiser at a few timesteps: the squared error of the prediction with one group rounded alone is its score, and
-the joint error of a choice is measured. Weights are rounded to nearest for that, and solved afterwards.
 """
 
 from __future__ import annotations
