@@ -14,7 +14,7 @@ The kind of a file is decided by its first bytes, not by its suffix:
 A bare state dict becomes a model when `model_factory` builds the module for it; so does a directory whose class
 transformers does not have. With `meta=True` only configs and headers are read, and every tensor is on the meta device.
 
-A name such as org/name or org/name@revision, for which no file exists, is a model on the Hugging Face hub; see `hub`.
+A name such as org/name or org/name@revision, for which no file exists, is a model on the Hugging Face hub (`files.py`).
 """
 
 import sys

@@ -2,7 +2,7 @@
 
 It offers our kernels in nine parts (`_PARTS`), each of which vLLM may keep for itself, with one line in its log that
 says why. A part puts our classes at the head of vLLM's lists, or our functions in the places of vLLM's
-(`replacement.py`), and does so once however often it is called.
+(`releases.py`), and does so once however often it is called.
 
 Releases are admitted by the names, arguments and fields that they have (`releases.py`), and kernels by a product that
 they compute before a layer takes them (`self_test.py`); no version is compared. All of vLLM is left as it is where the

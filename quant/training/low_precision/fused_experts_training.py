@@ -11,7 +11,7 @@ last block counts zeros. The static input scale of the deployed experts belongs 
 One product multiplies the tokens of all experts so:
 
     hidden [tokens, in]  ─▶  x [rows, in]      a row for each token and slot, sorted by expert
-    x                    ─▶  y [rows, out]     rows of expert e multiply its matrix (`grouped_products.py`)
+    x                    ─▶  y [rows, out]     rows of expert e multiply its matrix (`backends.py`)
     y                    ─▶  [tokens, out]     sum over the slots of a token, by the router's weights
 
     rows    0       45      128        256       295         capacity

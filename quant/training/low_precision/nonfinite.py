@@ -3,9 +3,8 @@
 It watches models in low-precision training and in QAT. Low precision makes NaN and infinity likelier, and one step with
 them loses a model. The gradients of all optimizers of a model are read together before each of them makes its step, so
 that a step is made by all of them or by none: Muon does not train the matrices of a batch that AdamW leaves out. It
-does not matter where gradients came from: eager or compiled passes, DDP, FSDP2, micro-batches that accumulate.
-A closure, by which L-BFGS and Lightning compute gradients
-within the step, is followed by the same look.
+does not matter where gradients came from: eager or compiled passes, DDP, FSDP2, micro-batches that accumulate. A
+closure, by which L-BFGS and Lightning compute gradients within the step, is followed by the same look.
 
 Clipping spreads NaN to every gradient, so gradients alone would not tell where it came from. Three facts do, and the
 first that applies is told: a layer whose weight is not finite; the first layer, in the order of the forward pass, whose
