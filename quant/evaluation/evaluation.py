@@ -161,9 +161,6 @@ def _outputs(model: nn.Module, row: torch.Tensor, names: Iterable[str]) -> dict[
     return outputs
 
 
-# How a loss is written on the screen, in reports and in model cards.
-
-
 @dataclass(frozen=True)
 class OutputDistance(JsonData):
     """The distance of one output of a model from the baseline's."""
