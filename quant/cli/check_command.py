@@ -177,7 +177,6 @@ def _audit(
     engine: Path, *, plan_file: Path | None, checkpoint: Path | None, model_factory: str | None, rebuild: bool | None,
     attention: str | None, allow_fallback: bool, quiet: bool, as_json: bool,
 ) -> None:  # fmt: skip
-    """Reads in which precision an engine runs, and whether it is what a checkpoint becomes."""
     from quant.export.checkpoint.load import describe, is_checkpoint, load, no_checkpoint
     from quant.export.tensorrt.audit import audit, failures, fallback_message
     from quant.export.tensorrt.engine_file import receipt_path

@@ -319,7 +319,6 @@ def print_plan(
 
 
 def _print_reasons(what: str, layers: Sequence[LayerPlan], out: Console) -> None:
-    """Prints each reason with the number of its layers, and the first of them."""
     by_reason: dict[str, list[LayerPlan]] = {}
     for layer in layers:
         by_reason.setdefault(layer.reason, []).append(layer)

@@ -48,7 +48,6 @@ def doctor_command(target: str | None, power: str | None, as_json: bool) -> None
 
 
 def _show_target(name: str, power: str | None, as_json: bool) -> None:
-    """Prints the data sheet of a GPU, in a power mode if one is given, or the description of a runtime."""
     if (runtime := TARGETS.get(name.lower())) is not None and power is None:
         fields = {"name": runtime.name, "description": runtime.description, "source": runtime.source}
         if as_json:
@@ -243,7 +242,6 @@ def tune_command(model: str, tokens: str, quiet: bool, as_json: bool) -> None:
 
 
 def _weights(model: str, what: str) -> list[BlockScaledTensor]:
-    """Returns one weight for each shape and format in a quantized model."""
     from quant.export.checkpoint.load import open_runnable
     from quant.kernels.linear.tuning import shapes_of
 

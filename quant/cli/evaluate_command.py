@@ -195,7 +195,6 @@ def _print_tasks(results: Sequence[TaskResult]) -> None:
 
 
 def _print_evaluation(result: Evaluation) -> None:
-    """Prints a row for each figure of one text, or a row for each of several texts."""
     figures = {f"{each.text}": _figures(each) for each in result.texts}
     labels = list(dict.fromkeys(label for cells in figures.values() for label in cells))
     if len(figures) == 1:

@@ -123,7 +123,6 @@ def formats_command(as_json: bool) -> None:
 
 
 def _in_words(field: str, value: Any) -> str:
-    """Returns a value of `quant formats` as a table shows it."""
     if field == "block":
         rows, columns = value
         return {(0, 0): "tensor", (1, 0): "row"}.get((rows, columns), f"{rows}×{columns}")

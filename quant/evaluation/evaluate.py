@@ -313,7 +313,6 @@ def _evaluate_predictions(
 
 
 def _evaluate_embeddings(models: Sequence[nn.Module], rows: torch.Tensor, size: int, report: Reporter) -> Evaluation:
-    """Returns the figures of an encoder, whose last hidden states are compared with the baseline's."""
     if len(models) < 2:
         raise UserError(
             f"{type(models[0]).__name__} predicts no tokens: its embeddings can only be compared; name a "
@@ -326,7 +325,6 @@ def _evaluate_embeddings(models: Sequence[nn.Module], rows: torch.Tensor, size: 
 
 
 def _evaluate_calls(models: Sequence[nn.Module], inputs: Inputs, size: int, report: Reporter) -> Evaluation:
-    """Returns the figures of a model, and of its baseline if there is one, on inputs of any kind."""
     batches, starts = inputs.split(size), [0]
     for batch in batches:
         starts.append(starts[-1] + len(batch))
@@ -378,7 +376,6 @@ def _of_logits(of_rows: torch.Tensor, *, compared: bool, own_text: bool) -> Eval
 
 
 def _of_embeddings(sums: Mapping[str, torch.Tensor], count: int, unit: str) -> Evaluation:
-    """Returns the figures of a model that is compared by its outputs, from the sums of each row."""
     distances = tuple(
         OutputDistance(name, float(v[:, DISTANCE].mean()), math.sqrt(float(v[:, ERROR].sum() / v[:, SQUARE].sum())))
         for name, v in sums.items()

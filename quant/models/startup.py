@@ -100,7 +100,6 @@ def files_to_read(path: Path) -> list[Path]:
 
 
 def _read(files: Sequence[Path], limit: int) -> None:
-    """Reads files in chunks, `limit` bytes of them at most."""
     buffer = memoryview(bytearray(_CHUNK))
     for path in files:
         try:

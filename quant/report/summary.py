@@ -128,7 +128,6 @@ def choice_loss(record: AllocationRecord) -> str:
 
 
 def _distillation(trained: Distillation, now: Evaluation | None) -> str:
-    """Returns how the model was trained, and KL before and after on each text."""
     steps = f"{trained.steps} steps of {trained.batch} × {trained.seqlen} tokens"
     lines = [f"{steps}{', of norms alone' if trained.train == 'norms' else ''}, from {trained.start}"]
     # Both evaluations are on the same texts in the same order.

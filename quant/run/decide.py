@@ -310,7 +310,6 @@ def _example_plan(job: Job, formats: str | Sequence[str], solver: str | None) ->
 
 
 def _by_default_solvers(plan: Plan, model: nn.Module) -> Plan:
-    """Returns a plan for a model with the solvers of the default effort."""
     denoiser = is_denoiser(model)
     experts = any(layer.kind == LayerKind.EXPERTS or ".experts." in layer.name for layer in plan.quantized)
 

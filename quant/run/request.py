@@ -347,7 +347,6 @@ class Request:
         check_installed([*of_model, *of_budget, *of_sources], "this run")
 
     def _check_kv_bits(self, bits: float | str) -> None:
-        """Refuses bits of the cache that are no number, and a shared budget that counts no cache."""
         goal = self.goal
         if bits == KV_AUTO and goal is not None and (goal.has_limit or (goal.fit is None and goal.latency is None)):
             raise UserError(
@@ -362,7 +361,6 @@ class Request:
             raise UserError(f"{spelled('kv_bits', bits)}: give bits per cached value, such as 6, or {KV_AUTO}")
 
     def _check_pipeline(self) -> None:
-        """Refuses options of pipelines for other models, and others for pipelines."""
         if not self.is_pipeline:
             error = [] if self.budget.max_error is None else ["--max-error"]
             if given := [*self._given("components", "call"), *error]:
@@ -395,7 +393,6 @@ class Request:
                     ) from None
 
     def _check_recipe(self) -> None:
-        """Checks that exactly one recipe or plan is named, and that a plan has no other options with it."""
         if len(self._given("recipe", "plan_file")) != 1:
             if self.is_in_memory:
                 raise UserError("name a recipe, such as 'nvfp4', or pass a plan, or a budget: bits= or max_kl=")
@@ -408,7 +405,6 @@ class Request:
             raise UserError(f"{plan} says everything already: edit it instead of using {', '.join(needless)}")
 
     def _check_budget(self) -> None:
-        """Checks that no option fixes the formats that a budget chooses."""
         if named := self._given("recipe", "plan_file"):
             recipe = f"recipe {self.recipe!r}" if self.is_in_memory else named[0]
             raise UserError(

@@ -390,7 +390,6 @@ def plan_of_recipes(model: nn.Module, recipes: Mapping[str, TrainingRecipe]) -> 
 
 
 def _note_on_experts(model: nn.Module, experts: Sequence[str], recipe: TrainingRecipe, backend: Backend) -> str:
-    """Returns how a GPU multiplies the fused experts of a model, for the log."""
     if not experts or not (parameter := model.get_parameter(experts[0])).is_cuda:
         return ""
     if not takes_experts(model.get_submodule(experts[0].rpartition(".")[0]), recipe):

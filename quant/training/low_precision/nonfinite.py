@@ -204,7 +204,6 @@ def _overflowed(largest: torch.Tensor | None) -> bool:
 
 
 def _not_finite(tensors: Mapping[str, Any]) -> list[str]:
-    """Returns the names of the tensors that hold NaN or infinity."""
     if not tensors:
         return []
     # The largest magnitude is finite if and only if all numbers are. One read serves all tensors. Sparse gradients of
