@@ -4,8 +4,7 @@ A subclass of `nn.Linear` may scale, round or gate its output, and a forward may
 Class and shapes do not show it, so values decide: a copy of the module with pseudo-random weights runs on pseudo-random
 inputs, and its output is compared with `x Wᵀ + b`. The real weights take no part: on the meta device they have no
 values, and an adapter that starts at zero would not show. Hooks are left out: they move to the module that replaces
-the layer (`quant.recipes.blocks`). torch is imported inside of functions, because plans are read and edited
-without it.
+the layer (`quant.recipes.blocks`). torch is imported inside of functions, because plans are read and edited without it.
 """
 
 from __future__ import annotations

@@ -153,8 +153,7 @@ def open_model(
             "Qwen/Qwen3-8B", or a module, which is taken as it is.
         revision: branch, tag or commit of a model on the hub; the same as "Qwen/Qwen3-8B@REVISION".
         model_factory: "package.module:function" or "file.py:function", called without arguments to build the module of
-            a bare state dict, or
-            of a directory, which then gives only weights and tokenizer.
+            a bare state dict, or of a directory, which then gives only weights and tokenizer.
         unsafe_load: also opens whole pickled modules and exported programs, which runs whatever code they hold.
         trust_remote_code: lets transformers run the Python files that the directory names in `auto_map`.
         dtype: the dtype of the weights; "auto" keeps the checkpoint's, and is bfloat16 for the blocks of a GGUF.
