@@ -678,7 +678,7 @@ CALLS: dict[str, tuple[Callable[[], object], str, Callable[[], object]]] = {
     ),
     "in QAT already": (
         lambda: quant.to_low_precision_training(prepared(), "fp8_rowwise"),
-        r"finish that with quant\.pack\(model\), or start from the original model",
+        r"quantized already, by quant\.prepare_qat; pack it with quant\.pack\(model\); start from the original one",
         lambda: quant.to_low_precision_training(LINEARS(), "fp8_rowwise", backend="emulated"),
     ),
     "scales": (

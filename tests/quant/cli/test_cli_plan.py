@@ -138,7 +138,7 @@ def test_validating_takes_no_torch(plan_file: Path) -> None:
     """What makes it answer at once: importing torch takes seconds."""
     code = (
         "import sys; from quant.cli.main import main\n"
-        f"try: main(['plan', 'validate', {str(plan_file)!r}, '--model', {str(BASE)!r}, '--target', 'vllm'])\n"
+        f"try: main(['plan', 'validate', {str(plan_file)!r}, '--target', 'vllm'])\n"
         "except SystemExit as end: print(end.code, [m for m in ('torch', 'transformers', 'scipy') if m in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -116,7 +116,7 @@ def _sharded() -> nn.Module:
 @pytest.mark.parametrize(
     ("make", "options", "line"),
     [
-        (_quantized, {}, "quantized already.*original model"),
+        (_quantized, {}, "takes the original model, and this layer is quantized already"),
         (_in_qat, {}, "quantized already, by quant.prepare_qat; pack it"),
         (_converted, {}, r"trains in mxfp8 already; call undo\(\)"),
         (_sharded, {}, "0.weight: its weights are sharded.*call it before you shard them"),
