@@ -51,8 +51,7 @@ def rotate_kernel(
     half: tl.constexpr, width: tl.constexpr, block: tl.constexpr, overlap: tl.constexpr,
 ):  # fmt: skip
     """Rotates `block` heads of one token: programs of q come first, then programs of k."""
-    if overlap:
-        start_next()
+    start_next(overlap)
     token = tl.program_id(0).to(tl.int64)
     of_queries = tl.cdiv(heads, block)
     index = tl.program_id(1)
@@ -62,8 +61,7 @@ def rotate_kernel(
     cosines = cache + tl.load(positions + token).to(tl.int64) * (2 * half) + column
     c = tl.load(cosines, mask=column < half, other=0.0).to(tl.float32)[None, :]
     s = tl.load(cosines + half, mask=column < half, other=0.0).to(tl.float32)[None, :]
-    if overlap:
-        wait_for_previous()
+    wait_for_previous(overlap)
     if index < of_queries:
         target = q_out + token * heads * (2 * half)
         _rotate_heads(q + token * q_stride, target, c, s, index * block, heads, half, width, block)
@@ -79,12 +77,10 @@ def store_rows_kernel(
     dim: tl.constexpr, width: tl.constexpr, block: tl.constexpr, overlap: tl.constexpr,
 ):  # fmt: skip
     """All heads of one token, unless its slot is negative."""
-    if overlap:
-        start_next()
+    start_next(overlap)
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + token).to(tl.int64)
-    if overlap:
-        wait_for_previous()
+    wait_for_previous(overlap)
     column = tl.arange(0, width)[None, :]
     head = tl.arange(0, block)[:, None]
     inside = (head < heads) & (column < dim) & (slot >= 0)
@@ -140,16 +136,14 @@ def add_rmsnorm_kernel(
     add: tl.constexpr, offset: tl.constexpr, width: tl.constexpr, overlap: tl.constexpr,
 ):  # fmt: skip
     """One row."""
-    if overlap:
-        start_next()
+    start_next(overlap)
     row = tl.program_id(0).to(tl.int64) * K
     column = tl.arange(0, width)
     inside = column < K
     dtype: tl.constexpr = x.dtype.element_ty
     # No kernel of a step writes the norm's weight: it is read before the wait.
     scale = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
-    if overlap:
-        wait_for_previous()
+    wait_for_previous(overlap)
     value = tl.load(x + row + column, mask=inside, other=0.0).to(tl.float32)
     if add:
         value += tl.load(residual + row + column, mask=inside, other=0.0).to(tl.float32)
@@ -164,9 +158,8 @@ def add_rmsnorm_kernel(
 @triton.jit
 def swiglu_kernel(both, out, K, gelu: tl.constexpr, width: tl.constexpr, overlap: tl.constexpr):
     """A program computes `width` columns of one row of `out`, from as many of gate and of up, which follows gate."""
-    if overlap:
-        start_next()
-        wait_for_previous()
+    start_next(overlap)
+    wait_for_previous(overlap)
     pieces = tl.cdiv(K, width)
     row = (tl.program_id(0) // pieces).to(tl.int64)
     column = tl.program_id(0) % pieces * width + tl.arange(0, width)
@@ -188,9 +181,8 @@ def rotate_and_store_kernel(
     overlap: tl.constexpr,
 ):  # fmt: skip
     """One head of one sequence. cos, sin: [batch, dim], the two halves alike; q_norm, k_norm: [dim]."""
-    if overlap:
-        start_next()
-        wait_for_previous()
+    start_next(overlap)
+    wait_for_previous(overlap)
     head, batch = tl.program_id(0), tl.program_id(1).to(tl.int64)
     half: tl.constexpr = dim // 2
     column = tl.arange(0, width)
@@ -243,9 +235,8 @@ def _first_largest(value, column):
 @triton.jit
 def largest_of_pieces_kernel(logits, tops, columns, K, pieces, width: tl.constexpr, overlap: tl.constexpr):
     """The largest of one piece of a row."""
-    if overlap:
-        start_next()
-        wait_for_previous()
+    start_next(overlap)
+    wait_for_previous(overlap)
     row = tl.program_id(1).to(tl.int64)
     column = tl.program_id(0) * width + tl.arange(0, width)
     value = tl.load(logits + row * K + column, mask=column < K, other=float("-inf")).to(tl.float32)
@@ -257,9 +248,8 @@ def largest_of_pieces_kernel(logits, tops, columns, K, pieces, width: tl.constex
 @triton.jit
 def largest_of_row_kernel(tops, columns, out, pieces, width: tl.constexpr, overlap: tl.constexpr):
     """The largest of one row's pieces."""
-    if overlap:
-        start_next()
-        wait_for_previous()
+    start_next(overlap)
+    wait_for_previous(overlap)
     row = tl.program_id(0).to(tl.int64)
     piece = tl.arange(0, width)
     value = tl.load(tops + row * pieces + piece, mask=piece < pieces, other=float("-inf"))

@@ -134,8 +134,7 @@ def paged_attention_kernel(
     # turns. `width` is the units of a token's row, as a power of two; `out` is FP32 where `splits` > 1. From a page to
     # the next are `code_page` units of K or V, and `block_page` block scales; within a page, `head_units` from a KV
     # head to the next and `token_units` from a token to the next.
-    if overlap:
-        start_next()
+    start_next(overlap)
     pieces: tl.constexpr = 1 if kind == "16bit" else 2 if kind == "fp8" else 4
     units: tl.constexpr = dim // pieces
     padded: tl.constexpr = width != units
@@ -176,7 +175,7 @@ def paged_attention_kernel(
             piece_of_line = tl.minimum(tl.arange(0, (width + 63) // 64) * 64, units - 1)[None, :]
             _fetch_to_l2(k + lines + piece_of_line)
             _fetch_to_l2(v + lines + piece_of_line)
-        wait_for_previous()
+    wait_for_previous(overlap)
 
     q_row = batch.to(tl.int64) * q_batch + head.to(tl.int64) * q_head + token_of_row.to(tl.int64) * q_new
     # Q in the same pieces as the columns of a unit: even and odd ones, or columns modulo four.
@@ -305,9 +304,8 @@ def paged_attention_reduce_kernel(
 ):
     """Merges the splits `[batch, splits, rows, dim]` of one row; `rows` is heads times new tokens."""
     # `most` is `splits` rounded up to a power of two. Many splits are read at once: latency dominates this kernel.
-    if overlap:
-        start_next()
-        wait_for_previous()
+    start_next(overlap)
+    wait_for_previous(overlap)
     # O = Σ w O_i / Σ w with w = 2^(lse_i − largest lse), over the splits in order.
     at_once: tl.constexpr = most if most < 32 else 32
     row = tl.program_id(0)

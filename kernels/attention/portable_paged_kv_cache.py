@@ -182,8 +182,7 @@ def kv_slots_write_kernel(
     head = tl.program_id(1).to(tl.int64)
     # No kernel of a step writes the slots.
     slot = tl.load(slots + token, mask=token < count, other=-1).to(tl.int64)
-    if overlap:
-        wait_for_previous()
+    wait_for_previous(overlap)
     if tl.program_id(2) == 0:
         _write_slots(
             k + head * k_head, k_codes, k_scale, k_blocks, slot, code_page, block_page, k_token, kv_heads, kind,

@@ -13,6 +13,7 @@ A kernel that does neither, such as PyTorch's own, is not overlapped: the next o
 """
 
 import triton
+import triton.language as tl
 from torch import Tensor
 from triton.language.extra import cuda
 
@@ -20,15 +21,17 @@ from quant.kernels.base import hardware
 
 
 @triton.jit
-def start_next():
-    """Lets the next kernel start once every program of this one has reached this point."""
-    cuda.gdc_launch_dependents()
+def start_next(overlap: tl.constexpr):
+    """Lets the next kernel start once every program of this one has reached this point; nothing without `overlap`."""
+    if overlap:
+        cuda.gdc_launch_dependents()
 
 
 @triton.jit
-def wait_for_previous():
-    """Waits until the previous kernel has ended and its writes are visible."""
-    cuda.gdc_wait()
+def wait_for_previous(overlap: tl.constexpr):
+    """Waits until the previous kernel has ended and its writes are visible; nothing without `overlap`."""
+    if overlap:
+        cuda.gdc_wait()
 
 
 def overlap_options(x: Tensor) -> dict[str, bool]:

@@ -269,9 +269,8 @@ def place_rows_kernel(
 ):  # fmt: skip
     """One slot, and one expert: the slot's token is copied to its row, and the expert's first row is counted."""
     # Rows are in the order of their experts, and of their slots within an expert; `most` is at least the slots.
-    if overlap:
-        start_next()
-        wait_for_previous()
+    start_next(overlap)
+    wait_for_previous(overlap)
     program = tl.program_id(0)
     slot = tl.arange(0, most)
     chosen = _load_experts(index, local, slot, slot < slots, mapped)
@@ -294,9 +293,8 @@ def count_rows_kernel(
     overlap: tl.constexpr,
 ):  # fmt: skip
     """One program: the slots of each expert are counted. Cursors begin at the first row of each expert."""
-    if overlap:
-        start_next()
-        wait_for_previous()
+    start_next(overlap)
+    wait_for_previous(overlap)
     expert = tl.arange(0, width)
     counts = tl.zeros((width,), dtype=tl.int32)
     for start in range(0, slots, block):
@@ -317,9 +315,8 @@ def move_rows_kernel(
     width: tl.constexpr, overlap: tl.constexpr,
 ):  # fmt: skip
     """One slot: its token is copied to the next free row of the slot's expert. A slot of no expert has the row -1."""
-    if overlap:
-        start_next()
-        wait_for_previous()
+    start_next(overlap)
+    wait_for_previous(overlap)
     slot = tl.program_id(0)
     chosen = _load_experts(index, local, slot, slot < slots, mapped)
     target_row = -1
@@ -336,9 +333,8 @@ def weigh_kernel(
     overlap: tl.constexpr,
 ):  # fmt: skip
     """One piece of a token: the rows of its slots, weighted and added in FP32 in the order of the slots."""
-    if overlap:
-        start_next()
-        wait_for_previous()
+    start_next(overlap)
+    wait_for_previous(overlap)
     pieces = tl.cdiv(K, width)
     token = (tl.program_id(0) // pieces).to(tl.int64)
     column = tl.program_id(0) % pieces * width + tl.arange(0, width)

@@ -47,9 +47,8 @@ def rows_to_e4m3_kernel(
 ):  # fmt: skip
     """A program rounds one row. Four codes, a word, are two pairs of neighbours, the second eight columns on."""
     # x and codes are read and written as int32, so that a thread loads and stores 16 bytes in the order above.
-    if overlap:
-        start_next()
-        wait_for_previous()
+    start_next(overlap)
+    wait_for_previous(overlap)
     row = tl.program_id(0).to(tl.int64)
     word = tl.arange(0, width)
     inside = word < K // 4

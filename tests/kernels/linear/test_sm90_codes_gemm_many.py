@@ -272,8 +272,8 @@ def test_experts_agree_with_float64_on_a_gpu(format: str, counts: tuple[int, ...
 @triton.jit
 def slow_router_kernel(chosen, index, scratch, spins, count: tl.constexpr):
     """Lets the next kernel start, as vLLM's top-k does, and writes the experts of `count` slots much later."""
-    start_next()
-    wait_for_previous()
+    start_next(True)
+    wait_for_previous(True)
     slot = tl.arange(0, count)
     value = slot
     for _ in range(spins):
