@@ -14,10 +14,10 @@ import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -212,22 +212,19 @@ def export_model(
         _check_request(to, stored, path, overwrite, [*own, *read], **build)
         graph_inputs = {name: _parsed_input(name, value) for name, value in (inputs or {}).items()} or None
         with listener.step(f"loading {model}" if stored is not None else "saving the model"):
-            opened = stack.enter_context(_opened(model, stored, to, path, module, tokenizer))
+            directory, opened, plan = stack.enter_context(_opened(model, stored, to, path, module, tokenizer))
         if "inputs" in KINDS[to][1]:
             runtime = "onnxruntime" if to == "onnx" and target != "tensorrt" else "tensorrt"
-            check_experts(opened.model, runtime, in_16_bit=to in ("onnx", "tensorrt"))
-        # The sizes of a cache decide what is refused, and attention's scales are measured only after that.
-        cached = cache_capacity(to, opened.model, capacity, has_inputs=bool(inputs), genai=genai)
-        check_attention(to, opened.plan, attention, kv_cache, cached=cached > 0, genai=genai)
-        if attention == "plugin" and capacity is None:
-            graph["capacity"] = 0  # our plugin in the parser's graphs knows no cache
-        progress = stack.enter_context(listener.stages())
-        scales = _measured_scales(to, opened, attention, kv_cache, rows, Session(progress=progress), listener)
+            check_experts(opened, runtime, in_16_bit=to in ("onnx", "tensorrt"))
         job = ExportJob(
-            kind=to, directory=opened.directory, model=opened.model, plan=opened.plan, out=path, overwrite=overwrite,
-            inputs=graph_inputs, attention_scales=scales, progress=progress, **build, **graph,
+            kind=to, directory=directory, model=opened, plan=plan, out=path, overwrite=overwrite, inputs=graph_inputs,
+            attention_scales=None, progress=stack.enter_context(listener.stages()), **build, **graph,
         )  # fmt: skip
-        record = EXPORTERS[to](job)
+        # The sizes of a cache decide what is refused, and attention's scales are measured only after that.
+        _check_attention(job)
+        if attention == "plugin" and capacity is None:
+            job = replace(job, capacity=0)  # our plugin in the parser's graphs knows no cache
+        record = EXPORTERS[to](replace(job, attention_scales=_measured_scales(job, rows, listener)))
     # Only a record with comparisons of layers is a receipt, which the report can show.
     if stored is not None and "layers" in record and (stored / "report.json").is_file():
         rewrite(stored, record)
@@ -336,18 +333,10 @@ def _check_request(
         )
 
 
-class _Opened(NamedTuple):
-    """A checkpoint as an export needs it."""
-
-    directory: Path
-    model: nn.Module
-    plan: Plan | None
-
-
 @contextmanager
 def _opened(
     model: Any, stored: Path | None, kind: str, out: Path, module: nn.Module | None, tokenizer: Any
-) -> Iterator[_Opened]:
+) -> Iterator[tuple[Path, nn.Module, Plan | None]]:
     """Opens the checkpoint `stored`, or saves a model in memory to a temporary directory next to `out` while open.
 
     `module` is the module to be filled, for a checkpoint without config.json.
@@ -362,7 +351,7 @@ def _opened(
                 directory.mkdir()
                 if tokenizer is not None:
                     tokenizer.save_pretrained(directory)
-                yield _Opened(directory, quantized, plan)
+                yield directory, quantized, plan
                 return
             with warnings.catch_warnings():
                 if kind not in LAYOUT_NAMES:
@@ -376,39 +365,7 @@ def _opened(
             loaded = outline(directory)
         else:
             loaded = load(directory, module) if copied is None else copied
-        yield _Opened(directory, loaded, describe(directory)[0] if (directory / PLAN_FILE).is_file() else None)
-
-
-def _measured_scales(
-    kind: str,
-    opened: _Opened,
-    attention: str,
-    kv_cache: str | None,
-    rows: sources.Rows | torch.Tensor,
-    session: Session,
-    listener: Listener,
-) -> dict[str, AttentionScales] | None:
-    """Returns the scales of attention and of the KV cache that no checkpoint holds; None if none are needed.
-
-    The scales of FP8 attention are in no checkpoint. Those of a cache are, if it was quantized for that cache.
-    """
-    directory, model, plan = opened
-    cache_format, attention_format = kv_format(kv_cache), None
-    if plan is not None and plan.attention is not None and "attention" in KINDS[kind][1] and attention != "none":
-        cache_format = attention_format = plan.attention
-    elif cache_format is None or holds_cache_scales(model, cache_format):
-        return None
-    if not isinstance(rows, torch.Tensor):
-        # The dtype of everything that is not quantized, in which the model runs.
-        dtype = next(model.parameters()).dtype
-        source = Source(
-            name=str(directory), kind=SourceKind.HUGGINGFACE, model=model, state_dict=None, path=directory, dtype=dtype
-        )  # fmt: skip
-        data, _ = sources.read_calibration(source, rows, session, listener=listener, plan=plan)
-        rows = sources.as_rows(model, data, "attention's scales")
-    return collect_attention_scales(
-        model, rows, kv_format=cache_format, attention_format=attention_format, session=session
-    )
+        yield directory, loaded, describe(directory)[0] if (directory / PLAN_FILE).is_file() else None
 
 
 DEFAULT_CAPACITY = 4096
@@ -441,9 +398,15 @@ class ExportJob:
     progress: Callable[[str, int, int], None]
 
     def cache_capacity(self) -> int:
-        """Returns how many tokens the graph's KV cache has room for; 0 for a graph without one."""
-        has_inputs = self.inputs is not None
-        return cache_capacity(self.kind, self.model, self.capacity, has_inputs=has_inputs, genai=self.genai)
+        """Returns how many tokens of a KV cache the graph has room for; 0 for a graph without a cache of fixed size.
+
+        As many as requested, or `DEFAULT_CAPACITY` for a decoder that is exported as a serving graph.
+        """
+        serves = "capacity" in KINDS[self.kind][1] and self.inputs is None and not self.genai
+        if self.capacity is None and serves and is_decoder(self.model):
+            positions = getattr(text_config(self.model.config), "max_position_embeddings", None)
+            return min(DEFAULT_CAPACITY, positions or DEFAULT_CAPACITY)
+        return self.capacity or 0
 
     @property
     def fp8_attention(self) -> bool:
@@ -675,18 +638,6 @@ def _unreached_notes(receipt: Mapping[str, Any]) -> list[str]:
     return [f"no output of the graph depends on {layers}, left out of it: {listed(receipt['unreached'], 3)}"]
 
 
-def cache_capacity(kind: str, model: nn.Module, requested: int | None, *, has_inputs: bool, genai: bool) -> int:
-    """Returns how many tokens of a KV cache an export has room for; 0 for a graph without a cache of fixed size.
-
-    As many as requested, or `DEFAULT_CAPACITY` for a decoder that is exported as a serving graph.
-    """
-    serves = "capacity" in KINDS[kind][1] and not has_inputs and not genai
-    if requested is None and serves and is_decoder(model):
-        positions = getattr(text_config(model.config), "max_position_embeddings", None)
-        return min(DEFAULT_CAPACITY, positions or DEFAULT_CAPACITY)
-    return requested or 0
-
-
 def _put_in_dtype(job: ExportJob) -> list[str]:
     """Casts unquantized tensors to --dtype, or to FP32 where onnxruntime runs all but BF16; a note of the latter."""
     dtype, notes = job.dtype, []
@@ -739,7 +690,7 @@ def _graph_notes(job: ExportJob) -> list[str]:
 
 
 def _cost_notes(job: ExportJob) -> list[str]:
-    notes, capacity = [], job.cache_capacity() if "capacity" in KINDS[job.kind][1] else 0
+    notes = []
     if job.runtime == "onnxruntime":
         weights = {m.weight_format for m in job.model.modules() if isinstance(m, QuantLinear | QuantConv)}
         if any(format.element.name == "int4" for format in weights):
@@ -749,7 +700,7 @@ def _cost_notes(job: ExportJob) -> list[str]:
             )
         if any(format.element.name == "e4m3" for format in weights):
             notes.append("onnxruntime has no FP8 products on a processor: it dequantizes these weights once, at load")
-    elif capacity:
+    elif capacity := job.cache_capacity():
         notes.append(
             f"each step attends over the cache's {capacity} tokens, filled or not: a smaller {option('capacity')} is "
             "faster"
@@ -780,37 +731,63 @@ def _check_genai(job: ExportJob) -> None:
         )
 
 
-def check_attention(
-    kind: str, plan: Plan | None, attention: str, kv_cache: str | None = None, *, cached: bool, genai: bool
-) -> None:
+def _check_attention(job: ExportJob) -> None:
     """Raises UserError where a graph has no place for a KV cache in a format, or for the plan's attention.
 
-    A KV cache of our plugin has attention in 16 bit, and so has a package with a KV cache (`cached`).
+    A KV cache of our plugin has attention in 16 bit, and so has a package with a KV cache.
     """
-    if kv_format(kv_cache) is not None and not cached:
+    cached = job.cache_capacity() > 0
+    if job.cache_format is not None and not cached:
         raise UserError(
-            f"{option('kv_cache', kv_cache)} is for a decoder's serving graph; leave {option('capacity', 0)}, "
+            f"{option('kv_cache', job.kv_cache)} is for a decoder's serving graph; leave {option('capacity', 0)}, "
             f"{option('genai', True)} and {option('input')} out"
         )
-    if plan is None or plan.attention is None or attention == "none":
+    if job.plan is None or not job.fp8_attention:
         return
-    if genai:
+    if job.genai:
         raise UserError(
             f"{option('genai', True)}: no provider of onnxruntime has attention in FP8; pass "
             f"{option('attention', 'none')}"
         )
-    if kv_format(kv_cache) is not None:
+    if job.cache_format is not None:
         raise UserError(
-            f"{option('kv_cache', kv_cache)}: the plugin attends in 16 bit over its cache, and the plan has "
-            f"attention in {plan.attention}; pass {option('attention', 'none')} with it"
+            f"{option('kv_cache', job.kv_cache)}: the plugin attends in 16 bit over its cache, and the plan has "
+            f"attention in {job.plan.attention}; pass {option('attention', 'none')} with it"
         )
-    if kind == "aoti" and cached:
+    if job.kind == "aoti" and cached:
         raise UserError(
-            f"the plan has attention in {plan.attention}, which a package with a KV cache does not: pass "
+            f"the plan has attention in {job.plan.attention}, which a package with a KV cache does not: pass "
             f"{option('attention', 'none')}, or {option('capacity', 0)} for a package of one pass"
         )
-    if kind == "torch-tensorrt":
+    if job.kind == "torch-tensorrt":
         raise UserError(
-            f"the plan has attention in {plan.attention}, and torch-tensorrt has no op for that: pass "
+            f"the plan has attention in {job.plan.attention}, and torch-tensorrt has no op for that: pass "
             f"{option('attention', 'none')} to export attention in 16 bit, or {option('to', 'tensorrt')}"
         )
+
+
+def _measured_scales(
+    job: ExportJob, rows: sources.Rows | torch.Tensor, listener: Listener
+) -> dict[str, AttentionScales] | None:
+    """Returns the scales of attention and of the KV cache that no checkpoint holds; None if none are needed.
+
+    The scales of FP8 attention are in no checkpoint. Those of a cache are, if it was quantized for that cache.
+    """
+    model, plan = job.model, job.plan
+    cache_format, attention_format, session = job.cache_format, None, Session(progress=job.progress)
+    if plan is not None and job.fp8_attention and "attention" in KINDS[job.kind][1]:
+        cache_format = attention_format = plan.attention
+    elif cache_format is None or holds_cache_scales(model, cache_format):
+        return None
+    if not isinstance(rows, torch.Tensor):
+        # The dtype of everything that is not quantized, in which the model runs.
+        dtype = next(model.parameters()).dtype
+        source = Source(
+            name=str(job.directory), kind=SourceKind.HUGGINGFACE, model=model, state_dict=None, path=job.directory,
+            dtype=dtype,
+        )  # fmt: skip
+        data, _ = sources.read_calibration(source, rows, session, listener=listener, plan=plan)
+        rows = sources.as_rows(model, data, "attention's scales")
+    return collect_attention_scales(
+        model, rows, kv_format=cache_format, attention_format=attention_format, session=session
+    )
