@@ -37,7 +37,7 @@ from quant.export.checkpoint.convert import convert
 from quant.export.checkpoint.files.directory import check_apart, check_destination, check_parents, new_directory
 from quant.export.checkpoint.files.layout import LAYOUT_NAMES
 from quant.export.checkpoint.files.tensors import read_layer
-from quant.export.checkpoint.load import describe, is_checkpoint, load, no_checkpoint
+from quant.export.checkpoint.load import check_checkpoint, describe, load
 from quant.export.checkpoint.open_checkpoint import Checkpoint, outline
 from quant.export.checkpoint.save import save
 from quant.export.gguf.architectures import head_dim
@@ -201,8 +201,8 @@ def export_model(
     with ExitStack() as stack:
         stack.enter_context(remote_code(trust_remote_code))
         stored = find_checkpoint(model) if isinstance(model, str | Path) else None
-        if stored is not None and not is_checkpoint(stored):
-            raise no_checkpoint(stored)
+        if stored is not None:
+            check_checkpoint(stored)
         path = _destination(model, to) if out is None else Path(out)
         # Held until the end, so that two exports never write the same file.
         stack.enter_context(claimed(path))

@@ -78,8 +78,7 @@ def load(
     """
     with remote_code(trust_remote_code):
         path = find_checkpoint(directory)
-        if not is_checkpoint(path):
-            raise no_checkpoint(path)
+        check_checkpoint(path)
         opened = Checkpoint(path, model or outline(path))
         loaded = fill(opened, built=model is None)
         # FP8 codes are most of a checkpoint, and are checked when their layer first runs.
@@ -89,34 +88,36 @@ def load(
         return loaded.eval().to(device)
 
 
-def no_checkpoint(directory: Path) -> UserError:
-    """Returns the error for a directory that `load` cannot read."""
+def check_checkpoint(directory: Path) -> None:
+    """Raises UserError for a directory that `load` cannot read."""
+    if is_checkpoint(directory):
+        return
     if not directory.exists():
-        return UserError(f"{directory}: no such file or directory")
+        raise UserError(f"{directory}: no such file or directory")
     if is_export(directory):
-        return UserError(f"{directory} is an export; name the checkpoint that it was made from")
+        raise UserError(f"{directory} is an export; name the checkpoint that it was made from")
     if directory.is_file() and is_checkpoint(directory.parent):
-        return UserError(f"{directory} is a file of a checkpoint; name its directory, {directory.parent}")
+        raise UserError(f"{directory} is a file of a checkpoint; name its directory, {directory.parent}")
     file = directory / "config.json"
     # From the most to the least certain: no checkpoint, a checkpoint of our training, one of another method.
     config = config_in(file, "quantization_config") if file.is_file() else None
     if config is None:
         if parts := [str(file.parent) for file in sorted(directory.glob(f"*/{PLAN_FILE}"))]:
-            return UserError(
+            raise UserError(
                 f"{directory}: not a checkpoint but a pipeline with some, which quant.load_pipeline loads; give one of "
                 f"its components: {', '.join(parts)}"
             )
         model = directory if file.is_file() or directory.suffix == ".gguf" else "MODEL"
-        return UserError(
+        raise UserError(
             f"{directory}: no quantized checkpoint (no {PLAN_FILE}, no quantization_config); make one with `quantize "
             f"{model} --format nvfp4 --out DIR`"
         )
     if is_in_training(config):
-        return UserError(f"{directory}: {AFTER_TRAINING}")
+        raise UserError(f"{directory}: {AFTER_TRAINING}")
     method, way_out = config.get("quant_method"), "; quantize the original model with quant.quantize instead"
     if method in list(QuantMethod):
         way_out = ", and quant.open_model and `quantize` dequantize others"
-    return UserError(f"{directory}: quantized by {method}; only {' and '.join(LAYOUTS)} run as they are{way_out}")
+    raise UserError(f"{directory}: quantized by {method}; only {' and '.join(LAYOUTS)} run as they are{way_out}")
 
 
 def quantization_configs(directory: Path) -> dict[str, dict[str, Any] | None]:
@@ -133,8 +134,7 @@ def describe(directory: str | Path) -> tuple[Plan, dict[str, Any] | None]:
     """
     directory = find_checkpoint(directory)
     if not (directory / PLAN_FILE).is_file():
-        if not is_checkpoint(directory):
-            raise no_checkpoint(directory)
+        check_checkpoint(directory)
         return Checkpoint(directory, outline(directory)).plan, None
     return Plan.load(directory / PLAN_FILE), saved_report(directory)
 

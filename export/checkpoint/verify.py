@@ -40,7 +40,7 @@ from quant.export.checkpoint.files.layouts import plan_problems
 from quant.export.checkpoint.files.names import StoredNames, cut_experts, stored_names
 from quant.export.checkpoint.files.tensor_file import CHECKSUMS, read_checksums, sha256_of
 from quant.export.checkpoint.files.tensors import TensorFiles, layer_tensor_names, read_layer, read_parts, weight_files
-from quant.export.checkpoint.load import is_checkpoint, load, no_checkpoint, quantization_configs
+from quant.export.checkpoint.load import check_checkpoint, load, quantization_configs
 from quant.export.checkpoint.open_checkpoint import (
     Checkpoint,
     dtype_problems,
@@ -119,8 +119,7 @@ def verify(
 
 
 def _verify(directory: Path, model: nn.Module | None, source: str | Path | None) -> Verification:
-    if not is_checkpoint(directory):
-        raise no_checkpoint(directory)
+    check_checkpoint(directory)
     # The checks share the subject, so that the model is built and each tensor read once.
     subject = _Subject(directory, model)
     findings: list[Finding] = []

@@ -46,7 +46,7 @@ from quant.base.errors import UserError, counted, option
 from quant.calibration.session import Device, find_device
 from quant.evaluation.evaluate import inputs_moved
 from quant.export.aoti.package import AotiSession
-from quant.export.checkpoint.load import describe, is_checkpoint, load, no_checkpoint
+from quant.export.checkpoint.load import check_checkpoint, describe, load
 from quant.export.checkpoint.open_checkpoint import outline
 from quant.export.onnx.engine_session import EngineSession, OnnxruntimeSession
 from quant.export.onnx.limits import provider_device
@@ -504,8 +504,7 @@ def generate_text(
 
 def check_plan(session: EngineSession, directory: Path) -> None:
     """Raises UserError for a checkpoint that the file was not exported from."""
-    if not is_checkpoint(directory):
-        raise no_checkpoint(directory)
+    check_checkpoint(directory)
     if not (directory / "config.json").is_file():
         raise UserError(f"{directory} has no config.json; name the checkpoint that the file was exported from")
     if session.plan and session.plan != describe(directory)[0].digest():

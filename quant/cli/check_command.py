@@ -91,10 +91,9 @@ def check_command(directory: str, **options: Any) -> None:
         raise UserError(f"{directory}: GGUF files have nothing that `quant check` reads; `{measured}` measures one")
     exported = path.is_file() or is_export(path)
     if path.suffix == ".safetensors" or (path.is_dir() and not exported):
-        from quant.export.checkpoint.load import is_checkpoint, no_checkpoint
+        from quant.export.checkpoint.load import check_checkpoint
 
-        if not is_checkpoint(path):
-            raise no_checkpoint(path)
+        check_checkpoint(path)
     if exported and source is None and (path.is_dir() or path.suffix in (".onnx", ".pt2")):
         raise UserError(f"{directory}: name the checkpoint that it was exported from with --source")
     kind = list(_OPTIONS)[0 if not exported else 1 if source is not None else 2]
@@ -177,7 +176,7 @@ def _audit(
     engine: Path, *, plan_file: Path | None, checkpoint: Path | None, model_factory: str | None, rebuild: bool | None,
     attention: str | None, allow_fallback: bool, quiet: bool, as_json: bool,
 ) -> None:  # fmt: skip
-    from quant.export.checkpoint.load import describe, is_checkpoint, load, no_checkpoint
+    from quant.export.checkpoint.load import check_checkpoint, describe, load
     from quant.export.tensorrt.audit import audit, failures, fallback_message
     from quant.export.tensorrt.engine_file import receipt_path
     from quant.export.tensorrt.rebuild import audit_with_checkpoint
@@ -209,8 +208,7 @@ def _audit(
             click.echo("compared with the plan alone: name the checkpoint with --checkpoint", err=True)
         findings = audit(engine, plan, attention=attention)
     else:
-        if not is_checkpoint(checkpoint):
-            raise no_checkpoint(checkpoint)
+        check_checkpoint(checkpoint)
         model = load(checkpoint, call_factory(model_factory) if model_factory else None)  # its files are mapped
         own_plan = describe(checkpoint)[0] if plan is None else plan
         with stages(quiet or as_json) as progress:

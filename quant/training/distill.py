@@ -30,8 +30,8 @@ from quant.calibration.walk.expected_time import expected_time, time_of_training
 from quant.evaluation.evaluate import evaluate_texts
 from quant.evaluation.evaluation import Evaluation, fingerprint
 from quant.export.checkpoint.files.directory import check_apart, check_destination
+from quant.export.checkpoint.load import check_checkpoint, open_runnable
 from quant.export.checkpoint.load import describe as describe_checkpoint
-from quant.export.checkpoint.load import is_checkpoint, no_checkpoint, open_runnable
 from quant.export.checkpoint.save import save
 from quant.generate.quantized_attention import quantized_attention
 from quant.models.files import find_checkpoint, packages_of
@@ -225,8 +225,7 @@ def _distill_checkpoint(
         torch.manual_seed(session.seed)
         announce_device(listener, session)
         checkpoint = find_checkpoint(directory)
-        if not is_checkpoint(checkpoint):
-            raise no_checkpoint(checkpoint)
+        check_checkpoint(checkpoint)
         plan, _ = describe_checkpoint(checkpoint)
         inputs = prepare_distill_inputs(teacher, plan, options, session, listener)
         if (count := len(inputs.rows)) < options.batch_size:
