@@ -51,7 +51,7 @@ from quant.export.onnx.export_onnx import write_onnx
 from quant.export.onnx.genai import write_genai_files
 from quant.export.onnx.limits import layer_of_tensorrt, loaded, narrowest_dtype, onnxruntime_problem
 from quant.export.onnx.opsets import RUNTIMES
-from quant.export.onnx.quantized_cache import CACHE_FORMATS, holds_cache_scales
+from quant.export.onnx.serving import CACHE_FORMATS, holds_cache_scales
 from quant.export.tensorrt.audit import failures
 from quant.export.tensorrt.build import BuildOptions, check_tensors, export_engine
 from quant.export.tensorrt.gpu_targets import choose_common_library, packages_of_engine, resolve_targets

@@ -40,9 +40,8 @@ from quant.export.onnx.decoder_graph import (
 from quant.export.onnx.dynamic_shapes import SEQUENCE, dimension_ranges
 from quant.export.onnx.expert_nodes import experts_as_ops
 from quant.export.onnx.genai import genai_program
-from quant.export.onnx.quantized_cache import QuantizedCache
 from quant.export.onnx.recurrent_states import HybridCache, recurrent_functions
-from quant.export.onnx.serving import CachedAttention, GroupedAttention, serving_program
+from quant.export.onnx.serving import CachedAttention, GroupedAttention, QuantizedCache, serving_program
 from quant.export.onnx.trace import MODEL_PREFIX, nested, trace
 from quant.export.onnx.translate import quiet, translate
 from quant.formats.format import FORMATS, Format

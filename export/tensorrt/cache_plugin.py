@@ -54,7 +54,7 @@ _PAGES = ("code_page", "block_page")
 
 @dataclass(frozen=True)
 class CacheSpec:
-    """The constants that the kernels are compiled for; `quantized_cache.check_cache` has refused others."""
+    """The constants that the kernels are compiled for; `serving.check_cache` has refused others."""
 
     dim: int  # head dimension
     group: int  # query heads of a KV head
