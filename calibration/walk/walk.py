@@ -68,8 +68,7 @@ from quant.calibration.walk.block_memory import Scratch, reporting_block
 from quant.calibration.walk.collect import reporting_bad_tensor
 from quant.calibration.walk.group import FusedExperts, Group, Settings, Solved, gather, weight_of
 from quant.calibration.walk.learned_rotation import merge_learned_rotation
-from quant.calibration.walk.observe import observe, observe_and_sum
-from quant.calibration.walk.round import round_siblings, sibling_groups, solve_siblings
+from quant.calibration.walk.round import observe, observe_and_sum, round_siblings, sibling_groups, solve_siblings
 from quant.calibration.walk.transform import choose_channels, fix_input_scale, rotate, scale_inputs
 from quant.formats.tensor import moved
 from quant.recipes.blocks import (
