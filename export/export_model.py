@@ -47,7 +47,7 @@ from quant.export.onnx.compare_with_torch import check_file, verify, worst_layer
 from quant.export.onnx.decoder_graph import GraphInput, is_decoder, model_inputs
 from quant.export.onnx.dynamic_shapes import dimension_ranges
 from quant.export.onnx.expert_nodes import check_experts
-from quant.export.onnx.export_onnx import write_onnx
+from quant.export.onnx.export_onnx import round_head, write_onnx
 from quant.export.onnx.genai import write_genai_files
 from quant.export.onnx.limits import layer_of_tensorrt, loaded, narrowest_dtype, onnxruntime_problem
 from quant.export.onnx.opsets import RUNTIMES
@@ -58,7 +58,6 @@ from quant.export.tensorrt.gpu_targets import choose_common_library, packages_of
 from quant.export.tensorrt.torch_tensorrt import compile_engine
 from quant.formats.format import GGUF_FORMATS, INT4, Format
 from quant.formats.tensor import BlockScaledTensor
-from quant.formats.tensor import quantize as quantize_tensor
 from quant.generate.generate import cast_unquantized
 from quant.kernels.attention.attention_operands import DIMS
 from quant.kernels.attention.kv_pages import kv_format
@@ -471,12 +470,9 @@ def _round_head(job: ExportJob) -> list[str]:
             return []
         raise UserError(f"{option('lm_head', job.lm_head)}: {refusal}; leave it out")
     name = next(name for name, module in model.named_modules() if module is head)
-    exact = head.weight.detach()
-    weight = quantize_tensor(exact, format, name=name)
-    error = torch.linalg.vector_norm(weight.dequantize() - exact) / torch.linalg.vector_norm(exact)
-    model.set_submodule(name, QuantLinear(weight, head.bias, dtype=exact.dtype))
+    error = round_head(model, name)
     return [
-        f"{name} is in INT8 in groups of {format.block[1]}, {float(error):.1%} from the checkpoint's, because a token "
+        f"{name} is in INT8 in groups of {format.block[1]}, {error:.1%} from the checkpoint's, because a token "
         f"reads all of it; {option('lm_head', '16bit')} leaves it as it is"
     ]
 

@@ -59,7 +59,7 @@ class TritonPythonModel:
         folder = Path(args["model_repository"], args["model_version"])
         checkpoint = folder / "checkpoint"
         self.session = open_session(folder / "export")
-        check_plan(self.session, checkpoint)
+        check_plan(self.session.plan, checkpoint)
         self.tokenizer, self.stops = load_tokenizer(checkpoint), end_tokens(outline(checkpoint))
 
     def execute(self, requests: Sequence[Any]) -> None:

@@ -42,14 +42,16 @@ import numpy as np
 import torch
 from torch import nn
 
-from quant.base.errors import UserError, counted, option
+from quant.base.errors import UserError, check_installed, counted, option
 from quant.calibration.session import Device, find_device
 from quant.evaluation.evaluate import inputs_moved
 from quant.export.aoti.package import AotiSession
 from quant.export.checkpoint.load import check_checkpoint, describe, load
 from quant.export.checkpoint.open_checkpoint import outline
 from quant.export.onnx.engine_session import EngineSession, OnnxruntimeSession
-from quant.export.onnx.limits import provider_device
+from quant.export.onnx.export_onnx import PLAN_KEY
+from quant.export.onnx.limits import layer_of_tensorrt, provider_device
+from quant.export.onnx.serving import CAPACITY_KEY
 from quant.export.tensorrt.audit import UNPLANNED, AuditRow
 from quant.export.tensorrt.tensorrt_session import TensorrtSession, read_receipt, runs_here
 from quant.generate.generate import TextStream, cast_unquantized, end_tokens
@@ -180,20 +182,44 @@ def check_engine(
         if rebuild is None and reason is None:
             rebuild = False  # running it says more
         facts, findings = engine_facts(path, directory, rebuild)
-        wrong = next((finding.name for finding in findings if not finding.passed), None)
-        problems = f"{wrong} differs from the plan or the checkpoint" if wrong is not None else ""
-        if reason is not None or problems:
-            return EngineCheck(
-                facts=[*facts, ("run", f"not run: {reason or problems}")], audit=findings,
-                passed=False if problems else None,
-            )  # fmt: skip
+    elif path.suffix != PACKAGE_ENDING:
+        reason, findings = onnx_findings(path / ONNX_FILE if path.is_dir() else path, directory)
+    else:
+        reason = None
+    wrong = next((finding.name for finding in findings if not finding.passed), None)
+    problems = f"{wrong} differs from the plan or the checkpoint" if wrong is not None else ""
+    if reason is not None or problems:
+        return EngineCheck(
+            facts=[*facts, ("run", f"not run: {reason or problems}")], audit=findings,
+            passed=False if problems else None,
+        )  # fmt: skip
     session = open_session(path, unsafe_load=unsafe_load, device=device)
-    check_plan(session, directory)
+    check_plan(session.plan, directory)
     new = min(new, session.capacity // 2)
     model = load(directory, device=find_device(device))
     cast_unquantized(model, session.dtype)
     prompts = sample_prompts(directory, model, session, new)
     return replace(compare(model, session, prompts, new), facts=facts, audit=findings)
+
+
+def onnx_findings(path: Path, directory: Path) -> tuple[str | None, list[AuditRow]]:
+    """Returns why no session runs an ONNX file, and how its graph compares with what the checkpoint is exported as."""
+    try:
+        check_installed(("onnx", "onnxscript"), "it")
+    except UserError as error:
+        return None, [AuditRow("the graph", UNPLANNED, f"not compared: {error}", True)]
+    from quant.export.tensorrt.build import load_graph
+    from quant.export.tensorrt.rebuild import audit_onnx
+
+    metadata = {entry.key: entry.value for entry in load_graph(path).metadata_props}
+    check_plan(metadata.get(PLAN_KEY, ""), directory)
+    model: Any = load(directory)
+    of_tensorrt, reason = layer_of_tensorrt(model), None
+    if CAPACITY_KEY not in metadata:
+        reason = "it is no serving graph of a decoder"
+    elif of_tensorrt is not None:
+        reason = f"{of_tensorrt[0]} is in {of_tensorrt[1]}, which onnxruntime does not run"
+    return reason, audit_onnx(path, model, describe(directory)[0])
 
 
 def engine_facts(path: Path, directory: Path, rebuild: bool | None) -> tuple[list[tuple[str, str]], list[AuditRow]]:
@@ -479,7 +505,7 @@ def generate_text(
     `directory` is the checkpoint that the model was exported from. `on_text` gets each piece of the first text, as soon
     as no later token can change it.
     """
-    check_plan(session, directory)
+    check_plan(session.plan, directory)
     tokenizer = load_tokenizer(directory)
     ids = [list(tokenizer(prompt)["input_ids"]) for prompt in prompts]
     streams = [TextStream(tokenizer, None if row else on_text) for row in range(len(ids))]
@@ -502,10 +528,10 @@ def generate_text(
     )
 
 
-def check_plan(session: EngineSession, directory: Path) -> None:
-    """Raises UserError for a checkpoint that the file was not exported from."""
+def check_plan(plan: str, directory: Path) -> None:
+    """Raises UserError for a checkpoint that a file with this digest of a plan was not exported from."""
     check_checkpoint(directory)
     if not (directory / "config.json").is_file():
         raise UserError(f"{directory} has no config.json; name the checkpoint that the file was exported from")
-    if session.plan and session.plan != describe(directory)[0].digest():
+    if plan and plan != describe(directory)[0].digest():
         raise UserError(f"the file was exported from another plan than that of {directory}; name its own checkpoint")

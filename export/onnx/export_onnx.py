@@ -13,6 +13,7 @@ which layer (`verify`); an attention is tagged with its module's name. The file'
 
 import importlib.metadata
 import inspect
+import platform
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -44,7 +45,9 @@ from quant.export.onnx.recurrent_states import HybridCache, recurrent_functions
 from quant.export.onnx.serving import CachedAttention, GroupedAttention, QuantizedCache, serving_program
 from quant.export.onnx.trace import MODEL_PREFIX, nested, trace
 from quant.export.onnx.translate import quiet, translate
-from quant.formats.format import FORMATS, Format
+from quant.formats.format import FORMATS, GGUF_FORMATS, Format
+from quant.formats.tensor import quantize
+from quant.kernels.linear.quant_linear import QuantLinear
 from quant.recipes.plan import Plan
 
 EXTERNAL_BYTES = 256 << 20
@@ -110,20 +113,33 @@ def write_onnx(
     if plan is not None:
         program.metadata_props[PLAN_KEY] = plan.digest()
     program.metadata_props[ATTENTION_KEY] = attention
-    if not genai:
-        examples = (inputs or {}).items()
-        options = {
-            "dtypes": parameter_dtypes(model),
-            "inputs": {name: [_short(x.example.dtype), x.example.shape, x.dims] for name, x in examples},
-            "shapes": [shapes] if isinstance(shapes, str) else shapes and list(shapes),
-            "capacity": capacity,
-            "kv_cache": None if kv_cache is None else kv_cache.name,
-            # They were measured on calibration text, and are not in the checkpoint.
-            "scales": _recorded_scales(attention_scales) if scales or kv_cache is not None else {},
-            "versions": tracer_versions(),
-        }
-        program.metadata_props[EXPORT_KEY] = json_text(options)
+    examples, planned = (inputs or {}).items(), {} if plan is None else plan.by_name
+    quantized = [name for name, module in model.named_modules() if isinstance(module, QuantLinear)]
+    options = {
+        "dtypes": parameter_dtypes(model),
+        "inputs": {name: [_short(x.example.dtype), x.example.shape, x.dims] for name, x in examples},
+        "shapes": [shapes] if isinstance(shapes, str) else shapes and list(shapes),
+        "capacity": capacity,
+        "genai": genai,
+        "runtime": runtime,
+        "kv_cache": None if kv_cache is None else kv_cache.name,
+        # The export itself rounded it: the plan has it in 16 bit.
+        "head": next((name for name in quantized if name in planned and planned[name].weight is None), None),
+        # They were measured on calibration text, and are not in the checkpoint.
+        "scales": _recorded_scales(attention_scales) if scales or kv_cache is not None else {},
+        "versions": tracer_versions(),
+    }
+    program.metadata_props[EXPORT_KEY] = json_text(options)
     return _save(program, path)
+
+
+def round_head(model: nn.Module, name: str) -> float:
+    """Rounds an output head in 16 bit to INT8 in groups of 32, and returns how far that is from it."""
+    head: Any = model.get_submodule(name)
+    exact = head.weight.detach()
+    weight = quantize(exact, GGUF_FORMATS["q8_0"], name=name)
+    model.set_submodule(name, QuantLinear(weight, head.bias, dtype=exact.dtype))
+    return float(torch.linalg.vector_norm(weight.dequantize() - exact) / torch.linalg.vector_norm(exact))
 
 
 def _checked_scales(
@@ -164,8 +180,10 @@ def _checked_scales(
 
 
 def tracer_versions() -> dict[str, str]:
-    """Returns the installed packages of which another version may make another graph of the same model."""
-    versions = {}
+    """Returns the installed packages, and the kind of processor, of which another may make another graph of a model."""
+    # Where it has no AVX2, PyTorch's powers, and so the frequencies of RoPE, differ in the last bit.
+    vectors = torch.backends.cpu.get_cpu_capability()
+    versions = {"processor": platform.machine() + ("" if vectors.startswith("AVX") else f" {vectors}")}
     for name in ("torch", "transformers", "onnxscript"):
         with suppress(importlib.metadata.PackageNotFoundError):
             versions[name] = importlib.metadata.version(name)
@@ -188,7 +206,7 @@ def recorded_options(record: Mapping[str, Any]) -> dict[str, Any]:
         k, v, q, p = (None if x is None else torch.tensor(x, device="cpu") for x in numbers)
         scales[name] = AttentionScales(k, v, q, p, {}, *(x and FORMATS[x] for x in formats))
     kv_cache = record["kv_cache"] and FORMATS[record["kv_cache"]]
-    kept = {name: record[name] for name in ("shapes", "capacity")}
+    kept = {name: record[name] for name in ("shapes", "capacity", "genai", "runtime")}
     return {**kept, "inputs": inputs or None, "attention_scales": scales, "kv_cache": kv_cache}
 
 

@@ -581,6 +581,8 @@ def _digests(model: Any, folder: Path) -> dict[str, str]:
     sources = {name: f"{tensor.data_type} {list(tensor.dims)}" for name, tensor in constants.items()}
     sources |= {value.name: value.name for value in graph.input if value.name not in constants}
     wiring["the graph's opsets"].update(repr(sorted((x.domain, x.version) for x in model.opset_import)).encode())
+    for function in model.functions:  # which may stand in the place of an operator
+        wiring["the graph's opsets"].update(function.SerializeToString(deterministic=True))
     places: Counter[str] = Counter()
     for node in graph.node:
         module = layer_of(node) or module_of(node) or "the graph's own nodes"

@@ -17,6 +17,7 @@ another.
 import filecmp
 import hashlib
 import importlib.metadata
+import json
 import re
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -26,7 +27,15 @@ from typing import Any
 from torch import nn
 
 from quant.base.errors import UserError
-from quant.export.onnx.export_onnx import parameter_dtypes, recorded_options, tracer_versions, write_onnx
+from quant.export.onnx.export_onnx import (
+    ATTENTION_KEY,
+    EXPORT_KEY,
+    parameter_dtypes,
+    recorded_options,
+    round_head,
+    tracer_versions,
+    write_onnx,
+)
 from quant.export.tensorrt.audit import UNPLANNED, AuditRow, audit
 from quant.export.tensorrt.build import BuildOptions, Progress, build_engine, describe_graph, load_graph
 from quant.export.tensorrt.engine_file import Engine, read_engine, receipt_path
@@ -64,17 +73,13 @@ def audit_with_checkpoint(
             "engine's; keep both files of `quant export` together"
         )
     exported = contents.get("export")
-    if not isinstance(exported, dict) or "dtypes" not in exported:
+    if not isinstance(exported, dict) or "runtime" not in exported:
         raise UserError(
             f"{path}: it does not say how it was exported, so it cannot be compared with a checkpoint; export it anew "
             "(`quant export --to tensorrt`)"
         )
-    if parameter_dtypes(model) != exported["dtypes"]:
-        narrow = [dtype for dtype in ("bfloat16", "float16") if dtype in exported["dtypes"]]
-        cast_unquantized(model, (*narrow, "float32")[0])
     with tempfile.TemporaryDirectory() as folder:
-        options = {**recorded_options(exported), "attention": record["attention"], "plan": plan}
-        graph = write_onnx(model, Path(folder) / "model.onnx", **options)
+        graph = _exported_again(model, exported, record["attention"], plan, Path(folder))
         expected = describe_graph(load_graph(graph), Path(folder))
         nodes = expected["attention_nodes"]
         dtypes = exported["dtypes"]
@@ -97,16 +102,55 @@ def audit_with_checkpoint(
     return [*findings, *(rows or [AuditRow(_ENGINE, AS_BUILT, AS_BUILT, True)])]
 
 
+def audit_onnx(path: Path, model: nn.Module, plan: Plan | None) -> list[AuditRow]:
+    """Compares an ONNX file with what its checkpoint is exported as; one finding, or one for each other module.
+
+    Another version of torch, transformers or onnxscript may export another graph; the finding then says so and passes.
+    """
+    file = load_graph(path)
+    metadata = {entry.key: entry.value for entry in file.metadata_props}
+    exported = json.loads(metadata.get(EXPORT_KEY, "{}"))
+    if "runtime" not in exported:
+        return [AuditRow(_GRAPH, UNPLANNED, "not compared: the file does not say how it was exported", True)]
+    with tempfile.TemporaryDirectory() as folder:
+        graph = _exported_again(model, exported, metadata[ATTENTION_KEY], plan, Path(folder))
+        expected = describe_graph(load_graph(graph), Path(folder))["graph"]
+    found = describe_graph(file, path.parent)["graph"]
+    needed = _other_versions(exported["versions"])
+    if needed and found != expected:
+        return [AuditRow(_GRAPH, UNPLANNED, f"not compared: to compare it, use {needed}, which exported it", True)]
+    return list(_other_modules(found, expected, exported["versions"])) or [
+        AuditRow(_GRAPH, AS_EXPORTED, AS_EXPORTED, True)
+    ]
+
+
+def _exported_again(
+    model: nn.Module, exported: Mapping[str, Any], attention: str, plan: Plan | None, folder: Path
+) -> Path:
+    """Exports a checkpoint's model as the record says, in whose dtype it is put, and returns the ONNX file."""
+    if parameter_dtypes(model) != exported["dtypes"]:
+        narrow = [dtype for dtype in ("bfloat16", "float16") if dtype in exported["dtypes"]]
+        cast_unquantized(model, (*narrow, "float32")[0])
+    if exported["head"] is not None:
+        round_head(model, exported["head"])
+    options = {**recorded_options(exported), "attention": attention, "plan": plan}
+    return write_onnx(model, folder / "model.onnx", **options)
+
+
+def _other_versions(versions: Mapping[str, str]) -> str:
+    """Returns what exported a graph and is here in another version: packages, as pip takes them, and the processor."""
+    installed = tracer_versions()
+    return ", ".join(f"{name}=={version}" for name, version in versions.items() if installed.get(name) != version)
+
+
 def _other_modules(
     found: Mapping[str, str], expected: Mapping[str, str], versions: Mapping[str, str]
 ) -> Iterator[AuditRow]:
     """Yields a finding for each module whose nodes in the engine's graph are not those of the checkpoint's."""
     if found == expected:
         return
-    installed = tracer_versions()
-    needed = ", ".join(f"{name}=={version}" for name, version in versions.items() if installed.get(name) != version)
-    if needed:
-        yield AuditRow(_GRAPH, AS_EXPORTED, f"another one; to compare it, install {needed}, which exported it", False)
+    if needed := _other_versions(versions):
+        yield AuditRow(_GRAPH, AS_EXPORTED, f"another one; to compare it, use {needed}, which exported it", False)
         return
     for name in {**expected, **found}:
         mine, theirs = found.get(name), expected.get(name)

@@ -80,8 +80,9 @@ def check_command(directory: str, **options: Any) -> None:
     same. That takes no GPU, and the last rows say what was compared.
 
     With --source, an engine, an ONNX file, a directory of `quant export --to onnx` or a .pt2 of AOTInductor reads
-    prompts and decodes next to quant.load; tokens, logits and times are compared. An engine needs the GPU that it was
-    built for. Without it, everything that its file shows is checked.
+    prompts and decodes next to quant.load; tokens, logits and times are compared. An ONNX file must also have the graph
+    that the checkpoint is exported as. An engine needs the GPU that it was built for. Without it, everything that its
+    file shows is checked.
 
     A finding or difference ends the command with exit code 2.
     """  # noqa: D301  (a backspace, after which click keeps the lines of a paragraph)
@@ -294,5 +295,5 @@ def _print_check(checked: EngineCheck) -> None:
             engine, reference = checked.engine_ms[index], checked.reference_ms[index]
             timed = "all rows" if index == 0 else "one row"
             rows.append((part, f"{engine:.1f} ms for all rows; quant.load: {reference:.1f} ms for {timed}"))
-    rows.append(("result", {True: "passed", False: "failed", None: "not run on this machine"}[checked.passed]))
+    rows.append(("result", {True: "passed", False: "failed", None: "not run"}[checked.passed]))
     print_table({"!check": [name for name, _ in rows], "result": [finding for _, finding in rows]})

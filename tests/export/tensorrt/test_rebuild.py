@@ -88,7 +88,7 @@ def test_what_was_not_compared_is_said(engine: Path, checkpoint: Path, monkeypat
     with monkeypatch.context() as patch:
         patch.setattr(importlib.metadata, "version", lambda name: installed(name) + ".9" * (name == "torch"))
         (row,) = failures(audit_with_checkpoint(engine, other, describe(checkpoint)[0]))
-        assert f"to compare it, install torch=={installed('torch')}, which exported it" in row
+        assert f"to compare it, use torch=={installed('torch')}, which exported it" in row
 
 
 def test_an_engine_that_says_it_is_of_the_right_graph(

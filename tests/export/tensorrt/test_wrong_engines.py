@@ -171,7 +171,26 @@ def change_epsilon(model: Any) -> None:
     model.model.norm.variance_epsilon = 1.1e-6
 
 
+def exchange_scales_of_blocks(model: Any) -> None:
+    scales = [model.get_submodule(f"model.layers.{index}.mlp.up_proj").scale for index in (0, 1)]
+    kept = scales[0].clone()
+    scales[0].copy_(scales[1])
+    scales[1].copy_(kept)
+
+
+def take_the_bias_of_another_block(model: Any) -> None:
+    model.get_submodule(f"{ATTENTION}.v_proj").bias = model.get_submodule("model.layers.0.self_attn.v_proj").bias
+
+
+def take_an_older_head(model: Any) -> None:
+    """It was untied before a last step of training."""
+    model.lm_head.weight = nn.Parameter(model.lm_head.weight + 1e-3 * torch.randn_like(model.lm_head.weight))
+
+
 NUMBERS = {
+    exchange_scales_of_blocks: f"{MLP}.up_proj",
+    take_the_bias_of_another_block: f"{ATTENTION}.v_proj",
+    take_an_older_head: "lm_head",
     mirror_scales: f"{MLP}.up_proj",
     exchange_axes_of_scales: f"{MLP}.down_proj",
     scale_input: f"{ATTENTION}.o_proj",
@@ -301,7 +320,33 @@ def halve_the_logits(model: Any) -> None:
     model.lm_head.forward = lambda x: forward(x) / 2
 
 
+def turn_half_of_a_head(model: Any) -> None:
+    forward = model.model.rotary_emb.forward
+
+    def half(x: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        cosine, sine = forward(x, position_ids)
+        turned = torch.arange(cosine.shape[-1]) % (cosine.shape[-1] // 2) < cosine.shape[-1] // 4
+        return torch.where(turned, cosine, 1), torch.where(turned, sine, 0)
+
+    model.model.rotary_emb.forward = half
+
+
+def forget_scaling(model: Any) -> None:
+    model.get_submodule(ATTENTION).scaling = 1.0
+
+
+def take_a_residual_after_the_norm(model: Any) -> None:
+    def forward(self: Any, hidden_states: torch.Tensor, **options: Any) -> torch.Tensor:
+        normed = self.input_layernorm(hidden_states)
+        x = normed + self.self_attn(hidden_states=normed, **options)[0]
+        y: torch.Tensor = x + self.mlp(self.post_attention_layernorm(x))
+        return y
+
+    rewired(model.model.layers[1], forward)
+
+
 WIRING = [
+    turn_half_of_a_head, forget_scaling, take_a_residual_after_the_norm,
     leave_out_the_last_block, leave_out_the_final_norm, leave_out_an_mlp, leave_out_a_residual, drop_bias, add_bias,
     take_sigmoid_for_silu, exchange_gate_and_up, begin_positions_at_one, turn_the_other_way, turn_neighbours,
     take_the_mean_from_a_norm, change_scaling, see_the_future, exchange_heads, group_heads_in_another_way,
@@ -473,9 +518,21 @@ def exchange_inputs(first: str, second: str) -> Callable[[Any], None]:
     return exchange
 
 
+def keep_keys_before_rope(model: Any) -> None:
+    """The cache of a block gets keys that were not turned."""
+    makers = {name: node for node in model.graph.node for name in node.output}
+    scatter = next(node for node in model.graph.node if node.op_type == "TensorScatter")
+    node = makers[scatter.input[1]]
+    while node.op_type != "Add":
+        node = makers[node.input[0]]
+    direct = next(makers[name] for name in node.input if makers[name].op_type == "Mul")
+    scatter.input[1] = next(name for name in direct.input if makers[name].op_type == "Transpose")
+
+
 @pytest.mark.parametrize(
     "change",
     [
+        keep_keys_before_rope,
         write_one_place_further,
         hide_the_token_itself,
         add_an_unread_input,
@@ -483,8 +540,11 @@ def exchange_inputs(first: str, second: str) -> Callable[[Any], None]:
         exchange_inputs("past_key.0", "past_key.1"),
         exchange_inputs("lengths", "last"),
     ],
-    ids=["cache index", "mask", "unread input", "keys and values", "keys of layers", "lengths and last"],
-)
+    ids=[
+        "keys before RoPE", "cache index", "mask", "unread input", "keys and values", "keys of layers",
+        "lengths and last",
+    ],
+)  # fmt: skip
 def test_other_graphs(tmp_path: Path, change: Callable[[Any], None]) -> None:
     assert found(tmp_path, "llama-64", change=change)
 

@@ -1,0 +1,385 @@
+"""Wrong ONNX files do not pass `quant check FILE --source DIR`, and right ones do.
+
+A wrong file is a right one in which a single thing was changed. Many of the changes move logits by less than roundings
+may, so that the run beside the checkpoint passes: the graph must be that of the checkpoint.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import serving_samples
+import tiny_models
+import torch
+from engine_samples import drawn
+from slow_cases import quick_cases
+
+import quant
+from quant.base.json_files import json_text
+from quant.export.checkpoint.load import describe, load
+
+onnx = pytest.importorskip("onnx", reason="needs the extra onnx")
+pytest.importorskip("onnxruntime", reason="needs the extra onnx")
+pytest.importorskip("onnxscript", reason="needs the extra onnx")
+pytest.importorskip("transformers", reason="needs the extra hf")
+
+from quant.export.engines.check_engine import check_engine  # noqa: E402 -- needs onnx
+from quant.export.onnx.export_onnx import tracer_versions  # noqa: E402 -- as above
+from quant.export.tensorrt import rebuild  # noqa: E402 -- as above
+from quant.export.tensorrt.rebuild import audit_onnx  # noqa: E402 -- as above
+
+IDS = torch.randint(0, 64, (4, 32), generator=torch.Generator().manual_seed(1))
+IMAGES = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(1))
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+BLOCKS = "model.layers"
+
+
+def model_of(kind: str, dtype: torch.dtype) -> Any:
+    if kind in ("bert", "resnet"):
+        return drawn(getattr(tiny_models, kind)(gain=4.0)).to(dtype)
+    if kind == "experts":
+        return tiny_models.qwen3_moe(gain=4.0, dtype=dtype, max_position_embeddings=256)
+    if kind == "biases":
+        return drawn(serving_samples.decoder("llama-64", attention_bias=True, dtype=dtype))
+    return serving_samples.decoder(kind, dtype=dtype)
+
+
+def exported(folder: Path, kind: str, format: str, source: str, **options: Any) -> tuple[Path, Path]:
+    """A checkpoint, and the directory of its ONNX file."""
+    model = model_of(kind, DTYPES[source])
+    x = IMAGES.to(DTYPES[source]) if kind == "resnet" else IDS
+    done = quant.quantize(model, format, x, run=lambda model: model(x), solver="rtn")
+    quant.save(done.model, done.plan, folder / "checkpoint")
+    if kind not in ("bert", "resnet"):
+        options = {"capacity": 128, **options}
+    return folder / "checkpoint", quant.export_model(folder / "checkpoint", "onnx", folder / "out", **options).path
+
+
+class Graph:
+    """A loaded file, with what the changes look for."""
+
+    def __init__(self, path: Path) -> None:
+        self.model = onnx.load(path)
+        self.nodes = self.model.graph.node
+        self.tensors = {tensor.name: tensor for tensor in self.model.graph.initializer}
+
+    def of(self, op: str) -> list[Any]:
+        nodes = [node for node in self.nodes if node.op_type == op]
+        assert nodes, f"no {op} in {sorted({node.op_type for node in self.nodes})}"
+        return nodes
+
+    def attribute(self, node: Any, name: str, value: float) -> None:
+        kept = [attribute for attribute in node.attribute if attribute.name != name]
+        del node.attribute[:]
+        node.attribute.extend([*kept, onnx.helper.make_attribute(name, value)])
+
+    def number(self, name: str) -> np.ndarray:
+        array: np.ndarray = onnx.numpy_helper.to_array(self.tensors[name])
+        return array
+
+    def put(self, name: str, array: np.ndarray) -> None:
+        self.tensors[name].CopyFrom(onnx.numpy_helper.from_array(np.ascontiguousarray(array), name))
+
+    def exchange(self, first: str, second: str) -> None:
+        a, b = self.number(first), self.number(second)
+        assert not np.array_equal(a, b)
+        self.put(first, b)
+        self.put(second, a)
+
+    def reader(self, name: str) -> Any:
+        return next(node for node in self.nodes if name in node.input)
+
+    def maker(self, name: str) -> Any:
+        return next(node for node in self.nodes if name in node.output)
+
+
+# Other numbers.
+
+
+def exchange_scales_of_two_layers(graph: Graph) -> None:
+    graph.exchange(*(f"{BLOCKS}.{index}.mlp.up_proj.scale" for index in (0, 1)))
+
+
+def exchange_biases_of_two_layers(graph: Graph) -> None:
+    graph.exchange(*(f"{BLOCKS}.{index}.self_attn.v_proj.bias" for index in (0, 1)))
+
+
+def change_the_base_of_rope(graph: Graph) -> None:
+    frequencies = graph.number("model.rotary_emb.inv_freq")
+    dim = 2 * frequencies.size
+    # Of a base of 10,000 and 10,050.
+    graph.put("model.rotary_emb.inv_freq", (10_050.0 ** -(np.arange(0, dim, 2) / dim)).astype(np.float32))
+
+
+def move_a_zero_point_by_one(graph: Graph) -> None:
+    """Of the codes of one layer's weight."""
+    product = graph.of("MatMulIntegerToFloat")[3]
+    graph.model.graph.initializer.append(onnx.numpy_helper.from_array(np.array(127, np.uint8), "moved"))
+    product.input[5] = "moved"
+
+
+def move_a_zero_point_of_inputs(graph: Graph) -> None:
+    graph.model.graph.initializer.append(onnx.numpy_helper.from_array(np.array(129, np.uint8), "moved"))
+    graph.of("QuantizeLinear")[1].input[2] = "moved"
+
+
+def transpose_a_square_matrix(graph: Graph) -> None:
+    """Codes and groups along the other axis; the scales stay."""
+    name = f"{BLOCKS}.1.self_attn.o_proj.codes"
+    tensor = graph.tensors[name]
+    flat = np.frombuffer(tensor.raw_data, np.uint8)
+    codes = np.stack([flat & 15, flat >> 4], -1).reshape(tensor.dims)
+    square = codes[: codes.shape[1]]  # inputs of o_proj are more than its outputs
+    square[:] = square.T.copy()
+    tensor.raw_data = (codes.reshape(-1)[0::2] | codes.reshape(-1)[1::2] << 4).tobytes()
+
+
+def transpose_fp8_codes(graph: Graph) -> None:
+    name = f"{BLOCKS}.0.mlp.down_proj.codes"
+    graph.put(name, graph.number(name).T)
+
+
+def permute_the_experts(graph: Graph) -> None:
+    """Their first projection alone."""
+    node = graph.of("QMoE")[1]
+    codes = next(name for name in node.input if name.endswith("gate_up_proj.codes"))
+    graph.put(codes, graph.number(codes)[[1, 0, 2, 3]])
+
+
+def give_an_untied_head_old_weights(graph: Graph) -> None:
+    """Those before a last step of training."""
+    name = "lm_head.weight" if "lm_head.weight" in graph.tensors else graph.of("MatMul")[-1].input[1]
+    weight = graph.number(name)
+    noise = np.random.default_rng(0).normal(size=weight.shape) * 1e-3 * np.abs(weight).mean()
+    graph.put(name, (weight + noise).astype(weight.dtype))
+
+
+def change_a_static_scale(graph: Graph) -> None:
+    """By a percent, in one layer."""
+    name = f"{BLOCKS}.1.mlp.down_proj.input_scale"
+    graph.put(name, (graph.number(name) * np.float32(1.01)).astype(np.float32))
+
+
+def turn_a_bit_of_a_norm(graph: Graph) -> None:
+    name = f"{BLOCKS}.0.input_layernorm.weight"
+    weight = graph.number(name).copy()
+    weight[5] = np.nextafter(weight[5], weight.dtype.type(9))
+    graph.put(name, weight)
+
+
+# Other nodes, or the same ones connected in another way.
+
+
+def change_an_epsilon(graph: Graph) -> None:
+    graph.attribute(graph.of("SkipSimplifiedLayerNormalization")[-1], "epsilon", 2e-6)
+
+
+def turn_half_of_a_head(graph: Graph) -> None:
+    graph.attribute(graph.of("RotaryEmbedding")[2], "rotary_embedding_dim", 32)
+
+
+def turn_neighbours(graph: Graph) -> None:
+    graph.attribute(graph.of("RotaryEmbedding")[3], "interleaved", 1)
+
+
+def forget_the_scale_of_attention(graph: Graph) -> None:
+    graph.attribute(graph.of("GroupQueryAttention")[1], "scale", 1.0)
+
+
+def cap_scores(graph: Graph) -> None:
+    graph.attribute(graph.of("GroupQueryAttention")[0], "softcap", 200.0)
+
+
+def widen_a_window_by_one(graph: Graph) -> None:
+    window = graph.of("GroupQueryAttention")[0]
+    size = next(attribute.i for attribute in window.attribute if attribute.name == "local_window_size")
+    assert size > 0
+    graph.attribute(window, "local_window_size", size + 1)
+
+
+def keep_keys_before_rope(graph: Graph) -> None:
+    node = graph.of("GroupQueryAttention")[1]
+    node.input[1] = graph.maker(node.input[1]).input[0]
+
+
+def take_a_residual_after_the_norm(graph: Graph) -> None:
+    node = graph.of("SkipSimplifiedLayerNormalization")[0]
+    for reader in graph.nodes:
+        for index, name in enumerate(reader.input):
+            if name == node.output[3]:
+                reader.input[index] = node.output[0]
+
+
+def take_the_tanh_of_gelu(graph: Graph) -> None:
+    gelu = graph.of("Gelu")[1]
+    kept = next(attribute.s for attribute in gelu.attribute if attribute.name == "approximate")
+    graph.attribute(gelu, "approximate", "none" if kept == b"tanh" else "tanh")
+
+
+def read_values_of_another_block(graph: Graph) -> None:
+    first, second = graph.of("GroupQueryAttention")
+    first.input[4], second.input[4] = second.input[4], first.input[4]
+
+
+def clip_an_activation(graph: Graph) -> None:
+    """At a value that few tokens reach."""
+    node = graph.reader(f"{BLOCKS}.0.mlp.up_proj.output")
+    index = list(node.input).index(f"{BLOCKS}.0.mlp.up_proj.output")
+    graph.model.graph.initializer.append(onnx.numpy_helper.from_array(np.array(60, np.float32), "most"))
+    clip = onnx.helper.make_node("Min", [node.input[index], "most"], ["clipped"])
+    node.input[index] = "clipped"
+    graph.nodes.insert(list(graph.nodes).index(node), clip)
+
+
+def define_an_operator_anew(graph: Graph) -> None:
+    """A function of the file that stands in the place of an operator."""
+    node = onnx.helper.make_node("Sigmoid", ["x"], ["y"])
+    opsets = [onnx.helper.make_opsetid("", 23)]
+    graph.model.functions.append(onnx.helper.make_function("more", "Nothing", ["x"], ["y"], [node], opsets))
+    graph.model.opset_import.append(onnx.helper.make_opsetid("more", 1))
+
+
+def leave_out_a_relu(graph: Graph) -> None:
+    relu = graph.of("Relu")[1]
+    for reader in graph.nodes:
+        for index, name in enumerate(reader.input):
+            if name == relu.output[0]:
+                reader.input[index] = relu.input[0]
+
+
+def change_the_epsilon_of_layer_norm(graph: Graph) -> None:
+    graph.attribute(graph.of("LayerNormalization")[2], "epsilon", 1e-5)
+
+
+def shift_positions(graph: Graph) -> None:
+    name = next(name for name in graph.tensors if "position_embeddings" in name)
+    graph.put(name, np.roll(graph.number(name), 1, 0))
+
+
+WRONG: list[tuple[str, str, str, Callable[[Graph], None]]] = [
+    ("llama-64", "int4a16_g32", "fp32", exchange_scales_of_two_layers),
+    ("llama-64", "int4a16_g32", "fp32", change_an_epsilon),
+    ("llama-64", "int4a16_g32", "fp32", change_the_base_of_rope),
+    ("llama-64", "int4a16_g32", "fp32", turn_half_of_a_head),
+    ("llama-64", "int4a16_g32", "fp32", turn_neighbours),
+    ("llama-64", "int4a16_g32", "fp32", forget_the_scale_of_attention),
+    ("llama-64", "int4a16_g32", "fp32", cap_scores),
+    ("llama-64", "int4a16_g32", "fp32", keep_keys_before_rope),
+    ("llama-64", "int4a16_g32", "fp32", take_a_residual_after_the_norm),
+    ("llama-64", "int4a16_g32", "fp32", read_values_of_another_block),
+    ("llama-64", "int4a16_g32", "fp32", clip_an_activation),
+    ("llama-64", "int4a16_g32", "fp32", define_an_operator_anew),
+    ("llama-64", "int4a16_g32", "fp32", transpose_a_square_matrix),
+    ("llama-64", "int4a16_g32", "fp32", turn_a_bit_of_a_norm),
+    ("llama-64", "fp8", "fp16", transpose_fp8_codes),
+    ("llama-64", "fp8", "fp16", turn_a_bit_of_a_norm),
+    ("llama-64", "fp8", "fp16", give_an_untied_head_old_weights),
+    ("biases", "int8_static", "fp16", exchange_biases_of_two_layers),
+    ("biases", "int8_static", "fp16", change_a_static_scale),
+    ("biases", "int8_static", "fp16", move_a_zero_point_by_one),
+    ("biases", "int8_static", "fp16", move_a_zero_point_of_inputs),
+    ("gemma3", "int8", "bf16", widen_a_window_by_one),
+    ("gemma3", "int8", "bf16", take_the_tanh_of_gelu),
+    ("experts", "int4a16_g32", "fp32", permute_the_experts),
+    ("bert", "fp8_channel", "fp16", change_the_epsilon_of_layer_norm),
+    ("bert", "fp8_channel", "fp16", shift_positions),
+    ("resnet", "int8", "fp32", leave_out_a_relu),
+]
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[Path, Path]]:
+    @cache
+    def right(*case: str) -> tuple[Path, Path]:
+        return exported(tmp_path_factory.mktemp("onnx"), *case)
+
+    return right
+
+
+@pytest.fixture(scope="module")
+def exports(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """Stands for `_exported_again`: exports a checkpoint once, and not for each wrong file of it."""
+    again: dict[str, Path] = {}
+    usual, keep = rebuild._exported_again, tmp_path_factory.mktemp("again")
+
+    def export_once(model: Any, record: Any, attention: str, plan: Any, folder: Path) -> Path:
+        key = json_text([record, plan.digest()])
+        if key not in again:
+            (keep / str(len(again))).mkdir()
+            again[key] = usual(model, record, attention, plan, keep / str(len(again)))
+        return Path(shutil.copy(again[key], folder))
+
+    return export_once
+
+
+def is_quick(kind: str, format: str, *_: Any) -> bool:
+    return (kind, format) in (("llama-64", "int4a16_g32"), ("resnet", "int8"))
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("kind", "format", "source", "change"), quick_cases(WRONG, is_quick))
+def test_a_wrong_file_fails(
+    files: Any, exports: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, format: str, source: str,
+    change: Callable[[Graph], None],
+) -> None:  # fmt: skip
+    checkpoint, out = files(kind, format, source)
+    monkeypatch.setattr(rebuild, "_exported_again", exports)
+    graph = Graph(out / "model.onnx")
+    onnx.save(graph.model, tmp_path / "model.onnx")
+    (row,) = audit_onnx(tmp_path / "model.onnx", load(checkpoint), describe(checkpoint)[0])
+    assert row.passed  # before the change
+    change(graph)
+    onnx.save(graph.model, tmp_path / "model.onnx")
+    checked = check_engine(tmp_path / "model.onnx", checkpoint)
+    assert checked.passed is False
+    assert {row.found for row in checked.audit} <= {"other numbers", "other nodes"}
+
+
+RIGHT: list[tuple[str, str, str, dict[str, Any]]] = [
+    ("llama-128", "int4a16_g64", "bf16", {}),
+    ("biases", "int8_static", "fp32", {"dtype": "fp16", "lm_head": "int8"}),
+    ("gemma3", "fp8", "fp16", {"shapes": "batch=1:2:4"}),
+    ("qwen3", "nvfp4", "bf16", {}),
+    ("mistral", "int8@16bit", "fp32", {"target": "tensorrt"}),
+    ("experts", "int4a16_g32", "fp32", {}),
+    ("llama-64", "fp8_channel", "fp32", {"capacity": 0}),
+    ("llama-64", "fp8", "fp32", {"capacity": None, "inputs": {"input_ids": "int64:batch,sequence"}}),
+    ("bert", "fp8", "bf16", {"dtype": "fp16"}),
+    ("resnet", "int8", "fp16", {}),
+]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("kind", "format", "source", "options"), quick_cases(RIGHT, is_quick))
+def test_a_right_file_does_not_fail(
+    tmp_path: Path, kind: str, format: str, source: str, options: dict[str, Any]
+) -> None:
+    checkpoint, out = exported(tmp_path, kind, format, source, **options)
+    checked = check_engine(out, checkpoint)
+    assert [row.found for row in checked.audit] == ["as the checkpoint is exported"], checked.audit
+    runs = kind not in ("bert", "resnet") and format != "nvfp4" and "inputs" not in options
+    runs = runs and options.get("capacity") != 0
+    assert checked.passed is (True if runs else None), checked
+
+
+def test_a_file_of_another_processor_is_run_alone(
+    files: Any, exports: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its frequencies of RoPE have other last bits."""
+    checkpoint, out = files("llama-64", "int4a16_g32", "fp32")
+    monkeypatch.setattr(rebuild, "_exported_again", exports)
+    path, here, graph = tmp_path / "model.onnx", tracer_versions(), Graph(out / "model.onnx")
+    graph.put("model.rotary_emb.inv_freq", np.nextafter(graph.number("model.rotary_emb.inv_freq"), np.float32(0)))
+    onnx.save(graph.model, path)
+    assert check_engine(path, checkpoint).passed is False
+    monkeypatch.setattr(rebuild, "tracer_versions", lambda: {**here, "processor": "aarch64"})
+    checked = check_engine(path, checkpoint)
+    (row,) = checked.audit
+    assert row.passed and checked.backend and checked.kl < 1e-3
+    assert row.found == f"not compared: to compare it, use processor=={here['processor']}, which exported it"
