@@ -510,7 +510,6 @@ class RealSolver:
 
     @contextmanager
     def _running(self, quantized: Quantized) -> Iterator[Divergence]:
-        """Gives a divergence that runs a quantized copy."""
         few = next(iter(self.loop.bench.held_out.check.values()))
         divergence = divergence_of(quantized.model, few.to(device_of(quantized.model)))
         with prepared(quantized.model, self.dtype, self.session):

@@ -478,7 +478,6 @@ def key_of(choice: np.ndarray) -> tuple[int, ...]:
 
 
 def _reason(entry: Any, name: str, rank: int, count: int) -> str:
-    """Returns the reason for a group's format, in one sentence."""
     own = f"{name if name != KEPT.name else '16 bit'} at {entry.bits[name]:.2f} bits, score {entry.scores[name]:.3g}"
     # The reason names the nearest alternatives: the next smaller format, and the next larger one that loses less.
     smaller = [c for c in entry.bytes if entry.bytes[c] < entry.bytes[name]]

@@ -145,7 +145,6 @@ class NextToken(Logits):
         return finite_sum(values, lambda i: self._position_name(rows, part.start + i, first_row), quantity)
 
     def _position_name(self, rows: torch.Tensor, position: int, first_row: int) -> str:
-        """Returns the name of a position in errors."""
         row, token = divmod(position, rows.shape[1] - 1)
         return f"row {first_row + row}, token {token}"
 

@@ -244,7 +244,6 @@ class WatchedExperts(ExpertStack):
         self.matrices, self.stacking, self.observe = matrices, stacking, observe
 
     def dense(self, index: int) -> torch.Tensor:
-        """Returns the weight of one expert."""
         return self.matrices[index]
 
     def product(self, x: torch.Tensor, index: int) -> torch.Tensor:

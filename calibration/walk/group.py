@@ -316,7 +316,6 @@ class FusedExperts:
             experts_forward(self.module, hidden, routed, weights, partial(observe, batch), until=projection)
 
     def _statistics(self, member: LayerPlan, projection: str, experts: range, run: Run) -> list[LayerStats | None]:
-        """Returns the statistics of the inputs of some experts."""
         width = _moment_width(member)
         sums = {expert: Moments(width) for expert in experts}
         share = get_pipeline(member.solver).rounding.shares_where(member.activation is not None).residual

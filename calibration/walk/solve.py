@@ -308,7 +308,6 @@ def _with_scales(
 
 
 def _kv_scales(model: nn.Module, plan: Plan, data: Any, session: Session) -> dict[str, torch.Tensor]:
-    """Returns the scales of the KV cache of the quantized model, measured once."""
     step = "scales of the KV cache"
     finished = session.store.get(step)
     if finished is not None:

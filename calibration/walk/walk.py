@@ -477,7 +477,6 @@ class ModelWalk:
         return [layer for layer in self.layers if layer.name.startswith(f"{block}.")]
 
     def _device_of_whole(self) -> torch.device:
-        """Returns the device on which the whole model can be worked on."""
         device = self.session.device
         return device if device is not None and fits(self.model, device) else self.home
 

@@ -504,7 +504,6 @@ def _probes(
 def _compare_conv(
     name: str, module: QuantConv, graph: LayerGraphs, stored: BlockScaledTensor | None, dtype: torch.dtype
 ) -> _Pairs:
-    """Yields what is compared, computed and expected numbers."""
     # The smallest input with two outputs along each axis.
     size = [d * (k - 1) + 1 + s for k, s, d in zip(module.kernel_size, module.stride, module.dilation, strict=True)]
     generator, format = torch.Generator().manual_seed(0), module.activation_format

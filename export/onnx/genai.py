@@ -61,7 +61,6 @@ class GenaiGraph(ServingGraph):
     """A decoder as the library calls it."""
 
     def forward(self, inputs: dict[str, torch.Tensor], past: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        """Returns logits, then the cache."""
         self.attention.begin(inputs, past)
         out = self.model(input_ids=inputs[IDS], position_ids=inputs[_POSITIONS], use_cache=False)
         return (out.logits, *self.attention.new)

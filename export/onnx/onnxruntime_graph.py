@@ -358,7 +358,6 @@ def _number(value: Any) -> float | None:
 
 
 def _set(value: Any, array: np.ndarray) -> None:
-    """Gives an initializer other numbers."""
     import onnx_ir as ir
 
     value.const_value = ir.tensor(array, name=value.name)

@@ -122,7 +122,6 @@ def planned_precision(layer: LayerPlan, wide: str = "half") -> str:
 
 
 def _is_gemm_of(kernel: Kernel, layer: str) -> bool:
-    """Returns whether a kernel is the GEMM of a layer."""
     return kernel.is_gemm and any(node.startswith(f"{layer}{kind}") for node in kernel.nodes for kind in PRODUCTS)
 
 

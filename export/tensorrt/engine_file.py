@@ -272,7 +272,6 @@ def _read_program(text: str, index: int, profile: int, is_body: bool) -> tuple[l
 
 
 def _operand(fields: dict[str, str]) -> KernelOperand:
-    """Returns the tensor that a line declares."""
     sizes = re.findall(r'"[^"]*"|\d+', fields.get("dims", ""))
     is_stored = "const_payload_size" in fields
     layout = ("strides", "offset", "const_offset") if "base" in fields else ("strides",)

@@ -246,7 +246,6 @@ FEW_SLOTS = 1024  # up to this many slots one kernel routes them all
 
 @triton.jit
 def _copy_row(x, rows, token, row, K, x_stride, width: tl.constexpr):
-    """Copies row `token` of x to `row` of `rows`."""
     source, target = x + token.to(tl.int64) * x_stride, rows + row.to(tl.int64) * K
     for start in range(0, K, width):
         column = start + tl.arange(0, width)

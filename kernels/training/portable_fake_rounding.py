@@ -325,7 +325,6 @@ def _backward(
 
 
 def _launch(kernel: Any, N: int, K: int, format: Format, has_global: bool, **constants: Any) -> CachedLaunch:
-    """Returns the launch of one of these kernels for weights of a shape and format."""
     element = format.element
     if kernel is not mask_kernel:
         # The number of `on_grid`, except its largest value.
