@@ -364,14 +364,14 @@ def test_what_is_made_when_it_is_written_is_the_same(
     done, _ = saved("int4a16")
     save(done.model, done.plan, tmp_path / "at once")
     monkeypatch.setattr(files, "_DEFERRED_BYTES", 0)
-    deferred, kept = 0, files.DeferredTensor
+    deferred, initialize = 0, files.DeferredTensor.__init__
 
-    def counted(*arguments: Any) -> Any:
+    def counted(*arguments: Any) -> None:
         nonlocal deferred
         deferred += 1
-        return kept(*arguments)
+        initialize(*arguments)
 
-    monkeypatch.setattr(files, "DeferredTensor", counted)
+    monkeypatch.setattr(files.DeferredTensor, "__init__", counted)
     save(done.model, done.plan, tmp_path / "late")
     assert deferred >= 2  # codes and scales
     late, at_once = (tmp_path / name / "model.safetensors" for name in ("late", "at once"))
