@@ -148,7 +148,6 @@ def _verify(
 
 
 def _show_runtime(check: RuntimeCheck) -> None:
-    """Prints a row for each kind of layer and kernel, and how far the whole model agrees."""
     rows: dict[tuple[str, str, str], list[float | None]] = {}
     for layer in check.layers:
         rows.setdefault((layer.kind, layer.kernel, layer.inputs), []).append(layer.error)

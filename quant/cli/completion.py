@@ -37,7 +37,6 @@ def _one_of(
 
 
 def _is_solver(name: str) -> bool:
-    """Returns whether the parts of a solver's name are in an order that makes sense."""
     with suppress(ValueError):
         return bool(parse_solver(name))
     return False

@@ -193,7 +193,6 @@ def blocks_first(model: nn.Module, batches: Sequence[torch.Tensor], dtype: torch
 
 
 def _replaced(result: Any, hidden: torch.Tensor) -> Any:
-    """Returns the result of a block with another hidden state in it."""
     if isinstance(result, torch.Tensor):
         return hidden
     if isinstance(result, tuple | list):

@@ -199,7 +199,6 @@ def snapshot(name: str, revision: str | None) -> Path:
 
 
 def _download(hub: Any, name: str, revision: str | None) -> str:
-    """Returns the folder of a repository's files that are the model."""
     try:
         about = hub.HfApi().model_info(name, revision=revision)
     except Exception as error:

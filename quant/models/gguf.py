@@ -1,7 +1,7 @@
 """A GGUF file holds config, vocabulary and block-quantized weights; transformers loads it, dequantized.
 
 This file alone touches private parts of the gguf package and of transformers' GGUF loader (tried with gguf 0.17 to
-0.19 and transformers 5.10 to 5.24, and by `tests/quant/models/test_open.py`). The loader parses the file anew
+0.19 and transformers 5.17 to 5.24, and by `tests/quant/models/test_open.py`). The loader parses the file anew
 for the config, the weights and the tokenizer, which takes three to five seconds each time for a vocabulary of 49,152
 tokens, and builds the table of tensor names once per submodule, which is hundreds of times the same. It has no argument
 for a parsed file, so `shared_parsing` replaces the two functions of the gguf package within a `with` block by versions

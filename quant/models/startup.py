@@ -24,7 +24,7 @@ from quant.base.processor import memory_left
 from quant.models.files import read_fields
 
 _PACKAGES = ("torchvision", "sklearn", "scipy")
-# Functions of transformers.utils.import_utils that look for them and remember the answer (5.10 to 5.24).
+# Functions of transformers.utils.import_utils that look for them and remember the answer (5.17 to 5.24).
 _PROBES = ("is_torchvision_available", "is_torchvision_v2_available", "is_sklearn_available", "is_scipy_available")
 _PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 _MEDIA = ("image", "vision", "visual", "video", "audio", "speech", "pixel", "mel_bins")

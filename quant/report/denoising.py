@@ -55,7 +55,6 @@ def denoising_html(
 
 
 def _by_timestep(errors: Mapping[str, Mapping[str, float]]) -> Section:
-    """Charts the error of predictions over the trajectory, from noise to image."""
     found = [
         (f"E{i}-{j}", time, name, error)
         for i, (name, table) in enumerate(errors.items())

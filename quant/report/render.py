@@ -178,7 +178,6 @@ def _cells(layer: LayerResult, plan: Plan, *, with_reason: bool) -> list[str]:
 
 
 def _facts(report: Report, plan: Plan) -> dict[str, dict[str, str]]:
-    """Returns the facts needed to reproduce the result, as lists of label and value by title."""
     seconds = {stage: f"{value:.1f} s" for stage, value in report.seconds.items()}
     if report.peak_rss_bytes is not None:
         seconds["peak memory"] = megabytes(report.peak_rss_bytes)

@@ -139,7 +139,6 @@ def _distillation(trained: Distillation, now: Evaluation | None) -> str:
 
 
 def _kept_budget(record: AllocationRecord) -> str:
-    """Returns the part of a budget of memory or time that the choice uses."""
     chosen, budget = record.chosen, record.budget
     if budget.kind == BudgetKind.SECONDS and chosen.seconds is not None:
         return f"; {1e3 * chosen.seconds:.4g} of {1e3 * budget.value:g} ms a decode step ({chosen.timing})"

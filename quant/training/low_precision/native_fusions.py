@@ -123,7 +123,6 @@ def _version(x: torch.Tensor) -> int:
 
 
 def _is_alike(first: Any, member: Any, x: torch.Tensor) -> bool:
-    """Returns whether a layer of a group can be computed with the first one."""
     weight, state = member.weight, member.low_precision
     return (
         member.training
