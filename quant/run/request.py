@@ -30,7 +30,6 @@ from quant.formats.format import is_16bit
 from quant.models.files import find_model, packages_of
 from quant.models.pipelines import is_pipeline
 from quant.recipes import solver_names
-from quant.recipes.callers_model import check_original, unwrapped
 from quant.recipes.plan import Plan, kv_cache_name
 from quant.recipes.plan_check import Problem, read_plan
 from quant.recipes.recipe import KEEP, Recipe, get_recipe
@@ -312,7 +311,6 @@ class Request:
     def check(self) -> None:
         """Refuses options that cannot be read or contradict each other; the model is not opened for that."""
         if self.is_in_memory:
-            check_original(unwrapped(self.model, "quantize"), "quantize")
             data = self.data if isinstance(self.data, torch.Tensor) else None
             if data is not None and not (data.numel() and (data.is_floating_point() or data.dim() == 2)):
                 raise UserError(
