@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from quant.base import old_names
 from quant.base.atomic import claimed, temporary_directory
 from quant.base.errors import UserError, check_installed, counted, known_names, listed, option, warn
 from quant.base.json_files import write_json
@@ -239,6 +240,8 @@ def _check_options(kind: str, options: Mapping[str, Any]) -> None:
 
     An option with its default counts as not given.
     """
+    if kind in old_names.KINDS:
+        raise UserError(f"{option('to', kind)} is no kind of export any more: {old_names.KINDS[kind]}")
     if kind not in KINDS:
         raise UserError(f"{option('to', kind)}: no such kind of export; {known_names(kind, KINDS)}")
     defaults = {"attention": "native", "calib_samples": CALIB_SAMPLES, "seqlen": SEQLEN}

@@ -6,15 +6,23 @@ from typing import Any
 
 import click
 
+from quant.base import old_names
 from quant.base.errors import UserError, counted
 from quant.cli.command import JSON, QUIET, TRUST, Command, print_json
 from quant.cli.console import CONSOLE, listener
 from quant.export.kinds import CALIB_SAMPLES, CHOICES, KINDS, SEQLEN
 
 
+class _Kind(click.Choice):  # type: ignore[type-arg]  # generic from click 8.2 on
+    """A kind of export; one of an earlier release passes, and `export_model` says what takes its place."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        return value if value in old_names.KINDS else super().convert(value, param, ctx)
+
+
 @click.command("export", cls=Command)
 @click.argument("directory", type=click.Path(path_type=Path))
-@click.option("--to", "kind", required=True, type=click.Choice(list(KINDS)), help="Kind of export.")
+@click.option("--to", "kind", required=True, type=_Kind(list(KINDS)), help="Kind of export.")
 @click.option("--out", type=click.Path(path_type=Path), help="Destination. [default: next to DIRECTORY]")
 @click.option("--overwrite", is_flag=True, help="Replace --out.")
 @click.option("--shapes", multiple=True, metavar="TEXT", help="Ranges of dynamic dimensions: "

@@ -53,8 +53,12 @@ class LazyGroup(click.Group):
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in self.lazy:
+            from quant.base import old_names
             from quant.base.errors import did_you_mean
 
+            if new := old_names.COMMANDS.get(cmd_name):
+                click.echo(f"error: quant {cmd_name} is `quant {new}` since 0.3; options are the same", err=True)
+                ctx.exit(2)
             if not ctx.resilient_parsing and (meant := did_you_mean(cmd_name, self.lazy)):
                 ctx.fail(f"No such command {cmd_name!r}{meant}")
             return None
