@@ -39,10 +39,11 @@ MODELS: dict[str, dict[str, Any]] = {
     "Exaone4": {"sliding_window": None, "layer_types": ["full_attention"] * 4}, "Glm4": {"partial_rotary_factor": 0.5},
     "Starcoder2": {}, "StableLm": {"partial_rotary_factor": 0.25}, "Phi": {"partial_rotary_factor": 0.5}, "Phi3": {},
     "Gemma": {"hidden_act": "gelu_pytorch_tanh"}, "Gemma2": {"query_pre_attn_scalar": 32, "sliding_window": 16},
-    "Gemma3": {"query_pre_attn_scalar": 32, "sliding_window": 16, "num_hidden_layers": 6}, "Cohere": {},
+    "Gemma3": {"query_pre_attn_scalar": 32, "sliding_window": 16, "num_hidden_layers": 6},
+    "Cohere": {"logit_scale": 1.0},
     "GptOss": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 16,
                "max_position_embeddings": 131072},
-    "Cohere2": _WINDOWS,
+    "Cohere2": {**_WINDOWS, "logit_scale": 1.0},
 }  # fmt: skip
 
 
@@ -77,13 +78,15 @@ def build(name: str) -> Any:
     """A model in BF16 whose matrices keep the size of what they multiply, so that all of them matter to the result."""
     import transformers
 
+    # Gemma multiplies embeddings by the root of their width: larger ones would outweigh all blocks in the tied head.
+    embedding = 1 if name.startswith("Gemma") else 3
     config = getattr(transformers, f"{name}TextConfig" if name == "Gemma3" else f"{name}Config")
     torch.manual_seed(0)
     model = getattr(transformers, f"{name}ForCausalLM")(config(**{**_SIZES, **MODELS[name]})).eval()
     with torch.no_grad():
         for key, parameter in model.named_parameters():
             if parameter.dim() > 1:
-                parameter.normal_(0, parameter.shape[-1] ** -0.5 * (3 if "embed" in key else 1))
+                parameter.normal_(0, parameter.shape[-1] ** -0.5 * (embedding if "embed" in key else 1))
             elif "norm" in key and key.endswith("weight"):
                 parameter.uniform_(0.5, 1.5).sub_(1 if name.startswith("Gemma") else 0)
             else:

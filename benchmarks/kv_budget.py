@@ -2,17 +2,23 @@
 
 For each size, weights in NVFP4 and FP8 and the cache of one row of CTX tokens fit into it. Losses are KL(base‖model) of
 both together, weights rounded to nearest, on rows that took no part in the choice.
+
+With --kv-bits the weights stay in 16 bit: the choice of formats by layer is held against one format for all layers, and
+against the same formats in layers drawn at random, on rows of WikiText-2, Python and prose.
 """
 
 from __future__ import annotations
 
 import copy
+import random
 from pathlib import Path
 from typing import Any
 
 import click
+import torch
 from _table import machine, show, versions
-from safetensors.torch import load_file
+from _texts import page_rows, python_rows, reference_rows
+from torch.nn.functional import kl_div
 
 import quant
 from quant.calibration.allocation.allocate import allocate
@@ -27,7 +33,7 @@ from quant.recipes.plan import KV_LAYERS
 from quant.run.decide import choose_kv_layers
 
 TITLE = "Weights and KV cache within one size"
-TOKENS = Path(__file__).parent / "data" / "smollm2_wikitext2_512.safetensors"
+DATA = Path(__file__).parent / "data"
 
 
 @click.command(help=__doc__)
@@ -36,12 +42,26 @@ TOKENS = Path(__file__).parent / "data" / "smollm2_wikitext2_512.safetensors"
 @click.option("--ctx", default=4096, show_default=True)
 @click.option("--seqlen", default=512, show_default=True)
 @click.option("--rows", default=4, show_default=True, help="Rows to choose on, and rows to measure on.")
+@click.option("--kv-bits", type=float, help="Compare caches of this many bits a value, with weights in 16 bit.")
+@click.option("--draws", default=3, show_default=True, help="Random orders of layers, with --kv-bits.")
 @click.option("--json", "json_path", type=click.Path(path_type=Path), help="Also write the table here.")
-def main(model: str, fit: str, ctx: int, seqlen: int, rows: int, json_path: Path | None) -> None:
+def main(
+    model: str, fit: str, ctx: int, seqlen: int, rows: int, kv_bits: float | None, draws: int, json_path: Path | None
+) -> None:  # fmt: skip
     source: Any = open_model(model)
-    original, tokens = source.model, load_file(TOKENS)
-    calibration, held_out = (tokens[name][:, :seqlen].long() for name in ("calibration", "eval"))
-    calibration, held_out = calibration[: 2 * rows], held_out[:rows]
+    original, tokenizer = source.model, source.load_tokenizer()
+    calibration = page_rows(DATA / "calibration.txt", tokenizer, 2 * rows, 512)[:, :seqlen]
+    held_out = page_rows(DATA / "evaluation.txt", tokenizer, rows, 512)[:, :seqlen]
+    facts = {**machine(1), **versions("transformers")}
+    if kv_bits is not None:
+        texts = {"WikiText": held_out}
+        texts |= {"Python": python_rows(tokenizer, rows, "report", seqlen)}
+        texts |= {"prose": reference_rows(tokenizer, rows, "report", seqlen)}
+        chosen = choose_kv_layers(original, calibration[:rows], kv_bits, Session())[0]
+        show(
+            f"{TITLE} of {kv_bits:g} bits", facts, by_layer(original, chosen.layers, texts, draws), json_path=json_path
+        )
+        return
     choices = choose_kv_layers(original, calibration, None, Session())
     every = {choice.layers: choice.loss for choice in choices}
     single = {(name,) * len(choices[0].layers): choices[0].record["single_formats"][name] for name in KV_LAYERS}
@@ -64,7 +84,30 @@ def main(model: str, fit: str, ctx: int, seqlen: int, rows: int, json_path: Path
             table.append({"MB": size, "cache": name, "layers": str(in_layers), "cache MB": memory,
                           "weight bits": found.record.chosen.bits, "KL": loss})  # fmt: skip
             print(table[-1], flush=True)
-    show(TITLE, {**machine(1), **versions("transformers")}, table, json_path=json_path)
+    show(TITLE, facts, table, json_path=json_path)
+
+
+def by_layer(model: Any, chosen: tuple[str, ...], texts: dict[str, Any], draws: int) -> list[dict[str, Any]]:
+    """Losses of the choice, of one format for all layers, and of the chosen formats in random orders."""
+    caches = {"chosen": chosen, **{name: (name,) * len(chosen) for name in dict.fromkeys(chosen)}}
+    for seed in range(draws):
+        caches[f"random {seed}"] = tuple(random.Random(seed).sample(chosen, len(chosen)))
+    model = model.float()
+
+    @torch.no_grad()
+    def predictions(rows: torch.Tensor) -> torch.Tensor:
+        return torch.cat([model(row).logits.log_softmax(-1) for row in rows.split(1)])
+
+    table, reference = [], {text: predictions(rows) for text, rows in texts.items()}
+    for name, layers in caches.items():
+        with quantized_attention(model, kv_cache=",".join(layers)):
+            losses = {
+                text: float(kl_div(predictions(texts[text]), base, reduction="none", log_target=True).sum(-1).mean())
+                for text, base in reference.items()
+            }
+        table.append({"cache": name, **losses, "layers": "".join(layer[0] for layer in layers)})
+        print(table[-1], flush=True)
+    return table
 
 
 if __name__ == "__main__":
