@@ -58,9 +58,8 @@ def main(
         texts |= {"Python": python_rows(tokenizer, rows, "report", seqlen)}
         texts |= {"prose": reference_rows(tokenizer, rows, "report", seqlen)}
         chosen = choose_kv_layers(original, calibration[:rows], kv_bits, Session())[0]
-        show(
-            f"{TITLE} of {kv_bits:g} bits", facts, by_layer(original, chosen.layers, texts, draws), json_path=json_path
-        )
+        table = by_layer(original, chosen.layers, texts, draws)
+        show(f"KV cache by layer in {kv_bits:g} bits a value", facts, table, json_path=json_path)
         return
     choices = choose_kv_layers(original, calibration, None, Session())
     every = {choice.layers: choice.loss for choice in choices}
