@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import datetime
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -11,9 +12,12 @@ from typing import Any
 import pytest
 import tiny_models
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from children import run_ranks
 from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
+from torch.distributed.fsdp import fully_shard
 
 import quant
 from quant.cli.main import main
@@ -111,6 +115,40 @@ def test_formats_are_chosen_for_frozen_parameters() -> None:
     formats, of_frozen = ([layer.formats for layer in plan.layers] for plan in plans)
     assert formats == of_frozen and len({layer.formats for layer in plans[0].quantized}) > 1
     assert not any(parameter.requires_grad for parameter in frozen.parameters())
+
+
+def _broken_shard(rank: int, folder: str) -> None:
+    """Two ranks share a model, and a gradient is NaN in the shard of one of them."""
+    torch.set_num_threads(1)
+    wait = datetime.timedelta(seconds=60)
+    dist.init_process_group("gloo", f"file://{folder}/meet", rank=rank, world_size=2, timeout=wait)
+    mesh = dist.device_mesh.init_device_mesh("cpu", (2,))
+    for broken in range(2):
+        model = tiny_models.llama(num_hidden_layers=1).train()
+        quant.to_low_precision_training(model, "mxfp8", on_nonfinite="skip")
+        fully_shard(model, mesh=mesh)
+        optimizer = torch.optim.SGD(model.parameters(), 0.05)
+        model(input_ids=IDS, labels=IDS).loss.backward()
+        weight = model.model.layers[0].mlp.down_proj.weight
+        if rank == broken:
+            weight.grad.to_local()[0, 0] = torch.nan
+        before = [parameter.to_local().clone() for parameter in model.parameters()]
+        with pytest.warns(UserWarning, match=r"down_proj: its gradient holds NaN.*; this step is skipped"):
+            optimizer.step()
+        assert all(map(torch.equal, [parameter.to_local() for parameter in model.parameters()], before))
+    # Weights of a rollout go from rank to rank. Gloo knows no FP8, and takes it as bytes.
+    rollout = quant.quantize(tiny_models.llama(seed=rank, num_hidden_layers=1), "fp8_channel").model
+    before = logits(rollout)
+    for tensor in rollout.state_dict().values():
+        dist.broadcast(tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor, 0)
+    sent = quant.quantize(tiny_models.llama(seed=0, num_hidden_layers=1), "fp8_channel").model
+    assert torch.equal(logits(rollout), logits(sent)) and torch.equal(logits(rollout), before) == (rank == 0)
+    dist.destroy_process_group()
+
+
+def test_ranks_see_each_others_nan_and_weights(tmp_path: Path) -> None:
+    """github.com/pytorch/pytorch/pull/115710: infinity in one rank's shard was not seen by the others."""
+    run_ranks(_broken_shard, (str(tmp_path),), 2)
 
 
 # Encoder-decoders and towers in transformers.

@@ -27,6 +27,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -204,17 +205,21 @@ def _overflowed(largest: torch.Tensor | None) -> bool:
 
 
 def _not_finite(tensors: Mapping[str, Any]) -> list[str]:
+    # The names of those that hold NaN or infinity, in the shard of any rank.
     if not tensors:
         return []
-    # The largest magnitude is finite if and only if all numbers are. One read serves all tensors. Sparse gradients of
-    # embeddings have a norm of their values alone.
-    norms = [
-        torch.linalg.vector_norm(tensor.coalesce().values() if tensor.is_sparse else tensor, torch.inf)
-        for tensor in tensors.values()
-    ]
-    flags = [(norm.full_tensor() if hasattr(norm, "full_tensor") else norm).isfinite() for norm in norms]
-    finite = torch.stack([flag.to(flags[0].device) for flag in flags]).tolist()
-    return [name for name, is_finite in zip(tensors, finite, strict=True) if not is_finite]
+    local = [tensor.to_local() if hasattr(tensor, "to_local") else tensor for tensor in tensors.values()]
+    # Sparse gradients of embeddings have a norm of their values alone, and a rank without rows of a weight has none.
+    values = [tensor.coalesce().values() if tensor.is_sparse else tensor for tensor in local]
+    # The largest magnitude is finite if and only if all numbers are. One read serves all tensors.
+    norms = [torch.linalg.vector_norm(each, torch.inf) if each.numel() else each.new_zeros(()) for each in values]
+    broken = torch.stack([~norm.isfinite().to(norms[0].device) for norm in norms]).int()
+    # Flags and not norms: to gloo, the largest of a first rank's number and a second rank's NaN is the number.
+    for mesh in dict.fromkeys(each.device_mesh for each in tensors.values() if hasattr(each, "to_local")):
+        broken = broken.to(mesh.device_type)
+        for group in mesh.get_all_groups():
+            dist.all_reduce(broken, dist.ReduceOp.MAX, group=group)
+    return [name for name, is_broken in zip(tensors, broken.tolist(), strict=True) if is_broken]
 
 
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
