@@ -19,6 +19,7 @@ from quant.base.errors import counted, html_table, option
 from quant.base.json_files import JsonData
 from quant.formats.tensor import BlockScaledTensor
 from quant.recipes.plan import LayerPlan, Plan
+from quant.recipes.solver_names import parse_solver
 
 _CHUNK_ELEMENTS = 1 << 18
 _LOST = 0.5  # relative error; the coarsest format has about 0.15
@@ -104,14 +105,27 @@ def unmeasured_result(plan_layer: LayerPlan) -> LayerResult:
 def loss_warnings(results: Sequence[LayerResult]) -> list[str]:
     """Returns a sentence on the layers that lost most of their weight's values, if there are any."""
     lost = [result for result in results if (result.relative_error or 0) > _LOST]
-    if not lost:
-        return []
-    listed = ", ".join(f"{result.name} ({result.relative_error:.0%})" for result in lost[:3])
-    return [
-        f"{counted(len(lost), 'layer')} lost most of the values, by relative error: {listed}. Where fused layers share "
-        "a scale, much smaller values next to larger ones become zero: keep such layers in 16 bit with "
-        f"{option('exclude')}"
-    ]
+    moved = [result for result in lost if result.solver and parse_solver(result.solver).needs_data]
+    lost = [result for result in lost if result not in moved]
+    sentences = []
+    if lost:
+        sentences.append(
+            f"{counted(len(lost), 'layer')} lost most of the values, by relative error: {_errors(lost)}. Where fused "
+            "layers share a scale, much smaller values next to larger ones become zero: keep such layers in 16 bit "
+            f"with {option('exclude')}"
+        )
+    if moved:
+        sentences.append(
+            f"{counted(len(moved), 'layer')} moved far from the weight, by relative error: {_errors(moved)}. Either "
+            f"{moved[0].solver} moved them for their outputs on calibration text, or much smaller values next to "
+            "larger ones, with which fused layers share a scale, became zero: look at the loss on text of another kind "
+            f"({option('eval')}), and keep them in 16 bit with {option('exclude')} if it is large"
+        )
+    return sentences
+
+
+def _errors(results: Sequence[LayerResult]) -> str:
+    return ", ".join(f"{result.name} ({result.relative_error:.0%})" for result in results[:3])
 
 
 def _energies(weight: torch.Tensor, quantized: BlockScaledTensor) -> tuple[float, float]:

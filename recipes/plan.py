@@ -44,7 +44,7 @@ from quant.formats.format import (
     parse_format,
 )
 from quant.recipes.layers import QUANTIZABLE, Layer, LayerKind, obstacle
-from quant.recipes.recipe import KEEP, find_preset, matched, presets
+from quant.recipes.recipe import KEEP, find_preset, matched, near_glob, presets
 from quant.recipes.solver_names import DEFAULT_OBSERVER, check_observer, parse_solver
 
 SCHEMA_VERSION = 2
@@ -599,7 +599,8 @@ def _chosen(plan: Plan, setting: Setting) -> list[LayerPlan]:
         names = ", ".join(layer.name for layer in plan.layers[:3])
         names += ", …" if len(plan.layers) > 3 else ""
         have = f"this plan's are called {names}" if names else "this plan has none"
-        raise UserError(f"{option('set', repr(setting.text))}: the glob matches no layer; {have}")
+        near = near_glob(setting.glob, plan.by_name)
+        raise UserError(f"{option('set', repr(setting.text))}: the glob matches no layer; {have}{near}")
     chosen = [layer for layer in layers if layer.kind in QUANTIZABLE]
     # `*` over a model with both is meant for its linear layers, unless convolutions are quantized already.
     if any(layer.kind != LayerKind.CONV for layer in chosen):

@@ -6,6 +6,8 @@ TOML file each.
 """
 
 import dataclasses
+import difflib
+import re
 import tomllib
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
@@ -146,7 +148,24 @@ def matched(globs: str | Iterable[str], names: Collection[str]) -> dict[str, Non
 
 def no_match(glob: str, names: Iterable[str]) -> str:
     """Returns what to say of a glob that matches no layer; `names` are those of the model's layers."""
-    return f"glob {glob!r} matches no layer; this model's layers are called {', '.join([*names][:3])}, …"
+    names = list(names)
+    return (
+        f"glob {glob!r} matches no layer; this model's layers are called {', '.join(names[:3])}, …"
+        f"{near_glob(glob, names)}"
+    )
+
+
+def near_glob(glob: str, names: Iterable[str]) -> str:
+    """Returns the end of a message that suggests a glob which matches some of `names`: the words next to its own."""
+    names = list(names)
+    words = {word for name in names for word in name.split(".")}
+
+    def nearest(word: re.Match[str]) -> str:
+        near = [] if word[0].isdigit() else difflib.get_close_matches(word[0], words, 1)
+        return near[0] if near else word[0]
+
+    meant = re.sub(r"[^.*?[\]]+", nearest, glob)
+    return f"; did you mean {meant}?" if meant != glob and matched(meant, names) else ""
 
 
 def presets() -> dict[str, Recipe]:

@@ -106,7 +106,10 @@ def parse_solver(name: str) -> SolverSpec:
         if (number == MERGE and key in (*TRANSFORMS, "rotation")) or part == f"rotation:{LEARNED}":
             merged.add(key)
         elif number and (key not in STEPS or not number.isdecimal() or int(number) < 1):
-            raise ValueError(f"solver {name!r}: {part!r}; only {', '.join(STEPS)} take a number, a whole one from 1")
+            raise ValueError(
+                f"solver {name!r}: {part!r}; only {', '.join(STEPS)} take a number, a whole one from 1, and only "
+                f"{', '.join(TRANSFORMS)} and rotation :{MERGE}{did_you_mean(number, (MERGE, LEARNED))}"
+            )
         numbers[key] = 0 if key in merged else int(number or STEPS.get(key, 0))
     channels = numbers.get("residual", 0)
     if channels and ((channels != STEPS["residual"] and channels % 16) or numbers.keys() & {"lowrank", "autoround"}):

@@ -77,7 +77,7 @@ from quant.recipes.blocks import as_linears, stored_dtype
 from quant.recipes.layers import LayerKind
 from quant.recipes.plan import LayerPlan, Plan, groups_of
 from quant.recipes.plan_make import make_plan
-from quant.recipes.recipe import KEEP, Recipe, matched
+from quant.recipes.recipe import KEEP, Recipe, matched, near_glob
 from quant.recipes.targets import TARGETS, Target
 
 
@@ -186,7 +186,8 @@ def _constrain(
         raise UserError(f"{option}: {constraint.format!r} is none of the formats {', '.join(candidates)}")
     meant = [group for group, members in groups.items() if any(layer.name in names for layer in members)]
     if not meant:
-        raise UserError(f"{option}: no layer that a format is chosen for matches {constraint.match!r}")
+        near = near_glob(constraint.match, [layer.name for members in groups.values() for layer in members])
+        raise UserError(f"{option}: no layer that a format is chosen for matches {constraint.match!r}{near}")
     named = candidates[constraint.format]
     for group in meant:
         # "At least" compares bytes, which count scales: 4-bit formats differ by the size of their blocks.

@@ -20,7 +20,7 @@ from safetensors.torch import save
 from torch import nn
 
 from quant.base.atomic import write_atomically
-from quant.base.errors import UserError, option, versions
+from quant.base.errors import UserError, near_file, option, versions
 from quant.base.json_files import json_text
 from quant.base.listener import SILENT, Listener
 from quant.calibration.attention_names import text_config
@@ -185,7 +185,7 @@ def check_sources(names: Sequence[str], named: str, *, measured: bool = False) -
         stem = re.sub(r"(\.safetensors):[^/]*$", r"\1", name)
         if not name.startswith("hf:") and not any(Path(path).exists() for path in (name, stem, name.partition("#")[0])):
             shown = f'{named}"{name}"' if named.endswith("=") else f"{named} {name}"  # a parameter, or an option
-            raise UserError(f"{shown}: no such file or directory")
+            raise UserError(f"{shown}: no such file or directory{near_file(name, () if measured else WRITTEN)}")
         try:
             check_corpus(name)
         except ValueError as error:

@@ -1,12 +1,13 @@
 """`load` reads a quantized checkpoint of `save`, or one of compressed-tensors or ModelOpt that another tool wrote."""
 
+import shlex
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from quant.base.errors import UserError, option
+from quant.base.errors import UserError, near_file, option
 from quant.base.torch_modes import in_own_modes
 from quant.export.checkpoint.files.directory import saved_report
 from quant.export.checkpoint.files.layouts import LAYOUTS, layout_of_config
@@ -93,7 +94,7 @@ def check_checkpoint(directory: Path) -> None:
     if is_checkpoint(directory):
         return
     if not directory.exists():
-        raise UserError(f"{directory}: no such file or directory")
+        raise UserError(f"{directory}: no such file or directory{near_file(directory)}")
     if is_export(directory):
         raise UserError(f"{directory} is an export; name the checkpoint that it was made from")
     if directory.is_file() and is_checkpoint(directory.parent):
@@ -110,7 +111,7 @@ def check_checkpoint(directory: Path) -> None:
         model = directory if file.is_file() or directory.suffix == ".gguf" else "MODEL"
         raise UserError(
             f"{directory}: no quantized checkpoint (no {PLAN_FILE}, no quantization_config); make one with `quantize "
-            f"{model} --format nvfp4 --out DIR`"
+            f"{shlex.quote(str(model))} --format nvfp4 --out DIR`"
         )
     if is_in_training(config):
         raise UserError(f"{directory}: {AFTER_TRAINING}")

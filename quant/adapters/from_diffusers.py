@@ -8,6 +8,7 @@ are not quantized, in the dtype that it is asked for, and `read_buffers` gives t
 
 from __future__ import annotations
 
+import shlex
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
@@ -60,7 +61,8 @@ def load_pipeline(directory: str | Path, *, device: torch.device | str | None = 
     quantized = [name for name in pipelines.components_of(path) if (path / name / PLAN_FILE).is_file()]
     if not quantized:
         raise UserError(
-            f"{path}: no component is quantized; make such a pipeline with `quantize {path} --format nvfp4 --out DIR`"
+            f"{path}: no component is quantized; make such a pipeline with `quantize {shlex.quote(str(path))} --format "
+            "nvfp4 --out DIR`"
         )
     pipe = pipelines.open_pipeline(path, **{name: load(path / name) for name in quantized})
     return pipe if device is None else pipe.to(device)

@@ -20,6 +20,7 @@ from contextvars import ContextVar
 from functools import cache
 from importlib import metadata
 from importlib.util import find_spec
+from itertools import islice
 from pathlib import Path
 from types import ModuleType
 from urllib.parse import urlsplit
@@ -43,6 +44,19 @@ def did_you_mean(name: str, choices: Iterable[str]) -> str:
     # The shortest one first: "nvfp4" means the preset of that name, and not nvfp4a16.
     near = sorted(longer, key=len) or difflib.get_close_matches(name, choices, 1)
     return f"; did you mean {near[0]}?" if near else ""
+
+
+def near_file(path: str | Path, others: Iterable[str] = ()) -> str:
+    """Returns the end of a message about a missing file that suggests one of `others`, or the nearest in its folder."""
+    path = Path(path)
+    try:
+        files = {each.name: str(each) for each in islice(path.expanduser().parent.iterdir(), 1000)}
+    except OSError:
+        files = {}
+    shown = {name: file for name, file in files.items() if name[0] != "." and name != path.name}
+    names = {**shown, **dict.fromkeys(others)}
+    near = difflib.get_close_matches(path.name, names, 1)
+    return f"; did you mean {names[near[0]] or near[0]}?" if near else ""
 
 
 # Control characters but tab and newline, and what reorders the text after it.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -88,7 +89,7 @@ def check_command(directory: str, **options: Any) -> None:
     """  # noqa: D301  (a backspace, after which click keeps the lines of a paragraph)
     path, source = Path(directory), options.pop("source")
     if path.suffix == ".gguf" and path.is_file():
-        measured = f"quant evaluate {directory} --text FILE --baseline MODEL"
+        measured = f"quant evaluate {shlex.quote(str(directory))} --text FILE --baseline MODEL"
         raise UserError(f"{directory}: GGUF files have nothing that `quant check` reads; `{measured}` measures one")
     exported = path.is_file() or is_export(path)
     if path.suffix == ".safetensors" or (path.is_dir() and not exported):

@@ -14,6 +14,7 @@ import atexit
 import gc
 import os
 import platform
+import re
 import shlex
 import signal
 import subprocess
@@ -35,7 +36,7 @@ from typing import Any, Literal, TextIO, cast
 import click
 
 from quant.base import old_names
-from quant.base.errors import UserError, counted, importing, in_command, printable
+from quant.base.errors import UserError, counted, did_you_mean, importing, in_command, near_file, printable
 from quant.base.json_files import json_text
 from quant.base.processor import cores, set_up_threads, short_turns
 from quant.models.files import with_revision
@@ -361,7 +362,14 @@ class Command(click.Command):
         for option, count in Counter(order).items():
             if isinstance(option, click.Option) and not (option.multiple or option.is_flag) and count > 1:
                 raise click.UsageError(f"{option.opts[0]} takes one value, and {count} are given", ctx)
-        return super().parse_args(ctx, args)
+        try:
+            return super().parse_args(ctx, args)
+        except click.BadParameter as error:
+            given = re.match("'(.*)' is not one of", error.message)
+            if given and error.param is not None and isinstance(error.param.type, click.Choice):
+                near = did_you_mean(given[1], error.param.type.choices)
+                raise click.BadParameter(error.message.removesuffix(".") + near, ctx, error.param) from None
+            raise
 
     def invoke(self, ctx: click.Context) -> Any:
         with patient("stdout"), patient("stderr"), in_command():
@@ -408,6 +416,9 @@ class Command(click.Command):
         # SIGTERM arrives here too: `Terminated` is a KeyboardInterrupt.
         except KeyboardInterrupt as signalled:
             number = signal.SIGTERM if isinstance(signalled, Terminated) else signal.SIGINT
+            # Code from text that Ctrl-C has cut off, such as a namedtuple's, makes Python end by a SIGINT of its own
+            # instead of by our exit code, unless other code from text runs after it.
+            exec("")
             # The inode or the time of change of --out shows whether the result was put there already.
             when = "before" if _identity(out) == before else "after"
             what = "" if out is None else f" {when} {out} was written"
@@ -434,7 +445,8 @@ def _as_line(error: Exception) -> tuple[str, int]:
     """Returns one line about an error, and the exit code: 2 for errors that users can cause, else `_BUG`."""
     message = " ".join(str(error).split()) or type(error).__name__
     if isinstance(error, OSError) and error.filename is not None and error.filename2 is None:
-        message = f"{os.fsdecode(error.filename)}: {error.strerror}"  # without Python's number of it
+        near = near_file(os.fsdecode(error.filename)) if isinstance(error, FileNotFoundError) else ""
+        message = f"{os.fsdecode(error.filename)}: {error.strerror}{near}"  # without Python's number of it
     # Python, numpy or torch found no memory, on a CPU or a GPU.
     if isinstance(error, MemoryError) or (
         isinstance(error, RuntimeError)

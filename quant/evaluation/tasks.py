@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from quant.base.errors import UserError, counted
+from quant.base.errors import UserError, counted, near_file
 from quant.base.json_files import JsonData
 from quant.calibration.allocation.measure_choices import Answers
 from quant.calibration.evaluating import paired_interval, prepared
@@ -56,7 +56,10 @@ def read_task(path: str | Path) -> list[Question]:
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"task {path}: cannot be read: {getattr(error, 'strerror', error)}") from None
+        near = near_file(path) if isinstance(error, FileNotFoundError) else ""
+        if not (near or path.suffix):
+            near = f"; `quant evaluate --tasks {path}` runs tasks of lm-eval"
+        raise UserError(f"task {path}: cannot be read: {getattr(error, 'strerror', error)}{near}") from None
     questions = []
     for number, line in enumerate(lines, 1):
         if line.strip():

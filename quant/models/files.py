@@ -35,7 +35,7 @@ from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError, safe_open
 
-from quant.base.errors import UserError, known_names, megabytes, option, require
+from quant.base.errors import UserError, megabytes, near_file, option, require
 from quant.base.json_files import read_json, typed
 
 if TYPE_CHECKING:
@@ -99,7 +99,8 @@ def find_model(name: str) -> Path:
     # "models/net.pt" looks like org/name. With a suffix of weights it is a mistyped path and not looked up on the hub.
     if hub_name is not None and Path(hub_name[0]).suffix not in SUFFIXES:
         return snapshot(*hub_name)
-    raise UserError(f"{name}: no such file or directory; {known_names(name, _ALIASES, 'aliases')}")
+    aliases = f"known aliases: {', '.join(_ALIASES)}"
+    raise UserError(f"{name}: no such file or directory; {aliases}{near_file(name, _ALIASES)}")
 
 
 def local_gguf(name: str) -> Path | None:
@@ -195,6 +196,7 @@ def snapshot(name: str, revision: str | None) -> Path:
         raise UserError(
             f"{name}: no such file or directory, and nothing is downloaded: {_why(error, name, revision)}; if it is a "
             f"model on the Hugging Face hub: hf download {name}{at} --local-dir {folder}, then pass {folder}"
+            f"{near_file(name)}"
         ) from error
 
 

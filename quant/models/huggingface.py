@@ -10,6 +10,7 @@ import contextlib
 import json
 import pickle
 import re
+import shlex
 from collections.abc import Iterable, Iterator
 from contextvars import ContextVar
 from pathlib import Path
@@ -58,8 +59,9 @@ def refuse_directory(path: Path) -> UserError:
         return UserError(f"{path}: {_adapter_of(path)}")
     if (path / "model_index.json").is_file():
         return UserError(
-            f"{path}: a pipeline of diffusers (model_index.json): `quantize {path} --format nvfp4 --out DIR` "
-            "quantizes one for quant.load_pipeline, and quant.quantize a module of it, such as pipeline.transformer"
+            f"{path}: a pipeline of diffusers (model_index.json): `quantize {shlex.quote(str(path))} --format nvfp4 "
+            "--out DIR` quantizes one for quant.load_pipeline, and quant.quantize a module of it, such as "
+            "pipeline.transformer"
         )
     files = sorted(file for file in path.iterdir() if file.suffix in SUFFIXES and not _OF_TRAINERS.match(file.name))
     configs = (file for file in path.glob("*/config.json") if file.is_file())

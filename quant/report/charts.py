@@ -365,7 +365,8 @@ def sizes(report: Report, plan: Plan) -> Section:
             kind = "" if layer.format else f"{layer.bits:g} bit, {planned.kind if planned else 'other'}"
             groups.setdefault((layer.format, kind), []).append(layer)
     bars = {"before": f"Before {megabytes(report.bytes_before)}", "after": f"After {megabytes(report.bytes_after)}"}
-    parts, rows, series = [], [], {}
+    # Files have headers besides, so the shares are those of the weights.
+    parts, rows, series, total = [], [], {}, sum(layer.nbytes for each in groups.values() for layer in each)
     for i, (format, kind) in enumerate(sorted(groups, key=lambda key: (order.index(key[0]), key[1]))):
         members, name = groups[format, kind], format or kind
         weights = sum(math.prod(layer.shape) for layer in members)
@@ -375,7 +376,7 @@ def sizes(report: Report, plan: Plan) -> Section:
         parts += [(bar, size[bar], format or "not quantized", f"B{i}") for bar in bars]
         series[format or "not quantized"] = colours[format]
         cells = (f"{weights:,}", f"{8 * size['after'] / weights:.3f}", *(megabytes(size[bar]) for bar in bars))
-        share = f"{size['after'] / max(report.bytes_after, 1):.1%}"
+        share = f"{size['after'] / max(total, 1):.1%}"
         rows.append((f"B{i}", (name, str(len(members)), *cells, share)))
     chart = {"kind": "bars", "bars": [*bars.items()], "series": [*series.items()], "parts": parts}
     head = ("format", "layers", "weights", "bits", "before", "after", "share")
@@ -452,9 +453,12 @@ def errors(report: Report) -> Section | None:
             "model. Its inputs differ too, by the layers before it."
         )
     else:
+        why = "no evaluation text was given on which outputs could be compared"
+        if report.evaluation is not None:
+            why = "outputs are compared on tokens, unless merged scales or rotations change those of other layers"
         text = (
-            "The error of each weight by itself, since no evaluation text was given on which outputs could be "
-            "compared. Solvers that work from text move weights on purpose, and have larger errors here than rounding."
+            f"The error of each weight by itself, since {why}. Solvers that work from text move weights on purpose, "
+            "and have larger errors here than rounding."
         )
     text += f" Median {statistics.median(values):.2%}, best {min(values):.2%}, worst {worst:.2%}:"
     return Section("Error by layer", text, (row, name), chart)

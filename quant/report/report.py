@@ -98,7 +98,7 @@ class Report(JsonData):
         model: name of the model, as the user gave it.
         layers: one result for each layer of the plan, in model order.
         bytes_before: bytes of all weights as they were.
-        bytes_after: bytes of all weights now.
+        bytes_after: bytes of all weights now; of a checkpoint, of its weight files with their headers.
         effective_bits: bits per weight over the quantized layers.
         evaluation: measured figures, if the run measured any.
         plan_digest: `Plan.digest()` of the plan that was executed.

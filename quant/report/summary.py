@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePath
@@ -185,9 +186,10 @@ def next_steps(report: Report, plan: Plan, directory: Path) -> list[str]:
     if directory.suffix == ".gguf":
         if WITHOUT_VOCABULARY in report.warnings:
             return lines
-        path, name = shlex.quote(str(directory)), directory.stem.lower()
+        path, name = shlex.quote(str(directory)), re.sub(r"[^a-z0-9_.-]+", "-", directory.stem.lower())
         lines.append(f'try it:   llama-cli -m {path} -p "The capital of France is"')
-        lines.append(f'ollama:   echo "FROM {directory.resolve()}" > Modelfile && ollama create {name} -f Modelfile')
+        from_path = shlex.quote(f"FROM {directory.resolve()}")
+        lines.append(f"ollama:   echo {from_path} > Modelfile && ollama create {name} -f Modelfile")
         return lines
     opened = f"report:   {shlex.quote(str(directory / 'report.html'))} in a browser"
     config = directory / "config.json"

@@ -43,7 +43,7 @@ from quant.calibration.session import Session, device_of
 from quant.calibration.solvers.registry import with_supported_solver
 from quant.calibration.texts.mixture import NoTextError, Record, lacks_data, with_calibration, with_data
 from quant.calibration.texts.sources import as_rows, named_inputs
-from quant.evaluation.tasks import held_out_task, read_task
+from quant.evaluation.tasks import held_out_task
 from quant.export.checkpoint.carry_over import head_weights
 from quant.export.checkpoint.files.compressed_tensors import check_plan
 from quant.export.checkpoint.files.names import stored_names
@@ -279,8 +279,6 @@ def _rows(job: Job, goal: Goal) -> tuple[torch.Tensor, list[Record] | None, Held
     """Returns the rows that score and solve, records of rows that were read here, and held-out rows for a limit."""
     request = job.request
     held_out = None
-    if request.budget.task is not None:
-        read_task(request.budget.task[0])  # refused before texts are read
     # Read here too where nothing is limited: a text that is missing or too short is refused before the choice.
     texts = evaluation_data(replace(job, listener=SILENT))
     if goal.has_limit and texts:

@@ -6,6 +6,7 @@ wrote it: `--lm-head` or `lm_head=`. Refusals that depend on the model are in `c
 """
 
 import math
+import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -25,6 +26,7 @@ from quant.calibration.session import device_of, find_device
 from quant.calibration.texts.mixture import solver_needs_data
 from quant.calibration.texts.sources import Rows, check_sources, packages_of_sources, sources_of
 from quant.calibration.walk.step_store import is_finished
+from quant.evaluation.tasks import read_task
 from quant.export.checkpoint.files.directory import check_apart, check_destination, check_parents
 from quant.formats.format import is_16bit
 from quant.models.files import find_model, packages_of
@@ -368,8 +370,9 @@ class Request:
             return
         if self.plan_out is not None:
             raise UserError(
-                f"{self.model}: a pipeline has a plan for each component: `quantize {self.model} --format nvfp4 "
-                "--dry-run` shows them, and with --out, --bits 6 or --max-error 0.05 chooses their formats"
+                f"{self.model}: a pipeline has a plan for each component: `quantize {shlex.quote(str(self.model))} "
+                "--format nvfp4 --dry-run` shows them, and with --out, --bits 6 or --max-error 0.05 chooses their "
+                "formats"
             )
         if given := self._given("eval_texts", "kv_cache", "lm_head", "plan_file", "model_factory"):
             raise UserError(f"{given[0]}: means nothing to a pipeline of diffusers; leave it out")
@@ -428,6 +431,8 @@ class Request:
             )
         # An unknown name would be missed only when the model is scored, which may take an hour.
         parse_candidates(self.budget.formats or DEFAULT_FORMATS)
+        if self.budget.task is not None:
+            read_task(self.budget.task[0])
         if named := self._given("guard", "observer"):
             later = f"add it to the plan with `quant plan edit plan.json {named[0]} …`"
             if self.is_in_memory:

@@ -1,11 +1,13 @@
 """What a user has to know of a finished run: most weights left in 16 bit, and layers that became zero."""
 
+from dataclasses import replace
+
 import pytest
 import tiny_models
 import torch
 
 import quant
-from quant.calibration.layer_result import loss_warnings
+from quant.calibration.layer_result import LayerResult, loss_warnings
 from quant.recipes.plan_check import coverage_warnings
 
 
@@ -33,6 +35,16 @@ def test_a_fused_layer_that_becomes_zero_is_told() -> None:
     assert [str(each.message) for each in raised] == [line]
     assert line.startswith("1 layer lost most of the values") and "model.layers.1.self_attn.k_proj (100%)" in line
     assert loss_warnings(quant.quantize(tiny_models.llama(), "nvfp4a16").layers) == []
+
+
+def test_a_weight_that_a_solver_moved_is_not_lost() -> None:
+    """Solvers that work from text move weights on purpose; rounding alone does not, however large its error is."""
+    result = LayerResult("a", "nvfp4", None, (16, 16), 4.5, 144, 1.0, 0.9, "mse", "recipe nvfp4")
+    rounded, moved = loss_warnings([result, replace(result, name="b", solver="awq:merge+gptq")])
+    assert rounded.startswith("1 layer lost most of the values, by relative error: a (90%)")
+    assert moved.startswith(
+        "1 layer moved far from the weight, by relative error: b (90%). Either awq:merge+gptq moved"
+    )
 
 
 def test_zero_weights_lose_nothing() -> None:

@@ -17,6 +17,7 @@ from click.testing import CliRunner
 import quant.report
 from quant.cli.main import main
 from quant.recipes.plan import Plan
+from quant.report.charts import sizes
 from quant.report.render import render_html
 from quant.report.report import Receipt, Report
 
@@ -151,6 +152,24 @@ def test_sections_follow_from_the_data(rich_report: Rich) -> None:
     assert "not measured" in page.text
     empty = replace(plain, layers=[], versions={}, seconds={}, command="", plan_digest="", peak_rss_bytes=None)
     assert Page(render_html(empty, Plan(()))).headings == ["Bytes by format", "Plan: every layer, and why", "Reproduce"]
+
+
+def test_why_errors_are_those_of_weights_is_told(make_report: Make) -> None:
+    report, plan = make_report()
+    report = replace(report, layers=[replace(layer, output_error=None) for layer in report.layers])
+    assert report.evaluation is not None
+    told = "since outputs are compared on tokens, unless merged scales or rotations change those of other layers"
+    assert told in Page(render_html(report, plan)).text
+    unmeasured = Page(render_html(replace(report, evaluation=None), plan)).text
+    assert "since no evaluation text was given on which outputs could be compared" in unmeasured
+    assert told not in unmeasured
+
+
+def test_shares_of_the_bytes_are_a_hundred_percent(make_report: Make) -> None:
+    """Files have headers besides, a fiftieth of a tiny model's."""
+    report, plan = make_report()
+    rows = sizes(replace(report, bytes_after=2 * report.bytes_after), plan).rows
+    assert sum(float(cells[-1].rstrip("%")) for _, cells in rows) == pytest.approx(100, abs=0.3)
 
 
 def test_names_are_escaped_everywhere(rich_report: Rich) -> None:

@@ -1,0 +1,92 @@
+"""A misspelled name is refused in one message that has the right one, and Ctrl-C ends a command by its exit code."""
+
+from __future__ import annotations
+
+import importlib
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import tiny_models
+from click.testing import CliRunner
+
+from quant.cli.main import main
+from quant.evaluation.tasks import read_task
+from quant.recipes.plan_make import make_plan
+from quant.recipes.recipe import near_glob
+
+NAMES = ["model.embed_tokens", "model.layers.0.self_attn.q_proj", "model.layers.0.mlp.down_proj", "lm_head"]
+
+
+@pytest.mark.parametrize(
+    ("glob", "meant"),
+    [
+        ("*.q_prog", "*.q_proj"),
+        ("model.layer.0.*", "model.layers.0.*"),
+        ("*down_porj", "*down_proj"),
+        ("lm-head", "lm_head"),
+        ("model.layers.9.*", None),  # another number is no spelling
+        ("blk.*", None),
+    ],
+)
+def test_a_misspelled_glob_is_told_with_the_nearest_that_matches(glob: str, meant: str | None) -> None:
+    assert near_glob(glob, NAMES) == (f"; did you mean {meant}?" if meant else "")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("misspelled")
+    model = tiny_models.llama()
+    model.save_pretrained(folder / "model")
+    make_plan(model, "nvfp4a16").save(folder / "plan.json")
+    (folder / "text.txt").write_text("one two three")
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("command", "meant"),
+    [
+        ("quantize {}/model --format nvfp4a16 --exclude model.layer.0.* --out x", "model.layers.0.*"),
+        ("plan edit {}/plan.json --set *.q_prj=fp8 --out x", "*.q_proj"),
+        ("quantize {}/model --format nvfp4 --calib mxi --out x", "mix"),
+        ("quantize {}/model --format nvfp4 --calib {}/text.tx --out x", "{}/text.txt"),
+        ("quantize {}/modl --format nvfp4a16 --out x", "{}/model"),
+        ("quantize smolm2-135m --format nvfp4a16 --out x", "smollm2-135m"),
+        ("quantize {}/model --format nvfp4 --solver awq:mrege+gptq --out x", "merge"),
+        ("plan make {}/model --max-kl 0.1 --eval {}/text.tx --out x", "{}/text.txt"),
+        ("plan make {}/model --min-task {}/tex.txt>=0.9 --out x", "{}/text.txt"),
+        ("plan make {}/model --bits 5 --method fischer --out x", "fisher"),
+        ("plan show {}/plna.json", "{}/plan.json"),
+        ("inspect {}/modl", "{}/model"),
+        ("export {}/model --to onx", "onnx"),
+    ],
+)
+def test_a_misspelled_name_is_told_with_the_right_one(command: str, meant: str, folder: Path) -> None:
+    done = CliRunner().invoke(main, [word.replace("{}", str(folder)) for word in command.split()])
+    last = done.stderr.splitlines()[-1]
+    assert done.exit_code == 2 and last.lower().startswith("error: ")
+    assert last.endswith(f"; did you mean {meant.replace('{}', str(folder))}?"), done.stderr
+
+
+def test_a_task_of_lm_eval_is_no_file(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"`quant evaluate --tasks .*/arc_easy` runs tasks of lm-eval"):
+        read_task(tmp_path / "arc_easy")
+
+
+def test_ctrl_c_in_code_from_text_ends_by_the_exit_code() -> None:
+    """Python notes a KeyboardInterrupt inside `exec` of text, as of a namedtuple, and would kill itself by SIGINT."""
+    code = "import click\nfrom quant.cli.command import Command\n@click.command(cls=Command)\n"
+    code += "def stop():\n    exec('raise KeyboardInterrupt')\nstop([])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (130, "error: stopped by SIGINT\n")
+
+
+def test_ctrl_c_while_a_command_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    def stop(_: str) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(importlib, "import_module", stop)
+    for rank, said in (("0", "error: stopped by SIGINT\n"), ("1", "")):
+        done = CliRunner(env={"RANK": rank}).invoke(main, ["formats"])
+        assert (done.exit_code, done.stderr) == (130, said)
