@@ -3,10 +3,10 @@
     python benchmarks/onnx_decoders.py [--model smollm2-135m] [--formats INT4,FP8] [--threads 2] [--keep FOLDER]
 
 Each format is rounded to nearest, saved, and exported for onnxruntime; "FP32" is the model as it is, through the same
-export, and names with "head" have the output head in INT8 too (`--lm-head int8`, the default of INT4). All sessions are
-opened, then they take turns: each reads a prompt of 256 tokens into an empty cache, and writes 32 tokens after it, one
-at a time; medians over the rounds are printed. `quant.load` is the model of the INT4 checkpoint in FP32 under
-transformers, with its own cache, in the same turns. Files in `--keep` are used again.
+export, and names with "head" have the output head in INT8 too (`--lm-head int8`, the default of INT4 and INT8). All
+sessions are opened, then they take turns: each reads a prompt of 256 tokens into an empty cache, and writes 32 tokens
+after it, one at a time; medians over the rounds are printed. `quant.load` is the model of the INT4 checkpoint in FP32
+under transformers, with its own cache, in the same turns. Files in `--keep` are used again.
 
 `--profile INT4` prints instead what the operators of that file take of a token, by onnxruntime's profiler.
 

@@ -57,7 +57,7 @@ from quant.export.tensorrt.audit import failures
 from quant.export.tensorrt.build import BuildOptions, check_tensors, export_engine
 from quant.export.tensorrt.gpu_targets import choose_common_library, packages_of_engine, resolve_targets
 from quant.export.tensorrt.torch_tensorrt import compile_engine
-from quant.formats.format import GGUF_FORMATS, INT4, Format
+from quant.formats.format import GGUF_FORMATS, INT4, INT8, Format
 from quant.formats.tensor import BlockScaledTensor
 from quant.generate.generate import cast_unquantized
 from quant.kernels.attention.attention_operands import DIMS
@@ -166,8 +166,8 @@ def export_model(
             4096, or the model's limit.
         kv_cache: the format of a decoder's KV cache, "fp8" or "nvfp4" for TensorRT with our plug-in; None is 16 bit.
         lm_head: "int8" rounds an output head that is in 16 bit to INT8 in groups of 32, in an ONNX file for
-            onnxruntime; "16bit" leaves it. None is "int8" for decoders in INT4, which read more bytes of their head for
-            each token than of all layers.
+            onnxruntime; "16bit" leaves it. None is "int8" for decoders in INT4 or INT8, of whose bytes the head is a
+            large part for each token.
         attention: how FP8 attention of the plan runs: "native" in TensorRT, "plugin", or "none" in 16 bit.
         data: calibration data for FP8 attention and `kv_cache`: sources as `quantize --calib` takes them, or token ids
             `[rows, seqlen]`. None is text that the model writes, and samples.
@@ -458,8 +458,9 @@ def _round_head(job: ExportJob) -> list[str]:
     """Rounds a head in 16 bit to INT8 if `--lm-head` or its default says so; a note of that."""
     model: Any = job.model
     head: Any = model.get_output_embeddings() if is_decoder(model) else None
-    in_int4 = any(isinstance(m, QuantLinear) and m.weight_format.element is INT4 for m in model.modules())
-    if job.lm_head == "16bit" or (job.lm_head is None and not (in_int4 and job.runtime == "onnxruntime")):
+    elements = {module.weight_format.element for module in model.modules() if isinstance(module, QuantLinear)}
+    is_default = bool(elements & {INT4, INT8}) and job.runtime == "onnxruntime"
+    if job.lm_head == "16bit" or (job.lm_head is None and not is_default):
         return []
     format, refusal = GGUF_FORMATS["q8_0"], ""
     if job.runtime != "onnxruntime":

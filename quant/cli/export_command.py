@@ -38,7 +38,7 @@ class _Kind(click.Choice):  # type: ignore[type-arg]  # generic from click 8.2 o
 @click.option("--kv-cache", type=click.Choice(CHOICES["kv_cache"]), help="Format of a decoder's KV cache; fp8 and "
               "nvfp4 are for TensorRT with our plugin.  [default: 16bit]")  # fmt: skip
 @click.option("--lm-head", type=click.Choice(CHOICES["lm_head"]), help="Format of a head that is in 16 bit, in a file "
-              "for onnxruntime.  [default: int8 for decoders in INT4]")  # fmt: skip
+              "for onnxruntime.  [default: int8 for decoders in INT4 or INT8]")  # fmt: skip
 @click.option("--genai", is_flag=True, help="Write what onnxruntime-genai loads: graph, configuration, tokenizer.")
 @click.option("--target", help="GPU of an engine: sm89, sm120, h100, rtx5090, local, …; for TensorRT-RTX also "
               "several. Of an ONNX file onnxruntime or tensorrt.")  # fmt: skip

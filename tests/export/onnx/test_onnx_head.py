@@ -1,4 +1,4 @@
-"""An output head in 16 bit becomes INT8 in a file for onnxruntime: by default of decoders in INT4, and on demand."""
+"""An output head in 16 bit becomes INT8 in a file for onnxruntime: by default of decoders in INT4 or INT8."""
 
 from __future__ import annotations
 
@@ -66,8 +66,11 @@ def heads_of(exported: quant.Exported) -> list[dict[str, Any]]:
     return [layer for layer in exported.layers if layer["name"] == HEAD]
 
 
-@pytest.mark.parametrize(("format", "head", "is_rounded"), [("int4a16_g32", "16bit", False), ("fp8", "int8", True)])
-def test_the_option_says_otherwise(format: str, head: str, is_rounded: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("format", "head", "is_rounded"),
+    [("int4a16_g32", "16bit", False), ("fp8", "int8", True), ("fp8", None, False), ("int8_static", None, True)],
+)
+def test_which_heads_are_rounded(format: str, head: str | None, is_rounded: bool, tmp_path: Path) -> None:
     done = quantized(format)
     exported = quant.export_model(done, "onnx", tmp_path / "out", capacity=64, lm_head=head)
     assert [layer["passed"] for layer in heads_of(exported)] == [True] * is_rounded
