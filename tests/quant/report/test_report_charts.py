@@ -195,7 +195,7 @@ def test_errors_are_those_of_the_layers(make_report: Make) -> None:
     }
     worst = max((layer for layer in report.layers if layer.format), key=lambda layer: layer.relative_error or 0)
     assert section is not None and section.link == (f"L{report.layers.index(worst)}", worst.name)
-    assert "weight" in chart(section)["y"] and "no evaluation text" in section.text
+    assert "weight" in chart(section)["y"] and "since outputs are compared on tokens" in section.text
     # Where outputs were measured, the chart shows their errors, and no point for a layer without one.
     first, *others = (i for i, layer in enumerate(report.layers) if layer.format)
     layers = [replace(m, output_error=0.01 * i if i in others else None) for i, m in enumerate(report.layers)]
