@@ -42,7 +42,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from quant.base.errors import known_names
+from quant.base.errors import UserError, known_names, option
 from quant.calibration.attention_names import watching_attention
 from quant.calibration.observers import AbsMax
 from quant.calibration.ranks import gathered, own_batches
@@ -132,6 +132,21 @@ def collect_attention_scales(
         name: _scales({operand: amax.to(home) for operand, amax in by_operand.items()}, kv_format, attention_format)
         for name, by_operand in ranges.items()
     }
+
+
+def check_attention(model: nn.Module, *, kv_cache: bool, attention: bool) -> None:
+    """Raises UserError where a model has no KV cache, or no attention, that a format could round."""
+    name, cache = type(model).__name__, option("kv_cache", "16bit")
+    given = [cache] * kv_cache + [option("attention", "16bit")] * attention
+    if given and not (hasattr(model, "config") and hasattr(model, "set_attn_implementation")):
+        raise UserError(
+            f"{name} is not a transformers model, and only attention that goes through their AttentionInterface can be "
+            f"quantized; take {' and '.join(given)}"
+        )
+    # Encoders attend to all tokens at once. The flag of an attention module is that of a generator's decoder, too.
+    causal = [each.is_causal for each in model.modules() if isinstance(getattr(each, "is_causal", None), bool)]
+    if kv_cache and causal and not any(causal) and not model.can_generate():  # type: ignore[operator]
+        raise UserError(f"{name} is an encoder, which keeps no keys and values from token to token; take {cache}")
 
 
 class _Watched:

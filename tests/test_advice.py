@@ -286,6 +286,11 @@ COMMANDS = [
         "inputs by name, with decoder_input_ids, as .safetensors",
         instead="evaluate {case}/t5 --data {case}/t5.safetensors --samples 2",
     ),
+    Row(
+        "evaluate {case}/t5 --text {text} --samples 2 --seqlen 16",
+        "alone: it wrote the decoder's text itself; name a --baseline",
+        add="--baseline {case}/t5",
+    ),
     # budgets
     Row(MAKE + "--bits 5 --kv-bits 2", "value is 4.5", drop="--kv-bits 2", add="--kv-bits #value␣is␣"),
     Row(MAKE + "--bits 2", "value with these formats is", drop="--bits 2", add="--bits #formats␣is␣"),
@@ -312,6 +317,12 @@ COMMANDS = [
     ),
     Row("plan edit {plan} --out {out}", "give --set 'GLOB=FORMAT'", add="--set *.down_proj=fp8_channel"),
     Row("plan edit {plan} --out {out}", "--kv-cache FORMAT", add="--kv-cache fp8"),
+    Row(
+        "plan edit {plan} --set *.down_proj=fp8_token --out {out}",
+        "the compressed-tensors layout cannot store fp8_token; it has nvfp4, mxfp4, mxfp6, mxfp8, fp8, fp8_channel,",
+        drop="--set *.down_proj=fp8_token",
+        add="--set *.down_proj=fp8_channel",
+    ),
     Row("plan edit {plan} --out {out}", "--guard", add="--guard 0.1␣fp8␣keep"),
     Row("plan edit {plan} --out {out}", "--observer", add="--observer mse"),
     Row(
@@ -737,9 +748,19 @@ CALLS: dict[str, tuple[Callable[[], object], str, Callable[[], object]]] = {
         lambda: quant.evaluate(tokens(), IDS, batch_size=1),
     ),
     "a cache without attention": (
-        lambda: quant.quantize(LINEARS(), "fp8", X, kv_cache="fp8"),
-        "need a transformers model whose attention goes through its AttentionInterface",
-        lambda: quant.quantize(tokens(), "fp8", IDS, kv_cache="fp8"),
+        lambda: quant.quantize(LINEARS(), "fp8_channel", kv_cache="fp8"),
+        'only attention that goes through their AttentionInterface can be quantized; take kv_cache="16bit"',
+        lambda: quant.quantize(LINEARS(), "fp8_channel", kv_cache="16bit"),
+    ),
+    "attention of a plain module, deployed": (
+        lambda: quant.quantize(LINEARS(), "fp8_channel", attention="fp8"),
+        'only attention that goes through their AttentionInterface can be quantized; take attention="16bit"',
+        lambda: quant.quantize(LINEARS(), "fp8_channel", attention="16bit"),
+    ),
+    "a cache of an encoder": (
+        lambda: quant.quantize(tiny_models.bert(), "fp8_channel", data=IDS, kv_cache="fp8"),
+        'keeps no keys and values from token to token; take kv_cache="16bit"',
+        lambda: quant.quantize(tiny_models.bert(), "fp8_channel", data=IDS, kv_cache="16bit", attention="fp8"),
     ),
     "attention of a plain module": (
         lambda: quant.to_low_precision_training(LINEARS(), "fp8_rowwise", backend="emulated", attention="fp8"),

@@ -195,11 +195,6 @@ class Goal:
             raise UserError(f"give one limit on the loss: {', '.join(map(option, _LIMITS))}")
         if self.min_task is not None and not 0 < self.min_task < 1:
             raise UserError(f"{option('min_task', f'{self.min_task:g}')}: give a share of the original's, such as 0.97")
-        if not self.has_limit and self.bits is None and self.fit is None and self.latency is None:
-            raise UserError(
-                f"nothing to allocate for: give {option('bits')}, {option('fit')}, {option('latency')}, "
-                f"{', '.join(map(option, _LIMITS[:-1]))} or {option(_LIMITS[-1])}"
-            )
         for name in ("bits", "fit", "latency", "max_kl", "max_ppl_increase"):
             value = getattr(self, name)
             if value is not None and not 0 < value < math.inf:

@@ -313,8 +313,7 @@ class Bench:
 
     @property
     def _task(self) -> tuple[Answers, Answers]:
-        if self.held_out.task is None:
-            raise UserError(f"{option('min_task')}: name the file of its questions, {option('min_task', 'FILE>=0.97')}")
+        assert self.held_out.task is not None
         return self.held_out.task
 
     def _right(self, choice: np.ndarray | None, *, verify: bool = False) -> list[bool]:

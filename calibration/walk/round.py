@@ -466,7 +466,7 @@ def _put_in_place(block: Block, group: Group, stats: LayerStats | None, rounded:
         del block.targets[name]
         if group.pipeline.reconstruction:
             block.learned[name] = rounded.targets[member.name]
-        solved = Solved(weight, parts, group.input_scale, tokens, tuple(group.notes))
+        solved = Solved(weight, parts, group.input_scale, tokens, tuple(dict.fromkeys(group.notes)))
         block.solutions[name] = (member, solved)
 
 

@@ -512,7 +512,8 @@ def _why_changed(pair: _Pair, name: str, problem: str) -> str | None:
     if problem != _OTHER_VALUES:
         cast = main_dtype(pair.original) != stored_dtype(pair.model) and problem.startswith(("is float", "is bfloat"))
         return f"the whole model was cast to {_short(stored_dtype(pair.model))}" if cast else None
-    layers = pair.plan.quantized if pair.plan is not None else ()
+    # A layer that a guard left in 16 bit was solved before, and what its solver folded into others stays there.
+    layers = () if pair.plan is None else pair.plan.quantized if pair.plan.guard is None else pair.plan.layers
     ours = pair.names.of_model(name)
     for layer in layers:
         if parse_solver(layer.solver).merges_rotations:

@@ -113,6 +113,8 @@ def edit_command(
     whole_groups: bool, out: Path, overwrite: bool, as_json: bool,
 ) -> None:  # fmt: skip
     """Write PLAN with some layers changed. `quantize MODEL --plan FILE` then executes it."""
+    from quant.export.checkpoint.files.compressed_tensors import check_plan
+
     if not settings and kv_cache is guard is observer is None:
         raise UserError("nothing to change: give --set 'GLOB=FORMAT', --kv-cache FORMAT, --guard or --observer")
     check_apart(out, plan_file)
@@ -126,6 +128,8 @@ def edit_command(
         new = set_kv_cache(new, kv_cache)
     if guard is not None or observer is not None:
         new = set_guard_and_observer(new, guard, observer)
+    if not any(layer.weight is not None and layer.weight.gguf for layer in new.quantized):
+        check_plan(new)  # else `quantize` would refuse it
     new.save(out)
     _show_diff(old, new, as_json)
     if not as_json:

@@ -354,6 +354,9 @@ def _of_logits(of_rows: torch.Tensor, *, compared: bool, own_text: bool) -> Eval
     nll, baseline_nll, kl, same, predictions, targets, labelled, right, base_right = of_rows.sum(dim=0).tolist()
     if not predictions:
         raise UserError("the inputs hold no token that follows another one; give longer texts, to a decoder too")
+    if not compared and not labelled and (own_text or not targets):
+        why = "it wrote the decoder's text itself" if own_text else "the inputs hold neither text nor labels"
+        raise UserError(f"nothing to measure the model by alone: {why}; name a {option('baseline')}")
     is_text = bool(targets) and not own_text
     # A row with more predictions than others weighs more in the mean over all of them. With k and n the KL and the
     # predictions of a row, K and N those of all R rows, these values k/N · R + K/N · (1 − n · R/N) have the mean K/N.

@@ -37,7 +37,13 @@ from torch.nn.functional import pad
 
 from quant.base.errors import UserError, known_names, option, require
 from quant.calibration.attention_names import implementations_kept, names_registered, text_config
-from quant.calibration.attention_scales import is_latent, latents_changed, rotary_key, with_rotary_key
+from quant.calibration.attention_scales import (
+    check_attention,
+    is_latent,
+    latents_changed,
+    rotary_key,
+    with_rotary_key,
+)
 from quant.formats.format import E4M3, Format, is_16bit
 from quant.formats.rounding import encode
 from quant.formats.scaling import scale_of
@@ -117,11 +123,7 @@ def quantized_attention(
         return
     if len(set(formats)) > 1 and attention == "fp8":
         raise UserError(f"{option('kv_cache', kv_cache)}: formats by layer are for attention in 16 bit")
-    if getattr(model, "config", None) is None or not hasattr(model, "set_attn_implementation"):
-        raise UserError(
-            f"{type(model).__name__} is not a transformers model; {option('attention')} and {option('kv_cache')} "
-            "act on transformers' own attention interface"
-        )
+    check_attention(model, kv_cache=any(formats), attention=attention == "fp8")
     functions, masks = (own for _, own in _interfaces())
     name = FP8 if attention == "fp8" else SIXTEEN_BIT
     # Our names are registered only while the context is open: a model saved later does not refer to them.

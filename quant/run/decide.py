@@ -33,6 +33,7 @@ from quant.calibration.allocation.allocate import Allocation, allocate, check_fe
 from quant.calibration.allocation.goal import AllocationRecord, Goal
 from quant.calibration.allocation.measure_choices import HeldOut
 from quant.calibration.attention_names import text_config
+from quant.calibration.attention_scales import check_attention
 from quant.calibration.evaluating import prepared
 from quant.calibration.inputs import call_on_first_row
 from quant.calibration.sensitivity.costs import kv_layer_bytes
@@ -85,6 +86,9 @@ def decide(job: Job) -> Decision:
             plan, request.data, may_lower_effort=is_made_here, allocation=choice,
             tries_transforms=is_made_here and not any(named),  # an effort chooses every solver
         )  # fmt: skip
+    if source.model is not None:
+        planned = decision.plan
+        check_attention(source.model, kv_cache=bool(planned.kv_text), attention=planned.attention is not None)
     if request.is_in_memory and request.out is None:
         return decision
     # Before data is read: a format that the layout cannot hold would only fail when files are written.

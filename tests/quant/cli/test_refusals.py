@@ -17,7 +17,7 @@ import torch
 from click.testing import CliRunner
 from plan_samples import planned
 from safetensors.torch import save_file
-from samples import BASE, GOLDENS
+from samples import BASE, GOLDENS, write_short_base
 from torch import nn
 
 import quant
@@ -26,6 +26,7 @@ from quant.calibration.texts.sources import check_sources, packages_of_sources
 from quant.cli.command import Command
 from quant.cli.main import main
 from quant.cli.quantize import quantize_command
+from quant.export.checkpoint.verify import compare_with_source
 from quant.recipes.layers import LayerKind, find_layers
 from quant.recipes.plan import LayerPlan, Plan
 from quant.recipes.plan_check import check_plan_fits
@@ -219,6 +220,24 @@ def test_what_a_guard_changed_is_in_the_report(tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     said = " ".join(result.stderr.split())
     assert "nothing is quantized" in said and "the guard '1e-6' gave 14 of 14 layers another format, 14 of them" in said
+
+
+@pytest.mark.parametrize("guard", ["1e-6", "1e-6 fp8_channel"])
+def test_a_guard_after_scales_were_folded(guard: str, tmp_path: Path) -> None:
+    """Layers that stay in 16 bit, whose scales are in other tensors; of two attempts a note is said once."""
+    write_short_base(tmp_path / "model")
+    save_file({"ids": torch.arange(3, 35).reshape(2, 16)}, tmp_path / "ids.safetensors")
+    plan = planned(
+        tmp_path / "model", tmp_path / "plan.json", "--format", "nvfp4", "--solver", "awq:merge+gptq", "--guard", guard
+    )
+    arguments = [tmp_path / "model", "--plan", plan, "--calib", tmp_path / "ids.safetensors", "--out", tmp_path / "out"]
+    options = ["--calib-samples", "2", "--seqlen", "16"]
+    result = CliRunner().invoke(quantize_command, [*map(str, arguments), *options])
+    assert result.exit_code == 0, result.output
+    reasons = [each.reason for each in Plan.load(tmp_path / "out" / "plan.json").layers if "exceeds" in each.reason]
+    assert [each.count("more text would do better") for each in reasons] == [int("fp8" in guard)] * 7
+    differences = compare_with_source(tmp_path / "out", tmp_path / "model")
+    assert differences and all("folds the input scales" in (each.reason or "") for each in differences)
 
 
 @pytest.mark.parametrize("library", ["torch", "numpy"])

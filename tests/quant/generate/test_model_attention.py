@@ -231,6 +231,7 @@ def test_nothing_stays_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
     clip = transformers.CLIPModel(transformers.CLIPConfig(text_config=sizes, vision_config=sizes))
     clip.set_attn_implementation({"": "sdpa", "text_config": "sdpa", "vision_config": "eager"})
+    monkeypatch.setattr(clip, "can_generate", lambda: True)  # else it is an encoder, which has no cache
     configs = (clip.config, clip.config.text_config, clip.config.vision_config)
     before = [vars(each).copy() for each in configs]
     with quantized_attention(clip, attention="fp8", kv_cache="fp8"):
