@@ -88,6 +88,9 @@ def case(tmp_path_factory: pytest.TempPathFactory) -> Path:
         case,
         f"distill {{stored}} --teacher {{model}} --cache-teacher {{case}}/cached --steps 1 --data {{ids}} {TRAINED}",
     )
+    run(case, "quantize {model} --format fp8 --kv-cache fp8_head --calib {ids} --calib-samples 2 --seqlen 16 "
+        "--effort 0 --out {case}/heads")  # fmt: skip
+    save_file({"input": torch.randn(4, 64)}, case / "x.safetensors")
     # Its tokenizer is one that llama.cpp does not have.
     shutil.copytree(case / "model", case / "bare", ignore=shutil.ignore_patterns("token*"))
     run(case, "quantize {case}/bare --format q8_0 --effort 0 --out {case}/model.gguf")
@@ -536,6 +539,48 @@ COMMANDS = [
         drop="--max-new-tokens 0",
         add="--max-new-tokens 1",
     ),
+    # generation
+    Row(
+        "generate {case}/onnx --prompt a --max-new-tokens 1",
+        "name the checkpoint it was made from, and it with --engine",
+        drop="{case}/onnx",
+        instead="generate {stored} --engine {case}/onnx --prompt a --max-new-tokens 1",
+    ),
+    Row(
+        "generate {stored} --prompt a --max-new-tokens 99999",
+        "shorten the prompt or lower --max-new-tokens",
+        drop="--max-new-tokens 99999",
+        add="--max-new-tokens 1",
+    ),
+    Row(
+        "generate {stored} --prompt a --max-new-tokens 1 --kv-cache fp8,fp8",
+        "2 formats for 1 layers; give one for each",
+        drop="--kv-cache fp8,fp8",
+        add="--kv-cache fp8",
+    ),
+    Row(
+        "generate {stored} --prompt a --max-new-tokens 1 --kv-cache fp9",
+        "16bit; did you mean fp8?",
+        drop="--kv-cache fp9",
+        add="--kv-cache fp8",
+    ),
+    # inputs of models, budgets
+    Row(
+        "quantize {case}/t5 --format fp8 --calib {case}/t5.safetensors --out {out}",
+        "holds 2 inputs, and 32 are needed; give more, or ask for 2 by --calib-samples",
+        add="--calib-samples 2",
+    ),
+    Row(
+        "quantize {state} --bits 6 --out {out}",
+        "an allocation measures; pass --model-factory",
+        instead="quantize {state} --bits 6 --calib {case}/x.safetensors --calib-samples 2 --out {out} " + FACTORY,
+    ),
+    Row(MAKE + "--latency 1ms --power 15W", "needs a GPU: --target orin", add="--target orin"),
+    Row(
+        "export {case}/heads --to modelopt --out {out}",
+        "so quantize again with one of them",
+        instead="quantize {model} --format fp8 --kv-cache fp8 --effort 0 --calib {ids} --out {out} " + SMALL,
+    ),
 ]
 
 
@@ -929,6 +974,30 @@ def module_checkpoint() -> Path:
     return folder
 
 
+def without_plan() -> tuple[nn.Module, Any]:
+    made = quant.quantize(LINEARS(), "fp8_channel")
+    return made.model, made.plan
+
+
+class WithState(nn.Sequential):
+    """A module that adds a state of its own to its state dict."""
+
+    def __init__(self, state: Any = "text") -> None:
+        super().__init__(nn.Linear(64, 64))
+        self.state = state
+
+    def get_extra_state(self) -> Any:
+        return self.state
+
+    def set_extra_state(self, state: Any) -> None:
+        self.state = state
+
+
+def saved_of(model: nn.Module) -> None:
+    made = quant.quantize(model, "fp8_channel")
+    quant.save(made.model, made.plan, place())
+
+
 def quantized(**options: Any) -> Any:
     return quant.quantize(tokens(), "fp8_channel", **options)
 
@@ -1047,6 +1116,26 @@ CALLS |= {
         lambda: quantized().model.save_pretrained(place(), variant="fp16"),
         "has one form on disk; leave it out",
         lambda: quantized().model.save_pretrained(place()),
+    ),
+    "quantized without its plan": (
+        lambda: quant.prepare_qat(without_plan()[0], None),
+        r"pass its plan, which quant\.quantize returned with it",
+        lambda: quant.prepare_qat(*without_plan()),
+    ),
+    "no logits to measure": (
+        lambda: quant.evaluate(LINEARS(), torch.randn(4, 2, 64)),
+        "its outputs can only be compared; name a baseline=",
+        lambda: quant.evaluate(LINEARS(), torch.randn(4, 2, 64), baseline=LINEARS()),
+    ),
+    "attention of an unknown format": (
+        lambda: quant.quantize(tokens(), "fp8_channel", attention="fp9"),
+        "attention runs in fp8, or in 16bit",
+        lambda: quant.quantize(tokens(), "fp8_channel", attention="fp8"),
+    ),
+    "a state that is no tensor": (
+        lambda: saved_of(WithState()),
+        "return a tensor from get_extra_state, or leave the method out",
+        lambda: [saved_of(each) for each in (WithState(torch.ones(2)), LINEARS())],
     ),
     "a size of shards": (
         lambda: quantized().model.save_pretrained(place(), max_shard_size="2 gigs"),
