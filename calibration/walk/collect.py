@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from quant.base.errors import UserError, option
+from quant.base.errors import UserError, counted, option, warn
 from quant.base.listener import Progress
 from quant.base.processor import value_of
 from quant.base.torch_modes import in_own_modes
@@ -28,6 +28,7 @@ from quant.recipes.blocks import Stop, all_arguments, forwarding, removing, stor
 from quant.recipes.layers import Stacking, expert_matrices, output_head, stacking_of_experts
 from quant.recipes.plan import LayerPlan, Plan, groups_by_input
 
+_EXPERT = re.compile(r"(experts?[._])\d+")
 _WINDOWS = 2048  # of a convolution that one call counts
 
 
@@ -37,6 +38,16 @@ class InputNotFiniteError(ValueError):
     def __init__(self, name: str, where: str) -> None:
         super().__init__(f"{name}: the input holds NaN or infinity {where}")
         self.name = name
+
+
+class NeverCalledError(ValueError):
+    """Calibration data reaches none of these layers, so that their static input scales are unknown."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        super().__init__(
+            f"{names[0]}: never called on the calibration data ({len(names)} such layers), so its input is unknown: "
+            f"keep such layers in 16 bit ({option('exclude')}, or keep in a plan), or give data that reaches them"
+        )
 
 
 @contextmanager
@@ -123,12 +134,20 @@ def collect_input_amax(
         own, amax = {name: value.cpu() for name, value in amax.items()}, {}
         for part in gathered(own):
             amax |= {name: torch.maximum(amax.get(name, value), value) for name, value in part.items()}
-    if silent := sorted(set(names) - set(amax)):
-        raise ValueError(
-            f"{silent[0]}: never called on the calibration data ({len(silent)} such layers), so its input is unknown: "
-            f"keep such layers in 16 bit ({option('exclude')}, or keep in a plan), or give data that reaches them"
-        )
     ranges = {name: observers[name].amax() for name in amax} if observers else amax
+    silent = sorted(set(names) - set(ranges))
+    of_siblings: dict[str, list[torch.Tensor]] = {}
+    for name, value in ranges.items():
+        of_siblings.setdefault(_EXPERT.sub(r"\1#", name), []).append(value)
+    alike = {name: of_siblings.get(_EXPERT.sub(r"\1#", name), []) for name in silent}
+    if unknown := [name for name in silent if not alike[name]]:
+        raise NeverCalledError(unknown)
+    if silent:
+        warn(
+            f"{silent[0]}: no calibration token reached it ({counted(len(silent), 'such layer')}), so its static input "
+            "scale is that of the largest input of its sibling experts; more text would do better"
+        )
+    ranges = ranges | {name: torch.stack(values).amax() for name, values in alike.items()}
     return {name: value.to(home) for name, value in ranges.items()}
 
 

@@ -39,7 +39,13 @@ from quant.calibration.walk.block import Block
 from quant.calibration.walk.collect import InputNotFiniteError
 from quant.calibration.walk.group import Group, Solved, StandIn, weight_of
 from quant.calibration.walk.shared_moments import Moments, pooled, slices_that_fit, stats_of
-from quant.calibration.walk.transform import choose_channels, fix_input_scale, searches_input_scale, widened_weight
+from quant.calibration.walk.transform import (
+    choose_channels,
+    fix_input_scale,
+    fix_input_scales,
+    searches_input_scale,
+    widened_weight,
+)
 from quant.formats.format import Format, parse_format
 from quant.formats.tensor import BlockScaledTensor
 from quant.recipes.blocks import Stop
@@ -128,8 +134,8 @@ def observe_and_sum(block: Block) -> tuple[list[torch.Tensor], dict[str, Moments
         outputs = block.run(block.calls.original)
     _check_finite(block, finite)
     _pool(block, gathered([group.tokens for group in block.groups]))
+    fix_input_scales(block)
     for group in block.groups:
-        fix_input_scale(block, group)
         group.inputs.clear()
     return outputs, sums
 

@@ -22,6 +22,7 @@ from quant.calibration.solvers.lowrank import LossMetric
 from quant.calibration.solvers.rotation import rotate_weight, rotation_block
 from quant.calibration.statistics import round_activation, static_input_scale
 from quant.calibration.walk.block import Block
+from quant.calibration.walk.collect import NeverCalledError
 from quant.calibration.walk.group import Group, weight_of
 from quant.formats.format import E4M3
 from quant.formats.tensor import moved
@@ -72,8 +73,24 @@ def _scale_group(block: Block, group: Group, fold: Fold | None) -> None:
             parameter.data = target.to(parameter.dtype)
 
 
+def fix_input_scales(block: Block) -> None:
+    """Sets all static scales; an expert that no token reached takes the largest of its siblings.
+
+    ValueError for a layer that was never called and has no sibling that was.
+    """
+    for group in block.groups:
+        fix_input_scale(block, group)
+    for group in block.groups:
+        if group.amax is None and group.activation is not None and group.activation.is_static:
+            siblings = [each for each in block.groups if each.pattern == group.pattern]
+            scales = [each.input_scale for each in siblings if each.amax is not None and each.input_scale is not None]
+            if not scales:
+                raise NeverCalledError([group.members[0].name])
+            group.input_scale = torch.stack(scales).amax()
+
+
 def fix_input_scale(block: Block, group: Group) -> None:
-    """Sets the static scale of a group's inputs, where their format has one.
+    """Sets the static scale of a group's inputs, where their format has one and a token reached it.
 
     A solver that looks at outputs takes the scale within an octave above the observer's scale at which rounded inputs
     err least behind the weights. FP8's steps double from one power of two to the next, so that a larger scale is as

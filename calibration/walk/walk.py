@@ -69,7 +69,7 @@ from quant.calibration.walk.collect import reporting_bad_tensor
 from quant.calibration.walk.group import FusedExperts, Group, Settings, Solved, gather, weight_of
 from quant.calibration.walk.learned_rotation import merge_learned_rotation
 from quant.calibration.walk.round import observe, observe_and_sum, round_siblings, sibling_groups, solve_siblings
-from quant.calibration.walk.transform import choose_channels, fix_input_scale, rotate, scale_inputs
+from quant.calibration.walk.transform import choose_channels, fix_input_scales, rotate, scale_inputs
 from quant.formats.tensor import moved
 from quant.recipes.blocks import (
     Call,
@@ -570,7 +570,7 @@ def solve_block(
     scale_inputs(block)
     for group in block.groups:
         rotate(block, group)
-        fix_input_scale(block, group)
+    fix_input_scales(block)
     choose_channels(block, block.groups)
     for groups in sibling_groups(block):
         round_siblings(block, groups)

@@ -1,12 +1,14 @@
 """Statistics of inputs equal those of hooks that the tests set themselves."""
 
 import re
+import warnings
 
 import pytest
 import tiny_models
 import torch
 from torch import nn
 
+import quant
 from quant.calibration.session import Session
 from quant.calibration.walk.collect import collect_input_amax, watch_inputs
 
@@ -69,6 +71,33 @@ def test_the_model_is_left_as_it_was() -> None:
 def test_a_layer_that_is_never_called_is_named() -> None:
     with pytest.raises(ValueError, match=re.escape("idle: never called on the calibration data (1 such layers)")):
         collect_input_amax(Chain(), ["a", "idle"], rows(1))
+
+
+@pytest.mark.parametrize("solver", ["rtn", "gptq"])
+def test_an_expert_that_no_token_reached_has_the_scale_of_its_siblings(solver: str) -> None:
+    """As ModelOpt gives it; the checkpoint could not be read without one. The first scale that holds all inputs."""
+    config = transformers.SwitchTransformersConfig(
+        vocab_size=128, d_model=64, d_kv=16, d_ff=128, num_layers=2, num_decoder_layers=2, num_heads=4, num_experts=4,
+        num_sparse_encoder_layers=1, num_sparse_decoder_layers=1, decoder_start_token_id=0,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = transformers.SwitchTransformersForConditionalGeneration(config).eval()
+    ids = torch.randint(0, 128, (1, 8), generator=torch.Generator().manual_seed(0))
+    call = {"input_ids": ids, "decoder_input_ids": ids}
+    seen: dict[str, torch.Tensor] = {}
+    names = [name for name, layer in model.named_modules() if ".experts." in name and name.endswith(".wi")]
+    with watch_inputs(model, names, lambda name, x: seen.update({name: x.abs().max()})), torch.no_grad():
+        model(**call)
+    silent = [name for name in names if name not in seen]
+    assert silent and seen
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        quantized = quant.quantize(model, "fp8", [call], solver=solver).model
+    for name in silent:
+        place = name.rpartition(".experts.")[0]
+        largest = max(value for other, value in seen.items() if other.startswith(f"{place}.experts."))
+        scale = quantized.get_submodule(name).input_scale
+        assert largest / 448 <= scale * (1 + 1e-6) and (solver == "gptq" or scale == largest / 448)
 
 
 def test_nan_is_named_with_layer_and_row() -> None:
