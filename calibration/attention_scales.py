@@ -37,6 +37,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -134,9 +135,13 @@ def collect_attention_scales(
     }
 
 
-def check_attention(model: nn.Module, *, kv_cache: bool, attention: bool) -> None:
-    """Raises UserError where a model has no KV cache, or no attention, that a format could round."""
-    name, cache = type(model).__name__, option("kv_cache", "16bit")
+def check_attention(model: nn.Module, *, kv_cache: bool, attention: bool, plan: Path | None = None) -> None:
+    """Raises UserError where a model has no KV cache, or no attention, that a format could round.
+
+    A given plan names the format of the cache in place of an option.
+    """
+    name = type(model).__name__
+    cache = option("kv_cache", "16bit") if plan is None else f"`quant plan edit {plan} --kv-cache 16bit --out FILE`"
     given = [cache] * kv_cache + [option("attention", "16bit")] * attention
     if given and not (hasattr(model, "config") and hasattr(model, "set_attn_implementation")):
         raise UserError(

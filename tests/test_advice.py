@@ -1179,6 +1179,18 @@ def test_adapters_are_merged_as_advised(case: Path, tmp_path: Path) -> None:
     run(case, f"quantize {tmp_path}/merged.safetensors --format fp8_channel --out {{out}}")
 
 
+def test_a_plan_with_a_cache_for_an_encoder_is_edited(case: Path, tmp_path: Path) -> None:
+    tiny_models.bert().save_pretrained(tmp_path / "bert")
+    run(case, f"plan make {tmp_path}/bert --format fp8_channel --out {tmp_path}/made.json")
+    run(case, f"plan edit {tmp_path}/made.json --kv-cache fp8 --out {tmp_path}/cache.json")
+    quantizes = f"quantize {tmp_path}/bert --calib {{ids}} {SMALL} --out {{out}} --plan {tmp_path}"
+    result = invoke(case, f"{quantizes}/cache.json")
+    advised = re.search(r"take `quant (plan edit .* --kv-cache 16bit --out) FILE`", result.stderr)
+    assert result.exit_code == 2 and advised is not None, result.output
+    run(case, f"{advised[1]} {tmp_path}/edited.json")
+    run(case, f"{quantizes}/edited.json")
+
+
 @pytest.mark.parametrize("family", ["llama", "mixtral", "bert", "vit", "t5", "gpt2"])
 @pytest.mark.parametrize("meta", [False, True])
 def test_a_config_without_sizes_builds_no_default_model(family: str, meta: bool, tmp_path: Path) -> None:

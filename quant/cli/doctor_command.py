@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from rich.console import Console
 
-from quant.base.errors import PACKAGES, UserError, install_command, versions
+from quant.base.errors import PACKAGES, UserError, counted, install_command, versions
 from quant.base.processor import cores, describe_processor, quota
 from quant.cli.command import JSON, QUIET, TRUST, Command, echo, print_json
 from quant.cli.completion import TARGET_NAMES
@@ -143,7 +143,8 @@ def print_findings(findings: dict[str, Any]) -> None:
         out.print(f"{name} {version}", highlight=False)
     cpu = findings["cpu"]
     allowed = "" if cpu["quota"] is None else f", of which this container may use {cpu['quota']:g}"
-    out.print(f"CPU: {cpu['name']}; {cpu['cores']} cores{allowed}; torch uses {cpu['torch_threads']} threads")
+    threads = counted(cpu["torch_threads"], "thread")
+    out.print(f"CPU: {cpu['name']}; {cpu['cores']} cores{allowed}; torch uses {threads}")
     if findings["driver"] or findings["cuda"]:
         words = {"driver": findings["driver"], "CUDA": findings["cuda"], "NCCL": findings["nccl"]}
         out.print(", ".join(f"{name} {value or 'none'}" for name, value in words.items()), highlight=False)

@@ -88,7 +88,8 @@ def decide(job: Job) -> Decision:
         )  # fmt: skip
     if source.model is not None:
         planned = decision.plan
-        check_attention(source.model, kv_cache=bool(planned.kv_text), attention=planned.attention is not None)
+        attends = planned.attention is not None
+        check_attention(source.model, kv_cache=bool(planned.kv_text), attention=attends, plan=request.plan_file)
     if request.is_in_memory and request.out is None:
         return decision
     # Before data is read: a format that the layout cannot hold would only fail when files are written.
