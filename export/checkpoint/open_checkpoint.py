@@ -37,6 +37,7 @@ from quant.kernels.linear.install import install_kv_scales, install_weight, mark
 from quant.models import huggingface, pipelines
 from quant.models.files import check_elements, check_sizes, explained, read_fields, read_generation_config
 from quant.models.prediction_heads import attach_head_layer, head_layers
+from quant.models.stored_weights import keeps_float32
 from quant.recipes.blocks import is_denoiser, stored_dtype
 from quant.recipes.groups import group_experts, group_unseen
 from quant.recipes.layers import Layer, LayerKind, find_layers, stacking_of
@@ -180,6 +181,8 @@ def fill(opened: Checkpoint, *, built: bool) -> nn.Module:
     """Returns the model with the tensors of its files; if it was `built` for them, its own are on the meta device."""
     model, tensors, plan = opened.model, opened.tensors, opened.plan
     owned: set[str] = set()
+    if built and not is_denoiser(model):
+        _keep_float32(model)
     for layer in plan.quantized:
         # This toolkit writes an empty tensor of this name, so that transformers stops there (`StoredNames.stopped`).
         if layer.kind == LayerKind.EXPERTS and layer.name in tensors and tensors[layer.name].numel():
@@ -196,7 +199,7 @@ def fill(opened: Checkpoint, *, built: bool) -> nn.Module:
     unquantized = {name: tensors[name] for name in tensors if name not in owned and name not in tensors.carried}
     refuse(dtype_problems(model, unquantized, tensors))
     if built and not is_denoiser(model):
-        unquantized = _as_in_transformers(model, unquantized)
+        unquantized = _in_dtypes_of(model, unquantized)
     _assign(model, unquantized, opened.directory, assign=built)
     use_expert_modules(model, plan)
     mark_quantized(model)
@@ -333,25 +336,21 @@ def refuse(problems: Iterable[str]) -> None:
         raise UserError(problem)
 
 
-def _as_in_transformers(model: Any, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Returns tensors in the dtype in which transformers runs them: the model parameter's, or float32 for some.
+def _keep_float32(model: nn.Module) -> None:
+    """Puts those tensors of an empty model in float32 that transformers keeps there, also for layers made of them."""
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if tensor.is_floating_point() and keeps_float32(model, name, tensor.dtype):
+            tensor.data = tensor.data.float()
 
-    A checkpoint keeps the dtype of its source, such as float32 for a router's bias in a BF16 model.
-    """
+
+def _in_dtypes_of(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Returns tensors in the dtype of the model's: a checkpoint keeps that of its source, such as a router's bias."""
     state = model.state_dict(keep_vars=True)
     cast = {}
     for name, tensor in tensors.items():
-        parameter = state.get(name)
-        if parameter is None or not (parameter.dtype.is_floating_point and is_wide_float(tensor)):
-            cast[name] = tensor
-            continue
-        # transformers keeps the modules of the strict list in float32 always, those of the other list only in float16
-        # models.
-        wide = set(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
-        if parameter.dtype is torch.float16:
-            wide |= set(getattr(model, "_keep_in_fp32_modules", None) or ())
-        keeps_float32 = any(re.search(pattern.replace("*", ".*"), name) for pattern in wide)
-        cast[name] = tensor.to(torch.float32 if keeps_float32 else parameter.dtype)
+        own = state.get(name)
+        is_wide = own is not None and own.dtype.is_floating_point and is_wide_float(tensor)
+        cast[name] = tensor.to(own.dtype) if own is not None and is_wide else tensor
     return cast
 
 

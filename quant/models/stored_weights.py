@@ -129,6 +129,15 @@ def open_stored(model: nn.Module, files: Files) -> bool:
     return True
 
 
+def keeps_float32(model: nn.Module, name: str, dtype: torch.dtype) -> bool:
+    """Returns whether transformers keeps a tensor in float32 in a model of `dtype`: by patterns to find in its name."""
+    # Modules of the strict list always, those of the other one in float16 alone, where they overflow: T5's `wo`.
+    patterns = {*(getattr(model, "_keep_in_fp32_modules_strict", None) or ())}
+    if dtype is torch.float16:
+        patterns |= {*(getattr(model, "_keep_in_fp32_modules", None) or ())}
+    return any(re.search(pattern.replace("*", ".*"), name) for pattern in patterns)
+
+
 def _divided(
     model: nn.Module, files: Files, expected: dict[str, torch.Tensor]
 ) -> tuple[dict[str, torch.Tensor], dict[str, StoredWeight], set[str]]:
@@ -137,8 +146,6 @@ def _divided(
     Those that transformers keeps in float32 become float32, in `expected` too.
     """
     mapped, left, used = dict[str, torch.Tensor](), dict[str, StoredWeight](), set[str]()
-    # Patterns of the modules that transformers keeps in float32, searched for in names as it does.
-    wide = [re.compile(p.replace("*", ".*")) for p in getattr(model, "_keep_in_fp32_modules_strict", None) or ()]
     for name, tensor in expected.items():
         matrices = expert_names(name, len(tensor)) if tensor.dim() == 3 and name not in files else []
         if matrices and all(matrix in files for matrix in matrices):
@@ -146,10 +153,10 @@ def _divided(
             used.update(matrices)
         elif name in files:
             used.add(name)
-            if not files.is_mapped(name):
-                left[name] = StoredWeight(files, name)
-            elif any(pattern.search(name) for pattern in wide):
+            if keeps_float32(model, name, tensor.dtype):
                 mapped[name], expected[name] = files[name].float(), tensor.float()
+            elif not files.is_mapped(name):
+                left[name] = StoredWeight(files, name)
             else:
                 mapped[name] = files[name]
     return mapped, left, used

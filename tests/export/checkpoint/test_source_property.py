@@ -20,6 +20,7 @@ pytest.importorskip("compressed_tensors", reason="the extra test")
 
 from architectures import ARCHITECTURES, DTYPES, LOGIT_LIMIT, QUICK, build, difference, inputs, result
 
+import quant
 from quant.base.errors import UserError
 from quant.export.checkpoint.convert import convert
 from quant.export.checkpoint.load import load
@@ -54,6 +55,27 @@ def source(name: str, dtype: torch.dtype, directory: Path) -> Any:
     config |= {"own_key": {"nested": [1, None]}, "torch_dtype": config.pop("dtype")}
     (directory / "config.json").write_text(json.dumps(config))
     return model
+
+
+@pytest.mark.parametrize("format", ["fp8_channel", "int4a16_g32"])
+def test_what_transformers_keeps_in_float32_is_loaded_so(format: str, tmp_path: Path) -> None:
+    """T5's `wo` in float16, which overflows there (huggingface/transformers#20287), quantized or not."""
+    name = "T5ForConditionalGeneration"
+    from transformers import T5ForConditionalGeneration
+
+    build(name, torch.float16).save_pretrained(tmp_path / "model")
+    model = T5ForConditionalGeneration.from_pretrained(tmp_path / "model", dtype=torch.float16).eval()
+    wo = [name for name, _ in model.named_modules() if name.endswith("DenseReluDense.wo")]
+    assert all(model.get_submodule(name).weight.dtype == torch.float32 for name in wo)
+    done = quant.quantize(model, format, solver="rtn", exclude=["encoder.*.wo"])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        quant.save(done.model, done.plan, tmp_path / "out")
+    loaded = load(tmp_path / "out")
+    assert len(wo) == 4 and all(loaded.get_submodule(name).weight.dtype == torch.float32 for name in wo)
+    call = inputs(model)
+    with torch.no_grad():
+        assert torch.equal(loaded(**call).logits, done.model(**call).logits)
 
 
 def holds(fields: Any, source: Any) -> bool:
