@@ -33,6 +33,7 @@ Of a cache alone, k and v both have the scale of that row; where attention is qu
 expanded q, k and v.
 """
 
+import shlex
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -141,7 +142,9 @@ def check_attention(model: nn.Module, *, kv_cache: bool, attention: bool, plan: 
     A given plan names the format of the cache in place of an option.
     """
     name = type(model).__name__
-    cache = option("kv_cache", "16bit") if plan is None else f"`quant plan edit {plan} --kv-cache 16bit --out FILE`"
+    cache = option("kv_cache", "16bit")
+    if plan is not None:
+        cache = f"`quant plan edit {shlex.quote(str(plan))} --kv-cache 16bit --out FILE`"
     given = [cache] * kv_cache + [option("attention", "16bit")] * attention
     if given and not (hasattr(model, "config") and hasattr(model, "set_attn_implementation")):
         raise UserError(

@@ -136,18 +136,17 @@ def collect_input_amax(
             amax |= {name: torch.maximum(amax.get(name, value), value) for name, value in part.items()}
     ranges = {name: observers[name].amax() for name in amax} if observers else amax
     silent = sorted(set(names) - set(ranges))
-    of_siblings: dict[str, list[torch.Tensor]] = {}
+    pattern, siblings = partial(_EXPERT.sub, r"\1#"), dict[str, list[torch.Tensor]]()
     for name, value in ranges.items():
-        of_siblings.setdefault(_EXPERT.sub(r"\1#", name), []).append(value)
-    alike = {name: of_siblings.get(_EXPERT.sub(r"\1#", name), []) for name in silent}
-    if unknown := [name for name in silent if not alike[name]]:
+        siblings.setdefault(pattern(name), []).append(value)
+    if unknown := [name for name in silent if pattern(name) not in siblings]:
         raise NeverCalledError(unknown)
     if silent:
         warn(
             f"{silent[0]}: no calibration token reached it ({counted(len(silent), 'such layer')}), so its static input "
             "scale is that of the largest input of its sibling experts; more text would do better"
         )
-    ranges = ranges | {name: torch.stack(values).amax() for name, values in alike.items()}
+    ranges |= {name: torch.stack(siblings[pattern(name)]).amax() for name in silent}
     return {name: value.to(home) for name, value in ranges.items()}
 
 

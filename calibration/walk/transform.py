@@ -78,15 +78,16 @@ def fix_input_scales(block: Block) -> None:
 
     ValueError for a layer that was never called and has no sibling that was.
     """
+    scales: dict[str, list[torch.Tensor]] = {}
     for group in block.groups:
         fix_input_scale(block, group)
+        if group.input_scale is not None:
+            scales.setdefault(group.pattern, []).append(group.input_scale)
     for group in block.groups:
         if group.amax is None and group.activation is not None and group.activation.is_static:
-            siblings = [each for each in block.groups if each.pattern == group.pattern]
-            scales = [each.input_scale for each in siblings if each.amax is not None and each.input_scale is not None]
-            if not scales:
+            if group.pattern not in scales:
                 raise NeverCalledError([group.members[0].name])
-            group.input_scale = torch.stack(scales).amax()
+            group.input_scale = torch.stack(scales[group.pattern]).amax()
 
 
 def fix_input_scale(block: Block, group: Group) -> None:

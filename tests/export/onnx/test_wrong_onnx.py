@@ -95,6 +95,13 @@ class Graph:
     def reader(self, name: str) -> Any:
         return next(node for node in self.nodes if name in node.input)
 
+    def redirect(self, old: str, new: str) -> None:
+        """Has all readers of a value read another one."""
+        for node in self.nodes:
+            for index, name in enumerate(node.input):
+                if name == old:
+                    node.input[index] = new
+
     def maker(self, name: str) -> Any:
         return next(node for node in self.nodes if name in node.output)
 
@@ -210,10 +217,7 @@ def keep_keys_before_rope(graph: Graph) -> None:
 
 def take_a_residual_after_the_norm(graph: Graph) -> None:
     node = graph.of("SkipSimplifiedLayerNormalization")[0]
-    for reader in graph.nodes:
-        for index, name in enumerate(reader.input):
-            if name == node.output[3]:
-                reader.input[index] = node.output[0]
+    graph.redirect(node.output[3], node.output[0])
 
 
 def take_the_tanh_of_gelu(graph: Graph) -> None:
@@ -247,10 +251,7 @@ def define_an_operator_anew(graph: Graph) -> None:
 
 def leave_out_a_relu(graph: Graph) -> None:
     relu = graph.of("Relu")[1]
-    for reader in graph.nodes:
-        for index, name in enumerate(reader.input):
-            if name == relu.output[0]:
-                reader.input[index] = relu.input[0]
+    graph.redirect(relu.output[0], relu.input[0])
 
 
 def change_the_epsilon_of_layer_norm(graph: Graph) -> None:
