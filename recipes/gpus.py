@@ -1,23 +1,24 @@
 """`Hardware` describes a GPU by its data sheet: sizes, rates and units. `GPUS` has those that a plan may be made for.
 
-Rates are the vendor's for dense matrices at boost clock, sums in FP32; programs reach less (`quant bench` measures it).
+Figures and their sources are in `tables/gpus.toml`. Rates are the vendor's for dense matrices at boost clock, sums in
+FP32; programs reach less (`quant bench` measures it).
 Capabilities follow from the compute capability: FP8 tensor cores from 8.9 on, block-scaled FP4 and FP8 from 10.0 on,
 wgmma on 9.0 only. This file is read without torch; `kernels/base/hardware.py` finds the GPU of the machine.
-
-Sources, NVIDIA's: data sheets of T4, A10, L4, A100, L40S, H100 SXM, H200 SXM, B200 and B300 (HGX, per GPU), GB200
-NVL72, GB300 NVL72 and Vera Rubin NVL72 (per GPU), DGX Spark, Jetson AGX Orin 64 GB and Jetson T5000; white papers of
-GA102, Ada, RTX Blackwell and RTX PRO Blackwell for the RTX cards. A B200 of an HGX board has 180 GB at 7.7 TB/s; the
-8 TB/s that are often quoted are a GB200's. Rubin's 50 PFLOP/s of FP4 are those of inference. DGX Spark's sheet has FP4
-alone; its other rates are those that NVIDIA's aiconfigurator measured. Where a sheet has a sparse rate alone, half of
-it is the dense one. An L2 that is not published is 0 here. SM counts and L2 sizes of GPUs on the machine are read from
-the driver.
 """
 
 from __future__ import annotations
 
+import tomllib
 from dataclasses import dataclass, replace
+from importlib import resources
+from typing import Any
 
 from quant.base.errors import UserError, option
+
+
+def read_table(name: str) -> dict[str, Any]:
+    """Returns a TOML file of `recipes/tables`, without its ending, as tomllib reads it."""
+    return tomllib.loads((resources.files("quant.recipes") / "tables" / f"{name}.toml").read_text(encoding="utf-8"))
 
 
 @dataclass(frozen=True)
@@ -98,51 +99,16 @@ class Hardware:
         return replace(self, name=name, sms=mode.sms, bandwidth=mode.bandwidth, tflops=rates, clock=mode.clock)
 
 
-_GB, _MIB, _GIB = 10**9, 1 << 20, 1 << 30
-# AGX Orin's modes, from nvpmodel_p3701_0000.conf of Jetson Linux: 3, 4 and 8 of 8 TPCs (two SMs each), the clock's cap,
-# and memory at 2133 of 3200 MHz in the first.
-_ORIN = (
-    PowerMode(15, 6, 408, 136.5 * _GB), PowerMode(30, 8, 612, 204.8 * _GB), PowerMode(50, 16, 816, 204.8 * _GB),
-)  # fmt: skip
+def _read(name: str, sheet: dict[str, Any]) -> Hardware:
+    """Returns a GPU from its row of the table, whose sizes are in MiB, GiB and GB/s."""
+    rates: dict[str, float] = {dtype: sheet[dtype] for dtype in ("bf16", "int8", "fp8", "fp4") if dtype in sheet}
+    modes = tuple(PowerMode(w, sms, clock, gb * 10**9) for w, sms, clock, gb in sheet.get("modes", ()))
+    l2, memory, bandwidth = sheet["l2"] << 20, sheet["memory"] << 30, sheet["bandwidth"] * 10**9
+    clock, capability = sheet.get("clock", 0.0), (sheet["capability"][0], sheet["capability"][1])
+    return Hardware(name, capability, sheet["sms"], l2, memory, bandwidth, rates, clock=clock, modes=modes)
 
 
-def _gpu(
-    name: str, capability: tuple[int, int], sms: int, l2: int, memory: int, bandwidth: float, *rates: float
-) -> Hardware:
-    names = ("bf16", "int8", "fp8", "fp4")[: len(rates)]
-    return Hardware(
-        name, capability, sms, l2 * _MIB, memory * _GIB, bandwidth * _GB, dict(zip(names, rates, strict=True))
-    )
-
-
-GPUS: dict[str, Hardware] = {
-    gpu.name: gpu
-    for gpu in (
-        _gpu("t4", (7, 5), 40, 4, 16, 320, 65, 130),  # FP16: Turing has no BF16
-        _gpu("a100", (8, 0), 108, 40, 80, 2039, 312, 624),
-        _gpu("a10", (8, 6), 72, 6, 24, 600, 125, 250),
-        _gpu("rtx3090", (8, 6), 82, 6, 24, 936, 71, 284),
-        replace(_gpu("orin", (8, 7), 16, 4, 64, 204.8, 42.5, 85), clock=1300, modes=_ORIN),
-        _gpu("l40s", (8, 9), 142, 96, 48, 864, 362, 733, 733),
-        _gpu("l4", (8, 9), 58, 48, 24, 300, 121, 242, 242),
-        _gpu("rtx4090", (8, 9), 128, 72, 24, 1008, 165.2, 660.6, 330.3),
-        _gpu("h100", (9, 0), 132, 50, 80, 3350, 989, 1979, 1979),
-        _gpu("h200", (9, 0), 132, 60, 141, 4800, 989, 1979, 1979),
-        _gpu("b200", (10, 0), 148, 126, 180, 7700, 2250, 4500, 4500, 9000),
-        _gpu("gb200", (10, 0), 152, 126, 186, 8000, 2500, 5000, 5000, 10000),
-        # Blackwell Ultra and Rubin gave their INT8 units to FP4.
-        _gpu("b300", (10, 3), 148, 126, 270, 7700, 2250, 150, 4500, 13500),
-        _gpu("gb300", (10, 3), 152, 126, 279, 8000, 2500, 165, 5000, 15000),
-        _gpu("rubin", (10, 7), 224, 0, 288, 22000, 4000, 250, 17500, 50000),
-        _gpu("thor", (11, 0), 20, 0, 128, 273, 258.5, 517, 517, 1035),
-        _gpu("rtx5090", (12, 0), 170, 96, 32, 1792, 210, 838, 419, 1676),
-        _gpu("rtx5080", (12, 0), 84, 64, 16, 960, 112.6, 450.2, 225.1, 900.4),
-        _gpu("rtx5070", (12, 0), 48, 48, 12, 672, 61.7, 246.9, 123.5, 493.9),
-        # Workstation cards sum in FP32 at the full rate, GeForce cards at half of it.
-        _gpu("rtxpro6000", (12, 0), 188, 128, 96, 1792, 503.8, 1007.6, 1007.6, 2015),
-        _gpu("dgx-spark", (12, 1), 48, 24, 128, 273, 213, 214, 214, 500),
-    )
-}
+GPUS: dict[str, Hardware] = {name: _read(name, sheet) for name, sheet in read_table("gpus").items()}
 """GPUs that a plan, an engine or a table of measured times may name."""
 
 GENERATIONS = tuple(f"sm{arch}" for arch in sorted({gpu.arch for gpu in GPUS.values()}))
