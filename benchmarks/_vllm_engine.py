@@ -3,6 +3,7 @@
 decode 16 960       ms of a step of 16 sequences, each behind 960 tokens
 prefill 1 4096      ms to the first token of a new prompt
 profile 16 960      ms of a step in which any kernel ran, and the kernels that took most of it
+tokens 64 960       the first tokens behind 64 prompts, which are the same for every engine
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ STEPS, SETTLED = 64, 4
 """Decoding steps that are timed, after those in which sequences start."""
 PROFILED = 9
 """Steps of a profile, the prompts' own step among them."""
+FIRST = 16
+"""Tokens of each prompt that engines are compared by."""
 
 
 def engine(args: argparse.Namespace) -> None:
@@ -110,10 +113,20 @@ class Measured:
         ranges = [event.time_range for event in profiler.events() if event.device_type.name == "CUDA"]
         return {"ms": busy(ranges) / steps, "kernels": kernels}
 
-    def _prompts(self, batch: int, length: int) -> list[list[int]]:
+    def tokens(self, count: int, length: int) -> dict[str, Any]:
+        import torch
+        from vllm import SamplingParams
+
+        ask = SamplingParams(temperature=0, max_tokens=FIRST, ignore_eos=True, detokenize=False)
+        rows = self._prompts(count, length, torch.Generator().manual_seed(1))
+        answers = self.llm.generate([{"prompt_token_ids": row} for row in rows], ask, use_tqdm=False)
+        return {"tokens": [list(each.outputs[0].token_ids) for each in answers]}
+
+    def _prompts(self, batch: int, length: int, generator: Any = None) -> list[list[int]]:
         import torch
 
-        rows: list[list[int]] = torch.randint(3, self.vocabulary, (batch, length), generator=self.generator).tolist()
+        generator = generator or self.generator
+        rows: list[list[int]] = torch.randint(3, self.vocabulary, (batch, length), generator=generator).tolist()
         return rows
 
     def _seconds(self, prompts: list[list[int]], tokens: int) -> float:

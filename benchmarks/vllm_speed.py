@@ -12,7 +12,8 @@ processes of their own, and one measures while the others wait. A step is the me
 generation, once all its sequences decode: it holds attention, norms, the scheduler and the sampler. Prompts are in the
 prefix cache by then. Prefill is the time to the first token of one new prompt. Each figure is the least of its rounds.
 `--profile 1 16` adds the time in which any kernel of a step ran, by PyTorch's profiler, and writes the kernels into the
-JSON.
+JSON. `--tokens 64` also counts the prompts, of 64, whose first tokens are those of the first engine. All engines have
+the same weights: with right kernels, ours agree with vLLM's as often as its backends do among themselves.
 
     python benchmarks/vllm_speed.py llama-8b --layers 4 --batch 16 --context 32000 --prefill 0 --kv-gib 8 \
         --engine '{"max_model_len": 32768}' --theirs '{"kv_cache_dtype": "fp8"}' --ours '{"kv_cache_dtype": "nvfp4"}'
@@ -20,6 +21,8 @@ JSON.
 compares KV caches. vLLM must be importable. Two engines take about 30 GB (8B) or 50 GB (30B).
 
     python benchmarks/vllm_speed.py llama-8b --batch 256 --kv-gib 34 --switch 1 fp8-prefill --alone
+
+An engine that takes longer than `--seconds` to be ready, or to answer, is ended, and its log gets the Python stack.
 
 With `--alone` the engines load and compile beside each other, and then one after the other takes the memory of its
 cache, measures all its rounds and ends. So each may fill the GPU; figures of the same round are some minutes apart.
@@ -30,8 +33,11 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -122,30 +128,51 @@ class Engine:
 
     def __init__(self, args: argparse.Namespace, label: str, switch: str, own: dict[str, Any]) -> None:
         self.log = args.out / f"{args.label}-{label}.log"
+        self.seconds, self.end = args.seconds, time.monotonic() + args.seconds[0]
         options = ["--engine", json_text(args.engine | own), "--kv-gib", str(args.kv_gib), "--out", str(args.out),
                    "--context", str(args.context), *["--alone"] * args.alone,
                    "--folder", str(args.folder), "--batch", *map(str, args.batch)]  # fmt: skip
         self.process = subprocess.Popen(
             [sys.executable, __file__, args.shape, *options], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-            stderr=self.log.open("w"), env={**os.environ, "BLOCKSCALE_VLLM": switch}, text=True,
+            stderr=self.log.open("w"), text=True,
+            env={**os.environ, "BLOCKSCALE_VLLM": switch, "PYTHONFAULTHANDLER": "1"},
         )  # fmt: skip
 
-    def answer(self) -> dict[str, Any]:
-        """Returns the engine's next result. Its error ends the benchmark: later figures would not be comparable."""
+    def answer(self, seconds: float) -> dict[str, Any]:
+        """Returns the engine's next result. Its error or silence is an `EngineError`."""
         assert self.process.stdout is not None
-        for line in self.process.stdout:
-            if line.startswith("RESULT "):
-                result: dict[str, Any] = json.loads(line.removeprefix("RESULT "))
-                if "error" in result:
-                    raise SystemExit(f"{self.log}: {result['error']}")
-                return result
-        raise SystemExit(f"{self.log}: the engine ended\n{self.log.read_text()[-1500:]}")
+        limit = threading.Timer(max(seconds, 0.1), self.process.send_signal, (signal.SIGABRT,))
+        limit.start()
+        try:
+            for line in self.process.stdout:
+                if line.startswith("RESULT "):
+                    result: dict[str, Any] = json.loads(line.removeprefix("RESULT "))
+                    if "error" in result:
+                        raise EngineError(f"{self.log}: {result['error']}")
+                    return result
+        finally:
+            limit.cancel()
+        raise EngineError(f"{self.log}: the engine ended\n{self.log.read_text()[-1500:]}")
+
+    def ready(self) -> dict[str, Any]:
+        return self.answer(self.end - time.monotonic())
 
     def ask(self, line: str) -> dict[str, Any]:
         assert self.process.stdin is not None
-        self.process.stdin.write(line + "\n")
-        self.process.stdin.flush()
-        return self.answer()
+        try:
+            self.process.stdin.write(line + "\n")
+            self.process.stdin.flush()
+        except BrokenPipeError:
+            pass  # `answer` says how it ended
+        return self.answer(self.seconds[1])
+
+    def stop(self) -> None:
+        self.process.kill()
+        self.process.wait(60)
+
+
+class EngineError(Exception):
+    """An engine did not answer."""
 
 
 def main() -> None:
@@ -169,16 +196,15 @@ def main() -> None:
         engines[label] = Engine(args, f"plugin-{switch}", switch, args.ours)
     for label, each in list(engines.items()):
         try:
-            print(f"{label} answered: {each.answer()}", file=sys.stderr, flush=True)
-        except SystemExit as error:
-            if not label.startswith("vLLM, "):
-                raise
-            print(f"{label} is left out: {error}", file=sys.stderr, flush=True)
-            del engines[label]
+            print(f"{label} answered: {each.ready()}", file=sys.stderr, flush=True)
+        except EngineError as error:
+            leave_out(engines, label, error)
     asks = {f"batch {n}": f"decode {n} {args.context}" for n in args.batch}
     if args.prefill:
         asks[f"prefill {args.prefill}"] = f"prefill 1 {args.prefill}"
     asks |= {f"batch {n}, on the GPU": f"profile {n} {args.context}" for n in args.profile}
+    if args.tokens:
+        asks[TOKENS] = f"tokens {args.tokens} {args.context}"
     print("; ".join(f"{k} {v}" for k, v in {**machine(), **versions("vllm", "triton")}.items()) + "\n")
     for answers in measured_alone(engines, asks, args) if args.alone else measured_in_turns(engines, asks, args):
         (args.out / f"{args.label}.json").write_text(json_text(answers, indent=1) + "\n")
@@ -204,6 +230,8 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--ours", type=json.loads, default={}, help="the same, for vLLM with the plug-in")
     parser.add_argument("--switch", nargs="+", default=["1"], help="values of BLOCKSCALE_VLLM, an engine for each")
     parser.add_argument("--profile", type=int, nargs="*", default=[], help="batches whose kernels are listed, by time")
+    parser.add_argument("--tokens", type=int, help="prompts whose first tokens are compared")
+    parser.add_argument("--seconds", type=float, nargs=2, default=[1800.0, 600.0], help="to be ready, and to answer")
     parser.add_argument("--alone", action="store_true", help="an engine has its cache only while it measures")
     parser.add_argument("--label", help="of the files; by default the shape")
     parser.add_argument("--out", type=Path, default=Path("vllm-speed"))
@@ -216,6 +244,19 @@ def parsed() -> argparse.Namespace:
 
 Answers = dict[str, dict[str, list[dict[str, Any]]]]
 """Results by figure and by engine, one for each round."""
+TOKENS = "first tokens"
+ONCE = "profile", "tokens"
+"""Tasks of the first round alone."""
+
+
+def leave_out(engines: dict[str, Engine], label: str, error: EngineError) -> None:
+    """Ends an engine that failed. Without any of vLLM's own, or of ours, there is nothing to compare."""
+    print(f"{label} is left out: {error}", file=sys.stderr, flush=True)
+    engines.pop(label).stop()
+    if len({each.startswith("vLLM") for each in engines}) < 2:
+        for each in engines.values():
+            each.stop()
+        raise SystemExit(f"{label}: {str(error).splitlines()[0]}")
 
 
 def measured_in_turns(engines: dict[str, Engine], asks: dict[str, str], args: argparse.Namespace) -> Iterator[Answers]:
@@ -223,26 +264,36 @@ def measured_in_turns(engines: dict[str, Engine], asks: dict[str, str], args: ar
     answers: Answers = {name: {label: [] for label in engines} for name in asks}
     for number in range(args.rounds):
         for name, line in asks.items():
-            for label, each in engines.items():
-                if not (number and line.startswith("profile")):
+            for label, each in list(engines.items()):
+                if number and line.startswith(ONCE):
+                    continue
+                try:
                     answers[name][label].append(each.ask(line))
-        yield answers
+                except EngineError as error:
+                    leave_out(engines, label, error)
+        yield {name: {label: by_engine[label] for label in engines} for name, by_engine in answers.items()}
     for each in engines.values():
-        each.process.kill()
+        each.stop()
 
 
 def measured_alone(engines: dict[str, Engine], asks: dict[str, str], args: argparse.Namespace) -> Iterator[Answers]:
     """Yields the answers after each engine, which measured all its rounds alone and ended."""
     answers: Answers = {name: {} for name in asks}
-    for label, each in engines.items():
-        print(f"{label} is ready after {each.ask('the GPU is yours')}", file=sys.stderr, flush=True)
-        for number in range(args.rounds):
-            for name, line in asks.items():
-                if not (number and line.startswith("profile")):
-                    answers[name].setdefault(label, []).append(result := each.ask(line))
-                    print(f"{label}: {name} {result['ms']:.3f} ms", file=sys.stderr, flush=True)
-        each.process.kill()
-        each.process.wait()
+    for label, each in list(engines.items()):
+        try:
+            print(f"{label} is ready after {each.ask('the GPU is yours')}", file=sys.stderr, flush=True)
+            results: dict[str, list[dict[str, Any]]] = {name: [] for name in asks}
+            for number in range(args.rounds):
+                for name, line in asks.items():
+                    if not (number and line.startswith(ONCE)):
+                        results[name].append(result := each.ask(line))
+                        print(f"{label}: {name} {result.get('ms', 0.0):.3f} ms", file=sys.stderr, flush=True)
+        except EngineError as error:
+            leave_out(engines, label, error)
+            continue
+        each.stop()
+        for name, of_rounds in results.items():
+            answers[name][label] = of_rounds
         yield answers
 
 
@@ -252,12 +303,24 @@ def table(answers: Answers, label: str) -> str:
 
     rows = []
     for name, by_engine in answers.items():
+        if name == TOKENS:
+            continue
         best = {engine: min(each["ms"] for each in of_rounds) for engine, of_rounds in by_engine.items()}
         times = {f"{engine}, ms": f"{ms:.3f}" for engine, ms in best.items()}
-        theirs = min(ms for engine, ms in best.items() if engine.startswith("vLLM"))
+        theirs = min((ms for engine, ms in best.items() if engine.startswith("vLLM")), default=float("nan"))
         gains = {f"× {engine}": f"{theirs / ms:.3f}" for engine, ms in best.items() if not engine.startswith("vLLM")}
         rows.append({label: name, **times, **gains})
-    return str(markdown(rows))
+    return "\n\n".join([str(markdown(rows)), *same_tokens(answers.get(TOKENS, {}))])
+
+
+def same_tokens(by_engine: dict[str, list[dict[str, Any]]]) -> Iterator[str]:
+    """Yields, for each engine but the first, how many prompts' first tokens are those of the first engine."""
+    all_tokens = {engine: of_rounds[0]["tokens"] for engine, of_rounds in by_engine.items() if of_rounds}
+    for engine, tokens in list(all_tokens.items())[1:]:
+        first, reference = next(iter(all_tokens.items()))
+        pairs = list(zip(tokens, reference, strict=True))
+        once, whole = sum(a[0] == b[0] for a, b in pairs), sum(a == b for a, b in pairs)
+        yield f"{engine} and {first}: first token equal {once} of {len(pairs)}, first {len(tokens[0])} {whole}"
 
 
 if __name__ == "__main__":
