@@ -44,6 +44,7 @@ from quant.formats.format import FP8_HEAD, INT4
 from quant.models import huggingface
 from quant.models.files import one_line
 from quant.recipes.blocks import stored_dtype
+from quant.recipes.gpus import read_table
 from quant.recipes.layers import LayerKind
 from quant.recipes.plan import ODD_INPUTS, LayerPlan, Plan
 from quant.recipes.plan_check import first_problem
@@ -79,47 +80,7 @@ class Failure:
         return f"{self.runtime} {self.since}" + (f" to {self.until}" if self.until != self.since else "")
 
 
-FAILURES: dict[str, Failure] = {
-    "mxfp6": Failure(
-        "vLLM", "0.26", "0.33", "weights in MXFP6",
-        "stops: Only num_bits in (8) are supported (compressed-tensors 0.17, QuantizationArgs.pytorch_dtype)",
-        source="run on an H100 in 0.26 and 0.29, read in 0.33",
-    ),
-    "narrow int4 experts": Failure(
-        "vLLM", "0.26", "0.33", "experts in INT4 that are no wider than a group",
-        "wrong output: the scales of gate and up are put into a wrong order (fused_moe/oracle/int_wna16.py, "
-        "_process_weights_marlin)",
-        source="run on an H200 in 0.26, read in 0.29 and 0.33",
-    ),
-    "rotation": Failure(
-        "vLLM", "0.26", "0.26", "inputs that are rotated at run time",
-        "wrong output: the first token is right, then one token repeats",
-        source="run on an H100",
-    ),
-    "modelopt mxfp4": Failure(
-        "vLLM", "0.26", "0.33", "MXFP4 and INT4 in ModelOpt's layout",
-        "stops: no known algorithm (model_executor/layers/quantization/modelopt.py, QUANT_ALGOS)",
-        source="run on an H100 in 0.26 and 0.29, INT4 on an H200 in 0.33",
-    ),
-    "fp8 weights": Failure(
-        "vLLM", "0.26", "0.26", "weights in FP8 with inputs in 16 bit",
-        "stops without the package humming, unless our plug-in takes the layers", source="run on an H200",
-    ),
-    "fp8 weights of experts": Failure(
-        "vLLM", "0.26", "0.33", "experts in FP8 with inputs in 16 bit",
-        "stops: Unsupported FusedMoe scheme, unless our plug-in takes the experts",
-        source="read in 0.26 to 0.33 (compressed_tensors_moe.py)",
-    ),
-    "w4a4 on hopper": Failure(
-        "vLLM", "0.26", "0.33", "NVFP4, MXFP4 and MXFP8 with rounded inputs",
-        "runs with inputs in 16 bit: slower than FP8, and more precise than the report says", "before Blackwell",
-        source="run on an H100 in 0.26 and 0.29; NVFP4 and MXFP8 with our plug-in on an H200 in 0.33",
-    ),
-    "nvfp4 experts": Failure(
-        "transformers", "5.17", "5.24", "fused experts in NVFP4",
-        "wrong output: their global scale is dropped", source="run on a CPU",
-    ),
-}  # fmt: skip
+FAILURES = {name: Failure(**fields) for name, fields in read_table("failures").items()}
 
 
 def runtime_warnings(
